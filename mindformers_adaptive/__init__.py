@@ -1,0 +1,30 @@
+"""Adaptive loss scaling for MindSpore and MindFormers.
+
+Importing this package does not import MindSpore: a name that needs it is loaded on first use.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "AdaptiveLossScaleUpdateCell": "mindformers_adaptive.update_cell",
+    "AdaptiveRule": "mindformers_adaptive.rule",
+    "LossScaleState": "mindformers_adaptive.rule",
+    "register": "mindformers_adaptive.registration",
+    "window_ladder": "mindformers_adaptive.ladder",
+}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name):
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

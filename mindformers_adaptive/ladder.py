@@ -1,0 +1,94 @@
+"""The ladder: the increasing list of scale windows that adaptive loss scaling climbs."""
+
+import warnings
+from numbers import Integral
+
+__all__ = ["DEFAULT_MAX_SCALE_WINDOW", "DEFAULT_MIN_SCALE_WINDOW", "HIDDEN_WINDOW", "window_ladder"]
+
+# MindFormers' documentation of adaptive loss scaling: windows of 20 to 1000 steps, and a hidden window of one step
+# that is never on the ladder.
+DEFAULT_MAX_SCALE_WINDOW = 1000
+DEFAULT_MIN_SCALE_WINDOW = 20
+HIDDEN_WINDOW = 1
+
+# Coarse windows are multiples of 100; at 100 the ladder turns to fine steps.
+_COARSE_STEP = 100
+_FIRST_FINE_WINDOW = 50
+
+
+def window_ladder(max_scale_window: int, min_scale_window: int = DEFAULT_MIN_SCALE_WINDOW) -> tuple[int, ...]:
+    """Return the strictly increasing scale windows from ``min_scale_window`` to ``max_scale_window``.
+
+    Going down from the maximum, a window above 100 is halved and rounded down to a multiple of 100 (from 101 to 199
+    that is 100), after 100 comes 50, and below 100 the windows fall in steps of half the minimum. The recipe is
+    MindFormers'; where its list is strictly increasing and ends at both bounds, this one is the same.
+
+    Args:
+        max_scale_window (int): the largest window, in steps. Where it is below ``min_scale_window`` or not positive,
+            a warning says so and 1000 is used instead.
+        min_scale_window (int): the smallest window, in steps, at least 1. Default: 20.
+
+    Returns:
+        tuple[int, ...], the windows in steps, first ``min_scale_window``, last ``max_scale_window``.
+
+    Raises:
+        TypeError: if a window is not an integer (``True`` and ``False`` are not).
+        ValueError: if ``min_scale_window`` is below 1, or if it is above 1000 when 1000 has to stand in for
+            ``max_scale_window``.
+
+    Examples:
+        >>> window_ladder(1000, 20)
+        (20, 30, 40, 50, 100, 200, 500, 1000)
+        >>> window_ladder(1000, 1000)
+        (1000,)
+    """
+    smallest = _require_window("min_scale_window", min_scale_window)
+    if smallest < 1:
+        raise ValueError(
+            f"'min_scale_window' must be at least 1 step, but got {smallest}. "
+            f"Give a positive integer; the usual value is {DEFAULT_MIN_SCALE_WINDOW}."
+        )
+    largest = _largest_window(_require_window("max_scale_window", max_scale_window), smallest)
+
+    descending = [largest]
+    window = float(largest)
+    while window > smallest:
+        window = max(_next_below(window, smallest), smallest)
+        if int(window) < descending[-1]:
+            descending.append(int(window))
+    return tuple(reversed(descending))
+
+
+def _next_below(window: float, smallest: int) -> float:
+    """The window that follows ``window`` on the way down; it may fall below ``smallest``."""
+    if window > _COARSE_STEP:
+        return max(int(window / 2) // _COARSE_STEP * _COARSE_STEP, _COARSE_STEP)
+    if window == _COARSE_STEP:
+        return _FIRST_FINE_WINDOW
+    return window - smallest / 2
+
+
+def _largest_window(max_scale_window: int, smallest: int) -> int:
+    if max_scale_window >= smallest:
+        return max_scale_window
+    if smallest > DEFAULT_MAX_SCALE_WINDOW:
+        raise ValueError(
+            f"'max_scale_window' must be at least 'min_scale_window' ({smallest}), but got {max_scale_window}, and "
+            f"the default {DEFAULT_MAX_SCALE_WINDOW} is below it as well. Raise 'max_scale_window' to {smallest} or "
+            "more, or lower 'min_scale_window'."
+        )
+    warnings.warn(
+        f"'max_scale_window' must be at least 'min_scale_window' ({smallest}), but got {max_scale_window}: "
+        f"{DEFAULT_MAX_SCALE_WINDOW} is used instead.",
+        stacklevel=3,
+    )
+    return DEFAULT_MAX_SCALE_WINDOW
+
+
+def _require_window(name: str, window: object) -> int:
+    if isinstance(window, bool) or not isinstance(window, Integral):
+        raise TypeError(
+            f"'{name}' must be an integer number of steps, but got {window!r} of type {type(window).__name__}. "
+            "Write it without quotes and without a decimal point, for example 1000."
+        )
+    return int(window)

@@ -1,0 +1,256 @@
+"""The launcher: the options of MindFormers' ``run_mindformer.py``, with adaptive loss scaling registered.
+
+Its own words are few: where MindFormers has an option of that name, it sets the same key of the YAML file, and
+``--options key.sub=value`` sets any other.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import yaml
+
+__all__ = ["load_config", "main", "parse_arguments", "set_key"]
+
+RUN_MODES = ("train", "finetune", "eval", "predict")
+
+
+def main(arguments=None):
+    """Run the task that a YAML file and the command line describe.
+
+    Args:
+        arguments (list[str], optional): the command line without the program's name. Default: None, ``sys.argv``.
+    """
+    _run(load_config(parse_arguments(arguments)))
+
+
+def parse_arguments(arguments=None):
+    """Parse the command line.
+
+    Args:
+        arguments (list[str], optional): the command line without the program's name. Default: None, ``sys.argv``.
+
+    Returns:
+        argparse.Namespace, with ``config`` and ``register_path`` (str or None), ``named`` and ``free``: dicts from
+        dotted YAML key to value, of the options with a name and of those behind ``--options``.
+    """
+    parser = _build_parser()
+    parsed = parser.parse_args(arguments)
+    if not Path(parsed.config).is_file():
+        parser.error(f"argument --config: there is no file {parsed.config!r}, seen from {Path.cwd()}")
+    named = {key: getattr(parsed, name) for name, key, _, _ in _OPTIONS if getattr(parsed, name) is not None}
+    free = {}
+    for text in parsed.options:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")):
+            parser.error(f"argument --options: {text!r} must have the form key.sub=value, as in lr_schedule.lr=1e-4")
+        free[key] = _parse_value(value)
+    return argparse.Namespace(config=parsed.config, register_path=parsed.register_path, named=named, free=free)
+
+
+def load_config(options):
+    """Register the plugin, load the YAML file and apply the command line to it.
+
+    Args:
+        options (argparse.Namespace): what :func:`parse_arguments` returned.
+
+    Returns:
+        MindFormerConfig, ready for ``build_context`` and ``Trainer``.
+
+    Raises:
+        ValueError: if ``run_mode`` is not one of train, finetune, eval and predict, or a key leads nowhere.
+    """
+    from mindformers.tools.register import MindFormerConfig
+
+    from mindformers_adaptive.registration import register
+
+    _offer_register_path(options.register_path)
+    register()
+    # MindFormers fills in its template by the run mode, so it has to know it while it reads the file.
+    run_mode = {key: value for key, value in {**options.named, **options.free}.items() if key == "run_mode"}
+    config = MindFormerConfig(options.config, **run_mode)
+    for key, value in options.named.items():
+        set_key(config, key, value)
+    for key, value in options.free.items():
+        if not set_key(config, key, value):
+            warnings.warn(f"--options: '{key}' was not in {options.config}; it is added, as {value!r}.", stacklevel=2)
+    if config.run_mode not in RUN_MODES:
+        raise ValueError(
+            f"'run_mode' must be one of {', '.join(RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file or "
+            "with --run_mode."
+        )
+    _stay_out_of_sink_mode_on_cpu(config)
+    return config
+
+
+def set_key(config, key, value):
+    """Set one key of a loaded YAML file.
+
+    Args:
+        config (MindFormerConfig): the loaded file; changed in place.
+        key (str): the way to the key with dots between, a number for a place in a list: ``callbacks.0.type``.
+        value (object): the new value.
+
+    Returns:
+        bool, whether the key was there before. Where it was not, it is added, with the sections on the way.
+
+    Raises:
+        ValueError: if the way leads through something that is neither a section nor a place in a list.
+    """
+    *sections, last = key.split(".")
+    node = config
+    for section in sections:
+        if _look_up(node, section, key) is None:
+            node[_key_or_place(node, section)] = type(config)()
+        node = _look_up(node, section, key)
+    was_there = _look_up(node, last, key) is not None
+    node[_key_or_place(node, last)] = value
+    return was_there
+
+
+def _look_up(node, name, key):
+    if isinstance(node, dict):
+        return node.get(name)
+    if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+        return node[int(name)]
+    raise ValueError(
+        f"'{key}' leads to nothing in the YAML file: there is no {name!r} in {node!r}. Name a section by its key and a "
+        "place in a list by its number, from 0."
+    )
+
+
+def _key_or_place(node, name):
+    return int(name) if isinstance(node, list) else name
+
+
+def _parse_value(text):
+    # YAML 1.1 reads 1e-4 as text; on a command line everybody means the number.
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return yaml.safe_load(text)
+
+
+def _true_or_false(text):
+    value = _parse_value(text.lower())
+    if value not in (True, False):
+        raise argparse.ArgumentTypeError(f"must be true or false, but got {text!r}")
+    return bool(value)
+
+
+def _true_or_false_or_name(text):
+    return _true_or_false(text) if text.lower() in ("true", "false") else text
+
+
+# name on the command line, key in the YAML file, type, help
+_OPTIONS = (
+    ("run_mode", "run_mode", str, "what to do: train, finetune, eval or predict"),
+    ("mode", "context.mode", int, "0 compiles the train step as a graph, 1 runs it op by op (PyNative)"),
+    ("device_target", "context.device_target", str, "Ascend, GPU or CPU"),
+    ("device_id", "context.device_id", int, "which device of this machine"),
+    ("use_parallel", "use_parallel", _true_or_false, "run as one of several processes that train together"),
+    ("seed", "seed", int, "seed of all random numbers"),
+    ("output_dir", "output_dir", str, "folder for logs, checkpoints and strategies"),
+    ("epochs", "runner_config.epochs", int, "how often to go through the data"),
+    ("batch_size", "runner_config.batch_size", int, "samples a step"),
+    ("sink_mode", "runner_config.sink_mode", _true_or_false, "feed the data on the device, several steps a call"),
+    (
+        "gradient_accumulation_steps",
+        "runner_config.gradient_accumulation_steps",
+        int,
+        "small batches added up to one step",
+    ),
+    ("train_dataset_dir", "train_dataset.data_loader.dataset_dir", str, "file or folder of the training data"),
+    ("eval_dataset_dir", "eval_dataset.data_loader.dataset_dir", str, "file or folder of the evaluation data"),
+    ("num_samples", "train_dataset.data_loader.num_samples", int, "use only so many samples of the training data"),
+    ("do_eval", "do_eval", _true_or_false, "evaluate while training"),
+    ("load_checkpoint", "load_checkpoint", str, "checkpoint to load, a file or a folder"),
+    (
+        "resume_training",
+        "resume_training",
+        _true_or_false_or_name,
+        "go on from the checkpoint: true, or the name of its file",
+    ),
+    ("auto_trans_ckpt", "auto_trans_ckpt", _true_or_false, "rearrange the checkpoint for this way of parallel training"),
+    ("transform_process_num", "transform_process_num", int, "processes that rearrange the checkpoint"),
+    ("src_strategy_path_or_dir", "src_strategy_path_or_dir", str, "strategy that the checkpoint was written under"),
+    ("strategy_load_checkpoint", "parallel.strategy_ckpt_load_file", str, "parallel strategy file to load"),
+    ("only_save_strategy", "only_save_strategy", _true_or_false, "write the strategy files and stop"),
+    ("remote_save_url", "remote_save_url", str, "where to copy the outputs to"),
+    ("profile", "profile", _true_or_false, "record a profile"),
+    ("do_sample", "model.model_config.do_sample", _true_or_false, "sample when predicting"),
+    ("trust_remote_code", "trust_remote_code", _true_or_false, "let a tokenizer run code of its own"),
+    ("predict_data", "input_data", str, "text, or file of text, to predict from"),
+    ("predict_batch_size", "predict_batch_size", int, "samples a prediction"),
+)
+
+
+def _build_parser():
+    parser = argparse.ArgumentParser(
+        prog="run_mindformer.py",
+        description="Train, fine-tune, evaluate or predict with MindFormers and adaptive loss scaling.",
+        epilog="example: run_mindformer.py --config configs/tiny_llama_cpu_fp16.yaml --epochs 1 "
+        "--options runner_wrapper.scale_sense.max_scale_window=200",
+    )
+    parser.add_argument("--config", required=True, help="the YAML file, seen from the working folder")
+    for name, key, kind, text in _OPTIONS:
+        metavar = "BOOL" if kind is _true_or_false else None
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=f"{text} (sets {key})")
+    parser.add_argument("--register_path", help="folder of further classes for auto_register")
+    parser.add_argument(
+        "--options",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY.SUB=VALUE",
+        help="set any key of the YAML file; they have the last word over the options with a name",
+    )
+    return parser
+
+
+def _offer_register_path(register_path):
+    if register_path is None:
+        return
+    folder = str(Path(register_path).resolve())
+    os.environ["REGISTER_PATH"] = folder
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _stay_out_of_sink_mode_on_cpu(config):
+    runner = config.runner_config
+    if runner and runner.sink_mode and config.context and config.context.device_target == "CPU":
+        runner.sink_mode = False
+        warnings.warn(
+            "'runner_config.sink_mode' must be False on CPU: MindSpore cannot sink data there, and MindFormers would "
+            "train sink_size times too long. False is used.",
+            stacklevel=3,
+        )
+
+
+def _run(config):
+    from mindformers.core.context import build_context
+    from mindformers.trainer import Trainer
+    from mindformers.utils.file_utils import set_output_path
+
+    set_output_path(config.output_dir)
+    build_context(config)
+    trainer = Trainer(config)
+    if config.run_mode in ("train", "finetune"):
+        trainer.train()
+    elif config.run_mode == "eval":
+        trainer.evaluate(eval_checkpoint=config.load_checkpoint)
+    else:
+        trainer.predict(
+            predict_checkpoint=config.load_checkpoint,
+            input_data=config.input_data,
+            batch_size=config.predict_batch_size,
+        )
+
+
+if __name__ == "__main__":
+    main()

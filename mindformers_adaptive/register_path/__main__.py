@@ -1,0 +1,6 @@
+"""Print this folder, for ``run_mindformer.py --register_path "$(python -m mindformers_adaptive.register_path)"``."""
+
+from pathlib import Path
+
+if __name__ == "__main__":
+    print(Path(__file__).resolve().parent)

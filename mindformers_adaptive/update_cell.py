@@ -1,0 +1,233 @@
+"""``AdaptiveLossScaleUpdateCell``: the rule as a MindSpore cell."""
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.rule import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule, LossScaleState
+
+__all__ = ["AdaptiveLossScaleUpdateCell"]
+
+_COUNTER_VALUES = COUNTER_LIMIT + 1
+
+
+class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
+    r"""Update cell of adaptive loss scaling: the scale follows the overflows, and the window follows the scale.
+
+    The rule is that of :class:`mindformers_adaptive.rule.AdaptiveRule`. Everything it remembers is an int32 scalar
+    Parameter, so that a checkpoint of the train-step cell keeps it:
+
+    =============================== ========================= ===================================================
+    Parameter in a checkpoint       attribute                 meaning
+    =============================== ========================= ===================================================
+    ``scale_window``                ``scale_window``          window in force, in steps
+    ``list_index``                  ``window_index``          its place on the ladder, -1 for the hidden window 1
+    ``scale_window_up_count``       ``growth_num``            raises since the window last changed
+    ``scale_window_down_count``     ``down_num``              drops since the last raise or window change
+    ``current_iterator_step``       ``cur_iter``              number of the next step, from 1
+    ``last_overflow_iterator_step`` ``last_overflow_iter``    step of the last overflow or raise
+    ``skipped_steps``               ``skipped_steps``         overflowed steps so far
+    ``consecutive_overflows``       ``consecutive_overflows`` overflowed steps in a row
+    ``hysteresis_budget``           ``hysteresis_budget``     overflows left before a drop; only if hysteresis > 1
+    =============================== ========================= ===================================================
+
+    The first six names are those that MindFormers' own cell of this name writes.
+
+    Args:
+        loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
+            element, as MindFormers passes on resume, is read once and not kept.
+        scale_factor (Union[int, float]): what the scale is multiplied or divided by, above 1.
+        scale_window (int): the window to start with, in steps. One that is not on the ladder gives a warning and
+            training starts at ``min_scale_window``.
+        max_scale_window (int): the largest window, in steps. Below ``min_scale_window`` or not positive: a warning,
+            and 1000 is used. Default: 1000, MindFormers'.
+        min_scale_window (int): the smallest window, in steps. Default: 20, MindFormers'.
+        min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
+        max_loss_scale (float, optional): the cap of the loss scale. Default: None, the largest finite float32.
+        hysteresis (int): overflows tolerated before the scale drops, refilled by a raise only (Megatron-LM).
+            Default: 1, every overflow drops.
+        shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
+            Default: False, MindFormers' rule.
+
+    Inputs:
+        - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
+          scale of the next step.
+        - **overflow** (Tensor) - bool of shape :math:`()`, whether the step overflowed.
+
+    Outputs:
+        Tensor, the input `overflow`.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Parameter, Tensor
+        >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell
+        >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
+        >>> loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
+        >>> overflow = cell(loss_scale, Tensor(True))
+        >>> float(loss_scale), cell.state()["skipped_steps"]
+        (32768.0, 1)
+    """
+
+    def __init__(
+        self,
+        loss_scale_value,
+        scale_factor,
+        scale_window,
+        max_scale_window=DEFAULT_MAX_SCALE_WINDOW,
+        min_scale_window=DEFAULT_MIN_SCALE_WINDOW,
+        *,
+        min_loss_scale=1.0,
+        max_loss_scale=None,
+        hysteresis=1,
+        shrink_from_min_window=False,
+    ):
+        rule = AdaptiveRule(
+            scale_factor,
+            max_scale_window,
+            min_scale_window,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            hysteresis=hysteresis,
+            shrink_from_min_window=shrink_from_min_window,
+        )
+        start = rule.start(_as_plain_number(loss_scale_value), scale_window)
+        super().__init__(start.loss_scale, rule.scale_factor, start.scale_window)
+        self.rule = rule
+
+        # The base class has a constant of this name; here the window moves.
+        self.scale_window = _state_parameter("scale_window", start.scale_window)
+        self.window_index = _state_parameter("list_index", start.window_index)
+        self.growth_num = _state_parameter("scale_window_up_count", start.growth_num)
+        self.down_num = _state_parameter("scale_window_down_count", start.down_num)
+        self.cur_iter.requires_grad = False
+        self.last_overflow_iter.requires_grad = False
+        self.skipped_steps = _state_parameter("skipped_steps", start.skipped_steps)
+        self.consecutive_overflows = _state_parameter("consecutive_overflows", start.consecutive_overflows)
+        self.tolerates_overflows = rule.hysteresis > 1
+        if self.tolerates_overflows:
+            self.hysteresis_budget = _state_parameter("hysteresis_budget", start.hysteresis_budget)
+            self.full_budget = Tensor(rule.hysteresis, mstype.int32)
+            self.zero = Tensor(0, mstype.int32)
+
+        self.minimum_loss_scale = Tensor(rule.min_loss_scale, mstype.float32)
+        self.maximum_loss_scale = Tensor(rule.max_loss_scale, mstype.float32)
+        multipliers, transitions = _transition_tables(rule)
+        self.multipliers = Tensor(multipliers, mstype.float32)
+        self.transitions = Tensor(transitions, mstype.int32)
+        # A row is found by ((first + window_index) * 4 + growth_num) * 4 + down_num; `first` also makes the hidden
+        # window's index -1 count from 0.
+        levels = len(rule.ladder) + 1
+        self.wait_rows = Tensor(-HIDDEN_INDEX, mstype.int32)
+        self.raise_rows = Tensor(-HIDDEN_INDEX + levels, mstype.int32)
+        self.drop_rows = Tensor(-HIDDEN_INDEX + 2 * levels, mstype.int32)
+        # As Tensors, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
+        self.one = Tensor(1, mstype.int32)
+        self.counter_values = Tensor(_COUNTER_VALUES, mstype.int32)
+        self.gather = ops.Gather()
+        self.unstack = ops.Unstack()
+        self.assign = ops.Assign()
+        self.assign_add = ops.AssignAdd()
+        self.cast = ops.Cast()
+
+    def construct(self, loss_scale, overflow):
+        window_is_full = self.less_equal(self.scale_window, self.cur_iter - self.last_overflow_iter)
+        first = self.select(
+            overflow, self._overflow_rows(), self.select(window_is_full, self.raise_rows, self.wait_rows)
+        )
+        if self.tolerates_overflows:
+            self._spend_or_refill_budget(overflow, window_is_full)
+
+        row = (first + self.window_index) * self.counter_values + self.growth_num
+        row = row * self.counter_values + self.down_num
+        scaled = loss_scale * self.gather(self.multipliers, row, 0)
+        within_cap = self.less_equal(scaled, self.maximum_loss_scale)
+        self.assign(loss_scale, self.select(within_cap, self.max(scaled, self.minimum_loss_scale), loss_scale))
+
+        scale_window, window_index, growth_num, down_num = self.unstack(self.gather(self.transitions, row, 0))
+        self.assign(self.scale_window, scale_window)
+        self.assign(self.window_index, window_index)
+        self.assign(self.growth_num, growth_num)
+        self.assign(self.down_num, down_num)
+
+        starts_over = self.logic_or(overflow, window_is_full)
+        self.assign(self.last_overflow_iter, self.select(starts_over, self.cur_iter, self.last_overflow_iter))
+        self.assign_add(self.cur_iter, self.one)
+        overflowed = self.cast(overflow, mstype.int32)
+        self.assign_add(self.skipped_steps, overflowed)
+        self.assign(self.consecutive_overflows, (self.consecutive_overflows + self.one) * overflowed)
+        return overflow
+
+    def state(self):
+        """Return all Parameters as Python integers by attribute name.
+
+        Returns:
+            dict[str, int], with ``scale_window``, ``window_index``, ``growth_num``, ``down_num``, ``cur_iter``,
+            ``last_overflow_iter``, ``skipped_steps``, ``consecutive_overflows`` and, where hysteresis is above 1,
+            ``hysteresis_budget``. Reading them waits for the device.
+        """
+        names = [
+            "scale_window",
+            "window_index",
+            "growth_num",
+            "down_num",
+            "cur_iter",
+            "last_overflow_iter",
+            "skipped_steps",
+            "consecutive_overflows",
+        ]
+        if self.tolerates_overflows:
+            names.append("hysteresis_budget")
+        return {name: int(getattr(self, name).asnumpy()) for name in names}
+
+    def _overflow_rows(self):
+        if not self.tolerates_overflows:
+            return self.drop_rows
+        return self.select(self.less_equal(self.hysteresis_budget, self.one), self.drop_rows, self.wait_rows)
+
+    def _spend_or_refill_budget(self, overflow, window_is_full):
+        spent = self.max(self.hysteresis_budget - self.one, self.zero)
+        refilled = self.select(window_is_full, self.full_budget, self.hysteresis_budget)
+        self.assign(self.hysteresis_budget, self.select(overflow, spent, refilled))
+
+
+def _transition_tables(rule):
+    """Tabulate the rule over every event and every (window_index, growth_num, down_num).
+
+    A chain of comparisons would cost the device twice as many kernels as one look-up.
+
+    Returns:
+        tuple of numpy.ndarray: the multiplier of the loss scale, float32 of shape (rows,), and the next
+        (scale_window, window_index, growth_num, down_num), int32 of shape (rows, 4).
+    """
+    multipliers, transitions = [], []
+    for event, multiplier in (("wait", 1.0), ("raise", rule.scale_factor), ("drop", rule.backoff_factor)):
+        for index in range(HIDDEN_INDEX, len(rule.ladder)):
+            for growth_num in range(_COUNTER_VALUES):
+                for down_num in range(_COUNTER_VALUES):
+                    window = rule.window_at(index)
+                    state = LossScaleState(rule.min_loss_scale, window, index, growth_num, down_num)
+                    if event == "raise":
+                        state = rule.step(state._replace(clean_steps=window - 1), overflow=False)
+                    elif event == "drop":
+                        state = rule.step(state, overflow=True)
+                    multipliers.append(multiplier)
+                    transitions.append((state.scale_window, state.window_index, state.growth_num, state.down_num))
+    return np.array(multipliers, np.float32), np.array(transitions, np.int32)
+
+
+def _state_parameter(name, value):
+    return Parameter(Tensor(value, mstype.int32), name=name, requires_grad=False)
+
+
+def _as_plain_number(loss_scale_value):
+    # Kept as it is, a Parameter would become a trainable child of this cell.
+    if isinstance(loss_scale_value, Tensor):
+        return float(loss_scale_value.asnumpy().item())
+    return loss_scale_value

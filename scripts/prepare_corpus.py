@@ -1,0 +1,65 @@
+"""Write a byte-level corpus for the demo: the sources of Python's standard library, as MindRecord.
+
+    python scripts/prepare_corpus.py output/corpus
+
+Every machine with Python has this text. A token is a byte, so the vocabulary has 256 entries; a sample is
+``--seq_length`` + 1 consecutive bytes, ``input_ids``, int32.
+"""
+
+import argparse
+import shutil
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+FILE_NAME = "corpus.mindrecord"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="folder to make; one that is there already is kept as it is")
+    parser.add_argument("--seq_length", type=int, default=128, help="bytes a sample, less one (default: 128)")
+    parser.add_argument("--samples", type=int, default=None, help="write only so many samples (default: all)")
+    arguments = parser.parse_args()
+    if arguments.folder.exists():
+        print(f"Corpus: {arguments.folder} is there already and is used again.")
+        return
+    samples = cut_into_samples(read_standard_library(), arguments.seq_length + 1)[: arguments.samples]
+    write_mindrecord(samples, arguments.folder)
+    print(f"Corpus: {len(samples)} samples of {samples.shape[1]} bytes written to {arguments.folder}.")
+
+
+def read_standard_library():
+    """Return the top-level modules of the standard library, one after the other, as uint8 of shape (bytes,)."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+
+
+def cut_into_samples(text, length):
+    """Cut text of shape (bytes,) into int32 samples of shape (samples, length); the rest at the end is left out."""
+    count = len(text) // length
+    return text[: count * length].reshape(count, length).astype(np.int32)
+
+
+def write_mindrecord(samples, folder):
+    """Write the samples to ``folder``, which appears only when it is complete."""
+    from mindspore.mindrecord import FileWriter
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        writer = FileWriter(str(unfinished / FILE_NAME), shard_num=1, overwrite=True)
+        writer.add_schema({"input_ids": {"type": "int32", "shape": [samples.shape[1]]}}, "bytes of source code")
+        writer.write_raw_data([{"input_ids": sample} for sample in samples])
+        writer.commit()
+        unfinished.chmod(0o755)
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+if __name__ == "__main__":
+    main()
