@@ -18,7 +18,7 @@ _HOME_OF = {
 __all__ = sorted(_HOME_OF)
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)
@@ -26,5 +26,5 @@ def __getattr__(name):
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -78,8 +78,8 @@ def load_config(options):
             warnings.warn(f"--options: '{key}' was not in {options.config}; it is added, as {value!r}.", stacklevel=2)
     if config.run_mode not in RUN_MODES:
         raise ValueError(
-            f"'run_mode' must be one of {', '.join(RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file or "
-            "with --run_mode."
+            f"'run_mode' must be one of {', '.join(RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
+            "or with --run_mode."
         )
     _stay_out_of_sink_mode_on_cpu(config)
     return config
@@ -175,7 +175,7 @@ _OPTIONS = (
         _true_or_false_or_name,
         "go on from the checkpoint: true, or the name of its file",
     ),
-    ("auto_trans_ckpt", "auto_trans_ckpt", _true_or_false, "rearrange the checkpoint for this way of parallel training"),
+    ("auto_trans_ckpt", "auto_trans_ckpt", _true_or_false, "rearrange the checkpoint for this parallel setting"),
     ("transform_process_num", "transform_process_num", int, "processes that rearrange the checkpoint"),
     ("src_strategy_path_or_dir", "src_strategy_path_or_dir", str, "strategy that the checkpoint was written under"),
     ("strategy_load_checkpoint", "parallel.strategy_ckpt_load_file", str, "parallel strategy file to load"),

@@ -241,6 +241,7 @@ def _require_hysteresis(value: object) -> int:
         )
     if value < 1:
         raise ValueError(
-            f"'hysteresis' must be at least 1, but got {value}. 1 drops the scale at every overflow; Megatron-LM uses 2."
+            f"'hysteresis' must be at least 1, but got {value}. 1 drops the scale at every overflow; Megatron-LM "
+            "uses 2."
         )
     return int(value)

@@ -1,0 +1,70 @@
+"""What several tests share: the modes of MindSpore, the corpus of the demo, and commands run as a user would."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(params=["graph", "pynative"])
+def mode(request):
+    """Run the test in GRAPH_MODE and once more in PYNATIVE_MODE."""
+    with mindspore_mode(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def graph_mode():
+    """Run the test in GRAPH_MODE, the mode of training on Ascend."""
+    with mindspore_mode("graph"):
+        yield
+
+
+@contextlib.contextmanager
+def mindspore_mode(name):
+    import mindspore
+
+    before = mindspore.get_context("mode")
+    mindspore.set_context(mode={"graph": mindspore.GRAPH_MODE, "pynative": mindspore.PYNATIVE_MODE}[name])
+    try:
+        yield
+    finally:
+        mindspore.set_context(mode=before)
+
+
+@pytest.fixture
+def run_python(tmp_path):
+    """Return a function that runs Python with arguments in ``tmp_path`` and returns the finished process.
+
+    The process sees this checkout as an installed package would be seen. It must exit with 0 unless told otherwise.
+    """
+
+    def run(*arguments, expect_exit=0, timeout=600, **environment):
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        finished = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        output = finished.stdout + finished.stderr
+        assert finished.returncode == expect_exit, output[-5000:]
+        return finished
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """The folder of a small byte corpus in MindRecord: 64 samples of 33 bytes."""
+    folder = tmp_path_factory.mktemp("corpus") / "samples"
+    command = [sys.executable, str(ROOT / "scripts" / "prepare_corpus.py"), str(folder)]
+    subprocess.run([*command, "--seq_length", "32", "--samples", "64"], check=True, capture_output=True)
+    return folder
