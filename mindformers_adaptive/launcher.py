@@ -6,6 +6,7 @@ Its own words are few: where MindFormers has an option of that name, it sets the
 
 import argparse
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -40,13 +41,19 @@ def parse_arguments(arguments=None):
     parsed = parser.parse_args(arguments)
     if not Path(parsed.config).is_file():
         parser.error(f"argument --config: there is no file {parsed.config!r}, seen from {Path.cwd()}")
+    if not parsed.config.endswith(("yaml", "yml")):
+        # MindFormers would take no notice of the file.
+        parser.error(f"argument --config: the name of a YAML file must end in .yaml or .yml, but got {parsed.config!r}")
     named = {key: getattr(parsed, name) for name, key, _, _ in _OPTIONS if getattr(parsed, name) is not None}
     free = {}
     for text in parsed.options:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
-            parser.error(f"argument --options: {text!r} must have the form key.sub=value, as in lr_schedule.lr=1e-4")
-        free[key] = _parse_value(value)
+            parser.error(f"argument --options: {text!r} must have the form key.sub=value, as in seed=1")
+        try:
+            free[key] = _parse_value(value)
+        except ValueError as error:
+            parser.error(f"argument --options: {text!r}: {error}")
     return argparse.Namespace(config=parsed.config, register_path=parsed.register_path, named=named, free=free)
 
 
@@ -94,7 +101,7 @@ def set_key(config, key, value):
         value (object): the new value.
 
     Returns:
-        bool, whether the key was there before. Where it was not, it is added, with the sections on the way.
+        bool, whether the key was there before, be it empty. Where it was not, it is added, with the sections on the way.
 
     Raises:
         ValueError: if the way leads through something that is neither a section nor a place in a list.
@@ -105,8 +112,9 @@ def set_key(config, key, value):
         if _look_up(node, section, key) is None:
             node[_key_or_place(node, section)] = type(config)()
         node = _look_up(node, section, key)
-    was_there = _look_up(node, last, key) is not None
-    node[_key_or_place(node, last)] = value
+    was_there = _look_up(node, last, key) is not None or last in node
+    # MindFormers reads the keys of a section as attributes, which a plain dict does not have.
+    node[_key_or_place(node, last)] = type(config)(**value) if isinstance(value, dict) else value
     return was_there
 
 
@@ -125,21 +133,27 @@ def _key_or_place(node, name):
     return int(name) if isinstance(node, list) else name
 
 
+class _OptionLoader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number; YAML 1.1 wants 1.0e-4, but on a command line everybody means the number."""
+
+
+_OptionLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("+-.0123456789")
+)
+
+
 def _parse_value(text):
-    # YAML 1.1 reads 1e-4 as text; on a command line everybody means the number.
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            pass
-    return yaml.safe_load(text)
+    try:
+        return yaml.load(text, Loader=_OptionLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is not a value in YAML; quote text that holds brackets, braces or colons") from error
 
 
 def _true_or_false(text):
-    value = _parse_value(text.lower())
-    if value not in (True, False):
+    value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
+    if value is None:
         raise argparse.ArgumentTypeError(f"must be true or false, but got {text!r}")
-    return bool(value)
+    return value
 
 
 def _true_or_false_or_name(text):

@@ -204,13 +204,20 @@ def _to_float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
+def _as_float32(value: Real) -> float:
+    try:
+        return _to_float32(float(value))
+    except OverflowError:
+        return math.inf
+
+
 def _require_positive(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"'{name}' must be a number, but got {value!r} of type {type(value).__name__}. Write it as a plain "
             "number: YAML reads 2e16 as text, and 65536 or 6.5536e+4 as numbers."
         )
-    rounded = _to_float32(float(value))
+    rounded = _as_float32(value)
     if not _SMALLEST_FLOAT32 <= rounded <= _LARGEST_FLOAT32:
         raise ValueError(
             f"'{name}' must be finite and above 0 in float32, but got {value!r}. Give a positive number; loss scales "
@@ -225,7 +232,7 @@ def _require_scale_factor(value: object) -> float:
             f"'scale_factor' must be a number above 1, but got {value!r} of type {type(value).__name__}. The usual "
             "value is 2."
         )
-    rounded = _to_float32(float(value))
+    rounded = _as_float32(value)
     if not rounded > 1.0 or math.isinf(rounded):
         raise ValueError(
             f"'scale_factor' must be a finite number above 1 in float32, but got {value!r}. The usual value is 2."

@@ -1,0 +1,184 @@
+"""What MindSpore's compiler makes of a cell: its graph, exported as MindIR and read back.
+
+Needs no Ascend: the graph is the same on every device, so its kernels can be counted and its types be checked anywhere.
+"""
+
+import tempfile
+from pathlib import Path
+
+import mindspore
+from google.protobuf.message import Message
+from mindspore import Parameter, Tensor, nn
+from mindspore import dtype as mstype
+from mindspore.train.mind_ir_pb2 import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+__all__ = ["BOOKKEEPING", "ExportedGraph", "LossScaleHolder", "export_graph", "export_update_cell"]
+
+# Nodes that order or group values. Every other node is a kernel that the device has to launch.
+BOOKKEEPING = frozenset({"Constant", "Load", "MakeTuple", "TupleGetItem", "UpdateState", "Depend"})
+
+# Stands for a node that runs another graph instead of a primitive.
+_CALL = "Call"
+# Types of values that only order side effects.
+_MONADS = frozenset({"UMONAD", "IOMONAD"})
+
+_CONTROL_FLOW = frozenset({_CALL, "Partial", "Switch", "SwitchLayer"})
+
+
+class LossScaleHolder(nn.Cell):
+    """A cell that owns a loss scale and passes it to its update cell, as a train-step cell does.
+
+    Args:
+        update_cell (Cell): called with the loss scale and ``overflow``.
+        loss_scale_value (float): the initial loss scale.
+
+    Inputs:
+        - **overflow** (Tensor) - bool of shape ().
+
+    Outputs:
+        what ``update_cell`` returns.
+    """
+
+    def __init__(self, update_cell, loss_scale_value):
+        # As in the train-step cells, the update cell's Parameters keep their names.
+        super().__init__(auto_prefix=False)
+        self.update_cell = update_cell
+        self.loss_scale = Parameter(Tensor(loss_scale_value, mstype.float32), name="loss_scale")
+
+    def construct(self, overflow):
+        return self.update_cell(self.loss_scale, overflow)
+
+
+def export_update_cell(update_cell):
+    """Return the :class:`ExportedGraph` of an update cell in a :class:`LossScaleHolder`.
+
+    Examples:
+        >>> from mindspore import nn
+        >>> graph = export_update_cell(nn.DynamicLossScaleUpdateCell(2**16, 2, 1000))
+        >>> graph.control_flow
+        []
+    """
+    return export_graph(LossScaleHolder(update_cell, update_cell.get_loss_scale()), Tensor(True))
+
+
+def export_graph(cell, *inputs):
+    """Return the :class:`ExportedGraph` of a cell for inputs of these shapes and dtypes."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "graph.mindir")
+        mindspore.export(cell, *inputs, file_name=str(file), file_format="MINDIR")
+        return ExportedGraph(ModelProto.FromString(file.read_bytes()))
+
+
+class ExportedGraph:
+    """The graph of a cell, with all graphs that it calls or that hide in its attributes.
+
+    Args:
+        model (ModelProto): a parsed MindIR file.
+
+    Attributes:
+        graphs (int): the number of graphs; above 1 where there are branches, loops or calls.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        self._primitive_of = {f"REF::{primitive.name}": primitive.op_type for primitive in model.primitives}
+        graphs = list(_find(model, GraphProto))
+        self.graphs = len(graphs)
+        self._nodes = [node for graph in graphs for node in graph.node]
+
+    @property
+    def kernels(self):
+        """list[str]: the primitive of every node that is a kernel."""
+        return [name for name in map(self._kind, self._nodes) if name not in BOOKKEEPING]
+
+    @property
+    def primitives(self):
+        """set[str]: every primitive that a node runs or that is handed on as a value."""
+        return {*map(self._kind, self._nodes), *self._primitive_of.values()} - {"Constant", _CALL}
+
+    @property
+    def control_flow(self):
+        """list[str]: the nodes that choose, bind or call a graph; ``Call`` is a call."""
+        return [kind for kind in map(self._kind, self._nodes) if kind in _CONTROL_FLOW]
+
+    @property
+    def tensor_types(self):
+        """dict[str, set[str]]: the dtypes of all tensors by MindIR's names, and where each occurs.
+
+        These are the tensors of Parameters, inputs, outputs and constants, and the outputs of every node, in tuples
+        too. A place is a Parameter's name or the primitive of a node.
+        """
+        places = {}
+        for place, tensor in self._tensors(self._model, place=""):
+            places.setdefault(TensorProto.DataType.Name(tensor.data_type), set()).add(place)
+        return places
+
+    @property
+    def plain_constants(self):
+        """set[tuple[str, str, int]]: the constants that are no tensors, such as an axis or a Python number.
+
+        Each with its type, the primitive that takes it, and the position of that input.
+        """
+        types = {}
+        for node in self._nodes:
+            if self._kind(node) == "Constant" and not list(_find(node, TensorProto)):
+                types[node.output[0]] = _type(node.attribute[0])
+        return {
+            (types[name], self._kind(node), position)
+            for node in self._nodes
+            for position, name in enumerate(node.input)
+            if types.get(name, "UMONAD") not in _MONADS
+        }
+
+    @property
+    def plain_outputs(self):
+        """set[tuple[str, str]]: what nodes put out, alone or in a tuple, that is no tensor, such as a number.
+
+        Each with its type and the primitive of the node. Numbers are computed by the host, graphs are called.
+        """
+        types = {
+            (_type(output), self._kind(node))
+            for node in self._nodes
+            if self._kind(node) != "Constant"
+            for output in _find(node.attribute[0], AttributeProto)
+        }
+        return {(kind, name) for kind, name in types if kind not in {"TENSORS", "TUPLE", *_MONADS}}
+
+    def _kind(self, node):
+        if not node.op_type.startswith("REF::"):
+            return node.op_type
+        return self._primitive_of.get(node.op_type, _CALL)
+
+    def _tensors(self, message, place):
+        if isinstance(message, TensorProto):
+            yield place or _short(message.name), message
+        elif isinstance(message, NodeProto):
+            place = self._kind(message)
+        elif isinstance(message, ValueInfoProto):
+            place = _short(message.name)
+        for part in _parts(message):
+            yield from self._tensors(part, place)
+
+
+def _find(message, kind):
+    """Yield every message of a kind, at any depth."""
+    if isinstance(message, kind):
+        yield message
+    for part in _parts(message):
+        yield from _find(part, kind)
+
+
+def _parts(message):
+    """Yield the messages that are the fields of a message."""
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            yield from [value] if isinstance(value, Message) else value
+
+
+def _type(attribute):
+    return AttributeProto.AttributeType.Name(attribute.type)
+
+
+def _short(name):
+    """Leave out the graph's name, which MindIR puts before that of a Parameter."""
+    return name.partition(":")[2]
