@@ -228,6 +228,11 @@ def _state_parameter(name, value):
 
 def _as_plain_number(loss_scale_value):
     # Kept as it is, a Parameter would become a trainable child of this cell.
-    if isinstance(loss_scale_value, Tensor):
-        return float(loss_scale_value.asnumpy().item())
-    return loss_scale_value
+    if not isinstance(loss_scale_value, Tensor):
+        return loss_scale_value
+    if loss_scale_value.size != 1:
+        raise ValueError(
+            f"'loss_scale_value' must hold one number, but got a Tensor of shape {loss_scale_value.shape}. Give a "
+            "number, or a Tensor of shape () or (1,)."
+        )
+    return float(loss_scale_value.asnumpy().item())

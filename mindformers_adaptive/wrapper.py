@@ -6,7 +6,7 @@ A user changes one import line. On Ascend and GPU the cells are the stock ones i
 import mindformers.wrapper
 from mindspore import nn
 
-from mindformers_adaptive.overflow import DetectsOverflowOnCPU
+from mindformers_adaptive.overflow import detects_overflow_on_cpu
 from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
 
 __all__ = [
@@ -17,13 +17,16 @@ __all__ = [
 ]
 
 
-class TrainOneStepWithLossScaleCell(DetectsOverflowOnCPU, nn.TrainOneStepWithLossScaleCell):
+@detects_overflow_on_cpu
+class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
     """``mindspore.nn.TrainOneStepWithLossScaleCell`` that detects overflow on CPU too."""
 
 
-class MFTrainOneStepCell(DetectsOverflowOnCPU, mindformers.wrapper.MFTrainOneStepCell):
+@detects_overflow_on_cpu
+class MFTrainOneStepCell(mindformers.wrapper.MFTrainOneStepCell):
     """``mindformers.wrapper.MFTrainOneStepCell`` that detects overflow on CPU too."""
 
 
-class MFPipelineWithLossScaleCell(DetectsOverflowOnCPU, mindformers.wrapper.MFPipelineWithLossScaleCell):
+@detects_overflow_on_cpu
+class MFPipelineWithLossScaleCell(mindformers.wrapper.MFPipelineWithLossScaleCell):
     """``mindformers.wrapper.MFPipelineWithLossScaleCell`` that detects overflow on CPU too."""

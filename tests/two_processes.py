@@ -1,0 +1,75 @@
+"""Train in two processes on CPU; started by ``msrun`` from ``test_two_processes.py``.
+
+    msrun --worker_num=2 --local_worker_num=2 two_processes.py data_parallel|pipeline FOLDER
+
+Only the second process gets an inf, at step 3. Each writes what it saw to FOLDER/rank_N.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.communication import get_rank, init
+
+from mindformers_adaptive.wrapper import (
+    AdaptiveLossScaleUpdateCell,
+    MFPipelineWithLossScaleCell,
+    TrainOneStepWithLossScaleCell,
+)
+
+
+def main(kind, folder):
+    mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
+    init()
+    step = {"data_parallel": data_parallel_step, "pipeline": pipeline_step}[kind]()
+    step.set_train()
+    record = []
+    for number in range(1, 6):
+        features = np.full((2, 4), 1.0 + get_rank(), np.float32)
+        if number == 3 and get_rank() == 1:
+            features[0, 0] = np.inf
+        before = weight_of(step)
+        overflow = step(Tensor(features), Tensor(np.zeros((2, 3), np.float32)))[1]
+        changed = not np.array_equal(before, weight_of(step))
+        record.append({"overflow": bool(overflow), "loss_scale": float(step.scale_sense), "changed": changed})
+    state = step.loss_scaling_manager.state()
+    text = json.dumps({"steps": record, "state": state, "weight": weight_of(step).tolist()})
+    (Path(folder) / f"rank_{get_rank()}.json").write_text(text)
+
+
+def data_parallel_step():
+    """Gradients are averaged over the processes."""
+    mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    return TrainOneStepWithLossScaleCell(*network_and_optimizer(), scale_sense=update_cell())
+
+
+def pipeline_step():
+    """Gradients stay where they are: one process learns of the other's overflow from the detection alone.
+
+    The cell insists on semi-automatic parallelism, whose compiler refuses CPU, so that is left before it compiles.
+    """
+    mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
+    step = MFPipelineWithLossScaleCell(*network_and_optimizer(), scale_sense=update_cell())
+    mindspore.reset_auto_parallel_context()
+    return step
+
+
+def network_and_optimizer():
+    network = nn.Dense(4, 3, weight_init="ones")
+    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9)
+    return nn.WithLossCell(network, nn.MSELoss()), optimizer
+
+
+def update_cell():
+    return AdaptiveLossScaleUpdateCell(4096, 2, 2, max_scale_window=2, min_scale_window=2)
+
+
+def weight_of(step):
+    return step.weights[0].asnumpy().copy()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
