@@ -1,0 +1,36 @@
+"""The corpus of the demo: real bytes, whole or not at all."""
+
+import mindspore.dataset
+from conftest import ROOT
+
+
+def read_samples(folder):
+    dataset = mindspore.dataset.MindDataset(str(folder / "corpus.mindrecord"), shuffle=False)
+    return [row["input_ids"] for row in dataset.create_dict_iterator(output_numpy=True, num_epochs=1)]
+
+
+def test_samples_are_consecutive_bytes_of_the_standard_library(run_python, tmp_path):
+    run_python(ROOT / "scripts" / "prepare_corpus.py", "corpus", "--seq_length", "16", "--samples", "50")
+    samples = read_samples(tmp_path / "corpus")
+    assert len(samples) == 50
+    assert {(sample.shape, str(sample.dtype)) for sample in samples} == {((17,), "int32")}
+    text = b"".join(sample.astype("uint8").tobytes() for sample in samples)
+    import __future__
+
+    # The first module by name.
+    with open(__future__.__file__, "rb") as source:
+        assert text == source.read(len(text))
+
+
+def test_a_corpus_that_is_there_is_kept(run_python, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "mine").write_text("kept")
+    printed = run_python(ROOT / "scripts" / "prepare_corpus.py", "corpus").stdout
+    assert "used again" in printed
+    assert [path.name for path in (tmp_path / "corpus").iterdir()] == ["mine"]
+
+
+def test_nothing_is_left_where_writing_fails(run_python, tmp_path):
+    # No sample has so many bytes, and MindRecord refuses to write none.
+    run_python(ROOT / "scripts" / "prepare_corpus.py", "corpus", "--samples", "0", expect_exit=1)
+    assert list(tmp_path.iterdir()) == []
