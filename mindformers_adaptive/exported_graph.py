@@ -1,6 +1,6 @@
 """What MindSpore's compiler makes of a cell: its graph, exported as MindIR and read back.
 
-Needs no Ascend: the graph is the same on every device, so its kernels can be counted and its types be checked anywhere.
+Needs no Ascend. It is the graph before a device's backend takes it over: what the backend fuses or inserts is not seen.
 """
 
 import tempfile

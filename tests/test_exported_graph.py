@@ -1,4 +1,4 @@
-"""The update cell can run on Ascend: read off its exported graph and MindSpore's documentation, as no Ascend is here."""
+"""The update cell can run on Ascend, by its exported graph and MindSpore's documentation: this needs no Ascend."""
 
 import pydoc
 import re
@@ -9,8 +9,9 @@ import pytest
 from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
+from mindspore.train.mind_ir_pb2 import ModelProto, TensorProto
 
-from mindformers_adaptive.exported_graph import BOOKKEEPING, export_update_cell
+from mindformers_adaptive.exported_graph import BOOKKEEPING, ExportedGraph, export_update_cell
 from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
@@ -90,7 +91,7 @@ def test_tensors_are_float32_int32_or_bool_everywhere(graph):
 
 
 def test_no_number_comes_back_to_the_host(graph):
-    # Even TensorToScalar is documented for Ascend, where it waits for the device and runs on the host.
+    # TensorToScalar is documented for Ascend, and its note says that it runs on the host there.
     assert plain_outputs(graph) == set()
 
 
@@ -114,6 +115,17 @@ def test_kernels_of_the_stock_cells_are_counted_as_known(stock_cell, kernels):
 def test_the_stock_cell_documented_for_ascend_passes_the_check_of_primitives():
     assert "``Ascend``" in nn.DynamicLossScaleUpdateCell.__doc__
     assert undocumented_on_ascend(export_update_cell(nn.DynamicLossScaleUpdateCell(**ARGUMENTS))) == set()
+
+
+def test_graphs_inside_attributes_and_functions_are_read_too():
+    model = ModelProto()
+    hidden = model.graph.node.add(op_type="Add").attribute.add().g.node.add(op_type="Fmax")
+    hidden.attribute.add().tensors.add(data_type=TensorProto.INT64)
+    model.functions.add().node.add(op_type="Switch")
+    graph = ExportedGraph(model)
+    assert sorted(graph.kernels) == ["Add", "Fmax", "Switch"]
+    assert control_flow(graph) == {"Switch", "3 graphs"}
+    assert forbidden_tensors(graph) == {("INT64", "Fmax")}
 
 
 class Branches(AdaptiveLossScaleUpdateCell):

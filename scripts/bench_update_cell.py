@@ -1,0 +1,205 @@
+"""Measure what one update of the loss scale costs: MindSpore's, MindFormers' and this package's update cells.
+
+    python scripts/bench_update_cell.py
+
+The cells take turns: in every round each makes ``--calls`` updates in a row. A time is the median over the rounds; a
+cell's cost is its time above that of a call that does nothing. Machines differ and are noisy, so compare the ratio of
+two costs from one run, not the microseconds.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ARGUMENTS = {"loss_scale_value": 2**16, "scale_factor": 2, "scale_window": 20}
+# With a window of 20 clean steps, one overflow in 25 steps keeps every scale within float32, the stock cells' too.
+STEPS_PER_OVERFLOW = 25
+
+EMPTY = "empty"
+MINDFORMERS = "mindformers_adaptive"
+LABELS = {
+    EMPTY: "empty call",
+    "mindspore_dynamic": "MindSpore's DynamicLossScaleUpdateCell",
+    MINDFORMERS: "MindFormers' AdaptiveLossScaleUpdateCell",
+    "ours": "AdaptiveLossScaleUpdateCell",
+    "ours_hysteresis": "AdaptiveLossScaleUpdateCell, hysteresis=2",
+}
+
+
+def main():
+    arguments = parse_arguments()
+    # MindFormers logs to standard output, which belongs to the result.
+    with contextlib.redirect_stdout(sys.stderr):
+        result = measure(arguments.rounds, arguments.calls)
+    text = json.dumps(result, indent=2) + "\n"
+    if arguments.json == "-":
+        print(as_table(result), file=sys.stderr)
+        sys.stdout.write(text)
+        return
+    print(as_table(result))
+    if arguments.json is not None:
+        write_whole(Path(arguments.json), text)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="The costs of two cells are only comparable within one run."
+    )
+    parser.add_argument("--rounds", type=positive, default=200, help="rounds to take medians of (default: 200)")
+    parser.add_argument("--calls", type=positive, default=100, help="updates a cell makes in a round (default: 100)")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="also write the result as JSON, all of it or nothing; '-' is standard output, and the table then goes to "
+        "standard error",
+    )
+    arguments = parser.parse_args()
+    if arguments.json not in (None, "-"):
+        file = Path(arguments.json)
+        if not file.parent.is_dir():
+            parser.error(f"argument --json: there is no folder {str(file.parent)!r}")
+        if file.exists() and not file.is_file():
+            parser.error(f"argument --json: {arguments.json!r} is there and is no regular file")
+    return arguments
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but got {text}")
+    return number
+
+
+def measure(rounds, calls):
+    """Measure all cells.
+
+    Args:
+        rounds (int): the number of rounds.
+        calls (int): the updates a cell makes in a round.
+
+    Returns:
+        dict: ``mindspore``, ``mindformers`` (versions), ``device``, ``rounds``, ``calls`` and ``cells``, which has for
+        each name in ``LABELS`` its ``kernels``, ``microseconds`` an update, ``above_empty`` in microseconds and the
+        ``ratio`` of that to the same of MindFormers' cell.
+    """
+    import mindformers
+    import mindspore
+
+    from mindformers_adaptive.exported_graph import export_graph
+
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
+    cells = build_cells()
+    times = median_times(cells, rounds, calls)
+    above_empty = {name: times[name] - times[EMPTY] for name in cells}
+    return {
+        "mindspore": mindspore.__version__,
+        "mindformers": mindformers.__version__,
+        "device": mindspore.get_context("device_target"),
+        "rounds": rounds,
+        "calls": calls,
+        "cells": {
+            name: {
+                "kernels": len(export_graph(cell, mindspore.Tensor(True)).kernels),
+                "microseconds": times[name],
+                "above_empty": above_empty[name],
+                "ratio": above_empty[name] / above_empty[MINDFORMERS],
+            }
+            for name, cell in cells.items()
+        },
+    }
+
+
+def build_cells():
+    """Return the cells by name, each called with ``overflow`` only."""
+    from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
+    from mindspore import nn, ops
+
+    from mindformers_adaptive.exported_graph import LossScaleHolder
+    from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
+
+    class EmptyUpdateCell(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.logic_not = ops.LogicalNot()
+
+        def construct(self, loss_scale, overflow):
+            # One kernel, because MindSpore does not run a graph without any: that call would be too cheap.
+            return self.logic_not(overflow)
+
+    update_cells = {
+        EMPTY: EmptyUpdateCell(),
+        "mindspore_dynamic": nn.DynamicLossScaleUpdateCell(**ARGUMENTS),
+        MINDFORMERS: MindFormersUpdateCell(**ARGUMENTS),
+        "ours": AdaptiveLossScaleUpdateCell(**ARGUMENTS),
+        "ours_hysteresis": AdaptiveLossScaleUpdateCell(**ARGUMENTS, hysteresis=2),
+    }
+    return {name: LossScaleHolder(cell, ARGUMENTS["loss_scale_value"]) for name, cell in update_cells.items()}
+
+
+def median_times(cells, rounds, calls):
+    """Return the median time of one call by name, in microseconds."""
+    from mindspore import Tensor
+
+    clean, overflowed = Tensor(False), Tensor(True)
+    flags = [overflowed if step % STEPS_PER_OVERFLOW == 0 else clean for step in range(calls)]
+    names = list(cells)
+    times = {name: [] for name in names}
+    for name in names:
+        time_of_a_call(cells[name], flags)  # compiles the graph
+    gc.collect()
+    gc.disable()
+    try:
+        for count in range(rounds):
+            # The order is rotated, so that no cell always goes first.
+            first = count % len(names)
+            for name in names[first:] + names[:first]:
+                times[name].append(time_of_a_call(cells[name], flags))
+    finally:
+        gc.enable()
+    return {name: statistics.median(times[name]) for name in names}
+
+
+def time_of_a_call(cell, flags):
+    start = time.perf_counter()
+    for flag in flags:
+        output = cell(flag)
+    output.asnumpy()  # waits for the device
+    return (time.perf_counter() - start) / len(flags) * 1e6
+
+
+def as_table(result):
+    """Return the result as plain text."""
+    title = (
+        f"MindSpore {result['mindspore']}, MindFormers {result['mindformers']}, {result['device']}; "
+        f"medians of {result['rounds']} rounds of {result['calls']} updates"
+    )
+    lines = [title, "", f"{'update cell':<42} {'ratio':>6} {'above empty':>12} {'update':>10} {'kernels':>8}"]
+    for name, label in LABELS.items():
+        cell = result["cells"][name]
+        lines.append(
+            f"{label:<42} {cell['ratio']:>6.2f} {cell['above_empty']:>9.1f} us {cell['microseconds']:>7.1f} us "
+            f"{cell['kernels']:>8}"
+        )
+    ours = result["cells"]["ours"]["ratio"]
+    return "\n".join([*lines, "", f"ratio: time above the empty call, MindFormers' cell = 1; ours: {ours:.2f}"])
+
+
+def write_whole(file, text):
+    """Write a file that appears, or replaces the one that is there, only when it is complete."""
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(file)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+if __name__ == "__main__":
+    main()
