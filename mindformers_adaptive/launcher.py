@@ -49,7 +49,7 @@ def parse_arguments(arguments=None):
     for text in parsed.options:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
-            parser.error(f"argument --options: {text!r} must have the form key.sub=value, as in seed=1")
+            parser.error(f"argument --options: {text!r} must have the form key.sub=value, as in optimizer.eps=1e-8")
         try:
             free[key] = _parse_value(value)
         except ValueError as error:
@@ -80,6 +80,8 @@ def load_config(options):
     config = MindFormerConfig(options.config, **run_mode)
     for key, value in options.named.items():
         set_key(config, key, value)
+    if _NUM_SAMPLES in options.named and config.eval_dataset and config.eval_dataset.data_loader:
+        config.eval_dataset.data_loader.num_samples = options.named[_NUM_SAMPLES]
     for key, value in options.free.items():
         if not set_key(config, key, value):
             warnings.warn(f"--options: '{key}' was not in {options.config}; it is added, as {value!r}.", stacklevel=2)
@@ -101,7 +103,7 @@ def set_key(config, key, value):
         value (object): the new value.
 
     Returns:
-        bool, whether the key was there before, be it empty. Where it was not, it is added, with the sections on the way.
+        bool, whether the key was there before, be it null. Where it was not, it is added, with the sections on the way.
 
     Raises:
         ValueError: if the way leads through something that is neither a section nor a place in a list.
@@ -146,19 +148,21 @@ def _parse_value(text):
     try:
         return yaml.load(text, Loader=_OptionLoader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{text!r} is not a value in YAML; quote text that holds brackets, braces or colons") from error
+        raise ValueError(f"{text!r} is not a value in YAML; put brackets, braces and colons in quotes") from error
 
 
 def _true_or_false(text):
-    value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
-    if value is None:
+    value = _parse_value(text.lower())
+    if value not in (True, False):
         raise argparse.ArgumentTypeError(f"must be true or false, but got {text!r}")
-    return value
+    return bool(value)
 
 
 def _true_or_false_or_name(text):
     return _true_or_false(text) if text.lower() in ("true", "false") else text
 
+
+_NUM_SAMPLES = "train_dataset.data_loader.num_samples"
 
 # name on the command line, key in the YAML file, type, help
 _OPTIONS = (
@@ -180,7 +184,7 @@ _OPTIONS = (
     ),
     ("train_dataset_dir", "train_dataset.data_loader.dataset_dir", str, "file or folder of the training data"),
     ("eval_dataset_dir", "eval_dataset.data_loader.dataset_dir", str, "file or folder of the evaluation data"),
-    ("num_samples", "train_dataset.data_loader.num_samples", int, "use only so many samples of the training data"),
+    ("num_samples", _NUM_SAMPLES, int, "use only so many samples of the training data, and of the evaluation data"),
     ("do_eval", "do_eval", _true_or_false, "evaluate while training"),
     ("load_checkpoint", "load_checkpoint", str, "checkpoint to load, a file or a folder"),
     (

@@ -1,0 +1,89 @@
+"""Dependencies point one way, and what is plain Python stays free of MindSpore."""
+
+import ast
+
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT / "mindformers_adaptive"
+
+# What each module may import from this package. A module that is not here has to be given its place.
+MAY_IMPORT = {
+    "ladder": set(),
+    "rule": {"ladder"},
+    "update_cell": {"ladder", "rule"},
+    "exported_graph": set(),
+    "overflow": set(),
+    "wrapper": {"update_cell", "overflow"},
+    "registration": {"wrapper"},
+    "launcher": {"registration"},
+    "register_path.__main__": set(),
+    "register_path.adaptive_loss_scaling": {""},
+    "register_path": set(),
+    "": set(),
+}
+FREE_OF_MINDSPORE = ["ladder", "rule", "launcher", "register_path", "register_path.__main__", ""]
+
+
+def module_name(file):
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports_of(source):
+    """The names of all modules that a source imports, at its top or within a function."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(source):
+    """The modules of this package that a source imports; "" is the package itself."""
+    modules = {module_name(file) for file in PACKAGE.rglob("*.py")}
+    for name in imports_of(source):
+        first, _, rest = name.partition(".")
+        if first == "mindformers_adaptive":
+            yield rest if rest in modules else rest.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("file", PACKAGE.rglob("*.py"), ids=module_name)
+def test_module_imports_only_from_below(file):
+    assert set(own_imports(file.read_text(encoding="utf-8"))) <= MAY_IMPORT[module_name(file)]
+
+
+def test_an_import_from_above_would_be_seen():
+    assert set(own_imports("from mindformers_adaptive import wrapper")) == {"wrapper"}
+    assert set(own_imports("def f():\n    from mindformers_adaptive.rule import AdaptiveRule")) == {"rule"}
+    assert set(own_imports("from mindformers_adaptive import register")) == {""}
+
+
+REPORT = "import sys, {}; print(sorted({{'mindspore', 'mindformers'}} & sys.modules.keys()))"
+
+
+@pytest.mark.parametrize("module", FREE_OF_MINDSPORE)
+def test_import_stays_free_of_mindspore(run_python, module):
+    printed = run_python("-c", REPORT.format(f"mindformers_adaptive.{module}".rstrip("."))).stdout
+    assert printed == "[]\n"
+
+
+def test_an_import_of_mindspore_would_be_seen(run_python):
+    printed = run_python("-c", REPORT.format("mindformers_adaptive.update_cell")).stdout
+    assert printed.splitlines()[-1] == "['mindspore']"
+
+
+def test_package_loads_a_name_that_needs_mindspore_on_first_use(run_python):
+    code = "import sys, mindformers_adaptive as m; before = 'mindspore' in sys.modules; m.AdaptiveLossScaleUpdateCell; "
+    printed = run_python("-c", code + "print(before, 'mindspore' in sys.modules)").stdout
+    assert printed.splitlines()[-1] == "False True"
+
+
+def test_every_public_name_can_be_had_and_others_cannot():
+    import mindformers_adaptive
+
+    for name in mindformers_adaptive.__all__:
+        assert getattr(mindformers_adaptive, name).__doc__, name
+        assert name in dir(mindformers_adaptive)
+    with pytest.raises(AttributeError, match="no attribute 'AdaptivLossScale'"):
+        mindformers_adaptive.AdaptivLossScale  # noqa: B018

@@ -1,0 +1,97 @@
+"""MindFormers' own ``run_mindformer.py`` gets this package through ``--register_path`` and ``auto_register``."""
+
+import os
+import re
+from pathlib import Path
+
+import mindspore
+import pytest
+import yaml
+from conftest import ROOT
+
+AUTO_REGISTER = "adaptive_loss_scaling.AdaptiveLossScaleUpdateCell"
+
+
+@pytest.fixture
+def register_path(run_python):
+    """The folder as a user gets it: what ``python -m mindformers_adaptive.register_path`` prints."""
+    return run_python("-m", "mindformers_adaptive.register_path").stdout.removesuffix("\n")
+
+
+def test_the_command_prints_one_line_the_folder_that_holds_the_module(register_path):
+    assert "\n" not in register_path
+    assert Path(register_path).is_absolute()
+    assert Path(register_path, "adaptive_loss_scaling.py").is_file()
+
+
+def test_the_command_does_without_mindspore(run_python):
+    imported = run_python("-X", "importtime", "-m", "mindformers_adaptive.register_path").stderr
+    # The first shows that the check sees imports at all.
+    assert re.search(r"\| +mindformers_adaptive$", imported, re.MULTILINE)
+    assert not re.search(r"\| +(mindspore|mindformers|numpy)\b", imported)
+
+
+BUILD = """
+import sys
+
+import mindformers
+from mindformers.tools.register import MindFormerRegister
+from mindformers.wrapper import build_wrapper
+from mindspore import nn
+
+network = nn.Dense(2, 1)
+scale_sense = {
+    "type": "AdaptiveLossScaleUpdateCell",
+    "loss_scale_value": 1024,
+    "scale_factor": 2,
+    "scale_window": 20,
+    "hysteresis": 2,
+    "auto_register": sys.argv[1],
+}
+cell = build_wrapper(
+    {"type": "MFTrainOneStepCell", "scale_sense": scale_sense},
+    default_args={
+        "network": network,
+        "optimizer": nn.SGD(network.trainable_params(), learning_rate=0.1),
+        "parallel_config": None,
+    },
+)
+
+# Only now, so that it was MindFormers that loaded the package.
+import mindformers_adaptive
+from mindformers_adaptive import wrapper
+
+assert type(cell.loss_scaling_manager) is mindformers_adaptive.AdaptiveLossScaleUpdateCell
+assert type(cell) is wrapper.MFTrainOneStepCell
+registered = MindFormerRegister.get_cls("wrapper", "AdaptiveLossScaleUpdateCell")
+assert registered is mindformers_adaptive.AdaptiveLossScaleUpdateCell
+"""
+
+
+def test_auto_register_gives_the_installed_class_and_the_train_step_cell_around_it(run_python, register_path):
+    run_python("-c", BUILD, AUTO_REGISTER, REGISTER_PATH=register_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MINDFORMERS_HOME" not in os.environ,
+    reason="set MINDFORMERS_HOME to a source tree of MindFormers, of the version installed: its run_mindformer.py is "
+    "not in the wheel",
+)
+def test_the_unmodified_script_of_mindformers_trains_on_cpu(run_python, register_path, corpus, tmp_path):
+    config = yaml.safe_load((ROOT / "configs" / "tiny_llama_cpu_fp16.yaml").read_text())
+    config["runner_wrapper"]["scale_sense"]["auto_register"] = AUTO_REGISTER
+    config["model"]["model_config"].update(seq_length=32, hidden_size=32)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+
+    script = Path(os.environ["MINDFORMERS_HOME"], "run_mindformer.py")
+    options = {"config": tmp_path / "run.yaml", "register_path": register_path, "train_dataset_dir": corpus}
+    run = run_python(script, *(f"--{name}={value}" for name, value in options.items()), "--num_samples=64")
+
+    steps = re.findall(r"step:\[ *(\d+)/ *8\].*overflow cond: (\w+), loss_scale: (\S+),", run.stdout + run.stderr)
+    # From 2^32 this model overflows for more than eight steps. The skips are counted by this package's cell only.
+    assert [(int(number), overflow, float(scale)) for number, overflow, scale in steps] == [
+        (number, "True", pytest.approx(2.0 ** (32 - number), rel=1e-6)) for number in range(1, 9)
+    ]
+    [checkpoint] = tmp_path.glob("output/checkpoint/rank_0/*.ckpt")
+    assert mindspore.load_checkpoint(str(checkpoint))["skipped_steps"].asnumpy() == 8
