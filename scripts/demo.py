@@ -15,7 +15,7 @@ from typing import NamedTuple
 import yaml
 from tqdm import tqdm
 
-from mindformers_adaptive.launcher import parse_arguments
+from mindformers_adaptive.launch_options import parse_arguments
 from mindformers_adaptive.rule import AdaptiveRule
 
 ROOT = Path(__file__).resolve().parent.parent

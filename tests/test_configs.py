@@ -14,7 +14,8 @@ from mindformers.wrapper import build_wrapper
 from mindspore import Tensor, nn
 
 from mindformers_adaptive import wrapper
-from mindformers_adaptive.launcher import load_config, parse_arguments
+from mindformers_adaptive.launch_options import parse_arguments
+from mindformers_adaptive.launcher import load_config
 from mindformers_adaptive.rule import AdaptiveRule
 
 FOLDER = ROOT / "configs"

@@ -1,14 +1,11 @@
 """The demo: it trains a real model, it learns, and its report is true to the checkpoint."""
 
 import re
-import sys
 
+import demo
 import mindspore
 import pytest
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import demo
 
 
 def log_line(number, loss, overflow, loss_scale):

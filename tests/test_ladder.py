@@ -1,9 +1,9 @@
 """The ladder of scale windows: its recipe, its shape for every pair of bounds, and bad input."""
 
-import itertools
 import warnings
 
 import pytest
+from compare_ladders import is_well_formed, mindformers_ladder
 
 from mindformers_adaptive.ladder import window_ladder
 
@@ -29,21 +29,14 @@ def test_ladder_follows_the_recipe(bounds, ladder):
     assert window_ladder(*bounds) == ladder
 
 
-def is_well_formed(ladder, largest, smallest):
-    rises = all(lower < higher for lower, higher in itertools.pairwise(ladder))
-    return rises and ladder[0] == smallest and ladder[-1] == largest
-
-
 def test_ladder_is_well_formed_for_every_pair_and_equals_that_of_mindformers_where_that_one_is():
-    from mindformers.wrapper.adaptive_loss_scale import _get_window_list
-
     same = 0
     for smallest in range(1, 201):
         for largest in range(smallest, 3001):
             ours = window_ladder(largest, smallest)
             assert is_well_formed(ours, largest, smallest), (largest, smallest, ours)
             assert all(type(window) is int for window in ours)
-            theirs = tuple(_get_window_list(largest, smallest, 100, 2)[1])
+            theirs = mindformers_ladder(largest, smallest)
             if is_well_formed(theirs, largest, smallest):
                 assert ours == theirs, (largest, smallest)
                 same += 1

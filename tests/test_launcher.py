@@ -11,7 +11,8 @@ from conftest import ROOT
 from mindformers.tools.register import MindFormerConfig, MindFormerRegister
 
 from mindformers_adaptive import wrapper
-from mindformers_adaptive.launcher import load_config, parse_arguments, set_key
+from mindformers_adaptive.launch_options import parse_arguments
+from mindformers_adaptive.launcher import load_config, set_key
 from mindformers_adaptive.rule import AdaptiveRule
 
 SCRIPT = ROOT / "scripts" / "run_mindformer.py"

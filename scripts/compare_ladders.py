@@ -1,0 +1,58 @@
+"""Compare the ladders of windows with those of MindFormers' own cell, for all bounds up to a limit.
+
+    python scripts/compare_ladders.py
+
+A ladder is well formed if it rises strictly from the minimum to the maximum window.
+"""
+
+import argparse
+import itertools
+
+from mindformers.wrapper.adaptive_loss_scale import _get_window_list
+
+from mindformers_adaptive.ladder import window_ladder
+
+EXAMPLES = ((1000, 20), (150, 20), (1000, 30), (21, 20), (5, 1))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--largest_minimum", type=int, default=200)
+    parser.add_argument("--largest_maximum", type=int, default=3000)
+    arguments = parser.parse_args()
+    print(f"{'max, min':<10} {'MindFormers':<42} this package")
+    for largest, smallest in EXAMPLES:
+        theirs, ours = mindformers_ladder(largest, smallest), window_ladder(largest, smallest)
+        print(f"{f'{largest}, {smallest}':<10} {show(theirs):<42} {show(ours)}")
+    pairs, well_formed, same = count(arguments.largest_minimum, arguments.largest_maximum)
+    print(f"\n{pairs} pairs of bounds; MindFormers' ladder is well formed for {well_formed}, {same} of them the same")
+
+
+def count(largest_minimum, largest_maximum):
+    """Return how many pairs there are, for how many MindFormers' ladder is well formed, and how many of those agree."""
+    pairs = well_formed = same = 0
+    for smallest in range(1, largest_minimum + 1):
+        for largest in range(smallest, largest_maximum + 1):
+            theirs = mindformers_ladder(largest, smallest)
+            pairs += 1
+            if is_well_formed(theirs, largest, smallest):
+                well_formed += 1
+                same += theirs == window_ladder(largest, smallest)
+    return pairs, well_formed, same
+
+
+def mindformers_ladder(largest, smallest):
+    """The ladder of MindFormers' own cell: an interval of 100, a factor of 2."""
+    return tuple(_get_window_list(largest, smallest, 100, 2)[1])
+
+
+def is_well_formed(ladder, largest, smallest):
+    return (ladder[0], ladder[-1]) == (smallest, largest) and all(a < b for a, b in itertools.pairwise(ladder))
+
+
+def show(ladder):
+    return " ".join(map(str, ladder))
+
+
+if __name__ == "__main__":
+    main()
