@@ -19,14 +19,57 @@ __all__ = [
 
 @detects_overflow_on_cpu
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
-    """``mindspore.nn.TrainOneStepWithLossScaleCell`` that detects overflow on CPU too."""
+    """``mindspore.nn.TrainOneStepWithLossScaleCell`` that detects overflow on CPU too.
+
+    Arguments, inputs, outputs and errors are those of the stock cell: it returns the loss, the overflow flag (bool of
+    shape ()) and the loss scale (float32 of shape ()); an overflowed step changes neither weights nor optimizer state.
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> update_cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**12, scale_factor=2, scale_window=20)
+        >>> train_step = TrainOneStepWithLossScaleCell(nn.WithLossCell(net, nn.MSELoss()), optimizer, update_cell)
+        >>> target = Tensor(np.zeros((4, 2), np.float32))
+        >>> loss, overflow, loss_scale = train_step(Tensor(np.full((4, 3), np.inf, np.float32)), target)
+        >>> bool(overflow), float(loss_scale)
+        (True, 2048.0)
+    """
 
 
 @detects_overflow_on_cpu
 class MFTrainOneStepCell(mindformers.wrapper.MFTrainOneStepCell):
-    """``mindformers.wrapper.MFTrainOneStepCell`` that detects overflow on CPU too."""
+    """``mindformers.wrapper.MFTrainOneStepCell`` that detects overflow on CPU too.
+
+    Arguments, inputs, outputs and errors are those of the stock cell: it returns the loss, the overflow flag, the loss
+    scale after the step, the learning rate and, with ``use_clip_grad``, the global norm of the gradients.
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> update_cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**12, scale_factor=2, scale_window=20)
+        >>> net_with_loss = nn.WithLossCell(net, nn.MSELoss())
+        >>> train_step = MFTrainOneStepCell(net_with_loss, optimizer, use_clip_grad=True, scale_sense=update_cell)
+        >>> outputs = train_step(Tensor(np.ones((4, 3), np.float32)), Tensor(np.zeros((4, 2), np.float32)))
+        >>> bool(outputs[1]), float(outputs[2])
+        (False, 4096.0)
+    """
 
 
 @detects_overflow_on_cpu
 class MFPipelineWithLossScaleCell(mindformers.wrapper.MFPipelineWithLossScaleCell):
-    """``mindformers.wrapper.MFPipelineWithLossScaleCell`` that detects overflow on CPU too."""
+    """``mindformers.wrapper.MFPipelineWithLossScaleCell`` that detects overflow on CPU too.
+
+    Arguments, inputs, outputs and errors are those of the stock cell. It can be made only in semi-automatic or
+    automatic parallel mode, which MindSpore does not compile for CPU. In a YAML file for several pipeline stages
+    MindFormers' trainer takes it in place of ``MFTrainOneStepCell`` by itself::
+
+        parallel_config:
+          pipeline_stage: 2
+          micro_batch_num: 8
+    """

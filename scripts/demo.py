@@ -6,6 +6,7 @@ python scripts/demo.py --corpus output/corpus --output_dir output
 import argparse
 import itertools
 import math
+import os
 import re
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def train(run_folder, corpus, options):
     if options:
         command += ["--options", *options]
     console = run_folder / "console.log"
-    print(f"Training a 2-layer Llama in FP16 from {CONFIG.relative_to(ROOT)}; all it prints goes to {console}")
+    print(f"Training a 2-layer Llama in FP16 from {CONFIG.relative_to(ROOT)}; all it prints goes to {shown(console)}")
     steps = []
     with (
         console.open("w", encoding="utf-8") as log,
@@ -90,7 +91,7 @@ def train(run_folder, corpus, options):
                 progress.update(step.number - progress.n)
     if process.returncode != 0 or not steps:
         last_lines = "".join(console.read_text(encoding="utf-8").splitlines(keepends=True)[-20:])
-        sys.exit(f"{last_lines}\nThe training stopped with exit code {process.returncode}; see {console}")
+        sys.exit(f"{last_lines}\nThe training stopped with exit code {process.returncode}; see {shown(console)}")
     return steps
 
 
@@ -149,8 +150,8 @@ def report(steps, run_folder, scale_sense):
         "   steps      what the loss scale did      loss scale        window",
         *path(moments),
         "",
-        f"Logs        {run_folder / 'log' / 'rank_0'}",
-        f"Checkpoint  {checkpoints[-1] if checkpoints else 'none was written'}",
+        f"Logs        {shown(run_folder / 'log' / 'rank_0')}",
+        f"Checkpoint  {shown(checkpoints[-1]) if checkpoints else 'none was written'}",
     ]
 
 
@@ -165,6 +166,11 @@ def path(moments):
         scales = f"{power(first.before[0])} -> {power(last.after[0])}"
         numbers = ranges([first.step.number]) if first is last else f"{first.step.number}-{last.step.number}"
         yield f"   {numbers:<10} {what:<28} {scales:<17} {' -> '.join(map(str, windows))}"
+
+
+def shown(path):
+    """A path as short as it can be seen from the working folder."""
+    return os.path.relpath(path)
 
 
 def ranges(numbers):

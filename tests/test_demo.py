@@ -56,7 +56,7 @@ def test_demo_learns_and_reports_what_the_checkpoint_holds(run_python, tmp_path)
     assert steps == 400
     assert 15 <= skipped <= 40
     *_, final_scale, final_window = re.findall(r"2\^(\d+) +(?:\d+ -> )*(\d+)$", printed, re.MULTILINE)[-1]
-    checkpoint = mindspore.load_checkpoint(re.search(r"Checkpoint +(\S+)", printed)[1])
+    checkpoint = mindspore.load_checkpoint(str(tmp_path / re.search(r"Checkpoint +(\S+)", printed)[1]))
     state = {name: checkpoint[name].asnumpy().item() for name in ("scale_sense", "scale_window", "skipped_steps")}
     assert state == {
         "scale_sense": 2.0 ** int(final_scale),
@@ -67,11 +67,11 @@ def test_demo_learns_and_reports_what_the_checkpoint_holds(run_python, tmp_path)
 
 
 @pytest.mark.slow
-def test_demo_that_fails_shows_why_and_where_the_log_is(run_python, tmp_path):
+def test_demo_that_fails_shows_why_and_where_the_log_is(run_python):
     run_python(ROOT / "scripts" / "prepare_corpus.py", "corpus", "--samples", "8")
     options = ["--options", "runner_wrapper.scale_sense.scale_factor=1"]
     printed = run_python(
         ROOT / "scripts" / "demo.py", "--corpus", "corpus", "--output_dir", "output", *options, expect_exit=1
     ).stderr
     assert "'scale_factor' must be a finite number above 1 in float32, but got 1" in printed
-    assert str(tmp_path / "output" / "demo_1" / "console.log") in printed
+    assert "see output/demo_1/console.log" in printed

@@ -1,5 +1,6 @@
 """The update cell as users meet it: arguments, Parameters, state, and its place in MindSpore's own train-step cell."""
 
+import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
@@ -140,13 +141,14 @@ def test_bad_input_is_refused(arguments, error, message):
         AdaptiveLossScaleUpdateCell(**{"loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20, **arguments})
 
 
+@pytest.mark.parametrize("stock", [nn.TrainOneStepWithLossScaleCell, mindformers.wrapper.MFTrainOneStepCell])
 @pytest.mark.parametrize("hysteresis", [1, 2])
-def test_works_in_mindspores_own_train_step_cell(mode, hysteresis):
-    """Told to take its IsFinite branch, the stock cell runs on CPU; that branch is the one of Ascend 910B."""
+def test_works_in_the_stock_train_step_cells(mode, stock, hysteresis):
+    """Told to take its IsFinite branch, a stock cell runs on CPU; that branch is the one of Ascend 910B."""
     net = nn.Dense(3, 2)
     optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20, hysteresis=hysteresis)
-    step = nn.TrainOneStepWithLossScaleCell(nn.WithLossCell(net, nn.MSELoss()), optimizer, scale_sense=update_cell)
+    step = stock(nn.WithLossCell(net, nn.MSELoss()), optimizer, scale_sense=update_cell)
     step.ascend_910b_target, step.enable_allfinite = True, False
     features, target = np.ones((4, 3), np.float32), Tensor(np.zeros((4, 2), np.float32))
     overflows = [bool(step(Tensor(features * scale), target)[1]) for scale in (1, np.inf, np.inf, 1)]

@@ -1,0 +1,69 @@
+"""What the READMEs show runs: the Python examples as they stand, the YAML as MindFormers builds it."""
+
+import re
+
+import pytest
+import yaml
+from conftest import ROOT
+from mindformers.tools.register import MindFormerConfig
+from mindformers.wrapper import build_wrapper
+
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register
+
+READMES = ["README.md", "README_CN.md"]
+
+
+def blocks(readme, language):
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+PYTHON_BLOCKS = [
+    pytest.param(block, id=f"{readme}-{number}")
+    for readme in READMES
+    for number, block in enumerate(blocks(readme, "python"), start=1)
+]
+YAML_BLOCKS = [
+    pytest.param(block, id=f"{readme}-{number}")
+    for readme in READMES
+    for number, block in enumerate(blocks(readme, "yaml"), start=1)
+]
+
+
+def test_there_is_something_to_run():
+    assert len(PYTHON_BLOCKS) == len(YAML_BLOCKS) == 2 * len(READMES)
+
+
+@pytest.mark.parametrize("code", PYTHON_BLOCKS)
+def test_python_example_runs(run_python, tmp_path, code):
+    (tmp_path / "example.py").write_text(code, encoding="utf-8")
+    printed = run_python("example.py").stdout
+    # All of them end by printing the state of the cell.
+    assert re.search(r"\{'scale_window': 20, .*'skipped_steps': \d+", printed.splitlines()[-1])
+
+
+@pytest.mark.parametrize("text", YAML_BLOCKS)
+def test_yaml_example_is_built_by_mindformers(text, tmp_path, monkeypatch):
+    # MindFormers copies what auto_register names into the working folder.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REGISTER_PATH", str(ROOT / "mindformers_adaptive" / "register_path"))
+    register()
+    cell = build_wrapper(MindFormerConfig(**yaml.safe_load(text)).runner_wrapper.scale_sense)
+    assert type(cell) is AdaptiveLossScaleUpdateCell
+    assert (cell.get_loss_scale(), cell.rule.ladder[0], cell.rule.ladder[-1]) == (2.0**32, 20, 1000)
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_links_and_commands_lead_to_files(readme):
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    commands = re.findall(r"\b((?:scripts|configs|tests|docs)/[\w./-]+\w)", text)
+    assert links
+    assert commands
+    for path in (*links, *commands):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_reports_shown_are_the_same_in_both_languages(readme):
+    assert blocks(readme, "text")[:2] == blocks(READMES[0], "text")[:2]
