@@ -1,17 +1,7 @@
 # Make .venv with the pinned versions, or use the one that is there. Sourced by demo.sh and test.sh, which have gone
 # to the top of the project; afterwards `python` is that of .venv.
 
-find_python() {
-    local candidate
-    for candidate in python3.11 python3.10 python3; do
-        if "$candidate" -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null; then
-            echo "$candidate"
-            return
-        fi
-    done
-    echo "Python 3.10 or 3.11 with the venv module is needed, but none of python3.11, python3.10 and python3 is one." >&2
-    return 1
-}
+source scripts/python.sh
 
 # The stamp is written last: a .venv without it, or with that of other requirements, is not complete.
 if ! cmp -s requirements.txt .venv/installed_requirements.txt; then
