@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 from mindformers_adaptive.launch_options import NUM_SAMPLES, parse_arguments
+from mindformers_adaptive.resume_on_cpu import offer_barrier_on_cpu, offer_single_process_safetensors
 
 __all__ = ["load_config", "main", "set_key"]
 
@@ -130,6 +131,8 @@ def _run(config):
 
     set_output_path(config.output_dir)
     build_context(config)
+    offer_barrier_on_cpu(config)
+    offer_single_process_safetensors(config)
     trainer = Trainer(config)
     if config.run_mode in ("train", "finetune"):
         trainer.train()

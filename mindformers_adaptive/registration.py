@@ -1,8 +1,10 @@
 """Registration with MindFormers: after ``register()`` its YAML files find this package's classes."""
 
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.trainer import base_trainer
 
 from mindformers_adaptive import wrapper
+from mindformers_adaptive.checkpoint_monitor import CheckpointMonitor, restores_sidecar
 
 __all__ = ["register"]
 
@@ -15,11 +17,13 @@ _STOCK_ALIASES = {
 
 
 def register():
-    """Put the update cell and the train-step cells into MindFormers' registry under the stock names.
+    """Put this package's classes into MindFormers' registry under the stock names.
 
     What a YAML file calls ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell``
     and ``MFPipelineWithLossScaleCell`` is from then on the class of that name in
-    :mod:`mindformers_adaptive.wrapper`. Calling it again changes nothing.
+    :mod:`mindformers_adaptive.wrapper`, and ``CheckpointMonitor`` that of
+    :mod:`mindformers_adaptive.checkpoint_monitor`. MindFormers' trainer restores the state of loss scaling from its
+    ``checkpoint:`` format. Calling it again changes nothing.
 
     Examples:
         >>> from mindformers.tools.register import MindFormerRegister
@@ -28,11 +32,16 @@ def register():
         >>> MindFormerRegister.get_cls("wrapper", "AdaptiveLossScaleUpdateCell") is AdaptiveLossScaleUpdateCell
         True
     """
-    for name in wrapper.__all__:
-        _register_wrapper(name, getattr(wrapper, name))
-    for alias, cell in _STOCK_ALIASES.items():
-        _register_wrapper(alias, cell)
+    wrappers = {name: getattr(wrapper, name) for name in wrapper.__all__} | _STOCK_ALIASES
+    for name, cell in wrappers.items():
+        MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
+    MindFormerRegister.register_cls(CheckpointMonitor, module_type=MindFormerModuleType.CALLBACK)
+    _restore_with_the_trainer()
 
 
-def _register_wrapper(name, cell):
-    MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
+def _restore_with_the_trainer():
+    # The trainer's own name for the function: where register() runs only when the trainer builds its wrapper, through
+    # auto_register, the checkpoint has still to be loaded.
+    load_checkpoint = getattr(base_trainer, "load_checkpoint", None)
+    if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
+        base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)

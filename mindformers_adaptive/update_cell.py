@@ -1,10 +1,13 @@
 """``AdaptiveLossScaleUpdateCell``: the rule as a MindSpore cell."""
 
+import warnings
+
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.restored_state import PARAMETER_NAMES, holds_no_window, mend_state
 from mindformers_adaptive.rule import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule, LossScaleState
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
@@ -100,12 +103,13 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         start = rule.start(_as_plain_number(loss_scale_value), scale_window)
         super().__init__(start.loss_scale, rule.scale_factor, start.scale_window)
         self.rule = rule
+        self.start_window = start.scale_window
 
         # The base class has a constant of this name; here the window moves.
         self.scale_window = _state_parameter("scale_window", start.scale_window)
-        self.window_index = _state_parameter("list_index", start.window_index)
-        self.growth_num = _state_parameter("scale_window_up_count", start.growth_num)
-        self.down_num = _state_parameter("scale_window_down_count", start.down_num)
+        self.window_index = _state_parameter("window_index", start.window_index)
+        self.growth_num = _state_parameter("growth_num", start.growth_num)
+        self.down_num = _state_parameter("down_num", start.down_num)
         self.cur_iter.requires_grad = False
         self.last_overflow_iter.requires_grad = False
         self.skipped_steps = _state_parameter("skipped_steps", start.skipped_steps)
@@ -172,19 +176,62 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             ``last_overflow_iter``, ``skipped_steps``, ``consecutive_overflows`` and, where hysteresis is above 1,
             ``hysteresis_budget``. Reading them waits for the device.
         """
-        names = [
-            "scale_window",
-            "window_index",
-            "growth_num",
-            "down_num",
-            "cur_iter",
-            "last_overflow_iter",
-            "skipped_steps",
-            "consecutive_overflows",
-        ]
-        if self.tolerates_overflows:
-            names.append("hysteresis_budget")
+        names = [name for name in PARAMETER_NAMES if name != "hysteresis_budget" or self.tolerates_overflows]
         return {name: int(getattr(self, name).asnumpy()) for name in names}
+
+    def load_state(self, state):
+        """Set Parameters, by attribute name, to what ``state()`` returned earlier.
+
+        Args:
+            state (dict[str, int]): values by attribute name; one that is not there keeps its value.
+
+        Raises:
+            KeyError: if a name is none of the cell's.
+        """
+        for name, value in state.items():
+            if name not in PARAMETER_NAMES or not hasattr(self, name):
+                raise KeyError(f"{name!r} is none of the Parameters of the update cell: {', '.join(self.state())}")
+            getattr(self, name).set_data(Tensor(value, mstype.int32))
+
+    def add_flags_recursive(self, **flags):
+        """As in ``nn.Cell``; where a training starts, a state restored from a checkpoint is checked first.
+
+        ``set_train()`` of this cell, or of any cell that it is part of, comes here, and so does ``Model.train``.
+        """
+        super().add_flags_recursive(**flags)
+        if flags.get("training"):
+            self.check_state()
+        return self
+
+    def check_state(self):
+        """Make sure that the Parameters hold a state that this cell can go on with.
+
+        A state that was restored from a checkpoint of another cell, or of this one with other windows, is changed
+        where it has to be, each time with a warning that names the Parameter, its value and what is used instead.
+        Runs by itself whenever training starts; call it after loading a checkpoint where nothing calls
+        ``set_train()``.
+
+        Examples:
+            >>> import warnings
+            >>> from mindspore import Tensor
+            >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
+            >>> _ = cell.window_index.set_data(Tensor(99, mstype.int32))
+            >>> with warnings.catch_warnings(record=True) as caught:
+            ...     cell.check_state()
+            >>> cell.state()["window_index"], len(caught)
+            (0, 1)
+        """
+        state = self.state()
+        mended, problems = mend_state(self.rule, state)
+        if not problems and holds_no_window(state, self.start_window):
+            mended["last_overflow_iter"] = mended["cur_iter"] - 1
+            problems = [
+                "The checkpoint has steps but no window, as one of dynamic loss scaling: the ladder starts afresh at "
+                f"window {self.start_window}."
+            ]
+        for problem in problems:
+            warnings.warn(problem, stacklevel=2)
+        self.load_state({name: value for name, value in mended.items() if value != state[name]})
 
     def _overflow_rows(self):
         if not self.tolerates_overflows:
@@ -223,7 +270,7 @@ def _transition_tables(rule):
 
 
 def _state_parameter(name, value):
-    return Parameter(Tensor(value, mstype.int32), name=name, requires_grad=False)
+    return Parameter(Tensor(value, mstype.int32), name=PARAMETER_NAMES[name], requires_grad=False)
 
 
 def _as_plain_number(loss_scale_value):

@@ -1,11 +1,13 @@
 """Train-step cells with the names and arguments of ``mindspore.nn`` and ``mindformers.wrapper`` that run on CPU too.
 
-A user changes one import line. On Ascend and GPU the cells are the stock ones in all they do.
+A user changes one import line. On Ascend and GPU the cells compute what the stock ones compute. On every device they
+carry the state of adaptive loss scaling through checkpoints.
 """
 
 import mindformers.wrapper
 from mindspore import nn
 
+from mindformers_adaptive.carried_state import carries_loss_scale_state
 from mindformers_adaptive.overflow import detects_overflow_on_cpu
 from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
 
@@ -17,6 +19,7 @@ __all__ = [
 ]
 
 
+@carries_loss_scale_state
 @detects_overflow_on_cpu
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
     """``mindspore.nn.TrainOneStepWithLossScaleCell`` that detects overflow on CPU too.
@@ -39,6 +42,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
     """
 
 
+@carries_loss_scale_state
 @detects_overflow_on_cpu
 class MFTrainOneStepCell(mindformers.wrapper.MFTrainOneStepCell):
     """``mindformers.wrapper.MFTrainOneStepCell`` that detects overflow on CPU too.
@@ -61,6 +65,7 @@ class MFTrainOneStepCell(mindformers.wrapper.MFTrainOneStepCell):
     """
 
 
+@carries_loss_scale_state
 @detects_overflow_on_cpu
 class MFPipelineWithLossScaleCell(mindformers.wrapper.MFPipelineWithLossScaleCell):
     """``mindformers.wrapper.MFPipelineWithLossScaleCell`` that detects overflow on CPU too.

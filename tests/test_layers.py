@@ -11,19 +11,35 @@ PACKAGE = ROOT / "mindformers_adaptive"
 MAY_IMPORT = {
     "ladder": set(),
     "rule": {"ladder"},
-    "update_cell": {"ladder", "rule"},
+    "restored_state": {"ladder", "rule"},
+    "update_cell": {"ladder", "rule", "restored_state"},
     "exported_graph": set(),
     "overflow": set(),
-    "wrapper": {"update_cell", "overflow"},
-    "registration": {"wrapper"},
+    "carried_state": {"update_cell"},
+    "wrapper": {"update_cell", "overflow", "carried_state"},
+    "checkpoint_sidecar": set(),
+    "checkpoint_monitor": {"checkpoint_sidecar", "update_cell"},
+    "registration": {"wrapper", "checkpoint_monitor"},
+    "resume_on_cpu": set(),
     "launch_options": set(),
-    "launcher": {"launch_options", "registration"},
+    "launcher": {"launch_options", "registration", "resume_on_cpu"},
     "register_path.__main__": set(),
     "register_path.adaptive_loss_scaling": {""},
     "register_path": set(),
     "": set(),
 }
-FREE_OF_MINDSPORE = ["ladder", "rule", "launch_options", "launcher", "register_path", "register_path.__main__", ""]
+FREE_OF_MINDSPORE = [
+    "ladder",
+    "rule",
+    "restored_state",
+    "checkpoint_sidecar",
+    "resume_on_cpu",
+    "launch_options",
+    "launcher",
+    "register_path",
+    "register_path.__main__",
+    "",
+]
 
 
 def module_name(file):

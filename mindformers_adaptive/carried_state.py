@@ -1,0 +1,103 @@
+"""A train-step cell that carries the state of its loss scaling through checkpoints, and says what was restored."""
+
+import functools
+import math
+import warnings
+
+from mindformers.tools.logger import logger
+from mindspore import Tensor, nn
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
+
+__all__ = ["carries_loss_scale_state"]
+
+
+def carries_loss_scale_state(train_step_class):
+    """Class decorator for a train-step cell whose update cell is to survive every kind of checkpoint.
+
+    MindFormers restores only network and optimizer from most of its formats. So the update cell becomes a part of the
+    optimizer too: its Parameters keep their names, and go where the optimizer's go.
+
+    When training starts, the restored loss scale is checked, and one line of the log says from where loss scaling
+    goes on.
+
+    Args:
+        train_step_class (type): a subclass of ``nn.TrainOneStepWithLossScaleCell``; changed in place. Its arguments
+            stay those of the class it is derived from.
+
+    Returns:
+        type, the same class.
+    """
+    stock_init = train_step_class.__init__
+    stock_call = train_step_class.__call__
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, **kwargs):  # noqa: N807
+        stock_init(self, *args, **kwargs)
+        self._restored_state_is_checked = False
+        if _is_adaptive(self) and isinstance(self.optimizer, nn.Cell):
+            self.optimizer.loss_scaling_manager = self.loss_scaling_manager
+
+    def __call__(self, *args, **kwargs):  # noqa: N807
+        # Who loads a checkpoint and calls the cell may never call set_train().
+        if not self._restored_state_is_checked and _is_adaptive(self):
+            self.loss_scaling_manager.check_state()
+            _check_and_report(self)
+        return stock_call(self, *args, **kwargs)
+
+    def add_flags_recursive(self, **flags):
+        super(train_step_class, self).add_flags_recursive(**flags)
+        if flags.get("training") and _is_adaptive(self):
+            _check_and_report(self)
+        return self
+
+    train_step_class.__init__ = __init__
+    train_step_class.__call__ = __call__
+    train_step_class.add_flags_recursive = add_flags_recursive
+    return train_step_class
+
+
+def _is_adaptive(train_step):
+    return isinstance(train_step.loss_scaling_manager, AdaptiveLossScaleUpdateCell)
+
+
+def _check_and_report(train_step):
+    train_step._restored_state_is_checked = True
+    loss_scale = _checked_loss_scale(train_step)
+    state = train_step.loss_scaling_manager.state()
+    applied_steps = _applied_steps(train_step.optimizer)
+    if state["cur_iter"] > 1:
+        listed = ", ".join(f"{name} {value}" for name, value in state.items())
+        logger.info(f"Loss scaling goes on from: loss_scale {loss_scale}, {listed}")
+    elif applied_steps > 0:
+        warnings.warn(
+            f"The checkpoint has {applied_steps} applied steps but no state of adaptive loss scaling: training goes on "
+            f"at loss scale {loss_scale} with a fresh ladder, at window {state['scale_window']}.",
+            stacklevel=3,
+        )
+
+
+def _checked_loss_scale(train_step):
+    """Refuse a loss scale that no training can have had, and move one that is out of its bounds to the nearer."""
+    rule = train_step.loss_scaling_manager.rule
+    loss_scale = float(train_step.scale_sense.asnumpy())
+    if not (math.isfinite(loss_scale) and loss_scale > 0):
+        raise ValueError(
+            f"The checkpoint has 'scale_sense' {loss_scale}; a loss scale must be finite and above 0. Resume from "
+            "another checkpoint, or set the Parameter 'scale_sense' of the train-step cell."
+        )
+    bounded = min(max(loss_scale, rule.min_loss_scale), rule.max_loss_scale)
+    if bounded != loss_scale:
+        warnings.warn(
+            f"The checkpoint has 'scale_sense' {loss_scale}, which is not between 'min_loss_scale' and "
+            f"'max_loss_scale': {bounded} is used.",
+            stacklevel=4,
+        )
+        train_step.scale_sense.set_data(Tensor(bounded, mstype.float32))
+    return bounded
+
+
+def _applied_steps(optimizer):
+    global_step = getattr(optimizer, "global_step", None)
+    return 0 if global_step is None else int(global_step.asnumpy().max())

@@ -1,0 +1,67 @@
+"""The file beside MindFormers' ``common.json`` that keeps the state of the update cell.
+
+MindFormers' ``checkpoint:`` format keeps network and optimizer, or with ``no_save_optim`` the network alone. The state
+of loss scaling is small, so it is written beside them each time, whole or not at all.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+__all__ = ["FILE_NAME", "read_sidecar", "write_sidecar"]
+
+FILE_NAME = "loss_scale.json"
+_FORMAT = 1
+
+
+def write_sidecar(folder, loss_scale, state):
+    """Write ``loss_scale.json``.
+
+    Args:
+        folder (str): where the checkpoint of one step lies.
+        loss_scale (float): the loss scale for the next step.
+        state (dict[str, int]): as ``AdaptiveLossScaleUpdateCell.state()`` returns it.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> write_sidecar(folder, 1024.0, {"scale_window": 20})
+        >>> read_sidecar(folder)
+        (1024.0, {'scale_window': 20})
+    """
+    text = json.dumps({"format": _FORMAT, "loss_scale": loss_scale, "state": state}, indent=2) + "\n"
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{FILE_NAME}-", delete=False) as unfinished:
+        unfinished.write(text)
+        unfinished.flush()
+        os.fsync(unfinished.fileno())
+    os.replace(unfinished.name, Path(folder) / FILE_NAME)
+
+
+def read_sidecar(folder):
+    """Read ``loss_scale.json``.
+
+    Args:
+        folder (str): where the checkpoint of one step lies.
+
+    Returns:
+        tuple[float, dict[str, int]], the loss scale and the state, or None where there is no such file.
+
+    Raises:
+        ValueError: if the file is not one that :func:`write_sidecar` wrote.
+    """
+    file = Path(folder) / FILE_NAME
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        content = json.loads(text)
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, and this version reads {_FORMAT}")
+        loss_scale, state = float(content["loss_scale"]), content["state"]
+        if not all(type(value) is int for value in state.values()):
+            raise ValueError(f"its state must be integers, but is {state!r}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} cannot be used: {error or type(error).__name__}") from error
+    return loss_scale, state
