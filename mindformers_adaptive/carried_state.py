@@ -63,8 +63,8 @@ def _is_adaptive(train_step):
 
 
 def _check_and_report(train_step):
-    train_step._restored_state_is_checked = True
     loss_scale = _checked_loss_scale(train_step)
+    train_step._restored_state_is_checked = True
     state = train_step.loss_scaling_manager.state()
     applied_steps = _applied_steps(train_step.optimizer)
     if state["cur_iter"] > 1:

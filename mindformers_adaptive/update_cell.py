@@ -1,5 +1,6 @@
 """``AdaptiveLossScaleUpdateCell``: the rule as a MindSpore cell."""
 
+import math
 import warnings
 
 import numpy as np
@@ -100,7 +101,9 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             hysteresis=hysteresis,
             shrink_from_min_window=shrink_from_min_window,
         )
-        start = rule.start(_as_plain_number(loss_scale_value), scale_window)
+        if isinstance(loss_scale_value, Tensor):
+            loss_scale_value = _restored_loss_scale(loss_scale_value, rule)
+        start = rule.start(loss_scale_value, scale_window)
         super().__init__(start.loss_scale, rule.scale_factor, start.scale_window)
         self.rule = rule
         self.start_window = start.scale_window
@@ -273,13 +276,23 @@ def _state_parameter(name, value):
     return Parameter(Tensor(value, mstype.int32), name=PARAMETER_NAMES[name], requires_grad=False)
 
 
-def _as_plain_number(loss_scale_value):
-    # Kept as it is, a Parameter would become a trainable child of this cell.
-    if not isinstance(loss_scale_value, Tensor):
-        return loss_scale_value
+def _restored_loss_scale(loss_scale_value, rule):
+    """Read a loss scale that comes from a checkpoint, and move it into its bounds.
+
+    Kept as it is, a Parameter would become a trainable child of the cell.
+    """
     if loss_scale_value.size != 1:
         raise ValueError(
             f"'loss_scale_value' must hold one number, but got a Tensor of shape {loss_scale_value.shape}. Give a "
             "number, or a Tensor of shape () or (1,)."
         )
-    return float(loss_scale_value.asnumpy().item())
+    restored = float(loss_scale_value.asnumpy().item())
+    bounded = min(max(restored, rule.min_loss_scale), rule.max_loss_scale)
+    if restored <= 0 or not math.isfinite(restored) or bounded == restored:
+        return restored
+    warnings.warn(
+        f"The checkpoint has 'loss_scale_value' {restored}, which is not between 'min_loss_scale' and "
+        f"'max_loss_scale': {bounded} is used.",
+        stacklevel=3,
+    )
+    return bounded

@@ -1,0 +1,293 @@
+"""Read what checkpoints hold of loss scaling, in every format, without keeping weights in memory.
+
+MindSpore is imported only where a ``.ckpt`` has to be read.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mindformers_adaptive.checkpoint_sidecar import FILE_NAME as SIDECAR
+from mindformers_adaptive.checkpoint_sidecar import read_sidecar
+from mindformers_adaptive.restored_state import PARAMETER_NAMES
+
+__all__ = ["FIELDS", "STATE_FIELDS", "Checkpoint", "differences_between_ranks", "latest_iteration", "read_checkpoints"]
+
+COMMON = "common.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+STATE_FIELDS = ("loss_scale", *PARAMETER_NAMES)
+FIELDS = ("step_num", "global_step", *STATE_FIELDS)
+
+# Each field's names in a file, the better one first: MindFormers writes `loss_scale` beside the Parameter itself.
+_NAMES = {name: (name,) for name in FIELDS} | {name: (key,) for name, key in PARAMETER_NAMES.items()}
+_NAMES["loss_scale"] = ("scale_sense", "loss_scale")
+_WANTED = frozenset(name for names in _NAMES.values() for name in names)
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """What one file, or one folder of MindFormers' ``checkpoint:`` format, holds of loss scaling.
+
+    Attributes:
+        path (Path): the file or folder.
+        values (dict[str, int | float | None]): by the names in ``FIELDS``; None where there is no such value.
+        problems (list[str]): what could not be read, and what contradicts itself.
+        unreadable (bool): whether nothing was found where something could not be read.
+    """
+
+    path: Path
+    values: dict = field(default_factory=lambda: dict.fromkeys(FIELDS))
+    problems: list = field(default_factory=list)
+    unreadable: bool = False
+
+    @property
+    def kind(self):
+        """The kind of state: str, "none" if there is none and "unreadable" if nobody can tell."""
+        if self.unreadable:
+            return "unreadable"
+        if self._has("scale_window", "window_index", "growth_num", "down_num"):
+            of_this_package = self._has("skipped_steps", "consecutive_overflows", "hysteresis_budget")
+            return "adaptive" if of_this_package else "adaptive (MindFormers' own cell)"
+        if self._has("cur_iter", "last_overflow_iter"):
+            return "dynamic (no window)"
+        return "loss scale only" if self._has("loss_scale") else "none"
+
+    @property
+    def holds_state(self):
+        """Whether there is anything of loss scaling in it: bool."""
+        return self.kind not in ("none", "unreadable")
+
+    @property
+    def rank(self):
+        """The rank whose folder the file lies in: int, or None."""
+        match = re.fullmatch(r"rank_(\d+)", self.path.parent.name)
+        return int(match[1]) if match else None
+
+    @property
+    def step(self):
+        """The step it was saved at: int, or None where neither the content nor the name tells."""
+        if self.values["step_num"] is not None:
+            return self.values["step_num"]
+        # A file is named by epoch and step within the epoch, which is the step itself only in the first epoch.
+        match = re.fullmatch(r"iteration_(\d+)|.*-1_(\d+)\.\w+", self.path.name)
+        return int(match[1] or match[2]) if match else None
+
+    def _has(self, *names):
+        return any(self.values[name] is not None for name in names)
+
+
+def read_checkpoints(path):
+    """Read a checkpoint file, or all checkpoints of a folder.
+
+    A folder may hold files, folders ``rank_N`` with files, folders ``iteration_N``, or be such a folder itself.
+
+    Args:
+        path (str): the file or folder.
+
+    Returns:
+        list[Checkpoint], the newest last; those whose step is not known come after all others. Empty if the folder
+        has no checkpoints.
+
+    Raises:
+        OSError: if there is no such path, or the folder cannot be read.
+    """
+    root = Path(path).resolve(strict=True)
+    if root.is_file():
+        return [_read_file(root)]
+    if _is_iteration(root):
+        return [_read_iteration(root)]
+    checkpoints = [_read_file(file) for file in _checkpoint_files(root)]
+    for folder in filter(Path.is_dir, root.iterdir()):
+        if re.fullmatch(r"rank_\d+", folder.name):
+            checkpoints += [_read_file(file) for file in _checkpoint_files(folder)]
+        elif _is_iteration(folder):
+            checkpoints.append(_read_iteration(folder))
+    return sorted(checkpoints, key=_age)
+
+
+def latest_iteration(path):
+    """Return which iteration MindFormers would resume from.
+
+    Args:
+        path (str): a folder with folders ``iteration_N``.
+
+    Returns:
+        int, or None where the folder does not say.
+
+    Raises:
+        ValueError: if ``latest_checkpointed_iteration.txt`` does not hold a number.
+    """
+    file = Path(path) / TRACKER
+    if not file.is_file():
+        return None
+    try:
+        return int(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{TRACKER} cannot be used: {_one_line(error)}") from error
+
+
+def differences_between_ranks(checkpoints):
+    """Compare what several ranks saved at the same step.
+
+    Args:
+        checkpoints (list[Checkpoint]): as :func:`read_checkpoints` returns them.
+
+    Returns:
+        list[tuple[Checkpoint, Checkpoint, dict]]: each readable checkpoint of a rank, that of the first rank at the
+        same step, and the values in which they differ, as {field: (value, first rank's value)}; {} where they agree.
+    """
+    first_of, compared = {}, []
+    for checkpoint in checkpoints:
+        if checkpoint.rank is None or checkpoint.unreadable:
+            continue
+        name = re.sub(r"rank_\d+", "rank", checkpoint.path.name)
+        first = first_of.setdefault(name if checkpoint.step is None else checkpoint.step, checkpoint)
+        if first.rank != checkpoint.rank:
+            pairs = {name: (checkpoint.values[name], first.values[name]) for name in STATE_FIELDS}
+            # By text, because NaN is not equal to itself.
+            compared.append((checkpoint, first, {k: pair for k, pair in pairs.items() if str(pair[0]) != str(pair[1])}))
+    return compared
+
+
+def _checkpoint_files(folder):
+    return [file for file in folder.iterdir() if file.suffix in _READERS and file.is_file()]
+
+
+def _is_iteration(folder):
+    return bool(re.fullmatch(r"iteration_\d+", folder.name)) or any((folder / name).is_file() for name in _SMALL_FILES)
+
+
+def _age(checkpoint):
+    numbers_as_numbers = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", checkpoint.path.name)]
+    rank = -1 if checkpoint.rank is None else checkpoint.rank
+    return checkpoint.step is None, checkpoint.step or 0, numbers_as_numbers, rank
+
+
+def _read_file(file):
+    checkpoint = Checkpoint(file)
+    try:
+        checkpoint.values, checkpoint.problems = _read_with(_READERS.get(file.suffix, _refuse), file)
+    except ValueError as error:
+        checkpoint.problems, checkpoint.unreadable = [str(error)], True
+    return checkpoint
+
+
+def _read_iteration(folder):
+    """Read a folder of MindFormers' ``checkpoint:`` format; where its files disagree, what is resumed from counts."""
+    checkpoint = Checkpoint(folder)
+    sources = [(file, _read_safetensors) for file in sorted(folder.glob("*-opt-*.safetensors"))]
+    sources += [(folder / name, read) for name, read in _SMALL_FILES.items() if (folder / name).exists()]
+    origin, something_is_torn = {}, False
+    for file, read in sources:
+        try:
+            values, problems = _read_with(read, file)
+        except ValueError as error:
+            checkpoint.problems.append(f"{file.name} {error}")
+            something_is_torn = True
+            continue
+        checkpoint.problems += problems
+        for name in (name for name in FIELDS if values[name] is not None):
+            if name not in origin:
+                origin[name], checkpoint.values[name] = file.name, values[name]
+            elif str(checkpoint.values[name]) != str(values[name]):
+                checkpoint.problems.append(
+                    f"{name} is {checkpoint.values[name]} in {origin[name]} but {values[name]} in {file.name}"
+                )
+    checkpoint.unreadable = something_is_torn and not checkpoint.holds_state
+    return checkpoint
+
+
+def _read_with(read, file):
+    """Return the values by field and the contradictions in one file; ValueError if it cannot be read."""
+    try:
+        return _by_field(read(file))
+    except Exception as error:  # for a torn file every library has errors of its own
+        raise ValueError(f"cannot be read: {_one_line(error)}") from error
+
+
+def _by_field(found):
+    values, problems = dict.fromkeys(FIELDS), []
+    for name in FIELDS:
+        # A bare name before one with a prefix, which a cell gets as a child of another.
+        places = sorted(
+            (_NAMES[name].index(_last_part(key)), key.count("."), key)
+            for key in found
+            if _last_part(key) in _NAMES[name]
+        )
+        if not places:
+            continue
+        key = places[0][2]
+        values[name] = float(found[key]) if name == "loss_scale" else int(found[key])
+        problems += [
+            f"{key} is {found[key]} but {other} is {found[other]}; {key} is shown"
+            for *like, other in places[1:]
+            if like == list(places[0][:2]) and found[other] != found[key]
+        ]
+    return values, problems
+
+
+def _read_safetensors(file):
+    from safetensors import safe_open
+
+    with safe_open(file, "np") as content:
+        keys = [key for key in content.keys() if _is_wanted(key)]  # noqa: SIM118 - it is not a dict
+        keys = [key for key in keys if set(content.get_slice(key).get_shape()) <= {1}]
+        return {key: content.get_tensor(key).item() for key in keys}
+
+
+def _read_ckpt(file):
+    from mindspore import load_checkpoint
+
+    seen = []
+
+    def choose(key):
+        seen.append(key)
+        return _is_wanted(key)
+
+    if file.stat().st_size == 0:
+        raise ValueError("the file is empty")
+    try:
+        parameters = load_checkpoint(str(file), choice_func=choose)
+    except ValueError:
+        # MindSpore's answer also to a sound file in which nothing was chosen.
+        if not seen or any(map(_is_wanted, seen)):
+            raise
+        return {}
+    # What the user appended may be text.
+    numbers = {key: value for key, value in parameters.items() if not isinstance(value, str)}
+    return {key: value.asnumpy().item() for key, value in numbers.items() if value.size == 1}
+
+
+def _read_common(file):
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return {key: content[key] for key in ("step_num", "global_step", "loss_scale") if content.get(key) is not None}
+
+
+def _read_sidecar(file):
+    loss_scale, state = read_sidecar(file.parent)
+    return {"scale_sense": loss_scale} | {
+        PARAMETER_NAMES[name]: state[name] for name in PARAMETER_NAMES if name in state
+    }
+
+
+def _refuse(file):
+    raise ValueError(f"the name of a checkpoint ends in {' or '.join(_READERS)}")
+
+
+def _is_wanted(key):
+    return _last_part(key) in _WANTED
+
+
+def _last_part(key):
+    return key.rpartition(".")[2]
+
+
+def _one_line(error):
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+_READERS = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
+# In the order in which a resume prefers them, after the optimizer's file.
+_SMALL_FILES = {COMMON: _read_common, SIDECAR: _read_sidecar}

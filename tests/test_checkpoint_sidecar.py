@@ -1,0 +1,51 @@
+"""The state beside ``common.json``: whole or not at all, and never taken from a torn file."""
+
+import json
+
+import pytest
+
+from mindformers_adaptive.checkpoint_sidecar import FILE_NAME, read_sidecar, write_sidecar
+
+STATE = {"scale_window": 200, "window_index": 5}
+
+
+def test_what_was_written_is_read(tmp_path):
+    write_sidecar(tmp_path, 2.0**17, STATE)
+    assert read_sidecar(tmp_path) == (2.0**17, STATE)
+    assert [file.name for file in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_an_earlier_file_stays_when_writing_fails(tmp_path):
+    write_sidecar(tmp_path, 2.0**17, STATE)
+    with pytest.raises(TypeError):
+        write_sidecar(tmp_path, 2.0**18, {"scale_window": object()})
+    assert read_sidecar(tmp_path) == (2.0**17, STATE)
+
+
+def test_no_file_is_no_state(tmp_path):
+    assert read_sidecar(tmp_path) is None
+
+
+def test_every_torn_file_is_refused(tmp_path):
+    write_sidecar(tmp_path, 2.0**17, STATE)
+    whole = (tmp_path / FILE_NAME).read_text()
+    for length in range(len(whole.rstrip())):
+        (tmp_path / FILE_NAME).write_text(whole[:length])
+        with pytest.raises(ValueError, match=rf"{FILE_NAME} cannot be used: "):
+            read_sidecar(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"format": 2, "loss_scale": 1.0, "state": {}}, "its format is 2, and this version reads 1"),
+        ({"format": 1, "loss_scale": 1.0, "state": {"scale_window": 1.5}}, "its state must be integers"),
+        ({"format": 1, "loss_scale": 1.0}, "'state'"),
+        ({"format": 1, "loss_scale": 1.0, "state": [1]}, "no attribute 'values'"),
+        ([], "list indices"),
+    ],
+)
+def test_other_content_is_refused_with_the_reason(tmp_path, content, message):
+    (tmp_path / FILE_NAME).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        read_sidecar(tmp_path)
