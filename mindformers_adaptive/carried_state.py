@@ -35,20 +35,23 @@ def carries_loss_scale_state(train_step_class):
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):  # noqa: N807
         stock_init(self, *args, **kwargs)
-        self._restored_state_is_checked = False
+        self._is_running = False
+        self._start_reported = None
         if _is_adaptive(self) and isinstance(self.optimizer, nn.Cell):
             self.optimizer.loss_scaling_manager = self.loss_scaling_manager
 
     def __call__(self, *args, **kwargs):  # noqa: N807
-        # Who loads a checkpoint and calls the cell may never call set_train().
-        if not self._restored_state_is_checked and _is_adaptive(self):
+        # Who loads a checkpoint may do so after set_train(), or without it.
+        if not self._is_running and _is_adaptive(self):
             self.loss_scaling_manager.check_state()
             _check_and_report(self)
+        self._is_running = True
         return stock_call(self, *args, **kwargs)
 
     def add_flags_recursive(self, **flags):
         super(train_step_class, self).add_flags_recursive(**flags)
         if flags.get("training") and _is_adaptive(self):
+            self._is_running = False
             _check_and_report(self)
         return self
 
@@ -64,8 +67,10 @@ def _is_adaptive(train_step):
 
 def _check_and_report(train_step):
     loss_scale = _checked_loss_scale(train_step)
-    train_step._restored_state_is_checked = True
     state = train_step.loss_scaling_manager.state()
+    if train_step._start_reported == (loss_scale, state):
+        return
+    train_step._start_reported = (loss_scale, state)
     applied_steps = _applied_steps(train_step.optimizer)
     if state["cur_iter"] > 1:
         listed = ", ".join(f"{name} {value}" for name, value in state.items())

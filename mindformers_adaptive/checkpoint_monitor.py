@@ -5,11 +5,13 @@ import warnings
 from pathlib import Path
 
 from mindformers.core.callback import callback as stock
+from mindspore import Tensor
+from mindspore import dtype as mstype
 
 from mindformers_adaptive.checkpoint_sidecar import read_sidecar, write_sidecar
 from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
 
-__all__ = ["CheckpointMonitor", "restores_sidecar"]
+__all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]
 
 # MindFormers before 1.7 has no `checkpoint:` format.
 _CommonInfo = getattr(stock, "CommonInfo", object)
@@ -43,6 +45,20 @@ class _CommonInfoWithLossScale(_CommonInfo):
         loss_scale = float(self._train_step.scale_sense.asnumpy())
         write_sidecar(Path(common_filename).parent, loss_scale, self._train_step.loss_scaling_manager.state())
         super().save_common(common_filename)
+
+
+class CommonInfo(_CommonInfo):
+    """MindFormers' ``CommonInfo``, which tells a loss scale that was restored from one that a user has set.
+
+    A Tensor stands for the first, as in MindFormers' other formats.
+    """
+
+    @classmethod
+    def load_common(cls, common_filename):
+        info = super().load_common(common_filename)
+        if info.loss_scale is not None:
+            info.loss_scale = Tensor(info.loss_scale, mstype.float32)
+        return info
 
 
 def restores_sidecar(load_checkpoint):

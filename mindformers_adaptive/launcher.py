@@ -6,7 +6,11 @@ import warnings
 from pathlib import Path
 
 from mindformers_adaptive.launch_options import NUM_SAMPLES, parse_arguments
-from mindformers_adaptive.resume_on_cpu import offer_barrier_on_cpu, offer_single_process_safetensors
+from mindformers_adaptive.resume_on_cpu import (
+    offer_barrier_on_cpu,
+    offer_newest_iteration,
+    offer_single_process_safetensors,
+)
 
 __all__ = ["load_config", "main", "set_key"]
 
@@ -133,6 +137,7 @@ def _run(config):
     build_context(config)
     offer_barrier_on_cpu(config)
     offer_single_process_safetensors(config)
+    offer_newest_iteration(config)
     trainer = Trainer(config)
     if config.run_mode in ("train", "finetune"):
         trainer.train()

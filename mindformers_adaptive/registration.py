@@ -4,7 +4,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer
 
 from mindformers_adaptive import wrapper
-from mindformers_adaptive.checkpoint_monitor import CheckpointMonitor, restores_sidecar
+from mindformers_adaptive.checkpoint_monitor import CheckpointMonitor, CommonInfo, restores_sidecar
 
 __all__ = ["register"]
 
@@ -45,3 +45,4 @@ def _restore_with_the_trainer():
     load_checkpoint = getattr(base_trainer, "load_checkpoint", None)
     if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
         base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)
+        base_trainer.CommonInfo = CommonInfo

@@ -1,4 +1,4 @@
-"""What MindFormers 1.9.0 needs to resume on a CPU, or in a single process: used by the launcher."""
+"""What MindFormers 1.9.0 needs to resume on a CPU, in a single process, or after a kill: used by the launcher."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
-__all__ = ["offer_barrier_on_cpu", "offer_single_process_safetensors"]
+__all__ = ["offer_barrier_on_cpu", "offer_newest_iteration", "offer_single_process_safetensors"]
 
 # The name that makes MindFormers take a folder's safetensors as whole, not as the part of one process.
 _WHOLE_CHECKPOINT = "hyper_param.safetensors"
@@ -62,6 +62,32 @@ def _file_to_resume_from(rank_folder, resume_training):
             stacklevel=4,
         )
         return files[-1]
+
+
+def offer_newest_iteration(config):
+    """Let a run resume where the last one was killed while it noted which of its checkpoints is the newest.
+
+    In its ``checkpoint:`` format MindFormers empties ``latest_checkpointed_iteration.txt`` before it writes the step.
+    It does so when that checkpoint is complete and before it writes anything of the next, so the folder with the
+    newest ``common.json`` is the right one.
+
+    Args:
+        config (MindFormerConfig): the loaded YAML file; ``checkpoint.load_path`` or, where that is not given,
+            ``load_checkpoint`` is changed.
+    """
+    section, key = config.get("checkpoint") or {}, "load_path"
+    if section.get(key) is None:
+        section, key = config, "load_checkpoint"
+    folder = Path(section.get(key) or "")
+    note = folder / "latest_checkpointed_iteration.txt"
+    if not note.is_file() or note.read_text().strip():
+        return
+    # By time, because who goes back to an older checkpoint may save beside folders of later steps.
+    complete = sorted(folder.glob("iteration_*/common.json"), key=lambda file: file.stat().st_mtime_ns)
+    if complete:
+        newest = complete[-1].parent
+        warnings.warn(f"{note} is empty: training resumes from the newest folder, {newest.name}.", stacklevel=3)
+        section[key] = str(newest)
 
 
 def offer_barrier_on_cpu(config):

@@ -107,6 +107,7 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         super().__init__(start.loss_scale, rule.scale_factor, start.scale_window)
         self.rule = rule
         self.start_window = start.scale_window
+        self.checked_state = None
 
         # The base class has a constant of this name; here the window moves.
         self.scale_window = _state_parameter("scale_window", start.scale_window)
@@ -225,6 +226,8 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             (0, 1)
         """
         state = self.state()
+        if state == self.checked_state:
+            return
         mended, problems = mend_state(self.rule, state)
         if not problems and holds_no_window(state, self.start_window):
             mended["last_overflow_iter"] = mended["cur_iter"] - 1
@@ -235,6 +238,8 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         for problem in problems:
             warnings.warn(problem, stacklevel=2)
         self.load_state({name: value for name, value in mended.items() if value != state[name]})
+        # What was changed once is not warned of again, though it may still look as if it came from elsewhere.
+        self.checked_state = mended
 
     def _overflow_rows(self):
         if not self.tolerates_overflows:

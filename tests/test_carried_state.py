@@ -156,6 +156,7 @@ def test_a_checkpoint_without_a_window_starts_the_ladder_afresh_at_its_scale_wit
     mindspore.load_param_into_net(resumed, saved)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        resumed.set_train()
         train(resumed, [False, False])
     assert len([warning for warning in caught if "ladder" in str(warning.message)]) == 1
     # Two clean steps after the start, in a window of two: one raise, from the scale of the checkpoint.
@@ -227,6 +228,17 @@ def test_a_load_of_the_wrong_kind_is_refused_by_mindspore_with_the_name():
     for value, message in ((np.float32(2.5), "same type"), (np.zeros(3, np.int32), "same shape")):
         with pytest.raises(RuntimeError, match=rf"list_index.*{message}"):
             mindspore.load_param_into_net(build_step(), {"list_index": Parameter(Tensor(value), name="list_index")})
+
+
+def test_a_checkpoint_loaded_after_set_train_is_checked_too(graph_mode, mindformers_log):
+    step = build_step().set_train()
+    step.loss_scaling_manager.load_state(
+        {"window_index": 12, "cur_iter": 9, "last_overflow_iter": 8, "skipped_steps": 3}
+    )
+    with pytest.warns(UserWarning, match="'list_index' 12"):
+        step(*batch(overflow=False))
+    assert "window_index 0, growth_num 0, down_num 0, cur_iter 9" in mindformers_log()
+    assert mindformers_log().count("Loss scaling goes on from") == 1
 
 
 def test_load_state_names_what_it_does_not_know():

@@ -169,5 +169,4 @@ def test_fine_tuning_and_resuming_load_a_checkpoint():
     resume = load("ascend/resume_llama2_7b_fp16.yaml")
     assert (resume.run_mode, resume.resume_training) == ("train", True)
     written = next(callback for callback in resume.callbacks if callback["type"] == "CheckpointMonitor")
-    # Of MindFormers' formats the one whose resumption restores the window and its counters.
     assert resume.load_ckpt_format == written["checkpoint_format"] == "safetensors"

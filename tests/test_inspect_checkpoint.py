@@ -141,7 +141,7 @@ def test_a_scale_that_is_not_finite_is_a_string_in_json(tmp_path, inspect, inspe
 
 
 def test_files_of_a_rank_come_newest_last_by_step_and_not_by_name(tmp_path, inspect):
-    (tmp_path / "²-1_300.safetensors").write_bytes(b"torn")
+    (tmp_path / "1²1-1_300.safetensors").write_bytes(b"torn")
     for name, step in (("a-2_20", 60), ("b-1_100", 100), ("c-1_9", 9)):
         legacy(tmp_path / name, step, scale_window=20)
     save({"scale_window": 30}, tmp_path / "no_step", "safetensors")
@@ -151,17 +151,16 @@ def test_files_of_a_rank_come_newest_last_by_step_and_not_by_name(tmp_path, insp
         "a-2_20",
         "d-1_70",
         "b-1_100",
-        "²-1_300",
+        "1²1-1_300",
         "no_step",
     ]
 
 
-@pytest.mark.parametrize("window_of_rank_1", [20, 30])
+@pytest.mark.parametrize("window_of_rank_1", [30, 40])
 def test_ranks_are_compared_where_they_saved_the_same_step(tmp_path, inspect, window_of_rank_1):
-    for step in (20, 40):
-        legacy(tmp_path / "rank_0" / f"llama_rank_0-1_{step}", step, scale_window=20)
-        window = window_of_rank_1 if step == 40 else 20
-        legacy(tmp_path / "rank_1" / f"llama_rank_1-1_{step}", step, scale_window=window)
+    for rank, windows in ((0, {20: 20, 40: 30}), (1, {20: 20, 40: window_of_rank_1})):
+        for step, window in windows.items():
+            legacy(tmp_path / f"rank_{rank}" / f"llama_rank_{rank}-1_{step}", step, scale_window=window)
     _, printed, _ = inspect(tmp_path)
     rows = table(printed)
     assert [(row["file"][:6], row["step_num"]) for row in rows] == [
@@ -170,14 +169,26 @@ def test_ranks_are_compared_where_they_saved_the_same_step(tmp_path, inspect, wi
         ("rank_0", "40"),
         ("rank_1", "40"),
     ]
-    agree = window_of_rank_1 == 20
+    agree = window_of_rank_1 == 30
     assert [row["note"] for row in rows] == [
         "",
         "",
         "",
-        "" if agree else "differs from rank_0: scale_window 30, not 20",
+        "" if agree else "differs from rank_0: scale_window 40, not 30",
     ]
     assert ("ranks: they agree" in printed, "ranks: they differ" in printed) == (agree, not agree)
+
+
+def test_ranks_are_compared_by_name_where_no_step_is_known(tmp_path, inspect):
+    for rank in (0, 1):
+        save({"scale_window": 20}, tmp_path / f"rank_{rank}" / f"a_rank_{rank}", "safetensors")
+        save({"scale_window": 30 + rank}, tmp_path / f"rank_{rank}" / "b", "safetensors")
+    assert [(row["file"], row["note"]) for row in table(inspect(tmp_path)[1])] == [
+        ("rank_0/a_rank_0.safetensors", ""),
+        ("rank_1/a_rank_1.safetensors", ""),
+        ("rank_0/b.safetensors", ""),
+        ("rank_1/b.safetensors", "differs from rank_0: scale_window 31, not 30"),
+    ]
 
 
 @pytest.mark.parametrize("torn", FORMATS)
