@@ -32,9 +32,6 @@ LARGE = (
         "min_loss_scale": 0.25,
         "max_loss_scale": 2.0**24,
     },
-    {"max_scale_window": 3, "min_scale_window": 1, "shrink_from_min_window": True, "max_loss_scale": 2.0**24},
-    {"max_scale_window": 7, "min_scale_window": 7, "hysteresis": 2},
-    {"max_scale_window": 200, "min_scale_window": 3, "scale_factor": 1.5, "min_loss_scale": 0.25},
     {
         "max_scale_window": 100,
         "min_scale_window": 5,
