@@ -9,7 +9,7 @@ import math
 import sys
 from pathlib import Path
 
-from mindformers_adaptive.checkpoint_reader import (
+from mindformers_adaptive.checkpoint.reader import (
     FIELDS,
     differences_between_ranks,
     latest_iteration,

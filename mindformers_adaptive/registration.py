@@ -4,7 +4,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer
 
 from mindformers_adaptive import wrapper
-from mindformers_adaptive.checkpoint_monitor import CheckpointMonitor, CommonInfo, restores_sidecar
+from mindformers_adaptive.checkpoint.monitor import CheckpointMonitor, CommonInfo, restores_sidecar
 
 __all__ = ["register"]
 
@@ -22,7 +22,7 @@ def register():
     What a YAML file calls ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell``
     and ``MFPipelineWithLossScaleCell`` is from then on the class of that name in
     :mod:`mindformers_adaptive.wrapper`, and ``CheckpointMonitor`` that of
-    :mod:`mindformers_adaptive.checkpoint_monitor`. MindFormers' trainer restores the state of loss scaling from its
+    :mod:`mindformers_adaptive.checkpoint.monitor`. MindFormers' trainer restores the state of loss scaling from its
     ``checkpoint:`` format. Calling it again changes nothing.
 
     Examples:

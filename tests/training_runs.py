@@ -15,7 +15,7 @@ import mindspore
 import psutil
 from conftest import ROOT
 
-from mindformers_adaptive.checkpoint_sidecar import read_sidecar
+from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.restored_state import PARAMETER_NAMES
 
 _MODEL = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32}

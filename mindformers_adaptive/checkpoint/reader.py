@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindformers_adaptive.checkpoint_sidecar import FILE_NAME as SIDECAR
-from mindformers_adaptive.checkpoint_sidecar import read_sidecar
+from mindformers_adaptive.checkpoint.sidecar import FILE_NAME as SIDECAR
+from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.restored_state import PARAMETER_NAMES
 
 __all__ = ["FIELDS", "STATE_FIELDS", "Checkpoint", "differences_between_ranks", "latest_iteration", "read_checkpoints"]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindformers_adaptive.checkpoint_monitor import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
-from mindformers_adaptive.checkpoint_sidecar import FILE_NAME, read_sidecar, write_sidecar
+from mindformers_adaptive.checkpoint.monitor import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
+from mindformers_adaptive.checkpoint.sidecar import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 

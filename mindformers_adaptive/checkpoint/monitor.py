@@ -8,7 +8,7 @@ from mindformers.core.callback import callback as stock
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.checkpoint_sidecar import read_sidecar, write_sidecar
+from mindformers_adaptive.checkpoint.sidecar import read_sidecar, write_sidecar
 from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
 
 __all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]

@@ -1,0 +1,1 @@
+"""MindFormers' checkpoint formats: the state of loss scaling saved, restored and read."""
