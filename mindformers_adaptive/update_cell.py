@@ -3,17 +3,15 @@
 import math
 import warnings
 
-import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.restored_state import PARAMETER_NAMES, holds_no_window, mend_state
-from mindformers_adaptive.rule import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule, LossScaleState
+from mindformers_adaptive.rule import HIDDEN_INDEX, AdaptiveRule
+from mindformers_adaptive.transition_tables import COUNTER_VALUES, transition_tables
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
-
-_COUNTER_VALUES = COUNTER_LIMIT + 1
 
 
 class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
@@ -126,7 +124,7 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
 
         self.minimum_loss_scale = Tensor(rule.min_loss_scale, mstype.float32)
         self.maximum_loss_scale = Tensor(rule.max_loss_scale, mstype.float32)
-        multipliers, transitions = _transition_tables(rule)
+        multipliers, transitions = transition_tables(rule)
         self.multipliers = Tensor(multipliers, mstype.float32)
         self.transitions = Tensor(transitions, mstype.int32)
         # A row is found by ((first + window_index) * 4 + growth_num) * 4 + down_num; `first` also makes the hidden
@@ -137,7 +135,7 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.drop_rows = Tensor(-HIDDEN_INDEX + 2 * levels, mstype.int32)
         # As Tensors, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
         self.one = Tensor(1, mstype.int32)
-        self.counter_values = Tensor(_COUNTER_VALUES, mstype.int32)
+        self.counter_values = Tensor(COUNTER_VALUES, mstype.int32)
         self.gather = ops.Gather()
         self.unstack = ops.Unstack()
         self.assign = ops.Assign()
@@ -250,31 +248,6 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         spent = self.max(self.hysteresis_budget - self.one, self.zero)
         refilled = self.select(window_is_full, self.full_budget, self.hysteresis_budget)
         self.assign(self.hysteresis_budget, self.select(overflow, spent, refilled))
-
-
-def _transition_tables(rule):
-    """Tabulate the rule over every event and every (window_index, growth_num, down_num).
-
-    A chain of comparisons would cost the device twice as many kernels as one look-up.
-
-    Returns:
-        tuple of numpy.ndarray: the multiplier of the loss scale, float32 of shape (rows,), and the next
-        (scale_window, window_index, growth_num, down_num), int32 of shape (rows, 4).
-    """
-    multipliers, transitions = [], []
-    for event, multiplier in (("wait", 1.0), ("raise", rule.scale_factor), ("drop", rule.backoff_factor)):
-        for index in range(HIDDEN_INDEX, len(rule.ladder)):
-            for growth_num in range(_COUNTER_VALUES):
-                for down_num in range(_COUNTER_VALUES):
-                    window = rule.window_at(index)
-                    state = LossScaleState(rule.min_loss_scale, window, index, growth_num, down_num)
-                    if event == "raise":
-                        state = rule.step(state._replace(clean_steps=window - 1), overflow=False)
-                    elif event == "drop":
-                        state = rule.step(state, overflow=True)
-                    multipliers.append(multiplier)
-                    transitions.append((state.scale_window, state.window_index, state.growth_num, state.down_num))
-    return np.array(multipliers, np.float32), np.array(transitions, np.int32)
 
 
 def _state_parameter(name, value):

@@ -11,8 +11,9 @@ PACKAGE = ROOT / "mindformers_adaptive"
 MAY_IMPORT = {
     "ladder": set(),
     "rule": {"ladder"},
+    "transition_tables": {"rule"},
     "restored_state": {"ladder", "rule"},
-    "update_cell": {"ladder", "rule", "restored_state"},
+    "update_cell": {"ladder", "rule", "restored_state", "transition_tables"},
     "exported_graph": set(),
     "overflow": set(),
     "carried_state": {"update_cell"},
@@ -35,6 +36,7 @@ FREE_OF_MINDSPORE = [
     "ladder",
     "rule",
     "restored_state",
+    "transition_tables",
     "checkpoint.sidecar",
     "checkpoint.reader",
     "inspect_checkpoint",
