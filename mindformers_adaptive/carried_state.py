@@ -28,6 +28,17 @@ def carries_loss_scale_state(train_step_class):
 
     Returns:
         type, the same class.
+
+    Examples:
+        >>> @carries_loss_scale_state
+        ... class TrainStep(nn.TrainOneStepWithLossScaleCell):
+        ...     pass
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> update_cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**12, scale_factor=2, scale_window=20)
+        >>> train_step = TrainStep(nn.WithLossCell(net, nn.MSELoss()), optimizer, update_cell)
+        >>> "list_index" in optimizer.parameters_dict()
+        True
     """
     stock_init = train_step_class.__init__
     stock_call = train_step_class.__call__

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 
 from mindformers_adaptive.launch_options import NUM_SAMPLES, parse_arguments
-from mindformers_adaptive.resume_on_cpu import (
+from mindformers_adaptive.resume_workarounds import (
     offer_barrier_on_cpu,
     offer_newest_iteration,
     offer_single_process_safetensors,

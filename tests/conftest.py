@@ -69,7 +69,11 @@ def run_python(tmp_path):
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """The folder of a small byte corpus in MindRecord: 64 samples of 33 bytes."""
-    folder = tmp_path_factory.mktemp("corpus") / "samples"
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=64)
+
+
+def write_corpus(folder, samples):
+    """Write so many samples of 33 bytes to a new folder, and return the folder."""
     command = [sys.executable, str(ROOT / "scripts" / "prepare_corpus.py"), str(folder)]
-    subprocess.run([*command, "--seq_length", "32", "--samples", "64"], check=True, capture_output=True)
+    subprocess.run([*command, "--seq_length", "32", "--samples", str(samples)], check=True, capture_output=True)
     return folder

@@ -4,12 +4,10 @@ import functools
 import importlib.util
 import random
 import re
-import subprocess
-import sys
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import write_corpus
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
 
 from mindformers_adaptive.restored_state import PARAMETER_NAMES
@@ -31,10 +29,7 @@ CARRIED = {"scale_sense", *PARAMETER_NAMES.values()} - {"hysteresis_budget"}
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus") / "samples"
-    command = [sys.executable, str(ROOT / "scripts" / "prepare_corpus.py"), str(folder)]
-    subprocess.run([*command, "--seq_length", "32", "--samples", "2400"], check=True, capture_output=True)
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=2400)
 
 
 @pytest.fixture(scope="module")
