@@ -8,9 +8,15 @@ import importlib
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "AdaptiveLossScaleManager": "mindformers_adaptive.amp.manager",
     "AdaptiveLossScaleUpdateCell": "mindformers_adaptive.update_cell",
+    "AdaptiveLossScaler": "mindformers_adaptive.amp.scaler",
     "AdaptiveRule": "mindformers_adaptive.rule",
+    "FixedScaleTrainOneStepCell": "mindformers_adaptive.amp.fixed_scale",
     "LossScaleState": "mindformers_adaptive.rule",
+    "Trainer": "mindformers_adaptive.trainer",
+    "build_train_network": "mindformers_adaptive.amp.train_network",
+    "enable_loss_scale_on_cpu": "mindformers_adaptive.amp.train_network",
     "register": "mindformers_adaptive.registration",
     "window_ladder": "mindformers_adaptive.ladder",
 }

@@ -1,13 +1,13 @@
 """A train-step cell that carries the state of its loss scaling through checkpoints, and says what was restored."""
 
 import functools
-import math
 import warnings
 
 from mindformers.tools.logger import logger
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.restored_state import mend_loss_scale
 from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
 
 __all__ = ["carries_loss_scale_state"]
@@ -50,6 +50,7 @@ def carries_loss_scale_state(train_step_class):
         self._start_reported = None
         if _is_adaptive(self) and isinstance(self.optimizer, nn.Cell):
             self.optimizer.loss_scaling_manager = self.loss_scaling_manager
+        _give_learning_rate_a_name_of_its_own(self)
 
     def __call__(self, *args, **kwargs):  # noqa: N807
         # Who loads a checkpoint may do so after set_train(), or without it.
@@ -76,6 +77,14 @@ def _is_adaptive(train_step):
     return isinstance(train_step.loss_scaling_manager, AdaptiveLossScaleUpdateCell)
 
 
+def _give_learning_rate_a_name_of_its_own(train_step):
+    # MindFormers' cell keeps a copy of a constant learning rate, to return it. Where two Parameters have one name,
+    # MindSpore renames all of them when training starts, and a checkpoint does not fit the next training.
+    learning_rate = getattr(train_step, "learning_rate", None)
+    if isinstance(learning_rate, Parameter):
+        learning_rate.name = "returned_learning_rate"
+
+
 def _check_and_report(train_step):
     loss_scale = _checked_loss_scale(train_step)
     state = train_step.loss_scaling_manager.state()
@@ -96,22 +105,12 @@ def _check_and_report(train_step):
 
 def _checked_loss_scale(train_step):
     """Refuse a loss scale that no training can have had, and move one that is out of its bounds to the nearer."""
-    rule = train_step.loss_scaling_manager.rule
-    loss_scale = float(train_step.scale_sense.asnumpy())
-    if not (math.isfinite(loss_scale) and loss_scale > 0):
-        raise ValueError(
-            f"The checkpoint has 'scale_sense' {loss_scale}; a loss scale must be finite and above 0. Resume from "
-            "another checkpoint, or set the Parameter 'scale_sense' of the train-step cell."
-        )
-    bounded = min(max(loss_scale, rule.min_loss_scale), rule.max_loss_scale)
-    if bounded != loss_scale:
-        warnings.warn(
-            f"The checkpoint has 'scale_sense' {loss_scale}, which is not between 'min_loss_scale' and "
-            f"'max_loss_scale': {bounded} is used.",
-            stacklevel=4,
-        )
-        train_step.scale_sense.set_data(Tensor(bounded, mstype.float32))
-    return bounded
+    restored = float(train_step.scale_sense.asnumpy())
+    loss_scale, problem = mend_loss_scale(train_step.loss_scaling_manager.rule, restored, "scale_sense")
+    if problem:
+        warnings.warn(problem, stacklevel=4)
+        train_step.scale_sense.set_data(Tensor(loss_scale, mstype.float32))
+    return loss_scale
 
 
 def _applied_steps(optimizer):

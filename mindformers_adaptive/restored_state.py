@@ -1,11 +1,12 @@
 """What a checkpoint may hold for the update cell, and how a state that cannot be used as it is becomes one that can."""
 
+import math
 from collections.abc import Mapping
 
 from mindformers_adaptive.ladder import HIDDEN_WINDOW
 from mindformers_adaptive.rule import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule
 
-__all__ = ["PARAMETER_NAMES", "holds_no_window", "mend_state"]
+__all__ = ["PARAMETER_NAMES", "holds_no_window", "mend_loss_scale", "mend_state"]
 
 # The attributes of the update cell, and their names in a checkpoint. The first six are MindFormers' own.
 PARAMETER_NAMES = {
@@ -46,6 +47,36 @@ def holds_no_window(state: Mapping[str, int], start_window: int) -> bool:
     clean_steps = state["cur_iter"] - 1 - state["last_overflow_iter"]
     something_happened = state["last_overflow_iter"] != 0 or clean_steps >= start_window
     return untouched and state["scale_window"] == start_window and something_happened
+
+
+def mend_loss_scale(rule: AdaptiveRule, loss_scale: float, name: str) -> tuple[float, str | None]:
+    """Return a loss scale that the rule can go on with, and a sentence if it is not the restored one.
+
+    Args:
+        rule (AdaptiveRule): the rule that goes on.
+        loss_scale (float): the restored loss scale.
+        name (str): that of the Parameter that holds it.
+
+    Raises:
+        ValueError: if no training can have had this scale.
+
+    Examples:
+        >>> from mindformers_adaptive.rule import AdaptiveRule
+        >>> mend_loss_scale(AdaptiveRule(min_loss_scale=8.0), 2.0, "scale_sense")[0]
+        8.0
+    """
+    if not (math.isfinite(loss_scale) and loss_scale > 0):
+        raise ValueError(
+            f"The checkpoint has '{name}' {loss_scale}; a loss scale must be finite and above 0. Resume from another "
+            f"checkpoint, or set the Parameter '{name}'."
+        )
+    bounded = min(max(loss_scale, rule.min_loss_scale), rule.max_loss_scale)
+    if bounded == loss_scale:
+        return loss_scale, None
+    return bounded, (
+        f"The checkpoint has '{name}' {loss_scale}, which is not between 'min_loss_scale' and 'max_loss_scale': "
+        f"{bounded} is used."
+    )
 
 
 def mend_state(rule: AdaptiveRule, state: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:

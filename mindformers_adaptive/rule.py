@@ -4,7 +4,6 @@ This is the readable definition. Every other form of the rule (the MindSpore cel
 against it, bit for bit.
 """
 
-import ctypes
 import math
 import warnings
 from numbers import Integral, Real
@@ -16,6 +15,7 @@ from mindformers_adaptive.ladder import (
     HIDDEN_WINDOW,
     window_ladder,
 )
+from mindformers_adaptive.validation import LARGEST_FLOAT32, as_float32, require_positive, to_float32
 
 __all__ = ["COUNTER_LIMIT", "HIDDEN_INDEX", "AdaptiveRule", "LossScaleState"]
 
@@ -24,9 +24,6 @@ COUNTER_LIMIT = 3
 
 # The window index while the hidden window is in force; the number MindFormers' own cell writes into checkpoints.
 HIDDEN_INDEX = -1
-
-_SMALLEST_FLOAT32 = 2.0**-126
-_LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
 class LossScaleState(NamedTuple):
@@ -108,10 +105,10 @@ class AdaptiveRule:
     ) -> None:
         self.ladder = window_ladder(max_scale_window, min_scale_window)
         self.scale_factor = _require_scale_factor(scale_factor)
-        self.backoff_factor = _to_float32(1.0 / self.scale_factor)
-        self.min_loss_scale = _require_positive("min_loss_scale", min_loss_scale)
+        self.backoff_factor = to_float32(1.0 / self.scale_factor)
+        self.min_loss_scale = require_positive("min_loss_scale", min_loss_scale)
         self.max_loss_scale = (
-            _LARGEST_FLOAT32 if max_loss_scale is None else _require_positive("max_loss_scale", max_loss_scale)
+            LARGEST_FLOAT32 if max_loss_scale is None else require_positive("max_loss_scale", max_loss_scale)
         )
         if self.min_loss_scale > self.max_loss_scale:
             raise ValueError(
@@ -126,13 +123,16 @@ class AdaptiveRule:
             )
         self.shrink_from_min_window = shrink_from_min_window
 
-    def start(self, loss_scale_value: float, scale_window: int | None = None) -> LossScaleState:
+    def start(
+        self, loss_scale_value: float, scale_window: int | None = None, *, argument: str = "loss_scale_value"
+    ) -> LossScaleState:
         """Return the state before the first step.
 
         Args:
             loss_scale_value (float): the initial scale, within ``[min_loss_scale, max_loss_scale]``.
             scale_window (int, optional): the initial window in steps. One that is not on the ladder gives a warning,
                 and the smallest window is used. Default: None, the smallest window.
+            argument (str): what the caller's own users call ``loss_scale_value``, for messages.
 
         Returns:
             LossScaleState, with all counters at 0 and the hysteresis budget full.
@@ -141,10 +141,10 @@ class AdaptiveRule:
             TypeError: if an argument is not a number of its kind.
             ValueError: if ``loss_scale_value`` is not finite, not positive or out of its bounds.
         """
-        loss_scale = _require_positive("loss_scale_value", loss_scale_value)
+        loss_scale = require_positive(argument, loss_scale_value)
         if not self.min_loss_scale <= loss_scale <= self.max_loss_scale:
             raise ValueError(
-                f"'loss_scale_value' must lie between 'min_loss_scale' ({self.min_loss_scale}) and 'max_loss_scale' "
+                f"'{argument}' must lie between 'min_loss_scale' ({self.min_loss_scale}) and 'max_loss_scale' "
                 f"({self.max_loss_scale}), but got {loss_scale}. Move the value, or the bound that it passes."
             )
         index = 0 if scale_window is None else self._index_of(scale_window)
@@ -162,7 +162,7 @@ class AdaptiveRule:
         loss_scale, _, index, growth_num, down_num, _, budget, skipped, consecutive = state
         budget = max(budget - 1, 0)
         if budget == 0:
-            loss_scale = max(_to_float32(loss_scale * self.backoff_factor), self.min_loss_scale)
+            loss_scale = max(to_float32(loss_scale * self.backoff_factor), self.min_loss_scale)
             down_num = min(down_num + 1, COUNTER_LIMIT)
             lowest_to_shrink_from = 0 if self.shrink_from_min_window else 1
             if down_num == COUNTER_LIMIT and index >= lowest_to_shrink_from:
@@ -174,7 +174,7 @@ class AdaptiveRule:
         clean_steps = state.clean_steps + 1
         if clean_steps < state.scale_window:
             return state._replace(clean_steps=clean_steps, consecutive_overflows=0)
-        raised = _to_float32(state.loss_scale * self.scale_factor)
+        raised = to_float32(state.loss_scale * self.scale_factor)
         loss_scale = raised if raised <= self.max_loss_scale else state.loss_scale
         index = state.window_index
         growth_num = min(state.growth_num + 1, COUNTER_LIMIT)
@@ -199,40 +199,13 @@ class AdaptiveRule:
         return 0
 
 
-def _to_float32(value: float) -> float:
-    """Round to float32 as one float32 operation would; beyond the largest float32 that is inf."""
-    return ctypes.c_float(value).value
-
-
-def _as_float32(value: Real) -> float:
-    try:
-        return _to_float32(float(value))
-    except OverflowError:
-        return math.inf
-
-
-def _require_positive(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"'{name}' must be a number, but got {value!r} of type {type(value).__name__}. Write it as a plain "
-            "number: YAML reads 2e16 as text, and 65536 or 6.5536e+4 as numbers."
-        )
-    rounded = _as_float32(value)
-    if not _SMALLEST_FLOAT32 <= rounded <= _LARGEST_FLOAT32:
-        raise ValueError(
-            f"'{name}' must be finite and above 0 in float32, but got {value!r}. Give a positive number; loss scales "
-            "are usually powers of two from 1 to 4294967296."
-        )
-    return rounded
-
-
 def _require_scale_factor(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"'scale_factor' must be a number above 1, but got {value!r} of type {type(value).__name__}. The usual "
             "value is 2."
         )
-    rounded = _as_float32(value)
+    rounded = as_float32(value)
     if not rounded > 1.0 or math.isinf(rounded):
         raise ValueError(
             f"'scale_factor' must be a finite number above 1 in float32, but got {value!r}. The usual value is 2."

@@ -9,6 +9,7 @@ from mindspore import nn
 
 from mindformers_adaptive.carried_state import carries_loss_scale_state
 from mindformers_adaptive.overflow import detects_overflow_on_cpu
+from mindformers_adaptive.scale_sense import checks_scale_sense
 from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 
+@checks_scale_sense
 @carries_loss_scale_state
 @detects_overflow_on_cpu
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
@@ -42,6 +44,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
     """
 
 
+@checks_scale_sense
 @carries_loss_scale_state
 @detects_overflow_on_cpu
 class MFTrainOneStepCell(mindformers.wrapper.MFTrainOneStepCell):
@@ -65,6 +68,7 @@ class MFTrainOneStepCell(mindformers.wrapper.MFTrainOneStepCell):
     """
 
 
+@checks_scale_sense
 @carries_loss_scale_state
 @detects_overflow_on_cpu
 class MFPipelineWithLossScaleCell(mindformers.wrapper.MFPipelineWithLossScaleCell):

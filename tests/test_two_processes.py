@@ -30,6 +30,13 @@ def test_overflow_in_one_process_is_skipped_by_both(kind, tmp_path):
         assert first["weight"] == second["weight"]
 
 
+@pytest.mark.slow
+def test_fixed_scale_gives_the_weights_of_unscaled_data_parallel_training(tmp_path):
+    first, second = run_two_processes("fixed_scale", tmp_path)
+    # Had the gradients not been averaged, the two would differ, as their batches do.
+    assert first["weight"] == second["weight"] == first["plain"] == second["plain"]
+
+
 def run_two_processes(kind, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

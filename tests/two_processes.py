@@ -1,8 +1,9 @@
 """Train in two processes on CPU; started by ``msrun`` from ``test_two_processes.py``.
 
-    msrun --worker_num=2 --local_worker_num=2 two_processes.py data_parallel|pipeline FOLDER
+    msrun --worker_num=2 --local_worker_num=2 two_processes.py data_parallel|pipeline|fixed_scale FOLDER
 
-Only the second process gets an inf, at step 3. Each writes what it saw to FOLDER/rank_N.json.
+Only the second process gets an inf, at step 3, and none does with a fixed scale. Each writes what it saw to
+FOLDER/rank_N.json.
 """
 
 import json
@@ -14,6 +15,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank, init
 
+from mindformers_adaptive import FixedScaleTrainOneStepCell
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     MFPipelineWithLossScaleCell,
@@ -24,6 +26,11 @@ from mindformers_adaptive.wrapper import (
 def main(kind, folder):
     mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
     init()
+    seen = fixed_scale() if kind == "fixed_scale" else overflow_of_one(kind)
+    (Path(folder) / f"rank_{get_rank()}.json").write_text(json.dumps(seen))
+
+
+def overflow_of_one(kind):
     step = {"data_parallel": data_parallel_step, "pipeline": pipeline_step}[kind]()
     step.set_train()
     record = []
@@ -36,8 +43,20 @@ def main(kind, folder):
         changed = not np.array_equal(before, weight_of(step))
         record.append({"overflow": bool(overflow), "loss_scale": float(step.scale_sense), "changed": changed})
     state = step.loss_scaling_manager.state()
-    text = json.dumps({"steps": record, "state": state, "weight": weight_of(step).tolist()})
-    (Path(folder) / f"rank_{get_rank()}.json").write_text(text)
+    return {"steps": record, "state": state, "weight": weight_of(step).tolist()}
+
+
+def fixed_scale():
+    """The weights after three steps with a fixed scale, and those of the stock cell without one."""
+    mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
+    steps = [FixedScaleTrainOneStepCell(*network_and_optimizer(), loss_scale=1024)]
+    steps.append(nn.TrainOneStepCell(*network_and_optimizer()))
+    features, target = np.full((2, 4), 1.0 + get_rank(), np.float32), np.zeros((2, 3), np.float32)
+    for _ in range(3):
+        for step in steps:
+            step.set_train()(Tensor(features), Tensor(target))
+    scaled, plain = (weight_of(step).tolist() for step in steps)
+    return {"weight": scaled, "plain": plain}
 
 
 def data_parallel_step():
@@ -58,7 +77,7 @@ def pipeline_step():
 
 
 def network_and_optimizer():
-    network = nn.Dense(4, 3, weight_init="ones")
+    network = nn.Dense(4, 3, weight_init="ones", bias_init="zeros")
     optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9)
     return nn.WithLossCell(network, nn.MSELoss()), optimizer
 

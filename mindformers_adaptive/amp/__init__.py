@@ -1,0 +1,1 @@
+"""What ``mindspore.amp`` has for scaling losses, with the adaptive rule and on CPU too."""

@@ -1,0 +1,123 @@
+"""``AdaptiveLossScaleManager``: adaptive loss scaling for ``mindspore.train.Model``."""
+
+from mindspore import amp
+
+from mindformers_adaptive.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.rule import AdaptiveRule
+from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
+
+__all__ = ["AdaptiveLossScaleManager"]
+
+
+class AdaptiveLossScaleManager(amp.LossScaleManager):
+    """Loss-scale manager of adaptive loss scaling, for ``Model(..., loss_scale_manager=manager)``.
+
+    ``Model`` takes the update cell of the manager into its train-step cell, and there the loss scale lives; where the
+    host sees every step (no data sinking), the manager follows it by the same rule.
+
+    Args:
+        init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
+        scale_factor (float): what the scale is multiplied or divided by, above 1. Default: 2, as
+            ``amp.DynamicLossScaleManager``.
+        scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
+        max_scale_window (int): the largest window, in steps. Default: 1000, MindFormers'.
+        min_scale_window (int): the smallest window, in steps. Default: 20, MindFormers'.
+        min_loss_scale, max_loss_scale, hysteresis, shrink_from_min_window: as in
+            :class:`~mindformers_adaptive.update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``; on CPU ``Model`` needs
+        :func:`~mindformers_adaptive.amp.train_network.enable_loss_scale_on_cpu`.
+
+    Examples:
+        >>> from mindspore import nn
+        >>> from mindspore.train import Model
+        >>> from mindformers_adaptive import AdaptiveLossScaleManager, enable_loss_scale_on_cpu
+        >>> enable_loss_scale_on_cpu()
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> manager = AdaptiveLossScaleManager(init_loss_scale=2**16)
+        >>> model = Model(net, nn.MSELoss(), optimizer, amp_level="O2", loss_scale_manager=manager)
+        >>> manager.get_loss_scale()
+        65536.0
+    """
+
+    def __init__(
+        self,
+        init_loss_scale=2**24,
+        scale_factor=2,
+        scale_window=None,
+        max_scale_window=DEFAULT_MAX_SCALE_WINDOW,
+        min_scale_window=DEFAULT_MIN_SCALE_WINDOW,
+        *,
+        min_loss_scale=1.0,
+        max_loss_scale=None,
+        hysteresis=1,
+        shrink_from_min_window=False,
+    ):
+        self._options = {
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+            "hysteresis": hysteresis,
+            "shrink_from_min_window": shrink_from_min_window,
+        }
+        self._rule = AdaptiveRule(scale_factor, max_scale_window, min_scale_window, **self._options)
+        self._state = self._rule.start(init_loss_scale, scale_window, argument="init_loss_scale")
+        self._steps = 0
+
+    def get_loss_scale(self):
+        """Return the loss scale for the next step, as a float."""
+        return self._state.loss_scale
+
+    def get_drop_overflow_update(self):
+        """Return True: a step that overflows does not change the weights."""
+        return True
+
+    def update_loss_scale(self, overflow):
+        """Follow one step; ``Model`` calls this after each step that the host sees.
+
+        Args:
+            overflow (bool): whether the step overflowed.
+
+        Examples:
+            >>> manager = AdaptiveLossScaleManager(init_loss_scale=2**16)
+            >>> manager.update_loss_scale(overflow=True)
+            >>> manager.get_loss_scale()
+            32768.0
+        """
+        self._state = self._rule.step(self._state, bool(overflow))
+        self._steps += 1
+
+    def get_update_cell(self):
+        """Return a new update cell that goes on from where this manager is.
+
+        Returns:
+            AdaptiveLossScaleUpdateCell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
+        """
+        rule, state = self._rule, self._state
+        cell = AdaptiveLossScaleUpdateCell(
+            state.loss_scale,
+            rule.scale_factor,
+            # The hidden window is on no ladder; the state below has it.
+            rule.ladder[max(state.window_index, 0)],
+            rule.ladder[-1],
+            rule.ladder[0],
+            **self._options,
+        )
+        if self._steps > 0:
+            cell.load_state(_counters(state, self._steps, rule.hysteresis > 1))
+        return cell
+
+
+def _counters(state, steps, tolerates_overflows):
+    """What the cell remembers after so many steps: it counts the steps, where the rule counts the clean ones."""
+    names = ("scale_window", "window_index", "growth_num", "down_num", "skipped_steps", "consecutive_overflows")
+    counters = {name: getattr(state, name) for name in names}
+    counters |= {"cur_iter": steps + 1, "last_overflow_iter": steps - state.clean_steps}
+    if tolerates_overflows:
+        counters["hysteresis_budget"] = state.hysteresis_budget
+    return counters

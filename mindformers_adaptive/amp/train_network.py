@@ -1,0 +1,134 @@
+"""``build_train_network`` with any loss-scale manager, on CPU too."""
+
+import warnings
+
+import mindspore.amp
+import mindspore.train.amp
+from mindspore import context
+
+from mindformers_adaptive.scale_sense import refuse_cell_as_manager
+from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+
+__all__ = ["build_train_network", "enable_loss_scale_on_cpu"]
+
+# Bound here once: the module's own attribute is what enable_loss_scale_on_cpu() replaces.
+_stock_build_train_network = mindspore.amp.build_train_network
+_GRADIENT_ACCUMULATION = {"GradAccumulationCell", "GradAccumulation"}
+
+
+def build_train_network(network, optimizer, loss_fn=None, level="O0", boost_level="O0", **kwargs):
+    """``mindspore.amp.build_train_network`` that takes a loss-scale manager on CPU too.
+
+    Arguments, result and errors are those of the stock function. With a manager that skips overflowed steps the result
+    is :class:`mindformers_adaptive.wrapper.TrainOneStepWithLossScaleCell`, except with ``boost_level``, pipeline
+    stages or gradient accumulation, for which MindSpore has cells of its own that do not run on CPU.
+
+    Args:
+        network (nn.Cell): the network.
+        optimizer (nn.Optimizer): updates its Parameters.
+        loss_fn (nn.Cell, optional): the loss function; None if `network` returns the loss. Default: None.
+        level (str): 'O0', 'O1', 'O2', 'O3' or 'auto', see ``mindspore.amp.auto_mixed_precision``. Default: 'O0'.
+        boost_level (str): 'O0', 'O1' or 'O2'. Default: 'O0'.
+        kwargs: ``loss_scale_manager``, ``keep_batchnorm_fp32``, ``cast_model_type``.
+
+    Returns:
+        nn.Cell, the train-step cell, in training mode.
+
+    Raises:
+        TypeError: if ``loss_scale_manager`` is an update cell or a loss scaler, or not a manager.
+        ValueError: on CPU, if a manager is used together with ``boost_level``, pipeline stages or gradient
+            accumulation.
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, amp, nn
+        >>> from mindformers_adaptive import build_train_network
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> manager = amp.DynamicLossScaleManager(init_loss_scale=2**16)
+        >>> train_step = build_train_network(net, optimizer, nn.MSELoss(), level="O2", loss_scale_manager=manager)
+        >>> inputs = Tensor(np.full((4, 3), np.inf, np.float32)), Tensor(np.zeros((4, 2), np.float32))
+        >>> loss, overflow, loss_scale = train_step(*inputs)
+        >>> bool(overflow), float(loss_scale)
+        (True, 32768.0)
+    """
+    manager = kwargs.get("loss_scale_manager", _default_manager(level))
+    refuse_cell_as_manager(manager)
+    get_update_cell = getattr(manager, "get_update_cell", lambda: None)
+    update_cell = get_update_cell()
+    if isinstance(manager, mindspore.amp.LossScaleManager):
+        _warn_of_wrong_division(optimizer, manager.get_loss_scale(), update_cell)
+    if update_cell is None:
+        return _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
+    stock_only = _what_needs_a_stock_cell(network, boost_level)
+    if stock_only:
+        _refuse_on_cpu(stock_only)
+        return _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
+    # The stock function puts mixed precision and loss function around the network, and a train-step cell around both,
+    # of which the network is taken.
+    unscaled = {**kwargs, "loss_scale_manager": None}
+    with_loss = _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **unscaled).network
+    return TrainOneStepWithLossScaleCell(with_loss, optimizer, scale_sense=update_cell).set_train()
+
+
+def enable_loss_scale_on_cpu():
+    """Let ``mindspore.train.Model`` and ``mindspore.amp`` scale losses on CPU, with no other change to a program.
+
+    From then on both build their train-step cells with :func:`build_train_network`. Calling it again changes nothing.
+    Call it before the first ``Model`` is made.
+
+    Examples:
+        >>> from mindspore import nn
+        >>> from mindspore.amp import FixedLossScaleManager
+        >>> from mindspore.train import Model
+        >>> enable_loss_scale_on_cpu()
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=FixedLossScaleManager())
+    """
+    mindspore.amp.build_train_network = build_train_network
+    mindspore.train.amp.build_train_network = build_train_network
+
+
+def _default_manager(level):
+    # MindSpore's own default for its level O2.
+    return mindspore.amp.DynamicLossScaleManager() if level == "O2" else None
+
+
+def _what_needs_a_stock_cell(network, boost_level):
+    """Return what MindSpore has train-step cells of its own for, or None."""
+    if boost_level != "O0":
+        return f"boost_level={boost_level!r}"
+    if context.get_auto_parallel_context("pipeline_stages") > 1:
+        return "pipeline_stages above 1"
+    if any(cell.cls_name in _GRADIENT_ACCUMULATION for _, cell in network.cells_and_names()):
+        return "gradient accumulation"
+    return None
+
+
+def _refuse_on_cpu(feature):
+    if context.get_context("device_target") == "CPU":
+        raise ValueError(
+            f"'loss_scale_manager' must be None or FixedLossScaleManager(drop_overflow_update=False) together with "
+            f"{feature} on CPU, where MindSpore's train-step cell for it does not run. Leave one of the two out, or put "
+            "TrainOneStepWithLossScaleCell around the network yourself."
+        )
+
+
+def _warn_of_wrong_division(optimizer, loss_scale, update_cell):
+    """Warn where the gradients would be divided by the loss scale twice, or never."""
+    divided_by = getattr(optimizer, "loss_scale", 1.0)
+    name = type(optimizer).__name__
+    if update_cell is not None and divided_by != 1.0:
+        warnings.warn(
+            f"{name} has loss_scale={divided_by} and the train-step cell divides the gradients too: they become "
+            f"{divided_by} times too small. Make the optimizer without 'loss_scale'.",
+            stacklevel=3,
+        )
+    if update_cell is None and divided_by != loss_scale:
+        warnings.warn(
+            f"With drop_overflow_update=False the optimizer must divide the gradients by {loss_scale}, but {name} has "
+            f"loss_scale={divided_by}: they are {loss_scale / divided_by} times too large. Give it "
+            f"loss_scale={loss_scale}, or use FixedScaleTrainOneStepCell, which divides them for any optimizer.",
+            stacklevel=3,
+        )

@@ -1,0 +1,46 @@
+"""MindFormers' Trainer with a train-step cell of one's own; it saves checkpoints, and resumes from one of them.
+
+python scripts/examples/mindformers_trainer_wrapper.py
+python scripts/examples/mindformers_trainer_wrapper.py CKP_rank_0-1_16.ckpt
+"""
+
+import sys
+
+from mindformers import ContextConfig, TrainingArguments, init_context
+from mindspore import nn
+from tiny_llama import (
+    BATCH_SIZE,
+    LOSS_SCALE_VALUE,
+    MAX_SCALE_WINDOW,
+    MIN_SCALE_WINDOW,
+    SCALE_FACTOR,
+    StepTable,
+    build_dataset,
+    build_model,
+)
+
+from mindformers_adaptive.trainer import Trainer
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+
+init_context(use_parallel=False, context_config=ContextConfig(mode=0, device_target="CPU", device_id=0))
+training_args = TrainingArguments(
+    output_dir="output", num_train_epochs=1, batch_size=BATCH_SIZE, sink_mode=False, save_steps=16, save_total_limit=5
+)
+model = build_model()
+optimizer = nn.Momentum(model.trainable_params(), learning_rate=0.1, momentum=0.9)
+manager = AdaptiveLossScaleUpdateCell(
+    LOSS_SCALE_VALUE, SCALE_FACTOR, MIN_SCALE_WINDOW, MAX_SCALE_WINDOW, MIN_SCALE_WINDOW
+)
+train_network = MFTrainOneStepCell(model, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=manager)
+trainer = Trainer(
+    task="text_generation",
+    args=training_args,
+    wrapper=train_network,
+    train_dataset=build_dataset(),
+    callbacks=[StepTable()],
+)
+if len(sys.argv) > 1:
+    # MindFormers 1.9.0 takes the folder of the checkpoints here, and no file.
+    trainer.train(resume_from_checkpoint="output/checkpoint", resume_training=sys.argv[1])
+else:
+    trainer.train()

@@ -1,0 +1,94 @@
+"""What the examples beside this file share: a tiny Llama for a CPU, data, and a table of what happened in each step."""
+
+import mindspore
+import numpy as np
+from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
+from mindspore import nn
+from mindspore.dataset import GeneratorDataset
+from mindspore.train import Callback
+
+BATCH_SIZE = 4
+SEQ_LENGTH = 32
+STEPS = 32
+
+# Adaptive loss scaling looks for the right scale from 2^24 down; windows of 1 to 4 steps instead of the usual 20 to
+# 1000, so that they move within these few steps.
+LOSS_SCALE_VALUE = 2**24
+SCALE_FACTOR = 2
+MIN_SCALE_WINDOW = 1
+MAX_SCALE_WINDOW = 4
+
+
+def build_model():
+    """A stock Llama of two layers that computes in FP16; the last three arguments are for the CPU."""
+    mindspore.set_seed(0)
+    config = LlamaConfig(
+        batch_size=BATCH_SIZE,
+        seq_length=SEQ_LENGTH,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        vocab_size=16,
+        pad_token_id=15,
+        compute_dtype="float16",
+        param_init_type="float32",
+        use_flash_attention=False,
+        use_rope_slice=True,
+        fused_rms_norm=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def build_dataset(batch_size=BATCH_SIZE):
+    """Counting up from a random number, modulo 15; each sample has one token more than the model reads."""
+
+    def samples():
+        starts = np.random.default_rng(0).integers(15, size=STEPS * batch_size)
+        for start in starts:
+            yield ((start + np.arange(SEQ_LENGTH + 1)) % 15).astype(np.int32)
+
+    return GeneratorDataset(samples, column_names=["input_ids"], shuffle=False).batch(batch_size)
+
+
+class MeanOverMicroBatches(nn.Cell):
+    """The mean loss over the micro batches that a batch is cut into: gradient accumulation, for a train-step cell.
+
+    MindSpore's own cell gives the sum of their losses.
+    """
+
+    def __init__(self, network, micro_batches):
+        super().__init__(auto_prefix=False)
+        self.sum = nn.GradAccumulationCell(network, micro_batches)
+        self.micro_batches = micro_batches
+
+    def construct(self, *inputs):
+        return self.sum(*inputs) / self.micro_batches
+
+
+class StepTable(Callback):
+    """Remembers each step and, when training has ended, prints a table of them.
+
+    ``loss_scale`` is the scale that the step used, ``next_loss_scale`` and ``scale_window`` are what the step led to.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+        self.loss_scale = None
+
+    def on_train_begin(self, run_context):
+        self.loss_scale = float(run_context.original_args().train_network.scale_sense.asnumpy())
+
+    def on_train_step_end(self, run_context):
+        params = run_context.original_args()
+        loss, overflow, next_loss_scale, _, global_norm = (float(output) for output in params.net_outputs)
+        window = params.train_network.loss_scaling_manager.state()["scale_window"]
+        self.rows.append(
+            f"{params.cur_step_num:4} {loss:8.4f} {bool(overflow)!s:>9} {self.loss_scale:12.0f} "
+            f"{next_loss_scale:17.0f} {window:14} {global_norm:13.4f}"
+        )
+        self.loss_scale = next_loss_scale
+
+    def on_train_end(self, run_context):
+        print("step     loss  overflow   loss_scale   next_loss_scale   scale_window   global_norm")
+        print("\n".join(self.rows))

@@ -1,0 +1,38 @@
+"""A small network that overflows when it is told to."""
+
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+
+
+class Dense:
+    """One dense layer, a loss, and batches of which those with an inf overflow at every loss scale."""
+
+    def __init__(self):
+        self.layer = nn.Dense(4, 2, weight_init="ones", bias_init="zeros")
+        self.loss_fn = nn.MSELoss()
+        self.network = nn.WithLossCell(self.layer, self.loss_fn)
+
+    def optimizer(self, name="Momentum", **options):
+        if name == "Momentum":
+            options = {"momentum": 0.9, **options}
+        return getattr(nn, name)(self.layer.trainable_params(), learning_rate=0.01, **options)
+
+    def weight(self):
+        return self.layer.weight.asnumpy().copy()
+
+    @staticmethod
+    def batch(overflow=False):
+        features = np.arange(12, dtype=np.float32).reshape(3, 4) / 8
+        features[0, 0] = np.inf if overflow else features[0, 0]
+        return Tensor(features), Tensor(np.zeros((3, 2), np.float32))
+
+
+@pytest.fixture
+def dense():
+    return Dense()
+
+
+@pytest.fixture
+def make_dense():
+    return Dense

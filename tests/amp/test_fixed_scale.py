@@ -1,0 +1,54 @@
+"""The train-step cell with a fixed scale: for any optimizer the step of unscaled training."""
+
+import numpy as np
+import pytest
+from mindspore import amp, nn
+
+from mindformers_adaptive import FixedScaleTrainOneStepCell
+
+
+@pytest.mark.parametrize("optimizer", ["AdamWeightDecay", "Momentum"])
+def test_step_is_that_of_unscaled_training(mode, make_dense, optimizer):
+    scaled, plain = make_dense(), make_dense()
+    step = FixedScaleTrainOneStepCell(scaled.network, scaled.optimizer(optimizer), loss_scale=1024)
+    reference = nn.TrainOneStepCell(plain.network, plain.optimizer(optimizer))
+    for _ in range(3):
+        before = scaled.weight()
+        # 1024 is a power of two, so that nothing is rounded.
+        assert float(step(*scaled.batch())) == float(reference(*plain.batch()))
+        np.testing.assert_array_equal(scaled.weight(), plain.weight())
+        assert not np.array_equal(scaled.weight(), before)
+
+
+def test_stock_cell_with_this_optimizer_takes_another_step(graph_mode, make_dense):
+    # What the cell is for: without the division the weight decay is 1024 times too weak against the gradient.
+    scaled, plain = make_dense(), make_dense()
+    stock = nn.TrainOneStepCell(scaled.network, scaled.optimizer("AdamWeightDecay", weight_decay=0.5), sens=1024.0)
+    step = FixedScaleTrainOneStepCell(plain.network, plain.optimizer("AdamWeightDecay", weight_decay=0.5), 1024.0)
+    stock(*scaled.batch()), step(*plain.batch())
+    assert not np.array_equal(scaled.weight(), plain.weight())
+
+
+def test_overflow_is_not_skipped(mode, dense):
+    step = FixedScaleTrainOneStepCell(dense.network, dense.optimizer(), loss_scale=1024)
+    step(*dense.batch(overflow=True))
+    assert not np.isfinite(dense.weight()).all()
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "error", "message"),
+    [
+        ("1024", TypeError, "'loss_scale' must be a number"),
+        (0, ValueError, "'loss_scale' must be finite and above 0"),
+        (np.inf, ValueError, "'loss_scale' must be finite and above 0"),
+        (amp.FixedLossScaleManager(1024.0, False), TypeError, r"Give manager\.get_loss_scale\(\)"),
+    ],
+)
+def test_bad_loss_scale_is_refused(dense, loss_scale, error, message):
+    with pytest.raises(error, match=message):
+        FixedScaleTrainOneStepCell(dense.network, dense.optimizer(), loss_scale)
+
+
+def test_optimizer_that_divides_too_is_refused(dense):
+    with pytest.raises(ValueError, match=r"'optimizer' must not divide the gradients.*Momentum with loss_scale=1024"):
+        FixedScaleTrainOneStepCell(dense.network, dense.optimizer(loss_scale=1024.0), 1024)

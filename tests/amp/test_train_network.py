@@ -1,0 +1,198 @@
+"""``build_train_network`` and ``Model`` with every manager on CPU, at every level of mixed precision."""
+
+import warnings
+
+import mindspore.train.amp
+import numpy as np
+import pytest
+from mindspore import amp, dataset, nn
+from mindspore.train import Callback, Model
+
+from mindformers_adaptive import (
+    AdaptiveLossScaleManager,
+    AdaptiveLossScaler,
+    AdaptiveLossScaleUpdateCell,
+    build_train_network,
+    enable_loss_scale_on_cpu,
+    wrapper,
+)
+from mindformers_adaptive.rule import AdaptiveRule
+
+# At 2**24 the float16 gradients of the small network overflow for real, until the scale has come down.
+START = 2**24
+
+
+def fixed_rule(overflows):
+    return [START] * len(overflows)
+
+
+def adaptive_rule(**bounds):
+    def scales(overflows):
+        rule = AdaptiveRule(**bounds)
+        state, path = rule.start(START), []
+        for overflow in overflows:
+            state = rule.step(state, overflow)
+            path.append(state.loss_scale)
+        return path
+
+    return scales
+
+
+MANAGERS = {
+    "fixed": (lambda: amp.FixedLossScaleManager(START), fixed_rule),
+    # One window: the rule is that of MindSpore's dynamic scaling.
+    "dynamic": (
+        lambda: amp.DynamicLossScaleManager(START, 2, 3),
+        adaptive_rule(max_scale_window=3, min_scale_window=3),
+    ),
+    "adaptive": (
+        lambda: AdaptiveLossScaleManager(START, 2, 1, 3, 1),
+        adaptive_rule(max_scale_window=3, min_scale_window=1),
+    ),
+}
+
+
+class StepRecorder(Callback):
+    """Keeps of every step the overflow, the loss scale after it, and whether the weights changed."""
+
+    def __init__(self, weight):
+        self.weight, self.before = weight, weight()
+        self.overflows, self.loss_scales, self.changed = [], [], []
+
+    def on_train_step_end(self, run_context):
+        _, overflow, loss_scale = run_context.original_args().net_outputs
+        self.overflows.append(bool(overflow))
+        self.loss_scales.append(float(loss_scale))
+        self.changed.append(not np.array_equal(self.weight(), self.before))
+        self.before = self.weight()
+
+
+@pytest.fixture
+def scaling_on_cpu(monkeypatch):
+    """``enable_loss_scale_on_cpu()``, undone after the test."""
+    for module in (mindspore.amp, mindspore.train.amp):
+        monkeypatch.setattr(module, "build_train_network", module.build_train_network)
+    enable_loss_scale_on_cpu()
+
+
+def batches(count):
+    random = np.random.default_rng(0)
+    features = random.standard_normal((count * 3, 4)).astype(np.float32)
+    return dataset.NumpySlicesDataset((features, np.zeros((count * 3, 2), np.float32)), shuffle=False).batch(3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "auto"])
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_model_trains_with_the_manager_as_the_reference_says(graph_mode, scaling_on_cpu, dense, manager, level):
+    make_manager, reference = MANAGERS[manager]
+    recorder = StepRecorder(dense.weight)
+    manager = make_manager()
+    model = Model(dense.layer, dense.loss_fn, dense.optimizer(), amp_level=level, loss_scale_manager=manager)
+    model.train(1, batches(20), callbacks=[recorder], dataset_sink_mode=False)
+    assert len(recorder.overflows) == 20
+    assert recorder.loss_scales == reference(recorder.overflows)
+    assert recorder.changed == [not overflow for overflow in recorder.overflows]
+    assert any(recorder.overflows) == (level != "O0")
+    if isinstance(manager, AdaptiveLossScaleManager):
+        assert manager.get_loss_scale() == recorder.loss_scales[-1]
+
+
+def test_pynative_mode_gives_the_same_path(mode, scaling_on_cpu, dense):
+    make_manager, reference = MANAGERS["adaptive"]
+    recorder = StepRecorder(dense.weight)
+    model = Model(dense.layer, dense.loss_fn, dense.optimizer(), amp_level="O2", loss_scale_manager=make_manager())
+    model.train(1, batches(8), callbacks=[recorder], dataset_sink_mode=False)
+    assert recorder.loss_scales == reference(recorder.overflows)
+    assert any(recorder.overflows)
+
+
+def test_without_the_one_line_model_refuses_on_cpu(dense):
+    assert mindspore.train.amp.build_train_network is not build_train_network
+    with pytest.raises(ValueError, match="on device `CPU`"):
+        Model(dense.layer, dense.loss_fn, dense.optimizer(), loss_scale_manager=amp.DynamicLossScaleManager())
+
+
+def test_fixed_scale_without_skipping_is_divided_by_the_optimizer(graph_mode, scaling_on_cpu, make_dense):
+    scaled, plain = make_dense(), make_dense()
+    manager, optimizer = amp.FixedLossScaleManager(1024.0, False), scaled.optimizer(loss_scale=1024.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = Model(scaled.layer, scaled.loss_fn, optimizer, loss_scale_manager=manager)
+    model.train(1, batches(3), dataset_sink_mode=False)
+    Model(plain.layer, plain.loss_fn, plain.optimizer()).train(1, batches(3), dataset_sink_mode=False)
+    np.testing.assert_array_equal(scaled.weight(), plain.weight())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
+def test_level_without_a_manager_has_the_stock_default(dense, level):
+    default = mindspore.train.amp._config_level[level]["loss_scale_manager"]
+    built = build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, level=level)
+    assert isinstance(built, wrapper.TrainOneStepWithLossScaleCell) == (default is not None)
+    if default is not None:
+        cell = built.loss_scaling_manager
+        assert type(cell) is nn.DynamicLossScaleUpdateCell
+        expected = (default.loss_scale, default.scale_factor, default.scale_window)
+        assert (cell.get_loss_scale(), cell.scale_factor, cell.scale_window.asnumpy()) == expected
+
+
+def test_network_that_returns_the_loss_needs_no_loss_function(graph_mode, dense):
+    built = build_train_network(dense.network, dense.optimizer(), loss_scale_manager=AdaptiveLossScaleManager())
+    assert built.training
+    assert not bool(built(*dense.batch())[1])
+    assert bool(built(*dense.batch(overflow=True))[1])
+
+
+def test_none_as_manager_scales_nothing(dense):
+    built = build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, level="O2", loss_scale_manager=None)
+    assert type(built) is nn.TrainOneStepCell
+
+
+@pytest.mark.parametrize(
+    ("manager", "remedy"),
+    [
+        (AdaptiveLossScaleUpdateCell(1024, 2, 20), "Give AdaptiveLossScaleManager"),
+        (nn.FixedLossScaleUpdateCell(1024), "Give AdaptiveLossScaleManager"),
+        (AdaptiveLossScaler(1024), "Give AdaptiveLossScaleManager"),
+    ],
+)
+def test_what_is_no_manager_is_refused_where_one_is_needed(scaling_on_cpu, dense, manager, remedy):
+    with pytest.raises(TypeError, match=f"'loss_scale_manager' must be a loss-scale manager, but got .*{remedy}"):
+        build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, loss_scale_manager=manager)
+    with pytest.raises(TypeError, match=f"'loss_scale_manager' must be a loss-scale manager, but got .*{remedy}"):
+        Model(dense.layer, dense.loss_fn, dense.optimizer(), loss_scale_manager=manager)
+
+
+def test_other_things_as_manager_are_refused_as_by_mindspore(dense):
+    with pytest.raises(TypeError, match="loss_scale_manager"):
+        build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, loss_scale_manager=1024)
+
+
+def test_gradients_divided_twice_give_a_warning(dense):
+    optimizer = dense.optimizer(loss_scale=1024.0)
+    with pytest.warns(UserWarning, match=r"Momentum has loss_scale=1024.0 .* 1024.0 times too small"):
+        build_train_network(dense.layer, optimizer, dense.loss_fn, loss_scale_manager=AdaptiveLossScaleManager())
+
+
+def test_gradients_never_divided_give_a_warning(dense):
+    manager = amp.FixedLossScaleManager(1024.0, False)
+    with pytest.warns(UserWarning, match=r"1024.0 times too large.*FixedScaleTrainOneStepCell"):
+        build_train_network(dense.layer, dense.optimizer("AdamWeightDecay"), dense.loss_fn, loss_scale_manager=manager)
+
+
+def test_what_has_stock_cells_that_cpu_cannot_run_is_refused(dense):
+    accumulating = nn.GradAccumulationCell(dense.network, 2)
+    with pytest.raises(ValueError, match="together with gradient accumulation on CPU"):
+        build_train_network(accumulating, dense.optimizer(), loss_scale_manager=AdaptiveLossScaleManager())
+    with pytest.raises(ValueError, match="together with boost_level='O1' on CPU"):
+        build_train_network(
+            dense.layer,
+            dense.optimizer(),
+            dense.loss_fn,
+            boost_level="O1",
+            loss_scale_manager=AdaptiveLossScaleManager(),
+        )
+
+
+def test_enabling_again_changes_nothing(scaling_on_cpu):
+    enable_loss_scale_on_cpu()
+    assert mindspore.amp.build_train_network is mindspore.train.amp.build_train_network is build_train_network
