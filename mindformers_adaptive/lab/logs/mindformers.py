@@ -1,0 +1,111 @@
+"""MindFormers' lines, as its MFLossMonitor prints them from version 0.3 to 2.0."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from mindformers_adaptive.lab.logs.lines import LogLines, parse_number, parse_scale
+from mindformers_adaptive.lab.logs.marks import LARGEST_STEP, Mark, Timeline
+
+__all__ = ["MindFormersReader"]
+
+_STEP = re.compile(
+    r"Epoch:\[\s*(\d{1,9})/\s*\d+\],\s*step:\[\s*(\d{1,16})/\s*(\d{1,16})\],\s*loss:\s*\[?\s*([-+.\w]+)"
+    r".*?time:\s*([\d.]+)\s*ms,"
+    r"(?:.*?overflow cond:\s*\[?\s*(True|False)\s*\]?,)?"
+    r".*?loss_scale:\s*\[?\s*([-+.\w]+)\s*\]?(?=,|\s*$)"
+)
+# Version 2.0's PyNative trainer counts steps over all epochs and prints neither overflow nor scale.
+_WITHOUT_SCALE = re.compile(r"\{ step:\[\s*(\d{1,16})/\s*\d+\],.*?\bloss:\s*([-+.\w/]+).*\}$")
+# Other monitors name a step too, but go on without a comma: "step:[ 5/ 10] local_norm: 0.5".
+_OTHER_MONITOR = re.compile(r"step:\[\s*\d+/\s*\d+\]\s+\w")
+_WHOLE_SCALE = re.compile(r"[.e]|inf|nan|unavailable")
+_START = "Epoch:["
+
+
+class MindFormersReader:
+    """Reads "{ Epoch:[ 1/ 1], step:[ 8/ 32], loss: ..., overflow cond: True, loss_scale: 524288.0, ... }".
+
+    The scale is the one after the step's update, printed as float32 with 8 digits (268435460.0 for 2^28), so reading
+    it as float32 restores it. In sink mode, or with ``per_print_times``, a line stands for several steps, and its flag
+    is that of the last one.
+    """
+
+    name = "mindformers"
+    looked_for = '"Epoch:[ E/ N], step:[ S/ M], loss: L, ... time: Tms, ... overflow cond: B, loss_scale: S"'
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self._without_scale = 0
+
+    @staticmethod
+    def is_step_line(text: str) -> bool:
+        """Whether a line is one that this reader can use."""
+        if "step:[" not in text:
+            return False
+        return any(_parse(part, "", True) for part in _parts(text)) or _WITHOUT_SCALE.search(text) is not None
+
+    def take(self, text: str, lines: LogLines) -> bool:
+        """Take a line; return whether it was used."""
+        if "step:[" not in text:
+            return False
+        if _START not in text:
+            return self._take_without_scale(text, lines)
+        used = False
+        for part in _parts(text):
+            mark = _parse(part, lines.where, lines.complete)
+            if mark is not None:
+                self.timeline.add(mark)
+                used = True
+            elif not _OTHER_MONITOR.search(part):
+                lines.problem("looks like a step's line, but its step, overflow or loss scale cannot be read")
+        return used
+
+    def finish(self) -> list[Mark]:
+        """Return the marks of all lines."""
+        if self._without_scale:
+            self.timeline.notes.append(
+                f"{self.timeline.marks[-1].where}: {self._without_scale} line(s) up to here are of a trainer that "
+                "prints no loss scale; nothing is known of their steps."
+            )
+        return self.timeline.marks
+
+    def _take_without_scale(self, text: str, lines: LogLines) -> bool:
+        found = _WITHOUT_SCALE.search(text)
+        if found is None or int(found[1]) > LARGEST_STEP:
+            if not _OTHER_MONITOR.search(text):
+                lines.problem("looks like a step's line, but its step, overflow or loss scale cannot be read")
+            return False
+        self._without_scale += 1
+        self.timeline.add(Mark(int(found[1]), lines.where, loss=parse_number(found[2])))
+        return True
+
+
+def _parts(text: str) -> list[str]:
+    """Two lines that were written into each other start twice."""
+    return [_START + part for part in text.split(_START)[1:]]
+
+
+def _parse(text: str, where: str, complete: bool) -> Mark | None:
+    found = _STEP.search(text)
+    if found is None or (found[6] is None and "overflow cond" in text):
+        return None
+    # The number at the end of a cut line may have lost digits, and what NumPy prints has a point or an exponent.
+    if (not complete and found.end() == len(text)) or _WHOLE_SCALE.search(found[7]) is None:
+        return None
+    scale = float("nan") if found[7] in ("unavailable", "nan") else parse_scale(found[7])
+    epoch, steps_per_epoch = int(found[1]), int(found[3])
+    step = max(epoch - 1, 0) * steps_per_epoch + int(found[2])
+    if scale is None or step > LARGEST_STEP:
+        return None
+    return Mark(
+        step,
+        where,
+        next_loss_scale=float(np.float32(scale)),
+        overflow=None if found[6] is None else found[6] == "True",
+        loss=parse_number(found[4]),
+        # Up to 0.7 the time is that of the whole call, which in sink mode is more than one step.
+        seconds=parse_number(found[5]) / 1000.0 if "per_step_time" in text else float("nan"),
+    )

@@ -1,0 +1,93 @@
+"""This package's own record of a run: one JSON object a step."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from mindformers_adaptive.lab.logs.lines import LogLines
+from mindformers_adaptive.lab.logs.marks import LARGEST_STEP, Mark, Timeline
+
+__all__ = ["RecordReader"]
+
+
+class RecordReader:
+    """Reads {"step": 1, "overflow": false, "loss_scale": 65536.0, "next_loss_scale": 65536.0, ...}.
+
+    ``step``, ``overflow`` and ``loss_scale`` (used in the step) must be there, the last two may be null;
+    ``next_loss_scale``, ``loss`` and ``seconds`` are used where they are, and other keys are ignored.
+    {"missing_steps": 3, "first_step": 5, "last_step": 7} says that steps were not recorded.
+    """
+
+    name = "jsonl"
+    looked_for = 'JSON objects, one a line, with "step", "overflow" and "loss_scale"'
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+
+    @staticmethod
+    def is_step_line(text: str) -> bool:
+        """Whether a line is one that this reader can use."""
+        record = _json_object(text)
+        return record is not None and _mark_of(record, "") is not None
+
+    def take(self, text: str, lines: LogLines) -> bool:
+        """Take a line; return whether it was used."""
+        if '"step"' not in text and '"missing_steps"' not in text:
+            return False
+        record = _json_object(text)
+        if record is not None and "missing_steps" in record:
+            span = f"{record.get('first_step', '?')} to {record.get('last_step', '?')}"
+            self.timeline.notes.append(f"{lines.where}: {record['missing_steps']} step(s) were not recorded ({span}).")
+            return True
+        mark = None if record is None else _mark_of(record, lines.where)
+        if mark is None:
+            lines.problem("looks like a step's record, but is no JSON object with step, overflow and loss_scale")
+            return False
+        self.timeline.add(mark)
+        return True
+
+    def finish(self) -> list[Mark]:
+        """Return the marks of all lines."""
+        return self.timeline.marks
+
+
+def _json_object(text: str) -> dict[str, object] | None:
+    if not text.startswith("{") or not text.endswith("}"):
+        return None
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _mark_of(record: dict[str, object], where: str) -> Mark | None:
+    step, overflow, loss_scale = record.get("step"), record.get("overflow"), _number(record.get("loss_scale"))
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
+        return None
+    # null is what could not be known; another value that is none, or no value at all, is a torn record.
+    unknown = {key for key in ("overflow", "loss_scale") if key in record and record[key] is None}
+    if not (isinstance(overflow, bool) or "overflow" in unknown) or not (loss_scale > 0 or "loss_scale" in unknown):
+        return None
+    next_loss_scale = _number(record.get("next_loss_scale"))
+    return Mark(
+        step,
+        where,
+        next_loss_scale=next_loss_scale if next_loss_scale > 0 else math.nan,
+        loss_scale=loss_scale,
+        overflow=overflow if isinstance(overflow, bool) else None,
+        steps=1,
+        loss=_number(record.get("loss")),
+        seconds=_number(record.get("seconds")),
+    )
+
+
+def _number(value: object) -> float:
+    """A JSON number, or one written as text, which is how JSON without NaN and Infinity has to write them."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan

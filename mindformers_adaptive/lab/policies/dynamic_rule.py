@@ -1,0 +1,173 @@
+"""One general rule of dynamic loss scaling, of which the policies of other systems are settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mindformers_adaptive.validation import to_float32
+
+__all__ = ["FLOAT32", "FLOAT32_FLOAT64_FACTORS", "FLOAT32_FLUSHED_FLOAT64_FACTORS", "FLOAT64", "Arithmetic"]
+__all__ += ["DynamicRule", "DynamicState"]
+
+_SMALLEST_NORMAL_FLOAT32 = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a system computes: the type of its scale, that of its factors, and whether subnormal scales become 0.
+
+    Products and quotients of float32 numbers, computed in float64 and then rounded, are those of float32 arithmetic.
+    """
+
+    float32_scale: bool
+    float32_factors: bool
+    flushes_subnormals: bool = False
+
+    def scale(self, value: float) -> float:
+        """Round to the type of the scale; beyond its largest number that is inf."""
+        rounded = to_float32(value) if self.float32_scale else value
+        if self.flushes_subnormals and rounded < _SMALLEST_NORMAL_FLOAT32:
+            return 0.0
+        return rounded
+
+    def factor(self, value: float) -> float:
+        """Round to the type of the factors."""
+        return to_float32(value) if self.float32_factors else value
+
+
+# Tensors of the scale and of the factors; a float32 tensor and C++ doubles; the same in a CUDA kernel that is compiled
+# for fast mathematics; Python numbers.
+FLOAT32 = Arithmetic(float32_scale=True, float32_factors=True)
+FLOAT32_FLOAT64_FACTORS = Arithmetic(float32_scale=True, float32_factors=False)
+FLOAT32_FLUSHED_FLOAT64_FACTORS = Arithmetic(float32_scale=True, float32_factors=False, flushes_subnormals=True)
+FLOAT64 = Arithmetic(float32_scale=False, float32_factors=False)
+
+
+class DynamicState(NamedTuple):
+    """All that :class:`DynamicRule` remembers between two steps.
+
+    Attributes:
+        loss_scale (float): the scale for the next step.
+        scale_window (int): clean steps before a raise; a setting, the same at all steps.
+        clean_steps (int): steps since the last overflow or raise; -1 where the first of them does not count.
+        overflows (int): overflows that were tolerated since the count began again.
+        steps_since_change (int): steps since the last drop or raise, where overflows are judged by their share; else 0.
+        stopped (bool): whether the system itself would have ended the training with an error.
+    """
+
+    loss_scale: float
+    scale_window: int
+    clean_steps: int
+    overflows: int = 0
+    steps_since_change: int = 0
+    stopped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicRule:
+    r"""Dynamic loss scaling: grow after an interval of clean steps, back off once overflows are no longer tolerated.
+
+    .. code-block:: text
+
+        overflow:  clean_steps = 0, overflows += 1
+                   if overflows >= tolerance, or overflows / steps_since_change >= tolerated_share:
+                       loss_scale = max(loss_scale * backoff_factor, floor)                  (a drop)
+        clean:     clean_steps += 1
+                   if clean_steps == scale_window:
+                       clean_steps = 0, loss_scale = min(loss_scale * growth_factor, cap)    (a raise)
+
+    Attributes:
+        arithmetic (Arithmetic): the types of the numbers.
+        growth_factor (float): what a raise multiplies the scale by.
+        backoff_factor (float, optional): what a drop multiplies the scale by. None: a drop divides the scale by
+            ``growth_factor``, which rounds differently.
+        reciprocal (bool): with no ``backoff_factor``, a drop multiplies by the rounded 1 / ``growth_factor``.
+        floor (float): the smallest scale of a drop.
+        cap (float): the largest scale of a raise.
+        stays_finite (bool): whether a raise that would leave the finite float32 numbers is left out.
+        first_clean_step_counts (bool): whether the first clean step after the start or an overflow is one of the
+            ``scale_window``.
+        tolerance (int): the overflow of this number drops the scale; 1, every overflow.
+        clean_step_forgives (bool): whether a clean step sets the count of overflows back to 0.
+        drop_forgives (bool): whether a drop does; otherwise every further overflow drops too.
+        tolerated_share (float, optional): instead of ``tolerance``, the share of overflowed steps since the last drop
+            or raise from which on the scale drops. A raise then does not set the count of overflows back.
+        stops_at_floor (bool): whether the system ends the training when a scale at the floor would drop.
+        stops_at_or_below (float, optional): the system ends the training when an overflow leaves the scale there; the
+            scale keeps its value.
+    """
+
+    arithmetic: Arithmetic
+    growth_factor: float
+    backoff_factor: float | None = None
+    reciprocal: bool = False
+    floor: float = 0.0
+    cap: float = math.inf
+    stays_finite: bool = False
+    first_clean_step_counts: bool = True
+    tolerance: int = 1
+    clean_step_forgives: bool = False
+    drop_forgives: bool = False
+    tolerated_share: float | None = None
+    stops_at_floor: bool = False
+    stops_at_or_below: float | None = None
+
+    def start(
+        self, loss_scale: float, scale_window: int, clean_steps: int | None = None, overflows: int = 0
+    ) -> DynamicState:
+        """Return the state before the first step."""
+        if clean_steps is None:
+            clean_steps = self._clean_steps_after_overflow
+        return DynamicState(min(self.arithmetic.scale(loss_scale), self.cap), scale_window, clean_steps, overflows)
+
+    def step(self, state: DynamicState, overflow: bool) -> DynamicState:
+        """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
+        steps = state.steps_since_change if self.tolerated_share is None else state.steps_since_change + 1
+        state = state._replace(steps_since_change=steps)
+        return self._after_overflow(state) if overflow else self._after_clean(state)
+
+    def _after_overflow(self, state: DynamicState) -> DynamicState:
+        loss_scale, window, _, overflows, steps, stopped = state
+        overflows += 1
+        if self._tolerates(overflows, steps):
+            dropped = loss_scale
+        else:
+            dropped = self._drop(loss_scale)
+            stopped = stopped or (self.stops_at_floor and loss_scale == self.floor)
+            overflows, steps = (0 if self.drop_forgives else self.tolerance), 0
+        if self.stops_at_or_below is not None and dropped <= self.stops_at_or_below:
+            dropped, stopped = loss_scale, True
+        return DynamicState(dropped, window, self._clean_steps_after_overflow, overflows, steps, stopped)
+
+    def _after_clean(self, state: DynamicState) -> DynamicState:
+        loss_scale, window, clean_steps, overflows, steps, stopped = state
+        clean_steps += 1
+        if self.clean_step_forgives:
+            overflows = 0
+        if clean_steps == window:
+            raised = self.arithmetic.scale(loss_scale * self.arithmetic.factor(self.growth_factor))
+            loss_scale = loss_scale if self.stays_finite and math.isinf(to_float32(raised)) else min(raised, self.cap)
+            clean_steps, steps = 0, 0
+            overflows = overflows if self.tolerated_share is not None else 0
+        return DynamicState(loss_scale, window, clean_steps, overflows, steps, stopped)
+
+    def _tolerates(self, overflows: int, steps: int) -> bool:
+        if self.tolerated_share is None:
+            return overflows < self.tolerance
+        return overflows / steps < self.tolerated_share
+
+    def _drop(self, loss_scale: float) -> float:
+        numbers = self.arithmetic
+        if self.backoff_factor is not None:
+            dropped = loss_scale * numbers.factor(self.backoff_factor)
+        elif self.reciprocal:
+            dropped = loss_scale * numbers.factor(1.0 / numbers.factor(self.growth_factor))
+        else:
+            dropped = loss_scale / numbers.factor(self.growth_factor)
+        return max(numbers.scale(dropped), numbers.scale(self.floor))
+
+    @property
+    def _clean_steps_after_overflow(self) -> int:
+        return 0 if self.first_clean_step_counts else -1

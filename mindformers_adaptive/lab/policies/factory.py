@@ -1,0 +1,142 @@
+"""Makes a policy from its name and its system's own parameters."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+from mindformers_adaptive.lab.policies.arguments import positive
+from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
+from mindformers_adaptive.lab.policies.policy import FixedRule, FixedState, Policy
+from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS, Parameter, Preset
+from mindformers_adaptive.rule import AdaptiveRule
+
+__all__ = ["POLICY_NAMES", "make_policy"]
+
+_FIXED = Preset(
+    "MindSpore amp.FixedLossScaleManager; the name 'loss_scale_value': nn.FixedLossScaleUpdateCell",
+    {"loss_scale": Parameter("loss_scale", 128.0, positive)},
+    {},
+    aliases={"loss_scale_value": "loss_scale"},
+)
+
+# The default of MindFormers' TrainingArguments; the others are those of AdaptiveRule.
+_ADAPTIVE_LOSS_SCALE = 2.0**16
+
+POLICY_NAMES = ("adaptive", "fixed", *DYNAMIC_PRESETS)
+
+# Arguments of DynamicRule.start; what else a preset sets are the rule's own.
+_STARTS = ("loss_scale", "scale_window", "clean_steps", "overflows")
+
+
+def make_policy(name: str, **params: Any) -> Policy:
+    """Return a loss-scaling policy by name, with the parameters of the system that it comes from.
+
+    ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``:
+    ``loss_scale_value`` (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the
+    smallest window) and all of :class:`~mindformers_adaptive.rule.AdaptiveRule`. ``fixed`` keeps ``loss_scale``
+    (default 128.0, as in MindSpore's ``FixedLossScaleManager``). The other policies are rows of
+    :data:`~mindformers_adaptive.lab.policies.presets.DYNAMIC_PRESETS`, each with its source, parameters and defaults.
+
+    Args:
+        name (str): one of ``POLICY_NAMES``.
+        **params: the system's own parameters; what is left out has the system's own default.
+
+    Returns:
+        Policy, before its first step. ``step(overflow)`` returns the loss scale for the next step. Where the system
+        would end the training with an error, ``stopped`` is True from then on and the replay goes on.
+
+    Raises:
+        TypeError: if the policy has no such parameter, or a value is not of its type.
+        ValueError: if there is no such policy, or a value is out of its range.
+
+    Examples:
+        >>> policy = make_policy("megatron", initial_scale=1024.0, growth_interval=2, hysteresis=2)
+        >>> [policy.step(overflow) for overflow in (True, True, False, False)]
+        [1024.0, 512.0, 512.0, 1024.0]
+        >>> make_policy("adaptive", max_scale_window=1000, min_scale_window=20).scale_window
+        20
+    """
+    if name not in POLICY_NAMES:
+        raise ValueError(
+            f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}.{_did_you_mean(name, POLICY_NAMES)}"
+        )
+    if name == "adaptive":
+        return _make_adaptive(params)
+    preset = _FIXED if name == "fixed" else DYNAMIC_PRESETS[name]
+    values = _values_of(name, preset, params)
+    settings = {parameter.sets: values[own] for own, parameter in preset.parameters.items() if parameter.sets}
+    if name == "fixed":
+        return Policy(name, FixedRule(), FixedState(settings["loss_scale"]))
+    _check_limits(preset, values)
+    _check_counters(preset, values)
+    start = {key: settings.pop(key) for key in _STARTS if key in settings}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    rule = DynamicRule(**preset.constants, **settings)
+    return Policy(name, rule, rule.start(**start))
+
+
+def _make_adaptive(params: dict[str, Any]) -> Policy:
+    of_rule = list(inspect.signature(AdaptiveRule).parameters)
+    _refuse_unknown("adaptive", params, ["loss_scale_value", "scale_window", *of_rule])
+    rule = AdaptiveRule(**{key: value for key, value in params.items() if key in of_rule})
+    state = rule.start(params.get("loss_scale_value", _ADAPTIVE_LOSS_SCALE), params.get("scale_window"))
+    return Policy("adaptive", rule, state)
+
+
+def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:
+    """The values of all parameters by the system's own names, checked."""
+    _refuse_unknown(name, params, [*preset.parameters, *preset.aliases])
+    given: dict[str, Any] = {}
+    for key, value in params.items():
+        own = preset.aliases.get(key, key)
+        if own in given:
+            raise TypeError(f"{key!r} and {own!r} of the policy {name!r} are one parameter. Give it once.")
+        given[own] = preset.parameters[own].check(key, value)
+        if preset.parameters[own].sets is None and given[own] != preset.parameters[own].default:
+            warnings.warn(
+                f"'{key}' of the policy {name!r} has no effect: the system takes it and always uses "
+                f"{preset.parameters[own].default}, and {value!r} came. Leave it out.",
+                stacklevel=4,
+            )
+    return {own: given.get(own, parameter.default) for own, parameter in preset.parameters.items()}
+
+
+def _refuse_unknown(name: str, params: Collection[str], known: Collection[str]) -> None:
+    for key in params:
+        if key not in known:
+            raise TypeError(
+                f"The policy {name!r} has no parameter {key!r}. Its parameters are {', '.join(known)}."
+                f"{_did_you_mean(key, known)}"
+            )
+
+
+def _did_you_mean(word: object, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
+    named = {parameter.sets: own for own, parameter in preset.parameters.items()}
+    floor = values.get(named.get("floor", ""))
+    if floor is None:
+        return
+    for upper in ("cap", "loss_scale"):
+        if upper in named and values[named[upper]] < floor:
+            raise ValueError(
+                f"'{named[upper]}' must be at least '{named['floor']}' ({floor}), but got {values[named[upper]]}. "
+                "Raise the first or lower the second."
+            )
+
+
+def _check_counters(preset: Preset, values: dict[str, Any]) -> None:
+    named = {parameter.sets: own for own, parameter in preset.parameters.items()}
+    for counter, limit in (("clean_steps", "scale_window"), ("overflows", "tolerance")):
+        if counter in named and values[named[counter]] >= values[named[limit]]:
+            raise ValueError(
+                f"'{named[counter]}' must be below '{named[limit]}' ({values[named[limit]]}), but got "
+                f"{values[named[counter]]}. A counter that reaches its limit starts again at 0."
+            )

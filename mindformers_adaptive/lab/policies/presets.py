@@ -1,0 +1,267 @@
+"""The systems as a table: under what names and defaults each takes its numbers, and which general rule they set.
+
+A row names its source. Where a system has no default of its own, the row says whose is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mindformers_adaptive.lab.policies.arguments import (
+    Check,
+    at_least_one,
+    count,
+    factor_above_one,
+    flag,
+    not_negative,
+    optional,
+    positive,
+    ratio_below_one,
+    ratio_up_to_one,
+    steps,
+)
+from mindformers_adaptive.lab.policies.dynamic_rule import (
+    FLOAT32,
+    FLOAT32_FLOAT64_FACTORS,
+    FLOAT32_FLUSHED_FLOAT64_FACTORS,
+    FLOAT64,
+)
+
+__all__ = ["DYNAMIC_PRESETS", "Parameter", "Preset"]
+
+
+class Parameter(NamedTuple):
+    """A parameter of a system.
+
+    Attributes:
+        sets (str, optional): what it is called in ``DynamicRule`` or in its ``start``; None where the system takes it
+            and does not use it.
+        default (object): its value where it is left out.
+        check (Check): takes its name and a value, returns the value as its type or raises.
+    """
+
+    sets: str | None
+    default: Any
+    check: Check
+
+
+class Preset(NamedTuple):
+    """A system: what it calls its parameters, and what it does not let one choose.
+
+    Attributes:
+        source (str): where the rule and the defaults stand.
+        parameters (Mapping[str, Parameter]): its parameters by name.
+        constants (Mapping[str, object]): arguments of ``DynamicRule`` that are always the same.
+        aliases (Mapping[str, str]): second names of parameters.
+    """
+
+    source: str
+    parameters: Mapping[str, Parameter]
+    constants: Mapping[str, Any]
+    aliases: Mapping[str, str] = {}
+
+
+def _scale(default: float) -> Parameter:
+    return Parameter("loss_scale", default, positive)
+
+
+def _window(default: int) -> Parameter:
+    return Parameter("scale_window", default, steps)
+
+
+def _factor(default: float) -> Parameter:
+    return Parameter("growth_factor", default, factor_above_one)
+
+
+def _backoff(default: float) -> Parameter:
+    return Parameter("backoff_factor", default, ratio_below_one)
+
+
+def _floor(default: float) -> Parameter:
+    return Parameter("floor", default, not_negative)
+
+
+def _tolerance(default: int) -> Parameter:
+    return Parameter("tolerance", default, steps)
+
+
+_DEEPSPEED_OPTIMIZER = {"arithmetic": FLOAT64, "first_clean_step_counts": False}
+
+DYNAMIC_PRESETS: dict[str, Preset] = {
+    "dynamic": Preset(
+        "MindSpore nn.DynamicLossScaleUpdateCell; defaults and the name 'init_loss_scale': DynamicLossScaleManager",
+        {"init_loss_scale": _scale(2.0**24), "scale_factor": _factor(2.0), "scale_window": _window(2000)},
+        {"arithmetic": FLOAT32, "reciprocal": True, "floor": 1.0},
+        aliases={"loss_scale_value": "init_loss_scale"},
+    ),
+    "dynamic_scaler": Preset(
+        "MindSpore amp.DynamicLossScaler, which has no defaults: those of DynamicLossScaleManager",
+        {
+            "scale_value": _scale(2.0**24),
+            "scale_factor": _factor(2.0),
+            "scale_window": _window(2000),
+            "initial_counter": Parameter("clean_steps", 0, count),
+        },
+        {"arithmetic": FLOAT32, "floor": 1.0, "stays_finite": True},
+    ),
+    "torch": Preset(
+        "PyTorch torch.amp.GradScaler and the kernel of _amp_update_scale_",
+        {
+            "init_scale": _scale(2.0**16),
+            "growth_factor": _factor(2.0),
+            "backoff_factor": _backoff(0.5),
+            "growth_interval": _window(2000),
+        },
+        {"arithmetic": FLOAT32_FLOAT64_FACTORS, "stays_finite": True},
+    ),
+    "megatron": Preset(
+        "Megatron-LM core DynamicGradScaler, which has no defaults: those of OptimizerConfig, and the factors that "
+        "get_megatron_optimizer passes",
+        {
+            "initial_scale": _scale(2.0**32),
+            "min_scale": Parameter("floor", 1.0, positive),
+            "growth_factor": _factor(2.0),
+            "backoff_factor": _backoff(0.5),
+            "growth_interval": _window(1000),
+            "hysteresis": _tolerance(2),
+        },
+        {"arithmetic": FLOAT32},
+    ),
+    "deepspeed": Preset(
+        "DeepSpeed runtime.fp16.loss_scaler.DynamicLossScaler, of the ZeRO optimizers",
+        {
+            "init_scale": _scale(2.0**32),
+            "scale_factor": _factor(2.0),
+            "scale_window": _window(1000),
+            "min_scale": _floor(1.0),
+            "delayed_shift": _tolerance(1),
+            "consecutive_hysteresis": Parameter("clean_step_forgives", False, flag),
+            "raise_error_at_min_scale": Parameter("stops_at_floor", True, flag),
+        },
+        {"arithmetic": FLOAT64},
+    ),
+    "deepspeed_fused": Preset(
+        "DeepSpeed runtime.fp16.fused_optimizer.FP16_Optimizer without dynamic_loss_args; its scale_factor is fixed "
+        "at 2",
+        {
+            "init_scale": _scale(2.0**32),
+            "scale_factor": _factor(2.0),
+            "scale_window": _window(1000),
+            "min_scale": _floor(1.0),
+        },
+        _DEEPSPEED_OPTIMIZER,
+    ),
+    "deepspeed_unfused": Preset(
+        "DeepSpeed runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer without dynamic_loss_args; its scale_factor is "
+        "fixed at 2",
+        {
+            "init_scale": _scale(2.0**16),
+            "scale_factor": _factor(2.0),
+            "scale_window": _window(1000),
+            "min_scale": _floor(0.25),
+        },
+        _DEEPSPEED_OPTIMIZER,
+    ),
+    "apex": Preset(
+        "Apex amp.scaler.LossScaler, which takes a scale_factor and always doubles and halves",
+        {
+            "init_scale": _scale(2.0**16),
+            "scale_factor": Parameter(None, 2.0, factor_above_one),
+            "scale_window": _window(2000),
+            "min_loss_scale": Parameter("floor", None, optional(not_negative)),
+            "max_loss_scale": Parameter("cap", 2.0**24, positive),
+        },
+        {"arithmetic": FLOAT64, "growth_factor": 2.0},
+    ),
+    "apex_hysteresis": Preset(
+        "Apex csrc/update_scale_hysteresis.cu, built for fast mathematics, which has no defaults: those of NeMo's "
+        "GradScaler, which calls it",
+        {
+            "init_scale": _scale(2.0**16),
+            "growth_factor": Parameter("growth_factor", 2.0, at_least_one),
+            "backoff_factor": Parameter("backoff_factor", 0.5, ratio_up_to_one),
+            "growth_interval": _window(2000),
+            "hysteresis": _tolerance(1),
+        },
+        {"arithmetic": FLOAT32_FLUSHED_FLOAT64_FACTORS, "stays_finite": True, "clean_step_forgives": True},
+    ),
+    "fairseq": Preset(
+        "fairseq optim.dynamic_loss_scaler.DynamicLossScaler",
+        {
+            "init_scale": _scale(2.0**15),
+            "scale_factor": _factor(2.0),
+            "scale_window": _window(2000),
+            "tolerance": Parameter("tolerated_share", 0.0, not_negative),
+            "threshold": Parameter("floor", None, optional(not_negative)),
+            "min_loss_scale": Parameter("stops_at_or_below", 1e-4, not_negative),
+        },
+        {"arithmetic": FLOAT64, "drop_forgives": True},
+    ),
+    "tensorflow": Preset(
+        "TensorFlow python/training/experimental/loss_scale.py DynamicLossScale; its floor is fixed at 1",
+        {
+            "initial_loss_scale": _scale(2.0**15),
+            "increment_period": _window(2000),
+            "multiplier": _factor(2.0),
+            "min_scale": _floor(1.0),
+        },
+        {"arithmetic": FLOAT32, "stays_finite": True},
+    ),
+    "tensorflow_contrib": Preset(
+        "TensorFlow 1 contrib.mixed_precision ExponentialUpdateLossScaleManager, which has no default for the first "
+        "two: those of its successor DynamicLossScale; its floor is fixed at 1",
+        {
+            "init_loss_scale": _scale(2.0**15),
+            "incr_every_n_steps": _window(2000),
+            "decr_every_n_nan_or_inf": _tolerance(2),
+            "incr_ratio": _factor(2.0),
+            "decr_ratio": _backoff(0.8),
+            "min_scale": _floor(1.0),
+        },
+        {"arithmetic": FLOAT32, "stays_finite": True, "drop_forgives": True},
+    ),
+    "keras": Preset(
+        "Keras 3 optimizers.LossScaleOptimizer, which always doubles and halves",
+        {"initial_scale": _scale(2.0**15), "dynamic_growth_steps": _window(2000)},
+        {"arithmetic": FLOAT32, "growth_factor": 2.0},
+    ),
+    "keras2": Preset(
+        "Keras 2 mixed_precision.LossScaleOptimizer, which always doubles and halves; its floor is fixed at 1",
+        {"initial_scale": _scale(2.0**15), "dynamic_growth_steps": _window(2000), "min_scale": _floor(1.0)},
+        {"arithmetic": FLOAT32, "growth_factor": 2.0, "stays_finite": True},
+    ),
+    "jmp": Preset(
+        # The scale is an array of the caller's type. JMP's tests state float64 quotients; the range is that of JAX's
+        # default type, float32.
+        "JMP DynamicLossScale, which has no default for the scale: that of its example",
+        {
+            "loss_scale": _scale(2.0**15),
+            "counter": Parameter("clean_steps", 0, count),
+            "period": _window(2000),
+            "factor": _factor(2.0),
+            "min_loss_scale": _floor(1.0),
+        },
+        {"arithmetic": FLOAT64, "stays_finite": True},
+    ),
+    "paddle": Preset(
+        "Paddle update_loss_scaling (phi/kernels/impl/amp_kernel_impl.h); defaults of amp.GradScaler and "
+        "static.amp.decorate",
+        {
+            "init_loss_scaling": _scale(2.0**16),
+            "incr_ratio": _factor(2.0),
+            "decr_ratio": _backoff(0.5),
+            "incr_every_n_steps": _window(2000),
+            "decr_every_n_nan_or_inf": _tolerance(1),
+            "initial_good_steps": Parameter("clean_steps", 0, count),
+            "initial_bad_steps": Parameter("overflows", 0, count),
+        },
+        {
+            "arithmetic": FLOAT32,
+            "floor": 1.0,
+            "stays_finite": True,
+            "clean_step_forgives": True,
+            "drop_forgives": True,
+        },
+    ),
+}

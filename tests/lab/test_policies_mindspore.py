@@ -1,0 +1,62 @@
+"""The policies of MindSpore equal MindSpore's own classes, run on random overflows."""
+
+import numpy as np
+import pytest
+from mindspore import Tensor, amp, nn
+from scale_cells import SideBySide
+
+from mindformers_adaptive.lab.policies import make_policy
+
+# Scale, factor and window: from the floor to inf, and factors at which a quotient and a product with the reciprocal
+# round differently.
+SETTINGS = [(65536.0, 2, 3), (1024.0, 3, 2), (2.0, 3, 4), (10.0, 7, 1), (2.0**126, 2, 5)]
+
+
+def random_overflows(steps, rates=(0.02, 0.1, 0.3, 0.7)):
+    """Stretches of clean steps, of overflows, and of both."""
+    random = np.random.default_rng(0)
+    return (random.random(steps) < np.repeat(rates, steps // len(rates))).tolist()
+
+
+def test_dynamic_is_the_update_cell(graph_mode):
+    cells = SideBySide([nn.DynamicLossScaleUpdateCell(*setting) for setting in SETTINGS], names=("cur_iter",))
+    policies = [make_policy("dynamic", **named("loss_scale_value", setting)) for setting in SETTINGS]
+    for overflow in random_overflows(200):
+        scales, _ = cells.step([overflow] * len(SETTINGS))
+        assert scales == [policy.step(overflow) for policy in policies]
+
+
+@pytest.mark.parametrize("factor", [2, 4])
+def test_dynamic_is_the_rule_of_the_manager(factor):
+    # The manager computes with Python numbers, so the two part where float32 rounds or ends.
+    for scale, _, window in SETTINGS[:3]:
+        manager = amp.DynamicLossScaleManager(scale, factor, window)
+        policy = make_policy("dynamic", init_loss_scale=scale, scale_factor=factor, scale_window=window)
+        for overflow in random_overflows(400, rates=(0.3, 0.4, 0.5, 0.7)):
+            manager.update_loss_scale(overflow)
+            assert policy.step(overflow) == manager.get_loss_scale()
+
+
+def test_dynamic_has_the_defaults_of_the_manager():
+    manager, policy = amp.DynamicLossScaleManager(), make_policy("dynamic")
+    assert (policy.loss_scale, policy.scale_window) == (manager.get_loss_scale(), manager.scale_window)
+    assert policy.step(True) == manager.get_loss_scale() / manager.scale_factor
+
+
+@pytest.mark.parametrize("setting", [SETTINGS[1], SETTINGS[4]])
+def test_dynamic_scaler_is_the_scaler(setting):
+    scaler = amp.DynamicLossScaler(*setting)
+    policy = make_policy("dynamic_scaler", **named("scale_value", setting))
+    for overflow in random_overflows(40):
+        scaler.adjust(Tensor(not overflow))
+        assert policy.step(overflow) == float(scaler.scale_value.asnumpy())
+        assert policy.state()["clean_steps"] == int(scaler.counter.asnumpy())
+
+
+def test_fixed_is_the_fixed_manager():
+    manager, policy = amp.FixedLossScaleManager(), make_policy("fixed")
+    assert {policy.step(True), policy.step(False), policy.loss_scale} == {manager.get_loss_scale()}
+
+
+def named(scale_name, setting):
+    return dict(zip((scale_name, "scale_factor", "scale_window"), setting, strict=True))
