@@ -1,16 +1,21 @@
 """What the READMEs show runs: the Python examples as they stand, the YAML as MindFormers builds it."""
 
+import ast
 import re
 
+import mindformers
+import mindspore.train
 import pytest
 import yaml
 from conftest import ROOT
 from mindformers.tools.register import MindFormerConfig
 from mindformers.wrapper import build_wrapper
 
-from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register
+import mindformers_adaptive
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, megatron, register, wrapper
 
 READMES = ["README.md", "README_CN.md"]
+MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train, mindformers]
 
 
 def blocks(readme, language):
@@ -31,7 +36,7 @@ YAML_BLOCKS = [
 
 
 def test_there_is_something_to_run():
-    assert len(PYTHON_BLOCKS) == len(YAML_BLOCKS) == 2 * len(READMES)
+    assert (len(PYTHON_BLOCKS), len(YAML_BLOCKS)) == (3 * len(READMES), 2 * len(READMES))
 
 
 @pytest.mark.parametrize("code", PYTHON_BLOCKS)
@@ -51,6 +56,24 @@ def test_yaml_example_is_built_by_mindformers(text, tmp_path, monkeypatch):
     cell = build_wrapper(MindFormerConfig(**yaml.safe_load(text)).runner_wrapper.scale_sense)
     assert type(cell) is AdaptiveLossScaleUpdateCell
     assert (cell.get_loss_scale(), cell.rule.ladder[0], cell.rule.ladder[-1]) == (2.0**32, 20, 1000)
+
+
+def one_liners(readme):
+    """The code in the table from situation to two lines, by row."""
+    rows = re.findall(r"^\|.*`<br>.*\|$", (ROOT / readme).read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.findall("`([^`]+)`", row.rsplit(" | ", 1)[1]) for row in rows]
+
+
+def test_two_lines_of_the_table_are_python_with_names_that_exist():
+    rows = one_liners(READMES[0])
+    assert len(rows) == 12
+    assert one_liners(READMES[1]) == rows
+    for line in (line for row in rows for line in row if not line.strip().startswith(("scale_sense:", "type:"))):
+        names = re.findall(r"mfa\.(\w+)", line)
+        called = re.findall(r"(?<![\w.])([A-Z]\w+|scale_sense_from_megatron)\(", line)
+        assert all(hasattr(mindformers_adaptive, name) for name in names), line
+        assert all(any(hasattr(module, name) for module in MODULES_OF_THE_TABLE) for name in called), line
+        ast.parse(line)
 
 
 @pytest.mark.parametrize("readme", READMES)
