@@ -13,10 +13,12 @@ _HOME_OF = {
     "AdaptiveLossScaler": "mindformers_adaptive.amp.scaler",
     "AdaptiveRule": "mindformers_adaptive.rule",
     "FixedScaleTrainOneStepCell": "mindformers_adaptive.amp.fixed_scale",
+    "LossScaleMonitor": "mindformers_adaptive.callbacks.loss_scale_monitor",
     "LossScaleState": "mindformers_adaptive.rule",
     "Trainer": "mindformers_adaptive.trainer",
     "build_train_network": "mindformers_adaptive.amp.train_network",
     "enable_loss_scale_on_cpu": "mindformers_adaptive.amp.train_network",
+    "make_policy": "mindformers_adaptive.lab.policies",
     "register": "mindformers_adaptive.registration",
     "window_ladder": "mindformers_adaptive.ladder",
 }

@@ -4,6 +4,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer
 
 from mindformers_adaptive import wrapper
+from mindformers_adaptive.callbacks.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.checkpoint.monitor import CheckpointMonitor, CommonInfo, restores_sidecar
 
 __all__ = ["register"]
@@ -23,7 +24,8 @@ def register():
     and ``MFPipelineWithLossScaleCell`` is from then on the class of that name in
     :mod:`mindformers_adaptive.wrapper`, and ``CheckpointMonitor`` that of
     :mod:`mindformers_adaptive.checkpoint.monitor`. MindFormers' trainer restores the state of loss scaling from its
-    ``checkpoint:`` format. Calling it again changes nothing.
+    ``checkpoint:`` format. ``LossScaleMonitor`` becomes known as a callback, which the trainer calls before it saves a
+    checkpoint. Calling it again changes nothing.
 
     Examples:
         >>> from mindformers.tools.register import MindFormerRegister
@@ -35,8 +37,19 @@ def register():
     wrappers = {name: getattr(wrapper, name) for name in wrapper.__all__} | _STOCK_ALIASES
     for name, cell in wrappers.items():
         MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
-    MindFormerRegister.register_cls(CheckpointMonitor, module_type=MindFormerModuleType.CALLBACK)
+    for callback in (CheckpointMonitor, LossScaleMonitor):
+        MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
+    _record_before_saving()
     _restore_with_the_trainer()
+
+
+def _record_before_saving():
+    # The trainer sorts callbacks by this list. A run that is killed right after it saved a checkpoint goes on after
+    # that step, so the step has to be in the record by then.
+    order = getattr(base_trainer, "CALLBACK_HAS_SORT", None)
+    if order is not None and LossScaleMonitor not in order:
+        saves = [place for place, callback in enumerate(order) if issubclass(CheckpointMonitor, callback)]
+        order.insert(saves[0] if saves else len(order), LossScaleMonitor)
 
 
 def _restore_with_the_trainer():

@@ -9,6 +9,7 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.restored_state import PARAMETER_NAMES, holds_no_window, mend_state
 from mindformers_adaptive.rule import HIDDEN_INDEX, AdaptiveRule
+from mindformers_adaptive.scale_history import ScaleHistory, require_history_size
 from mindformers_adaptive.transition_tables import COUNTER_VALUES, transition_tables
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
@@ -51,6 +52,8 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             Default: 1, every overflow drops.
         shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
             Default: False, MindFormers' rule.
+        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. No checkpoint has
+            them, and ``mindspore.export`` refuses a network that keeps any. Default: 0, none, as in MindSpore's cells.
 
     Inputs:
         - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
@@ -89,7 +92,9 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         max_loss_scale=None,
         hysteresis=1,
         shrink_from_min_window=False,
+        history_size=0,
     ):
+        history_size = require_history_size(history_size)
         rule = AdaptiveRule(
             scale_factor,
             max_scale_window,
@@ -121,6 +126,10 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             self.hysteresis_budget = _state_parameter("hysteresis_budget", start.hysteresis_budget)
             self.full_budget = Tensor(rule.hysteresis, mstype.int32)
             self.zero = Tensor(0, mstype.int32)
+
+        self.keeps_history = history_size > 0
+        if self.keeps_history:
+            self.history = ScaleHistory(history_size)
 
         self.minimum_loss_scale = Tensor(rule.min_loss_scale, mstype.float32)
         self.maximum_loss_scale = Tensor(rule.max_loss_scale, mstype.float32)
@@ -154,9 +163,25 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         row = row * self.counter_values + self.down_num
         scaled = loss_scale * self.gather(self.multipliers, row, 0)
         within_cap = self.less_equal(scaled, self.maximum_loss_scale)
-        self.assign(loss_scale, self.select(within_cap, self.max(scaled, self.minimum_loss_scale), loss_scale))
-
+        next_loss_scale = self.select(within_cap, self.max(scaled, self.minimum_loss_scale), loss_scale)
         scale_window, window_index, growth_num, down_num = self.unstack(self.gather(self.transitions, row, 0))
+        overflowed = self.cast(overflow, mstype.int32)
+        consecutive_overflows = (self.consecutive_overflows + self.one) * overflowed
+        if self.keeps_history:
+            # Before anything is assigned: the step's own loss scale and number are in Parameters.
+            self.history(
+                loss_scale,
+                next_loss_scale,
+                self.cur_iter,
+                overflowed,
+                scale_window,
+                window_index,
+                growth_num,
+                down_num,
+                self.skipped_steps,
+                consecutive_overflows,
+            )
+        self.assign(loss_scale, next_loss_scale)
         self.assign(self.scale_window, scale_window)
         self.assign(self.window_index, window_index)
         self.assign(self.growth_num, growth_num)
@@ -165,9 +190,8 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         starts_over = self.logic_or(overflow, window_is_full)
         self.assign(self.last_overflow_iter, self.select(starts_over, self.cur_iter, self.last_overflow_iter))
         self.assign_add(self.cur_iter, self.one)
-        overflowed = self.cast(overflow, mstype.int32)
         self.assign_add(self.skipped_steps, overflowed)
-        self.assign(self.consecutive_overflows, (self.consecutive_overflows + self.one) * overflowed)
+        self.assign(self.consecutive_overflows, consecutive_overflows)
         return overflow
 
     def state(self):
@@ -194,6 +218,33 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             if name not in PARAMETER_NAMES or not hasattr(self, name):
                 raise KeyError(f"{name!r} is none of the Parameters of the update cell: {', '.join(self.state())}")
             getattr(self, name).set_data(Tensor(value, mstype.int32))
+
+    def recent_steps(self, since=0):
+        """Return the last steps, oldest first: at most ``history_size`` of them, and none without a history.
+
+        Args:
+            since (int): the last step that is not wanted, counted as ``cur_iter`` counts. Default: 0, none.
+
+        Returns:
+            list[dict], an entry a step, without gaps up to the last step: ``step`` (int, counted from 1), ``overflow``
+            (bool), ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), and, as they are after the
+            step, ``scale_window``, ``window_index``, ``growth_num``, ``down_num``, ``skipped_steps`` and
+            ``consecutive_overflows`` (int). Where more steps than the history keeps have passed since, the first
+            ones are not there. Steps that were taken before a checkpoint was loaded are not there either. Reading
+            waits for the device.
+
+        Examples:
+            >>> from mindspore import Parameter, Tensor
+            >>> cell = AdaptiveLossScaleUpdateCell(2**16, 2, 20, history_size=2)
+            >>> loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
+            >>> for overflow in (True, True, False):
+            ...     _ = cell(loss_scale, Tensor(overflow))
+            >>> [(step["step"], step["overflow"], step["loss_scale"]) for step in cell.recent_steps()]
+            [(2, True, 32768.0), (3, False, 16384.0)]
+        """
+        if not self.keeps_history:
+            return []
+        return self.history.steps(since, last=int(self.cur_iter.asnumpy()) - 1)
 
     def add_flags_recursive(self, **flags):
         """As in ``nn.Cell``; where a training starts, a state restored from a checkpoint is checked first.

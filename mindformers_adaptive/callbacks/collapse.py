@@ -1,0 +1,67 @@
+"""When overflows in a row mean that the loss scale has collapsed, and what to say then."""
+
+import math
+from collections.abc import Mapping
+
+__all__ = ["CollapseDetector"]
+
+
+class CollapseDetector:
+    """Counts the overflows in a row that a run tells of.
+
+    Args:
+        max_consecutive_overflows (int, optional): how many are too many. None: any number is fine.
+
+    Examples:
+        >>> detector = CollapseDetector(max_consecutive_overflows=2)
+        >>> step = {"step": 1, "overflow": True, "loss_scale": 2.0, "next_loss_scale": 1.0, "loss": 3.5}
+        >>> detector.check(step | {"consecutive_overflows": 1})
+        >>> message = detector.check(step | {"step": 2, "consecutive_overflows": 2})
+        >>> message.partition(":")[0]
+        'Loss scaling has collapsed'
+    """
+
+    def __init__(self, max_consecutive_overflows: int | None) -> None:
+        self._limit = max_consecutive_overflows
+        self._reported = 0
+
+    def check(self, entry: Mapping[str, object]) -> str | None:
+        """Return a message if a step makes them too many, and again each time that they become as many more.
+
+        Args:
+            entry (Mapping): a step, with ``step``, ``loss``, ``loss_scale``, ``next_loss_scale`` and
+                ``consecutive_overflows``.
+        """
+        in_a_row = entry["consecutive_overflows"]
+        if self._limit is None or not isinstance(in_a_row, int):
+            return None
+        times = in_a_row // self._limit
+        is_new = times > self._reported
+        self._reported = times
+        return _message(entry, in_a_row) if is_new else None
+
+
+def _message(entry: Mapping[str, object], in_a_row: int) -> str:
+    scale, following, loss = (entry.get(name) for name in ("loss_scale", "next_loss_scale", "loss"))
+    parts = [
+        f"Loss scaling has collapsed: {in_a_row} steps in a row have overflowed up to step {entry['step']}, the last "
+        f"of them at loss scale {following if scale is None else scale}. None of them has changed a weight."
+    ]
+    if isinstance(loss, float) and not math.isfinite(loss):
+        parts.append(
+            f"The loss itself is {loss}, which no loss scale can help: look for NaN or inf in the data and in the "
+            "weights, such as those of the checkpoint that was loaded."
+        )
+    elif scale == following:
+        parts.append(
+            "The loss scale falls no further (min_loss_scale), so the gradients overflow as they are: look for NaN or "
+            "inf in the data and in the weights."
+        )
+    else:
+        parts.append("The loss scale is still falling: a lower loss_scale_value would have skipped fewer steps.")
+    parts.append(
+        "What else usually helps: a lower learning rate or a longer warm-up, gradient clipping, softmax and "
+        "normalization layers in float32 (softmax_compute_type, layernorm_compute_type), a min_loss_scale below 1, and "
+        "going on from a checkpoint before the overflows began."
+    )
+    return " ".join(parts)
