@@ -4,6 +4,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer
 
 from mindformers_adaptive import wrapper
+from mindformers_adaptive.callbacks.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.callbacks.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.checkpoint.monitor import CheckpointMonitor, CommonInfo, restores_sidecar
 
@@ -24,8 +25,8 @@ def register():
     and ``MFPipelineWithLossScaleCell`` is from then on the class of that name in
     :mod:`mindformers_adaptive.wrapper`, and ``CheckpointMonitor`` that of
     :mod:`mindformers_adaptive.checkpoint.monitor`. MindFormers' trainer restores the state of loss scaling from its
-    ``checkpoint:`` format. ``LossScaleMonitor`` becomes known as a callback, which the trainer calls before it saves a
-    checkpoint. Calling it again changes nothing.
+    ``checkpoint:`` format. ``LossScaleMonitor``, which the trainer calls before it saves a checkpoint, and
+    ``GradientRangeMonitor`` become known as callbacks. Calling it again changes nothing.
 
     Examples:
         >>> from mindformers.tools.register import MindFormerRegister
@@ -37,7 +38,7 @@ def register():
     wrappers = {name: getattr(wrapper, name) for name in wrapper.__all__} | _STOCK_ALIASES
     for name, cell in wrappers.items():
         MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
-    for callback in (CheckpointMonitor, LossScaleMonitor):
+    for callback in (CheckpointMonitor, GradientRangeMonitor, LossScaleMonitor):
         MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
     _record_before_saving()
     _restore_with_the_trainer()

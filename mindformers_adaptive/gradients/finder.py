@@ -1,0 +1,43 @@
+"""The loss-scale finder: tries every power of two on a few batches."""
+
+from mindformers_adaptive.gradients.ranges import gradient_ranges
+from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN, check_margin, recommend_loss_scale
+
+__all__ = ["LOSS_SCALES", "find_loss_scale"]
+
+# Every power of two from no scaling to 2^32, where the published FP16 trainings of large models start.
+LOSS_SCALES = tuple(2.0**exponent for exponent in range(33))
+
+
+def find_loss_scale(network, batches, margin=DEFAULT_MARGIN, *, progress=None):
+    """Find the loss scale to start the training of a network from.
+
+    Every power of two from 2^0 to 2^32 is tried with
+    :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`, which leaves the network as it was.
+
+    Args:
+        network (Cell): returns the loss, as there.
+        batches (Iterable): a few batches, as there.
+        margin (int): how many powers of two to stay below the largest scale that does not overflow. Default: 2, see
+            ``DEFAULT_MARGIN`` in :mod:`mindformers_adaptive.gradients.recommendation`.
+        progress (Callable, optional): called with the number of backward passes done, 33 for each batch.
+
+    Returns:
+        LossScaleRecommendation; ``print`` it for the text and the YAML.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if ``margin`` is below 0, or there is no batch.
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from mindspore import dtype as mstype
+        >>> net = nn.WithLossCell(nn.Dense(3, 1, "ones", has_bias=False).to_float(mstype.float16), nn.MSELoss())
+        >>> batch = (Tensor(np.ones((4, 3), np.float32)), Tensor(np.ones((4, 1), np.float32)))
+        >>> found = find_loss_scale(net, [batch])
+        >>> found.ceiling, found.loss_scale_value
+        (8192.0, 2048.0)
+    """
+    check_margin(margin)
+    return recommend_loss_scale(gradient_ranges(network, batches, LOSS_SCALES, progress=progress), margin)

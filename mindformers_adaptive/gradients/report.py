@@ -1,0 +1,215 @@
+"""What a sweep over loss scales found: numbers by scale and Parameter, as a table, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_statistics
+
+__all__ = ["GradientRanges", "ScaleRanges", "as_power_of_two", "write_json"]
+
+
+@dataclass(frozen=True)
+class ScaleRanges:
+    """The gradients of one batch at one loss scale, as the backward pass gave them: multiplied by the scale.
+
+    Attributes:
+        loss_scale (float): the scale.
+        loss (float): the loss, which is not scaled.
+        parameters (dict[str, ArrayStatistics]): by Parameter name; ``underflowed`` counts against the reference, the
+            highest scale of the batch that did not overflow, and is None at the scales above it.
+    """
+
+    loss_scale: float
+    loss: float
+    parameters: Mapping[str, ArrayStatistics]
+
+    @property
+    def overall(self) -> ArrayStatistics:
+        """All Parameters together."""
+        return merge_statistics(self.parameters.values())
+
+    @property
+    def overflow(self) -> bool:
+        """Whether any gradient is inf or NaN: such a step is skipped."""
+        return any(statistics.infs_and_nans for statistics in self.parameters.values())
+
+
+@dataclass(frozen=True)
+class GradientRanges:
+    """What one sweep found.
+
+    Attributes:
+        weights (dict[str, ArrayStatistics]): the weights, by Parameter name.
+        batches (tuple[tuple[ScaleRanges, ...], ...]): for each batch the scales, in increasing order.
+    """
+
+    weights: Mapping[str, ArrayStatistics]
+    batches: tuple[tuple[ScaleRanges, ...], ...]
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The scales of the sweep, in increasing order."""
+        return tuple(ranges.loss_scale for ranges in self.batches[0])
+
+    def reference(self, batch: int) -> float | None:
+        """Return the highest loss scale that did not overflow in a batch, or None where every one did."""
+        return max((ranges.loss_scale for ranges in self.batches[batch] if not ranges.overflow), default=None)
+
+    def parameters(self, loss_scale: float) -> dict[str, ArrayStatistics]:
+        """Return the statistics of each Parameter at a scale, over all batches.
+
+        Counts are added up, magnitudes are the extremes, and the norm is the root mean square over the batches.
+
+        Args:
+            loss_scale (float): one of ``loss_scales``.
+
+        Raises:
+            KeyError: if the sweep does not have it.
+        """
+        at_scale = self._at(loss_scale)
+        names = at_scale[0].parameters
+        return {name: _over_batches([ranges.parameters[name] for ranges in at_scale]) for name in names}
+
+    def overall(self, loss_scale: float) -> ArrayStatistics:
+        """Return the statistics of all Parameters together at a scale, over all batches, as :meth:`parameters` does."""
+        return _over_batches([ranges.overall for ranges in self._at(loss_scale)])
+
+    def overflowed_batches(self, loss_scale: float) -> int:
+        """Return how many batches overflowed at a scale.
+
+        Args:
+            loss_scale (float): one of ``loss_scales``.
+        """
+        return sum(ranges.overflow for ranges in self._at(loss_scale))
+
+    def to_dict(self) -> dict[str, object]:
+        """Return everything as JSON can hold it; a loss that is not finite is the string inf or nan."""
+        return {
+            "weights": {
+                "overall": merge_statistics(self.weights.values()).to_dict(),
+                "parameters": {name: statistics.to_dict() for name, statistics in self.weights.items()},
+            },
+            "loss_scales": [
+                {
+                    "loss_scale": loss_scale,
+                    "overflowed_batches": self.overflowed_batches(loss_scale),
+                    "overall": self.overall(loss_scale).to_dict(),
+                    "parameters": {name: found.to_dict() for name, found in self.parameters(loss_scale).items()},
+                }
+                for loss_scale in self.loss_scales
+            ],
+            "batches": [
+                {
+                    "reference_loss_scale": self.reference(place),
+                    "loss_scales": [
+                        {
+                            "loss_scale": ranges.loss_scale,
+                            "loss": ranges.loss if math.isfinite(ranges.loss) else str(ranges.loss),
+                            "overflow": ranges.overflow,
+                        }
+                        for ranges in batch
+                    ],
+                }
+                for place, batch in enumerate(self.batches)
+            ],
+        }
+
+    def table(self, loss_scale: float | None = None) -> str:
+        """Return a table for people to read; largest, smallest and norm are without the loss scale.
+
+        Args:
+            loss_scale (float, optional): a row for each Parameter at this scale. Default: None, a row for each scale.
+        """
+        if loss_scale is None:
+            rows = []
+            for scale in self.loss_scales:
+                overflowed = f"{self.overflowed_batches(scale)}/{len(self.batches)}"
+                rows.append([as_power_of_two(scale), overflowed, *_cells(self.overall(scale), scale)])
+            return _aligned([["loss scale", "overflowed", *_COLUMNS], *rows])
+        parameters = self.parameters(loss_scale)
+        rows = [[name, *_cells(statistics, loss_scale)] for name, statistics in parameters.items()]
+        rows.append(["all", *_cells(self.overall(loss_scale), loss_scale)])
+        return _aligned([[f"at {as_power_of_two(loss_scale)}", *_COLUMNS], *rows])
+
+    def save(self, file: str | Path) -> None:
+        """Write :meth:`to_dict` to a JSON file, which appears whole or not at all.
+
+        Args:
+            file (str): the file; one that is there is replaced.
+        """
+        write_json(self.to_dict(), file)
+
+    def _at(self, loss_scale: float) -> list[ScaleRanges]:
+        try:
+            place = self.loss_scales.index(loss_scale)
+        except ValueError:
+            listed = ", ".join(map(as_power_of_two, self.loss_scales))
+            raise KeyError(f"'loss_scale' must be one of the sweep's, {listed}, but got {loss_scale}.") from None
+        return [batch[place] for batch in self.batches]
+
+
+def write_json(content: object, file: str | Path) -> None:
+    """Write a JSON file, which appears whole or not at all.
+
+    Args:
+        content (object): what JSON can hold.
+        file (str): the file; one that is there is replaced.
+    """
+    target = Path(file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}-", delete=False) as unfinished:
+        unfinished.write(text)
+        unfinished.flush()
+        os.fsync(unfinished.fileno())
+    # A temporary file is for its owner only; a report is for whoever may read the folder.
+    os.chmod(unfinished.name, 0o644)
+    os.replace(unfinished.name, target)
+
+
+def as_power_of_two(loss_scale: float) -> str:
+    """Return a loss scale as 2^n where it is one, else as a plain number.
+
+    Examples:
+        >>> as_power_of_two(65536.0), as_power_of_two(1000.0)
+        ('2^16', '1000')
+    """
+    mantissa, exponent = math.frexp(loss_scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{loss_scale:g}"
+
+
+_COLUMNS = ("largest", "smallest", "norm", "zeros", "underflowed", "inf/nan")
+
+
+def _over_batches(statistics: Sequence[ArrayStatistics]) -> ArrayStatistics:
+    merged = merge_statistics(statistics)
+    return replace(merged, norm=merged.norm / math.sqrt(len(statistics)))
+
+
+def _cells(statistics: ArrayStatistics, loss_scale: float) -> list[str]:
+    smallest = "-" if statistics.smallest is None else f"{statistics.smallest / loss_scale:.2e}"
+    shares = [statistics.share(n) for n in (statistics.zeros, statistics.underflowed, statistics.infs_and_nans)]
+    return [
+        f"{statistics.largest / loss_scale:.2e}",
+        smallest,
+        f"{statistics.norm / loss_scale:.3g}",
+        *("-" if share is None else f"{share:.3%}" for share in shares),
+    ]
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    """Names to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    )

@@ -1,0 +1,77 @@
+"""Small networks: one whose FP16 gradients can be told by hand, and one with all that a backward pass could change."""
+
+import mindspore
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+
+
+class HalfPrecisionSum(nn.Cell):
+    """The loss is the sum of weight * x in FP16, times ``factor``; so the gradient of the weight is x * factor."""
+
+    def __init__(self, size, factor=1.0, dtype=mstype.float16):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.ones(size, np.float32)), name="weight")
+        self.factor = Tensor(factor, mstype.float32)
+        self.dtype = dtype
+        self.cast = ops.Cast()
+
+    def construct(self, x):
+        products = self.cast(self.weight, self.dtype) * self.cast(x, self.dtype)
+        return self.cast(products, mstype.float32).sum() * self.factor
+
+
+def gradient_in_fp16(x, factor, loss_scale):
+    """Return what NumPy says of the gradient of :class:`HalfPrecisionSum`, multiplied by the scale."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        incoming = np.float32(loss_scale * factor).astype(np.float16)
+        return (incoming * np.asarray(x, np.float16)).astype(np.float32)
+
+
+class WithStateAndDropout(nn.Cell):
+    """Has dropout, moving averages and casts to FP16; returns its loss and something more."""
+
+    def __init__(self, functional_dropout=False):
+        super().__init__()
+        self.first = nn.Dense(8, 8).to_float(mstype.float16)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(p=0.3)
+        self.second = nn.Dense(8, 2)
+        self.loss = nn.MSELoss()
+        self.cast = ops.Cast()
+        self.functional_dropout = functional_dropout
+
+    def construct(self, x, target):
+        hidden = self.dropout(self.norm(self.cast(self.first(x), mstype.float32)))
+        if self.functional_dropout:
+            hidden = ops.dropout(hidden, p=0.3, training=self.training)
+        outputs = self.second(hidden)
+        return self.loss(outputs, target), outputs
+
+
+class OnlyLoss(nn.Cell):
+    """The first output of a network."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, *inputs):
+        return self.network(*inputs)[0]
+
+
+def seeded_train_step(**arguments):
+    """Return a train step of :class:`WithStateAndDropout`, the same each time."""
+    mindspore.set_seed(1)
+    network = OnlyLoss(WithStateAndDropout(**arguments))
+    optimizer = nn.Adam(network.trainable_params(), 0.01)
+    update_cell = AdaptiveLossScaleUpdateCell(2**10, 2, scale_window=2, max_scale_window=2, min_scale_window=2)
+    return TrainOneStepWithLossScaleCell(network, optimizer, update_cell).set_train()
+
+
+def rows(seed=0, count=16):
+    """Return inputs, float32 of shape (count, 8), and targets, (count, 2), for :class:`WithStateAndDropout`."""
+    random = np.random.default_rng(seed)
+    return random.normal(size=(count, 8)).astype(np.float32), random.normal(size=(count, 2)).astype(np.float32)

@@ -1,0 +1,180 @@
+"""The loss-scale finder: exact where the gradients are known, honest where no scale helps, right on the demo."""
+
+import json
+import math
+
+import mindspore
+import numpy as np
+import pytest
+import yaml
+from conftest import ROOT
+from fp16_networks import HalfPrecisionSum, WithStateAndDropout, rows
+from hypothesis import given
+from hypothesis import strategies as st
+from mindspore import Parameter, Tensor, nn
+from mindspore import dtype as mstype
+from training_runs import TrainingRun
+
+from mindformers_adaptive.gradients.finder import LOSS_SCALES, find_loss_scale
+from mindformers_adaptive.gradients.ranges import GradientSweep
+from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN, recommend_loss_scale
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import ArrayStatistics
+from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
+
+# Compiled, 33 passes take a moment.
+pytestmark = pytest.mark.usefixtures("graph_mode")
+
+ONES = np.ones(2, np.float32)
+
+
+class TimesFactor(nn.Cell):
+    """A network whose loss, and with it every gradient, is multiplied by a Parameter."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+        self.factor = Parameter(Tensor(1.0, mstype.float32), name="factor", requires_grad=False)
+
+    def construct(self, *inputs):
+        return self.network(*inputs)[0] * self.factor
+
+
+def test_recommendation_moves_by_the_powers_of_two_of_the_gradients():
+    mindspore.set_seed(1)
+    network = TimesFactor(WithStateAndDropout())
+    sweep = GradientSweep(network)
+    found = {}
+    for power in range(-8, 9, 2):
+        network.factor.set_data(Tensor(2.0**power, mstype.float32))
+        found[power] = math.log2(recommend_loss_scale(sweep(rows(), LOSS_SCALES)).loss_scale_value)
+    assert found == {power: found[0] - power for power in found}
+    assert 10 < found[0] < 24
+
+
+@pytest.mark.parametrize("power", [-17, 0, 13, 15])
+def test_recommendation_is_the_largest_power_that_fits_less_the_margin(power):
+    found = find_loss_scale(HalfPrecisionSum(2, factor=2.0**power), ONES, margin=3)
+    # 2^15 is the largest power of two in FP16.
+    assert found.ceiling == 2.0 ** (15 - power)
+    assert found.loss_scale_value == max(2.0 ** (12 - power), 1.0)
+
+
+def test_recommendation_is_the_lowest_of_several_batches():
+    batches = [(ONES,), (8 * ONES,), (ONES,)]
+    assert find_loss_scale(HalfPrecisionSum(2), batches, margin=0).loss_scale_value == 2.0**12
+
+
+def test_overflow_at_scale_1_is_said_and_nothing_recommended():
+    found = find_loss_scale(HalfPrecisionSum(2, factor=2.0**16), ONES)
+    assert (found.ceiling, found.loss_scale_value, found.needs_scaling, found.yaml) == (None, None, None, "")
+    assert "overflow even at loss scale 2^0" in str(found)
+
+
+def test_a_loss_that_is_not_finite_is_said():
+    found = find_loss_scale(HalfPrecisionSum(2), np.full(2, np.nan, np.float32))
+    assert (found.loss_scale_value, found.loss_is_finite) == (None, False)
+    assert "The loss itself is inf or NaN" in str(found)
+
+
+@pytest.mark.parametrize(("dtype", "ceiling"), [(mstype.float32, 2.0**32), (mstype.float16, 2.0**15)])
+def test_nothing_that_underflows_is_said(dtype, ceiling):
+    found = find_loss_scale(HalfPrecisionSum(2, dtype=dtype), ONES)
+    assert (found.ceiling, found.needs_scaling) == (ceiling, False)
+    assert "FP16 needs no loss scaling here" in str(found)
+    assert ("the highest that was tried" in str(found)) == found.ceiling_is_highest == (dtype == mstype.float32)
+
+
+def test_what_underflows_is_said():
+    found = find_loss_scale(HalfPrecisionSum(2, factor=2.0**-20), np.array([1.0, 2.0**-5], np.float32))
+    assert found.needs_scaling
+    assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in str(found)
+    assert "needs no" not in str(found)
+
+
+def test_a_coarse_sweep_serves_as_well():
+    sweep = GradientSweep(HalfPrecisionSum(2, factor=2.0**-20))
+    found = recommend_loss_scale(sweep(np.array([1.0, 2.0**-5], np.float32), [1, 2**16, 2**32]), margin=2)
+    assert found.loss_scale_value == 2.0**30
+    assert "50.000% at 2^0, 0.000% at 2^16." in str(found)
+
+
+@pytest.mark.parametrize("loss_scales", [[2, 4], [1]])
+def test_a_sweep_that_cannot_tell_of_underflow_does_not_say_that_there_is_none(loss_scales):
+    found = recommend_loss_scale(GradientSweep(HalfPrecisionSum(2))(ONES, loss_scales))
+    assert found.needs_scaling is None
+    assert "needs no" not in str(found)
+
+
+def test_yaml_to_paste_makes_the_update_cell():
+    found = find_loss_scale(HalfPrecisionSum(2), ONES, margin=2)
+    pasted = yaml.safe_load(str(found).partition("\n\n")[2])["runner_wrapper"]
+    assert pasted["type"] == "MFTrainOneStepCell"
+    assert pasted["scale_sense"].pop("type") == "AdaptiveLossScaleUpdateCell"
+    assert AdaptiveLossScaleUpdateCell(**pasted["scale_sense"]).get_loss_scale() == 2.0**13
+    assert json.loads(json.dumps(found.to_dict()))["loss_scale_value"] == 2.0**13
+
+
+def sweep_of(overflows):
+    """A sweep over 2^0, 2^1, ... of one batch that overflows as listed."""
+    statistics = [ArrayStatistics(size=1, infs_and_nans=int(overflow), underflowed=0) for overflow in overflows]
+    found = [ScaleRanges(2.0**place, 1.0, {"weight": each}) for place, each in enumerate(statistics)]
+    return GradientRanges({"weight": ArrayStatistics(size=1)}, (tuple(found),))
+
+
+@given(overflows=st.lists(st.booleans(), min_size=1, max_size=6), margin=st.integers(0, 8))
+def test_no_scale_up_to_the_recommendation_overflows(overflows, margin):
+    found = recommend_loss_scale(sweep_of(overflows), margin)
+    if overflows[0]:
+        assert found.loss_scale_value is None
+        return
+    ceiling = round(math.log2(found.ceiling))
+    assert not any(overflows[: ceiling + 1])
+    assert found.loss_scale_value == 2.0 ** max(ceiling - margin, 0)
+    assert found.ceiling_is_highest == (ceiling == len(overflows) - 1)
+    assert found.ceiling_is_highest or overflows[ceiling + 1]
+
+
+@pytest.mark.parametrize(
+    ("margin", "error", "message"),
+    [
+        (1.0, TypeError, "'margin' must be an integer"),
+        (True, TypeError, "'margin' must be an integer"),
+        (-1, ValueError, "'margin' must be at least 0"),
+    ],
+)
+def test_bad_margin_is_refused(margin, error, message):
+    with pytest.raises(error, match=message):
+        find_loss_scale(HalfPrecisionSum(2), ONES, margin)
+
+
+FIND_ON_THE_DEMO = """
+import json, sys
+from mindformers_adaptive.gradients.probe import probe
+from mindformers_adaptive.gradients.recommendation import recommend_loss_scale
+
+found = recommend_loss_scale(probe(sys.argv[1], None, sys.argv[2], [2.0**e for e in range(10, 25)], batches=2))
+json.dump(found.to_dict(), open("found.json", "w"))
+"""
+
+
+@pytest.mark.slow
+def test_demo_started_from_the_found_scale_skips_at_most_one_of_100_steps(run_python, tmp_path):
+    config = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
+    run_python(ROOT / "scripts" / "prepare_corpus.py", "corpus", "--samples", "3200")
+    run_python("-c", FIND_ON_THE_DEMO, config, "corpus")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert 2**12 <= found["loss_scale_value"] == found["ceiling"] / 2**DEFAULT_MARGIN
+
+    # The demo itself but for the start, and cut off after 100 of its 400 steps.
+    in_the_file = yaml.safe_load(config.read_text())
+    model, scale_sense = in_the_file["model"]["model_config"], in_the_file["runner_wrapper"]["scale_sense"]
+    options = {f"model.model_config.{key}": model[key] for key in ("seq_length", "hidden_size")}
+    options |= {f"runner_wrapper.scale_sense.{key}": value for key, value in scale_sense.items()}
+    options |= {"runner_wrapper.scale_sense.loss_scale_value": found["loss_scale_value"]}
+    options |= {"lr_schedule.total_steps": 400}
+    with TrainingRun(tmp_path / "run", tmp_path / "corpus", options, steps=100) as run:
+        steps = run.wait(timeout=600).steps()
+    assert len(steps) == 100
+    assert sum(step.overflow for step in steps.values()) <= 1
+    assert float(steps[100].loss.split()[0].strip("[]")) < 4.0

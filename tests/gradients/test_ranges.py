@@ -1,0 +1,218 @@
+"""The sweep over loss scales: true to FP16 element by element, and without a trace in the training."""
+
+import json
+import random
+import sys
+
+import mindspore
+import numpy as np
+import pytest
+from fp16_networks import HalfPrecisionSum, OnlyLoss, WithStateAndDropout, gradient_in_fp16, rows, seeded_train_step
+from mindspore import Tensor, nn
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, GradientSweep, gradient_ranges
+from mindformers_adaptive.gradients.statistics import array_statistics
+
+# Over the range of FP16 and beyond it at both ends, with a true zero.
+SPREAD = np.array([0.0, *2.0 ** np.arange(-24, 2), 1.5], np.float32)
+FACTOR = 2.0**-6
+
+
+def test_statistics_are_those_of_the_fp16_gradient(mode):
+    scales = [1, 2**10, 2**20, 2**23]
+    found = gradient_ranges(HalfPrecisionSum(SPREAD.size, FACTOR), SPREAD, scales)
+    assert found.reference(0) == 2.0**20
+    reference = gradient_in_fp16(SPREAD, FACTOR, 2.0**20)
+    for ranges in found.batches[0]:
+        expected = gradient_in_fp16(SPREAD, FACTOR, ranges.loss_scale)
+        overflow = not np.isfinite(expected).all()
+        underflowed = None if overflow else np.count_nonzero((expected == 0) & (reference != 0))
+        assert ranges.overflow == overflow
+        assert ranges.parameters == {"weight": array_statistics(expected, underflowed)}
+    assert [found.overall(scale).underflowed for scale in scales] == [6, 0, 0, None]
+
+
+def test_weights_are_reported_too():
+    found = gradient_ranges(HalfPrecisionSum(3), np.ones(3, np.float32), [1])
+    assert found.weights == {"weight": array_statistics(np.ones(3))}
+
+
+def test_underflow_is_unknown_with_a_single_loss_scale():
+    found = gradient_ranges(HalfPrecisionSum(SPREAD.size, FACTOR), SPREAD, [1])
+    assert found.overall(1).underflowed is None
+
+
+def test_loss_in_fp16_overflows_where_the_scale_does_not_fit_it():
+    class HalfPrecisionLoss(HalfPrecisionSum):
+        def construct(self, x):
+            return self.cast((self.weight * x).sum(), mstype.float16)
+
+    found = gradient_ranges(HalfPrecisionLoss(1), np.full(1, 2.0**-10, np.float32), [2**15, 2**16])
+    assert [found.overflowed_batches(scale) for scale in found.loss_scales] == [0, 1]
+
+
+def test_each_batch_has_its_own_reference_and_all_are_put_together():
+    batches = [(np.full(2, 1.0, np.float32),), (np.array([4.0, 2.0**-20], np.float32),)]
+    found = gradient_ranges(HalfPrecisionSum(2), batches, [2.0**-6, 2**13, 2**15])
+    assert [found.reference(batch) for batch in range(2)] == [2.0**15, 2.0**13]
+    assert [found.overflowed_batches(scale) for scale in found.loss_scales] == [0, 0, 1]
+    lowest = found.overall(2.0**-6)
+    assert (lowest.size, lowest.underflowed, lowest.largest) == (4, 1, 0.0625)
+    # The root mean square of sqrt(1 + 1) and 4, times the scale.
+    assert lowest.norm == pytest.approx(2.0**-6 * np.sqrt((2 + 16) / 2))
+
+
+def test_batches_come_in_many_forms():
+    network = HalfPrecisionSum(2)
+    array = np.ones(2, np.float32)
+    data = mindspore.dataset.NumpySlicesDataset([array, array, array], shuffle=False)
+    forms = [array, Tensor(array), (array,), [Tensor(array)], [(array,), (array,)], data.create_tuple_iterator()]
+    assert [len(gradient_ranges(network, form, [1]).batches) for form in forms] == [1, 1, 1, 1, 2, 3]
+
+
+def test_first_of_several_outputs_is_the_loss(mode):
+    mindspore.set_seed(1)
+    network = WithStateAndDropout()
+    both = gradient_ranges(network, rows(), [2**8, 2**30])
+    only = gradient_ranges(OnlyLoss(network), rows(), [2**8, 2**30])
+    assert both.to_dict() == only.to_dict()
+    assert both.overall(2**8).largest > 0
+
+
+def test_graph_is_compiled_once_for_all_loss_scales(graph_mode):
+    sweep = GradientSweep(HalfPrecisionSum(3))
+    for _ in range(2):
+        sweep(np.ones(3, np.float32), [1, 2, 4])
+    assert len(sweep._backward.compile_cache) == 1
+
+
+def everything(train_step):
+    """What a backward pass could change: Parameters, modes and random states."""
+    return {
+        "parameters": {value.name: value.asnumpy().tobytes() for value in train_step.get_parameters()},
+        "modes": [(name, cell.training, cell.phase) for name, cell in train_step.cells_and_names()],
+        "update cell": train_step.loss_scaling_manager.state(),
+        "generator": mindspore.get_rng_state().asnumpy().tobytes(),
+        "kernel seeds": dict(sys.modules["mindspore.common.seed"]._KERNEL_SEED),
+        "numpy": str(np.random.get_state()),
+        "python": random.getstate(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The loss of one batch")
+def test_nothing_is_changed(mode):
+    step = seeded_train_step(functional_dropout=True)
+    step(*map(Tensor, rows()))
+    sweep = GradientSweep(step.network)
+    for training in (True, False):
+        step.set_train(training)
+        before = everything(step)
+        sweep(rows(seed=2), [1, 2**10, 2**32])
+        assert everything(step) == before
+
+
+def test_nothing_is_changed_by_a_sweep_that_fails():
+    step = seeded_train_step()
+    before = everything(step)
+    with pytest.raises(TypeError, match="'inputs' must be a Tensor"):
+        gradient_ranges(step.network, [rows(), "rows"], [1])
+    assert everything(step) == before
+
+
+@pytest.mark.filterwarnings("ignore:The loss of one batch")
+def test_training_takes_the_same_steps_with_sweeps_between_them(mode):
+    def train(sweeps):
+        step = seeded_train_step(functional_dropout=True)
+        sweep = GradientSweep(step.network)
+        losses = []
+        # No more: after five calls MindSpore's dropout on CPU settles on a number of threads, by the time they took,
+        # and draws by thread.
+        for seed in range(5):
+            if sweeps:
+                sweep(rows(seed + 1), [1, 2**10])
+            losses.append(step(*map(Tensor, rows(seed)))[0].asnumpy().item())
+        return losses, {value.name: value.asnumpy().tobytes() for value in step.get_parameters()}
+
+    assert train(sweeps=True) == train(sweeps=False)
+
+
+def test_dropout_cells_are_off_so_that_all_scales_see_one_network(mode, recwarn):
+    mindspore.set_seed(1)
+    network = WithStateAndDropout()
+    found = gradient_ranges(network, rows(), [1, 2, 4])
+    assert len({ranges.loss for ranges in found.batches[0]}) == 1
+    assert not [warning for warning in recwarn if "random" in str(warning.message)]
+
+
+def test_a_network_that_stays_random_is_warned_of(graph_mode):
+    mindspore.set_seed(1)
+    with pytest.warns(UserWarning, match="draws random numbers outside of a Dropout cell"):
+        gradient_ranges(WithStateAndDropout(functional_dropout=True), rows(), [1, 2, 4])
+
+
+def test_progress_is_told_after_each_pass():
+    told = []
+    gradient_ranges(HalfPrecisionSum(2), [(np.ones(2, np.float32),)] * 2, [1, 2, 4], progress=told.append)
+    assert told == [1, 2, 3, 4, 5, 6]
+
+
+def test_default_loss_scales_go_from_none_to_the_usual_start():
+    assert (DEFAULT_LOSS_SCALES[0], DEFAULT_LOSS_SCALES[-1]) == (1.0, 2.0**32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"network": np.sum}, TypeError, "'network' must be a Cell that returns the loss"),
+        ({"network": nn.MSELoss()}, ValueError, "'network' must have a Parameter to train"),
+        ({"inputs": 3}, TypeError, "'inputs' must be a Tensor"),
+        ({"inputs": {"x": np.ones(2)}}, TypeError, "'inputs' must be a Tensor"),
+        ({"inputs": []}, ValueError, "'inputs' must hold at least one batch"),
+        ({"loss_scales": "65536"}, TypeError, "'loss_scales' must be a list of numbers"),
+        ({"loss_scales": 65536}, TypeError, "'loss_scales' must be a list of numbers"),
+        ({"loss_scales": ["2"]}, TypeError, "'loss_scales' must be a number"),
+        ({"loss_scales": []}, ValueError, "'loss_scales' must hold at least one number"),
+        ({"loss_scales": [0]}, ValueError, "'loss_scales' must be finite and above 0"),
+    ],
+)
+def test_bad_input_is_refused(changes, error, message):
+    arguments = {"network": HalfPrecisionSum(2), "inputs": np.ones(2, np.float32), "loss_scales": [1], **changes}
+    with pytest.raises(error, match=message):
+        gradient_ranges(**arguments)
+
+
+@pytest.fixture(scope="module")
+def report():
+    batches = [(np.array([1.0, 2.0**-20], np.float32),), (np.array([np.inf, 1.0], np.float32),)]
+    return gradient_ranges(HalfPrecisionSum(2), batches, [2.0**-6, 1000, 2**15])
+
+
+def test_table_has_a_row_for_each_scale_or_each_parameter(report):
+    lines = [line.split() for line in report.table().splitlines()]
+    assert lines[0][:3] == ["loss", "scale", "overflowed"]
+    assert [line[:2] for line in lines[1:]] == [["2^-6", "1/2"], ["1000", "1/2"], ["2^15", "1/2"]]
+    # Without the scale, and without the inf of the second batch.
+    assert lines[2][2:5] == ["1.00e+00", "9.54e-07", "1"]
+    assert [line.split()[0] for line in report.table(1000).splitlines()] == ["at", "weight", "all"]
+    with pytest.raises(KeyError, match=r"must be one of the sweep's, 2\^-6, 1000, 2\^15, but got 3"):
+        report.table(3)
+
+
+def test_report_is_saved_whole_and_read_back(report, tmp_path):
+    file = tmp_path / "new" / "ranges.json"
+    report.save(file)
+    report.save(file)
+    assert [path.name for path in file.parent.iterdir()] == ["ranges.json"]
+    saved = json.loads(file.read_text())
+    assert [scale["overflowed_batches"] for scale in saved["loss_scales"]] == [1, 1, 1]
+    assert [batch["reference_loss_scale"] for batch in saved["batches"]] == [2.0**15, None]
+    assert saved["batches"][1]["loss_scales"][0]["loss"] == "inf"
+    assert saved["loss_scales"][0]["parameters"]["weight"]["infs_and_nans"] == 1
+
+
+def test_a_loss_of_nan_can_be_saved(tmp_path):
+    network = nn.WithLossCell(nn.Dense(2, 1), nn.MSELoss())
+    found = gradient_ranges(network, (np.full((1, 2), np.nan, np.float32), np.ones((1, 1), np.float32)), [1])
+    found.save(tmp_path / "ranges.json")
+    assert json.loads((tmp_path / "ranges.json").read_text())["batches"][0]["loss_scales"][0]["loss"] == "nan"
