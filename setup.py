@@ -22,9 +22,12 @@ setup(
         "mindformers>=1.6,<1.10",
         "numpy>=1.20,<2",
         "pyyaml>=6",
+        "tensorboardX>=2.5",
+        "tqdm>=4.60",
     ],
+    entry_points={"console_scripts": ["adaptive-loss-scale=mindformers_adaptive.cli.program:main"]},
     extras_require={
         "plot": ["matplotlib>=3.7"],
-        "dev": ["pytest>=8", "hypothesis>=6", "ruff==0.17.6", "mypy==2.4.1", "types-PyYAML", "tqdm>=4.60", "build"],
+        "dev": ["pytest>=8", "hypothesis>=6", "ruff==0.17.6", "mypy==2.4.1", "types-PyYAML", "build"],
     },
 )

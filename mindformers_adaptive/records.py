@@ -4,9 +4,10 @@ import json
 import math
 import os
 import stat
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from mindformers_adaptive.whole_file import written_whole
 
 __all__ = ["FIELDS", "RunRecord", "read_record"]
 
@@ -136,18 +137,9 @@ class RunRecord:
             os.close(file)
 
     def _replace(self, lines: list[bytes]) -> None:
-        with tempfile.NamedTemporaryFile(
-            dir=self.path.parent, prefix=f".{self.path.name}-", delete=False
-        ) as unfinished:
-            try:
-                unfinished.writelines(line + b"\n" for line in lines)
-                unfinished.flush()
-                os.fsync(unfinished.fileno())
-            except OSError:
-                os.unlink(unfinished.name)
-                raise
-        os.chmod(unfinished.name, stat.S_IMODE(self.path.stat().st_mode))
-        os.replace(unfinished.name, self.path)
+        permissions = stat.S_IMODE(self.path.stat().st_mode)
+        with written_whole(self.path, "wb", permissions) as record:
+            record.writelines(line + b"\n" for line in lines)
 
     def _move_aside(self) -> str:
         number = 1

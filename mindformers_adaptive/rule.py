@@ -15,7 +15,7 @@ from mindformers_adaptive.ladder import (
     HIDDEN_WINDOW,
     window_ladder,
 )
-from mindformers_adaptive.validation import LARGEST_FLOAT32, as_float32, require_positive, to_float32
+from mindformers_adaptive.validation import LARGEST_FLOAT32, as_float32, require_integer, require_positive, to_float32
 
 __all__ = ["COUNTER_LIMIT", "HIDDEN_INDEX", "AdaptiveRule", "LossScaleState"]
 
@@ -115,7 +115,8 @@ class AdaptiveRule:
                 f"'min_loss_scale' must not be above 'max_loss_scale', but got {self.min_loss_scale} and "
                 f"{self.max_loss_scale}. Lower the first or raise the second."
             )
-        self.hysteresis = _require_hysteresis(hysteresis)
+        remedy = "1 drops the scale at every overflow; Megatron-LM uses 2."
+        self.hysteresis = require_integer("hysteresis", hysteresis, 1, "number of overflows", remedy)
         if not isinstance(shrink_from_min_window, bool):
             raise TypeError(
                 f"'shrink_from_min_window' must be True or False, but got {shrink_from_min_window!r} of type "
@@ -211,17 +212,3 @@ def _require_scale_factor(value: object) -> float:
             f"'scale_factor' must be a finite number above 1 in float32, but got {value!r}. The usual value is 2."
         )
     return rounded
-
-
-def _require_hysteresis(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(
-            f"'hysteresis' must be an integer number of overflows, but got {value!r} of type {type(value).__name__}. "
-            "1 drops the scale at every overflow; Megatron-LM uses 2."
-        )
-    if value < 1:
-        raise ValueError(
-            f"'hysteresis' must be at least 1, but got {value}. 1 drops the scale at every overflow; Megatron-LM "
-            "uses 2."
-        )
-    return int(value)

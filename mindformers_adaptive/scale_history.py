@@ -1,11 +1,12 @@
 """The last steps of an update cell, kept on the device for a host that does not look at every step."""
 
 import itertools
-from numbers import Integral
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
+
+from mindformers_adaptive.validation import require_integer
 
 __all__ = ["ScaleHistory", "require_history_size"]
 
@@ -126,15 +127,5 @@ class ScaleHistory(nn.Cell):
 
 def require_history_size(history_size):
     """Return the argument of the update cell as an int, or raise TypeError or ValueError."""
-    if isinstance(history_size, bool) or not isinstance(history_size, Integral):
-        raise TypeError(
-            f"'history_size' must be an integer number of steps, but got {history_size!r} of type "
-            f"{type(history_size).__name__}. Give how many steps lie between two looks of the host, such as the "
-            "sink_size; 0 keeps no history."
-        )
-    if history_size < 0:
-        raise ValueError(
-            f"'history_size' must be at least 0, but got {history_size}. Give how many steps lie between two looks of "
-            "the host, such as the sink_size; 0 keeps no history."
-        )
-    return int(history_size)
+    remedy = "Give how many steps lie between two looks of the host, such as the sink_size; 0 keeps no history."
+    return require_integer("history_size", history_size, 0, "number of steps", remedy)

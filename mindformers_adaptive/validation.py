@@ -1,10 +1,10 @@
-"""float32 as the device computes it, and checks of arguments that are float32 numbers."""
+"""float32 as the device computes it, and checks of arguments that are numbers."""
 
 import ctypes
 import math
-from numbers import Real
+from numbers import Integral, Real
 
-__all__ = ["LARGEST_FLOAT32", "as_float32", "require_positive", "to_float32"]
+__all__ = ["LARGEST_FLOAT32", "as_float32", "require_integer", "require_positive", "to_float32"]
 
 _SMALLEST_FLOAT32 = 2.0**-126
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
@@ -21,6 +21,29 @@ def as_float32(value: Real) -> float:
         return to_float32(float(value))
     except OverflowError:
         return math.inf
+
+
+def require_integer(name: str, value: object, least: int, meaning: str, remedy: str) -> int:
+    """Return an argument as an int, or raise.
+
+    Args:
+        name (str): what users call it.
+        value (object): what they gave.
+        least (int): the smallest value that it may have.
+        meaning (str): what it is an integer of, "number of steps".
+        remedy (str): a sentence on what to give.
+
+    Raises:
+        TypeError: if it is not an integer; ``True`` and ``False`` are none here.
+        ValueError: if it is below ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(
+            f"'{name}' must be an integer {meaning}, but got {value!r} of type {type(value).__name__}. {remedy}"
+        )
+    if value < least:
+        raise ValueError(f"'{name}' must be at least {least}, but got {value}. {remedy}")
+    return int(value)
 
 
 def require_positive(name: str, value: object) -> float:

@@ -110,8 +110,8 @@ def _refuse_on_cpu(feature):
     if context.get_context("device_target") == "CPU":
         raise ValueError(
             f"'loss_scale_manager' must be None or FixedLossScaleManager(drop_overflow_update=False) together with "
-            f"{feature} on CPU, where MindSpore's train-step cell for it does not run. Leave one of the two out, or put "
-            "TrainOneStepWithLossScaleCell around the network yourself."
+            f"{feature} on CPU, where MindSpore's train-step cell for it does not run. Leave one of the two out, or "
+            "put TrainOneStepWithLossScaleCell around the network yourself."
         )
 
 

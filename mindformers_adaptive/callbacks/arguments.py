@@ -1,8 +1,9 @@
 """Checks of the arguments of callbacks: each returns the argument, or raises TypeError or ValueError."""
 
 import os
-from numbers import Integral
 from pathlib import Path
+
+from mindformers_adaptive.validation import require_integer
 
 __all__ = ["require_choice", "require_count", "require_path"]
 
@@ -23,14 +24,7 @@ def require_path(name: str, value: object) -> Path | None:
 
 def require_count(name: str, value: object, hint: str) -> int:
     """Return an argument that is a number of steps as an int."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(
-            f"'{name}' must be an integer number of steps, but got {value!r} of type {type(value).__name__}. Give 1 or "
-            f"more; {hint}."
-        )
-    if value < 1:
-        raise ValueError(f"'{name}' must be at least 1, but got {value}. Give 1 or more steps; {hint}.")
-    return int(value)
+    return require_integer(name, value, 1, "number of steps", f"Give 1 or more; {hint}.")
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> str:

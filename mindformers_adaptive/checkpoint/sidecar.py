@@ -5,9 +5,9 @@ of loss scaling is small, so it is written beside them each time, whole or not a
 """
 
 import json
-import os
-import tempfile
 from pathlib import Path
+
+from mindformers_adaptive.whole_file import written_whole
 
 __all__ = ["FILE_NAME", "read_sidecar", "write_sidecar"]
 
@@ -31,11 +31,8 @@ def write_sidecar(folder, loss_scale, state):
         (1024.0, {'scale_window': 20})
     """
     text = json.dumps({"format": _FORMAT, "loss_scale": loss_scale, "state": state}, indent=2) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{FILE_NAME}-", delete=False) as unfinished:
-        unfinished.write(text)
-        unfinished.flush()
-        os.fsync(unfinished.fileno())
-    os.replace(unfinished.name, Path(folder) / FILE_NAME)
+    with written_whole(Path(folder) / FILE_NAME) as sidecar:
+        sidecar.write(text)
 
 
 def read_sidecar(folder):

@@ -10,6 +10,7 @@ import mindspore
 from mindformers_adaptive.checkpoint.reader import read_checkpoints
 from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, gradient_ranges
 from mindformers_adaptive.launcher import load_config
+from mindformers_adaptive.validation import require_integer
 
 __all__ = ["build_training", "load_weights", "probe"]
 
@@ -48,7 +49,7 @@ def probe(
         ValueError: if ``batches`` is below 1, or the checkpoint has none of the network's weights.
         FileNotFoundError: if there is no such file, or no checkpoint in the folder.
     """
-    _check_batches(batches)
+    require_integer("batches", batches, 1, "number of batches", f"The default is {DEFAULT_BATCHES}.")
     network, dataset = build_training(config_path, train_dataset_dir, options)
     if checkpoint is not None:
         load_weights(network, checkpoint)
@@ -136,13 +137,3 @@ def load_weights(network, checkpoint):
         )
     mindspore.load_param_into_net(network, {name: value for name, value in loaded.items() if name in wanted})
     return str(newest)
-
-
-def _check_batches(batches):
-    if isinstance(batches, bool) or not isinstance(batches, int):
-        raise TypeError(
-            f"'batches' must be an integer, how many batches to take, but got {batches!r} of type "
-            f"{type(batches).__name__}. The default is {DEFAULT_BATCHES}."
-        )
-    if batches < 1:
-        raise ValueError(f"'batches' must be at least 1, but got {batches}. The default is {DEFAULT_BATCHES}.")

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mindformers_adaptive.gradients.report import GradientRanges, as_power_of_two
+from mindformers_adaptive.validation import require_integer
 
 __all__ = ["DEFAULT_MARGIN", "LossScaleRecommendation", "check_margin", "recommend_loss_scale"]
 
@@ -140,10 +141,4 @@ def check_margin(margin: object) -> None:
         TypeError: if it is not an integer.
         ValueError: if it is below 0.
     """
-    if isinstance(margin, bool) or not isinstance(margin, int):
-        raise TypeError(
-            f"'margin' must be an integer, how many powers of two to stay below, but got {margin!r} of type "
-            f"{type(margin).__name__}. The default is {DEFAULT_MARGIN}."
-        )
-    if margin < 0:
-        raise ValueError(f"'margin' must be at least 0, but got {margin}. The default is {DEFAULT_MARGIN}.")
+    require_integer("margin", margin, 0, "number of powers of two", f"The default is {DEFAULT_MARGIN}.")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_statistics
+from mindformers_adaptive.whole_file import written_whole
 
 __all__ = ["GradientRanges", "ScaleRanges", "as_power_of_two", "write_json"]
 
@@ -165,13 +164,8 @@ def write_json(content: object, file: str | Path) -> None:
     target = Path(file)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}-", delete=False) as unfinished:
-        unfinished.write(text)
-        unfinished.flush()
-        os.fsync(unfinished.fileno())
-    # A temporary file is for its owner only; a report is for whoever may read the folder.
-    os.chmod(unfinished.name, 0o644)
-    os.replace(unfinished.name, target)
+    with written_whole(target) as report:
+        report.write(text)
 
 
 def as_power_of_two(loss_scale: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -127,22 +128,40 @@ class Comparison:
                 rows.append({**head, "trace": None, **means[policy]})
         return rows
 
-    def text(self) -> str:
-        """Return the rows as a table; a ``*`` marks the Pareto front of skipped steps against headroom."""
+    def text(self, each_trace: bool = True) -> str:
+        """Return the rows as a table; a ``*`` marks the Pareto front of skipped steps against headroom.
+
+        Args:
+            each_trace (bool): with a row for each trace; with several traces there are rows of means in any case.
+        """
         shown = [
-            {**row, "trace": row["trace"] or "(mean)", "front": "*" if row["on_front"] else ""} for row in self.rows()
+            {**row, "trace": row["trace"] or "(mean)", "front": "*" if row["on_front"] else ""}
+            for row in self.rows()
+            if each_trace or len(self.traces) == 1 or row["trace"] is None
         ]
-        # The oracle's regret of headroom is the headroom lost.
-        names = [field.name for field in fields(Measures) if field.name != "headroom_regret"]
+        # The oracle's regret of headroom is the headroom lost; a column of zeros or of nothing tells nothing.
+        names = [
+            field.name
+            for field in fields(Measures)
+            if field.name != "headroom_regret"
+            and (field.name in ("skipped", "headroom_lost") or any(row[field.name] for row in shown))
+        ]
         return text_table(["policy", "trace", "front", *names], shown)
 
 
-def compare(policies: Mapping[str, Callable[[], Policy]], traces: Sequence[Trace]) -> Comparison:
+def compare(
+    policies: Mapping[str, Callable[[], Policy]],
+    traces: Sequence[Trace],
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> Comparison:
     """Replay each policy on each trace.
 
     Args:
         policies (Mapping): by name, what makes the policy in its first state. It is called once for each trace.
         traces (Sequence[Trace]): at least one.
+        progress (Callable, optional): called with the number of replays done; there are policies * traces.
+            Default: None.
 
     Raises:
         ValueError: if there is no policy or no trace, or a trace has no steps.
@@ -157,9 +176,17 @@ def compare(policies: Mapping[str, Callable[[], Policy]], traces: Sequence[Trace
     for name, given in (("policies", policies), ("traces", traces)):
         if len(given) == 0:
             raise ValueError(f"'{name}' must have at least 1 entry, but got none. There is nothing to compare.")
+    numbers = itertools.count(1)
+
+    def measured(make: Callable[[], Policy], trace: Trace) -> Measures:
+        found = replay(make(), trace).measures
+        if progress is not None:
+            progress(next(numbers))
+        return found
+
     return Comparison(
         tuple(trace.name for trace in traces),
-        {name: tuple(replay(make(), trace).measures for trace in traces) for name, make in policies.items()},
+        {name: tuple(measured(make, trace) for trace in traces) for name, make in policies.items()},
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -18,7 +19,7 @@ from mindformers_adaptive.lab.sweep import SweepResult, sweep
 from mindformers_adaptive.lab.text_table import text_table
 from mindformers_adaptive.lab.trace import Trace
 
-__all__ = ["Tuning", "default_grid", "tune"]
+__all__ = ["DEFAULT_GRID", "Tuning", "default_grid", "tune"]
 
 # Shares of outcomes that are known, from which on a recommendation is called likely and known. They are a judgement:
 # below the first, most of what was counted was assumed.
@@ -26,24 +27,26 @@ _LIKELY_FROM = 0.5
 _KNOWN_FROM = 0.9
 
 
-def default_grid(loss_scale_value: float = 2.0**16) -> list[Configuration]:
-    """Return the configurations that are tried where none are given: 180 of windows, factors and hysteresis.
+# Tried where nothing else is asked for. The windows go from 5, a quarter of MindFormers' smallest, to 2000, the default
+# of MindSpore's DynamicLossScaleManager and of PyTorch's GradScaler; equal ones are dynamic loss scaling. The initial
+# scales go up to 2**32, Megatron-LM's.
+_WINDOWS = (5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+DEFAULT_GRID: Mapping[str, Sequence[float]] = {
+    "loss_scale_value": (2.0**12, 2.0**16, 2.0**20, 2.0**24, 2.0**32),
+    "min_scale_window": _WINDOWS,
+    "max_scale_window": _WINDOWS,
+    "scale_factor": (2, 4),
+    "hysteresis": (1, 2),
+}
 
-    The windows go from 5, a quarter of MindFormers' smallest, to 2000, the default of MindSpore's
-    ``DynamicLossScaleManager`` and of PyTorch's ``GradScaler``; equal ones are dynamic loss scaling.
+
+def default_grid(loss_scale_value: float) -> list[Configuration]:
+    """Return the configurations of ``DEFAULT_GRID`` that start from one loss scale, where that is given already.
 
     Args:
-        loss_scale_value (float): the initial loss scale of all. Default: 2**16, as in MindFormers'
-            ``TrainingArguments``.
+        loss_scale_value (float): the initial loss scale of all.
     """
-    windows = [5, 10, 20, 50, 100, 200, 500, 1000, 2000]
-    return grid(
-        loss_scale_value=[loss_scale_value],
-        min_scale_window=windows,
-        max_scale_window=windows,
-        scale_factor=[2, 4],
-        hysteresis=[1, 2],
-    )
+    return grid(**{**DEFAULT_GRID, "loss_scale_value": (loss_scale_value,)})
 
 
 @dataclass(frozen=True)
@@ -199,18 +202,21 @@ def tune(
     *,
     exchange_rate: float = DEFAULT_EXCHANGE_RATE,
     assumptions: Mapping[str, Sequence[Trace]] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Tuning:
     """Try configurations on traces and recommend the one of the smallest mean cost.
 
     Args:
         traces (Sequence[Trace]): at least one; each counts the same, however long it is.
         configurations (Sequence[Configuration], optional): what to try, see
-            :func:`~mindformers_adaptive.lab.configuration.grid`. Default: None, :func:`default_grid`.
+            :func:`~mindformers_adaptive.lab.configuration.grid`. Default: None, all of ``DEFAULT_GRID``.
         exchange_rate (float): see :func:`~mindformers_adaptive.lab.measures.cost`. Default: 1.0.
         assumptions (Mapping, optional): by a name for it, the same traces with ceilings assumed in another way; the
             configurations' costs on them show what the assumption matters. Default: None, the lowest and the highest
             ceilings that each trace's bounds allow. Where nothing bounds a ceiling from above, the highest is
             infinity, and then only skipped steps cost.
+        progress (Callable, optional): called with the number of traces done, each assumption's counted too.
+            Default: None.
 
     Raises:
         TypeError: if ``exchange_rate`` is not a number.
@@ -226,8 +232,18 @@ def tune(
     rate = _require_exchange_rate(exchange_rate)
     if len(traces) == 0:
         raise ValueError("'traces' must have at least 1 trace, but got none. There is nothing to tune on.")
-    tried = tuple(default_grid() if configurations is None else configurations)
-    sweeps = tuple(sweep(tried, trace) for trace in traces)
+    tried = tuple(grid(**DEFAULT_GRID) if configurations is None else configurations)
+    numbers = itertools.count(1)
+
+    def swept(trace: Trace, known: SweepResult | None = None) -> SweepResult:
+        # What is known is not swept twice.
+        is_known = known is not None and np.array_equal(known.trace.ceiling, trace.ceiling)
+        result = known if known is not None and is_known else sweep(tried, trace)
+        if progress is not None:
+            progress(next(numbers))
+        return result
+
+    sweeps = tuple(swept(trace) for trace in traces)
     if assumptions is None:
         assumptions = {
             "the lowest ceilings that are possible": [replace(trace, ceiling=trace.at_least) for trace in traces],
@@ -240,14 +256,10 @@ def tune(
     def costs_on(results: Iterable[SweepResult]) -> NDArray[np.float64]:
         return np.array([[cost(one, rate) for one in result.measures] for result in results]).T
 
-    assumed = {}
-    for name, others in assumptions.items():
-        pairs = zip(sweeps, others, strict=True)
-        # What is known is not swept twice.
-        assumed[name] = costs_on(
-            known if np.array_equal(known.trace.ceiling, other.ceiling) else sweep(tried, other)
-            for known, other in pairs
-        )
+    assumed = {
+        name: costs_on(swept(other, known) for known, other in zip(sweeps, others, strict=True))
+        for name, others in assumptions.items()
+    }
     return Tuning(tried, sweeps, rate, costs_on(sweeps), assumed)
 
 

@@ -1,0 +1,1 @@
+"""The command-line program ``adaptive-loss-scale``, one file a subcommand."""

@@ -1,0 +1,71 @@
+"""Replay several policies on traces, and compare what each skips with how far below the ceiling it stays."""
+
+from __future__ import annotations
+
+import argparse
+
+from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, read_sources
+from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
+from mindformers_adaptive.lab.simulate import compare, replay
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """\
+examples:
+  adaptive-loss-scale compare output/log/rank_0/info.log
+  adaptive-loss-scale compare synthetic --policies adaptive torch megatron dynamic:scale_window=20
+"""
+
+# The adaptive rule, the fixed windows that people set by hand, and the two defaults that most have met.
+_DEFAULT_POLICIES = [
+    "adaptive",
+    "dynamic:scale_window=20",
+    "dynamic:scale_window=100",
+    "dynamic:scale_window=1000",
+    "dynamic:scale_window=2000",
+    "megatron",
+    "torch",
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_trace_arguments(parser)
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=_DEFAULT_POLICIES,
+        metavar="NAME[:PARAMETER=VALUE,...]",
+        help=f"default: {' '.join(_DEFAULT_POLICIES)}",
+    )
+    parser.add_argument("--each-trace", action="store_true", help="show each trace, not only the means of several")
+    parser.add_argument("--plot", metavar="FILE", help="draw ceiling, scales and skips, or the Pareto front, to a file")
+    add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compare, and print the table."""
+    makers = dict(policy_maker(text) for text in options.policies)
+    sources = read_sources(options)
+    traces = [source.trace for source in sources]
+    with progress_bar(len(makers) * len(traces), "replaying") as progress:
+        comparison = compare(makers, traces, progress=progress)
+    if options.json:
+        rows = comparison.rows()
+        described = [source.describe() for source in sources]
+        print_json({"sources": described, "rows": rows, "pareto_front": comparison.pareto_front()})
+    else:
+        print("\n".join(source.text() for source in sources), comparison.text(options.each_trace), sep="\n\n")
+    if options.plot:
+        _plot(options.plot, makers, traces, comparison)
+
+
+def _plot(file, makers, traces, comparison):  # type: ignore[no-untyped-def]
+    from mindformers_adaptive.plots.canvas import save
+    from mindformers_adaptive.plots.lab import plot_pareto_front, plot_policies
+
+    if len(traces) == 1:
+        replays = {label: replay(make(), traces[0]) for label, make in makers.items()}
+        save(plot_policies(traces[0], replays), file)
+    else:
+        save(plot_pareto_front(comparison), file)

@@ -1,0 +1,42 @@
+"""Find the loss scale that a training should start from, and print the YAML to paste."""
+
+from __future__ import annotations
+
+import argparse
+
+from mindformers_adaptive.cli.output import print_json
+from mindformers_adaptive.cli.probe import add_sweep_arguments, sweep
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """\
+example:
+  adaptive-loss-scale find --config my.yaml --train_dataset_dir my_data
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_sweep_arguments(parser)
+    parser.add_argument(
+        "--margin", type=int, help="how many powers of two to stay below the largest scale that does not overflow"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Sweep over every power of two up to 2^32, and print the recommendation.
+
+    Raises:
+        RuntimeError: if no loss scale can be recommended.
+    """
+    from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN, check_margin, recommend_loss_scale
+
+    margin = DEFAULT_MARGIN if options.margin is None else options.margin
+    check_margin(margin)
+    found = recommend_loss_scale(sweep(options, [2.0**exponent for exponent in range(33)]), margin)
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        print(found)
+    if found.loss_scale_value is None:
+        raise RuntimeError("no loss scale can be recommended")

@@ -1,0 +1,169 @@
+"""Arguments that the lab's subcommands share: traces, and policies with their parameters."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mindformers_adaptive.cli.output import UsageError, read_value
+from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.policies import Policy, make_policy
+from mindformers_adaptive.lab.recorded_run import RecordedRun, bound_shares
+from mindformers_adaptive.lab.synthetic import from_ceilings, synthetic_traces
+from mindformers_adaptive.lab.trace import Trace
+
+__all__ = ["ASSUMPTIONS", "Source", "add_trace_arguments", "policy_maker", "read_sources"]
+
+ASSUMPTIONS = ("interpolated", "lower_bound", "upper_bound")
+_SYNTHETIC = "synthetic"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a trace came from.
+
+    Attributes:
+        trace (Trace): the trace, with the ceilings that were asked for.
+        run (RecordedRun, optional): the run that a log told of; None for ceilings that are known.
+    """
+
+    trace: Trace
+    run: RecordedRun | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return what was read and how much of it is known, ready for JSON."""
+        if self.run is None:
+            return {"trace": self.trace.name, "steps": len(self.trace), "ceilings": "known"}
+        run = self.run
+        return {
+            "trace": self.trace.name,
+            "steps": len(self.trace),
+            "ceilings": "within bounds",
+            "format": run.log_format,
+            "lines_read": run.lines_read,
+            "lines_used": run.lines_used,
+            "lines_ignored": run.lines_ignored,
+            "problems": list(run.problems),
+            "bounds_known": bound_shares(self.trace),
+        }
+
+    def text(self) -> str:
+        """Return the same as a line or two for a terminal."""
+        if self.run is None:
+            return f"{self.trace.name}: {len(self.trace)} steps, ceilings known"
+        run, shares = self.run, bound_shares(self.trace)
+        lines = [
+            f"{self.trace.name}: {len(self.trace)} steps from {run.lines_read} lines ({run.log_format}), of which "
+            f"{run.lines_used} were used and {run.lines_ignored} ignored; ceilings known from below at "
+            f"{shares['at_least']:.1%} of the steps, from above at {shares['below']:.1%}, else assumed"
+        ]
+        return "\n".join([*lines, *(f"  {problem}" for problem in run.problems)])
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -> None:
+    """Declare the traces and what is assumed of them."""
+    parser.add_argument(
+        "traces",
+        nargs="+" if several else 1,
+        metavar="TRACE",
+        help="a training log or a monitor's record, a folder of them, a JSON file of measured ceilings, 'synthetic' "
+        "for one made-up trace of each kind, or 'synthetic:random walk' for one of them",
+    )
+    parser.add_argument(
+        "--assume",
+        choices=ASSUMPTIONS,
+        default=ASSUMPTIONS[0],
+        help="what a log does not tell of the ceilings: interpolated between what neighbouring skips say (default), "
+        "or the lowest or highest that its bounds allow",
+    )
+    parser.add_argument("--steps", type=int, default=10_000, help="of a synthetic trace; default: 10000")
+    parser.add_argument("--seed", type=int, default=0, help="of a synthetic trace; default: 0")
+
+
+def read_sources(options: argparse.Namespace) -> list[Source]:
+    """Read or make the traces that were asked for.
+
+    Raises:
+        OSError: if a file cannot be read.
+        UsageError: if there is no such synthetic trace.
+        ValueError: if a file is none of the kinds, or a folder has none that is.
+    """
+    sources = []
+    for word in options.traces:
+        if word.partition(":")[0] == _SYNTHETIC:
+            sources += _make(word, options.steps, options.seed)
+        elif Path(word).is_dir():
+            sources += _read_folder(Path(word), options.assume)
+        else:
+            sources.append(_read_file(Path(word), options.assume))
+    return sources
+
+
+def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:
+    """Return a policy's label and what makes it, from ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE``.
+
+    Raises:
+        UsageError: if there is no such policy, or it cannot take these parameters.
+
+    Examples:
+        >>> label, make = policy_maker("dynamic:scale_window=20,init_loss_scale=2^16")
+        >>> label, make().loss_scale
+        ('dynamic:scale_window=20,init_loss_scale=2^16', 65536.0)
+    """
+    name, _, listed = text.partition(":")
+    parameters = {}
+    for pair in filter(None, listed.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"A policy's parameter must have the form NAME=VALUE, but got {pair!r} in {text!r}.")
+        parameters[key.strip()] = read_value(value)
+    make = partial(make_policy, name, **parameters)
+    try:
+        make()
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    return text, make
+
+
+def _make(word: str, steps: int, seed: int) -> list[Source]:
+    traces = synthetic_traces(steps, seed)
+    _, colon, kind = word.partition(":")
+    if not colon:
+        return [Source(trace) for trace in traces.values()]
+    kind = kind.replace("_", " ")
+    if kind not in traces:
+        raise UsageError(f"A synthetic trace must be one of {', '.join(traces)}, but got {kind!r}.")
+    return [Source(traces[kind])]
+
+
+def _read_file(path: Path, assume: str) -> Source:
+    if path.suffix == ".json" and _holds_ceilings(path):
+        return Source(from_ceilings(path))
+    run = read_log(path)
+    return Source(run.to_trace(assume), run)
+
+
+def _holds_ceilings(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(content, dict) and not {"ceilings", "steps"}.isdisjoint(content)
+
+
+def _read_folder(folder: Path, assume: str) -> list[Source]:
+    sources = []
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        try:
+            sources.append(_read_file(path, assume))
+        except ValueError as error:
+            print(f"{path} is left out: {error}", file=sys.stderr)
+    if not sources:
+        raise ValueError(f"The folder {str(folder)!r} must hold at least one log, but none of its files is one.")
+    return sources

@@ -1,0 +1,66 @@
+"""Replay one policy on a trace: what it would have skipped, and how far below the ceiling it would have stayed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, read_sources
+from mindformers_adaptive.cli.output import add_json_argument, print_json
+from mindformers_adaptive.lab.policies import POLICY_NAMES
+from mindformers_adaptive.lab.simulate import replay
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """\
+examples:
+  adaptive-loss-scale simulate --policy adaptive:loss_scale_value=2^20,max_scale_window=500 output/log/rank_0/info.log
+  adaptive-loss-scale simulate --policy torch "synthetic:sudden drop" --plot torch.png
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "--policy",
+        default="adaptive",
+        metavar="NAME[:PARAMETER=VALUE,...]",
+        help=f"one of {', '.join(POLICY_NAMES)}, with its own system's parameters; default: adaptive",
+    )
+    add_trace_arguments(parser, several=False)
+    parser.add_argument("--plot", metavar="FILE", help="draw ceiling, scale and skipped steps to this PNG or SVG file")
+    add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Replay the policy on each trace, and print its measures."""
+    label, make = policy_maker(options.policy)
+    results: list[dict[str, Any]] = []
+    sources = read_sources(options)
+    for source in sources:
+        found = replay(make(), source.trace)
+        measures, final = found.measures.as_dict(), found.final_state
+        results.append({"policy": label, "source": source.describe(), "measures": measures, "final_state": final})
+        if not options.json:
+            print(source.text())
+            print("\n".join(f"  {name:<24}{_shown(value)}" for name, value in {**measures, **final}.items()))
+    if options.json:
+        print_json(results)
+    if options.plot:
+        _plot(options, label, sources, make)
+
+
+def _plot(options, label, sources, make):  # type: ignore[no-untyped-def]
+    from mindformers_adaptive.plots.canvas import save
+    from mindformers_adaptive.plots.lab import plot_policies
+
+    if len(sources) > 1:
+        raise ValueError(f"'--plot' draws one trace, but got {len(sources)}. Name one of them.")
+    trace = sources[0].trace
+    save(plot_policies(trace, {label: replay(make(), trace)}), options.plot)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:g}" if isinstance(value, float) else str(value)

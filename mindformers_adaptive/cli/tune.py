@@ -1,0 +1,81 @@
+"""Find the windows, factor and hysteresis that would have cost least on traces, and print the YAML to paste."""
+
+from __future__ import annotations
+
+import argparse
+
+from mindformers_adaptive.cli.lab_arguments import ASSUMPTIONS, add_trace_arguments, read_sources
+from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_json, progress_bar, read_value
+from mindformers_adaptive.lab.configuration import grid
+from mindformers_adaptive.lab.measures import DEFAULT_EXCHANGE_RATE
+from mindformers_adaptive.lab.tune import DEFAULT_GRID, tune
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """\
+examples:
+  adaptive-loss-scale tune output/log/rank_0/info.log
+  adaptive-loss-scale tune my_logs/ --exchange-rate 0.2 --try hysteresis=1,2,4 --try max_scale_window=200,500,1000
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_trace_arguments(parser)
+    parser.add_argument(
+        "--exchange-rate",
+        type=float,
+        default=DEFAULT_EXCHANGE_RATE,
+        help="how many skipped steps in 1000 a bit of headroom over the run is worth; default: "
+        f"{DEFAULT_EXCHANGE_RATE:g}, what a window of 1000 pays to try the next bit",
+    )
+    parser.add_argument(
+        "--try",
+        dest="tried",
+        action="append",
+        default=[],
+        metavar="ARGUMENT=VALUE,VALUE",
+        help="values of an argument of the cell to try, in place of the default ones; may be given several times",
+    )
+    parser.add_argument("--rows", type=int, default=10, help="how many configurations to show; default: 10")
+    add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Search, and print what was found."""
+    try:
+        configurations = grid(**{**DEFAULT_GRID, **dict(_read_tried(text) for text in options.tried)})
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    sources = read_sources(options)
+    assumptions = {
+        name: [source.trace if source.run is None else source.run.to_trace(name) for source in sources]
+        for name in ASSUMPTIONS
+        if name != options.assume and any(source.run for source in sources)
+    }
+    with progress_bar(len(sources) * (1 + len(assumptions)), "sweeping") as progress:
+        found = tune(
+            [source.trace for source in sources],
+            configurations,
+            exchange_rate=options.exchange_rate,
+            assumptions=assumptions,
+            progress=progress,
+        )
+    if options.json:
+        print_json(
+            {
+                "sources": [source.describe() for source in sources],
+                "rows": found.rows(options.rows),
+                "certainty": found.certainty(),
+                "scale_sense": found.recommended.scale_sense(),
+            }
+        )
+    else:
+        print("\n".join(source.text() for source in sources), found.text(options.rows), sep="\n\n")
+
+
+def _read_tried(text: str) -> tuple[str, list[object]]:
+    name, equals, listed = text.partition("=")
+    if not equals or not listed:
+        raise UsageError(f"'--try' must have the form ARGUMENT=VALUE,VALUE, but got {text!r}.")
+    return name.strip(), [read_value(value) for value in listed.split(",")]

@@ -1,0 +1,175 @@
+"""The command-line program: what it prints, its exit codes, and what it says of wrong usage."""
+
+import json
+import re
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from mindformers_adaptive.cli.program import COMMANDS, main
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.simulate import replay
+from mindformers_adaptive.lab.synthetic import synthetic_traces
+
+LOGS = ROOT / "tests" / "lab" / "logs"
+MINDFORMERS_LOG = str(LOGS / "mindformers_1_9_cpu.log")
+
+
+@pytest.fixture
+def run(capsys):
+    """Return a function that runs the program and returns its exit code, its output and its error output."""
+
+    def run_program(*arguments):
+        try:
+            code = main(arguments)
+        except SystemExit as stopped:
+            code = stopped.code
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run_program
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS if name != "train")])
+def test_help_has_an_example_and_exit_code_0(run, command):
+    code, printed, _ = run(*command, "--help")
+    assert code == 0
+    assert printed.startswith("usage: ")
+    if command != ["inspect"]:
+        assert re.search("examples?:\n  adaptive-loss-scale", printed)
+
+
+def test_main_help_names_every_command(run):
+    printed = run("--help")[1]
+    assert all(re.search(rf"^    {name} ", printed, re.MULTILINE) for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["compare"], "required: TRACE"),
+        (["simulate", "--policy", "torhc", "synthetic:spikes"], "'torhc'.*torch"),
+        (["simulate", "--policy", "torch:init_scale", "synthetic:spikes"], "NAME=VALUE, but got 'init_scale'"),
+        (["simulate", "--policy", "torch:foo=1", "synthetic:spikes"], "foo"),
+        (["simulate", "synthetic:nonsense"], "must be one of stationary, .*'nonsense'"),
+        (["tune", "synthetic:spikes", "--try", "windows=1"], "must name arguments of the rule"),
+        (["tune", "synthetic:spikes", "--try", "hysteresis"], "ARGUMENT=VALUE,VALUE"),
+        (["probe", "--config", "nothere.yaml"], "there is no file 'nothere.yaml'"),
+        (["find"], "required: --config"),
+        (["megatron", "--fp16", "--hysteresis", "0"], "'--hysteresis' must be at least 1"),
+    ],
+)
+def test_wrong_usage_has_exit_code_2_and_says_why(run, arguments, message):
+    code, printed, error = run(*arguments)
+    assert code == 2
+    assert printed == ""
+    assert re.search(message, error, re.DOTALL)
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare", "tune", "analyze"])
+def test_a_log_that_is_not_there_has_exit_code_1(run, command):
+    code, printed, error = run(command, "nothere.log")
+    assert (code, printed) == (1, "")
+    assert "nothere.log" in error
+    assert f"adaptive-loss-scale {command}: error:" in error
+
+
+def test_a_file_that_is_no_log_has_exit_code_1(run, tmp_path):
+    (tmp_path / "novel.txt").write_text("It was a dark and stormy night.\n")
+    code, _, error = run("compare", str(tmp_path / "novel.txt"))
+    assert code == 1
+    assert "novel.txt" in error
+
+
+def test_simulate_prints_what_the_lab_measures(run):
+    code, printed, _ = run(
+        "simulate", "--json", "--policy", "torch:init_scale=2^10", "synthetic:spikes", "--steps", "99"
+    )
+    assert code == 0
+    (result,) = json.loads(printed)
+    expected = replay(make_policy("torch", init_scale=2.0**10), synthetic_traces(99, seed=0)["spikes"])
+    assert result["measures"] == expected.measures.as_dict()
+    assert result["final_state"]["loss_scale"] == expected.final_state["loss_scale"]
+
+
+def test_results_on_a_log_say_what_was_read_and_what_is_known(run):
+    described = json.loads(run("simulate", "--json", MINDFORMERS_LOG)[1])[0]["source"]
+    assert described["format"] == "mindformers"
+    assert (described["lines_read"], described["lines_used"], described["lines_ignored"]) == (32, 32, 0)
+    # 11 of the 32 steps overflowed, which a person counts in the log: known from above; the others from below.
+    assert described["bounds_known"]["below"] == 11 / 32
+    assert described["bounds_known"]["at_least"] == 21 / 32
+    text = run("simulate", MINDFORMERS_LOG)[1]
+    assert "32 lines (mindformers), of which 32 were used and 0 ignored" in text
+
+
+def test_compare_of_a_folder_has_a_row_for_each_policy_and_log(run):
+    found = json.loads(run("compare", "--json", str(LOGS), "--policies", "adaptive", "torch")[1])
+    assert len(found["sources"]) == 3
+    assert {(row["policy"], row["trace"]) for row in found["rows"]} == {
+        (policy, trace)
+        for policy in ("adaptive", "torch")
+        for trace in (None, *(source["trace"] for source in found["sources"]))
+    }
+
+
+def test_a_file_of_a_folder_that_is_no_log_is_named(run, tmp_path):
+    (tmp_path / "a.log").write_text((LOGS / "mindformers_1_9_cpu.log").read_text())
+    (tmp_path / "b.txt").write_text("no log\n")
+    code, printed, error = run("compare", str(tmp_path), "--policies", "torch")
+    assert code == 0
+    assert "b.txt is left out" in error
+    assert "a.log: 32 steps" in printed
+
+
+def test_measured_ceilings_are_taken_as_known(run, tmp_path):
+    (tmp_path / "ceilings.json").write_text('{"ceilings": [65536, 65536, 1024, "inf"]}')
+    result = json.loads(
+        run("simulate", "--json", "--policy", "fixed:loss_scale=2^11", str(tmp_path / "ceilings.json"))[1]
+    )
+    assert result[0]["measures"]["skipped"] == 1
+    assert result[0]["measures"]["known_share"] == 1.0
+
+
+def test_assumption_about_ceilings_changes_the_result(run):
+    def headroom(assume):
+        return json.loads(run("simulate", "--json", "--assume", assume, MINDFORMERS_LOG)[1])[0]["measures"][
+            "headroom_lost"
+        ]
+
+    assert headroom("lower_bound") < headroom("interpolated") < headroom("upper_bound")
+
+
+def test_tune_recommends_yaml_that_builds_the_cell(run):
+    tried = ["--try", "loss_scale_value=2^16", "--try", "hysteresis=1", "--try", "scale_factor=2"]
+    found = json.loads(run("tune", "--json", "synthetic:random walk", "--steps", "3000", *tried)[1])
+    section = yaml.safe_load(found["scale_sense"])["scale_sense"]
+    assert section.pop("type") == "AdaptiveLossScaleUpdateCell"
+    best = replay(make_policy("adaptive", **section), synthetic_traces(3000, seed=0)["random walk"])
+    assert best.measures.skipped == found["rows"][0]["skipped"]
+    assert found["certainty"]["verdict"] == "known"
+    text = run("tune", "synthetic:random walk", "--steps", "3000", *tried)[1]
+    assert found["scale_sense"] in text
+    assert "How sure: known." in text
+
+
+def test_megatron_prints_the_section(run):
+    code, printed, _ = run("megatron", "--fp16", "--loss-scale-window", "500", "--lr", "0.1")
+    assert code == 0
+    section = yaml.safe_load(printed)
+    assert (section["max_scale_window"], section["hysteresis"]) == (500, 2)
+    assert run("megatron", "--fp16 --loss-scale-window 500")[1] == printed
+
+
+def test_program_is_what_the_package_runs_as(run_python):
+    printed = run_python("-m", "mindformers_adaptive", "--help").stdout
+    assert printed.startswith("usage: adaptive-loss-scale")
+
+
+def test_lab_commands_do_not_import_mindspore(run_python):
+    code = "import sys; from mindformers_adaptive.cli.program import main; {}; print('mindspore' in sys.modules)"
+    for command in ("main(['compare', 'synthetic', '--steps', '50'])", "main(['megatron', '--fp16'])"):
+        assert run_python("-c", code.format(command)).stdout.splitlines()[-1] == "False"
