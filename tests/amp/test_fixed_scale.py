@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
+from dense_network import Dense
 from mindspore import amp, nn
 
 from mindformers_adaptive import FixedScaleTrainOneStepCell
 
 
 @pytest.mark.parametrize("optimizer", ["AdamWeightDecay", "Momentum"])
-def test_step_is_that_of_unscaled_training(mode, make_dense, optimizer):
-    scaled, plain = make_dense(), make_dense()
+def test_step_is_that_of_unscaled_training(mode, optimizer):
+    scaled, plain = Dense(), Dense()
     step = FixedScaleTrainOneStepCell(scaled.network, scaled.optimizer(optimizer), loss_scale=1024)
     reference = nn.TrainOneStepCell(plain.network, plain.optimizer(optimizer))
     for _ in range(3):
@@ -20,16 +21,17 @@ def test_step_is_that_of_unscaled_training(mode, make_dense, optimizer):
         assert not np.array_equal(scaled.weight(), before)
 
 
-def test_stock_cell_with_this_optimizer_takes_another_step(graph_mode, make_dense):
+def test_stock_cell_with_this_optimizer_takes_another_step(graph_mode):
     # What the cell is for: without the division the weight decay is 1024 times too weak against the gradient.
-    scaled, plain = make_dense(), make_dense()
+    scaled, plain = Dense(), Dense()
     stock = nn.TrainOneStepCell(scaled.network, scaled.optimizer("AdamWeightDecay", weight_decay=0.5), sens=1024.0)
     step = FixedScaleTrainOneStepCell(plain.network, plain.optimizer("AdamWeightDecay", weight_decay=0.5), 1024.0)
     stock(*scaled.batch()), step(*plain.batch())
     assert not np.array_equal(scaled.weight(), plain.weight())
 
 
-def test_overflow_is_not_skipped(mode, dense):
+def test_overflow_is_not_skipped(mode):
+    dense = Dense()
     step = FixedScaleTrainOneStepCell(dense.network, dense.optimizer(), loss_scale=1024)
     step(*dense.batch(overflow=True))
     assert not np.isfinite(dense.weight()).all()
@@ -44,11 +46,13 @@ def test_overflow_is_not_skipped(mode, dense):
         (amp.FixedLossScaleManager(1024.0, False), TypeError, r"Give manager\.get_loss_scale\(\)"),
     ],
 )
-def test_bad_loss_scale_is_refused(dense, loss_scale, error, message):
+def test_bad_loss_scale_is_refused(loss_scale, error, message):
+    dense = Dense()
     with pytest.raises(error, match=message):
         FixedScaleTrainOneStepCell(dense.network, dense.optimizer(), loss_scale)
 
 
-def test_optimizer_that_divides_too_is_refused(dense):
+def test_optimizer_that_divides_too_is_refused():
+    dense = Dense()
     with pytest.raises(ValueError, match=r"'optimizer' must not divide the gradients.*Momentum with loss_scale=1024"):
         FixedScaleTrainOneStepCell(dense.network, dense.optimizer(loss_scale=1024.0), 1024)

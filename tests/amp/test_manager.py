@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from dense_network import Dense
 from mindspore import Parameter, Tensor, amp
 
 from mindformers_adaptive import AdaptiveLossScaleManager, AdaptiveLossScaler, AdaptiveLossScaleUpdateCell
@@ -81,6 +82,7 @@ def test_window_off_the_ladder_starts_at_the_smallest_with_a_warning():
         (amp.FixedLossScaleManager(8, False).get_update_cell(), "use FixedScaleTrainOneStepCell"),
     ],
 )
-def test_what_is_no_update_cell_is_refused_where_one_is_needed(cell, scale_sense, remedy, dense):
+def test_what_is_no_update_cell_is_refused_where_one_is_needed(cell, scale_sense, remedy):
+    dense = Dense()
     with pytest.raises(TypeError, match=f"'scale_sense' must be an update cell or a Tensor, but got .*{remedy}"):
         cell(dense.network, dense.optimizer(), scale_sense=scale_sense)

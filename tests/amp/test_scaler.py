@@ -5,6 +5,7 @@ import itertools
 import mindspore
 import numpy as np
 import pytest
+from dense_network import Dense
 from mindspore import Tensor, amp
 
 from mindformers_adaptive import AdaptiveLossScaler
@@ -42,10 +43,11 @@ def test_with_one_window_it_is_the_dynamic_loss_scaler(graph_mode, scale_window)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_training_skips_overflows_and_takes_the_other_steps_as_fp32_does(mode, dense, make_dense, compiled):
+def test_training_skips_overflows_and_takes_the_other_steps_as_fp32_does(mode, compiled):
+    dense = Dense()
     scaler = AdaptiveLossScaler(2**16, scale_window=20)
     scaled = functional_step(dense, scaler, compiled)
-    reference = make_dense()
+    reference = Dense()
     plain = functional_step(reference, None, compiled=False)
     rule = AdaptiveRule()
     state = rule.start(2**16)
@@ -120,7 +122,8 @@ def test_saved_and_loaded_scaler_goes_on_as_if_it_had_never_stopped(graph_mode, 
         assert resumed.state() == whole.state()
 
 
-def test_state_goes_into_one_file_with_the_network(graph_mode, tmp_path, dense):
+def test_state_goes_into_one_file_with_the_network(graph_mode, tmp_path):
+    dense = Dense()
     scaler = AdaptiveLossScaler(2**20)
     adjust(scaler, True)
     file = str(tmp_path / "all.ckpt")

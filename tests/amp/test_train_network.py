@@ -5,6 +5,7 @@ import warnings
 import mindspore.train.amp
 import numpy as np
 import pytest
+from dense_network import Dense
 from mindspore import amp, dataset, nn
 from mindspore.train import Callback, Model
 
@@ -83,7 +84,8 @@ def batches(count):
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "auto"])
 @pytest.mark.parametrize("manager", MANAGERS)
-def test_model_trains_with_the_manager_as_the_reference_says(graph_mode, scaling_on_cpu, dense, manager, level):
+def test_model_trains_with_the_manager_as_the_reference_says(graph_mode, scaling_on_cpu, manager, level):
+    dense = Dense()
     make_manager, reference = MANAGERS[manager]
     recorder = StepRecorder(dense.weight)
     manager = make_manager()
@@ -97,7 +99,8 @@ def test_model_trains_with_the_manager_as_the_reference_says(graph_mode, scaling
         assert manager.get_loss_scale() == recorder.loss_scales[-1]
 
 
-def test_pynative_mode_gives_the_same_path(mode, scaling_on_cpu, dense):
+def test_pynative_mode_gives_the_same_path(mode, scaling_on_cpu):
+    dense = Dense()
     make_manager, reference = MANAGERS["adaptive"]
     recorder = StepRecorder(dense.weight)
     model = Model(dense.layer, dense.loss_fn, dense.optimizer(), amp_level="O2", loss_scale_manager=make_manager())
@@ -106,14 +109,15 @@ def test_pynative_mode_gives_the_same_path(mode, scaling_on_cpu, dense):
     assert any(recorder.overflows)
 
 
-def test_without_the_one_line_model_refuses_on_cpu(dense):
+def test_without_the_one_line_model_refuses_on_cpu():
+    dense = Dense()
     assert mindspore.train.amp.build_train_network is not build_train_network
     with pytest.raises(ValueError, match="on device `CPU`"):
         Model(dense.layer, dense.loss_fn, dense.optimizer(), loss_scale_manager=amp.DynamicLossScaleManager())
 
 
-def test_fixed_scale_without_skipping_is_divided_by_the_optimizer(graph_mode, scaling_on_cpu, make_dense):
-    scaled, plain = make_dense(), make_dense()
+def test_fixed_scale_without_skipping_is_divided_by_the_optimizer(graph_mode, scaling_on_cpu):
+    scaled, plain = Dense(), Dense()
     manager, optimizer = amp.FixedLossScaleManager(1024.0, False), scaled.optimizer(loss_scale=1024.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -124,7 +128,8 @@ def test_fixed_scale_without_skipping_is_divided_by_the_optimizer(graph_mode, sc
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
-def test_level_without_a_manager_has_the_stock_default(dense, level):
+def test_level_without_a_manager_has_the_stock_default(level):
+    dense = Dense()
     default = mindspore.train.amp._config_level[level]["loss_scale_manager"]
     built = build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, level=level)
     assert isinstance(built, wrapper.TrainOneStepWithLossScaleCell) == (default is not None)
@@ -135,14 +140,16 @@ def test_level_without_a_manager_has_the_stock_default(dense, level):
         assert (cell.get_loss_scale(), cell.scale_factor, cell.scale_window.asnumpy()) == expected
 
 
-def test_network_that_returns_the_loss_needs_no_loss_function(graph_mode, dense):
+def test_network_that_returns_the_loss_needs_no_loss_function(graph_mode):
+    dense = Dense()
     built = build_train_network(dense.network, dense.optimizer(), loss_scale_manager=AdaptiveLossScaleManager())
     assert built.training
     assert not bool(built(*dense.batch())[1])
     assert bool(built(*dense.batch(overflow=True))[1])
 
 
-def test_none_as_manager_scales_nothing(dense):
+def test_none_as_manager_scales_nothing():
+    dense = Dense()
     built = build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, level="O2", loss_scale_manager=None)
     assert type(built) is nn.TrainOneStepCell
 
@@ -155,31 +162,36 @@ def test_none_as_manager_scales_nothing(dense):
         (AdaptiveLossScaler(1024), "Give AdaptiveLossScaleManager"),
     ],
 )
-def test_what_is_no_manager_is_refused_where_one_is_needed(scaling_on_cpu, dense, manager, remedy):
+def test_what_is_no_manager_is_refused_where_one_is_needed(scaling_on_cpu, manager, remedy):
+    dense = Dense()
     with pytest.raises(TypeError, match=f"'loss_scale_manager' must be a loss-scale manager, but got .*{remedy}"):
         build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, loss_scale_manager=manager)
     with pytest.raises(TypeError, match=f"'loss_scale_manager' must be a loss-scale manager, but got .*{remedy}"):
         Model(dense.layer, dense.loss_fn, dense.optimizer(), loss_scale_manager=manager)
 
 
-def test_other_things_as_manager_are_refused_as_by_mindspore(dense):
+def test_other_things_as_manager_are_refused_as_by_mindspore():
+    dense = Dense()
     with pytest.raises(TypeError, match="loss_scale_manager"):
         build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, loss_scale_manager=1024)
 
 
-def test_gradients_divided_twice_give_a_warning(dense):
+def test_gradients_divided_twice_give_a_warning():
+    dense = Dense()
     optimizer = dense.optimizer(loss_scale=1024.0)
     with pytest.warns(UserWarning, match=r"Momentum has loss_scale=1024.0 .* 1024.0 times too small"):
         build_train_network(dense.layer, optimizer, dense.loss_fn, loss_scale_manager=AdaptiveLossScaleManager())
 
 
-def test_gradients_never_divided_give_a_warning(dense):
+def test_gradients_never_divided_give_a_warning():
+    dense = Dense()
     manager = amp.FixedLossScaleManager(1024.0, False)
     with pytest.warns(UserWarning, match=r"1024.0 times too large.*FixedScaleTrainOneStepCell"):
         build_train_network(dense.layer, dense.optimizer("AdamWeightDecay"), dense.loss_fn, loss_scale_manager=manager)
 
 
-def test_what_has_stock_cells_that_cpu_cannot_run_is_refused(dense):
+def test_what_has_stock_cells_that_cpu_cannot_run_is_refused():
+    dense = Dense()
     accumulating = nn.GradAccumulationCell(dense.network, 2)
     with pytest.raises(ValueError, match="together with gradient accumulation on CPU"):
         build_train_network(accumulating, dense.optimizer(), loss_scale_manager=AdaptiveLossScaleManager())

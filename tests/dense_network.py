@@ -1,7 +1,6 @@
 """A small network that overflows when it is told to."""
 
 import numpy as np
-import pytest
 from mindspore import Tensor, nn
 
 
@@ -26,13 +25,3 @@ class Dense:
         features = np.arange(12, dtype=np.float32).reshape(3, 4) / 8
         features[0, 0] = np.inf if overflow else features[0, 0]
         return Tensor(features), Tensor(np.zeros((3, 2), np.float32))
-
-
-@pytest.fixture
-def dense():
-    return Dense()
-
-
-@pytest.fixture
-def make_dense():
-    return Dense
