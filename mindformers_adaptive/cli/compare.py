@@ -62,10 +62,11 @@ def run(options: argparse.Namespace) -> None:
 
 def _plot(file, makers, traces, comparison):  # type: ignore[no-untyped-def]
     from mindformers_adaptive.plots.canvas import save
-    from mindformers_adaptive.plots.lab import plot_pareto_front, plot_policies
+    from mindformers_adaptive.plots.lab import draw_replays
+    from mindformers_adaptive.plots.pareto import draw_comparison
 
     if len(traces) == 1:
         replays = {label: replay(make(), traces[0]) for label, make in makers.items()}
-        save(plot_policies(traces[0], replays), file)
+        save(draw_replays(traces[0], replays), file)
     else:
-        save(plot_pareto_front(comparison), file)
+        save(draw_comparison(comparison), file)

@@ -14,13 +14,12 @@ from typing import Any
 from mindformers_adaptive.cli.output import UsageError, read_value
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import Policy, make_policy
-from mindformers_adaptive.lab.recorded_run import RecordedRun, bound_shares
+from mindformers_adaptive.lab.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
 from mindformers_adaptive.lab.synthetic import from_ceilings, synthetic_traces
 from mindformers_adaptive.lab.trace import Trace
 
-__all__ = ["ASSUMPTIONS", "Source", "add_trace_arguments", "policy_maker", "read_sources"]
+__all__ = ["Source", "add_trace_arguments", "policy_maker", "read_sources"]
 
-ASSUMPTIONS = ("interpolated", "lower_bound", "upper_bound")
 _SYNTHETIC = "synthetic"
 
 
@@ -78,7 +77,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
     parser.add_argument(
         "--assume",
         choices=ASSUMPTIONS,
-        default=ASSUMPTIONS[0],
+        default="interpolated",
         help="what a log does not tell of the ceilings: interpolated between what neighbouring skips say (default), "
         "or the lowest or highest that its bounds allow",
     )

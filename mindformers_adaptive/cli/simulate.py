@@ -52,12 +52,12 @@ def run(options: argparse.Namespace) -> None:
 
 def _plot(options, label, sources, make):  # type: ignore[no-untyped-def]
     from mindformers_adaptive.plots.canvas import save
-    from mindformers_adaptive.plots.lab import plot_policies
+    from mindformers_adaptive.plots.lab import draw_replays
 
     if len(sources) > 1:
         raise ValueError(f"'--plot' draws one trace, but got {len(sources)}. Name one of them.")
     trace = sources[0].trace
-    save(plot_policies(trace, {label: replay(make(), trace)}), options.plot)
+    save(draw_replays(trace, {label: replay(make(), trace)}), options.plot)
 
 
 def _shown(value: object) -> str:

@@ -1,0 +1,44 @@
+"""Say what the loss scale did in a run, from its log: skips, when, the path of the scale, the waste, what to change."""
+
+from __future__ import annotations
+
+import argparse
+
+from mindformers_adaptive.cli.output import add_json_argument, print_json
+from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.logs import FORMATS, read_log
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """\
+examples:
+  adaptive-loss-scale analyze output/log/rank_0/info.log
+  adaptive-loss-scale analyze megatron_day_1.log megatron_day_2.log --plot run.png
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "logs", nargs="+", metavar="LOG", help="the log or record of one run; several files in the order of writing"
+    )
+    parser.add_argument("--format", choices=FORMATS, help="of the log; default: the one whose lines are found")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw loss, loss scale and skipped steps to this PNG or SVG file"
+    )
+    add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Read the log, and print what happened."""
+    recorded = read_log(options.logs, options.format)
+    found = analyze(recorded)
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        print(found.text())
+    if options.plot:
+        from mindformers_adaptive.plots.canvas import save
+        from mindformers_adaptive.plots.record import draw_run
+
+        save(draw_run(recorded), options.plot)
