@@ -27,7 +27,15 @@ setup(
     ],
     entry_points={"console_scripts": ["adaptive-loss-scale=mindformers_adaptive.cli.program:main"]},
     extras_require={
-        "plot": ["matplotlib>=3.7"],
-        "dev": ["pytest>=8", "hypothesis>=6", "ruff==0.17.6", "mypy==2.4.1", "types-PyYAML", "build"],
+        "plot": ["matplotlib>=3.8"],
+        "dev": [
+            "matplotlib>=3.8",
+            "pytest>=8",
+            "hypothesis>=6",
+            "ruff==0.17.6",
+            "mypy==2.4.1",
+            "types-PyYAML",
+            "build",
+        ],
     },
 )

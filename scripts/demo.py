@@ -1,4 +1,4 @@
-"""Run the demo: train through the launcher with progress shown, and report what the loss scale did.
+"""Run the demo: train through the launcher with progress shown, report what the loss scale did, and draw it.
 
 python scripts/demo.py --corpus output/corpus --output_dir output
 """
@@ -16,11 +16,16 @@ from typing import NamedTuple
 import yaml
 from tqdm import tqdm
 
+from mindformers_adaptive.lab.scale_path import PATH_HEADING, Change, path_line, phases, power, ranges
 from mindformers_adaptive.launch_options import parse_arguments
 from mindformers_adaptive.rule import AdaptiveRule
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
+SWEPT_SCALES = ["1", "4", "16", "64", "512", "2^12", "2^16", "2^20"]
+# Files and what they show; 64 and 512 are what people compare by hand.
+HISTOGRAMS = ("gradients.png", ["--loss-scales", "1", "64", "512"])
+UNDERFLOW = ("underflow.png", ["--underflow"])
 STEP_LINE = re.compile(
     r"step:\[ *(?P<number>\d+)/ *(?P<total>\d+)\], loss:\[(?P<loss>[^/]+)/.*"
     r"overflow cond: (?P<overflow>True|False), loss_scale: (?P<loss_scale>[^,]+),"
@@ -54,6 +59,8 @@ def main():
     run_folder = make_run_folder(arguments.output_dir.resolve())
     steps = train(run_folder, arguments.corpus.resolve(), arguments.options)
     print("\n".join(report(steps, run_folder, read_scale_sense(arguments.options))))
+    draw(run_folder, arguments.corpus.resolve())
+    print(f"Pictures    {', '.join(shown(picture) for picture in sorted(run_folder.glob('*.png')))}")
 
 
 def make_run_folder(output_dir):
@@ -93,6 +100,25 @@ def train(run_folder, corpus, options):
         last_lines = "".join(console.read_text(encoding="utf-8").splitlines(keepends=True)[-20:])
         sys.exit(f"{last_lines}\nThe training stopped with exit code {process.returncode}; see {shown(console)}")
     return steps
+
+
+def draw(run_folder, corpus):
+    """Draw the record of the run, and the gradients of the trained model at several loss scales."""
+    program = [sys.executable, "-m", "mindformers_adaptive"]
+    record = run_folder / "loss_scale_record.jsonl"
+    run_quietly([*program, "plot", str(record), "run.png"], run_folder)
+    probe = [*program, "probe", "--config", str(CONFIG), "--train_dataset_dir", str(corpus)]
+    probe += ["--checkpoint", str(run_folder / "checkpoint"), "--loss-scales", *SWEPT_SCALES]
+    run_quietly([*probe, "--output", "gradients.json"], run_folder)
+    for file, options in (HISTOGRAMS, UNDERFLOW):
+        run_quietly([*program, "plot", "gradients.json", file, *options], run_folder)
+
+
+def run_quietly(command, run_folder):
+    """Run a command; what it prints is shown only if it fails."""
+    finished = subprocess.run(command, cwd=run_folder, capture_output=True, text=True, errors="replace")
+    if finished.returncode != 0:
+        sys.exit(f"{finished.stdout}{finished.stderr[-3000:]}\nThis failed: {' '.join(command)}")
 
 
 def parse_step(line):
@@ -147,45 +173,28 @@ def report(steps, run_folder, scale_sense):
         f"(first step; mean of the last {len(last)} applied steps)",
         f"Steps     {len(steps)}, of which {len(skipped)} were skipped for an overflow: {ranges(skipped)}",
         "",
-        "   steps      what the loss scale did      loss scale        window",
+        PATH_HEADING,
         *path(moments),
         "",
         f"Logs        {shown(run_folder / 'log' / 'rank_0')}",
+        f"Record      {shown(run_folder / 'loss_scale_record.jsonl')}",
         f"Checkpoint  {shown(checkpoints[-1]) if checkpoints else 'none was written'}",
     ]
 
 
 def path(moments):
     """One line for each row of changes in the same direction."""
-    changes = [moment for moment in moments if moment.before != moment.after]
-    for fell, group in itertools.groupby(changes, key=lambda moment: moment.step.overflow):
-        group = list(group)
-        first, last = group[0], group[-1]
-        what = f"{len(group)} {'drop' if fell else 'raise'}{'s' if len(group) > 1 else ''}"
-        windows = list(dict.fromkeys([first.before[1], *(moment.after[1] for moment in group)]))
-        scales = f"{power(first.before[0])} -> {power(last.after[0])}"
-        numbers = ranges([first.step.number]) if first is last else f"{first.step.number}-{last.step.number}"
-        yield f"   {numbers:<10} {what:<28} {scales:<17} {' -> '.join(map(str, windows))}"
+    changes = [
+        Change(moment.step.number, "drop" if moment.step.overflow else "raise", moment.before, moment.after)
+        for moment in moments
+        if moment.before != moment.after
+    ]
+    return map(path_line, phases(changes))
 
 
 def shown(path):
     """A path as short as it can be seen from the working folder."""
     return os.path.relpath(path)
-
-
-def ranges(numbers):
-    """[1, 2, 3, 7] as "1-3, 7"."""
-    parts = []
-    for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-    return ", ".join(parts) or "none"
-
-
-def power(scale):
-    """A scale as a power of two where it is one."""
-    exponent = round(math.log2(scale))
-    return f"2^{exponent}" if math.isclose(scale, 2.0**exponent, rel_tol=1e-6) else f"{scale:g}"
 
 
 if __name__ == "__main__":

@@ -76,4 +76,4 @@ def _draw_run(file: str):  # type: ignore[no-untyped-def]
         record = read_record(file)
     except ValueError:
         return draw_run(read_log(file))
-    return draw_record(record, Path(file).name)
+    return draw_record(record)

@@ -1,0 +1,1 @@
+"""Pictures of runs, gradients and policies. They need matplotlib: ``pip install mindformers_adaptive[plot]``."""

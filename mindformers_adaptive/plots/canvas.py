@@ -1,0 +1,237 @@
+"""What all pictures share: matplotlib on first use, one style, and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindformers_adaptive.whole_file import written_whole
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "CONTEXT",
+    "FAINT",
+    "LINE_STYLES",
+    "MAIN",
+    "MUTED",
+    "PURPLE",
+    "SECOND",
+    "WARNING",
+    "as_text",
+    "count",
+    "dress",
+    "headline",
+    "legend_above",
+    "new_figure",
+    "percent",
+    "power_of_two",
+    "save",
+    "say_instead",
+    "use_power_of_two_axis",
+    "use_step_axis",
+]
+
+# The colours of Okabe and Ito, https://jfly.uni-koeln.de/color, which colour-blind people can tell apart.
+MAIN, SECOND, WARNING = "#0072b2", "#009e73", "#d55e00"
+PURPLE, FAINT = "#cc79a7", "#56b4e9"
+MUTED, CONTEXT = "#5f5f5f", "#e3e3e3"
+
+# Colour and dashes of each of several lines; the dashes change where the colours repeat.
+_COLOURS = (MAIN, WARNING, SECOND, PURPLE, "#e69f00", FAINT)
+LINE_STYLES = tuple((colour, dashes) for dashes in ("solid", "dashed", "dotted", "dashdot") for colour in _COLOURS)
+
+_DOTS_PER_INCH = 120
+_FORMATS = (".png", ".svg")
+_HEADLINE_SIZE, _LABEL_SIZE = 14, 10.5
+_LETTERS_PER_INCH = 9.6
+
+# A formula between dollar signs, and a word of private letters to stand for it.
+_FORMULA, _PLACE_OF_FORMULA = re.compile(r"\$2\^[^$]*\$"), "\ue000" * 3
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure that belongs to no window and to no global state.
+
+    Args:
+        width (float): in inches of 120 dots; 10 inches are 1200 pixels.
+        height (float): likewise.
+
+    Raises:
+        ImportError: if matplotlib cannot be imported; the message says how to install it.
+
+    Examples:
+        >>> axes = new_figure(10, 5).subplots()
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"Pictures need matplotlib, which cannot be imported ({error}). Install it with the extra 'plot': "
+            "pip install mindformers_adaptive[plot]"
+        ) from error
+    figure = Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a picture to a file, which appears whole or not at all.
+
+    Args:
+        figure (Figure): the picture.
+        path (str): a file whose name ends in .png or .svg; one that is there is replaced, and its folder is made.
+
+    Returns:
+        Path, the file.
+
+    Raises:
+        ValueError: if the name has another ending.
+        OSError: if the file cannot be written; one that was there is then as it was.
+
+    Examples:
+        >>> import tempfile
+        >>> figure = new_figure(4, 3)
+        >>> folder = tempfile.mkdtemp()
+        >>> save(figure, Path(folder, "empty.png")).name
+        'empty.png'
+    """
+    from matplotlib import rc_context
+
+    target = Path(path)
+    ending = target.suffix.lower()
+    if ending not in _FORMATS:
+        raise ValueError(
+            f"'path' must name a picture that ends in {' or '.join(_FORMATS)}, but got {str(path)!r}. Change the "
+            "ending."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None} if ending == ".svg" else None
+    # Neither dates nor random names, so that an SVG changes only where the picture does.
+    with (
+        rc_context({"svg.hashsalt": "mindformers_adaptive", "svg.fonttype": "path"}),
+        written_whole(target, "wb") as picture,
+    ):
+        figure.savefig(picture, format=ending[1:], dpi=_DOTS_PER_INCH, metadata=metadata)
+    return target
+
+
+def headline(figure: Figure, finding: str) -> None:
+    """Put the finding above the picture, on as many lines as it takes."""
+    # A formula is longer in the text than in the picture.
+    formulas = iter(_FORMULA.findall(finding))
+    lines = textwrap.wrap(_FORMULA.sub(_PLACE_OF_FORMULA, finding), int(figure.get_figwidth() * _LETTERS_PER_INCH))
+    text = re.sub(_PLACE_OF_FORMULA, lambda _: next(formulas), "\n".join(lines))
+    figure.suptitle(text, x=0.008, ha="left", fontsize=_HEADLINE_SIZE)
+
+
+def dress(axes: Axes, *, title: str = "", x_label: str = "", y_label: str = "") -> None:
+    """Give a panel its style, labels and, on the left, its title."""
+    axes.grid(alpha=0.3, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=10)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11, color=MUTED)
+    if x_label:
+        axes.set_xlabel(x_label, fontsize=_LABEL_SIZE)
+    if y_label:
+        axes.set_ylabel(y_label, fontsize=_LABEL_SIZE)
+
+
+def legend_above(axes: Axes, handles: Sequence[Artist] | None = None, columns: int = 6) -> None:
+    """Put a panel's legend above it on the right, where it hides no data."""
+    shown = axes.get_legend_handles_labels()[0] if handles is None else list(handles)
+    if shown:
+        axes.legend(
+            handles=shown,
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
+            ncols=min(columns, len(shown)),
+            fontsize=10,
+            frameon=False,
+            borderaxespad=0.2,
+            columnspacing=1.4,
+            handlelength=1.6,
+        )
+
+
+def use_power_of_two_axis(axes: Axes, lowest: float, highest: float) -> None:
+    """Make the y axis logarithmic to base 2, from below the lowest to above the highest of some values above 0."""
+    axes.set_yscale("log", base=2)
+    axes.minorticks_off()
+    margin = 2.0 ** max(1.0, 0.06 * (math.log2(highest) - math.log2(lowest)))
+    axes.set_ylim(lowest / margin, highest * margin)
+
+
+def use_step_axis(axes: Axes, first: float, last: float) -> None:
+    """Make the x axis one of steps, from before the first to after the last."""
+    room = max(0.01 * (last - first), 1.0)
+    axes.set_xlim(first - room, last + room)
+    axes.set_xlabel("step", fontsize=_LABEL_SIZE)
+    axes.locator_params(axis="x", integer=True)
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+
+
+def say_instead(axes: Axes, text: str) -> None:
+    """Say in an empty panel why it is."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", fontsize=11, color=MUTED)
+    axes.set_yticks([])
+
+
+def power_of_two(value: float) -> str:
+    """Return a number above 0 as a power of two in matplotlib's notation for formulas.
+
+    Examples:
+        >>> power_of_two(65536.0), power_of_two(1000.0)
+        ('$2^{16}$', '$2^{9.97}$')
+    """
+    exponent = round(math.log2(value), 2)
+    return f"$2^{{{exponent:g}}}$"
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage of two significant digits; what is not 0 never reads 0.
+
+    Examples:
+        >>> percent(0.12345), percent(1.0), percent(0.0), percent(0.00000812)
+        ('12 %', '100 %', '0 %', '0.00081 %')
+    """
+    hundredths = 100.0 * share
+    if hundredths <= 0.0:
+        return "0 %"
+    # Rounding must not turn nearly all into all.
+    if 99.0 < hundredths < 100.0:
+        return "over 99 %"
+    digits = min(max(0, 1 - math.floor(math.log10(hundredths))), 12)
+    shown = f"{hundredths:.{digits}f}"
+    return f"{shown.rstrip('0') if '.' in shown else shown} %".replace(". %", " %")
+
+
+def count(number: int, what: str) -> str:
+    """Return a number of things.
+
+    Examples:
+        >>> count(1, "step"), count(12000, "step")
+        ('1 step', '12,000 steps')
+    """
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def as_text(name: str) -> str:
+    """Return a name so that matplotlib does not take its dollar signs for formulas.
+
+    Examples:
+        >>> print(as_text("run $1"))
+        run \\$1
+    """
+    return name.replace("$", r"\$")

@@ -1,0 +1,305 @@
+"""Compare adaptive loss scaling with fixed windows on made traces and sample logs, and draw the comparison.
+
+    python scripts/study.py
+
+Prints Markdown: skipped steps and headroom lost of each policy, who is best on each kind of trace, and where and why
+the adaptive rule is worse. The same arguments give the same text and picture, docs/policy_study.svg.
+"""
+
+import argparse
+import math
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.simulate import compare, replay
+from mindformers_adaptive.lab.synthetic import synthetic_traces
+from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, dress, headline, new_figure, save
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = ROOT / "tests" / "lab" / "logs"
+SAME_SCALE = 2.0**16
+WINDOWS = (20, 100, 1000, 2000)
+ADAPTIVE = "adaptive 20-1000"
+MEAN = "mean"
+
+# From the same initial scale. PyTorch's rule is then that of the dynamic window 2000, number by number.
+SAME_START = {
+    ADAPTIVE: partial(make_policy, "adaptive", loss_scale_value=SAME_SCALE),
+    **{
+        f"dynamic {window}": partial(make_policy, "dynamic", init_loss_scale=SAME_SCALE, scale_window=window)
+        for window in WINDOWS
+    },
+    "Megatron": partial(make_policy, "megatron", initial_scale=SAME_SCALE),
+    "PyTorch": partial(make_policy, "torch", init_scale=SAME_SCALE),
+}
+OWN_DEFAULTS = {
+    ADAPTIVE: partial(make_policy, "adaptive"),
+    "MindSpore dynamic": partial(make_policy, "dynamic"),
+    "Megatron": partial(make_policy, "megatron"),
+    "PyTorch": partial(make_policy, "torch"),
+}
+
+
+def main():
+    arguments = parse_arguments()
+    same = study(SAME_START, arguments.steps, arguments.seeds)
+    own = study(OWN_DEFAULTS, arguments.steps, arguments.seeds)
+    print("\n".join(report(same, own, arguments.steps, arguments.seeds)))
+    print(f"\nDrawn: {os.path.relpath(save(draw(same), arguments.picture))}")
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=positive, default=10_000, help="steps of each made trace (default: 10000)")
+    parser.add_argument("--seeds", type=positive, default=5, help="made traces of each kind (default: 5)")
+    parser.add_argument(
+        "--picture", type=Path, default=ROOT / "docs" / "policy_study.svg", help="file (default: docs/policy_study.svg)"
+    )
+    return parser.parse_args()
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but got {text}")
+    return number
+
+
+def study(policies, steps, seeds):
+    """By policy and kind of trace the means over the seeds: skipped steps in 1000, headroom lost, unavoidable skips."""
+    seeded = [synthetic_traces(steps, seed) for seed in range(seeds)]
+    found = {policy: {} for policy in policies}
+    for kind in seeded[0]:
+        for policy, on_traces in compare(policies, [traces[kind] for traces in seeded]).measures.items():
+            found[policy][kind] = figures(on_traces)
+    for on_kinds in found.values():
+        rows = list(on_kinds.values())
+        on_kinds[MEAN] = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    return found
+
+
+def figures(measures):
+    return {
+        "skipped": float(np.mean([1000 * one.skipped / one.steps for one in measures])),
+        "headroom_lost": float(np.mean([one.headroom_lost for one in measures])),
+        "unavoidable": float(np.mean([one.unavoidable for one in measures])),
+    }
+
+
+def report(same, own, steps, seeds):
+    """The report, as lines of Markdown."""
+    kinds = [kind for kind in same[ADAPTIVE] if kind != MEAN]
+    most = max(row["unavoidable"] for found in (same, own) for on_kinds in found.values() for row in on_kinds.values())
+    start = f"2^{math.log2(SAME_SCALE):g}"
+    yield f"Made traces: {len(kinds)} kinds, {seeds} seeds (0 to {seeds - 1}) of {steps} steps each. A cell has means"
+    yield "over the seeds: skipped steps in 1000 / headroom lost in bits, log2(ceiling / scale) at the applied steps."
+    if most:
+        yield f"The oracle, which knows the ceilings, loses no headroom and skips up to {most:g} steps of a trace."
+    else:
+        yield "The oracle, which knows the ceilings, skips and loses nothing: both numbers are the regret as well."
+    yield ""
+    yield f"All from the initial scale {start} (the ceilings are about 2^18 in the middle):"
+    yield ""
+    yield from figures_table(same)
+    yield ""
+    yield "Each with its system's own initial scale and window (2^16; 2^24 and 2000; 2^32 and 1000; 2^16 and 2000):"
+    yield ""
+    yield from figures_table(own)
+    yield ""
+    yield f"Who is best from {start} (PyTorch is dynamic {WINDOWS[-1]} there). Cost: skipped steps in 1000, and so many"
+    yield "more for a bit of headroom. The last column: at which of these prices the adaptive rule costs least."
+    yield ""
+    yield from best_table({policy: row for policy, row in same.items() if policy != "PyTorch"})
+    yield ""
+    yield "Where the adaptive rule is worse, and why, from its replays (means over the seeds):"
+    yield ""
+    yield from reason_table(same, steps, seeds)
+    yield ""
+    yield "Sample logs: skipped steps / headroom lost in bits / share of steps whose outcome the log knows; that of the"
+    yield "others is assumed, with ceilings interpolated. Such short logs tell of the start, and of windows nothing."
+    yield ""
+    yield f"From {start}:"
+    yield ""
+    yield from logs_table(SAME_START)
+    yield ""
+    yield "Each with its own defaults:"
+    yield ""
+    yield from logs_table(OWN_DEFAULTS)
+
+
+def table(columns, rows):
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
+def figures_table(found):
+    rows = []
+    for kind in next(iter(found.values())):
+        on_kind = [row[kind] for row in found.values()]
+        rows.append([kind, *(f"{row['skipped']:.1f} / {row['headroom_lost']:.2f}" for row in on_kind)])
+    return table(["trace", *found], rows)
+
+
+def best_table(found):
+    rows = []
+    for kind in found[ADAPTIVE]:
+        on_kind = {policy: row[kind] for policy, row in found.items()}
+        beaten_by = [policy for policy, row in on_kind.items() if beats(row, on_kind[ADAPTIVE])]
+        rates = cheapest_rates(on_kind)
+        rows.append(
+            [
+                kind,
+                min(on_kind, key=lambda policy: on_kind[policy]["skipped"]),
+                min(on_kind, key=lambda policy: on_kind[policy]["headroom_lost"]),
+                cheapest(on_kind, 1.0),
+                cheapest(on_kind, 10.0),
+                ", ".join(beaten_by) or "none",
+                "none" if rates is None else f"{rates[0]:.1f} to {rates[1]:.1f}",
+            ]
+        )
+    columns = ["trace", "fewest skipped", "least headroom lost", "least cost, 1 a bit", "least cost, 10 a bit"]
+    return table([*columns, "better than adaptive in both", "adaptive costs least at"], rows)
+
+
+def beats(row, other):
+    pairs = [(row[name], other[name]) for name in ("skipped", "headroom_lost")]
+    return all(one <= two for one, two in pairs) and any(one < two for one, two in pairs)
+
+
+def cheapest(on_kind, rate):
+    """The policy of the smallest cost, which is that of lab.measures.cost in the mean."""
+    return min(on_kind, key=lambda policy: on_kind[policy]["skipped"] + rate * on_kind[policy]["headroom_lost"])
+
+
+def cheapest_rates(on_kind):
+    """The smallest and the largest price of a bit at which no policy costs less than the adaptive rule, or None."""
+    low, high = 0.0, math.inf
+    for row in on_kind.values():
+        skipped = on_kind[ADAPTIVE]["skipped"] - row["skipped"]
+        bits = row["headroom_lost"] - on_kind[ADAPTIVE]["headroom_lost"]
+        if bits > 0:
+            low = max(low, skipped / bits)
+        elif bits < 0:
+            high = min(high, skipped / bits)
+        elif skipped > 0:
+            return None
+    return (low, high) if low <= high else None
+
+
+def reason_table(same, steps, seeds):
+    seeded = [synthetic_traces(steps, seed) for seed in range(seeds)]
+    rows = []
+    for kind in seeded[0]:
+        looks = [look(traces[kind]) for traces in seeded]
+        mean = {name: float(np.mean([one[name] for one in looks])) for name in looks[0]}
+        on_kind = {policy: row[kind] for policy, row in same.items()}
+        rows.append(
+            [kind, f"{mean['window']:.0f}", *(worse(on_kind, name) for name in reasons(mean)), *reasons(mean).values()]
+        )
+    columns = [
+        "trace",
+        "mean window",
+        "skips more than",
+        "loses more headroom than",
+        "why it skips",
+        "why it loses headroom",
+    ]
+    return table(columns, rows)
+
+
+def worse(on_kind, name):
+    """The policies that the adaptive rule is behind in one measure, PyTorch left out, and by how much at most."""
+    behind = {p: on_kind[ADAPTIVE][name] - row[name] for p, row in on_kind.items() if p not in (ADAPTIVE, "PyTorch")}
+    behind = {policy: by for policy, by in behind.items() if by > 0}
+    return f"{', '.join(behind)} (by up to {max(behind.values()):.1f})" if behind else "none"
+
+
+def look(trace):
+    """What the adaptive rule did on a trace."""
+    found = replay(SAME_START[ADAPTIVE](), trace)
+    window, overflow = found.scale_window, found.overflow
+    bits = np.where(overflow, 0.0, np.log2(trace.ceiling / found.loss_scale))
+    changes = np.append(0.0, np.diff(found.loss_scale))
+    # The last change before each step: above 0 after a raise that nothing has taken back yet.
+    last = np.maximum.accumulate(np.where(changes != 0, np.arange(len(trace)), 0))
+    after_raise = overflow & (changes[last] > 0) & (np.arange(len(trace)) - last < window)
+    return {
+        "window": window.mean(),
+        "throws": ((window[1:] == 1) & (window[:-1] > 1)).sum(),
+        "after_raise": share(after_raise.sum(), overflow.sum()),
+        "below_500": share((overflow & (window < 500)).sum(), overflow.sum()),
+        "bits_at_500": share(bits[window >= 500].sum(), bits.sum()),
+    }
+
+
+def share(part, whole):
+    return float(part / whole) if whole else 0.0
+
+
+def reasons(mean):
+    """In words what the figures of look() say of the skipped steps and of the headroom."""
+    climbs = "once" if mean["throws"] == 0 else f"{1 + mean['throws']:.1f} times, thrown back to window 1 by drops"
+    small = f"it climbs the ladder {climbs}: {mean['below_500']:.0%} of the skips are at windows below 500"
+    skipped = f"{small}, {mean['after_raise']:.0%} of all are raises that failed"
+    if mean["bits_at_500"] >= 0.5:
+        headroom = f"{mean['bits_at_500']:.0%} is lost at windows from 500, which clean steps never make smaller"
+    else:
+        headroom = f"{1 - mean['bits_at_500']:.0%} is lost at windows below 500, on the way back up after drops"
+    return {"skipped": skipped, "headroom_lost": headroom}
+
+
+def logs_table(policies):
+    rows = []
+    for file in sorted(LOGS.glob("*.log")):
+        trace = read_log(file).to_trace()
+        found = [one for (one,) in compare(policies, [trace]).measures.values()]
+        cells = [
+            f"{one.skipped} / {one.headroom_lost:.2f} / {one.known_share:.0%}".replace("nan", "-") for one in found
+        ]
+        rows.append([f"{file.stem} ({len(trace)} steps)", *cells])
+    return table(["log", *policies], rows)
+
+
+def draw(same):
+    """A panel for each kind of trace and one for the mean, with a point for each policy."""
+    figure = new_figure(9, 8.4)
+    fixed = [f"dynamic {window}" for window in WINDOWS]
+    mean = same[ADAPTIVE][MEAN]
+    headline(
+        figure,
+        f"Adaptive: {mean['skipped']:.1f} of 1000 steps skipped and {mean['headroom_lost']:.1f} bits of headroom lost "
+        "in the mean",
+    )
+    panels = figure.subplots(3, 3, sharex=True).flat
+    for axes, kind in zip(panels, same[ADAPTIVE], strict=True):
+        points = {policy: (row[kind]["skipped"], row[kind]["headroom_lost"]) for policy, row in same.items()}
+        line = list(zip(*(points[policy] for policy in fixed), strict=True))
+        axes.plot(*line, "o-", color=MUTED, label="fixed windows")
+        for policy, window in zip(fixed, WINDOWS, strict=True):
+            axes.annotate(
+                f"{window}", points[policy], textcoords="offset points", xytext=(4, 4), fontsize=7, color=MUTED
+            )
+        axes.plot(*points["Megatron"], "s", color=WARNING, label="Megatron: window 1000, hysteresis 2")
+        axes.plot(*points[ADAPTIVE], "D", color=MAIN, markersize=7, label=ADAPTIVE)
+        axes.set_xscale("log")
+        axes.set_ylim(0, 1.15 * max(y for _, y in points.values()) or 1)
+        axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+        axes.minorticks_off()
+        dress(axes, title="mean of the eight" if kind == MEAN else kind)
+        if kind == "random walk":
+            axes.set_xlabel("skipped steps in 1000, less is better")
+        if kind == "sudden drop":
+            axes.set_ylabel("headroom lost in bits, less is better")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Files appear whole or not at all, matplotlib comes in late and without its global state, and titles fit."""
+
+import pytest
+from drawn import title
+
+from mindformers_adaptive.plots.canvas import as_text, headline, new_figure, percent, power_of_two, save
+
+MODULES = (
+    "canvas",
+    "gradients",
+    "lab",
+    "labels",
+    "parameter_groups",
+    "pareto",
+    "record",
+    "run_series",
+    "sweep_series",
+    "thinning",
+)
+RECORD = "[{'step': 1, 'loss': 1.0, 'overflow': False, 'loss_scale': 2.0, 'next_loss_scale': 2.0}]"
+
+
+def test_png_is_1200_pixels_wide(tmp_path):
+    written = save(new_figure(10, 3), tmp_path / "new" / "a.PNG").read_bytes()
+    assert written.startswith(b"\x89PNG")
+    assert (int.from_bytes(written[16:20], "big"), int.from_bytes(written[20:24], "big")) == (1200, 360)
+
+
+def test_svg_has_the_same_bytes_each_time(tmp_path):
+    written = []
+    for name in ("a.svg", "b.svg"):
+        figure = new_figure(4, 3)
+        figure.subplots().plot([1, 2], [1, 2])
+        written.append(save(figure, tmp_path / name).read_bytes())
+    assert written[0] == written[1]
+    assert b"<svg" in written[0]
+
+
+def test_saved_picture_can_be_read_by_others(tmp_path):
+    assert save(new_figure(2, 2), tmp_path / "a.png").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("name", ["picture", "picture.jpg", "picture.png.txt"])
+def test_other_endings_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r"'path' must name a picture that ends in \.png or \.svg, but got .*picture"):
+        save(new_figure(2, 2), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_picture_that_cannot_be_drawn_leaves_the_old_file(tmp_path):
+    file = tmp_path / "a.png"
+    file.write_bytes(b"old")
+    figure = new_figure(2, 2)
+    figure.text(0, 0, r"$\nonsense{$")
+    with pytest.raises(ValueError, match="nonsense"):
+        save(figure, file)
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("a.png", b"old")]
+
+
+def test_place_that_cannot_be_written_to_is_left_as_it_was(tmp_path):
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(IsADirectoryError):
+        save(new_figure(2, 2), tmp_path / "a.png")
+    assert [one.name for one in tmp_path.iterdir()] == ["a.png"]
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        save(new_figure(2, 2), tmp_path / "file" / "b.png")
+
+
+@pytest.mark.parametrize("words", [5, 40])
+def test_long_finding_stays_within_the_picture(words):
+    figure = new_figure(10, 3)
+    finding = " ".join(["of $2^{16}$ wide words"] * words)
+    headline(figure, finding)
+    figure.canvas.draw()
+    assert figure._suptitle.get_window_extent().x1 < 1200
+    assert title(figure) == finding
+
+
+def test_dollar_signs_in_a_name_make_no_formula(tmp_path):
+    figure = new_figure(4, 2)
+    headline(figure, as_text("run $\\nonsense{$: 3"))
+    save(figure, tmp_path / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [
+        (0.0, "0 %"),
+        (1e-9, "0.0000001 %"),
+        (0.00123, "0.12 %"),
+        (0.0303, "3 %"),
+        (0.0345, "3.5 %"),
+        (0.1, "10 %"),
+        (0.985, "98 %"),
+        (0.9999, "over 99 %"),
+        (1.0, "100 %"),
+    ],
+)
+def test_percent_has_two_digits(share, shown):
+    assert percent(share) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(1.0, "$2^{0}$"), (2.0**-3, "$2^{-3}$"), (3.0, "$2^{1.58}$")])
+def test_power_of_two_is_a_formula(value, shown):
+    assert power_of_two(value) == shown
+
+
+def test_modules_do_not_import_matplotlib(run_python):
+    code = f"import sys, importlib; [importlib.import_module('mindformers_adaptive.plots.' + m) for m in {MODULES}]; "
+    printed = run_python("-c", code + "print(sorted({'matplotlib', 'mindspore'} & sys.modules.keys()))").stdout
+    assert printed == "[]\n"
+
+
+def test_drawing_leaves_global_state_alone(run_python):
+    code = (
+        "import sys; from mindformers_adaptive.plots.record import draw_record; from mindformers_adaptive.plots.canvas "
+        f"import save; save(draw_record({RECORD}), 'a.png'); print('matplotlib' in sys.modules, 'matplotlib.pyplot' in "
+        "sys.modules)"
+    )
+    assert run_python("-c", code).stdout == "True False\n"
+
+
+def test_missing_matplotlib_is_told_with_the_extra(run_python):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from mindformers_adaptive.plots.record import draw_record; "
+        f"draw_record({RECORD})"
+    )
+    told = run_python("-c", code, expect_exit=1).stderr.splitlines()[-1]
+    assert told.startswith("ImportError: Pictures need matplotlib, which cannot be imported (")
+    assert told.endswith("Install it with the extra 'plot': pip install mindformers_adaptive[plot]")

@@ -1,0 +1,222 @@
+"""The pictures of a sweep show exactly what FP16 did to the gradients, group by group and scale by scale."""
+
+import json
+
+import numpy as np
+import pytest
+from drawn import artist, artists, legend, points, title
+
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows
+from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
+from mindformers_adaptive.plots.parameter_groups import group_parameters, parameter_group
+
+SCALES = (1.0, 64.0, 512.0, 2.0**30)
+NAMES = ("model.layers.0.attention.wq.weight", "model.layers.1.attention.wo.weight", "lm_head.weight")
+
+
+def unscaled_gradients():
+    """By Parameter name 1000 gradients: some 0 in truth, most of attention below the subnormal numbers of FP16."""
+    random = np.random.default_rng(0)
+    found = {name: random.normal(0, 2.0**-26, 1000) for name in NAMES[:2]}
+    found[NAMES[2]] = random.normal(0, 2.0**-10, 1000)
+    for gradients in found.values():
+        gradients[:100] = 0
+    return found
+
+
+def in_fp16(scale):
+    with np.errstate(over="ignore"):
+        return {name: (gradients * scale).astype(np.float16) for name, gradients in unscaled_gradients().items()}
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    """A sweep over ``SCALES`` as its JSON file holds it; 2^30 overflows."""
+    reference = {name: gradients == 0 for name, gradients in in_fp16(512.0).items()}
+    found = []
+    for scale in SCALES:
+        statistics = {
+            name: array_statistics(gradients, count_underflows(gradients, reference[name]) if scale <= 512 else None)
+            for name, gradients in in_fp16(scale).items()
+        }
+        found.append(ScaleRanges(scale, 1.0, statistics))
+    ranges = GradientRanges({name: array_statistics([1.0]) for name in NAMES}, (tuple(found),))
+    return json.loads(json.dumps(ranges.to_dict()))
+
+
+def bars(axes):
+    """By left edge the heights of the bars of a histogram, without those of no height."""
+    return {round(bar.get_x()): bar.get_height() for bar in axes.patches if bar.get_height()}
+
+
+def test_bars_are_the_shares_of_all_gradients_of_a_group(sweep):
+    figure = draw_histograms(sweep, [64, 512])
+    grid = np.array(figure.axes).reshape(2, 2)
+    for column, scale in enumerate((64.0, 512.0)):
+        together = {"attention": NAMES[:2], "output": NAMES[2:]}
+        for row, names in enumerate(together.values()):
+            all_of_them = np.concatenate([in_fp16(scale)[name] for name in names]).astype(np.float64)
+            zeros_in_512 = np.concatenate([in_fp16(512.0)[name] for name in names]) == 0
+            nonzero = np.abs(all_of_them[all_of_them != 0])
+            exponents, counts = np.unique(np.floor(np.log2(nonzero)), return_counts=True)
+            expected = {int(e): 100 * n / len(all_of_them) for e, n in zip(exponents, counts, strict=True)}
+            underflowed = np.count_nonzero((all_of_them == 0) & ~zeros_in_512)
+            if underflowed:
+                expected[-33] = 100 * underflowed / len(all_of_them)
+            assert bars(grid[row, column]) == pytest.approx(expected)
+
+
+def test_title_tells_underflow_and_subnormals_of_each_scale(sweep):
+    shares = []
+    for scale in (64.0, 512.0):
+        found, reference = (np.abs(np.concatenate(list(in_fp16(one).values()))) for one in (scale, 512.0))
+        shares += [100 * np.mean((found == 0) & (reference > 0)), 100 * np.mean((found > 0) & (found < 2.0**-14))]
+    assert shares[0] > 1
+    first, second = shares[:2], shares[2:]
+    assert title(draw_histograms(sweep, [64, 512])) == (
+        f"At loss scale $2^{{6}}$, {first[0]:.2g} % of the gradients underflow and {first[1]:.2g} % are subnormal; "
+        f"at $2^{{9}}$, {second[0]:.2g} % underflow and {second[1]:.2g} % are subnormal"
+    )
+
+
+def test_grid_is_labelled_and_marks_the_limits_of_fp16(sweep):
+    figure = draw_histograms(sweep, [64, 512])
+    grid = np.array(figure.axes).reshape(2, 2)
+    assert [axes.get_title("left") for axes in grid[0]] == ["loss scale $2^{6}$ = 64", "loss scale $2^{9}$ = 512"]
+    assert [axes.get_ylabel() for axes in grid[:, 0]] == ["attention\nshare, %", "output\nshare, %"]
+    assert {axes.get_xlabel() for axes in grid[-1]} == {"magnitude of gradient times loss scale, log2"}
+    for axes in grid.flat:
+        assert [line.get_xdata()[0] for line in axes.lines] == pytest.approx([-24, -14, np.log2(65504)])
+        # Bars that are compared are on one axis.
+        assert axes.get_ylim() == grid[axes.get_subplotspec().rowspan.start, 0].get_ylim()
+        assert axes.get_xlim() == grid[0, 0].get_xlim()
+        assert max(bars(axes).values()) < 0.75 * axes.get_ylim()[1]
+        assert all(axes.get_xlim()[0] < place < axes.get_xlim()[1] - 1 for place in bars(axes))
+
+
+def test_overflowed_scale_says_so(sweep):
+    figure = draw_histograms(sweep, [2.0**30])
+    said = [artist(axes, "lost").get_text() for axes in figure.axes]
+    assert said[0] == "underflow not known, subnormal 0 %"
+    share = 100 * np.mean(~np.isfinite(in_fp16(2.0**30)[NAMES[2]]))
+    assert said[1] == f"inf or NaN {share:.0f} %"
+    assert bars(figure.axes[1])[22] == pytest.approx(share)
+    assert title(figure) == f"At loss scale $2^{{30}}$, {share / 3:.2g} % of the gradients are inf or NaN"
+
+
+def test_lowest_and_highest_scale_without_overflow_are_compared_by_default(sweep):
+    figure = draw_histograms(sweep)
+    assert [axes.get_title("left") for axes in figure.axes[:2]] == [
+        "loss scale $2^{0}$ = 1",
+        "loss scale $2^{9}$ = 512",
+    ]
+
+
+def test_gradients_beyond_fp16_count_at_the_ends():
+    found = array_statistics([2.0**-100, 2.0**-40, 1.0, 2.0**90], underflowed=0)
+    ranges = GradientRanges({"a": found}, ((ScaleRanges(1.0, 1.0, {"a": found}),),))
+    assert bars(draw_histograms(ranges.to_dict()).axes[0]) == {-30: 50.0, 0: 25.0, 19: 25.0}
+
+
+def test_subnormals_are_those_below_the_smallest_normal_number():
+    found = array_statistics([2.0**-25, 2.0**-15, 1.99 * 2.0**-15, 2.0**-14, 1.0], underflowed=0)
+    ranges = GradientRanges({"a": found}, ((ScaleRanges(1.0, 1.0, {"a": found}),),))
+    axes = draw_histograms(ranges.to_dict()).axes[0]
+    assert artist(axes, "lost").get_text() == "underflow 0 %, subnormal 60 %"
+    colours = {round(bar.get_x()): bar.get_facecolor() for bar in axes.patches}
+    assert colours[-25] == colours[-15] != colours[-14] == colours[0]
+
+
+def test_underflow_is_drawn_for_each_group_and_all(sweep):
+    axes = draw_underflow(sweep).axes[0]
+    for gid, names in (("attention", NAMES[:2]), ("output", NAMES[2:]), ("all", NAMES)):
+        x, y = points(axes, gid)
+        assert x == list(SCALES)
+        reference = np.concatenate([in_fp16(512.0)[name] for name in names])
+        shares = [
+            100 * np.mean((np.concatenate([in_fp16(scale)[name] for name in names]) == 0) & (reference != 0))
+            for scale in SCALES[:3]
+        ]
+        assert y[:3] == pytest.approx(shares)
+        assert np.isnan(y[3])
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "symlog")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("loss scale, log2", "underflowed share of the gradients, %")
+    assert legend(axes) == ["attention", "output", "all", "a batch overflowed"]
+
+
+def test_overflowed_scales_are_shaded(sweep):
+    axes = draw_underflow(sweep).axes[0]
+    [shade] = artists(axes, "overflow")
+    assert (shade.get_extents().x0, shade.get_extents().x1) == pytest.approx(
+        tuple(axes.transData.transform([(np.sqrt(512.0 * 2.0**30), 0), (2.0**31, 0)])[:, 0])
+    )
+
+
+def test_title_of_underflow_tells_the_ends(sweep):
+    at_1, reference = np.concatenate(list(in_fp16(1.0).values())), np.concatenate(list(in_fp16(512.0).values()))
+    share = 100 * np.mean((at_1 == 0) & (reference != 0))
+    said = f"Underflow: {share:.0f} % at $2^{{0}}$, 0 % at $2^{{9}}$, "
+    assert title(draw_underflow(sweep)) == said + "the highest that does not overflow"
+    without = {**sweep, "loss_scales": sweep["loss_scales"][:3]}
+    assert title(draw_underflow(without)) == said + "the highest tried"
+    overflowing = {**sweep, "loss_scales": sweep["loss_scales"][3:]}
+    assert title(draw_underflow(overflowing)) == "Every loss scale from $2^{30}$ to $2^{30}$ overflows"
+
+
+@pytest.mark.parametrize("scales", [[64, 100], []])
+def test_scale_that_was_not_tried_is_refused(sweep, scales):
+    with pytest.raises(
+        ValueError, match=r"'loss_scales' must be some of the sweep's, 2\^0, 2\^6, 2\^9, 2\^30, but got"
+    ):
+        draw_histograms(sweep, scales)
+
+
+@pytest.mark.parametrize("given", [{}, {"loss_scales": [], "batches": []}, [], "ranges.json", {"loss_scales": [1]}])
+def test_what_is_no_sweep_is_refused(given):
+    for draw in (draw_histograms, draw_underflow):
+        with pytest.raises(TypeError, match=r"'sweep' must be what GradientRanges\.to_dict\(\) returns"):
+            draw(given)
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        ("embedding", ["model.tok_embeddings.embedding_weight", "backbone.embedding.word_embedding.embedding_table"]),
+        ("embedding", ["embedding.word_embeddings.weight", "transformer.wte.weight", "wpe.weight"]),
+        ("attention", ["model.layers.0.attention.wq.weight", "decoder.layers.1.self_attention.linear_qkv.weight"]),
+        ("attention", ["bert.encoder.layer.0.attention.output.dense.weight", "layers.3.self_attn.q_proj.weight"]),
+        ("feed forward", ["model.layers.0.feed_forward.w1.weight", "decoder.layers.0.mlp.linear_fc1.weight"]),
+        ("feed forward", ["backbone.blocks.0.output.mapping.weight", "encoder.layer.0.output.dense.weight"]),
+        ("feed forward", ["layers.0.mlp.experts.3.gate_proj.weight"]),
+        ("norm", ["model.layers.0.attention_norm.weight", "model.layers.0.ffn_norm.weight", "model.norm_out.weight"]),
+        ("norm", ["decoder.final_layernorm.weight", "transformer.h.0.ln_1.weight", "bn1.gamma", "layer.beta"]),
+        ("output", ["lm_head.weight", "head.weight", "output_layer.weight", "output.weight", "classifier.bias"]),
+        (None, ["conv1.weight", "fc2.bias", "d.weight", "headroom.weight", "global.alpha"]),
+    ],
+)
+def test_group_is_told_from_the_name(group, names):
+    assert {name: parameter_group(name) for name in names} == dict.fromkeys(names, group)
+
+
+def test_names_that_tell_nothing_go_by_the_first_component_that_differs():
+    names = ("net.conv1.weight", "net.conv1.bias", "net.fc.weight", "net.bn1.gamma")
+    assert group_parameters(dict.fromkeys(names, 1)) == {
+        "norm": ["net.bn1.gamma"],
+        "conv1": ["net.conv1.weight", "net.conv1.bias"],
+        "fc": ["net.fc.weight"],
+    }
+    assert group_parameters({"weight": 1, "net.a.b": 1}) == {"weight": ["weight"], "net": ["net.a.b"]}
+    assert group_parameters({"net.a.weight": 1, "net.a.bias": 1}) == {"a": ["net.a.weight", "net.a.bias"]}
+
+
+def test_small_groups_of_many_are_gathered():
+    sizes = {f"part{number}.weight": number for number in range(1, 9)} | {"embed.weight": 1}
+    grouped = group_parameters(sizes)
+    assert list(grouped) == [*(f"part{number}" for number in range(4, 9)), "others"]
+    assert grouped["others"] == ["embed.weight", "part1.weight", "part2.weight", "part3.weight"]
+
+
+def test_groups_can_be_ones_own(sweep):
+    figure = draw_histograms(sweep, [64], group=lambda name: name.split(".")[1])
+    assert [axes.get_ylabel() for axes in figure.axes] == ["layers\nshare, %", "weight\nshare, %"]

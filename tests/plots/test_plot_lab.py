@@ -1,0 +1,200 @@
+"""The pictures of the lab show what the policies did, and the front that no other result beats."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+from drawn import artist, artists, legend, overlap, points, title
+
+from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
+from mindformers_adaptive.lab.simulate import compare, replay
+from mindformers_adaptive.lab.synthetic import spikes, sudden_drop, synthetic_traces
+from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.plots.lab import draw_replays
+from mindformers_adaptive.plots.pareto import draw_comparison, draw_pareto_front
+
+NAMES = ("adaptive", "dynamic", "torch")
+
+
+def replays_on(trace, names=NAMES):
+    return {name: replay(make_policy(name), trace) for name in names}
+
+
+def test_scales_and_ceiling_are_drawn_as_they_are():
+    trace = sudden_drop(500, seed=1)
+    replays = replays_on(trace)
+    upper = draw_replays(trace, replays).axes[0]
+    assert points(upper, "ceiling") == (list(range(1, 501)), list(trace.ceiling))
+    for name, found in replays.items():
+        assert points(upper, name) == (list(range(1, 501)), list(found.loss_scale))
+    assert legend(upper) == ["ceiling", "overflows", *NAMES]
+    assert (upper.get_yscale(), upper.get_ylabel()) == ("log", "loss scale, log2")
+    low, high = upper.get_ylim()
+    assert low < min(found.loss_scale.min() for found in replays.values())
+    assert high > max(found.loss_scale.max() for found in replays.values())
+
+
+def test_every_skipped_step_has_a_mark_in_the_row_of_its_policy():
+    trace = sudden_drop(500, seed=1)
+    replays = replays_on(trace)
+    lower = draw_replays(trace, replays).axes[1]
+    for row, (name, found) in enumerate(replays.items()):
+        skipped = [int(step) + 1 for step in np.flatnonzero(found.overflow)]
+        assert points(lower, name) == (skipped, [row] * len(skipped))
+    rows = [label.get_text() for label in lower.get_yticklabels()]
+    assert rows == [f"{name} ({found.measures.skipped})" for name, found in replays.items()]
+    assert lower.get_xlabel() == "step"
+
+
+def test_policies_have_a_colour_or_dashes_of_their_own():
+    trace = sudden_drop(50, seed=0)
+    names = [name for name in POLICY_NAMES if name != "fixed"]
+    upper = draw_replays(trace, replays_on(trace, names)).axes[0]
+    looks = {(artist(upper, name).get_color(), artist(upper, name).get_linestyle()) for name in names}
+    assert len(looks) == len(names) > 12
+
+
+def test_title_tells_who_skipped_fewest_and_who_lost_least():
+    trace = Trace.exact("calm", [2.0**10] * 6)
+    replays = {exponent: replay(make_policy("fixed", loss_scale_value=2.0**exponent), trace) for exponent in (4, 9, 10)}
+    named = {"low": replays[4], "middle": replays[9]}
+    said = "calm: low and middle skipped fewest steps (0 of 6), middle lost least headroom (1.0 bits)"
+    assert title(draw_replays(trace, named)) == said
+    over = replay(make_policy("fixed", loss_scale_value=2.0**11), trace)
+    assert title(draw_replays(trace, {"over": over, "at": replays[10]})) == (
+        "calm: at skipped fewest steps (0 of 6), at lost least headroom (0.0 bits)"
+    )
+    assert title(draw_replays(trace, {"over": over})) == "calm: over skipped 6 of 6 steps"
+
+
+def test_ceilings_that_are_no_numbers_stay_within_the_panel():
+    trace = Trace.exact("edges", [0.0, math.inf, 2.0**10, 1e300])
+    upper = draw_replays(trace, replays_on(trace)).axes[0]
+    low, high = upper.get_ylim()
+    assert points(upper, "ceiling")[1] == [low, high, 2.0**10, high]
+
+
+@pytest.mark.parametrize(("at_least", "below"), [(0.0, math.inf), (8.0, math.inf), (0.0, np.nextafter(8.0, 9.0))])
+def test_ceiling_that_is_not_known_is_called_assumed(at_least, below):
+    trace = Trace("log", np.array([8.0, math.inf]), np.array([at_least, math.inf]), np.array([below, math.inf]))
+    assert legend(draw_replays(trace, replays_on(trace)).axes[0])[0] == "ceiling, partly assumed"
+    exact = Trace.exact("made", trace.ceiling)
+    assert legend(draw_replays(exact, replays_on(exact)).axes[0])[0] == "ceiling"
+
+
+def test_long_trace_is_drawn_as_medians_within_a_band():
+    trace = spikes(20_000, seed=0)
+    found = replays_on(trace, ["dynamic"])
+    upper, lower = draw_replays(trace, found).axes
+    x, y = points(upper, "ceiling")
+    assert x == [50 * block + 25.5 for block in range(400)]
+    assert y == list(np.median(trace.ceiling.reshape(400, 50), axis=1))
+    low, high = upper.get_ylim()
+    [band] = [one for one in upper.collections if one.get_gid() == "overflows"]
+    assert band.get_datalim(upper.transData).y0 == pytest.approx(trace.ceiling.reshape(400, 50).max(axis=1).min())
+    assert low < trace.ceiling.min() < high
+    skipped = set(np.flatnonzero(found["dynamic"].overflow) + 1)
+    assert set(points(lower, "dynamic")[0]) == skipped
+
+
+def test_replays_of_another_trace_are_refused():
+    short, long = sudden_drop(5, seed=0), sudden_drop(6, seed=0)
+    with pytest.raises(
+        ValueError, match="'replays' must be of the trace 'sudden drop' with 6 steps, but 'torch' has 5"
+    ):
+        draw_replays(long, replays_on(short, ["torch"]))
+    with pytest.raises(ValueError, match="'replays' must have at least 1 entry, but got none"):
+        draw_replays(long, {})
+
+
+def test_front_and_beaten_results_are_told_apart():
+    figure = draw_pareto_front([1, 5, 9, 5], [3.0, 1.0, 2.0, 1.0], ["a", "b", "c", "d"])
+    [axes] = figure.axes
+    assert points(axes, "front") == ([1, 5, 5], [3.0, 1.0, 1.0])
+    assert points(axes, "beaten") == ([9], [2.0])
+    # The line has a corner where the next result takes over.
+    assert points(axes, "front line") == ([1, 5, 5, 5, 5], [3.0, 3.0, 1.0, 1.0, 1.0])
+    assert [text.get_text() for text in artists(axes, "name")] == ["a", "b, d", "c"]
+    assert title(figure) == "a, b and d are on the Pareto front of skipped steps and headroom lost"
+    assert legend(axes) == ["beaten by another", "Pareto front"]
+    assert axes.get_ylabel() == "headroom lost, bits in the mean of applied steps"
+    assert axes.get_xlabel() == "skipped steps"
+
+
+def test_results_without_headroom_are_left_out_and_counted():
+    figure = draw_pareto_front([0, 1], [math.nan, 2.0], ["never applied", "a"])
+    assert points(figure.axes[0], "front") == ([1], [2.0])
+    assert figure.axes[0].get_xlabel() == "skipped steps; 1 result without headroom not shown"
+    assert title(figure).startswith("a is on the Pareto front")
+
+
+def test_comparison_is_drawn_by_its_means():
+    policies = {name: partial(make_policy, name) for name in NAMES}
+    comparison = compare(policies, list(synthetic_traces(300, seed=0).values()))
+    figure = draw_comparison(comparison)
+    means = comparison.means()
+    x, y = points(figure.axes[0], "front")
+    front = comparison.pareto_front()
+    assert x == [means[name]["skipped"] for name in front]
+    assert y == [means[name]["headroom_lost"] for name in front]
+    assert title(figure).startswith("mean of 8 traces: ")
+
+
+def test_names_lie_neither_on_each_other_nor_on_points():
+    random = np.random.default_rng(0)
+    skipped, headroom = random.integers(0, 30, 20).astype(float), random.random(20)
+    figure = draw_pareto_front(skipped, headroom, [f"policy {number}" for number in range(20)])
+    [axes] = figure.axes
+    boxes = [text.get_window_extent() for text in artists(axes, "name")]
+    assert len(boxes) == 20
+    assert not any(overlap(one, other) for place, one in enumerate(boxes) for other in boxes[:place])
+    dots = axes.transData.transform(np.column_stack([skipped, headroom]))
+    assert not any(box.x0 < x < box.x1 and box.y0 < y < box.y1 for box in boxes for x, y in dots)
+    frame = axes.get_window_extent()
+    assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 for box in boxes)
+
+
+def test_name_does_not_lie_on_the_line():
+    # The beaten result stands where the name of the first would be.
+    figure = draw_pareto_front([1, 9, 1.3], [2.0, 1.0, 2.05], ["first of the front", "b", "c"])
+    [axes] = figure.axes
+    names = {text.get_text(): text.get_window_extent() for text in artists(axes, "name")}
+    line = axes.transData.transform((1, 2.0))[1]
+    assert not names["first of the front"].y0 < line < names["first of the front"].y1
+
+
+def test_long_names_stay_within_the_panel():
+    figure = draw_pareto_front([1, 5, 9], [3.0, 2.0, 1.0], ["w" * 34, "x" * 30, "y" * 34])
+    frame = figure.axes[0].get_window_extent()
+    for name in artists(figure.axes[0], "name"):
+        box = name.get_window_extent()
+        assert frame.x0 <= box.x0 < box.x1 <= frame.x1
+        assert frame.y0 <= box.y0 < box.y1 <= frame.y1
+
+
+def test_of_many_results_some_on_the_front_are_named():
+    skipped = np.arange(100.0)
+    figure = draw_pareto_front(skipped, 100 - skipped, [str(one) for one in range(100)], where="x", kind="settings")
+    names = [text.get_text() for text in artists(figure.axes[0], "name")]
+    assert names == [str(11 * number) for number in range(10)]
+    assert title(figure) == "x: 100 of 100 settings are on the Pareto front of skipped steps and headroom lost"
+
+
+def test_far_outlier_in_skipped_steps_gets_a_logarithmic_axis():
+    assert draw_pareto_front([1, 2, 3], [3, 2, 1]).axes[0].get_xscale() == "linear"
+    assert draw_pareto_front([1, 2, 3000], [3, 2, 1]).axes[0].get_xscale() == "symlog"
+
+
+@pytest.mark.parametrize(
+    ("skipped", "headroom", "names", "message"),
+    [
+        ([1], [1.0, 2.0], None, "must have one entry for each result, but got"),
+        ([1], [1.0], ["a", "b"], "must have one entry for each result, but got"),
+        ([1, 2], [math.nan, math.nan], None, "At least 1 result must have headroom to measure, but none of 2 has"),
+        ([], [], None, "At least 1 result must have headroom to measure"),
+    ],
+)
+def test_bad_results_are_refused(skipped, headroom, names, message):
+    with pytest.raises(ValueError, match=message):
+        draw_pareto_front(skipped, headroom, names)
