@@ -115,7 +115,8 @@ class RecordedRun:
         """
         if assume not in ASSUMPTIONS:
             raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave it out for the first.")
-        scale = _filled(self.loss_scale)
+        # A rule without a floor can get to a scale of 0, below which no ceiling lies.
+        scale = np.maximum(_filled(self.loss_scale), np.finfo(np.float64).tiny)
         lower = np.where(self.overflow, 0.0, scale)
         below = np.where(self.overflow, scale, np.inf)
         assumed = {"interpolated": _interpolated, "lower_bound": _lower, "upper_bound": _upper}[assume]

@@ -55,6 +55,12 @@ def test_lower_bound_takes_the_applied_scale_and_for_skips_what_the_neighbours_b
     assert run.to_trace("lower_bound").ceiling.tolist() == [4, 2, 2, 2, 2, 8]
 
 
+@pytest.mark.parametrize("assume", ASSUMPTIONS)
+def test_a_scale_that_collapsed_to_zero_has_a_ceiling_below_every_float32(assume):
+    trace = run_of([2.0**-148, 2.0**-149, 0, 0], "!!!!").to_trace(assume)
+    assert (trace.ceiling[2:] < 2.0**-149).all()
+
+
 def test_upper_bound_is_just_below_what_the_neighbours_did_not_bear():
     run = run_of([4, 16, 8, 2, 32, 8], ".!!.!.")
     expected = [np.nextafter(scale, 0) for scale in (16, 16, 8, 32, 32, 32)]
