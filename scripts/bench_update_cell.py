@@ -11,17 +11,19 @@ import argparse
 import contextlib
 import gc
 import json
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
+
+from mindformers_adaptive.whole_file import written_whole
 
 ARGUMENTS = {"loss_scale_value": 2**16, "scale_factor": 2, "scale_window": 20}
 # With a window of 20 clean steps, one overflow in 25 steps keeps every scale within float32, the stock cells' too.
 STEPS_PER_OVERFLOW = 25
 
 EMPTY = "empty"
+HISTORY = "ours_history"
 MINDFORMERS = "mindformers_adaptive"
 LABELS = {
     EMPTY: "empty call",
@@ -29,6 +31,7 @@ LABELS = {
     MINDFORMERS: "MindFormers' AdaptiveLossScaleUpdateCell",
     "ours": "AdaptiveLossScaleUpdateCell",
     "ours_hysteresis": "AdaptiveLossScaleUpdateCell, hysteresis=2",
+    HISTORY: "AdaptiveLossScaleUpdateCell, history_size=100",
 }
 
 
@@ -44,7 +47,8 @@ def main():
         return
     print(as_table(result))
     if arguments.json is not None:
-        write_whole(Path(arguments.json), text)
+        with written_whole(arguments.json) as file:
+            file.write(text)
 
 
 def parse_arguments():
@@ -85,8 +89,8 @@ def measure(rounds, calls):
 
     Returns:
         dict: ``mindspore``, ``mindformers`` (versions), ``device``, ``rounds``, ``calls`` and ``cells``, which has for
-        each name in ``LABELS`` its ``kernels``, ``microseconds`` an update, ``above_empty`` in microseconds and the
-        ``ratio`` of that to the same of MindFormers' cell.
+        each name in ``LABELS`` its ``kernels`` (None if unknown), ``microseconds`` an update, ``above_empty`` in
+        microseconds and the ``ratio`` of that to the same of MindFormers' cell.
     """
     import mindformers
     import mindspore
@@ -105,7 +109,8 @@ def measure(rounds, calls):
         "calls": calls,
         "cells": {
             name: {
-                "kernels": len(export_graph(cell, mindspore.Tensor(True)).kernels),
+                # MindSpore exports no graph with a history, whose Parameters are no cell's.
+                "kernels": None if name == HISTORY else len(export_graph(cell, mindspore.Tensor(True)).kernels),
                 "microseconds": times[name],
                 "above_empty": above_empty[name],
                 "ratio": above_empty[name] / above_empty[MINDFORMERS],
@@ -138,6 +143,7 @@ def build_cells():
         MINDFORMERS: MindFormersUpdateCell(**ARGUMENTS),
         "ours": AdaptiveLossScaleUpdateCell(**ARGUMENTS),
         "ours_hysteresis": AdaptiveLossScaleUpdateCell(**ARGUMENTS, hysteresis=2),
+        HISTORY: AdaptiveLossScaleUpdateCell(**ARGUMENTS, history_size=100),
     }
     return {name: LossScaleHolder(cell, ARGUMENTS["loss_scale_value"]) for name, cell in update_cells.items()}
 
@@ -179,26 +185,15 @@ def as_table(result):
         f"MindSpore {result['mindspore']}, MindFormers {result['mindformers']}, {result['device']}; "
         f"medians of {result['rounds']} rounds of {result['calls']} updates"
     )
-    lines = [title, "", f"{'update cell':<42} {'ratio':>6} {'above empty':>12} {'update':>10} {'kernels':>8}"]
+    lines = [title, "", f"{'update cell':<45} {'ratio':>6} {'above empty':>12} {'update':>10} {'kernels':>8}"]
     for name, label in LABELS.items():
         cell = result["cells"][name]
         lines.append(
-            f"{label:<42} {cell['ratio']:>6.2f} {cell['above_empty']:>9.1f} us {cell['microseconds']:>7.1f} us "
-            f"{cell['kernels']:>8}"
+            f"{label:<45} {cell['ratio']:>6.2f} {cell['above_empty']:>9.1f} us {cell['microseconds']:>7.1f} us "
+            f"{'unknown' if cell['kernels'] is None else cell['kernels']:>8}"
         )
     ours = result["cells"]["ours"]["ratio"]
     return "\n".join([*lines, "", f"ratio: time above the empty call, MindFormers' cell = 1; ours: {ours:.2f}"])
-
-
-def write_whole(file, text):
-    """Write a file that appears, or replaces the one that is there, only when it is complete."""
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text)
-        unfinished.replace(file)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 if __name__ == "__main__":

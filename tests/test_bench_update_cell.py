@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bench_update_cell.py"
-CELLS = {"empty", "mindspore_dynamic", "mindformers_adaptive", "ours", "ours_hysteresis"}
+CELLS = {"empty", "mindspore_dynamic", "mindformers_adaptive", "ours", "ours_hysteresis", "ours_history"}
 
 
 @pytest.mark.slow

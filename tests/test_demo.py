@@ -1,11 +1,16 @@
 """The demo: it trains a real model, it learns, and its report is true to the checkpoint."""
 
+import json
+import math
 import re
 
 import demo
 import mindspore
 import pytest
 from conftest import ROOT
+
+from mindformers_adaptive.records import read_record
+from mindformers_adaptive.rule import AdaptiveRule
 
 
 def log_line(number, loss, overflow, loss_scale):
@@ -64,6 +69,28 @@ def test_demo_learns_and_reports_what_the_checkpoint_holds(run_python, tmp_path)
         "skipped_steps": skipped,
     }
     assert checkpoint["global_step"].asnumpy().item() == steps - skipped
+    run = tmp_path / "output" / "demo_1"
+    assert_record_is_what_the_rule_and_the_log_say(run)
+    assert {picture.name for picture in run.glob("*.png")} == {"run.png", "gradients.png", "underflow.png"}
+    assert json.loads((run / "gradients.json").read_text())["weights"]["overall"]["size"] > 0
+
+
+def assert_record_is_what_the_rule_and_the_log_say(run):
+    record = read_record(run / "loss_scale_record.jsonl")
+    log = [step for line in (run / "console.log").read_text().splitlines() if (step := demo.parse_step(line))]
+    assert [entry["step"] for entry in record] == [step.number for step in log] == list(range(1, 401))
+    rule = AdaptiveRule(2, 1000, 20)
+    state = rule.start(2.0**32, 20)
+    for entry, step in zip(record, log, strict=True):
+        assert entry["loss_scale"] == state.loss_scale
+        state = rule.step(state, entry["overflow"])
+        assert entry["next_loss_scale"] == state.loss_scale
+        for name in ("scale_window", "window_index", "growth_num", "down_num", "skipped_steps"):
+            assert entry[name] == getattr(state, name)
+        # MindFormers prints eight digits of the scale, and six decimals of the loss.
+        assert entry["overflow"] == step.overflow
+        assert math.isclose(entry["next_loss_scale"], step.loss_scale, rel_tol=1e-6)
+        assert math.isclose(entry["loss"], step.loss, abs_tol=1e-6)
 
 
 @pytest.mark.slow
