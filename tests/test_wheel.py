@@ -1,5 +1,7 @@
 """The wheel, built and used as a user would, away from the checkout."""
 
+import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +46,14 @@ def test_wheel_names_the_supported_versions(wheel):
         "Provides-Extra: dev",
         "Provides-Extra: plot",
     }
+
+
+def test_wheel_installs_the_program(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (entry_points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+        text = archive.read(entry_points).decode()
+    module, function = re.search(r"^adaptive-loss-scale ?= ?([\w.]+):(\w+)$", text, re.MULTILINE).groups()
+    assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):

@@ -173,3 +173,17 @@ def test_lab_commands_do_not_import_mindspore(run_python):
     code = "import sys; from mindformers_adaptive.cli.program import main; {}; print('mindspore' in sys.modules)"
     for command in ("main(['compare', 'synthetic', '--steps', '50'])", "main(['megatron', '--fp16'])"):
         assert run_python("-c", code.format(command)).stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.slow
+def test_find_and_probe_print_json_alone_and_agree(run_python, corpus, tmp_path):
+    model = ["model.model_config.seq_length=32", "model.model_config.hidden_size=32"]
+    common = ["--config", ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", "--train_dataset_dir", corpus, "--batches", 1]
+    common += ["--options", *model]
+    found = json.loads(run_python("-m", "mindformers_adaptive", "find", "--json", *common).stdout)
+    scales = ["1", "2^12", str(int(found["ceiling"])), str(int(2 * found["ceiling"]))]
+    sweep = ["--loss-scales", *scales, "--output", "ranges.json"]
+    ranges = json.loads(run_python("-m", "mindformers_adaptive", "probe", "--json", *common, *sweep).stdout)
+    assert json.loads((tmp_path / "ranges.json").read_text()) == ranges
+    assert [row["overflowed_batches"] for row in ranges["loss_scales"]] == [0, 0, 0, 1]
+    assert found["loss_scale_value"] == found["ceiling"] / 2 ** found["margin"]
