@@ -1,6 +1,6 @@
 """The command that prints the state of loss scaling in a checkpoint.
 
-python -m mindformers_adaptive.inspect_checkpoint PATH [--json]
+adaptive-loss-scale inspect PATH [--json]
 """
 
 import argparse
@@ -23,7 +23,10 @@ Print the state of loss scaling in a checkpoint: a .ckpt or .safetensors file, a
 rank_1, ..., a folder iteration_N of MindFormers' `checkpoint:` format, or the folder above it. One row a checkpoint,
 the newest last; '-' is what a checkpoint does not have."""
 
-_EXIT_CODES = """\
+_EPILOG = """\
+example:
+  adaptive-loss-scale inspect output/checkpoint
+
 exit codes: 0 state found; 1 none found, or PATH cannot be read; 2 wrong usage."""
 
 
@@ -89,7 +92,10 @@ def build_report(path):
 
 def _parse_arguments(arguments):
     parser = argparse.ArgumentParser(
-        prog="python -m mindformers_adaptive.inspect_checkpoint", description=_DESCRIPTION, epilog=_EXIT_CODES
+        prog="adaptive-loss-scale inspect",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", metavar="PATH", help="the checkpoint file or folder")
     parser.add_argument(

@@ -36,8 +36,7 @@ def test_help_has_an_example_and_exit_code_0(run, command):
     code, printed, _ = run(*command, "--help")
     assert code == 0
     assert printed.startswith("usage: ")
-    if command != ["inspect"]:
-        assert re.search("examples?:\n  adaptive-loss-scale", printed)
+    assert re.search("examples?:\n  adaptive-loss-scale", printed)
 
 
 def test_main_help_names_every_command(run):
