@@ -7,4 +7,10 @@ source scripts/make_venv.sh
 ruff check .
 ruff format --check .
 mypy
-python -m pytest "$@"
+if [ $# -gt 0 ]; then
+    python -m pytest "$@"
+else
+    python -m pytest -m "not slow or alone"
+    # Whole trainings in processes of their own, two at a time.
+    python -m pytest -m "slow and not alone" --numprocesses 2 --dist worksteal
+fi

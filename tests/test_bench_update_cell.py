@@ -10,6 +10,7 @@ CELLS = {"empty", "mindspore_dynamic", "mindformers_adaptive", "ours", "ours_hys
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_an_update_costs_at_most_60_percent_of_mindformers_own(run_python, tmp_path):
     printed = run_python(SCRIPT, "--rounds", 100, "--json", "result.json").stdout
     result = json.loads((tmp_path / "result.json").read_text())

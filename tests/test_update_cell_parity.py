@@ -44,6 +44,7 @@ LARGE = (
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_every_sequence_of_length_12_in_graph_mode(graph_mode):
     assert walk_every_sequence(SMALL, length=12) == 2**12
 
@@ -53,6 +54,7 @@ def test_every_sequence_of_length_4_in_both_modes(mode):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("rate", [0.001, 0.01, 0.1, 0.5, 0.99, "bursts"])
 def test_ten_thousand_random_steps_in_graph_mode(graph_mode, rate):
     random = np.random.default_rng(0)
