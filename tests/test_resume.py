@@ -10,6 +10,7 @@ import pytest
 from conftest import write_corpus
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
 
+from mindformers_adaptive.records import read_record
 from mindformers_adaptive.restored_state import PARAMETER_NAMES
 from mindformers_adaptive.rule import AdaptiveRule, LossScaleState
 
@@ -100,12 +101,22 @@ def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
         assert {name: saved[PARAMETER_NAMES.get(name, "scale_sense")] for name in states[LAST]} == states[LAST]
         for name in ("scale_window", "window_index", "growth_num", "down_num", "consecutive_overflows"):
             assert len({state[name] for state in states[SAVED_AT:]}) > 1, f"{name} never moved"
+    assert_one_record_has_every_step_once(output, reference.steps())
     for rank in ranks[1:]:
         assert resumed.restored_state(rank) == resumed.restored_state(0)
         for step, first in resumed.steps(0).items():
             # Each process prints the loss of its own data.
             assert resumed.steps(rank)[step].loss != first.loss
             assert resumed.steps(rank)[step]._replace(loss=first.loss) == first
+
+
+def assert_one_record_has_every_step_once(output, expected):
+    # One for all runs, and of several processes only the first writes.
+    record = read_record(output / "loss_scale_record.jsonl")
+    assert [entry["step"] for entry in record] == list(expected)
+    for entry, step in zip(record, expected.values(), strict=True):
+        assert (entry["overflow"], entry["next_loss_scale"]) == (step.overflow, step.loss_scale)
+    assert len(list(output.rglob("*.jsonl*"))) == 1
 
 
 def replay(overflows, restored=None, **windows):
@@ -163,6 +174,7 @@ def test_a_run_killed_again_and_again_while_it_saves_loses_nothing(uninterrupted
         assert named in (max(steps), max(steps) - 1)
         print(f"run {kill + 1} ended at step {max(steps)}; complete: step {named}; unfinished: {unfinished(output)}")
     assert max(steps) == last
+    assert_one_record_has_every_step_once(output, expected)
 
 
 def kill_while_saving(run, form, output, delays):
