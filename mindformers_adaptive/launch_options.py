@@ -16,17 +16,18 @@ __all__ = ["NUM_SAMPLES", "parse_arguments"]
 NUM_SAMPLES = "train_dataset.data_loader.num_samples"
 
 
-def parse_arguments(arguments=None):
+def parse_arguments(arguments=None, program="run_mindformer.py"):
     """Parse the command line.
 
     Args:
         arguments (list[str], optional): the command line without the program's name. Default: None, ``sys.argv``.
+        program (str): the program's name, for its help. Default: "run_mindformer.py".
 
     Returns:
         argparse.Namespace, with ``config`` and ``register_path`` (str or None), ``named`` and ``free``: dicts from
         dotted YAML key to value, of the options with a name and of those behind ``--options``.
     """
-    parser = _build_parser()
+    parser = _build_parser(program)
     parsed = parser.parse_args(arguments)
     if not Path(parsed.config).is_file():
         parser.error(f"argument --config: there is no file {parsed.config!r}, seen from {Path.cwd()}")
@@ -116,9 +117,9 @@ _OPTIONS = (
 )
 
 
-def _build_parser():
+def _build_parser(program):
     parser = argparse.ArgumentParser(
-        prog="run_mindformer.py",
+        prog=program,
         description="Train, fine-tune, evaluate or predict with MindFormers and adaptive loss scaling.",
         epilog="example: run_mindformer.py --config configs/tiny_llama_cpu_fp16.yaml --epochs 1 "
         "--options runner_wrapper.scale_sense.max_scale_window=200",

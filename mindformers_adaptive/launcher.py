@@ -17,13 +17,14 @@ __all__ = ["load_config", "main", "set_key"]
 RUN_MODES = ("train", "finetune", "eval", "predict")
 
 
-def main(arguments=None):
+def main(arguments=None, program="run_mindformer.py"):
     """Run the task that a YAML file and the command line describe.
 
     Args:
         arguments (list[str], optional): the command line without the program's name. Default: None, ``sys.argv``.
+        program (str): the program's name, for its help. Default: "run_mindformer.py".
     """
-    _run(load_config(parse_arguments(arguments)))
+    _run(load_config(parse_arguments(arguments, program)))
 
 
 def load_config(options):

@@ -7,4 +7,4 @@ __all__ = ["forward"]
 
 def forward(arguments):
     """Run the launcher, whose options these are."""
-    launcher.main(arguments)
+    launcher.main(arguments, program="adaptive-loss-scale train")

@@ -39,6 +39,12 @@ def test_help_has_an_example_and_exit_code_0(run, command):
     assert re.search("examples?:\n  adaptive-loss-scale", printed)
 
 
+def test_help_of_train_is_that_of_the_launcher_under_its_own_name(run):
+    code, printed, _ = run("train", "--help")
+    assert code == 0
+    assert printed.startswith("usage: adaptive-loss-scale train [-h] --config CONFIG")
+
+
 def test_main_help_names_every_command(run):
     printed = run("--help")[1]
     assert all(re.search(rf"^    {name} ", printed, re.MULTILINE) for name in COMMANDS)
