@@ -121,7 +121,7 @@ def _build_parser(program):
     parser = argparse.ArgumentParser(
         prog=program,
         description="Train, fine-tune, evaluate or predict with MindFormers and adaptive loss scaling.",
-        epilog="example: run_mindformer.py --config configs/tiny_llama_cpu_fp16.yaml --epochs 1 "
+        epilog=f"example: {program} --config configs/tiny_llama_cpu_fp16.yaml --epochs 1 "
         "--options runner_wrapper.scale_sense.max_scale_window=200",
     )
     parser.add_argument("--config", required=True, help="the YAML file, seen from the working folder")
