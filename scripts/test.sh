@@ -10,7 +10,9 @@ mypy
 if [ $# -gt 0 ]; then
     python -m pytest "$@"
 else
-    python -m pytest -m "not slow or alone"
+    status=0
+    python -m pytest -m "not slow or alone" || status=$?
     # Whole trainings in processes of their own, two at a time.
-    python -m pytest -m "slow and not alone" --numprocesses 2 --dist worksteal
+    python -m pytest -m "slow and not alone" --numprocesses 2 --dist worksteal || status=$?
+    exit $status
 fi

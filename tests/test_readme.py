@@ -53,7 +53,7 @@ def test_yaml_example_is_built_by_mindformers(text, tmp_path, monkeypatch):
     config = MindFormerConfig(**yaml.safe_load(text))
     if config.runner_wrapper is None:
         callbacks = build_callback(config.callbacks, default_args={"MFLossMonitor": {}})
-        assert [type(callback).__name__ for callback in callbacks] == [entry.type for entry in config.callbacks]
+        assert [type(callback).__name__ for callback in callbacks] == [entry["type"] for entry in config.callbacks]
     else:
         cell = build_wrapper(config.runner_wrapper.scale_sense)
         assert type(cell) is AdaptiveLossScaleUpdateCell
