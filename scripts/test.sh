@@ -11,8 +11,7 @@ if [ $# -gt 0 ]; then
     python -m pytest "$@"
 else
     status=0
-    python -m pytest -m "not slow or alone" || status=$?
-    # Whole trainings in processes of their own, two at a time.
-    python -m pytest -m "slow and not alone" --numprocesses 2 --dist worksteal || status=$?
+    python -m pytest -m alone || status=$?
+    python -m pytest -m "not alone" --numprocesses 2 --dist worksteal || status=$?
     exit $status
 fi
