@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from examples import lenet5_managers
+from lenet5 import LeNet5, create_dataset
+from mindspore import DynamicLossScaleManager, FixedLossScaleManager, Model, nn
+from mindspore.train.callback import LossMonitor
 
 from mindformers_adaptive import enable_loss_scale_on_cpu
 from mindformers_adaptive.rule import AdaptiveRule
@@ -60,6 +63,30 @@ def test_scale_follows_the_reference(graph_mode, monkeypatch, way):
         # At 2^24 every step overflows and is skipped: what a fixed scale does that is too large.
         assert all(run.overflows)
     assert np.isfinite(run.losses).all()
+
+
+@pytest.mark.parametrize(
+    ("make_manager", "loss_scale"),
+    [
+        (lambda: FixedLossScaleManager(), {}),
+        (lambda: FixedLossScaleManager(1024.0, False), {"loss_scale": 1024.0}),
+        # By position, as MindSpore's guide writes it: an initial scale of 4 and a factor of 3000.
+        (lambda: DynamicLossScaleManager(4, 3000), {}),
+    ],
+    ids=["fixed", "fixed, not skipping", "dynamic"],
+)
+def test_programs_of_mindspores_guide_run_after_the_one_line(graph_mode, monkeypatch, make_manager, loss_scale):
+    for module in (lenet5_managers.mindspore.amp, lenet5_managers.mindspore.train.amp):
+        monkeypatch.setattr(module, "build_train_network", module.build_train_network)
+    enable_loss_scale_on_cpu()
+    network = LeNet5()
+    loss = nn.SoftmaxCrossEntropyWithLogits(reduction="mean")
+    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9, **loss_scale)
+    before = network.fc3.weight.asnumpy().copy()
+    metrics = {"Accuracy": nn.Accuracy()}
+    model = Model(network, loss, optimizer, metrics=metrics, amp_level="O0", loss_scale_manager=make_manager())
+    model.train(epoch=1, train_dataset=create_dataset(samples=64), callbacks=[LossMonitor()])
+    assert not np.array_equal(network.fc3.weight.asnumpy(), before)
 
 
 def test_functional_example_follows_the_rule(run_python):

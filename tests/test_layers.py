@@ -106,6 +106,7 @@ MAY_IMPORT = {
         "lab.tune",
     },
     "lab.synthetic": {"lab.trace"},
+    "lab.measured": {"lab.trace"},
     "lab.logs.lines": set(),
     "lab.logs.marks": set(),
     "lab.logs.deepspeed": {"lab.logs.lines", "lab.logs.marks"},
@@ -153,6 +154,7 @@ MAY_IMPORT = {
     "cli.lab_arguments": {
         "cli.output",
         "lab.logs",
+        "lab.measured",
         "lab.policies",
         "lab.recorded_run",
         "lab.synthetic",
@@ -208,6 +210,7 @@ FREE_OF_MINDSPORE = [
     "lab.logs",
     "lab.recorded_run",
     "lab.synthetic",
+    "lab.measured",
     "lab.simulate",
     "lab.sweep",
     "lab.tune",

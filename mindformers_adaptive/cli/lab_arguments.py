@@ -13,9 +13,10 @@ from typing import Any
 
 from mindformers_adaptive.cli.output import UsageError, read_value
 from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.measured import from_ceilings, from_gradient_ranges
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
-from mindformers_adaptive.lab.synthetic import from_ceilings, synthetic_traces
+from mindformers_adaptive.lab.synthetic import synthetic_traces
 from mindformers_adaptive.lab.trace import Trace
 
 __all__ = ["Source", "add_trace_arguments", "policy_maker", "read_sources"]
@@ -29,16 +30,18 @@ class Source:
 
     Attributes:
         trace (Trace): the trace, with the ceilings that were asked for.
-        run (RecordedRun, optional): the run that a log told of; None for ceilings that are known.
+        run (RecordedRun, optional): the run that a log told of; None for ceilings that were made or measured.
+        ceilings (str): what is known of them, where there is no run.
     """
 
     trace: Trace
     run: RecordedRun | None = None
+    ceilings: str = "known"
 
     def describe(self) -> dict[str, Any]:
         """Return what was read and how much of it is known, ready for JSON."""
         if self.run is None:
-            return {"trace": self.trace.name, "steps": len(self.trace), "ceilings": "known"}
+            return {"trace": self.trace.name, "steps": len(self.trace), "ceilings": self.ceilings}
         run = self.run
         return {
             "trace": self.trace.name,
@@ -55,7 +58,7 @@ class Source:
     def text(self) -> str:
         """Return the same as a line or two for a terminal."""
         if self.run is None:
-            return f"{self.trace.name}: {len(self.trace)} steps, ceilings known"
+            return f"{self.trace.name}: {len(self.trace)} steps, ceilings {self.ceilings}"
         run, shares = self.run, bound_shares(self.trace)
         lines = [
             f"{self.trace.name}: {len(self.trace)} steps from {run.lines_read} lines ({run.log_format}), of which "
@@ -71,8 +74,9 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
         "traces",
         nargs="+" if several else 1,
         metavar="TRACE",
-        help="a training log or a monitor's record, a folder of them, a JSON file of measured ceilings, 'synthetic' "
-        "for one made-up trace of each kind, or 'synthetic:random walk' for one of them",
+        help="a training log or a record of LossScaleMonitor, a folder of them, a JSON file of measured ceilings, a "
+        "record of GradientRangeMonitor with loss_scales, 'synthetic' for one made-up trace of each kind, or "
+        "'synthetic:random walk' for one of them",
     )
     parser.add_argument(
         "--assume",
@@ -144,16 +148,28 @@ def _make(word: str, steps: int, seed: int) -> list[Source]:
 def _read_file(path: Path, assume: str) -> Source:
     if path.suffix == ".json" and _holds_ceilings(path):
         return Source(from_ceilings(path))
+    if path.suffix == ".jsonl" and _holds_sweeps(path):
+        return Source(from_gradient_ranges(path), ceilings="known between the scales of a sweep")
     run = read_log(path)
     return Source(run.to_trace(assume), run)
 
 
 def _holds_ceilings(path: Path) -> bool:
+    return not {"ceilings", "steps"}.isdisjoint(_keys(path.read_bytes()))
+
+
+def _holds_sweeps(path: Path) -> bool:
+    with path.open("rb") as lines:
+        return "batches" in _keys(lines.readline())
+
+
+def _keys(text: bytes) -> set[str]:
+    """The keys of a JSON object; none where the text is no such object."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(text)
     except ValueError:
-        return False
-    return isinstance(content, dict) and not {"ceilings", "steps"}.isdisjoint(content)
+        return set()
+    return set(content) if isinstance(content, dict) else set()
 
 
 def _read_folder(folder: Path, assume: str) -> list[Source]:

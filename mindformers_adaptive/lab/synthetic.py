@@ -1,14 +1,9 @@
-"""Made traces, each of one behaviour and repeatable by its seed, and traces of measured ceilings."""
+"""Made traces, each of one behaviour and repeatable by its seed."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from collections.abc import Callable
-from itertools import pairwise
 from numbers import Integral
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +11,6 @@ from numpy.typing import NDArray
 from mindformers_adaptive.lab.trace import Trace
 
 __all__ = [
-    "from_ceilings",
     "heavy_tailed",
     "random_walk",
     "slowly_falling",
@@ -33,11 +27,6 @@ _LEVEL = 18.0
 
 # The ceilings stay within the exponents of normal float32 numbers, as loss scales do.
 _EXPONENTS = (-126.0, 127.0)
-
-_FORMAT = (
-    'Write {"ceilings": [65536.0, "inf", ...]} or {"steps": [{"step": 1, "ceiling": 65536.0}, ...]}, each ceiling a '
-    'number of at least 0 or "inf".'
-)
 
 
 def stationary(steps: int, seed: int, level: float = _LEVEL, spread: float = 0.5) -> Trace:
@@ -175,68 +164,6 @@ def synthetic_traces(steps: int, seed: int) -> dict[str, Trace]:
     )
     traces = [kind(steps, seed) for kind in kinds]
     return {trace.name: trace for trace in traces}
-
-
-def from_ceilings(path: str | os.PathLike[str]) -> Trace:
-    """Return the trace of ceilings that were measured and written to a JSON file.
-
-    The file holds one object with either ``"ceilings"``, a list, or ``"steps"``, a list of objects with ``"step"`` (an
-    integer, increasing) and ``"ceiling"``. A ceiling is a number of at least 0, or the text "inf" for a step that no
-    scale overflows. ``"name"`` is optional; other keys are ignored.
-
-    Args:
-        path (str or os.PathLike): the file.
-
-    Returns:
-        Trace, whose ceilings are known, named as in the file or else as the file.
-
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is not JSON of this form.
-
-    Examples:
-        >>> import pathlib, tempfile
-        >>> file = pathlib.Path(tempfile.mkdtemp(), "sweep.json")
-        >>> _ = file.write_text('{"ceilings": [65536.0, "inf"]}')
-        >>> from_ceilings(file).ceiling.tolist()
-        [65536.0, inf]
-    """
-    try:
-        measured = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be a JSON file of ceilings, but: {error}. {_FORMAT}") from error
-    if not isinstance(measured, dict):
-        raise ValueError(f"{path} must hold a JSON object, but holds a {type(measured).__name__}. {_FORMAT}")
-    ceilings = measured.get("ceilings")
-    if ceilings is None and _increasing(measured.get("steps")):
-        ceilings = [step.get("ceiling") for step in measured["steps"]]
-    if not isinstance(ceilings, list) or not ceilings:
-        raise ValueError(f"{path} must hold ceilings, or steps that increase, but has none that can be read. {_FORMAT}")
-    name = measured.get("name", Path(path).stem)
-    return Trace.exact(str(name), [_require_ceiling(path, place, value) for place, value in enumerate(ceilings)])
-
-
-def _increasing(steps: object) -> bool:
-    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        return False
-    numbers = [step.get("step") for step in steps]
-    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        return False
-    return all(later > earlier for earlier, later in pairwise(numbers))
-
-
-def _require_ceiling(path: object, place: int, value: object) -> float:
-    if value == "inf":
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e300:
-        raise ValueError(
-            f"Each ceiling in {path} must be a number of at least 0, but number {place} is {value!r}. {_FORMAT}"
-        )
-    return float(value)
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _made(

@@ -15,6 +15,7 @@ from training_runs import TrainingRun
 
 from mindformers_adaptive.callbacks.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.gradients.ranges import gradient_ranges
+from mindformers_adaptive.lab.measured import from_gradient_ranges
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
 # No more: after five calls MindSpore's dropout on CPU settles on a number of threads, by the time they took, and draws
@@ -97,6 +98,14 @@ def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path
     assert second["weights"]["parameters"]["weight"]["largest"] == 0.75
     expected = gradient_ranges(HalfPrecisionSum(2), x[:1], [1, 2**10, 2**14]).to_dict()
     assert first == {"step": 1, **expected}
+
+
+def test_record_is_a_trace_of_measured_ceilings(graph_mode, tmp_path):
+    sum_training(tmp_path, np.array([[1.0, 2.0], [4.0, 8.0]], np.float32), loss_scales=[1, 2**14])
+    trace = from_gradient_ranges(tmp_path / "record.jsonl")
+    # The largest gradient is 2, then 8: at 2**14 the second is beyond the 65504 of FP16.
+    assert trace.at_least.tolist() == [2**14, 2**10]
+    assert trace.below.tolist() == [np.inf, 2**14]
 
 
 def test_tensorboard_has_histograms_and_norms_of_weights_and_gradients_without_the_scale(graph_mode, tmp_path):

@@ -1,12 +1,10 @@
-"""Made traces follow their formulas and repeat by their seeds; measured ceilings are read from JSON."""
-
-import json
+"""Made traces follow their formulas and repeat by their seeds."""
 
 import numpy as np
 import pytest
 
 from mindformers_adaptive.lab import synthetic
-from mindformers_adaptive.lab.synthetic import from_ceilings, synthetic_traces
+from mindformers_adaptive.lab.synthetic import synthetic_traces
 
 STEPS = 20_000
 TRACES = {name: np.log2(trace.ceiling) for name, trace in synthetic_traces(STEPS, seed=3).items()}
@@ -86,49 +84,3 @@ def test_ceilings_stay_within_float32():
 def test_bad_steps_and_seeds_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         synthetic_traces(*arguments)
-
-
-@pytest.mark.parametrize(
-    "measured",
-    [
-        {"ceilings": [65536.0, "inf", 0]},
-        {"steps": [{"step": 3, "ceiling": 65536}, {"step": 5, "ceiling": "inf"}, {"step": 6, "ceiling": 0, "more": 1}]},
-    ],
-)
-def test_measured_ceilings_are_read(tmp_path, measured):
-    file = tmp_path / "sweep.json"
-    file.write_text(json.dumps(measured), encoding="utf-8")
-    assert (from_ceilings(file).name, from_ceilings(file).ceiling.tolist()) == ("sweep", [65536.0, np.inf, 0.0])
-    file.write_text(json.dumps({"name": "llama", **measured}), encoding="utf-8")
-    assert from_ceilings(str(file)).name == "llama"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", r"sweep.json must be a JSON file of ceilings, but: Expecting value"),
-        (b"\xff", r"must be a JSON file of ceilings"),
-        (b'{"ceilings": [NaN]}', r"must be a JSON file of ceilings, but: NaN is not JSON"),
-        (b"[1.0]", r"must hold a JSON object, but holds a list"),
-        (b"{}", r"must hold ceilings, or steps that increase"),
-        (b'{"ceilings": []}', r"must hold ceilings, or steps that increase"),
-        (b'{"ceilings": 3}', r"must hold ceilings, or steps that increase"),
-        (b'{"steps": [{"step": 2, "ceiling": 1}, {"step": 2, "ceiling": 1}]}', r"must hold .* steps that increase"),
-        (b'{"steps": [{"ceiling": 1}]}', r"must hold .* steps that increase"),
-        (b'{"steps": [3]}', r"must hold .* steps that increase"),
-        (b'{"steps": [{"step": 2}]}', r"must be a number of at least 0, but number 0 is None"),
-        (b'{"ceilings": [1.0, -1]}', r"must be a number of at least 0, but number 1 is -1"),
-        (b'{"ceilings": [true]}', r"must be a number of at least 0, but number 0 is True"),
-        (b'{"ceilings": ["1"]}', r"must be a number of at least 0, but number 0 is '1'"),
-    ],
-)
-def test_files_of_another_form_are_refused(tmp_path, content, message):
-    file = tmp_path / "sweep.json"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        from_ceilings(file)
-
-
-def test_a_missing_file_of_ceilings_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        from_ceilings(tmp_path / "none.json")
