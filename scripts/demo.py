@@ -59,6 +59,7 @@ def main():
     run_folder = make_run_folder(arguments.output_dir.resolve())
     steps = train(run_folder, arguments.corpus.resolve(), arguments.options)
     print("\n".join(report(steps, run_folder, read_scale_sense(arguments.options))))
+    print("Measuring the gradients of the trained model, and drawing ...", file=sys.stderr, flush=True)
     draw(run_folder, arguments.corpus.resolve())
     print(f"Pictures    {', '.join(shown(picture) for picture in sorted(run_folder.glob('*.png')))}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.output import add_json_argument, print_json
+from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.logs import FORMATS, read_log
 
@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Read the log, and print what happened."""
     recorded = read_log(options.logs, options.format)
-    found = analyze(recorded)
+    with progress_bar(None, "replaying") as progress:
+        found = analyze(recorded, progress=progress)
     if options.json:
         print_json(found.to_dict())
     else:

@@ -44,11 +44,11 @@ def print_json(content: Any) -> None:
 
 
 @contextmanager
-def progress_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
+def progress_bar(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on a terminal, and none elsewhere.
 
     Args:
-        total (int): how many there are.
+        total (int, optional): how many there are, None if that is not known beforehand.
         what (str): what is being done.
 
     Yields:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, read_sources
-from mindformers_adaptive.cli.output import add_json_argument, print_json
+from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.lab.simulate import replay
 
@@ -37,8 +37,12 @@ def run(options: argparse.Namespace) -> None:
     label, make = policy_maker(options.policy)
     results: list[dict[str, Any]] = []
     sources = read_sources(options)
-    for source in sources:
-        found = replay(make(), source.trace)
+    replays = []
+    with progress_bar(len(sources), "replaying") as progress:
+        for source in sources:
+            replays.append(replay(make(), source.trace))
+            progress(len(replays))
+    for source, found in zip(sources, replays, strict=True):
         measures, final = found.measures.as_dict(), found.final_state
         results.append({"policy": label, "source": source.describe(), "measures": measures, "final_state": final})
         if not options.json:
@@ -47,17 +51,17 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json(results)
     if options.plot:
-        _plot(options, label, sources, make)
+        _plot(options.plot, label, sources, replays)
 
 
-def _plot(options, label, sources, make):  # type: ignore[no-untyped-def]
+def _plot(file, label, sources, replays):  # type: ignore[no-untyped-def]
     from mindformers_adaptive.plots.canvas import save
     from mindformers_adaptive.plots.lab import draw_replays
 
     if len(sources) > 1:
         raise ValueError(f"'--plot' draws one trace, but got {len(sources)}. Name one of them.")
     trace = sources[0].trace
-    save(draw_replays(trace, {label: replay(make(), trace)}), options.plot)
+    save(draw_replays(trace, {label: replays[0]}), file)
 
 
 def _shown(value: object) -> str:

@@ -89,7 +89,7 @@ class Analysis:
         return analysis_text(self.to_dict(), self.phases)
 
 
-def analyze(run: RecordedRun) -> Analysis:
+def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) -> Analysis:
     """Analyze a recorded run.
 
     Policies are replayed from the run's first loss scale on. With advice come the settings that follow it, with the
@@ -99,6 +99,7 @@ def analyze(run: RecordedRun) -> Analysis:
 
     Args:
         run (RecordedRun): such as :func:`~mindformers_adaptive.lab.logs.read_log` returns.
+        progress (Callable, optional): called with the number of replays done. Default: None.
 
     Raises:
         ValueError: if the run has no step, or the loss scale of none is known.
@@ -121,7 +122,7 @@ def analyze(run: RecordedRun) -> Analysis:
     if any(map(_is_on_windows, advice)) and not _is_better(tuning, run, trace):
         advice = tuple(one for one in advice if not _is_on_windows(one))
         tuning = _tuning(run, trace, advice, start)
-    rows = _outcome_rows(run, start, None if tuning is None else tuning.recommended)
+    rows = _outcome_rows(run, trace, start, None if tuning is None else tuning.recommended, progress)
     return Analysis(run, tuple(phases(changes)), tuple(rows), advice, tuning)
 
 
@@ -184,17 +185,27 @@ def _recorded(run: RecordedRun, trace: Trace) -> Measures:
     return measure(trace, np.append(scale, scale[-1]))
 
 
-def _outcome_rows(run: RecordedRun, start: float | None, configuration: Configuration | None) -> list[dict[str, Any]]:
+def _outcome_rows(
+    run: RecordedRun,
+    trace: Trace,
+    start: float | None,
+    configuration: Configuration | None,
+    progress: Callable[[int], None] | None,
+) -> list[dict[str, Any]]:
     """What the run and some policies from its first scale on do, under each assumption about the ceilings."""
     policies: dict[str, Callable[[Trace], Measures]] = {"as recorded": partial(_recorded, run)}
     made = {} if start is None else _policies(start)
     if configuration is not None:
         made["as advised"] = partial(_policy_of, configuration)
     policies |= {name: partial(_measures_of, make) for name, make in made.items()}
-    traces = [lifted(run.to_trace()), *(run.to_trace(assume) for assume in ASSUMPTIONS)]
-    rows = []
+    traces = [trace, *(run.to_trace(assume) for assume in ASSUMPTIONS)]
+    rows: list[dict[str, Any]] = []
     for name, measures_on in policies.items():
-        found = [measures_on(trace) for trace in traces]
+        found = []
+        for assumed in traces:
+            found.append(measures_on(assumed))
+            if progress is not None:
+                progress(len(rows) * len(traces) + len(found))
         shown = {key: found[0].as_dict()[key] for key in ("skipped", "headroom_lost", "known_share")}
         skipped = [one.skipped for one in found]
         rows.append({"policy": name, **shown, "fewest_skipped": min(skipped), "most_skipped": max(skipped)})
