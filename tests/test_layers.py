@@ -54,7 +54,12 @@ MAY_IMPORT = {
     "gradients.ranges": {"gradients.report", "gradients.statistics", "validation"},
     "gradients.finder": {"gradients.ranges", "gradients.recommendation"},
     "gradients.probe": {"checkpoint.reader", "gradients.ranges", "launcher", "validation"},
-    "callbacks.gradient_range_monitor": {"callbacks.arguments", "callbacks.tensorboard", "gradients.ranges"},
+    "callbacks.gradient_range_monitor": {
+        "callbacks.arguments",
+        "callbacks.step_reader",
+        "callbacks.tensorboard",
+        "gradients.ranges",
+    },
     "registration": {
         "wrapper",
         "callbacks.gradient_range_monitor",

@@ -11,6 +11,7 @@ from mindspore import nn
 from mindspore.train import Callback
 
 from mindformers_adaptive.callbacks.arguments import require_count, require_path
+from mindformers_adaptive.callbacks.step_reader import steps_before_resume
 from mindformers_adaptive.callbacks.tensorboard import open_writer
 from mindformers_adaptive.gradients.ranges import GradientSweep, checked_loss_scales, to_numpy
 
@@ -89,7 +90,7 @@ class GradientRangeMonitor(Callback):
         params = run_context.original_args()
         self._train_step = _find_train_step(params.train_network)
         self._sweep = GradientSweep(self._train_step.network)
-        self._steps_before = _steps_before(params)
+        self._steps_before = steps_before_resume(params)
         self._warned = False
         rank = get_real_rank()
         self._writes = self._all_ranks or rank == 0
@@ -173,12 +174,6 @@ def _find_train_step(train_network):
         f"that is trained is a {type(train_network).__name__}. Derive your train step from one of those in "
         "mindformers_adaptive.wrapper."
     )
-
-
-def _steps_before(params):
-    """Return the steps before a resume, from which MindFormers does not count, but tells to who prints the loss."""
-    told = [params.get("initial_step"), *(getattr(callback, "initial_step", 0) for callback in params.list_callback)]
-    return max((step for step in told if isinstance(step, int)), default=0)
 
 
 def _loss_scale(train_step):

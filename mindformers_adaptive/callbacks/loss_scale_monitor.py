@@ -9,7 +9,7 @@ from mindspore.train import Callback
 
 from mindformers_adaptive.callbacks.arguments import require_choice, require_count, require_path
 from mindformers_adaptive.callbacks.collapse import CollapseDetector
-from mindformers_adaptive.callbacks.step_reader import StepReader, find_train_step, read_loss
+from mindformers_adaptive.callbacks.step_reader import StepReader, find_train_step, read_loss, steps_before_resume
 from mindformers_adaptive.callbacks.tensorboard import open_writer
 from mindformers_adaptive.records import FIELDS, RunRecord
 
@@ -171,11 +171,9 @@ class LossScaleMonitor(Callback):
     def _last_step_before(self, params):
         """Return the number of the step before the first.
 
-        MindFormers counts from 0 again when it resumes, and tells the callback that prints the loss what to add; the
-        update cell's count comes back with its state.
+        The update cell's count comes back with its state.
         """
-        told = [params.get("initial_step"), *(getattr(it, "initial_step", 0) for it in params.list_callback)]
-        by_model = params.cur_step_num + max(step for step in told if isinstance(step, int))
+        by_model = params.cur_step_num + steps_before_resume(params)
         # A cell without a count goes on where this monitor has left it.
         by_cell = self._reader.steps_taken()
         return max(by_model, self._looked_at if by_cell is None else by_cell)

@@ -6,7 +6,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.restored_state import PARAMETER_NAMES
 
-__all__ = ["StepReader", "find_train_step", "read_loss"]
+__all__ = ["StepReader", "find_train_step", "read_loss", "steps_before_resume"]
 
 _ATTRIBUTES = {name: attribute for attribute, name in PARAMETER_NAMES.items()}
 _OF_WINDOW = ("scale_window", "window_index", "growth_num", "down_num")
@@ -22,6 +22,18 @@ def find_train_step(*networks):
             if isinstance(getattr(cell, "scale_sense", None), Parameter):
                 return cell
     return None
+
+
+def steps_before_resume(params):
+    """Return how many steps the run took before it was resumed.
+
+    MindFormers counts from 0 again then, and tells what to add to the callback that prints the loss.
+
+    Args:
+        params (dict): those that MindSpore gives to a callback.
+    """
+    told = [params.get("initial_step"), *(getattr(callback, "initial_step", 0) for callback in params.list_callback)]
+    return max((step for step in told if isinstance(step, int)), default=0)
 
 
 def read_loss(loss):
