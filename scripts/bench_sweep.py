@@ -27,6 +27,7 @@ import sys
 import time
 
 import numpy as np
+from argument_types import positive
 
 from mindformers_adaptive.lab.configuration import grid
 from mindformers_adaptive.lab.measures import overflows
@@ -90,13 +91,6 @@ def parse_arguments():
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser.parse_args()
-
-
-def positive(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but got {text}")
-    return number
 
 
 def make_configurations():

@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from argument_types import positive
+
 from mindformers_adaptive.whole_file import written_whole
 
 ARGUMENTS = {"loss_scale_value": 2**16, "scale_factor": 2, "scale_window": 20}
@@ -71,13 +73,6 @@ def parse_arguments():
         if file.exists() and not file.is_file():
             parser.error(f"argument --json: {arguments.json!r} is there and is no regular file")
     return arguments
-
-
-def positive(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but got {text}")
-    return number
 
 
 def measure(rounds, calls):

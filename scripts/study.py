@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from argument_types import positive
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
@@ -61,13 +62,6 @@ def parse_arguments():
         "--picture", type=Path, default=ROOT / "docs" / "policy_study.svg", help="file (default: docs/policy_study.svg)"
     )
     return parser.parse_args()
-
-
-def positive(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but got {text}")
-    return number
 
 
 def study(policies, steps, seeds):
