@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -75,8 +76,12 @@ def _run(command, words):  # type: ignore[no-untyped-def]
     options = parser.parse_args(words[1:])
     try:
         command.run(options)
+        sys.stdout.flush()
     except UsageError as error:
         parser.error(str(error))
+    except BrokenPipeError:
+        # Who reads, such as `head`, has seen enough. What is left to be flushed at exit has to go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         if options.traceback:
             raise

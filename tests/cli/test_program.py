@@ -1,7 +1,10 @@
 """The command-line program: what it prints, its exit codes, and what it says of wrong usage."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -192,3 +195,15 @@ def test_find_and_probe_print_json_alone_and_agree(run_python, corpus, tmp_path)
     assert json.loads((tmp_path / "ranges.json").read_text()) == ranges
     assert [row["overflowed_batches"] for row in ranges["loss_scales"]] == [0, 0, 0, 1]
     assert found["loss_scale_value"] == found["ceiling"] / 2 ** found["margin"]
+
+
+@pytest.mark.parametrize("steps", ["1", "50"])
+def test_a_reader_that_stops_early_is_no_error(tmp_path, steps):
+    command = [sys.executable, "-m", "mindformers_adaptive", "compare", "synthetic", "--each-trace", "--steps", steps]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
+    ) as run:
+        run.stdout.close()
+        assert run.stderr.read() == b""
+    assert run.returncode == 0
