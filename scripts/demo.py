@@ -16,8 +16,9 @@ from typing import NamedTuple
 import yaml
 from tqdm import tqdm
 
-from mindformers_adaptive.lab.scale_path import PATH_HEADING, Change, path_line, phases, power, ranges
+from mindformers_adaptive.lab.scale_path import PATH_HEADING, Change, path_line, phases, ranges
 from mindformers_adaptive.launch_options import parse_arguments
+from mindformers_adaptive.power_of_two import as_power_of_two
 from mindformers_adaptive.rule import AdaptiveRule
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,7 +96,9 @@ def train(run_folder, corpus, options):
                 steps.append(step)
                 progress.total = step.total
                 progress.set_description("training", refresh=False)
-                progress.set_postfix_str(f"loss {step.loss:.3f}, scale {power(step.loss_scale)}", refresh=False)
+                progress.set_postfix_str(
+                    f"loss {step.loss:.3f}, scale {as_power_of_two(step.loss_scale)}", refresh=False
+                )
                 progress.update(step.number - progress.n)
     if process.returncode != 0 or not steps:
         last_lines = "".join(console.read_text(encoding="utf-8").splitlines(keepends=True)[-20:])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mindformers_adaptive.gradients.report import GradientRanges, as_power_of_two
+from mindformers_adaptive.gradients.report import GradientRanges
+from mindformers_adaptive.power_of_two import as_power_of_two
 from mindformers_adaptive.validation import require_integer
 
 __all__ = ["DEFAULT_MARGIN", "LossScaleRecommendation", "check_margin", "recommend_loss_scale"]

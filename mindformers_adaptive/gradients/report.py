@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_statistics
+from mindformers_adaptive.power_of_two import as_power_of_two
 from mindformers_adaptive.whole_file import written_whole
 
-__all__ = ["GradientRanges", "ScaleRanges", "as_power_of_two", "write_json"]
+__all__ = ["GradientRanges", "ScaleRanges", "write_json"]
 
 
 @dataclass(frozen=True)
@@ -166,17 +167,6 @@ def write_json(content: object, file: str | Path) -> None:
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     with written_whole(target) as report:
         report.write(text)
-
-
-def as_power_of_two(loss_scale: float) -> str:
-    """Return a loss scale as 2^n where it is one, else as a plain number.
-
-    Examples:
-        >>> as_power_of_two(65536.0), as_power_of_two(1000.0)
-        ('2^16', '1000')
-    """
-    mantissa, exponent = math.frexp(loss_scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{loss_scale:g}"
 
 
 _COLUMNS = ("largest", "smallest", "norm", "zeros", "underflowed", "inf/nan")

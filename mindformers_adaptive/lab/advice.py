@@ -18,7 +18,8 @@ import numpy as np
 from mindformers_adaptive.lab.evidence import HELD, RaiseOutcome, climb, raise_outcomes, rows_of_flags, start_of_run
 from mindformers_adaptive.lab.measures import DEFAULT_EXCHANGE_RATE, LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from mindformers_adaptive.lab.recorded_run import RecordedRun
-from mindformers_adaptive.lab.scale_path import Change, power
+from mindformers_adaptive.lab.scale_path import Change
+from mindformers_adaptive.power_of_two import as_power_of_two
 from mindformers_adaptive.rule import COUNTER_LIMIT
 
 __all__ = ["Advice", "advise"]
@@ -90,7 +91,7 @@ def _collapse(run: RecordedRun) -> Advice | None:
             "Look at the model and the data, not at the loss scaling: learning rate, warm-up, gradient clipping, "
             "float32 for softmax and normalization, NaN or inf in data and weights.",
             f"{length} steps in a row were skipped, {figures['first_step']} to {figures['last_step']}"
-            + (f", with the scale at {power(float(scale[last]))} to the last" if stays else "")
+            + (f", with the scale at {as_power_of_two(float(scale[last]))} to the last" if stays else "")
             + ("; the loss itself was inf" if loss_is_bad else "")
             + ". A step that overflows at each of these scales would at others too.",
             figures,
@@ -114,9 +115,9 @@ def _start_lower(run: RecordedRun) -> Advice | None:
     return Advice(
         "start lower",
         _start_at(start.scale, float(run.loss_scale[0])),
-        f"{start.skipped} steps{inferred} were skipped before {power(start.scale)}, from step {start.step} on, was the "
-        f"first scale that held ({start.bore} clean steps in a row at least). Taken that the steps before could bear "
-        f"what those after could, starting there saves them.{where}",
+        f"{start.skipped} steps{inferred} were skipped before {as_power_of_two(start.scale)}, from step {start.step} "
+        f"on, was the first scale that held ({start.bore} clean steps in a row at least). Taken that the steps before "
+        f"could bear what those after could, starting there saves them.{where}",
         {"scale": start.scale, "saves_skipped_steps": start.skipped, "known": start.known, "held_from": start.step},
         {"loss_scale_value": start.scale},
     )
@@ -132,8 +133,8 @@ def _start_higher(run: RecordedRun) -> Advice | None:
     return Advice(
         "start higher",
         _start_at(top, float(scale[0])),
-        f"{raises} raises without an overflow led to {power(top)}, at step {reached}; below it {bits:.0f} bits of "
-        f"headroom were lost, as much as {bits / _STEPS_FOR_A_BIT:.0f} skipped steps are worth.",
+        f"{raises} raises without an overflow led to {as_power_of_two(top)}, at step {reached}; below it {bits:.0f} "
+        f"bits of headroom were lost, as much as {bits / _STEPS_FOR_A_BIT:.0f} skipped steps are worth.",
         {"scale": top, "raises": raises, "reached_at": reached, "headroom_lost": bits},
         {"loss_scale_value": top},
     )
@@ -249,4 +250,4 @@ def _less_hysteresis(run: RecordedRun) -> Advice | None:
 
 def _start_at(scale: float, instead_of: float) -> str:
     value = int(scale) if scale.is_integer() else scale
-    return f"Start at {power(scale)} (loss_scale_value: {value}) instead of {power(instead_of)}."
+    return f"Start at {as_power_of_two(scale)} (loss_scale_value: {value}) instead of {as_power_of_two(instead_of)}."

@@ -26,11 +26,12 @@ from mindformers_adaptive.lab.measures import (
 )
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.recorded_run import ASSUMPTIONS, RecordedRun
-from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases, power
+from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
 from mindformers_adaptive.lab.simulate import replay
 from mindformers_adaptive.lab.trace import Trace
 from mindformers_adaptive.lab.tune import DEFAULT_GRID, Tuning, tune
 from mindformers_adaptive.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.power_of_two import as_power_of_two
 
 __all__ = ["Analysis", "analyze"]
 
@@ -219,7 +220,7 @@ def _start(run: RecordedRun) -> float | None:
 
 
 def _policies(start: float) -> dict[str, Callable[[], Policy]]:
-    at_start = f"from {power(start)}"
+    at_start = f"from {as_power_of_two(start)}"
     return {
         f"adaptive 20-1000 {at_start}": partial(make_policy, "adaptive", loss_scale_value=start),
         f"dynamic 20 {at_start}": partial(make_policy, "dynamic", init_loss_scale=start, scale_window=20),

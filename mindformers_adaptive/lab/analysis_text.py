@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindformers_adaptive.lab.scale_path import PATH_HEADING, Phase, path_line, power
+from mindformers_adaptive.lab.scale_path import PATH_HEADING, Phase, path_line
 from mindformers_adaptive.lab.text_table import text_table
+from mindformers_adaptive.power_of_two import as_power_of_two
 
 __all__ = ["analysis_text"]
 
@@ -110,4 +111,4 @@ def _cut(entries: Sequence[str], at_most: int, rest: str) -> list[str]:
 
 
 def _power(scale: float | None) -> str:
-    return "inf" if scale is None else power(scale)
+    return "inf" if scale is None else as_power_of_two(scale)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mindformers_adaptive.lab.recorded_run import RecordedRun
+from mindformers_adaptive.power_of_two import as_power_of_two
 
-__all__ = ["PATH_HEADING", "Change", "Phase", "changes_of", "path_line", "phases", "power", "ranges", "rows_of_numbers"]
+__all__ = ["PATH_HEADING", "Change", "Phase", "changes_of", "path_line", "phases", "ranges", "rows_of_numbers"]
 
 PATH_HEADING = "   steps      what the loss scale did      loss scale        window"
 
@@ -79,7 +79,7 @@ def path_line(phase: Phase) -> str:
     """Return a phase as a line below ``PATH_HEADING``."""
     steps = f"{phase.first_step}" if phase.changes == 1 else f"{phase.first_step}-{phase.last_step}"
     what = f"{phase.changes} {phase.kind}{'s' if phase.changes > 1 else ''}"
-    scales = f"{power(phase.scale_before)} -> {power(phase.scale_after)}"
+    scales = f"{as_power_of_two(phase.scale_before)} -> {as_power_of_two(phase.scale_after)}"
     return f"   {steps:<10} {what:<28} {scales:<17} {' -> '.join(map(str, phase.windows))}".rstrip()
 
 
@@ -161,16 +161,3 @@ def ranges(numbers: Sequence[int], at_most: int | None = None) -> str:
     shown = rows if at_most is None else rows[:at_most]
     text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in shown) or "none"
     return text if len(shown) == len(rows) else f"{text} and {len(rows) - len(shown)} more"
-
-
-def power(scale: float) -> str:
-    """Return a scale as text, as a power of two where it is one.
-
-    Examples:
-        >>> power(65536.0), power(3.0), power(float("inf"))
-        ('2^16', '3', 'inf')
-    """
-    if not 0.0 < scale < math.inf:
-        return f"{scale:g}"
-    exponent = round(math.log2(scale))
-    return f"2^{exponent}" if math.isclose(scale, 2.0**exponent, rel_tol=1e-6) else f"{scale:g}"

@@ -4,7 +4,6 @@ python scripts/examples/lenet5_managers.py --amp_level O3 --epochs 10
 """
 
 import argparse
-import math
 
 import mindspore
 from lenet5 import LeNet5, create_dataset
@@ -13,6 +12,7 @@ from mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
 from mindspore.train import Callback, Model
 
 from mindformers_adaptive import AdaptiveLossScaleManager, FixedScaleTrainOneStepCell, enable_loss_scale_on_cpu
+from mindformers_adaptive.power_of_two import as_power_of_two
 
 
 def fixed_skipping_overflows(network, loss_fn, amp_level):
@@ -79,16 +79,12 @@ def train(way, amp_level, epochs):
     return recorder
 
 
-def power(loss_scale):
-    return f"2^{math.log2(loss_scale):g}"
-
-
 def table(amp_level, epochs):
     """Yield the lines of the comparison."""
     yield f"{'LeNet5, ' + amp_level:<34}{'steps':>6}{'skipped':>9}{'first loss':>12}{'last loss':>11}{'last scale':>12}"
     for way in WAYS:
         run = train(way, amp_level, epochs)
-        last_scale = power(run.loss_scales[-1]) if run.loss_scales else "fixed"
+        last_scale = as_power_of_two(run.loss_scales[-1]) if run.loss_scales else "fixed"
         skipped = sum(run.overflows) if run.overflows else "never"
         name = way.__name__.replace("_", " ")
         yield (

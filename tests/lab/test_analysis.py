@@ -12,9 +12,10 @@ from mindformers_adaptive.lab.evidence import climb, lifted, raise_outcomes
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.recorded_run import RecordedRun
-from mindformers_adaptive.lab.scale_path import changes_of, phases, power, ranges
+from mindformers_adaptive.lab.scale_path import changes_of, phases, ranges
 from mindformers_adaptive.lab.simulate import replay
 from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.power_of_two import as_power_of_two
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -362,5 +363,5 @@ def test_a_run_without_steps_or_scales_is_refused():
 def test_numbers_are_shown_short():
     assert ranges([1, 2, 3, 5, 6, 9]) == "1-3, 5-6, 9"
     assert ranges([]) == "none"
-    assert [power(scale) for scale in (2.0**-3, 3.0, 0.0, float("inf"))] == ["2^-3", "3", "0", "inf"]
+    assert [as_power_of_two(scale) for scale in (2.0**-3, 3.0, 0.0, float("inf"))] == ["2^-3", "3", "0", "inf"]
     assert phases([]) == []
