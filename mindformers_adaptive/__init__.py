@@ -4,35 +4,75 @@ Importing this package does not import MindSpore: a name that needs it is loaded
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_HOME_OF = {
-    "AdaptiveLossScaleManager": "mindformers_adaptive.amp.manager",
-    "AdaptiveLossScaleUpdateCell": "mindformers_adaptive.update_cell",
-    "AdaptiveLossScaler": "mindformers_adaptive.amp.scaler",
-    "AdaptiveRule": "mindformers_adaptive.rule",
-    "FixedScaleTrainOneStepCell": "mindformers_adaptive.amp.fixed_scale",
-    "GradientRangeMonitor": "mindformers_adaptive.callbacks.gradient_range_monitor",
-    "LossScaleMonitor": "mindformers_adaptive.callbacks.loss_scale_monitor",
-    "LossScaleState": "mindformers_adaptive.rule",
-    "Trainer": "mindformers_adaptive.trainer",
-    "build_train_network": "mindformers_adaptive.amp.train_network",
-    "enable_loss_scale_on_cpu": "mindformers_adaptive.amp.train_network",
-    "find_loss_scale": "mindformers_adaptive.gradients.finder",
-    "gradient_ranges": "mindformers_adaptive.gradients.ranges",
-    "make_policy": "mindformers_adaptive.lab.policies",
-    "register": "mindformers_adaptive.registration",
-    "window_ladder": "mindformers_adaptive.ladder",
-}
+if TYPE_CHECKING:
+    from mindformers_adaptive.amp.fixed_scale import FixedScaleTrainOneStepCell
+    from mindformers_adaptive.amp.manager import AdaptiveLossScaleManager
+    from mindformers_adaptive.amp.scaler import AdaptiveLossScaler
+    from mindformers_adaptive.amp.train_network import build_train_network, enable_loss_scale_on_cpu
+    from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+    from mindformers_adaptive.gradients.finder import find_loss_scale
+    from mindformers_adaptive.gradients.ranges import gradient_ranges
+    from mindformers_adaptive.integration.registration import register
+    from mindformers_adaptive.integration.trainer import Trainer
+    from mindformers_adaptive.lab.policies import make_policy
+    from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
+    from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+    from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
+    from mindformers_adaptive.rule.ladder import window_ladder
+    from mindformers_adaptive.rule.megatron import megatron_state, scale_sense_from_megatron
 
-__all__ = sorted(_HOME_OF)
+__all__ = [
+    "AdaptiveLossScaleManager",
+    "AdaptiveLossScaleUpdateCell",
+    "AdaptiveLossScaler",
+    "AdaptiveRule",
+    "FixedScaleTrainOneStepCell",
+    "GradientRangeMonitor",
+    "LossScaleMonitor",
+    "LossScaleState",
+    "Trainer",
+    "build_train_network",
+    "enable_loss_scale_on_cpu",
+    "find_loss_scale",
+    "gradient_ranges",
+    "make_policy",
+    "megatron_state",
+    "register",
+    "scale_sense_from_megatron",
+    "window_ladder",
+]
+
+# Where each name is defined, without the package's own name. A test holds this to the imports above.
+_MODULE_OF = {
+    "AdaptiveLossScaleManager": "amp.manager",
+    "AdaptiveLossScaleUpdateCell": "cells.update_cell",
+    "AdaptiveLossScaler": "amp.scaler",
+    "AdaptiveRule": "rule.adaptive_rule",
+    "FixedScaleTrainOneStepCell": "amp.fixed_scale",
+    "GradientRangeMonitor": "monitor.gradient_range_monitor",
+    "LossScaleMonitor": "monitor.loss_scale_monitor",
+    "LossScaleState": "rule.adaptive_rule",
+    "Trainer": "integration.trainer",
+    "build_train_network": "amp.train_network",
+    "enable_loss_scale_on_cpu": "amp.train_network",
+    "find_loss_scale": "gradients.finder",
+    "gradient_ranges": "gradients.ranges",
+    "make_policy": "lab.policies",
+    "megatron_state": "rule.megatron",
+    "register": "integration.registration",
+    "scale_sense_from_megatron": "rule.megatron",
+    "window_ladder": "rule.ladder",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -7,10 +7,10 @@ carry the state of adaptive loss scaling through checkpoints.
 import mindformers.wrapper
 from mindspore import nn
 
-from mindformers_adaptive.carried_state import carries_loss_scale_state
-from mindformers_adaptive.overflow import detects_overflow_on_cpu
-from mindformers_adaptive.scale_sense import checks_scale_sense
-from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.carried_state import carries_loss_scale_state
+from mindformers_adaptive.cells.overflow import detects_overflow_on_cpu
+from mindformers_adaptive.cells.scale_sense import checks_scale_sense
+from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 
 __all__ = [
     "AdaptiveLossScaleUpdateCell",

@@ -29,12 +29,12 @@ import time
 import numpy as np
 from argument_types import positive
 
-from mindformers_adaptive.lab.configuration import grid
-from mindformers_adaptive.lab.measures import overflows
-from mindformers_adaptive.lab.simulate import replay
-from mindformers_adaptive.lab.sweep import sweep
-from mindformers_adaptive.lab.synthetic import synthetic_traces
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.lab.replay.configuration import grid
+from mindformers_adaptive.lab.replay.measures import overflows
+from mindformers_adaptive.lab.replay.simulate import replay
+from mindformers_adaptive.lab.replay.sweep import sweep
+from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
+from mindformers_adaptive.lab.traces.trace import Trace
 
 REQUIRED_STEPS_A_SECOND = 1e7
 REQUIRED_SECONDS = 30.0

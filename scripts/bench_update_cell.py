@@ -18,7 +18,7 @@ from pathlib import Path
 
 from argument_types import positive
 
-from mindformers_adaptive.whole_file import written_whole
+from mindformers_adaptive.text.atomic_file import atomic_write
 
 ARGUMENTS = {"loss_scale_value": 2**16, "scale_factor": 2, "scale_window": 20}
 # With a window of 20 clean steps, one overflow in 25 steps keeps every scale within float32, the stock cells' too.
@@ -49,7 +49,7 @@ def main():
         return
     print(as_table(result))
     if arguments.json is not None:
-        with written_whole(arguments.json) as file:
+        with atomic_write(arguments.json) as file:
             file.write(text)
 
 
@@ -89,8 +89,7 @@ def measure(rounds, calls):
     """
     import mindformers
     import mindspore
-
-    from mindformers_adaptive.exported_graph import export_graph
+    from exported_graph import export_graph
 
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     cells = build_cells()
@@ -117,11 +116,11 @@ def measure(rounds, calls):
 
 def build_cells():
     """Return the cells by name, each called with ``overflow`` only."""
+    from exported_graph import LossScaleHolder
     from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
     from mindspore import nn, ops
 
-    from mindformers_adaptive.exported_graph import LossScaleHolder
-    from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
+    from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 
     class EmptyUpdateCell(nn.Cell):
         def __init__(self):

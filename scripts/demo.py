@@ -16,10 +16,10 @@ from typing import NamedTuple
 import yaml
 from tqdm import tqdm
 
-from mindformers_adaptive.lab.scale_path import PATH_HEADING, Change, path_line, phases, ranges
-from mindformers_adaptive.launch_options import parse_arguments
-from mindformers_adaptive.power_of_two import as_power_of_two
-from mindformers_adaptive.rule import AdaptiveRule
+from mindformers_adaptive.integration.launch_options import parse_arguments
+from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Change, path_line, phases, ranges
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.text.power_of_two import as_power_of_two
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"

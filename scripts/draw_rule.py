@@ -12,7 +12,7 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from mindformers_adaptive.rule import AdaptiveRule
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
 STEPS = 1900
 FALL, RECOVERY = 1100, 1400

@@ -17,12 +17,12 @@ from argument_types import positive
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.lab.simulate import compare, replay
-from mindformers_adaptive.lab.synthetic import synthetic_traces
+from mindformers_adaptive.lab.replay.simulate import compare, replay
+from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, dress, headline, new_figure, save
 
 ROOT = Path(__file__).resolve().parent.parent
-LOGS = ROOT / "tests" / "lab" / "logs"
+LOGS = ROOT / "tests" / "lab" / "samples"
 SAME_SCALE = 2.0**16
 WINDOWS = (20, 100, 1000, 2000)
 ADAPTIVE = "adaptive 20-1000"

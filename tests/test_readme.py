@@ -13,7 +13,8 @@ from mindformers.tools.register import MindFormerConfig
 from mindformers.wrapper import build_wrapper
 
 import mindformers_adaptive
-from mindformers_adaptive import AdaptiveLossScaleUpdateCell, megatron, register, wrapper
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register, wrapper
+from mindformers_adaptive.rule import megatron
 
 READMES = ["README.md", "README_CN.md"]
 MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train, mindformers]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from mindformers_adaptive import overflow as detection
 from mindformers_adaptive import wrapper
-from mindformers_adaptive.rule import AdaptiveRule
-from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells import overflow as detection
+from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
 STOCK = {
     "AdaptiveLossScaleUpdateCell": nn.DynamicLossScaleUpdateCell,

@@ -4,7 +4,7 @@ from mindspore import Tensor, amp, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.amp.scaling import multiply_in_float32
-from mindformers_adaptive.validation import require_positive
+from mindformers_adaptive.rule.checks import require_positive
 
 __all__ = ["FixedScaleTrainOneStepCell"]
 

@@ -2,9 +2,9 @@
 
 from mindspore import amp
 
-from mindformers_adaptive.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.rule import AdaptiveRule
-from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 
 __all__ = ["AdaptiveLossScaleManager"]
 
@@ -23,7 +23,7 @@ class AdaptiveLossScaleManager(amp.LossScaleManager):
         max_scale_window (int): the largest window, in steps. Default: 1000, MindFormers'.
         min_scale_window (int): the smallest window, in steps. Default: 20, MindFormers'.
         min_loss_scale, max_loss_scale, hysteresis, shrink_from_min_window: as in
-            :class:`~mindformers_adaptive.update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
+            :class:`~mindformers_adaptive.cells.update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
 
     Raises:
         TypeError: if an argument is not of its type.

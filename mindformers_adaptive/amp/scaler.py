@@ -6,10 +6,10 @@ from mindspore import Parameter, Tensor, amp, jit, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.amp.scaling import multiply_in_float32
-from mindformers_adaptive.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.restored_state import mend_loss_scale
-from mindformers_adaptive.rule import AdaptiveRule
-from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.rule.restored_state import repair_loss_scale
 
 __all__ = ["AdaptiveLossScaler"]
 
@@ -20,9 +20,9 @@ class AdaptiveLossScaler(amp.LossScaler):
     """Loss scaler of adaptive loss scaling, for training with ``mindspore.value_and_grad``.
 
     It works within ``@mindspore.jit`` and without. All that it remembers are Parameters: the loss scale,
-    ``scale_value``, and those of :class:`~mindformers_adaptive.update_cell.AdaptiveLossScaleUpdateCell`, which decides
-    what one step does to the scale. In data parallel, reduce the gradients before ``amp.all_finite``: an inf or NaN of
-    one process then is seen by all.
+    ``scale_value``, and those of :class:`~mindformers_adaptive.cells.update_cell.AdaptiveLossScaleUpdateCell`, which
+    decides what one step does to the scale. In data parallel, reduce the gradients before ``amp.all_finite``, so that
+    every process sees an inf or NaN of any.
 
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
@@ -32,7 +32,7 @@ class AdaptiveLossScaler(amp.LossScaler):
         max_scale_window (int): the largest window, in steps. Default: 1000, MindFormers'.
         min_scale_window (int): the smallest window, in steps. Default: 20, MindFormers'.
         min_loss_scale, max_loss_scale, hysteresis, shrink_from_min_window: as in
-            :class:`~mindformers_adaptive.update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
+            :class:`~mindformers_adaptive.cells.update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -170,7 +170,7 @@ class AdaptiveLossScaler(amp.LossScaler):
             )
         if self.scale_value.name in parameters:
             restored = float(parameters[self.scale_value.name].asnumpy().reshape(()))
-            loss_scale, problem = mend_loss_scale(self.update_cell.rule, restored, self.scale_value.name)
+            loss_scale, problem = repair_loss_scale(self.update_cell.rule, restored, self.scale_value.name)
             if problem:
                 warnings.warn(problem, stacklevel=2)
             self.scale_value.set_data(Tensor(loss_scale, mstype.float32))

@@ -6,7 +6,7 @@ import mindspore.amp
 import mindspore.train.amp
 from mindspore import context
 
-from mindformers_adaptive.scale_sense import refuse_cell_as_manager
+from mindformers_adaptive.cells.scale_sense import refuse_cell_as_manager
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 __all__ = ["build_train_network", "enable_loss_scale_on_cpu"]

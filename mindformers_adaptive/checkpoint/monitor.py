@@ -8,8 +8,8 @@ from mindformers.core.callback import callback as stock
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar, write_sidecar
-from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
 
 __all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]
 

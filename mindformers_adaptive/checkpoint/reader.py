@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME as SIDECAR
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
-from mindformers_adaptive.restored_state import PARAMETER_NAMES
+from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
 
 __all__ = ["FIELDS", "STATE_FIELDS", "Checkpoint", "differences_between_ranks", "latest_iteration", "read_checkpoints"]
 

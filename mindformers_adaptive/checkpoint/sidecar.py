@@ -7,7 +7,7 @@ of loss scaling is small, so it is written beside them each time, whole or not a
 import json
 from pathlib import Path
 
-from mindformers_adaptive.whole_file import written_whole
+from mindformers_adaptive.text.atomic_file import atomic_write
 
 __all__ = ["FILE_NAME", "read_sidecar", "write_sidecar"]
 
@@ -31,7 +31,7 @@ def write_sidecar(folder, loss_scale, state):
         (1024.0, {'scale_window': 20})
     """
     text = json.dumps({"format": _FORMAT, "loss_scale": loss_scale, "state": state}, indent=2) + "\n"
-    with written_whole(Path(folder) / FILE_NAME) as sidecar:
+    with atomic_write(Path(folder) / FILE_NAME) as sidecar:
         sidecar.write(text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
-from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import FORMATS, read_log
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]

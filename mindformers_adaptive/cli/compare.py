@@ -6,7 +6,7 @@ import argparse
 
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, read_sources
 from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
-from mindformers_adaptive.lab.simulate import compare, replay
+from mindformers_adaptive.lab.replay.simulate import compare, replay
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 

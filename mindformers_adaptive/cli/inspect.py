@@ -1,10 +1,10 @@
 """Show the state of loss scaling that a checkpoint holds."""
 
-from mindformers_adaptive import inspect_checkpoint
+from mindformers_adaptive.checkpoint import report
 
 __all__ = ["forward"]
 
 
 def forward(arguments):
-    """Run ``mindformers_adaptive.inspect_checkpoint``, and return its exit code."""
-    return inspect_checkpoint.main(arguments)
+    """Run ``mindformers_adaptive.checkpoint.report``, and return its exit code."""
+    return report.main(arguments)

@@ -13,11 +13,11 @@ from typing import Any
 
 from mindformers_adaptive.cli.output import UsageError, read_value
 from mindformers_adaptive.lab.logs import read_log
-from mindformers_adaptive.lab.measured import from_ceilings, from_gradient_ranges
 from mindformers_adaptive.lab.policies import Policy, make_policy
-from mindformers_adaptive.lab.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
-from mindformers_adaptive.lab.synthetic import synthetic_traces
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.lab.traces.measured import from_ceilings, from_gradient_ranges
+from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
+from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
+from mindformers_adaptive.lab.traces.trace import Trace
 
 __all__ = ["Source", "add_trace_arguments", "policy_maker", "read_sources"]
 
@@ -63,7 +63,7 @@ class Source:
         lines = [
             f"{self.trace.name}: {len(self.trace)} steps from {run.lines_read} lines ({run.log_format}), of which "
             f"{run.lines_used} were used and {run.lines_ignored} ignored; ceilings known from below at "
-            f"{shares['at_least']:.1%} of the steps, from above at {shares['below']:.1%}, else assumed"
+            f"{shares['lower_bound']:.1%} of the steps, from above at {shares['upper_bound']:.1%}, else assumed"
         ]
         return "\n".join([*lines, *(f"  {problem}" for problem in run.problems)])
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from mindformers_adaptive.megatron import scale_sense_from_megatron
+from mindformers_adaptive.rule.megatron import scale_sense_from_megatron
 
 __all__ = ["forward"]
 

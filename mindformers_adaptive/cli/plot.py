@@ -69,8 +69,8 @@ def _draw_sweep(sweep: dict[str, Any], options: argparse.Namespace):  # type: ig
 
 def _draw_run(file: str):  # type: ignore[no-untyped-def]
     from mindformers_adaptive.lab.logs import read_log
+    from mindformers_adaptive.monitor.record import read_record
     from mindformers_adaptive.plots.record import draw_record, draw_run
-    from mindformers_adaptive.records import read_record
 
     try:
         record = read_record(file)

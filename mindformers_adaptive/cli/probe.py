@@ -68,8 +68,8 @@ def sweep(options: argparse.Namespace, loss_scales):  # type: ignore[no-untyped-
     if not Path(options.config).is_file():
         raise UsageError(f"argument --config: there is no file {options.config!r}, seen from {Path.cwd()}")
     with contextlib.redirect_stdout(sys.stderr):
-        from mindformers_adaptive.gradients.probe import probe
-        from mindformers_adaptive.launch_options import parse_arguments
+        from mindformers_adaptive.integration.launch_options import parse_arguments
+        from mindformers_adaptive.integration.probe import probe
 
         words = ["--config", options.config, *(["--options", *options.options] if options.options else [])]
         with progress_bar(options.batches * len(loss_scales), "backward passes") as progress:

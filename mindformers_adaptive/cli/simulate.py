@@ -8,7 +8,7 @@ from typing import Any
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, read_sources
 from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES
-from mindformers_adaptive.lab.simulate import replay
+from mindformers_adaptive.lab.replay.simulate import replay
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 

@@ -1,6 +1,6 @@
 """Train, fine-tune, evaluate or predict from a YAML file of MindFormers."""
 
-from mindformers_adaptive import launcher
+from mindformers_adaptive.integration import launcher
 
 __all__ = ["forward"]
 

@@ -6,10 +6,10 @@ import argparse
 
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, read_sources
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_json, progress_bar, read_value
-from mindformers_adaptive.lab.configuration import grid
-from mindformers_adaptive.lab.measures import DEFAULT_EXCHANGE_RATE
-from mindformers_adaptive.lab.recorded_run import ASSUMPTIONS
-from mindformers_adaptive.lab.tune import DEFAULT_GRID, tune
+from mindformers_adaptive.lab.replay.configuration import grid
+from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE
+from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, tune
+from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 

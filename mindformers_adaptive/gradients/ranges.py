@@ -12,7 +12,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows
-from mindformers_adaptive.validation import require_positive
+from mindformers_adaptive.rule.checks import require_positive
 
 __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "checked_loss_scales", "gradient_ranges", "to_numpy"]
 

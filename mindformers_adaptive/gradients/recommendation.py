@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from mindformers_adaptive.gradients.report import GradientRanges
-from mindformers_adaptive.power_of_two import as_power_of_two
-from mindformers_adaptive.validation import require_integer
+from mindformers_adaptive.rule.checks import require_integer
+from mindformers_adaptive.text.power_of_two import as_power_of_two
 
 __all__ = ["DEFAULT_MARGIN", "LossScaleRecommendation", "check_margin", "recommend_loss_scale"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_statistics
-from mindformers_adaptive.power_of_two import as_power_of_two
-from mindformers_adaptive.whole_file import written_whole
+from mindformers_adaptive.text.atomic_file import atomic_write
+from mindformers_adaptive.text.power_of_two import as_power_of_two
 
 __all__ = ["GradientRanges", "ScaleRanges", "write_json"]
 
@@ -165,7 +165,7 @@ def write_json(content: object, file: str | Path) -> None:
     target = Path(file)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    with written_whole(target) as report:
+    with atomic_write(target) as report:
         report.write(text)
 
 

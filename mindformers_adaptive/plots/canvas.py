@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindformers_adaptive.whole_file import written_whole
+from mindformers_adaptive.text.atomic_file import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -119,7 +119,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     # Neither dates nor random names, so that an SVG changes only where the picture does.
     with (
         rc_context({"svg.hashsalt": "mindformers_adaptive", "svg.fonttype": "path"}),
-        written_whole(target, "wb") as picture,
+        atomic_write(target, "wb") as picture,
     ):
         figure.savefig(picture, format=ending[1:], dpi=_DOTS_PER_INCH, metadata=metadata)
     return target

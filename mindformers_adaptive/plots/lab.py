@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures
-from mindformers_adaptive.lab.simulate import Replay
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures
+from mindformers_adaptive.lab.replay.simulate import Replay
+from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.plots.canvas import (
     CONTEXT,
     LINE_STYLES,
@@ -48,8 +48,8 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
 
     Args:
         trace (Trace): what was replayed.
-        replays (Mapping[str, Replay]): by the policies' names, what :func:`mindformers_adaptive.lab.simulate.replay`
-            returned on this trace; at least one.
+        replays (Mapping[str, Replay]): by the policies' names, what
+            :func:`mindformers_adaptive.lab.replay.simulate.replay` returned on this trace; at least one.
 
     Returns:
         Figure of two panels over the same steps, 1200 pixels wide; the title says who skipped fewest steps and who
@@ -61,7 +61,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
 
     Examples:
         >>> from mindformers_adaptive.lab.policies import make_policy
-        >>> from mindformers_adaptive.lab.simulate import replay
+        >>> from mindformers_adaptive.lab.replay.simulate import replay
         >>> trace = Trace.exact("sudden drop", [8.0, 8.0, 2.0, 2.0])
         >>> draw_replays(trace, {"fixed": replay(make_policy("fixed", loss_scale_value=4.0), trace)}).get_suptitle()
         'sudden drop: fixed skipped 2 of 4 steps and lost 1.0 bits of headroom'
@@ -105,7 +105,7 @@ def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> No
     bottom, top = axes.get_ylim()
     shown = np.clip(trace.ceiling, bottom, top)
     # What lies right at the ceiling is known not to overflow, and what lies right above it to overflow.
-    exact = (trace.ceiling <= trace.at_least) & (trace.below <= np.nextafter(trace.ceiling, np.inf))
+    exact = (trace.ceiling <= trace.lower_bound) & (trace.upper_bound <= np.nextafter(trace.ceiling, np.inf))
     label = "ceiling" if exact.all() else "ceiling, partly assumed"
     step, edge = _draw_steps(axes, shown, label=label, gid="ceiling", color=_CEILING, linewidth=0.8, zorder=1.5)
     drawn: Literal["post"] | None = "post" if len(step) == len(trace) else None

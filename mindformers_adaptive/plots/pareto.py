@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.simulate import Comparison, pareto_front
+from mindformers_adaptive.lab.replay.simulate import Comparison, pareto_front
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, as_text, count, dress, headline, legend_above, new_figure
 from mindformers_adaptive.plots.labels import listed, place_labels
 
@@ -32,7 +32,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     """Draw skipped steps against headroom lost for the policies of a comparison, in the mean over its traces.
 
     Args:
-        comparison (Comparison): what :func:`mindformers_adaptive.lab.simulate.compare` returned.
+        comparison (Comparison): what :func:`mindformers_adaptive.lab.replay.simulate.compare` returned.
 
     Returns:
         Figure, see :func:`draw_pareto_front`.

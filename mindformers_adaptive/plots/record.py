@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.recorded_run import RecordedRun
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.plots.canvas import (
     CONTEXT,
     MAIN,
@@ -53,7 +53,7 @@ def draw_record(record: Sequence[Mapping[str, object]], name: str = "") -> Figur
     that extremes and skipped steps stay.
 
     Args:
-        record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.records.read_record` returns them.
+        record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.monitor.record.read_record` returns them.
         name (str): what to call the run in the title. Default: "", nothing.
 
     Returns:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.recorded_run import RecordedRun
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.plots.canvas import count, power_of_two
 
 __all__ = ["RunSeries", "run_finding", "series_of_record", "series_of_run"]
@@ -118,7 +118,7 @@ def series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
     """Return the series of a record.
 
     Args:
-        record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.records.read_record` returns them.
+        record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.monitor.record.read_record` returns them.
 
     Raises:
         TypeError: if a line is no mapping, or holds something else than numbers.
@@ -127,7 +127,7 @@ def series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
     if not isinstance(record, Sequence) or not all(isinstance(row, Mapping) for row in record):
         raise TypeError(
             f"'record' must be a list of lines, each a dict, but got {str(record)[:80]!r} of type "
-            f"{type(record).__name__}. Read the file with mindformers_adaptive.records.read_record."
+            f"{type(record).__name__}. Read the file with mindformers_adaptive.monitor.record.read_record."
         )
     missing = [row for row in record if "missing_steps" in row]
     steps = len(record) - len(missing)
@@ -200,5 +200,5 @@ def _column(field: str, rows: Iterable[Mapping[str, object]]) -> Floats:
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"'{field}' must be a number or None in each line of the record, but: {error}. Read the file with "
-            "mindformers_adaptive.records.read_record."
+            "mindformers_adaptive.monitor.record.read_record."
         ) from error

@@ -19,7 +19,7 @@ from tiny_llama import (
     build_model,
 )
 
-from mindformers_adaptive.trainer import Trainer
+from mindformers_adaptive.integration.trainer import Trainer
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 init_context(use_parallel=False, context_config=ContextConfig(mode=0, device_target="CPU", device_id=0))

@@ -12,10 +12,10 @@ from conftest import ROOT
 
 from mindformers_adaptive.cli.program import COMMANDS, main
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.lab.simulate import replay
-from mindformers_adaptive.lab.synthetic import synthetic_traces
+from mindformers_adaptive.lab.replay.simulate import replay
+from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 
-LOGS = ROOT / "tests" / "lab" / "logs"
+LOGS = ROOT / "tests" / "lab" / "samples"
 MINDFORMERS_LOG = str(LOGS / "mindformers_1_9_cpu.log")
 
 
@@ -108,8 +108,8 @@ def test_results_on_a_log_say_what_was_read_and_what_is_known(run):
     assert described["format"] == "mindformers"
     assert (described["lines_read"], described["lines_used"], described["lines_ignored"]) == (32, 32, 0)
     # 11 of the 32 steps overflowed, which a person counts in the log: known from above; the others from below.
-    assert described["bounds_known"]["below"] == 11 / 32
-    assert described["bounds_known"]["at_least"] == 21 / 32
+    assert described["bounds_known"]["upper_bound"] == 11 / 32
+    assert described["bounds_known"]["lower_bound"] == 21 / 32
     text = run("simulate", MINDFORMERS_LOG)[1]
     assert "32 lines (mindformers), of which 32 were used and 0 ignored" in text
 

@@ -15,12 +15,12 @@ from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 from training_runs import TrainingRun
 
+from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.gradients.finder import LOSS_SCALES, find_loss_scale
 from mindformers_adaptive.gradients.ranges import GradientSweep
 from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN, recommend_loss_scale
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import ArrayStatistics
-from mindformers_adaptive.update_cell import AdaptiveLossScaleUpdateCell
 
 # Compiled, 33 passes take a moment.
 pytestmark = pytest.mark.usefixtures("graph_mode")
@@ -150,7 +150,7 @@ def test_bad_margin_is_refused(margin, error, message):
 
 FIND_ON_THE_DEMO = """
 import json, sys
-from mindformers_adaptive.gradients.probe import probe
+from mindformers_adaptive.integration.probe import probe
 from mindformers_adaptive.gradients.recommendation import recommend_loss_scale
 
 found = recommend_loss_scale(probe(sys.argv[1], None, sys.argv[2], [2.0**e for e in range(10, 25)], batches=2))

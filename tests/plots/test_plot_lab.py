@@ -8,9 +8,9 @@ import pytest
 from drawn import artist, artists, legend, overlap, points, title
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
-from mindformers_adaptive.lab.simulate import compare, replay
-from mindformers_adaptive.lab.synthetic import spikes, sudden_drop, synthetic_traces
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.lab.replay.simulate import compare, replay
+from mindformers_adaptive.lab.traces.synthetic import spikes, sudden_drop, synthetic_traces
+from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.plots.lab import draw_replays
 from mindformers_adaptive.plots.pareto import draw_comparison, draw_pareto_front
 
@@ -75,9 +75,13 @@ def test_ceilings_that_are_no_numbers_stay_within_the_panel():
     assert points(upper, "ceiling")[1] == [low, high, 2.0**10, high]
 
 
-@pytest.mark.parametrize(("at_least", "below"), [(0.0, math.inf), (8.0, math.inf), (0.0, np.nextafter(8.0, 9.0))])
-def test_ceiling_that_is_not_known_is_called_assumed(at_least, below):
-    trace = Trace("log", np.array([8.0, math.inf]), np.array([at_least, math.inf]), np.array([below, math.inf]))
+@pytest.mark.parametrize(
+    ("lower_bound", "upper_bound"), [(0.0, math.inf), (8.0, math.inf), (0.0, np.nextafter(8.0, 9.0))]
+)
+def test_ceiling_that_is_not_known_is_called_assumed(lower_bound, upper_bound):
+    trace = Trace(
+        "log", np.array([8.0, math.inf]), np.array([lower_bound, math.inf]), np.array([upper_bound, math.inf])
+    )
     assert legend(draw_replays(trace, replays_on(trace)).axes[0])[0] == "ceiling, partly assumed"
     exact = Trace.exact("made", trace.ceiling)
     assert legend(draw_replays(exact, replays_on(exact)).axes[0])[0] == "ceiling"

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from drawn import artist, artists, legend, overlap, points, title
 
-from mindformers_adaptive.lab.recorded_run import RecordedRun
-from mindformers_adaptive.lab.synthetic import sudden_drop
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.lab.traces.synthetic import sudden_drop
+from mindformers_adaptive.monitor.record import RunRecord, read_record
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.record import draw_record, draw_run
-from mindformers_adaptive.records import RunRecord, read_record
-from mindformers_adaptive.rule import AdaptiveRule
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
 NAN = math.nan
 

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.logs.deepspeed import DeepSpeedReader
+from mindformers_adaptive.lab.logs.entries import LogEntry, Timeline
 from mindformers_adaptive.lab.logs.expansion import Expansion
 from mindformers_adaptive.lab.logs.lines import LogLines
-from mindformers_adaptive.lab.logs.marks import Mark, Timeline
 from mindformers_adaptive.lab.logs.megatron import MegatronReader
 from mindformers_adaptive.lab.logs.mindformers import MindFormersReader
 from mindformers_adaptive.lab.logs.record import RecordReader
-from mindformers_adaptive.lab.recorded_run import RecordedRun
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 
 __all__ = ["FORMATS", "read_log"]
 
@@ -32,7 +32,7 @@ class _Reader(Protocol):
     @staticmethod
     def is_step_line(text: str) -> bool: ...
     def take(self, text: str, lines: LogLines) -> bool: ...
-    def finish(self) -> list[Mark]: ...
+    def finish(self) -> list[LogEntry]: ...
 
 
 # Megatron-DeepSpeed's logs have DeepSpeed's lines too, so DeepSpeed comes last.
@@ -74,10 +74,10 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
     lines = LogLines(paths)
     used = sum(reader.take(text, lines) for text in lines)
     cut = not lines.complete
-    marks = reader.finish()
-    if not marks:
+    entries = reader.finish()
+    if not entries:
         raise ValueError(_nothing_found(paths, [reader], lines))
-    expansion = Expansion(marks)
+    expansion = Expansion(entries)
     loss_scale = np.array(expansion.loss_scale, dtype=np.float64)
     if np.isnan(loss_scale).all():
         raise ValueError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
+from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LONGEST_INTERVAL, LogEntry, Overflow, Timeline
 from mindformers_adaptive.lab.logs.lines import LogLines, parse_scale
-from mindformers_adaptive.lab.logs.marks import LARGEST_STEP, LONGEST_INTERVAL, Mark, Overflow, Timeline
 
 __all__ = ["DeepSpeedReader", "OverflowLines"]
 
@@ -90,42 +90,44 @@ class DeepSpeedReader:
                 lines.problem("looks like a line with the number of skipped steps, but cannot be read")
             return False
         step, skipped = progress
-        mark = Mark(step, lines.where, skips=skipped, overflows=tuple(self.overflows.pending))
-        if self.timeline.add(mark):
+        entry = LogEntry(step, lines.where, skips=skipped, overflows=tuple(self.overflows.pending))
+        if self.timeline.add(entry):
             self.overflows.hand_over()
         return True
 
-    def finish(self) -> list[Mark]:
-        """Return the marks of all lines."""
-        marks = _skips_since_the_line_before(self.timeline.marks)
+    def finish(self) -> list[LogEntry]:
+        """Return the entries of all lines."""
+        entries = _skips_since_the_line_before(self.timeline.entries)
         left = self.overflows.hand_over()
         if left:
-            last = marks[-1].step if marks else 0
+            last = entries[-1].step if entries else 0
             count = len(left)
-            marks.append(Mark(last + count, self._last_where, skips=count, overflows=left, steps=count, placed=False))
+            entries.append(
+                LogEntry(last + count, self._last_where, skips=count, overflows=left, steps=count, placed=False)
+            )
             self.timeline.notes.append(
                 f"{self._last_where}: {count} overflow(s) up to here follow no line that names a step; they are "
                 "counted as steps that follow each other, and applied steps between them are not in the log."
             )
         self.timeline.merged += self.overflows.merged
-        return marks
+        return entries
 
 
-def _skips_since_the_line_before(marks: list[Mark]) -> list[Mark]:
+def _skips_since_the_line_before(entries: list[LogEntry]) -> list[LogEntry]:
     """Turn the skips since the start of the run into those since the line before."""
-    result: list[Mark] = []
-    strides = [later.step - earlier.step for earlier, later in pairwise(marks)]
-    for place, mark in enumerate(marks):
-        if place == 0 and mark.step <= min(strides, default=LONGEST_INTERVAL):
-            steps, skips = mark.step, mark.skips
-        elif place == 0 or mark.after_restart:
+    result: list[LogEntry] = []
+    strides = [later.step - earlier.step for earlier, later in pairwise(entries)]
+    for place, entry in enumerate(entries):
+        if place == 0 and entry.step <= min(strides, default=LONGEST_INTERVAL):
+            steps, skips = entry.step, entry.skips
+        elif place == 0 or entry.after_restart:
             steps, skips = None, None
         else:
-            earlier = marks[place - 1]
-            steps, skips = mark.step - earlier.step, (mark.skips or 0) - (earlier.skips or 0)
+            earlier = entries[place - 1]
+            steps, skips = entry.step - earlier.step, (entry.skips or 0) - (earlier.skips or 0)
             if not 0 <= skips <= steps:
                 skips = None
-        result.append(mark._replace(steps=steps or None, skips=skips))
+        result.append(entry._replace(steps=steps or None, skips=skips))
     return result
 
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mindformers_adaptive.lab.logs.marks import LONGEST_INTERVAL, Mark
+from mindformers_adaptive.lab.logs.entries import LONGEST_INTERVAL, LogEntry
 
 __all__ = ["Expansion"]
 
@@ -31,10 +31,10 @@ _NAN = math.nan
 
 
 class Expansion:
-    """The steps of a list of marks.
+    """The steps of a list of entries.
 
     Args:
-        marks (Sequence[Mark]): steps strictly increasing, at least one.
+        entries (Sequence[LogEntry]): steps strictly increasing, at least one.
 
     Attributes:
         step, loss_scale, overflow, position_known, loss, seconds (list): one entry a step.
@@ -42,7 +42,7 @@ class Expansion:
         notes (list[str]): what had to be inferred, and where lines are missing or contradict each other.
     """
 
-    def __init__(self, marks: Sequence[Mark]) -> None:
+    def __init__(self, entries: Sequence[LogEntry]) -> None:
         self.step: list[int] = []
         self.loss_scale: list[float] = []
         self.overflow: list[bool] = []
@@ -50,16 +50,18 @@ class Expansion:
         self.loss: list[float] = []
         self.seconds: list[float] = []
         self.notes: list[str] = []
-        self.scale_factor = _commonest_factor(marks)
-        self._overflows_have_lines = any(mark.overflows for mark in marks)
+        self.scale_factor = _commonest_factor(entries)
+        self._overflows_have_lines = any(entry.overflows for entry in entries)
         self._counts_are_right = True
-        self._read(marks)
+        self._read(entries)
 
-    def _read(self, marks: Sequence[Mark]) -> None:
-        usual = _usual_stride(marks)
-        spans = [self._span(earlier, mark, usual) for earlier, mark in zip([None, *marks[:-1]], marks, strict=True)]
-        pairs = list(zip(marks, spans, strict=True))
-        wrong = [mark.where for mark, (_, before) in pairs if self._count_is_short(mark, before)]
+    def _read(self, entries: Sequence[LogEntry]) -> None:
+        usual = _usual_stride(entries)
+        spans = [
+            self._span(earlier, entry, usual) for earlier, entry in zip([None, *entries[:-1]], entries, strict=True)
+        ]
+        pairs = list(zip(entries, spans, strict=True))
+        wrong = [entry.where for entry, (_, before) in pairs if self._count_is_short(entry, before)]
         if wrong:
             self._counts_are_right = False
             self.notes.append(
@@ -67,28 +69,28 @@ class Expansion:
                 "all: the printed numbers of skipped steps are not relied on."
             )
         after = _NAN
-        for mark, (steps, before) in pairs:
+        for entry, (steps, before) in pairs:
             # A line that names no scale leaves the one that the lines before had led to.
-            before = after if math.isnan(before) and math.isnan(mark.next_loss_scale) else before
-            after = self._one(mark, before) if steps == 1 else self._several(mark, steps, before)
-            self.loss.extend([_NAN] * (steps - 1) + [mark.loss])
-            self.seconds.extend([mark.seconds] * steps)
-            self.step.extend(range(mark.step - steps + 1, mark.step + 1))
+            before = after if math.isnan(before) and math.isnan(entry.next_loss_scale) else before
+            after = self._one(entry, before) if steps == 1 else self._several(entry, steps, before)
+            self.loss.extend([_NAN] * (steps - 1) + [entry.loss])
+            self.seconds.extend([entry.seconds] * steps)
+            self.step.extend(range(entry.step - steps + 1, entry.step + 1))
 
-    def _span(self, earlier: Mark | None, mark: Mark, usual: int) -> tuple[int, float]:
-        """For how many steps a mark speaks, and the scale before them, nan if that is unknown."""
-        steps = mark.steps or usual
+    def _span(self, earlier: LogEntry | None, entry: LogEntry, usual: int) -> tuple[int, float]:
+        """For how many steps a entry speaks, and the scale before them, nan if that is unknown."""
+        steps = entry.steps or usual
         if earlier is None:
-            return max(1, min(steps, mark.step, LONGEST_INTERVAL)), _NAN
-        apart = mark.step - earlier.step
+            return max(1, min(steps, entry.step, LONGEST_INTERVAL)), _NAN
+        apart = entry.step - earlier.step
         steps = min(steps, apart, LONGEST_INTERVAL)
         if apart > steps:
             self.notes.append(
-                f"{mark.where}: {apart - steps} step(s) before this line, {earlier.step + 1} to {mark.step - steps}, "
+                f"{entry.where}: {apart - steps} step(s) before this line, {earlier.step + 1} to {entry.step - steps}, "
                 "are not in the log."
             )
-        same = earlier.next_loss_scale == mark.next_loss_scale
-        known = same or (apart == steps and not mark.after_restart)
+        same = earlier.next_loss_scale == entry.next_loss_scale
+        known = same or (apart == steps and not entry.after_restart)
         return steps, earlier.next_loss_scale if known else _NAN
 
     def _drops(self, before: float, after: float) -> int | None:
@@ -99,29 +101,29 @@ class Expansion:
             return None
         return round(math.log(before / after) / math.log(self.scale_factor))
 
-    def _told(self, mark: Mark) -> int | None:
+    def _told(self, entry: LogEntry) -> int | None:
         """How many skipped steps the log tells of; None if it would not tell."""
         if self._overflows_have_lines:
-            return max(len(mark.overflows), mark.skips or 0)
-        return mark.skips
+            return max(len(entry.overflows), entry.skips or 0)
+        return entry.skips
 
-    def _count_is_short(self, mark: Mark, before: float) -> bool:
-        told = self._told(mark)
-        return told is not None and (self._drops(before, mark.next_loss_scale) or 0) > told
+    def _count_is_short(self, entry: LogEntry, before: float) -> bool:
+        told = self._told(entry)
+        return told is not None and (self._drops(before, entry.next_loss_scale) or 0) > told
 
-    def _one(self, mark: Mark, before: float) -> float:
-        """Add the single step of a mark; return the scale after it."""
-        drops, told = self._drops(before, mark.next_loss_scale), self._told(mark)
-        overflow = mark.overflow if mark.overflow is not None else max(told or 0, drops or 0) > 0
-        known = mark.overflow is not None or overflow or (told is not None and self._counts_are_right)
-        used = mark.loss_scale
+    def _one(self, entry: LogEntry, before: float) -> float:
+        """Add the single step of a entry; return the scale after it."""
+        drops, told = self._drops(before, entry.next_loss_scale), self._told(entry)
+        overflow = entry.overflow if entry.overflow is not None else max(told or 0, drops or 0) > 0
+        known = entry.overflow is not None or overflow or (told is not None and self._counts_are_right)
+        used = entry.loss_scale
         if math.isnan(used):
-            used = mark.overflows[-1].loss_scale if mark.overflows else self._scale_used(mark, before, overflow)
-        self._add(used, overflow, known and mark.placed)
-        return self._after(mark, before, int(overflow))
+            used = entry.overflows[-1].loss_scale if entry.overflows else self._scale_used(entry, before, overflow)
+        self._add(used, overflow, known and entry.placed)
+        return self._after(entry, before, int(overflow))
 
-    def _scale_used(self, mark: Mark, before: float, overflow: bool) -> float:
-        after = mark.next_loss_scale
+    def _scale_used(self, entry: LogEntry, before: float, overflow: bool) -> float:
+        after = entry.next_loss_scale
         if math.isnan(after):
             return before
         if not math.isnan(before):
@@ -129,41 +131,41 @@ class Expansion:
             if low * (1 - _NEAR) <= after <= high * (1 + _NEAR):
                 return before
             self.notes.append(
-                f"{mark.where}: the scale {after:g} does not follow from {before:g} on the line before; the scale "
+                f"{entry.where}: the scale {after:g} does not follow from {before:g} on the line before; the scale "
                 "used in this step is inferred."
             )
         else:
-            self.notes.append(f"{mark.where}: the scale used in step {mark.step} is inferred from the one after it.")
+            self.notes.append(f"{entry.where}: the scale used in step {entry.step} is inferred from the one after it.")
         return min(after * self.scale_factor, max(_LARGEST_START, after)) if overflow else after
 
-    def _several(self, mark: Mark, steps: int, before: float) -> float:
-        """Add the steps of a mark that stands for several; return the scale after them."""
-        drops, told = self._drops(before, mark.next_loss_scale), self._told(mark)
+    def _several(self, entry: LogEntry, steps: int, before: float) -> float:
+        """Add the steps of a entry that stands for several; return the scale after them."""
+        drops, told = self._drops(before, entry.next_loss_scale), self._told(entry)
         if drops is not None and drops > steps:
             self.notes.append(
-                f"{mark.where}: {steps} steps cannot lower the scale from {before:g} to {mark.next_loss_scale:g}; the "
-                "scale before them is inferred."
+                f"{entry.where}: {steps} steps cannot lower the scale from {before:g} to {entry.next_loss_scale:g}; "
+                "the scale before them is inferred."
             )
             before, drops = _NAN, None
-        proven = max(told or 0, drops or 0, 1 if mark.overflow else 0)
-        count = min(proven, steps - 1 if mark.overflow is False else steps)
-        self._note_several(mark, steps, count, before)
-        scales, after = self._skipped_scales(mark, count, before, drops), self._after(mark, before, count)
+        proven = max(told or 0, drops or 0, 1 if entry.overflow else 0)
+        count = min(proven, steps - 1 if entry.overflow is False else steps)
+        self._note_several(entry, steps, count, before)
+        scales, after = self._skipped_scales(entry, count, before, drops), self._after(entry, before, count)
         applied = min((scale for scale in (before, after) if not math.isnan(scale)), default=_NAN)
-        at = set(range(count - 1)) | {steps - 1} if mark.overflow else set(range(count))
+        at = set(range(count - 1)) | {steps - 1} if entry.overflow else set(range(count))
         all_told = told is not None and self._counts_are_right and count in (0, steps)
-        all_known = mark.placed and (all_told or drops == steps) and not (mark.overflow is None and count < proven)
+        all_known = entry.placed and (all_told or drops == steps) and not (entry.overflow is None and count < proven)
         in_order = iter(scales)
         for place in range(steps):
-            known = all_known or (mark.overflow is not None and place == steps - 1)
+            known = all_known or (entry.overflow is not None and place == steps - 1)
             self._add(next(in_order) if place in at else applied, place in at, known)
         return after
 
-    def _skipped_scales(self, mark: Mark, count: int, before: float, drops: int | None) -> list[float]:
-        after, factor = mark.next_loss_scale, self.scale_factor
-        if mark.overflows:
-            given = [overflow.loss_scale for overflow in mark.overflows[:count]]
-            return given + _falling(mark.overflows[-1].next_loss_scale, count - len(given), factor)
+    def _skipped_scales(self, entry: LogEntry, count: int, before: float, drops: int | None) -> list[float]:
+        after, factor = entry.next_loss_scale, self.scale_factor
+        if entry.overflows:
+            given = [overflow.loss_scale for overflow in entry.overflows[:count]]
+            return given + _falling(entry.overflows[-1].next_loss_scale, count - len(given), factor)
         if drops is not None and drops > 0:
             return [before] * (count - drops) + _falling(before, min(drops, count), factor)
         if not math.isnan(before):
@@ -174,24 +176,24 @@ class Expansion:
             scales.insert(0, after)
         return scales
 
-    def _after(self, mark: Mark, before: float, count: int) -> float:
-        if not math.isnan(mark.next_loss_scale):
-            return mark.next_loss_scale
-        if not mark.overflows:
+    def _after(self, entry: LogEntry, before: float, count: int) -> float:
+        if not math.isnan(entry.next_loss_scale):
+            return entry.next_loss_scale
+        if not entry.overflows:
             return before
-        unlisted = max(count - len(mark.overflows), 0)
-        return _falling(mark.overflows[-1].next_loss_scale, unlisted + 1, self.scale_factor)[-1]
+        unlisted = max(count - len(entry.overflows), 0)
+        return _falling(entry.overflows[-1].next_loss_scale, unlisted + 1, self.scale_factor)[-1]
 
-    def _note_several(self, mark: Mark, steps: int, count: int, before: float) -> None:
-        if mark.overflows and count > len(mark.overflows):
+    def _note_several(self, entry: LogEntry, steps: int, count: int, before: float) -> None:
+        if entry.overflows and count > len(entry.overflows):
             self.notes.append(
-                f"{mark.where}: {count - len(mark.overflows)} of {count} skipped steps have no line of their own; "
+                f"{entry.where}: {count - len(entry.overflows)} of {count} skipped steps have no line of their own; "
                 "the scale is taken to have gone on falling."
             )
-        elif math.isnan(before) and not mark.overflows:
+        elif math.isnan(before) and not entry.overflows:
             self.notes.append(
-                f"{mark.where}: the scales used in steps {mark.step - steps + 1} to {mark.step} are inferred from the "
-                "one after them."
+                f"{entry.where}: the scales used in steps {entry.step - steps + 1} to {entry.step} are inferred from "
+                "the one after them."
             )
 
     def _add(self, loss_scale: float, overflow: bool, known: bool) -> None:
@@ -208,18 +210,18 @@ def _falling(scale: float, count: int, factor: float) -> list[float]:
     return scales
 
 
-def _usual_stride(marks: Sequence[Mark]) -> int:
-    """The commonest number of steps from one mark to the next, the smaller of two as common."""
-    strides = Counter(later.step - earlier.step for earlier, later in pairwise(marks))
+def _usual_stride(entries: Sequence[LogEntry]) -> int:
+    """The commonest number of steps from one entry to the next, the smaller of two as common."""
+    strides = Counter(later.step - earlier.step for earlier, later in pairwise(entries))
     strides = Counter({stride: count for stride, count in strides.items() if stride <= LONGEST_INTERVAL})
     if not strides:
-        return max(1, min(marks[0].skips or 1, LONGEST_INTERVAL))
+        return max(1, min(entries[0].skips or 1, LONGEST_INTERVAL))
     return min(strides, key=lambda stride: (-strides[stride], stride))
 
 
-def _commonest_factor(marks: Sequence[Mark]) -> float:
+def _commonest_factor(entries: Sequence[LogEntry]) -> float:
     factors: Counter[float] = Counter()
-    for earlier, later in pairwise(marks):
+    for earlier, later in pairwise(entries):
         before, after = earlier.next_loss_scale, later.next_loss_scale
         if later.step - earlier.step == 1 and before != after and 0 < before < math.inf and 0 < after < math.inf:
             factors[round(max(before, after) / min(before, after), 3)] += 1

@@ -6,8 +6,8 @@ import re
 from itertools import pairwise
 
 from mindformers_adaptive.lab.logs.deepspeed import OverflowLines
+from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LogEntry, Timeline
 from mindformers_adaptive.lab.logs.lines import LogLines, parse_number, parse_scale
-from mindformers_adaptive.lab.logs.marks import LARGEST_STEP, Mark, Timeline
 
 __all__ = ["MegatronReader"]
 
@@ -47,27 +47,27 @@ class MegatronReader:
         parts = _parts(text) if "iteration" in text else []
         used = False
         for part in parts:
-            mark = _parse(part, lines.where, lines.complete)
-            if mark is None:
+            entry = _parse(part, lines.where, lines.complete)
+            if entry is None:
                 lines.problem("looks like an iteration's line, but its loss scale or skipped iterations cannot be read")
                 continue
             used = True
             if self.overflows.pending:
-                mark = mark._replace(overflows=tuple(self.overflows.pending))
-            if self.timeline.add(mark):
+                entry = entry._replace(overflows=tuple(self.overflows.pending))
+            if self.timeline.add(entry):
                 self.overflows.hand_over()
         return used
 
-    def finish(self) -> list[Mark]:
-        """Return the marks of all lines."""
+    def finish(self) -> list[LogEntry]:
+        """Return the entries of all lines."""
         left = self.overflows.hand_over()
         if left:
             self.timeline.notes.append(
-                f"{self.timeline.marks[-1].where if self.timeline.marks else 'The log'}: {len(left)} overflow(s) "
+                f"{self.timeline.entries[-1].where if self.timeline.entries else 'The log'}: {len(left)} overflow(s) "
                 "after the last iteration's line belong to no step that is in the log and are left out."
             )
         self.timeline.merged += self.overflows.merged
-        return self.timeline.marks
+        return self.timeline.entries
 
 
 def _parts(text: str) -> list[str]:
@@ -78,7 +78,7 @@ def _parts(text: str) -> list[str]:
     return [text[start:end] for start, end in pairwise([*starts, len(text)])]
 
 
-def _parse(text: str, where: str, complete: bool) -> Mark | None:
+def _parse(text: str, where: str, complete: bool) -> LogEntry | None:
     iteration, found = _ITERATION.search(text), _LOSS_SCALE.search(text)
     scale = None if found is None else parse_scale(found[1])
     if iteration is None or scale is None or int(iteration[1]) > LARGEST_STEP:
@@ -90,7 +90,7 @@ def _parse(text: str, where: str, complete: bool) -> Mark | None:
     if skips == 0 and _COUNT_STAYS_ZERO.search(text):
         skips = None
     loss, elapsed = _LOSS.search(text), _ELAPSED.search(text)
-    return Mark(
+    return LogEntry(
         int(iteration[1]),
         where,
         next_loss_scale=scale,

@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 
+from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LogEntry, Timeline
 from mindformers_adaptive.lab.logs.lines import LogLines, parse_number, parse_scale
-from mindformers_adaptive.lab.logs.marks import LARGEST_STEP, Mark, Timeline
 
 __all__ = ["MindFormersReader"]
 
@@ -55,22 +55,22 @@ class MindFormersReader:
             return self._take_without_scale(text, lines)
         used = False
         for part in _parts(text):
-            mark = _parse(part, lines.where, lines.complete)
-            if mark is not None:
-                self.timeline.add(mark)
+            entry = _parse(part, lines.where, lines.complete)
+            if entry is not None:
+                self.timeline.add(entry)
                 used = True
             elif not _OTHER_MONITOR.search(part):
                 lines.problem("looks like a step's line, but its step, overflow or loss scale cannot be read")
         return used
 
-    def finish(self) -> list[Mark]:
-        """Return the marks of all lines."""
+    def finish(self) -> list[LogEntry]:
+        """Return the entries of all lines."""
         if self._without_scale:
             self.timeline.notes.append(
-                f"{self.timeline.marks[-1].where}: {self._without_scale} line(s) up to here are of a trainer that "
+                f"{self.timeline.entries[-1].where}: {self._without_scale} line(s) up to here are of a trainer that "
                 "prints no loss scale; nothing is known of their steps."
             )
-        return self.timeline.marks
+        return self.timeline.entries
 
     def _take_without_scale(self, text: str, lines: LogLines) -> bool:
         found = _WITHOUT_SCALE.search(text)
@@ -79,7 +79,7 @@ class MindFormersReader:
                 lines.problem("looks like a step's line, but its step, overflow or loss scale cannot be read")
             return False
         self._without_scale += 1
-        self.timeline.add(Mark(int(found[1]), lines.where, loss=parse_number(found[2])))
+        self.timeline.add(LogEntry(int(found[1]), lines.where, loss=parse_number(found[2])))
         return True
 
 
@@ -88,7 +88,7 @@ def _parts(text: str) -> list[str]:
     return [_START + part for part in text.split(_START)[1:]]
 
 
-def _parse(text: str, where: str, complete: bool) -> Mark | None:
+def _parse(text: str, where: str, complete: bool) -> LogEntry | None:
     found = _STEP.search(text)
     if found is None or (found[6] is None and "overflow cond" in text):
         return None
@@ -100,7 +100,7 @@ def _parse(text: str, where: str, complete: bool) -> Mark | None:
     step = max(epoch - 1, 0) * steps_per_epoch + int(found[2])
     if scale is None or step > LARGEST_STEP:
         return None
-    return Mark(
+    return LogEntry(
         step,
         where,
         next_loss_scale=float(np.float32(scale)),

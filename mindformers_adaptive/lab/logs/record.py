@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 
+from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LogEntry, Timeline
 from mindformers_adaptive.lab.logs.lines import LogLines
-from mindformers_adaptive.lab.logs.marks import LARGEST_STEP, Mark, Timeline
 
 __all__ = ["RecordReader"]
 
@@ -29,7 +29,7 @@ class RecordReader:
     def is_step_line(text: str) -> bool:
         """Whether a line is one that this reader can use."""
         record = _json_object(text)
-        return record is not None and _mark_of(record, "") is not None
+        return record is not None and _entry_of(record, "") is not None
 
     def take(self, text: str, lines: LogLines) -> bool:
         """Take a line; return whether it was used."""
@@ -40,16 +40,16 @@ class RecordReader:
             span = f"{record.get('first_step', '?')} to {record.get('last_step', '?')}"
             self.timeline.notes.append(f"{lines.where}: {record['missing_steps']} step(s) were not recorded ({span}).")
             return True
-        mark = None if record is None else _mark_of(record, lines.where)
-        if mark is None:
+        entry = None if record is None else _entry_of(record, lines.where)
+        if entry is None:
             lines.problem("looks like a step's record, but is no JSON object with step, overflow and loss_scale")
             return False
-        self.timeline.add(mark)
+        self.timeline.add(entry)
         return True
 
-    def finish(self) -> list[Mark]:
-        """Return the marks of all lines."""
-        return self.timeline.marks
+    def finish(self) -> list[LogEntry]:
+        """Return the entries of all lines."""
+        return self.timeline.entries
 
 
 def _json_object(text: str) -> dict[str, object] | None:
@@ -62,7 +62,7 @@ def _json_object(text: str) -> dict[str, object] | None:
     return record if isinstance(record, dict) else None
 
 
-def _mark_of(record: dict[str, object], where: str) -> Mark | None:
+def _entry_of(record: dict[str, object], where: str) -> LogEntry | None:
     step, overflow, loss_scale = record.get("step"), record.get("overflow"), _number(record.get("loss_scale"))
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
         return None
@@ -71,7 +71,7 @@ def _mark_of(record: dict[str, object], where: str) -> Mark | None:
     if not (isinstance(overflow, bool) or "overflow" in unknown) or not (loss_scale > 0 or "loss_scale" in unknown):
         return None
     next_loss_scale = _number(record.get("next_loss_scale"))
-    return Mark(
+    return LogEntry(
         step,
         where,
         next_loss_scale=next_loss_scale if next_loss_scale > 0 else math.nan,

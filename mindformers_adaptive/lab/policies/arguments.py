@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from numbers import Integral, Real
 
-from mindformers_adaptive.validation import as_float32
+from mindformers_adaptive.rule.checks import as_float32
 
 __all__ = ["Check", "at_least_one", "count", "factor_above_one", "flag", "not_negative", "optional", "positive"]
 __all__ += ["ratio_below_one", "ratio_up_to_one", "steps"]

@@ -12,7 +12,7 @@ from mindformers_adaptive.lab.policies.arguments import positive
 from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
 from mindformers_adaptive.lab.policies.policy import FixedRule, FixedState, Policy
 from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS, Parameter, Preset
-from mindformers_adaptive.rule import AdaptiveRule
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
 __all__ = ["POLICY_NAMES", "make_policy"]
 
@@ -37,8 +37,8 @@ def make_policy(name: str, **params: Any) -> Policy:
 
     ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``:
     ``loss_scale_value`` (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the
-    smallest window) and all of :class:`~mindformers_adaptive.rule.AdaptiveRule`. ``fixed`` keeps ``loss_scale``
-    (default 128.0, as in MindSpore's ``FixedLossScaleManager``). The other policies are rows of
+    smallest window) and all of :class:`~mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`. ``fixed`` keeps
+    ``loss_scale`` (default 128.0, as in MindSpore's ``FixedLossScaleManager``). The other policies are rows of
     :data:`~mindformers_adaptive.lab.policies.presets.DYNAMIC_PRESETS`, each with its source, parameters and defaults.
 
     Args:

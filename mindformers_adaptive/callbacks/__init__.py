@@ -1,1 +1,0 @@
-"""Callbacks for ``mindspore.train.Model`` and for MindFormers."""

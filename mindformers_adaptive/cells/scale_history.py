@@ -1,0 +1,131 @@
+"""The last steps of an update cell, kept on the device for a host that does not look at every step."""
+
+import itertools
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.rule.checks import require_integer
+
+__all__ = ["ScaleHistory", "require_history_size"]
+
+_SCALES = ("loss_scale", "next_loss_scale")
+_COUNTS = (
+    "step",
+    "overflow",
+    "scale_window",
+    "window_index",
+    "growth_num",
+    "down_num",
+    "skipped_steps",
+    "consecutive_overflows",
+)
+
+# A graph tells Parameters that belong to no cell apart by their names.
+_numbers = itertools.count()
+
+
+class ScaleHistory(nn.Cell):
+    """A ring of rows, one a step, written by the graph of the update cell.
+
+    Its Parameters belong to no cell, so that no checkpoint has them: a history of another length, or none, would
+    not load, and the steps of an earlier run are none of this one's.
+
+    Args:
+        size (int): how many steps are kept, at least 1.
+
+    Inputs:
+        - **loss_scale** (Parameter) - the loss scale that the step used, float32 of shape ().
+        - **next_loss_scale** (Tensor) - the loss scale for the next step, float32 of shape ().
+        - **step** (Parameter) - the number of the step, int32 of shape ().
+        - **overflow**, **scale_window**, **window_index**, **growth_num**, **down_num** (Tensor) - those after the
+          step, int32 of shape ().
+        - **skipped_before** (Parameter) - overflowed steps before this one, int32 of shape ().
+        - **consecutive_overflows** (Tensor) - overflowed steps in a row, int32 of shape ().
+
+    Outputs:
+        Tensor, the input `overflow`.
+    """
+
+    def __init__(self, size):
+        super().__init__(auto_prefix=False)
+        self.size = size
+        self.number = next(_numbers)
+        self._own("scales", np.zeros((size, len(_SCALES)), np.float32))
+        self._own("counts", np.zeros((size, len(_COUNTS)), np.int32))
+        self._own("place", np.zeros(1, np.int32))
+        self.place_after = Tensor(np.roll(np.arange(size), -1), mstype.int32)
+        self.no_scale = Tensor(0.0, mstype.float32)
+        self.no_steps = Tensor(0, mstype.int32)
+        self.stack = ops.Stack()
+        self.expand_dims = ops.ExpandDims()
+        self.scatter_update = ops.ScatterUpdate()
+        self.gather = ops.Gather()
+        self.assign = ops.Assign()
+
+    def construct(
+        self,
+        loss_scale,
+        next_loss_scale,
+        step,
+        overflow,
+        scale_window,
+        window_index,
+        growth_num,
+        down_num,
+        skipped_before,
+        consecutive_overflows,
+    ):
+        # PyNative mode does not stack Parameters with Tensors; a sum is a Tensor.
+        scales = self.stack((loss_scale + self.no_scale, next_loss_scale))
+        counts = self.stack(
+            (
+                step + self.no_steps,
+                overflow,
+                scale_window,
+                window_index,
+                growth_num,
+                down_num,
+                skipped_before + overflow,
+                consecutive_overflows,
+            )
+        )
+        self.scatter_update(self.scales, self.place, self.expand_dims(scales, 0))
+        self.scatter_update(self.counts, self.place, self.expand_dims(counts, 0))
+        # A look-up and no remainder, which Ascend documents as inexact for large integers.
+        self.assign(self.place, self.gather(self.place_after, self.place, 0))
+        return overflow
+
+    def steps(self, since, last):
+        """Return what is kept of the steps from ``since + 1`` to ``last``, oldest first.
+
+        Args:
+            since (int): the last step that is not wanted.
+            last (int): the step that was written last.
+
+        Returns:
+            list[dict], without gaps; it starts later than wanted where older steps are no longer kept.
+        """
+        scales, counts, place = self.scales.asnumpy(), self.counts.asnumpy(), int(self.place.asnumpy()[0])
+        found = []
+        # Backwards as long as the numbers fit: where the state was set back, older rows are of steps that were undone.
+        for step in range(last, max(since, last - self.size), -1):
+            place = (place - 1) % self.size
+            row = dict(zip(_COUNTS, counts[place].tolist(), strict=True))
+            if row["step"] != step:
+                break
+            row["overflow"] = bool(row["overflow"])
+            found.append(row | dict(zip(_SCALES, scales[place].tolist(), strict=True)))
+        return found[::-1]
+
+    def _own(self, name, values):
+        parameter = Parameter(Tensor(values), name=f"loss_scale_history_{self.number}_{name}", requires_grad=False)
+        # Past nn.Cell, which would make it a Parameter of the network and of every checkpoint.
+        object.__setattr__(self, name, parameter)
+
+
+def require_history_size(history_size):
+    """Return the argument of the update cell as an int, or raise TypeError or ValueError."""
+    remedy = "Give how many steps lie between two looks of the host, such as the sink_size; 0 keeps no history."
+    return require_integer("history_size", history_size, 0, "number of steps", remedy)

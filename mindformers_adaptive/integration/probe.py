@@ -1,0 +1,139 @@
+"""Gradient ranges and the loss-scale finder for a training that a YAML file of MindFormers describes."""
+
+import argparse
+import itertools
+import warnings
+from pathlib import Path
+
+import mindspore
+
+from mindformers_adaptive.checkpoint.reader import read_checkpoints
+from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, gradient_ranges
+from mindformers_adaptive.integration.launcher import load_config
+from mindformers_adaptive.rule.checks import require_integer
+
+__all__ = ["build_training", "load_weights", "probe"]
+
+# Batches differ little where a sum over many tokens is taken; a few tell of an unusual one.
+DEFAULT_BATCHES = 4
+
+
+def probe(
+    config_path,
+    checkpoint=None,
+    train_dataset_dir=None,
+    loss_scales=DEFAULT_LOSS_SCALES,
+    batches=DEFAULT_BATCHES,
+    *,
+    options=None,
+    progress=None,
+):
+    """Sweep over loss scales with the model and the data of a MindFormers YAML file.
+
+    Args:
+        config_path (str): the YAML file.
+        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder of which the newest is taken.
+            Default: None, the weights that a training starts from.
+        train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
+        loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
+        batches (int): how many batches of the training data. Default: 4.
+        options (dict, optional): other keys of the YAML file with their values, ``{"seed": 1}``. Default: None.
+        progress (Callable, optional): called with the number of backward passes done; there are
+            ``batches * len(loss_scales)``. Default: None.
+
+    Returns:
+        GradientRanges, for :func:`mindformers_adaptive.gradients.finder.recommend_loss_scale` as well.
+
+    Raises:
+        TypeError: if ``batches`` is not an integer, or a loss scale not a number.
+        ValueError: if ``batches`` is below 1, or the checkpoint has none of the network's weights.
+        FileNotFoundError: if there is no such file, or no checkpoint in the folder.
+    """
+    require_integer("batches", batches, 1, "number of batches", f"The default is {DEFAULT_BATCHES}.")
+    network, dataset = build_training(config_path, train_dataset_dir, options)
+    if checkpoint is not None:
+        load_weights(network, checkpoint)
+    rows = itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches)
+    return gradient_ranges(network, rows, loss_scales, progress=progress)
+
+
+def build_training(config_path, train_dataset_dir=None, options=None):
+    """Build the network and the training data of a YAML file as MindFormers' trainer does.
+
+    Args:
+        config_path (str): the YAML file.
+        train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
+        options (dict, optional): other keys of the YAML file with their values. Default: None.
+
+    Returns:
+        tuple[Cell, Dataset], the network, which returns its loss, and the data in batches.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+    """
+    from mindformers.core.context import build_context
+    from mindformers.core.parallel_config import build_parallel_config
+    from mindformers.dataset import build_dataset, check_dataset_config
+    from mindformers.models import build_network
+
+    if not Path(config_path).is_file():
+        raise FileNotFoundError(f"'config_path' must name a YAML file, but there is no file {str(config_path)!r}.")
+    free = dict(options or {})
+    if train_dataset_dir is not None:
+        free["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
+    config = load_config(
+        argparse.Namespace(config=str(config_path), register_path=None, named={"run_mode": "train"}, free=free)
+    )
+    build_context(config)
+    build_parallel_config(config)
+    check_dataset_config(config)
+    dataset = build_dataset(config.train_dataset_task)
+    network = build_network(
+        config.model,
+        default_args={
+            "parallel_config": config.parallel_config,
+            "moe_config": config.moe_config,
+            "dataset_config": config.train_dataset,
+        },
+    )
+    return network, dataset
+
+
+def load_weights(network, checkpoint):
+    """Load the weights of a checkpoint into a network; what else the checkpoint holds is left out.
+
+    Args:
+        network (Cell): changed in place.
+        checkpoint (str): a ``.ckpt`` or ``.safetensors`` file, or a folder of them, of ``rank_N`` folders or of
+            MindFormers' ``checkpoint:`` format, of which the newest is taken.
+
+    Returns:
+        str, the file or folder that was read.
+
+    Raises:
+        FileNotFoundError: if there is no such path, or no checkpoint in the folder.
+        ValueError: if the checkpoint has none of the network's weights.
+    """
+    found = read_checkpoints(checkpoint)
+    if not found:
+        raise FileNotFoundError(f"There is no .ckpt or .safetensors file in the folder {str(checkpoint)!r}.")
+    newest = found[-1].path
+    files = [newest] if newest.is_file() else sorted(newest.glob("*-model-*.safetensors"))
+    loaded = {}
+    for file in files:
+        loaded |= mindspore.load_checkpoint(str(file), format=file.suffix[1:])
+    wanted = {weight.name for weight in network.get_parameters()}
+    missing = sorted(wanted - loaded.keys())
+    if not wanted & loaded.keys():
+        raise ValueError(
+            f"'checkpoint' must hold the network's weights, such as {missing[0]!r}, but {newest} has none of them. "
+            "Give a checkpoint of this model."
+        )
+    if missing:
+        warnings.warn(
+            f"{newest} does not have {len(missing)} of the network's {len(wanted)} Parameters, such as "
+            f"{missing[0]!r}: they stay as a training starts from them.",
+            stacklevel=2,
+        )
+    mindspore.load_param_into_net(network, {name: value for name, value in loaded.items() if name in wanted})
+    return str(newest)

@@ -1,0 +1,62 @@
+"""Registration with MindFormers: after ``register()`` its YAML files find this package's classes."""
+
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.trainer import base_trainer
+
+from mindformers_adaptive import wrapper
+from mindformers_adaptive.checkpoint.monitor import CheckpointMonitor, CommonInfo, restores_sidecar
+from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+
+__all__ = ["register"]
+
+# The short names that MindFormers gives to its own wrappers beside their class names.
+_STOCK_ALIASES = {
+    "loss_scale_wrapper": wrapper.TrainOneStepWithLossScaleCell,
+    "mf_wrapper": wrapper.MFTrainOneStepCell,
+    "pipeline_wrapper": wrapper.MFPipelineWithLossScaleCell,
+}
+
+
+def register():
+    """Put this package's classes into MindFormers' registry under the stock names.
+
+    What a YAML file calls ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell``
+    and ``MFPipelineWithLossScaleCell`` is from then on the class of that name in
+    :mod:`mindformers_adaptive.wrapper`, and ``CheckpointMonitor`` that of
+    :mod:`mindformers_adaptive.checkpoint.monitor`. MindFormers' trainer restores the state of loss scaling from its
+    ``checkpoint:`` format. ``LossScaleMonitor``, which the trainer calls before it saves a checkpoint, and
+    ``GradientRangeMonitor`` become known as callbacks. Calling it again changes nothing.
+
+    Examples:
+        >>> from mindformers.tools.register import MindFormerRegister
+        >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register
+        >>> register()
+        >>> MindFormerRegister.get_cls("wrapper", "AdaptiveLossScaleUpdateCell") is AdaptiveLossScaleUpdateCell
+        True
+    """
+    wrappers = {name: getattr(wrapper, name) for name in wrapper.__all__} | _STOCK_ALIASES
+    for name, cell in wrappers.items():
+        MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
+    for callback in (CheckpointMonitor, GradientRangeMonitor, LossScaleMonitor):
+        MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
+    _record_before_saving()
+    _restore_with_the_trainer()
+
+
+def _record_before_saving():
+    # The trainer sorts callbacks by this list. A run that is killed right after it saved a checkpoint goes on after
+    # that step, so the step has to be in the record by then.
+    order = getattr(base_trainer, "CALLBACK_HAS_SORT", None)
+    if order is not None and LossScaleMonitor not in order:
+        saves = [place for place, callback in enumerate(order) if issubclass(CheckpointMonitor, callback)]
+        order.insert(saves[0] if saves else len(order), LossScaleMonitor)
+
+
+def _restore_with_the_trainer():
+    # The trainer's own name for the function: where register() runs only when the trainer builds its wrapper, through
+    # auto_register, the checkpoint has still to be loaded.
+    load_checkpoint = getattr(base_trainer, "load_checkpoint", None)
+    if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
+        base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)
+        base_trainer.CommonInfo = CommonInfo

@@ -1,0 +1,155 @@
+"""MindFormers' ``Trainer`` with adaptive loss scaling registered, and with an argument for a train-step cell."""
+
+import inspect
+import warnings
+
+import mindformers
+import mindspore
+from mindformers.models import PreTrainedModel
+from mindformers.tools.register import MindFormerConfig
+from mindspore import Tensor, nn
+
+from mindformers_adaptive.integration.registration import register
+from mindformers_adaptive.integration.resume_workarounds import (
+    offer_barrier_on_cpu,
+    offer_newest_iteration,
+    offer_single_process_safetensors,
+)
+
+__all__ = ["Trainer"]
+
+
+class Trainer(mindformers.Trainer):
+    """``mindformers.Trainer`` that finds this package's classes and can train with a train-step cell of the user.
+
+    ``register()`` is called first, so that ``TrainingArguments(scale_sense="AdaptiveLossScaleUpdateCell")`` and what a
+    YAML file names are the classes of this package. On a CPU, and where a training resumes, it does what the
+    launcher does. All else is as in the stock class.
+
+    Args:
+        wrapper (nn.TrainOneStepCell, optional): a cell that makes one step of training, such as
+            :class:`mindformers_adaptive.wrapper.MFTrainOneStepCell`. Exactly this cell is trained, with its model and
+            its optimizer; ``model`` and ``optimizers`` are left out. What ``args`` says of the optimizer, of the loss
+            scale and of clipping has no effect, and in parallel training nothing is put around the cell's network.
+            Default: None, MindFormers builds the cell from ``args``.
+        *args, **kwargs: all arguments of ``mindformers.Trainer``.
+
+    Raises:
+        TypeError: if ``wrapper`` is no train-step cell, or trains no model of MindFormers.
+        ValueError: if ``wrapper`` has another model or optimizer than ``model`` or ``optimizers``; if its model would
+            have to be built anew (``reset_model``, ``use_past``), for then the cell would train weights that are no
+            longer the model's; if it is a stock cell on a CPU, where those do not run.
+
+    Examples:
+        >>> from mindformers import TrainingArguments
+        >>> from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
+        >>> from mindformers_adaptive.integration.trainer import Trainer
+        >>> from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+        >>> model = LlamaForCausalLM(LlamaConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=16))
+        >>> optimizer = nn.Momentum(model.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> update_cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
+        >>> train_step = MFTrainOneStepCell(model, optimizer, scale_sense=update_cell)
+        >>> trainer = Trainer(args=TrainingArguments(output_dir="output", sink_mode=False), wrapper=train_step)
+        >>> trainer.model is model, trainer.optimizers is optimizer
+        (True, True)
+    """
+
+    def __init__(self, *args, wrapper=None, **kwargs):
+        register()
+        arguments = inspect.signature(mindformers.Trainer).bind_partial(*args, **kwargs).arguments
+        if wrapper is not None:
+            _check_train_step(wrapper)
+            _set_or_compare(arguments, "model", _model_of(wrapper, arguments.get("reset_model")))
+            _set_or_compare(arguments, "optimizers", wrapper.optimizer)
+        super().__init__(**arguments)
+        self.wrapper = wrapper
+        if wrapper is not None:
+            # What MindFormers asks for the cell; it passes a wrapper on to nobody.
+            self.trainer.create_model_wrapper = self._give_wrapper
+            if hasattr(wrapper, "scale_sense"):
+                # Where MindFormers puts the loss scale of the checkpoint that it resumes from.
+                loss_scale = MindFormerConfig(loss_scale_value=float(wrapper.scale_sense.asnumpy()))
+                self.config.runner_wrapper.scale_sense = loss_scale
+        _stay_out_of_sink_mode_on_cpu(self.config.runner_config)
+
+    def _check_config_rules(self):
+        # Runs when the arguments of train() are known and no checkpoint has been looked for.
+        offer_barrier_on_cpu(self.config)
+        offer_single_process_safetensors(self.config)
+        offer_newest_iteration(self.config)
+        super()._check_config_rules()
+
+    def _give_wrapper(self, network, optimizer):
+        if network is not self.model:
+            warnings.warn(
+                f"MindFormers would put a {type(network).__name__} around the model here; 'wrapper' is trained as it "
+                "is. If that cell is needed, put it around the model when you make the wrapper.",
+                stacklevel=2,
+            )
+        if hasattr(self.wrapper, "scale_sense"):
+            restored = self.config.runner_wrapper.scale_sense.loss_scale_value
+            if isinstance(restored, Tensor):
+                self.wrapper.scale_sense.set_data(Tensor(restored.asnumpy().item(), mindspore.float32))
+        return self.wrapper
+
+
+def _check_train_step(wrapper):
+    if hasattr(wrapper, "get_loss_scale"):
+        update_cell = "wrapper.get_update_cell()" if hasattr(wrapper, "get_update_cell") else "it"
+        raise TypeError(
+            f"'wrapper' must be a train-step cell, but got the loss scaling itself, {type(wrapper).__name__}. Give "
+            f"MFTrainOneStepCell(model, optimizer, scale_sense=...), with {update_cell} as scale_sense."
+        )
+    if not isinstance(wrapper, nn.TrainOneStepCell):
+        raise TypeError(
+            f"'wrapper' must be a train-step cell, but got {wrapper!r} of type {type(wrapper).__name__}. Give "
+            "mindformers_adaptive.wrapper.MFTrainOneStepCell(model, optimizer, scale_sense=...)."
+        )
+    detection = getattr(wrapper, "get_overflow_status", None)
+    stock = nn.TrainOneStepWithLossScaleCell.get_overflow_status
+    if _runs_on_cpu() and getattr(detection, "__func__", None) is stock and not wrapper.ascend_910b_target:
+        raise ValueError(
+            f"'wrapper' must be able to detect an overflow on CPU, but got {type(wrapper).__name__} of "
+            f"{type(wrapper).__module__}. Import the cell of this name from mindformers_adaptive.wrapper."
+        )
+
+
+def _model_of(wrapper, reset_model):
+    # The model may be within other cells, such as nn.GradAccumulationCell.
+    models = [cell for _, cell in wrapper.network.cells_and_names() if isinstance(cell, PreTrainedModel)]
+    if not models:
+        raise TypeError(
+            "'wrapper' must train a model of MindFormers, but its network is "
+            f"{type(wrapper.network).__name__}. Train another network with mindspore.train.Model(wrapper)."
+        )
+    if reset_model or getattr(models[0].config, "use_past", False):
+        raise ValueError(
+            "'wrapper' must have a model that is not built anew, but got reset_model=True or a model with "
+            "use_past=True. Leave 'reset_model' out, and make the model with use_past=False."
+        )
+    return models[0]
+
+
+def _set_or_compare(arguments, name, own):
+    given = arguments.setdefault(name, own)
+    if given is None:
+        arguments[name] = own
+    elif given is not own:
+        raise ValueError(
+            f"'{name}' must be that of 'wrapper', a {type(own).__name__}, but got another: {type(given).__name__}. "
+            f"Leave '{name}' out."
+        )
+
+
+def _stay_out_of_sink_mode_on_cpu(runner_config):
+    if runner_config.sink_mode and _runs_on_cpu():
+        runner_config.sink_mode = False
+        warnings.warn(
+            "'sink_mode' must be False on CPU: MindSpore cannot sink data there, and MindFormers would train "
+            "sink_size times too long. False is used.",
+            stacklevel=3,
+        )
+
+
+def _runs_on_cpu():
+    return mindspore.get_context("device_target") == "CPU"

@@ -1,0 +1,163 @@
+"""What a loss scale did in a run, as phases: rows of drops and rows of raises."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.text.power_of_two import as_power_of_two
+
+__all__ = ["PATH_HEADING", "Change", "Phase", "changes_of", "path_line", "phases", "ranges", "rows_of_numbers"]
+
+PATH_HEADING = "   steps      what the loss scale did      loss scale        window"
+
+# Printed scales are rounded.
+_NEAR = 1e-3
+
+
+class Change(NamedTuple):
+    """A step after which the loss scale or the window is another one.
+
+    Attributes:
+        step (int): the number of the step.
+        kind (str): "drop", after an overflow; "raise", after clean steps; "jump", at a restart, a gap in the log or
+            several raises between two of its lines.
+        before (tuple[float, int or None]): the scale and the window that the step used; None for an unknown window.
+        after (tuple[float, int or None]): those for the next step.
+    """
+
+    step: int
+    kind: str
+    before: tuple[float, int | None]
+    after: tuple[float, int | None]
+
+
+class Phase(NamedTuple):
+    """Changes of one kind, one after another.
+
+    Attributes:
+        kind (str): as in :class:`Change`.
+        changes (int): how many.
+        first_step (int): the step of the first change.
+        last_step (int): that of the last.
+        scale_before (float): the loss scale before the first change.
+        scale_after (float): the loss scale after the last.
+        windows (tuple[int, ...]): the windows that were in force, in steps, each once; empty where unknown.
+    """
+
+    kind: str
+    changes: int
+    first_step: int
+    last_step: int
+    scale_before: float
+    scale_after: float
+    windows: tuple[int, ...]
+
+
+def phases(changes: Iterable[Change]) -> list[Phase]:
+    """Return the phases of changes, which come in the order of their steps.
+
+    Examples:
+        >>> drops = [Change(step, "drop", (2.0**k, 20), (2.0 ** (k - 1), 20)) for step, k in ((1, 18), (2, 17))]
+        >>> print(path_line(phases(drops)[0]))
+           1-2        2 drops                      2^18 -> 2^16      20
+    """
+    found = []
+    for kind, group in itertools.groupby(changes, key=lambda change: change.kind):
+        row = list(group)
+        windows = [row[0].before[1], *(change.after[1] for change in row)]
+        known = tuple(dict.fromkeys(window for window in windows if window is not None))
+        found.append(Phase(kind, len(row), row[0].step, row[-1].step, row[0].before[0], row[-1].after[0], known))
+    return found
+
+
+def path_line(phase: Phase) -> str:
+    """Return a phase as a line below ``PATH_HEADING``."""
+    steps = f"{phase.first_step}" if phase.changes == 1 else f"{phase.first_step}-{phase.last_step}"
+    what = f"{phase.changes} {phase.kind}{'s' if phase.changes > 1 else ''}"
+    scales = f"{as_power_of_two(phase.scale_before)} -> {as_power_of_two(phase.scale_after)}"
+    return f"   {steps:<10} {what:<28} {scales:<17} {' -> '.join(map(str, phase.windows))}".rstrip()
+
+
+def changes_of(run: RecordedRun) -> list[Change]:
+    """Return the changes of the scale of a recorded run.
+
+    No log is asked for windows. That of a raise is the number of clean steps since the overflow or raise before it, if
+    the log knows each of them; else, and at a drop or jump, it is None.
+
+    Examples:
+        >>> flags = np.array([True, False, False, False])
+        >>> run = RecordedRun("run", (), "jsonl", np.arange(1, 5), np.array([4.0, 2.0, 2.0, 4.0]), flags, ~flags | True)
+        >>> [(change.step, change.kind, change.after) for change in changes_of(run)]
+        [(1, 'drop', (2.0, None)), (3, 'raise', (4.0, 2))]
+    """
+    at = np.flatnonzero(~np.isnan(run.loss_scale))
+    scale, step, overflow = run.loss_scale[at], run.step[at], run.overflow[at]
+    skipped = np.flatnonzero(run.overflow)
+    changes, started = [], -1
+    for place in np.flatnonzero(scale[1:] != scale[:-1]).tolist():
+        before, after, here = float(scale[place]), float(scale[place + 1]), int(at[place])
+        kind = _kind(before, after, bool(overflow[place]), run.scale_factor)
+        if step[place + 1] != step[place] + 1:
+            kind = "jump"
+        window = None
+        if kind == "raise":
+            earlier = np.searchsorted(skipped, here)
+            last = max(started, int(skipped[earlier - 1]) if earlier else -1)
+            window = _clean_steps(run, last, here)
+        # The scale of a jump began at an unknown step.
+        started = here if kind != "jump" else len(run)
+        changes.append(Change(int(step[place]), kind, (before, window), (after, window)))
+    return changes
+
+
+def _kind(before: float, after: float, overflow: bool, factor: float) -> str:
+    if overflow and before / factor * (1 - _NEAR) <= after < before:
+        return "drop"
+    if not overflow and before < after <= before * factor * (1 + _NEAR):
+        return "raise"
+    return "jump"
+
+
+def _clean_steps(run: RecordedRun, last: int, here: int) -> int | None:
+    """How many clean steps lie after the place of the last overflow or raise, up to this one; None if unknown."""
+    steps, first = here - last, max(last, 0)
+    begins_in_the_log = last >= 0 or run.step[0] == 1
+    if steps < 1 or not begins_in_the_log or run.step[here] - run.step[first] != here - first:
+        return None
+    return steps if run.position_known[first : here + 1].all() else None
+
+
+def rows_of_numbers(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each row of numbers that follow each other.
+
+    Examples:
+        >>> rows_of_numbers([1, 2, 3, 7])
+        [(1, 3), (7, 7)]
+    """
+    rows = []
+    for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        row = [number for _, number in group]
+        rows.append((row[0], row[-1]))
+    return rows
+
+
+def ranges(numbers: Sequence[int], at_most: int | None = None) -> str:
+    """Return numbers as text, rows of them as ranges.
+
+    Args:
+        numbers (Sequence[int]): increasing.
+        at_most (int, optional): how many ranges are shown. Default: None, all.
+
+    Examples:
+        >>> ranges([1, 2, 3, 7]), ranges([1, 3, 5], at_most=1)
+        ('1-3, 7', '1 and 2 more')
+    """
+    rows = rows_of_numbers(numbers)
+    shown = rows if at_most is None else rows[:at_most]
+    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in shown) or "none"
+    return text if len(shown) == len(rows) else f"{text} and {len(rows) - len(shown)} more"

@@ -1,0 +1,114 @@
+"""The analysis of a run as text for a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Phase, path_line
+from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import text_table
+
+__all__ = ["analysis_text"]
+
+# What fits on a screen.
+_RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN = 20, 30, 10
+_WIDTH = 110
+
+
+def analysis_text(analysis: Mapping[str, Any], path: Sequence[Phase]) -> str:
+    """Return an analysis as text; long lists are cut, and the text says so.
+
+    Args:
+        analysis (Mapping): :meth:`Analysis.to_dict() <mindformers_adaptive.lab.analysis.analyze.Analysis.to_dict>`.
+        path (Sequence[Phase]): the phases of the loss scale.
+    """
+    parts = [_log(analysis), _steps(analysis), _path(path), _outcomes(analysis), _advice(analysis)]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _log(analysis: Mapping[str, Any]) -> list[str]:
+    log = analysis["log"]
+    lines = [
+        f"Log       {log['name']} ({log['format']}): {log['lines_read']} lines read, {log['lines_used']} used, "
+        f"{log['lines_ignored']} ignored, {len(log['problems'])} of them look like a step's and cannot be read"
+    ]
+    for kind in ("problems", "notes"):
+        lines += [f"  {entry}" for entry in _cut(log[kind], _PROBLEMS_SHOWN, f"  ... and {{}} more {kind}")]
+    return lines
+
+
+def _steps(analysis: Mapping[str, Any]) -> list[str]:
+    steps, skipped, start, scale = (analysis[key] for key in ("steps", "skipped", "start_up", "loss_scale"))
+    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in skipped["ranges"]]
+    where = ", ".join(_cut(shown, _RANGES_SHOWN, "and {} more")) or "none"
+    lines = [
+        f"Steps     {steps['count']} ({steps['first']} to {steps['last']}), of which {skipped['count']} "
+        f"({skipped['count'] / steps['count']:.1%}) were skipped for an overflow: {where}"
+    ]
+    if skipped["count"]:
+        first, last = skipped["longest_run_steps"]
+        lines += [
+            f"          {skipped['known']} known at their position, {skipped['inferred']} inferred",
+            f"          {start['before_first_applied']} before the first applied step, "
+            f"{start['skipped_in_first_steps']} in the first {start['first_steps']}; at most "
+            f"{skipped['longest_run']} in a row ({first} to {last})",
+        ]
+    if skipped["seconds_lost"] is not None:
+        lines.append(
+            f"Time      {skipped['seconds_lost']:.1f} s lost in {skipped['steps_with_seconds']} skipped step(s) of "
+            "known time"
+        )
+    first, final, smallest, largest = (_power(scale[name]) for name in ("first", "final", "smallest", "largest"))
+    return [*lines, f"Scale     {first} at first, {final} in the last step; between {smallest} and {largest}"]
+
+
+def _path(path: Sequence[Phase]) -> list[str]:
+    if not path:
+        return ["The loss scale did not change."]
+    lines = list(map(path_line, path))
+    if len(lines) > _PHASES_SHOWN:
+        half = _PHASES_SHOWN // 2
+        lines[half:-half] = [f"   ... {len(lines) - 2 * half} rows ..."]
+    return [PATH_HEADING, *lines]
+
+
+def _outcomes(analysis: Mapping[str, Any]) -> list[str]:
+    columns = ["policy", "skipped", "fewest_skipped", "most_skipped", "headroom_lost", "known_share"]
+    return [
+        "What other policies would have done in this run. What a step does at another scale than it used is known",
+        "where the log bounds it (known share), and else assumed; fewest and most are those of several assumptions.",
+        "",
+        text_table(columns, analysis["outcomes"]),
+    ]
+
+
+def _advice(analysis: Mapping[str, Any]) -> list[str]:
+    if not analysis["advice"]:
+        return ["Nothing to change: the log gives no reason for it."]
+    lines = ["What to change"]
+    for number, advice in enumerate(analysis["advice"], start=1):
+        lines += textwrap.wrap(f"{number}. {advice['change']}", _WIDTH, subsequent_indent="   ")
+        lines += textwrap.wrap(advice["reason"], _WIDTH, initial_indent="   ", subsequent_indent="   ")
+    if analysis["scale_sense"] is not None:
+        certainty = analysis["certainty"]
+        lines += [
+            "",
+            "For MindFormers' YAML, under runner_wrapper; windows cost least in this run, or are the defaults where it "
+            "is",
+            f"too short to tell. How it would have done: {certainty['verdict']}, {certainty['known_share']:.0%} of its "
+            "steps are known.",
+            "",
+            analysis["scale_sense"].rstrip(),
+        ]
+    return lines
+
+
+def _cut(entries: Sequence[str], at_most: int, rest: str) -> list[str]:
+    left = len(entries) - at_most
+    return [*entries[:at_most], rest.format(left)] if left > 0 else list(entries)
+
+
+def _power(scale: float | None) -> str:
+    return "inf" if scale is None else as_power_of_two(scale)

@@ -1,0 +1,100 @@
+"""What one line of a log says of the steps up to it, and the order of such lines in a run that was restarted."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+__all__ = ["LARGEST_STEP", "LONGEST_INTERVAL", "LogEntry", "Overflow", "Timeline"]
+
+# A line that speaks for more steps than this is taken for one after a gap.
+LONGEST_INTERVAL = 10_000
+
+# A larger step number is a torn or mixed line, not a step; 2^53 is also where float64 stops counting.
+LARGEST_STEP = 2**53
+
+# Lines of several ranks may come out of order by a few steps. A run that goes back by more was restarted.
+_RANKS_APART = 8
+
+
+class Overflow(NamedTuple):
+    """One skipped step that has a line of its own: the scale that was tried, and the one after."""
+
+    loss_scale: float
+    next_loss_scale: float
+
+
+class LogEntry(NamedTuple):
+    """A line of a log that names a step.
+
+    Attributes:
+        step (int): the last step that the line speaks of.
+        where (str): the line, as file:number.
+        next_loss_scale (float): the scale after that step; nan where the line does not say.
+        loss_scale (float): the scale used in that step; nan where the line does not say.
+        overflow (bool, optional): whether just that step overflowed; None where the line does not say.
+        skips (int, optional): how many steps were skipped since the line before; None where the line does not say.
+        overflows (tuple[Overflow, ...]): the skipped steps since the line before that have lines of their own.
+        steps (int, optional): for how many steps the line speaks; None for as many as the others do.
+        placed (bool): whether ``step`` stood in the log; False where it was counted.
+        loss (float), seconds (float): the step's loss, and how long a step took; nan where the line does not say.
+        after_restart (bool): whether the run was restarted between the line before and this one.
+    """
+
+    step: int
+    where: str
+    next_loss_scale: float = math.nan
+    loss_scale: float = math.nan
+    overflow: bool | None = None
+    skips: int | None = None
+    overflows: tuple[Overflow, ...] = ()
+    steps: int | None = None
+    placed: bool = True
+    loss: float = math.nan
+    seconds: float = math.nan
+    after_restart: bool = False
+
+
+class Timeline:
+    """Marks in the order of their steps: other ranks' lines are merged, a later attempt supersedes an earlier one.
+
+    Attributes:
+        entries (list[LogEntry]): steps strictly increasing.
+        merged (int): lines that said of a step what another line had said.
+        notes (list[str]): a sentence for each restart.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[LogEntry] = []
+        self.merged = 0
+        self.notes: list[str] = []
+
+    def add(self, entry: LogEntry) -> bool:
+        """Take a entry; return False if another rank had said the same of its step."""
+        if not self.entries or entry.step > self.entries[-1].step:
+            self.entries.append(entry)
+            return True
+        if any(_same(entry, earlier) for earlier in self.entries[-_RANKS_APART - 1 :]):
+            self.merged += 1
+            return False
+        self._restart(entry)
+        return True
+
+    def _restart(self, entry: LogEntry) -> None:
+        last, superseded = self.entries[-1].step, 0
+        while self.entries and self.entries[-1].step >= entry.step:
+            self.entries.pop()
+            superseded += 1
+        self.entries.append(entry._replace(after_restart=True))
+        self.notes.append(
+            f"{entry.where}: the run goes back from step {last} to step {entry.step}; what {superseded} earlier "
+            "line(s) said of the steps from there on is superseded."
+        )
+
+
+def _same(entry: LogEntry, earlier: LogEntry) -> bool:
+    # nan, where a line does not name the scale, equals nan here.
+    def said(of: LogEntry) -> tuple[object, ...]:
+        return of.step, of.overflow, of.skips, repr(of.loss_scale), repr(of.next_loss_scale)
+
+    return entry.step == earlier.step and said(entry) == said(earlier)

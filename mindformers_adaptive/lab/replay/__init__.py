@@ -1,0 +1,1 @@
+"""Replaying policies on traces: one by one, many at once, and tuning."""

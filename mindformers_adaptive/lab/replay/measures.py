@@ -1,0 +1,212 @@
+"""What a replay is judged by: every measure, and the oracle it is compared with, defined in this one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mindformers_adaptive.lab.traces.trace import Trace
+
+__all__ = [
+    "DEFAULT_EXCHANGE_RATE",
+    "LARGEST_LOSS_SCALE",
+    "SMALLEST_LOSS_SCALE",
+    "Measures",
+    "cost",
+    "longest_run",
+    "measure",
+    "overflows",
+    "require_steps",
+]
+
+# The normal float32 numbers. A step with a ceiling above them never overflows, and one with a ceiling below always.
+SMALLEST_LOSS_SCALE = float(np.finfo(np.float32).tiny)
+LARGEST_LOSS_SCALE = float(np.finfo(np.float32).max)
+
+# Skipped steps in 1000 that a bit of headroom is worth; where it comes from is told at cost().
+DEFAULT_EXCHANGE_RATE = 1.0
+
+
+@dataclass(frozen=True)
+class Measures:
+    r"""What a policy did on a trace, in numbers.
+
+    With the ceiling :math:`c_t` of step t, the loss scale :math:`s_t` that the policy used, and the step *skipped*
+    where it overflowed (:math:`s_t > c_t`) and *applied* elsewhere:
+
+    .. code-block:: text
+
+        skipped                 number of t with s_t > c_t
+        unavoidable             number of t with c_t below the smallest float32: every loss scale overflows there
+        skipped_regret          number of skipped t that are not unavoidable: the oracle applies these
+        seconds_lost            sum of seconds_t over the skipped t
+        headroom_lost           mean of log2(c_t / s_t), in bits, over the applied t with c_t <= the largest float32
+        unbounded               number of t with c_t above the largest float32: no loss scale overflows there, so there
+                                is no headroom to measure, and headroom_lost leaves them out
+        longest_skip_run        largest number of skipped steps in a row
+        steps_to_first_applied  number of steps before the first applied one, all of them skipped
+        scale_changes           number of t with s_(t+1) != s_t, the scale after the last step included
+        window_changes          the same of the window in steps; 0 for a policy without one
+        known_share             share of t where the trace knows, and does not assume, what happens at s_t
+
+    Smallest and largest are those of the normal float32 numbers. The oracle knows the ceiling of each step and uses
+    exactly the ceiling (the largest float32 where the ceiling is above that); it skips the unavoidable steps only. It
+    is bound neither to powers of two nor to the floor of a policy: that way nothing does better on either measure, a
+    regret is never negative, and one oracle serves every policy. It loses no headroom, so ``headroom_regret`` equals
+    ``headroom_lost``. (A scale bound to powers of two loses at least half a bit on average where the ceilings are
+    spread evenly in log2.)
+
+    Attributes:
+        steps (int): the length of the trace.
+        skipped (int): skipped steps.
+        unavoidable (int): steps that the oracle skips.
+        skipped_regret (int): skipped steps that the oracle applies.
+        seconds_lost (float, optional): seconds of the skipped steps; None where the trace has no seconds.
+        headroom_lost (float): bits; nan where no step counts.
+        headroom_regret (float): bits; nan where no step counts.
+        unbounded (int): steps at which no loss scale overflows.
+        longest_skip_run (int): steps.
+        steps_to_first_applied (int): steps; all steps where none is applied.
+        scale_changes (int): changes of the loss scale.
+        window_changes (int): changes of the window.
+        known_share (float): from 0 to 1.
+
+    Examples:
+        >>> trace = Trace.exact("sudden drop", [8.0, 8.0, 2.0, 2.0])
+        >>> found = measure(trace, [4.0, 4.0, 4.0, 2.0, 2.0])
+        >>> found.skipped, found.headroom_lost, found.scale_changes
+        (1, 0.6666666666666666, 1)
+    """
+
+    steps: int
+    skipped: int
+    unavoidable: int
+    skipped_regret: int
+    seconds_lost: float | None
+    headroom_lost: float
+    headroom_regret: float
+    unbounded: int
+    longest_skip_run: int
+    steps_to_first_applied: int
+    scale_changes: int
+    window_changes: int
+    known_share: float
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the measures by name, ready for JSON: None stands for a number that there is not (nan)."""
+        return {
+            name: None if value is None or math.isnan(value) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+
+def overflows(loss_scale: float, ceiling: float) -> bool:
+    """Return whether a step overflows: its loss scale is above the ceiling, or no float32 above 0.
+
+    At a scale of 0 or beyond float32 the unscaled gradients are nan, whatever the ceiling is.
+
+    Examples:
+        >>> overflows(8.0, 4.0), overflows(4.0, 4.0), overflows(float("inf"), float("inf"))
+        (True, False, True)
+    """
+    return not 0.0 < loss_scale <= min(ceiling, LARGEST_LOSS_SCALE)
+
+
+def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None = None) -> Measures:
+    """Return the measures of the scales and windows that a policy had on a trace.
+
+    Args:
+        trace (Trace): what was replayed, of at least one step.
+        loss_scale (ArrayLike): the scale of each step and, last, that after the last step, shape (steps + 1,).
+        scale_window (ArrayLike, optional): the window in steps, likewise. Default: None, the policy has none.
+
+    Raises:
+        ValueError: if the trace is empty or the shapes do not fit.
+    """
+    require_steps(trace)
+    scales = _one_more_than_steps("loss_scale", loss_scale, trace)
+    windows = None if scale_window is None else _one_more_than_steps("scale_window", scale_window, trace)
+    used, ceiling = scales[:-1], trace.ceiling
+    overflow = ~((used > 0.0) & (used <= np.minimum(ceiling, LARGEST_LOSS_SCALE)))  # as overflows() has it
+    counts = ~overflow & (ceiling <= LARGEST_LOSS_SCALE)
+    headroom = float(np.log2(ceiling[counts] / used[counts]).mean()) if counts.any() else math.nan
+    avoidable = ceiling >= SMALLEST_LOSS_SCALE
+    return Measures(
+        steps=len(trace),
+        skipped=int(overflow.sum()),
+        unavoidable=int((~avoidable).sum()),
+        skipped_regret=int((overflow & avoidable).sum()),
+        seconds_lost=None if trace.seconds is None else float(trace.seconds[overflow].sum()),
+        headroom_lost=headroom,
+        headroom_regret=headroom,
+        unbounded=int((ceiling > LARGEST_LOSS_SCALE).sum()),
+        longest_skip_run=longest_run(overflow),
+        steps_to_first_applied=len(trace) if overflow.all() else int(np.argmin(overflow)),
+        scale_changes=int((scales[1:] != scales[:-1]).sum()),
+        window_changes=0 if windows is None else int((windows[1:] != windows[:-1]).sum()),
+        known_share=float(trace.known(used).mean()),
+    )
+
+
+def cost(measures: Measures, exchange_rate: float = DEFAULT_EXCHANGE_RATE) -> float:
+    r"""Return what a configuration costs, in skipped steps for each 1000 steps of the run.
+
+    .. code-block:: text
+
+        cost = 1000 * skipped / steps + exchange_rate * headroom_lost
+
+    ``exchange_rate`` says how many skipped steps, for each 1000 of the run, one bit of headroom is worth that is
+    missing at every applied step. The two are of different kinds. A skipped step costs the time of a step. A bit of
+    headroom costs time never and accuracy perhaps: the gradients lie one power of two lower than they could, so those
+    whose scaled values fall below FP16's normal numbers (2**-14) lose one bit of their 11, and those between 2**-25
+    and 2**-24, the last that round to something else than 0, become 0. How many gradients that are is a matter of
+    the model and not in a trace. FP16 spans 40 powers of two from its smallest subnormal to its largest number, so
+    where all gradients that matter lie close below the largest a bit is worth nothing, and where they already reach
+    into the subnormal numbers it may decide whether the training converges. Measure the gradients' range where you
+    can, and set the rate by it.
+
+    The default, 1 step in 1000 for a bit, is what usual settings pay: with a window of 1000 (the default of
+    ``loss_scale_window`` in MindFormers' ``TrainingArguments`` and of Megatron-LM) a scale that is as high as it can
+    be is raised all the same after 1000 steps, and one skipped step is paid to learn that there was not one bit more.
+    That price is a habit and not a measurement.
+
+    Args:
+        measures (Measures): of a replay. Without any step to measure headroom by, none counts as lost.
+        exchange_rate (float): skipped steps in 1000 that a bit is worth. Default: 1.0.
+
+    Returns:
+        float.
+    """
+    headroom = 0.0 if math.isnan(measures.headroom_lost) else measures.headroom_lost
+    return 1000.0 * measures.skipped / measures.steps + exchange_rate * headroom
+
+
+def longest_run(flags: ArrayLike) -> int:
+    """Return the largest number of true flags in a row.
+
+    Examples:
+        >>> longest_run([True, False, True, True])
+        2
+    """
+    clear = np.flatnonzero(~np.concatenate([[False], np.asarray(flags, dtype=np.bool_), [False]]))
+    return int(np.diff(clear).max()) - 1
+
+
+def require_steps(trace: Trace) -> None:
+    """Refuse an empty trace: no mean is defined on it."""
+    if len(trace) == 0:
+        raise ValueError(f"The trace {trace.name!r} must have at least 1 step, but got none. Leave it out.")
+
+
+def _one_more_than_steps(name: str, values: ArrayLike, trace: Trace) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape != (len(trace) + 1,):
+        raise ValueError(
+            f"'{name}' must have one number for each of the {len(trace)} steps of the trace {trace.name!r} and one for "
+            f"after the last, but got shape {array.shape}. Append the value after the last step."
+        )
+    return array

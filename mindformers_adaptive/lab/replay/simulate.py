@@ -1,0 +1,232 @@
+"""Replay policies on traces, and compare them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mindformers_adaptive.lab.replay.measures import Measures, measure, overflows, require_steps
+from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.text.table import text_table
+
+__all__ = ["Comparison", "Policy", "Replay", "compare", "pareto_front", "replay"]
+
+
+class Policy(Protocol):
+    """What can be replayed: a loss scale, the flag of the step taken at it, and the next one."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale for the next step."""
+
+    @property
+    def scale_window(self) -> int | None:
+        """The window in force, in steps; None for a policy without one."""
+
+    def step(self, overflow: bool) -> float:
+        """Take the flag of a step, and return the loss scale for the next one."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what the policy remembers, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """What a policy did on a trace.
+
+    Attributes:
+        loss_scale (NDArray): float64 of shape (steps,), the scale that each step used.
+        overflow (NDArray): bool of shape (steps,), whether it overflowed.
+        scale_window (NDArray, optional): int64 of shape (steps,), the window in force; None for a policy without one.
+        measures (Measures): all measures.
+        final_state (dict): the policy's state after the last step, with ``loss_scale`` and ``scale_window``.
+    """
+
+    loss_scale: NDArray[np.float64]
+    overflow: NDArray[np.bool_]
+    scale_window: NDArray[np.int64] | None
+    measures: Measures
+    final_state: dict[str, Any]
+
+
+def replay(policy: Policy, trace: Trace) -> Replay:
+    """Take a policy through a trace, from the state that it is in.
+
+    Args:
+        policy (Policy): is left in the state after the last step.
+        trace (Trace): at least one step.
+
+    Raises:
+        ValueError: if the trace has no steps.
+
+    Examples:
+        >>> from mindformers_adaptive.lab.policies import make_policy
+        >>> trace = Trace.exact("sudden drop", [2.0**16, 2.0**16, 2.0**10, 2.0**10])
+        >>> replay(make_policy("fixed", loss_scale_value=2.0**10), trace).measures.headroom_lost
+        3.0
+    """
+    require_steps(trace)
+    scales, windows, flags = [float(policy.loss_scale)], [policy.scale_window], []
+    for ceiling in trace.ceiling.tolist():
+        flags.append(overflows(scales[-1], ceiling))
+        scales.append(float(policy.step(flags[-1])))
+        windows.append(policy.scale_window)
+    window = None if windows[0] is None else np.array(windows, np.int64)
+    return Replay(
+        np.array(scales[:-1]),
+        np.array(flags),
+        None if window is None else window[:-1],
+        measure(trace, scales, window),
+        {"loss_scale": scales[-1], "scale_window": windows[-1], **policy.state()},
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The measures of several policies on several traces.
+
+    Attributes:
+        traces (tuple[str, ...]): the names of the traces.
+        measures (dict[str, tuple[Measures, ...]]): for each policy its measures on each trace.
+    """
+
+    traces: tuple[str, ...]
+    measures: dict[str, tuple[Measures, ...]]
+
+    def means(self) -> dict[str, dict[str, float | None]]:
+        """Return for each policy the mean of each measure over the traces that have it, by name."""
+        return {policy: _means(on_traces) for policy, on_traces in self.measures.items()}
+
+    def pareto_front(self) -> list[str]:
+        """Return the policies for which no other is better in both skipped steps and headroom, in the mean."""
+        means = self.means()
+        front = pareto_front(
+            [_number(mean["skipped"]) for mean in means.values()],
+            [_number(mean["headroom_lost"]) for mean in means.values()],
+        )
+        return [policy for policy, on_front in zip(means, front.tolist(), strict=True) if on_front]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each policy and trace and, with several traces, one for the mean; ready for JSON.
+
+        Returns:
+            list[dict], with ``policy``, ``trace`` (None in a row of means), ``on_front`` (of the Pareto front of
+            the means) and all names of :class:`~mindformers_adaptive.lab.replay.measures.Measures`.
+        """
+        front, means, rows = self.pareto_front(), self.means(), []
+        for policy, on_traces in self.measures.items():
+            head = {"policy": policy, "on_front": policy in front}
+            named = [(name, measures.as_dict()) for name, measures in zip(self.traces, on_traces, strict=True)]
+            rows += [{**head, "trace": name, **measures} for name, measures in named]
+            if len(self.traces) > 1:
+                rows.append({**head, "trace": None, **means[policy]})
+        return rows
+
+    def text(self, each_trace: bool = True) -> str:
+        """Return the rows as a table; a ``*`` marks the Pareto front of skipped steps against headroom.
+
+        Args:
+            each_trace (bool): with a row for each trace; with several traces there are rows of means in any case.
+        """
+        shown = [
+            {**row, "trace": row["trace"] or "(mean)", "front": "*" if row["on_front"] else ""}
+            for row in self.rows()
+            if each_trace or len(self.traces) == 1 or row["trace"] is None
+        ]
+        # The oracle's regret of headroom is the headroom lost; a column of zeros or of nothing tells nothing.
+        names = [
+            field.name
+            for field in fields(Measures)
+            if field.name != "headroom_regret"
+            and (field.name in ("skipped", "headroom_lost") or any(row[field.name] for row in shown))
+        ]
+        return text_table(["policy", "trace", "front", *names], shown)
+
+
+def compare(
+    policies: Mapping[str, Callable[[], Policy]],
+    traces: Sequence[Trace],
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> Comparison:
+    """Replay each policy on each trace.
+
+    Args:
+        policies (Mapping): by name, what makes the policy in its first state. It is called once for each trace.
+        traces (Sequence[Trace]): at least one.
+        progress (Callable, optional): called with the number of replays done; there are policies * traces.
+            Default: None.
+
+    Raises:
+        ValueError: if there is no policy or no trace, or a trace has no steps.
+
+    Examples:
+        >>> from functools import partial
+        >>> from mindformers_adaptive.lab.policies import make_policy
+        >>> policies = {name: partial(make_policy, name) for name in ("adaptive", "torch")}
+        >>> comparison = compare(policies, [Trace.exact("calm", [2.0**16] * 3000)])
+        >>> print(comparison.text())  # doctest: +SKIP
+    """
+    for name, given in (("policies", policies), ("traces", traces)):
+        if len(given) == 0:
+            raise ValueError(f"'{name}' must have at least 1 entry, but got none. There is nothing to compare.")
+    numbers = itertools.count(1)
+
+    def measured(make: Callable[[], Policy], trace: Trace) -> Measures:
+        found = replay(make(), trace).measures
+        if progress is not None:
+            progress(next(numbers))
+        return found
+
+    return Comparison(
+        tuple(trace.name for trace in traces),
+        {name: tuple(measured(make, trace) for trace in traces) for name, make in policies.items()},
+    )
+
+
+def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
+    """Return which of several results no other one beats: is at least as good in both and better in one.
+
+    Args:
+        skipped (ArrayLike): shape (results,).
+        headroom (ArrayLike): shape (results,); nan, no step to measure by, counts as worse than any number.
+
+    Returns:
+        NDArray, bool of shape (results,).
+
+    Examples:
+        >>> pareto_front([1, 2, 3, 1], [5.0, 1.0, 2.0, 5.0]).tolist()
+        [True, True, False, True]
+    """
+    first = np.asarray(skipped, np.float64)
+    second = np.nan_to_num(np.asarray(headroom, np.float64), nan=np.inf, posinf=np.inf)
+    front = np.zeros(first.shape, np.bool_)
+    best = math.inf
+    # Sorted by the first and then the second, a result is beaten by an earlier one or by none.
+    order = np.lexsort((second, first))
+    previous = None
+    for place in order.tolist():
+        point = (first[place], second[place])
+        front[place] = point[1] < best or point == previous or previous is None
+        if front[place]:
+            best, previous = point[1], point
+    return front
+
+
+def _means(on_traces: Sequence[Measures]) -> dict[str, float | None]:
+    rows = [measures.as_dict() for measures in on_traces]
+    means: dict[str, float | None] = {}
+    for name in rows[0]:
+        there = [float(value) for value in (row[name] for row in rows) if value is not None]
+        means[name] = sum(there) / len(there) if there else None
+    return means
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

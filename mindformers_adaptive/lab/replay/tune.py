@@ -1,0 +1,280 @@
+"""Find the configuration of loss scaling that costs least on recorded or made-up traces, and say how sure that is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.lab.replay.configuration import Configuration, grid
+from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE, cost
+from mindformers_adaptive.lab.replay.simulate import pareto_front
+from mindformers_adaptive.lab.replay.sweep import SweepResult, sweep
+from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.text.table import text_table
+
+__all__ = ["DEFAULT_GRID", "Tuning", "default_grid", "tune"]
+
+# Shares of outcomes that are known, from which on a recommendation is called likely and known. They are a judgement:
+# below the first, most of what was counted was assumed.
+_LIKELY_FROM = 0.5
+_KNOWN_FROM = 0.9
+
+
+# Tried where nothing else is asked for. The windows go from 5, a quarter of MindFormers' smallest, to 2000, the default
+# of MindSpore's DynamicLossScaleManager and of PyTorch's GradScaler; equal ones are dynamic loss scaling. The initial
+# scales go up to 2**32, Megatron-LM's.
+_WINDOWS = (5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+DEFAULT_GRID: Mapping[str, Sequence[float]] = {
+    "loss_scale_value": (2.0**12, 2.0**16, 2.0**20, 2.0**24, 2.0**32),
+    "min_scale_window": _WINDOWS,
+    "max_scale_window": _WINDOWS,
+    "scale_factor": (2, 4),
+    "hysteresis": (1, 2),
+}
+
+
+def default_grid(loss_scale_value: float) -> list[Configuration]:
+    """Return the configurations of ``DEFAULT_GRID`` that start from one loss scale, where that is given already.
+
+    Args:
+        loss_scale_value (float): the initial loss scale of all.
+    """
+    return grid(**{**DEFAULT_GRID, "loss_scale_value": (loss_scale_value,)})
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a search found.
+
+    Attributes:
+        configurations (tuple[Configuration, ...]): what was tried.
+        sweeps (tuple[SweepResult, ...]): on each trace.
+        exchange_rate (float): see :func:`~mindformers_adaptive.lab.replay.measures.cost`.
+        costs (NDArray): float64 of shape (configurations, traces), see
+            :func:`~mindformers_adaptive.lab.replay.measures.cost`.
+        assumed (dict[str, NDArray]): the costs under other assumptions about the ceilings, by the assumption's name.
+    """
+
+    configurations: tuple[Configuration, ...]
+    sweeps: tuple[SweepResult, ...]
+    exchange_rate: float
+    costs: NDArray[np.float64]
+    assumed: dict[str, NDArray[np.float64]]
+
+    @property
+    def best(self) -> int:
+        """The place of the configuration with the smallest mean cost over the traces; of equals the first."""
+        return int(np.argmin(self.costs.mean(axis=1)))
+
+    @property
+    def recommended(self) -> Configuration:
+        """The configuration with the smallest mean cost over the traces."""
+        return self.configurations[self.best]
+
+    def known_share(self, place: int) -> float:
+        """Return the share of a configuration's steps whose outcome the traces know, over all traces."""
+        steps = [len(result.trace) for result in self.sweeps]
+        return float(np.average([result.measures[place].known_share for result in self.sweeps], weights=steps))
+
+    def certainty(self) -> dict[str, Any]:
+        """Return how far the recommendation can be trusted, ready for JSON.
+
+        Returns:
+            dict with
+
+            - ``known_share``: the share of the recommended configuration's steps whose outcome is known, not assumed;
+            - ``verdict``: ``"known"`` from 0.9 on, ``"likely"`` from 0.5 on, else ``"a guess"``;
+            - ``cost``: the recommended configuration's mean, smallest and largest cost over the traces;
+            - ``left_out``: for each trace, which configuration the other traces recommend, and its cost on this one
+              above the smallest there; empty with one trace;
+            - ``assumed``: for each other assumption about the ceilings the recommended configuration's mean cost, the
+              smallest of all, and which configuration has it.
+        """
+        known = self.known_share(self.best)
+        of_best = self.costs[self.best]
+        return {
+            "known_share": known,
+            "verdict": "known" if known >= _KNOWN_FROM else "likely" if known >= _LIKELY_FROM else "a guess",
+            "cost": {"mean": float(of_best.mean()), "smallest": float(of_best.min()), "largest": float(of_best.max())},
+            "left_out": self._left_out(),
+            "assumed": {name: self._under(costs) for name, costs in self.assumed.items()},
+        }
+
+    def rows(self, count: int = 10) -> list[dict[str, Any]]:
+        """Return the configurations of the smallest mean cost, best first, ready for JSON.
+
+        Args:
+            count (int): at most so many. Default: 10.
+
+        Returns:
+            list[dict] with ``configuration`` (its label), ``cost``, ``largest_cost`` (of any trace), the means over
+            the traces of ``skipped``, ``headroom_lost`` (None where no trace has it) and ``known_share``, and
+            ``on_front``: whether no other configuration is better in both skipped steps and headroom.
+        """
+        skipped = np.mean([result.column("skipped") for result in self.sweeps], axis=0)
+        headroom = _mean_of_numbers(np.array([result.column("headroom_lost") for result in self.sweeps]))
+        front = pareto_front(skipped, headroom)
+        means = self.costs.mean(axis=1)
+        return [
+            {
+                "configuration": self.configurations[place].label,
+                "cost": float(means[place]),
+                "largest_cost": float(self.costs[place].max()),
+                "skipped": float(skipped[place]),
+                "headroom_lost": None if np.isnan(headroom[place]) else float(headroom[place]),
+                "known_share": self.known_share(place),
+                "on_front": bool(front[place]),
+            }
+            for place in np.argsort(means, kind="stable")[:count].tolist()
+        ]
+
+    def text(self, count: int = 10) -> str:
+        """Return the best configurations as a table, the recommendation and how sure it is, for a terminal."""
+        certainty = self.certainty()
+        names = ["configuration", "front", "cost", "largest_cost", "skipped", "headroom_lost", "known_share"]
+        shown = [{**row, "front": "*" if row["on_front"] else ""} for row in self.rows(count)]
+        lines = [
+            f"{len(self.configurations)} configurations on {len(self.sweeps)} trace(s); cost: skipped steps in 1000, "
+            f"and {self.exchange_rate:g} for each bit of headroom lost",
+            "",
+            text_table(names, shown),
+            "",
+            self.recommended.scale_sense(),
+            f"How sure: {certainty['verdict']}. The traces know the outcome of {certainty['known_share']:.1%} of the "
+            "recommended configuration's steps; of the others it is assumed.",
+            f"Its cost on the traces: {certainty['cost']['smallest']:.2f} to {certainty['cost']['largest']:.2f}.",
+        ]
+        for name, under in certainty["assumed"].items():
+            if not np.array_equal(self.assumed[name], self.costs):
+                lines.append(
+                    f"With {name}: {under['cost']:.2f}; the smallest is {under['smallest']:.2f} ({under['best']})."
+                )
+        for row in certainty["left_out"]:
+            lines.append(
+                f"Without trace {row['trace']!r}: {row['recommended']}, which costs {row['above_smallest']:.2f} more "
+                "on that trace than the best there."
+            )
+        return "\n".join(lines)
+
+    def _left_out(self) -> list[dict[str, Any]]:
+        if len(self.sweeps) == 1:
+            return []
+        rows = []
+        for place, result in enumerate(self.sweeps):
+            chosen = int(np.argmin(np.delete(self.costs, place, axis=1).mean(axis=1)))
+            above = self.costs[chosen, place] - self.costs[:, place].min()
+            rows.append(
+                {
+                    "trace": result.trace.name,
+                    "recommended": self.configurations[chosen].label,
+                    "above_smallest": float(above),
+                }
+            )
+        return rows
+
+    def _under(self, costs: NDArray[np.float64]) -> dict[str, Any]:
+        means = costs.mean(axis=1)
+        return {
+            "cost": float(means[self.best]),
+            "smallest": float(means.min()),
+            "best": self.configurations[int(np.argmin(means))].label,
+        }
+
+
+def _mean_of_numbers(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean of each column without its nan; nan where it has nothing else."""
+    there = ~np.isnan(values)
+    counts = there.sum(axis=0)
+    sums = np.where(there, values, 0.0).sum(axis=0)
+    means: NDArray[np.float64] = np.divide(sums, counts, out=np.full(sums.shape, math.nan), where=counts > 0)
+    return means
+
+
+def tune(
+    traces: Sequence[Trace],
+    configurations: Sequence[Configuration] | None = None,
+    *,
+    exchange_rate: float = DEFAULT_EXCHANGE_RATE,
+    assumptions: Mapping[str, Sequence[Trace]] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Tuning:
+    """Try configurations on traces and recommend the one of the smallest mean cost.
+
+    Args:
+        traces (Sequence[Trace]): at least one; each counts the same, however long it is.
+        configurations (Sequence[Configuration], optional): what to try, see
+            :func:`~mindformers_adaptive.lab.replay.configuration.grid`. Default: None, all of ``DEFAULT_GRID``.
+        exchange_rate (float): see :func:`~mindformers_adaptive.lab.replay.measures.cost`. Default: 1.0.
+        assumptions (Mapping, optional): by a name for it, the same traces with ceilings assumed in another way; the
+            configurations' costs on them show what the assumption matters. Default: None, the lowest and the highest
+            ceilings that each trace's bounds allow. Where nothing bounds a ceiling from above, the highest is
+            infinity, and then only skipped steps cost.
+        progress (Callable, optional): called with the number of traces done, each assumption's counted too.
+            Default: None.
+
+    Raises:
+        TypeError: if ``exchange_rate`` is not a number.
+        ValueError: if there is no trace or no configuration, a trace has no steps, or ``exchange_rate`` is negative
+            or not finite.
+
+    Examples:
+        >>> trace = Trace.exact("calm", [2.0**20] * 5000)
+        >>> found = tune([trace], [Configuration.dynamic(50), Configuration.dynamic(2000)])
+        >>> found.recommended.label
+        'dynamic 2000'
+    """
+    rate = _require_exchange_rate(exchange_rate)
+    if len(traces) == 0:
+        raise ValueError("'traces' must have at least 1 trace, but got none. There is nothing to tune on.")
+    tried = tuple(grid(**DEFAULT_GRID) if configurations is None else configurations)
+    numbers = itertools.count(1)
+
+    def swept(trace: Trace, known: SweepResult | None = None) -> SweepResult:
+        # What is known is not swept twice.
+        is_known = known is not None and np.array_equal(known.trace.ceiling, trace.ceiling)
+        result = known if known is not None and is_known else sweep(tried, trace)
+        if progress is not None:
+            progress(next(numbers))
+        return result
+
+    sweeps = tuple(swept(trace) for trace in traces)
+    if assumptions is None:
+        assumptions = {
+            "the lowest ceilings that are possible": [replace(trace, ceiling=trace.lower_bound) for trace in traces],
+            "the highest ceilings that are possible": [
+                replace(
+                    trace, ceiling=np.where(np.isinf(trace.upper_bound), np.inf, np.nextafter(trace.upper_bound, 0.0))
+                )
+                for trace in traces
+            ],
+        }
+
+    def costs_on(results: Iterable[SweepResult]) -> NDArray[np.float64]:
+        return np.array([[cost(one, rate) for one in result.measures] for result in results]).T
+
+    assumed = {
+        name: costs_on(swept(other, known) for known, other in zip(sweeps, others, strict=True))
+        for name, others in assumptions.items()
+    }
+    return Tuning(tried, sweeps, rate, costs_on(sweeps), assumed)
+
+
+def _require_exchange_rate(exchange_rate: object) -> float:
+    if isinstance(exchange_rate, bool) or not isinstance(exchange_rate, Real):
+        raise TypeError(
+            f"'exchange_rate' must be a number, but got {exchange_rate!r} of type {type(exchange_rate).__name__}. Give "
+            "the skipped steps in 1000 that a bit of headroom is worth."
+        )
+    if not 0.0 <= float(exchange_rate) < math.inf:
+        raise ValueError(
+            f"'exchange_rate' must be finite and not below 0, but got {exchange_rate}. Give the skipped steps in 1000 "
+            "that a bit of headroom is worth."
+        )
+    return float(exchange_rate)

@@ -1,0 +1,1 @@
+"""Traces: what each step's ceiling is, or what is known of it."""

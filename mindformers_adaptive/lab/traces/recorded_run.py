@@ -1,0 +1,217 @@
+"""A run as its log tells it: the scale and the overflow of each step, and what is known and what is assumed of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.lab.traces.trace import Trace
+
+__all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares"]
+
+Floats = NDArray[np.float64]
+
+ASSUMPTIONS = ("interpolated", "lower_bound", "upper_bound")
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRun:
+    """The steps of a run that was read from its log.
+
+    Attributes:
+        name (str): what the run is called in tables and pictures.
+        files (tuple[str, ...]): the files it was read from.
+        log_format (str): their format.
+        step (NDArray): int64 of shape (steps,), the numbers of the steps, increasing; without those that are not in the
+            log.
+        loss_scale (NDArray): float64 of shape (steps,), the scale used in the step; nan where nothing is known of it.
+        overflow (NDArray): bool of shape (steps,), whether the step overflowed and was skipped.
+        position_known (NDArray): bool of shape (steps,), whether the log says of just this step that it overflowed or
+            was applied. False where it only says that some steps of an interval were skipped, and which is inferred.
+        loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say.
+        seconds (NDArray, optional): float64 of shape (steps,), how long the step took, nan where the log does not say.
+        scale_factor (float): what the scale is divided by at an overflow, found from the log, or 2.
+        lines_read (int), lines_used (int), lines_ignored (int): read is the sum of the other two.
+        notes (tuple[str, ...]): what was inferred, merged, superseded or is missing.
+        problems (tuple[str, ...]): lines that look like a step's and cannot be read, each as "file:line: why".
+
+    Raises:
+        ValueError: if the arrays do not have one length, the steps do not increase, or the lines do not add up.
+
+    Examples:
+        >>> run = RecordedRun("run", ("run.log",), "jsonl", np.array([1, 2, 3]), np.array([4.0, 2.0, 2.0]),
+        ...                   np.array([True, False, False]), np.array([True, True, True]), lines_read=3, lines_used=3)
+        >>> run.skipped_steps, run.to_trace().ceiling.round(2).tolist()
+        (1, [2.83, 2.83, 2.83])
+    """
+
+    name: str
+    files: tuple[str, ...]
+    log_format: str
+    step: NDArray[np.int64]
+    loss_scale: Floats
+    overflow: NDArray[np.bool_]
+    position_known: NDArray[np.bool_]
+    loss: Floats | None = None
+    seconds: Floats | None = None
+    scale_factor: float = 2.0
+    lines_read: int = 0
+    lines_used: int = 0
+    lines_ignored: int = 0
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        arrays = (self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds)
+        shapes = {array.shape for array in arrays if array is not None}
+        if len(shapes) != 1 or len(self.step.shape) != 1:
+            raise ValueError(
+                f"All arrays of the run {self.name!r} must have one number for each step, but got shapes "
+                f"{sorted(shapes)}. Give one-dimensional arrays of one length."
+            )
+        if (np.diff(self.step) <= 0).any():
+            raise ValueError(f"The steps of the run {self.name!r} must increase. Give each step once, in order.")
+        if self.lines_read != self.lines_used + self.lines_ignored:
+            raise ValueError(
+                f"'lines_read' must be 'lines_used' + 'lines_ignored', but got {self.lines_read}, {self.lines_used} "
+                f"and {self.lines_ignored}. Count each line once."
+            )
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps overflowed."""
+        return int(self.overflow.sum())
+
+    def to_trace(self, assume: str = "interpolated") -> Trace:
+        r"""Return the trace of ceilings that this run is evidence of.
+
+        Bounds come from steps whose position and scale are known: a step that was applied at scale s has a ceiling of
+        at least s, one that was skipped has one below s. Of other steps nothing is known (0 and inf). The ceiling is
+        assumed, for inferred steps within the bounds that they would give:
+
+        - ``"interpolated"``: at each row of skipped steps, with s the smallest scale that was skipped and a the scale
+          of the next applied step, or s / scale_factor if that is smaller or there is none,
+          :math:`\log_2 c = (\log_2 s + \log_2 a) / 2`. Between two rows :math:`\log_2 c` is linear in the place of the
+          step, before the first and after the last it is constant; then it is moved into the step's own bounds.
+          Without any skipped step c is the largest scale that was applied.
+        - ``"lower_bound"``: an applied step has c = s; a skipped one the smallest of s / scale_factor and the scales of
+          the nearest applied steps before and after it.
+        - ``"upper_bound"``: a skipped step has the largest c below s; an applied one the larger of those of the
+          nearest skipped steps before and after it, at least s; inf if no step was skipped.
+
+        Args:
+            assume (str): one of ``ASSUMPTIONS``. Default: "interpolated", which errs to both sides.
+
+        Returns:
+            Trace, with this run's name, scales, overflows and times.
+
+        Raises:
+            ValueError: if ``assume`` is none of these.
+        """
+        if assume not in ASSUMPTIONS:
+            raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave it out for the first.")
+        # A rule without a floor can get to a scale of 0, below which no ceiling lies.
+        scale = np.maximum(_filled(self.loss_scale), np.finfo(np.float64).tiny)
+        lower = np.where(self.overflow, 0.0, scale)
+        below = np.where(self.overflow, scale, np.inf)
+        assumed = {"interpolated": _interpolated, "lower_bound": _lower, "upper_bound": _upper}[assume]
+        ceiling = assumed(scale, self.overflow, self.scale_factor)
+        ceiling = np.maximum(np.minimum(ceiling, _just_below(below)), lower)
+        known = self.position_known & ~np.isnan(self.loss_scale)
+        return Trace(
+            self.name,
+            ceiling,
+            np.where(known, lower, 0.0),
+            np.where(known, below, np.inf),
+            self.loss_scale,
+            self.overflow,
+            self.seconds,
+        )
+
+
+def bound_shares(trace: Trace) -> dict[str, float]:
+    """Return which share of a trace's steps has which bounds on its ceiling.
+
+    A log bounds a step on one side only, by whether it was applied or skipped, so "both" is 0 for it; traces whose
+    ceilings were measured or made have both.
+
+    Args:
+        trace (Trace): at least one step.
+
+    Returns:
+        dict[str, float], the shares "both", "lower_bound", "upper_bound" and "neither"; they sum to 1.
+
+    Examples:
+        >>> bound_shares(Trace.exact("made", [8.0, 16.0]))
+        {'both': 1.0, 'lower_bound': 0.0, 'upper_bound': 0.0, 'neither': 0.0}
+    """
+    # A ceiling that is exactly 0 is bounded from below by 0 as well as any can be.
+    lower, upper = (
+        (trace.lower_bound > 0) | (trace.upper_bound <= np.nextafter(0.0, 1.0)),
+        np.isfinite(trace.upper_bound),
+    )
+    shares = {
+        "both": lower & upper,
+        "lower_bound": lower & ~upper,
+        "upper_bound": ~lower & upper,
+        "neither": ~lower & ~upper,
+    }
+    return {which: float(steps.mean()) for which, steps in shares.items()}
+
+
+def _filled(scale: Floats) -> Floats:
+    """Unknown scales replaced by the one known before, or else after."""
+    known = np.flatnonzero(~np.isnan(scale))
+    if len(known) == 0:
+        return np.ones_like(scale)
+    before = np.searchsorted(known, np.arange(len(scale)), side="right") - 1
+    filled: Floats = scale[known[np.maximum(before, 0)]]
+    return filled
+
+
+def _just_below(scale: Floats) -> Floats:
+    return np.where(np.isinf(scale), np.inf, np.nextafter(scale, 0.0))
+
+
+def _nearest(values: Floats, chosen: NDArray[np.bool_], missing: float) -> tuple[Floats, Floats]:
+    """For each step the value at the nearest chosen step before, and after it; itself where it is chosen."""
+    at = np.flatnonzero(chosen)
+    padded = np.concatenate([[missing], values[at], [missing]])
+    places = np.arange(len(values))
+    return padded[np.searchsorted(at, places, side="right")], padded[np.searchsorted(at, places, side="left") + 1]
+
+
+def _lower(scale: Floats, overflow: NDArray[np.bool_], factor: float) -> Floats:
+    before, after = _nearest(scale, ~overflow, np.inf)
+    return np.where(overflow, np.minimum(np.minimum(before, after), scale / factor), scale)
+
+
+def _upper(scale: Floats, overflow: NDArray[np.bool_], factor: float) -> Floats:
+    if not overflow.any():
+        return np.full_like(scale, np.inf)
+    before, after = _nearest(_just_below(scale), overflow, 0.0)
+    return np.maximum(before, after)
+
+
+def _interpolated(scale: Floats, overflow: NDArray[np.bool_], factor: float) -> Floats:
+    if not overflow.any():
+        return np.full_like(scale, scale.max(initial=0.0))
+    starts, ends = _rows(overflow)
+    padded = np.append(scale, np.inf)
+    smallest, following = np.minimum.reduceat(padded, np.column_stack([starts, ends]).ravel())[::2], padded[ends]
+    anchors = (np.log2(smallest) + np.log2(np.minimum(following, smallest / factor))) / 2
+    # Each row of skipped steps has one value, from its first step to its last.
+    places = np.column_stack([starts, ends - 1]).ravel()
+    interpolated: Floats = np.exp2(np.interp(np.arange(len(scale)), places, np.repeat(anchors, 2)))
+    return interpolated
+
+
+def _rows(chosen: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Where each row of chosen steps starts, and the place after its end."""
+    edges = np.diff(np.concatenate([[False], chosen, [False]]).astype(np.int8))
+    return np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)

@@ -1,0 +1,91 @@
+"""What a policy is replayed on: for each step, what is known of the largest loss scale that it could bear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["Trace"]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Steps of a training, each with its *ceiling*: the largest loss scale at which it would not have overflowed.
+
+    A step at loss scale s overflows where s is above the ceiling. A log shows the ceiling within bounds only: a step
+    that was applied at s has a ceiling of at least s, one that was skipped at s has a ceiling below s. So a trace
+    keeps both bounds, and beside them the ceiling that is assumed between them.
+
+    Attributes:
+        name (str): what the trace is called in tables and pictures.
+        ceiling (NDArray): float64 of shape (steps,), the ceiling that a replay uses; 0 where every scale overflows,
+            inf where none does.
+        lower_bound (NDArray): float64 of shape (steps,), the largest loss scale that is known not to overflow; 0 where
+            nothing is known.
+        upper_bound (NDArray): float64 of shape (steps,), the smallest loss scale that is known to overflow; inf where
+            nothing is known.
+        loss_scale (NDArray, optional): float64 of shape (steps,), the scale that the recorded run used.
+        overflow (NDArray, optional): bool of shape (steps,), whether the step of the recorded run overflowed.
+        seconds (NDArray, optional): float64 of shape (steps,), how long each step of the recorded run took.
+
+    Raises:
+        ValueError: if the arrays do not have one length, or a ceiling lies outside its bounds.
+
+    Examples:
+        >>> trace = Trace.exact("sudden drop", [2.0**16, 2.0**16, 2.0**10])
+        >>> len(trace), float(trace.known([2.0**12, 2.0**12, 2.0**12]).mean())
+        (3, 1.0)
+    """
+
+    name: str
+    ceiling: NDArray[np.float64]
+    lower_bound: NDArray[np.float64]
+    upper_bound: NDArray[np.float64]
+    loss_scale: NDArray[np.float64] | None = None
+    overflow: NDArray[np.bool_] | None = None
+    seconds: NDArray[np.float64] | None = None
+
+    def __post_init__(self) -> None:
+        arrays = (self.ceiling, self.lower_bound, self.upper_bound, self.loss_scale, self.overflow, self.seconds)
+        lengths = {array.shape for array in arrays if array is not None}
+        if len(lengths) > 1 or len(self.ceiling.shape) != 1:
+            raise ValueError(
+                f"All arrays of the trace {self.name!r} must have one number for each step, but got shapes "
+                f"{sorted(lengths)}. Give one-dimensional arrays of one length."
+            )
+        outside = ~((self.lower_bound <= self.ceiling) & ((self.ceiling < self.upper_bound) | np.isinf(self.ceiling)))
+        if outside.any():
+            step = int(np.flatnonzero(outside)[0])
+            raise ValueError(
+                f"The ceiling of each step must lie between its bounds, but in the trace {self.name!r} step {step} "
+                f"(counted from 0) has {self.ceiling[step]}, at least {self.lower_bound[step]} and below "
+                f"{self.upper_bound[step]}. Correct the ceiling or the bounds."
+            )
+
+    @classmethod
+    def exact(cls, name: str, ceiling: ArrayLike) -> Trace:
+        """Return a trace whose ceilings are known.
+
+        Args:
+            name (str): what it is called.
+            ceiling (ArrayLike): the largest loss scale of each step that does not overflow, shape (steps,).
+        """
+        known = np.asarray(ceiling, dtype=np.float64)
+        return cls(name, known, known, np.nextafter(known, np.inf))
+
+    def __len__(self) -> int:
+        return len(self.ceiling)
+
+    def known(self, loss_scale: ArrayLike) -> NDArray[np.bool_]:
+        """Return for each step whether it is known, and not assumed, what happens at a loss scale.
+
+        Args:
+            loss_scale (ArrayLike): shape (steps,) or one that broadcasts to it.
+
+        Returns:
+            NDArray, bool of shape (steps,).
+        """
+        scale = np.asarray(loss_scale, dtype=np.float64)
+        return np.broadcast_to((scale <= self.lower_bound) | (scale >= self.upper_bound), self.ceiling.shape)

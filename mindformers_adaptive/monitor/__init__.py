@@ -1,0 +1,1 @@
+"""What a run did with its loss scale: the record, the callbacks that write it, TensorBoard."""

@@ -1,0 +1,149 @@
+"""What a train-step cell tells of the loss scaling of its last steps."""
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
+
+__all__ = ["StepReader", "find_train_step", "read_loss", "steps_before_resume"]
+
+_ATTRIBUTES = {name: attribute for attribute, name in PARAMETER_NAMES.items()}
+_OF_WINDOW = ("scale_window", "window_index", "growth_num", "down_num")
+
+
+def find_train_step(*networks):
+    """Return the first cell in the networks that scales its loss by a Parameter, or None.
+
+    With data sinking the train-step cell is a child of the network that MindSpore trains.
+    """
+    for network in filter(None, networks):
+        for _, cell in network.cells_and_names():
+            if isinstance(getattr(cell, "scale_sense", None), Parameter):
+                return cell
+    return None
+
+
+def steps_before_resume(params):
+    """Return how many steps the run took before it was resumed.
+
+    MindFormers counts from 0 again then, and tells what to add to the callback that prints the loss.
+
+    Args:
+        params (dict): those that MindSpore gives to a callback.
+    """
+    told = [params.get("initial_step"), *(getattr(callback, "initial_step", 0) for callback in params.list_callback)]
+    return max((step for step in told if isinstance(step, int)), default=0)
+
+
+def read_loss(loss):
+    """Return the mean of a loss as float, or None if it is none. Waits for the device."""
+    if not isinstance(loss, Tensor):
+        return float(loss) if isinstance(loss, int | float) else None
+    # NumPy has no bfloat16.
+    return float(np.mean((loss.astype(mstype.float32) if loss.dtype == mstype.bfloat16 else loss).asnumpy()))
+
+
+class StepReader:
+    """Reads the last steps of a train-step cell, whichever update cell it has.
+
+    Args:
+        train_step (Cell): as :func:`find_train_step` returns it.
+
+    Attributes:
+        window (tuple): the window in steps and its index, each None where there is none.
+    """
+
+    def __init__(self, train_step):
+        self._train_step = train_step
+        self._update_cell = getattr(train_step, "loss_scaling_manager", None)
+        self._parameters = _state_parameters(self._update_cell)
+        state = self._state()
+        self.window = (state.get("scale_window"), state.get("window_index"))
+        self._loss_scale = self._read_loss_scale()
+        self._skipped_steps = self._consecutive_overflows = 0
+
+    def steps_taken(self):
+        """Return how many steps the update cell has counted so far, None where it does not count. Waits for it."""
+        cur_iter = self._parameters.get("cur_iter")
+        return None if cur_iter is None else int(cur_iter.asnumpy()) - 1
+
+    def count_from(self, skipped_steps):
+        """Say how many steps were skipped before, None if that is not known, for a cell that does not count them."""
+        self._skipped_steps = skipped_steps
+
+    def read(self, step, count, outputs):
+        """Return what is known of the last steps.
+
+        Args:
+            step (int): the number of the last step.
+            count (int): how many steps have been taken since this was last called, at least 1.
+            outputs (object): of the train-step cell in the last step.
+
+        Returns:
+            list[dict], oldest first and without gaps up to ``step``: at least the last step, and all ``count`` where
+            the update cell has a history that is long enough.
+        """
+        entries = self._read_history(step, count) or [self._read_last(step, count, outputs)]
+        self.window = (entries[-1]["scale_window"], entries[-1]["window_index"])
+        self._loss_scale = entries[-1]["next_loss_scale"]
+        return entries
+
+    def _read_history(self, step, count):
+        recent_steps = getattr(self._update_cell, "recent_steps", None)
+        if recent_steps is None:
+            return []
+        last = self.steps_taken()
+        return [entry | {"step": entry["step"] - last + step} for entry in recent_steps(since=last - count)]
+
+    def _read_last(self, step, count, outputs):
+        state = self._state()
+        next_loss_scale = self._read_loss_scale()
+        overflow = _read_overflow(state, outputs)
+        if count > 1:
+            self._skipped_steps, self._consecutive_overflows = None, 0
+        if self._skipped_steps is not None and overflow is not None:
+            self._skipped_steps += overflow
+        self._consecutive_overflows = self._consecutive_overflows + 1 if overflow else 0
+        return {
+            "step": step,
+            "overflow": overflow,
+            # With steps between, nothing tells what this one started from, unless it never moves.
+            "loss_scale": self._loss_scale if count == 1 else next_loss_scale if self._is_fixed() else None,
+            "next_loss_scale": next_loss_scale,
+            **{name: state.get(name) for name in _OF_WINDOW},
+            "skipped_steps": state.get("skipped_steps", self._skipped_steps),
+            "consecutive_overflows": state.get("consecutive_overflows", self._consecutive_overflows),
+        }
+
+    def _state(self):
+        state = {name: int(parameter.asnumpy()) for name, parameter in self._parameters.items()}
+        # The window of MindSpore's own dynamic cell is a constant.
+        window = getattr(self._update_cell, "scale_window", None)
+        if "scale_window" not in state and isinstance(window, Tensor):
+            state["scale_window"] = int(window.asnumpy())
+        return state
+
+    def _read_loss_scale(self):
+        return float(self._train_step.scale_sense.asnumpy().item())
+
+    def _is_fixed(self):
+        return self._update_cell is None or isinstance(self._update_cell, nn.FixedLossScaleUpdateCell)
+
+
+def _state_parameters(update_cell):
+    """Return the Parameters of an update cell by attribute name; MindFormers' own cell has other attributes."""
+    if not isinstance(update_cell, nn.Cell):
+        return {}
+    # As the child of a cell that prefixes names, they have more in front.
+    by_name = {parameter.name.rpartition(".")[2]: parameter for parameter in update_cell.get_parameters()}
+    return {_ATTRIBUTES[name]: parameter for name, parameter in by_name.items() if name in _ATTRIBUTES}
+
+
+def _read_overflow(state, outputs):
+    if "consecutive_overflows" in state:
+        return state["consecutive_overflows"] > 0
+    if isinstance(outputs, tuple | list) and len(outputs) > 1:
+        overflow = outputs[1]
+        return bool(np.any(overflow.asnumpy() if isinstance(overflow, Tensor) else overflow))
+    return None

@@ -1,0 +1,153 @@
+"""From Megatron-LM: its arguments as a ``scale_sense`` section, and the state of its gradient scaler."""
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindformers_adaptive.rule.checks import require_positive
+
+__all__ = ["megatron_state", "scale_sense_from_megatron"]
+
+# Those of megatron/arguments.py.
+_INITIAL_LOSS_SCALE = 2.0**32
+_MIN_LOSS_SCALE = 1.0
+_LOSS_SCALE_WINDOW = 1000.0
+_HYSTERESIS = 2
+
+
+def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
+    """Return the ``scale_sense`` section that scales as Megatron-LM does with these arguments.
+
+    =========================== ============ ==========================================================
+    Megatron-LM                 default      ``scale_sense``
+    =========================== ============ ==========================================================
+    ``--loss-scale S``          none         ``FixedLossScaleUpdateCell``: ``loss_scale_value`` S
+    ``--fp16`` without it                    ``AdaptiveLossScaleUpdateCell``: the rows below
+    ``--initial-loss-scale S``  2**32        ``loss_scale_value`` S
+    ``--min-loss-scale S``      1.0          ``min_loss_scale`` S
+    ``--loss-scale-window N``   1000         ``scale_window``, ``max_scale_window``, ``min_scale_window`` N
+    ``--hysteresis N``          2            ``hysteresis`` N
+    (growth and backoff factor) 2.0 and 0.5  ``scale_factor`` 2
+    neither of the first two                 ``FixedLossScaleUpdateCell`` with 1: nothing is scaled
+    =========================== ============ ==========================================================
+
+    Args:
+        arguments (Union[str, Sequence[str]]): a Megatron-LM command line, or its words. All other arguments are left
+            alone.
+
+    Returns:
+        dict, to be put under ``runner_wrapper.scale_sense`` of a YAML file; without ``type``, the arguments of the
+        class that ``type`` names.
+
+    Raises:
+        ValueError: if an argument has no value that Megatron-LM would take.
+
+    Examples:
+        >>> section = scale_sense_from_megatron("--fp16 --initial-loss-scale 65536 --loss-scale-window 500 --lr 1e-4")
+        >>> section["loss_scale_value"], section["max_scale_window"], section["hysteresis"]
+        (65536.0, 500, 2)
+        >>> scale_sense_from_megatron("--bf16 --loss-scale 1024")
+        {'type': 'FixedLossScaleUpdateCell', 'loss_scale_value': 1024.0}
+    """
+    given = _parse(shlex.split(arguments) if isinstance(arguments, str) else list(arguments))
+    # As Megatron-LM, for which 0 means no fixed scale.
+    if given.loss_scale:
+        return {
+            "type": "FixedLossScaleUpdateCell",
+            "loss_scale_value": require_positive("--loss-scale", given.loss_scale),
+        }
+    if not given.fp16:
+        return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 1.0}
+    return _dynamic_section(given)
+
+
+def megatron_state(state_dict: Mapping[str, Any], hysteresis: int = _HYSTERESIS) -> tuple[float, dict[str, int]]:
+    """Return the loss scale and the counters that a Megatron-LM checkpoint holds.
+
+    Args:
+        state_dict (Mapping): the ``grad_scaler`` of a Megatron-LM checkpoint: ``scale``, ``growth_tracker`` and
+            ``hysteresis_tracker``, as numbers or as tensors of one element.
+        hysteresis (int): that of the cell which goes on, at least 1. Default: 2, Megatron-LM's.
+
+    Returns:
+        tuple[float, dict[str, int]]: the loss scale, for ``loss_scale_value`` or the train-step cell's Parameter
+        ``scale_sense``; and the counters, for ``AdaptiveLossScaleUpdateCell.load_state()``.
+
+    Raises:
+        KeyError: if a key is missing, as in the empty state of Megatron-LM's constant scaler.
+        ValueError: if the scale is not finite and above 0, or a tracker is out of its range.
+
+    Examples:
+        >>> megatron_state({"scale": 65536.0, "growth_tracker": 12, "hysteresis_tracker": 1})
+        (65536.0, {'cur_iter': 13, 'last_overflow_iter': 0, 'hysteresis_budget': 1})
+    """
+    missing = [key for key in ("scale", "growth_tracker", "hysteresis_tracker") if key not in state_dict]
+    if missing:
+        raise KeyError(
+            f"The state of Megatron-LM's dynamic scaler has 'scale', 'growth_tracker' and 'hysteresis_tracker', but "
+            f"{', '.join(map(repr, missing))} is missing. Give the checkpoint's 'grad_scaler'; that of a constant "
+            "scaler is empty."
+        )
+    loss_scale = require_positive("scale", float(_number(state_dict["scale"])))
+    growth_tracker = int(_number(state_dict["growth_tracker"]))
+    hysteresis_tracker = int(_number(state_dict["hysteresis_tracker"]))
+    if growth_tracker < 0 or hysteresis_tracker > hysteresis:
+        raise ValueError(
+            f"'growth_tracker' must not be negative, nor 'hysteresis_tracker' above hysteresis={hysteresis}, but got "
+            f"{growth_tracker} and {hysteresis_tracker}. Give the 'hysteresis' that Megatron-LM was started with."
+        )
+    counters = {"cur_iter": growth_tracker + 1, "last_overflow_iter": 0}
+    if hysteresis > 1:
+        # Megatron-LM counts on below 0, where all numbers mean the same.
+        counters["hysteresis_budget"] = max(hysteresis_tracker, 0)
+    return loss_scale, counters
+
+
+def _number(value: Any) -> Any:
+    """A tensor of one element, of whatever library, as its number."""
+    return value.item() if hasattr(value, "item") else value
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ValueError(f"Megatron-LM would refuse these arguments: {message}.")
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--fp16", action="store_true")
+    parser.add_argument("--loss-scale", type=float)
+    parser.add_argument("--initial-loss-scale", type=float, default=_INITIAL_LOSS_SCALE)
+    parser.add_argument("--min-loss-scale", type=float, default=_MIN_LOSS_SCALE)
+    parser.add_argument("--loss-scale-window", type=float, default=_LOSS_SCALE_WINDOW)
+    parser.add_argument("--hysteresis", type=int, default=_HYSTERESIS)
+    return parser.parse_known_args(words)[0]
+
+
+def _dynamic_section(given: argparse.Namespace) -> dict[str, Any]:
+    initial = require_positive("--initial-loss-scale", given.initial_loss_scale)
+    minimum = require_positive("--min-loss-scale", given.min_loss_scale)
+    if minimum > initial:
+        raise ValueError(
+            f"'--min-loss-scale' must not be above '--initial-loss-scale', but got {minimum} and {initial}. Lower the "
+            "first or raise the second."
+        )
+    window = given.loss_scale_window
+    if window < 1 or not window.is_integer():
+        raise ValueError(
+            f"'--loss-scale-window' must be a whole number of steps, at least 1, but got {window}. With another number "
+            "Megatron-LM itself never raises the scale."
+        )
+    if given.hysteresis < 1:
+        raise ValueError(f"'--hysteresis' must be at least 1, but got {given.hysteresis}. Megatron-LM's default is 2.")
+    return {
+        "type": "AdaptiveLossScaleUpdateCell",
+        "loss_scale_value": initial,
+        "scale_factor": 2,
+        "scale_window": int(window),
+        "max_scale_window": int(window),
+        "min_scale_window": int(window),
+        "min_loss_scale": minimum,
+        "hysteresis": given.hysteresis,
+    }

@@ -1,0 +1,246 @@
+"""The state of loss scaling in MindSpore's own checkpoints, and in checkpoints that come from elsewhere."""
+
+import logging
+import warnings
+
+import mindformers.wrapper
+import mindspore
+import numpy as np
+import pytest
+from mindformers.tools.logger import get_logger
+from mindspore import Parameter, Tensor, nn
+from mindspore.dataset import GeneratorDataset
+from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
+
+from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+
+OVERFLOWS = [False, False, True, False, True, False, False, False, True, False] * 4
+WINDOWS = {"max_scale_window": 4, "min_scale_window": 1}
+
+
+def build_step(train_step=TrainOneStepWithLossScaleCell, update_cell=None, **arguments):
+    network = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
+    # A schedule, because of a constant rate MFTrainOneStepCell makes a second Parameter of the same name, and then
+    # MindSpore cannot load its checkpoint as a whole.
+    learning_rate = nn.PolynomialDecayLR(0.01, 0.001, 100, 1.0)
+    optimizer = nn.Adam(network.trainable_params(), learning_rate)
+    if update_cell is None:
+        update_cell = AdaptiveLossScaleUpdateCell(
+            1024, 2, arguments.get("min_scale_window", 1), **{**WINDOWS, **arguments}
+        )
+    return train_step(nn.WithLossCell(network, nn.MSELoss()), optimizer, scale_sense=update_cell)
+
+
+def batch(overflow):
+    features = np.ones((4, 3), np.float32)
+    if overflow:
+        features[0, 0] = np.inf
+    return Tensor(features), Tensor(np.zeros((4, 2), np.float32))
+
+
+def train(step, overflows):
+    """Train, and return of each step all that there is to compare."""
+    record = []
+    for overflow in overflows:
+        loss, flag = step(*batch(overflow))[:2]
+        state = step.loss_scaling_manager.state()
+        record.append((float(loss), bool(flag), float(step.scale_sense), state))
+    return record
+
+
+def without_loss_of_skipped(record):
+    # The loss of an overflowed step is inf, and equal to nothing but itself.
+    return [(None if flag else loss, flag, scale, state) for loss, flag, scale, state in record]
+
+
+@pytest.fixture
+def mindformers_log(caplog):
+    """The text of MindFormers' log; its logger does not propagate."""
+    logger = get_logger()
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO):
+        yield lambda: "\n".join(record.getMessage() for record in caplog.records)
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("train_step", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
+@pytest.mark.parametrize("file_format", ["ckpt", "safetensors"])
+def test_a_resumed_run_takes_the_steps_of_one_that_never_stopped(
+    mode, train_step, file_format, tmp_path, mindformers_log
+):
+    whole = train(build_step(train_step, hysteresis=2), OVERFLOWS)
+    stopped = build_step(train_step, hysteresis=2)
+    train(stopped, OVERFLOWS[:20])
+    file = str(tmp_path / f"step_20.{file_format}")
+    mindspore.save_checkpoint(stopped, file, format=file_format)
+
+    resumed = build_step(train_step, hysteresis=2)
+    mindspore.load_param_into_net(resumed, mindspore.load_checkpoint(file, format=file_format))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        record = train(resumed, OVERFLOWS[20:])
+    assert without_loss_of_skipped(record) == without_loss_of_skipped(whole[20:])
+    windows = {state["scale_window"] for *_, state in record}
+    assert len(windows) > 1
+    scale, state = whole[19][2:]
+    listed = ", ".join(f"{name} {value}" for name, value in state.items())
+    assert f"Loss scaling goes on from: loss_scale {scale}, {listed}" in mindformers_log()
+
+
+def test_model_and_its_checkpoint_callback_keep_the_state(graph_mode, tmp_path):
+    def dataset():
+        rows = [[part.asnumpy() for part in batch(overflow)] for overflow in OVERFLOWS]
+        return GeneratorDataset(rows, ["features", "target"], shuffle=False)
+
+    whole = build_step()
+    Model(whole).train(1, dataset(), dataset_sink_mode=False)
+    stopped = build_step()
+    saving = ModelCheckpoint("net", str(tmp_path), CheckpointConfig(save_checkpoint_steps=20))
+    Model(stopped).train(1, dataset().take(20), callbacks=[saving], dataset_sink_mode=False)
+    resumed = build_step()
+    mindspore.load_param_into_net(resumed, mindspore.load_checkpoint(str(tmp_path / "net-1_20.ckpt")))
+    Model(resumed).train(1, dataset().skip(20), dataset_sink_mode=False)
+    assert resumed.loss_scaling_manager.state() == whole.loss_scaling_manager.state()
+    assert float(resumed.scale_sense) == float(whole.scale_sense)
+    for name, value in whole.parameters_dict().items():
+        np.testing.assert_array_equal(resumed.parameters_dict()[name].asnumpy(), value.asnumpy())
+
+
+def test_the_state_goes_where_the_optimizer_goes_under_its_own_names():
+    step = build_step()
+    own = set(step.loss_scaling_manager.parameters_dict())
+    assert own <= set(step.optimizer.parameters_dict())
+    assert "list_index" in own
+    assert len(list(step.get_parameters())) == len(step.parameters_dict())
+
+
+def test_a_checkpoint_of_mindformers_own_cell_resumes_at_its_place_on_the_ladder(graph_mode):
+    theirs = mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 2, 4, 2)
+    before = build_step(update_cell=theirs)
+    for overflow in [False] * 9 + [True, False]:
+        before(*batch(overflow))
+    saved = {name: Parameter(value.asnumpy()) for name, value in before.parameters_dict().items()}
+    resumed = build_step(min_scale_window=2)
+    mindspore.load_param_into_net(resumed, saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        resumed.set_train()
+    state = resumed.loss_scaling_manager.state()
+    assert state == {
+        "scale_window": int(theirs.scale_window.asnumpy()),
+        "window_index": int(theirs.list_index.asnumpy()),
+        "growth_num": int(theirs.window_up_count.asnumpy()),
+        "down_num": int(theirs.window_down_count.asnumpy()),
+        "cur_iter": 12,
+        "last_overflow_iter": 10,
+        "skipped_steps": 0,
+        "consecutive_overflows": 0,
+    }
+    assert state["window_index"] == 1
+    assert float(resumed.scale_sense) == float(before.scale_sense)
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "none"])
+def test_a_checkpoint_without_a_window_starts_the_ladder_afresh_at_its_scale_with_one_warning(graph_mode, scaling):
+    update_cell = nn.DynamicLossScaleUpdateCell(4096, 2, 3)
+    before = build_step(update_cell=update_cell)
+    for overflow in [False, True, False, False]:
+        before(*batch(overflow))
+    saved = {name: Parameter(value.asnumpy()) for name, value in before.parameters_dict().items()}
+    if scaling == "none":
+        for name in update_cell.parameters_dict():
+            del saved[name]
+    resumed = build_step(min_scale_window=2)
+    mindspore.load_param_into_net(resumed, saved)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed.set_train()
+        train(resumed, [False, False])
+    assert len([warning for warning in caught if "ladder" in str(warning.message)]) == 1
+    # Two clean steps after the start, in a window of two: one raise, from the scale of the checkpoint.
+    rule = AdaptiveRule(max_scale_window=4, min_scale_window=2)
+    state = rule.start(2048.0, 2)
+    for _ in range(2):
+        state = rule.step(state, overflow=False)
+    assert float(resumed.scale_sense) == state.loss_scale == 4096.0
+    assert resumed.loss_scaling_manager.state()["growth_num"] == 1
+
+
+def test_a_network_loaded_into_a_new_training_does_not_warn(graph_mode):
+    before = build_step()
+    train(before, [False])
+    step = build_step()
+    mindspore.load_param_into_net(step.network, before.network.parameters_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        step(*batch(overflow=False))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, -1.0])
+def test_a_scale_that_no_training_has_is_refused_before_a_step_runs(graph_mode, value):
+    step = build_step()
+    train(step, OVERFLOWS[:4])
+    saved = {name: Parameter(parameter.asnumpy()) for name, parameter in step.parameters_dict().items()}
+    saved["scale_sense"] = Parameter(Tensor(value, mindspore.float32))
+    resumed = build_step()
+    mindspore.load_param_into_net(resumed, saved)
+    before = resumed.weights[0].asnumpy().copy()
+    for start in (resumed.set_train, lambda: resumed(*batch(overflow=False))):
+        with pytest.raises(ValueError, match=r"'scale_sense' .*a loss scale must be finite and above 0"):
+            start()
+    np.testing.assert_array_equal(resumed.weights[0].asnumpy(), before)
+
+
+@pytest.mark.parametrize(
+    ("value", "bounds", "expected"), [(2.0**20, {"max_loss_scale": 4096}, 4096.0), (2.0, {"min_loss_scale": 8}, 8.0)]
+)
+def test_a_restored_scale_out_of_its_bounds_is_moved_to_the_nearer(graph_mode, value, bounds, expected):
+    step = build_step(**bounds)
+    step.scale_sense.set_data(Tensor(value, mindspore.float32))
+    with pytest.warns(UserWarning, match=rf"'scale_sense' {value}, which is not between .*: {expected} is used"):
+        step.set_train()
+    assert float(step.scale_sense) == expected
+    with pytest.warns(UserWarning, match=rf"'loss_scale_value' {value}, which is not between .*: {expected} is used"):
+        cell = AdaptiveLossScaleUpdateCell(Parameter(Tensor(value, mindspore.float32)), 2, 20, **bounds)
+    assert cell.get_loss_scale() == expected
+
+
+def test_damage_is_mended_when_training_starts(graph_mode):
+    step = build_step()
+    step.loss_scaling_manager.load_state({"window_index": 12, "scale_window": -3})
+    with pytest.warns(UserWarning, match=r"'scale_window' -3 with 'list_index' 12.* smallest window, 1 \(index 0\)"):
+        Model(step)._train_network.set_train()
+    assert step.loss_scaling_manager.state()["window_index"] == 0
+
+
+def test_damage_is_mended_in_mindspores_own_train_step_cell_too():
+    update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
+    step = build_step(nn.TrainOneStepWithLossScaleCell, update_cell)
+    update_cell.load_state({"window_index": 12})
+    with pytest.warns(UserWarning, match="'list_index' 12"):
+        step.set_train()
+    assert update_cell.state()["window_index"] == 0
+
+
+def test_a_load_of_the_wrong_kind_is_refused_by_mindspore_with_the_name():
+    for value, message in ((np.float32(2.5), "same type"), (np.zeros(3, np.int32), "same shape")):
+        with pytest.raises(RuntimeError, match=rf"list_index.*{message}"):
+            mindspore.load_param_into_net(build_step(), {"list_index": Parameter(Tensor(value), name="list_index")})
+
+
+def test_a_checkpoint_loaded_after_set_train_is_checked_too(graph_mode, mindformers_log):
+    step = build_step().set_train()
+    step.loss_scaling_manager.load_state(
+        {"window_index": 12, "cur_iter": 9, "last_overflow_iter": 8, "skipped_steps": 3}
+    )
+    with pytest.warns(UserWarning, match="'list_index' 12"):
+        step(*batch(overflow=False))
+    assert "window_index 0, growth_num 0, down_num 0, cur_iter 9" in mindformers_log()
+    assert mindformers_log().count("Loss scaling goes on from") == 1
+
+
+def test_load_state_names_what_it_does_not_know():
+    with pytest.raises(KeyError, match="'windw' is none of the Parameters of the update cell: scale_window, window"):
+        AdaptiveLossScaleUpdateCell(1024, 2, 20).load_state({"windw": 3})

@@ -1,0 +1,220 @@
+"""The update cell equals the plain-Python rule bit for bit, and MindSpore's and MindFormers' own where it should."""
+
+import numpy as np
+import pytest
+from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
+from mindspore import nn
+from scale_cells import SideBySide, StepFromState
+
+from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rule.ladder import window_ladder
+
+INITIAL_SCALE = 2.0**16
+
+# Small ladders, so that a dozen steps climb them and fall off them.
+SMALL = (
+    {"max_scale_window": 3, "min_scale_window": 1},
+    {"max_scale_window": 2, "min_scale_window": 1, "scale_factor": 3, "hysteresis": 2},
+    {"max_scale_window": 3, "min_scale_window": 1, "scale_factor": 1.5, "shrink_from_min_window": True},
+    {"max_scale_window": 1, "min_scale_window": 1, "hysteresis": 3, "max_loss_scale": 2.0**18},
+    {"max_scale_window": 2, "min_scale_window": 2, "scale_factor": 3, "min_loss_scale": 0.25},
+)
+LARGE = (
+    {"max_scale_window": 1000, "min_scale_window": 20},
+    {"max_scale_window": 4, "min_scale_window": 1},
+    {"max_scale_window": 50, "min_scale_window": 10, "scale_factor": 3, "hysteresis": 2},
+    {
+        "max_scale_window": 30,
+        "min_scale_window": 10,
+        "scale_factor": 1.5,
+        "hysteresis": 3,
+        "min_loss_scale": 0.25,
+        "max_loss_scale": 2.0**24,
+    },
+    {
+        "max_scale_window": 100,
+        "min_scale_window": 5,
+        "scale_factor": 3,
+        "hysteresis": 3,
+        "max_loss_scale": 2.0**24,
+        "shrink_from_min_window": True,
+    },
+)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_every_sequence_of_length_12_in_graph_mode(graph_mode):
+    assert walk_every_sequence(SMALL, length=12) == 2**12
+
+
+def test_every_sequence_of_length_4_in_both_modes(mode):
+    assert walk_every_sequence(SMALL, length=4) == 2**4
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("rate", [0.001, 0.01, 0.1, 0.5, 0.99, "bursts"])
+def test_ten_thousand_random_steps_in_graph_mode(graph_mode, rate):
+    random = np.random.default_rng(0)
+    shape = (10_000, len(LARGE))
+    overflows = bursts(random, *shape) if rate == "bursts" else random.random(shape) < rate
+    assert_follows_the_rule(LARGE, overflows)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_random_steps_in_both_modes(mode, rate):
+    overflows = np.random.default_rng(1).random((100, 3)) < rate
+    assert_follows_the_rule(SMALL[:3], overflows)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "factor"), [((1000, 20), 2), ((50, 10), 1.5), ((30, 4), 3), ((100, 20), 2), ((4, 2), 2), ((3, 2), 3)]
+)
+def test_equals_mindformers_own_cell_where_its_ladder_is_well_formed(graph_mode, bounds, factor):
+    largest, smallest = bounds
+    theirs = MindFormersUpdateCell(INITIAL_SCALE, factor, smallest, largest, smallest)
+    assert tuple(theirs.window_list_num) == window_ladder(largest, smallest)
+    ours = AdaptiveLossScaleUpdateCell(INITIAL_SCALE, factor, smallest, largest, smallest)
+    cells = SideBySide([theirs, ours], names=["scale_window"])
+    windows = set()
+    for ceiling in random_ceilings(steps=4000):
+        overflow = cells.loss_scales[0].asnumpy() > ceiling
+        scales, memory = cells.step([overflow, overflow])
+        assert scales[0] == scales[1]
+        assert memory[0] == memory[1]
+        windows.add(memory[0])
+    # The comparison has seen the ladder climbed and the hidden window.
+    assert windows >= {1, *window_ladder(largest, smallest)[:2]}
+
+
+@pytest.mark.parametrize(("window", "factor"), [(1, 2), (20, 2), (7, 3), (100, 1.5)])
+def test_one_window_is_mindspores_dynamic_cell(graph_mode, window, factor):
+    theirs = nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, factor, window)
+    ours = AdaptiveLossScaleUpdateCell(INITIAL_SCALE, factor, window, max_scale_window=window, min_scale_window=window)
+    cells = SideBySide([theirs, ours], names=["cur_iter", "last_overflow_iter"])
+    for ceiling in random_ceilings(steps=2000):
+        overflow = cells.loss_scales[0].asnumpy() > ceiling
+        scales, (cur_iter, last_overflow_iter, *ours_of_both) = cells.step([overflow, overflow])
+        assert scales[0] == scales[1]
+        assert [cur_iter, last_overflow_iter] == ours_of_both
+
+
+@pytest.mark.parametrize("factor", [2, 3, 1.5])
+def test_scale_settles_finite_under_clean_steps_and_at_the_floor_under_overflows(graph_mode, factor):
+    """Once all but the step counters repeats, no number of further steps can change it; a million is only near."""
+    arguments = {"max_scale_window": 2, "min_scale_window": 1, "scale_factor": factor}
+    cells = SideBySide([build(arguments), build({**arguments, "min_loss_scale": 0.25})], names=REPEATING)
+    largest = np.finfo(np.float32).max
+    previous, steps = None, 0
+    while (settled := cells.step([False, True])) != previous:
+        previous, steps = settled, steps + 2
+        cells.step([False, True])
+        assert steps < 1000
+    clean, overflowed = settled[0]
+    assert np.isfinite(clean)
+    assert clean * factor > largest
+    assert overflowed == 0.25
+    for cell in cells.update_cells:
+        shift_steps(cell, by=1_000_000)
+    for _ in range(50):
+        cells.step([False, True])
+        assert cells.step([False, True]) == settled
+
+
+# All that decides about the next step, but for the two step counters, whose difference alone counts.
+REPEATING = ["scale_window", "window_index", "growth_num", "down_num"]
+
+
+def shift_steps(cell, by):
+    for counter in (cell.cur_iter, cell.last_overflow_iter, cell.skipped_steps, cell.consecutive_overflows):
+        counter.set_data(counter.value() + by)
+
+
+def build(arguments):
+    arguments = {"scale_factor": 2, **arguments}
+    return AdaptiveLossScaleUpdateCell(INITIAL_SCALE, scale_window=arguments["min_scale_window"], **arguments)
+
+
+def expected_memory(rules, states, steps):
+    """What the Parameters of the cells hold after so many steps that led the rules to these states."""
+    return [
+        value
+        for rule, state in zip(rules, states, strict=True)
+        for value in expected_state(rule, state, steps).values()
+    ]
+
+
+def expected_state(rule, state, steps):
+    expected = {
+        "scale_window": state.scale_window,
+        "window_index": state.window_index,
+        "growth_num": state.growth_num,
+        "down_num": state.down_num,
+        "cur_iter": steps + 1,
+        "last_overflow_iter": steps - state.clean_steps,
+        "skipped_steps": state.skipped_steps,
+        "consecutive_overflows": state.consecutive_overflows,
+    }
+    if rule.hysteresis > 1:
+        expected["hysteresis_budget"] = state.hysteresis_budget
+    return expected
+
+
+def assert_follows_the_rule(configurations, overflows):
+    """Step cells and rules through flags of shape (steps, cells), and compare everything after every step."""
+    cells = SideBySide([build(arguments) for arguments in configurations])
+    rules = [AdaptiveRule(**arguments) for arguments in configurations]
+    states = [rule.start(INITIAL_SCALE) for rule in rules]
+    for steps, flags in enumerate(overflows, start=1):
+        scales, memory = cells.step(flags)
+        states = [rule.step(state, bool(flag)) for rule, state, flag in zip(rules, states, flags, strict=True)]
+        assert scales == [state.loss_scale for state in states], steps
+        assert memory == expected_memory(rules, states, steps), steps
+    for cell, rule, state in zip(cells.update_cells, rules, states, strict=True):
+        assert cell.state() == expected_state(rule, state, len(overflows))
+
+
+def walk_every_sequence(configurations, length):
+    """Take cells and rules through every overflow sequence of a length; return how many there were.
+
+    The tree of sequences is walked level by level, so that they share their beginnings: every step starts from the
+    very outputs of the cells in the step before.
+    """
+    cells = SideBySide([build(arguments) for arguments in configurations])
+    one_step = StepFromState(cells)
+    rules = [AdaptiveRule(**arguments) for arguments in configurations]
+    states = [rule.start(INITIAL_SCALE) for rule in rules]
+    level = [([state.loss_scale for state in states], expected_memory(rules, states, 0), states)]
+    for steps in range(1, length + 1):
+        following = []
+        for scales, memory, states in level:
+            for overflow in (False, True):
+                next_scales, next_memory = one_step.step(scales, memory, [overflow] * len(rules))
+                next_states = [rule.step(state, overflow) for rule, state in zip(rules, states, strict=True)]
+                assert next_scales == [state.loss_scale for state in next_states]
+                assert next_memory == expected_memory(rules, next_states, steps)
+                following.append((next_scales, next_memory, next_states))
+        level = following
+    return len(level)
+
+
+def bursts(random, steps, cells):
+    """Clean stretches broken by runs of overflows, bool of shape (steps, cells)."""
+    flags = np.zeros((steps, cells), bool)
+    for cell in range(cells):
+        start = 0
+        while start < steps:
+            length = int(random.integers(1, 12))
+            flags[start : start + length, cell] = True
+            start += length + int(random.integers(1, 300))
+    return flags
+
+
+def random_ceilings(steps):
+    """The largest scale that does not overflow, step by step: a random walk with sudden falls."""
+    random = np.random.default_rng(2)
+    exponents = 14 + np.cumsum(random.normal(0, 0.2, steps))
+    exponents[random.random(steps) < 0.005] -= 8
+    return np.exp2(np.clip(exponents, 2, 26)).astype(np.float32)

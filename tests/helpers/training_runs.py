@@ -1,0 +1,251 @@
+"""Training runs of the launcher: started, killed, resumed, and read back from what they printed and saved."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import mindspore
+import psutil
+from conftest import ROOT
+
+from mindformers_adaptive.checkpoint.sidecar import read_sidecar
+from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
+
+_MODEL = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32}
+# Windows so small that in 40 steps the window, its index and every counter move; the run overflows for real.
+_SCALE_SENSE = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
+_BATCH_SIZE = 8
+
+
+class Step(NamedTuple):
+    """What MindFormers prints of a step, as it prints it; the loss scale is that of the next step."""
+
+    loss: str
+    overflow: bool
+    loss_scale: float
+    global_norm: str
+
+
+class LegacyFormat:
+    """A file a step, ``.ckpt`` or ``.safetensors``; ``meta.json`` names the last complete one."""
+
+    optimizer_state = True
+
+    def __init__(self, extension, async_save=False):
+        self.extension = extension
+        self.async_save = async_save
+
+    def save_options(self, output, every, keep):
+        return {
+            "callbacks.1.checkpoint_format": self.extension,
+            "callbacks.1.async_save": self.async_save,
+            "callbacks.1.save_checkpoint_steps": every,
+            "callbacks.1.keep_checkpoint_max": keep,
+        }
+
+    def resume_options(self, output, resume_training=True):
+        return {
+            "load_checkpoint": output / "checkpoint",
+            "resume_training": resume_training,
+            "load_ckpt_format": self.extension,
+        }
+
+    def note(self, output, rank=0):
+        """Return the file that names the last complete checkpoint."""
+        return output / "checkpoint" / f"rank_{rank}" / "meta.json"
+
+    def names(self, output):
+        """Return the names in the folder to which a save adds one when it begins."""
+        return set(os.listdir(output / "checkpoint" / "rank_0"))
+
+    def newest_complete(self, output, rank=0):
+        """Return the step of the checkpoint that ``meta.json`` names, or None."""
+        note = self.note(output, rank)
+        if not note.exists():
+            return None
+        # Not the step in the name of the file, which a resumed run counts from 1 again.
+        return int(_load(note.parent / json.loads(note.read_text())["last_ckpt_file"])["step_num"])
+
+    def last_saved(self, output, rank=0):
+        """Return all Parameters of the last checkpoint of a finished run."""
+        files = (output / "checkpoint" / f"rank_{rank}").glob(f"*.{self.extension}")
+        return _load(max(files, key=lambda file: file.stat().st_mtime_ns))
+
+
+class CheckpointSection:
+    """MindFormers' ``checkpoint:`` format, a folder a step; ``latest_checkpointed_iteration.txt`` has the last."""
+
+    def __init__(self, async_save=False, optimizer_state=True):
+        self.async_save = async_save
+        self.optimizer_state = optimizer_state
+
+    def save_options(self, output, every, keep):
+        options = {
+            "checkpoint.save_path": output / "saved",
+            "checkpoint.save_interleaved_steps": every,
+            "checkpoint.save_max": keep,
+            "checkpoint.async_save": self.async_save,
+            "checkpoint.no_save_optim": not self.optimizer_state,
+            "checkpoint.no_load_optim": False,
+            "load_ckpt_format": "safetensors",
+        }
+        if not self.optimizer_state:
+            options["optimizer"] = "{type: SGD, momentum: 0.0}"
+        return options
+
+    def resume_options(self, output):
+        return {"checkpoint.load_path": output / "saved"}
+
+    def note(self, output, rank=0):
+        """Return the file that has the step of the last complete checkpoint."""
+        return output / "saved" / "latest_checkpointed_iteration.txt"
+
+    def names(self, output):
+        """Return the names in the folder to which a save adds one when it begins."""
+        return set(os.listdir(output / "saved"))
+
+    def newest_complete(self, output, rank=0):
+        """Return the step that the text file holds, or None."""
+        note = self.note(output)
+        text = note.read_text() if note.exists() else ""
+        return int(text) if text else None
+
+    def last_saved(self, output, rank=0):
+        """Return all Parameters of the last checkpoint of a finished run, those of ``loss_scale.json`` among them."""
+        folder = output / "saved" / f"iteration_{self.newest_complete(output):08d}"
+        saved = {}
+        for file in folder.glob("*.safetensors"):
+            saved |= _load(file)
+        loss_scale, state = read_sidecar(folder)
+        sidecar = {"scale_sense": loss_scale} | {PARAMETER_NAMES[name]: value for name, value in state.items()}
+        for name in saved.keys() & sidecar.keys():
+            assert saved[name] == sidecar[name], name
+        assert json.loads((folder / "common.json").read_text())["loss_scale"] == loss_scale
+        return saved | sidecar
+
+
+def _load(file):
+    """Return the Parameters of a file: a number each, or the bytes of an array."""
+    loaded = mindspore.load_checkpoint(str(file), format=file.suffix[1:])
+    arrays = {name: value.asnumpy() if hasattr(value, "asnumpy") else value for name, value in loaded.items()}
+    return {name: array.item() if getattr(array, "size", 0) == 1 else array.tobytes() for name, array in arrays.items()}
+
+
+class TrainingRun:
+    """A run of the launcher, in one process or in several, that has been started.
+
+    Args:
+        output (Path): its output folder, made if it is not there; the logs go beside it.
+        corpus (Path): what it trains on.
+        options (dict): keys of the YAML file and their values.
+        steps (int): how long it trains.
+        processes (int): more than 1 starts it under msrun, in data parallel.
+    """
+
+    _started = 0
+
+    def __init__(self, output, corpus, options, steps=40, processes=1):
+        TrainingRun._started += 1
+        logs = output.with_name(f"{output.name}.{TrainingRun._started}.logs")
+        logs.mkdir(parents=True)
+        self._console = logs / "console.log"
+        self.logs = [self._console] if processes == 1 else [logs / f"worker_{rank}.log" for rank in range(processes)]
+        options = {
+            **_MODEL,
+            "output_dir": output,
+            "train_dataset.data_loader.dataset_dir": corpus,
+            "train_dataset.data_loader.num_samples": steps * _BATCH_SIZE,
+            "lr_schedule.total_steps": steps,
+            **{f"runner_wrapper.scale_sense.{key}": value for key, value in _SCALE_SENSE.items()},
+            **options,
+        }
+        programs = Path(sys.executable).parent
+        command = [sys.executable]
+        if processes > 1:
+            options |= {"use_parallel": True, "parallel_config.data_parallel": processes}
+            command = [
+                programs / "msrun",
+                f"--worker_num={processes}",
+                f"--local_worker_num={processes}",
+                "--join=True",
+            ]
+            command += [f"--master_port={_free_port()}", f"--log_dir={logs}"]
+        command += [ROOT / "scripts" / "run_mindformer.py", "--config", ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"]
+        command += ["--options", *(f"{key}={value}" for key, value in options.items())]
+        # msrun starts whatever `python` it finds on the PATH.
+        path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+        with self._console.open("w") as console:
+            self.process = subprocess.Popen(
+                list(map(str, command)),
+                cwd=logs,
+                env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+    def wait(self, timeout=300):
+        """Wait for the end of the run; return the run."""
+        try:
+            exit_code = self.process.wait(timeout)
+        finally:
+            self.kill()
+        assert exit_code == 0, self.text()[-5000:] + self._console.read_text()[-2000:]
+        return self
+
+    def wait_until(self, happened, timeout=300):
+        """Wait until ``happened()`` is true, as exactly as can be without taking a core away from the run."""
+        end = time.monotonic() + timeout
+        while not happened():
+            assert self.process.poll() is None, "the run ended too early:\n" + self.text()[-5000:]
+            assert time.monotonic() < end, "waited too long:\n" + self.text()[-5000:]
+            time.sleep(0.0005)
+
+    def kill(self):
+        """SIGKILL all of its processes, which have no chance to tidy up."""
+        if self.process.poll() is None:
+            # msrun gives each worker a process group of its own.
+            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.wait()
+
+    def text(self, rank=0):
+        """Return what a process printed so far."""
+        return self.logs[rank].read_text() if self.logs[rank].exists() else ""
+
+    def steps(self, rank=0):
+        """Return the steps that a process printed, by their numbers."""
+        pattern = (
+            r"step:\[ *(\d+)/ *\d+\], loss:\[([^/]+)/.* overflow cond: (True|False), loss_scale: (\S+), "
+            r"global_norm: (\S+), "
+        )
+        return {
+            int(step): Step(loss, overflow == "True", float(scale), norm)
+            for step, loss, overflow, scale, norm in re.findall(pattern, self.text(rank))
+        }
+
+    def restored_state(self, rank=0):
+        """Return the numbers in the line that says from where loss scaling goes on."""
+        [listed] = re.findall("Loss scaling goes on from: (.*)", self.text(rank))
+        pairs = dict(item.split() for item in listed.split(", "))
+        return {name: float(value) if name == "loss_scale" else int(value) for name, value in pairs.items()}
+
+
+def _free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -1,0 +1,172 @@
+"""Every YAML file under configs/ loads as a user would load it, and trains with this package's cells by the rule."""
+
+import copy
+import inspect
+import logging
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from mindformers.models.llama import LlamaConfig
+from mindformers.tools.logger import get_logger
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.wrapper import build_wrapper
+from mindspore import Tensor, nn
+
+from mindformers_adaptive import wrapper
+from mindformers_adaptive.integration.launch_options import parse_arguments
+from mindformers_adaptive.integration.launcher import load_config
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+
+FOLDER = ROOT / "configs"
+FILES = sorted(file.relative_to(FOLDER).as_posix() for file in FOLDER.rglob("*.yaml"))
+
+DEFAULT_LADDER = (20, 30, 40, 50, 100, 200, 500, 1000)
+PRETRAIN = "ascend/pretrain_llama2_7b_fp16.yaml"
+# file: (initial loss scale, ladder, hysteresis)
+PROMISED = {
+    "tiny_llama_cpu_fp16.yaml": (2.0**32, DEFAULT_LADDER, 1),
+    PRETRAIN: (2.0**32, DEFAULT_LADDER, 1),
+    "ascend/finetune_llama2_7b_fp16.yaml": (2.0**16, DEFAULT_LADDER, 1),
+    "ascend/resume_llama2_7b_fp16.yaml": (2.0**32, DEFAULT_LADDER, 1),
+    "ascend/megatron_like_llama2_7b_fp16.yaml": (2.0**32, (1000,), 2),
+}
+
+
+def load(file):
+    return load_config(parse_arguments(["--config", str(FOLDER / file)]))
+
+
+def build_train_step(config):
+    """The train-step cell of a file, built by MindFormers around a network of two weights."""
+    network = nn.WithLossCell(nn.Dense(2, 1), nn.MSELoss())
+    # What MindFormers' trainer passes on; `parallel_config` is the one that an ordinary wrapper would not take.
+    default_args = {
+        "network": network,
+        "optimizer": nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9),
+        "parallel_config": config.parallel_config,
+        "calculate_per_token_loss": False,
+        "global_norm_spike_threshold": 1.0,
+        "print_separate_loss": True,
+        "use_skip_data_by_global_norm": False,
+        "lr_scheduler": None,
+        "grouped_lr_scheduler": None,
+    }
+    # A copy, because MindFormers puts the cell it builds into the section.
+    return build_wrapper(copy.deepcopy(config.runner_wrapper), default_args=default_args).set_train()
+
+
+@pytest.fixture
+def mindformers_warnings(caplog):
+    """Return a function that returns the warnings MindFormers has logged so far; its logger does not propagate."""
+    logger = get_logger()
+    logger.addHandler(caplog.handler)
+    yield lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    logger.removeHandler(caplog.handler)
+
+
+def test_all_promised_files_are_there():
+    assert set(PROMISED) <= set(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_mindformers_knows_every_top_level_key(file, mindformers_warnings):
+    # A key of a section that it does not know raises a KeyError while the file is loaded.
+    load(file)
+    assert [warning for warning in mindformers_warnings() if "useless" in warning] == []
+
+
+def test_mindformers_warns_of_an_unknown_top_level_key(tmp_path, mindformers_warnings):
+    file = tmp_path / "unknown.yaml"
+    file.write_text(f"base_config: {FOLDER / PRETRAIN}\nrunner_warpper: 1\n")
+    load(file)
+    assert [warning for warning in mindformers_warnings() if "useless" in warning and "runner_warpper" in warning]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_model_section_has_only_arguments_of_the_model(file):
+    # LlamaConfig itself would take any other key without a word.
+    keys = set(load(file).model.model_config) - {"type"}
+    assert keys <= set(inspect.signature(LlamaConfig).parameters) - {"kwargs"}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_class_named_is_registered(file):
+    config = load(file)
+    named = [
+        (MindFormerModuleType.TRAINER, config.trainer),
+        (MindFormerModuleType.OPTIMIZER, config.optimizer),
+        (MindFormerModuleType.LR, config.lr_schedule),
+        (MindFormerModuleType.DATASET, config.train_dataset_task),
+        (MindFormerModuleType.CONFIG, config.model.model_config),
+        (MindFormerModuleType.MODELS, config.model.arch),
+        *((MindFormerModuleType.CALLBACK, callback) for callback in config.callbacks),
+    ]
+    for module_type, section in named:
+        assert MindFormerRegister.is_exist(module_type, section["type"]), section["type"]
+
+
+@pytest.mark.parametrize("file", sorted(name for name in FILES if name.startswith("ascend/")))
+def test_ascend_file_is_for_graph_mode_fp16_flash_attention_and_data_sinking(file):
+    config = load(file)
+    assert (config.context.device_target, config.context.mode) == ("Ascend", 0)
+    assert (config.model.model_config.compute_dtype, config.model.model_config.use_flash_attention) == ("float16", True)
+    assert (config.runner_config.sink_mode, config.runner_config.sink_size) == (True, 2)
+    split = config.parallel_config
+    assert split.data_parallel * split.model_parallel * split.pipeline_stage == 8
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_cells_are_this_packages_and_have_the_values_of_the_file(file):
+    config = load(file)
+    section = config.runner_wrapper.scale_sense
+    train_step = build_train_step(config)
+    assert type(train_step) is getattr(wrapper, config.runner_wrapper.type)
+    assert train_step.use_clip_grad is config.runner_wrapper.use_clip_grad
+
+    cell = train_step.loss_scaling_manager
+    assert type(cell) is wrapper.AdaptiveLossScaleUpdateCell
+    assert train_step.scale_sense.asnumpy() == cell.get_loss_scale() == section.loss_scale_value
+    assert (cell.rule.ladder[0], cell.rule.ladder[-1]) == (section.min_scale_window, section.max_scale_window)
+    assert cell.rule.scale_factor == section.scale_factor
+    assert cell.rule.hysteresis == section.get("hysteresis", 1)
+    assert cell.rule.min_loss_scale == section.get("min_loss_scale", 1.0)
+    # Taken as it is, not replaced by the smallest window with a warning.
+    assert cell.state()["scale_window"] == section.scale_window
+    if file in PROMISED:
+        assert (cell.get_loss_scale(), cell.rule.ladder, cell.rule.hysteresis) == PROMISED[file]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_clean_and_an_overflowed_step_follow_the_rule(file, graph_mode):
+    config = load(file)
+    arguments = {key: value for key, value in config.runner_wrapper.scale_sense.items() if key != "type"}
+    initial_scale, scale_window = arguments.pop("loss_scale_value"), arguments.pop("scale_window")
+    rule = AdaptiveRule(**arguments)
+    state = rule.start(initial_scale, scale_window)
+
+    train_step = build_train_step(config)
+    weights = train_step.weights[0]
+    label = Tensor(np.zeros((1, 1), np.float32))
+    for feature, overflow in ((1.0, False), (np.inf, True)):
+        before = weights.asnumpy().copy()
+        outputs = train_step(Tensor(np.array([[1.0, feature]], np.float32)), label)
+        state = rule.step(state, overflow)
+        assert bool(outputs[1].asnumpy()) is overflow
+        assert np.array_equal(weights.asnumpy(), before) is overflow
+        assert train_step.scale_sense.asnumpy() == state.loss_scale
+        remembered = train_step.loss_scaling_manager.state()
+        assert {key: remembered[key] for key in remembered.keys() & state._fields} == {
+            key: value for key, value in state._asdict().items() if key in remembered
+        }
+        assert remembered["cur_iter"] - 1 - remembered["last_overflow_iter"] == state.clean_steps
+
+
+def test_fine_tuning_and_resuming_load_a_checkpoint():
+    finetune = load("ascend/finetune_llama2_7b_fp16.yaml")
+    assert (finetune.run_mode, finetune.resume_training, finetune.auto_trans_ckpt) == ("finetune", False, True)
+    assert finetune.train_dataset.input_columns == ["input_ids", "labels"]
+    resume = load("ascend/resume_llama2_7b_fp16.yaml")
+    assert (resume.run_mode, resume.resume_training) == ("train", True)
+    written = next(callback for callback in resume.callbacks if callback["type"] == "CheckpointMonitor")
+    assert resume.load_ckpt_format == written["checkpoint_format"] == "safetensors"

@@ -1,0 +1,351 @@
+"""The launcher: its command line, what it makes of a YAML file, and whole runs of ``scripts/run_mindformer.py``."""
+
+import os
+import re
+import sys
+import warnings
+
+import mindspore
+import pytest
+from conftest import ROOT
+from mindformers.tools.register import MindFormerConfig, MindFormerRegister
+
+from mindformers_adaptive import wrapper
+from mindformers_adaptive.integration.launch_options import parse_arguments
+from mindformers_adaptive.integration.launcher import load_config, set_key
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+
+SCRIPT = ROOT / "scripts" / "run_mindformer.py"
+CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _registry_is_put_back():
+    wrappers = dict(MindFormerRegister.registry["wrapper"])
+    names = dict(MindFormerRegister.search_names_map)
+    yield
+    MindFormerRegister.registry["wrapper"] = wrappers
+    MindFormerRegister.search_names_map = names
+
+
+def parse(*arguments):
+    return parse_arguments(["--config", str(CONFIG), *arguments])
+
+
+def load(*arguments):
+    return load_config(parse(*arguments))
+
+
+def value_at(config, key):
+    for name in key.split("."):
+        config = config.get(name) if config is not None else None
+    return config
+
+
+# option, what is typed, the key it sets, the value it sets it to: another than in the YAML file
+OPTIONS = [
+    ("run_mode", "finetune", "run_mode", "finetune"),
+    ("mode", "1", "context.mode", 1),
+    ("device_target", "GPU", "context.device_target", "GPU"),
+    ("device_id", "3", "context.device_id", 3),
+    ("use_parallel", "true", "use_parallel", True),
+    ("seed", "7", "seed", 7),
+    ("output_dir", "elsewhere", "output_dir", "elsewhere"),
+    ("epochs", "5", "runner_config.epochs", 5),
+    ("batch_size", "4", "runner_config.batch_size", 4),
+    ("sink_mode", "True", "runner_config.sink_mode", True),
+    ("gradient_accumulation_steps", "2", "runner_config.gradient_accumulation_steps", 2),
+    ("train_dataset_dir", "corpus", "train_dataset.data_loader.dataset_dir", "corpus"),
+    ("eval_dataset_dir", "corpus", "eval_dataset.data_loader.dataset_dir", "corpus"),
+    ("num_samples", "64", "train_dataset.data_loader.num_samples", 64),
+    ("do_eval", "true", "do_eval", True),
+    ("load_checkpoint", "last.ckpt", "load_checkpoint", "last.ckpt"),
+    ("resume_training", "true", "resume_training", True),
+    ("resume_training", "last.ckpt", "resume_training", "last.ckpt"),
+    ("auto_trans_ckpt", "true", "auto_trans_ckpt", True),
+    ("transform_process_num", "2", "transform_process_num", 2),
+    ("src_strategy_path_or_dir", "strategy", "src_strategy_path_or_dir", "strategy"),
+    ("strategy_load_checkpoint", "s.ckpt", "parallel.strategy_ckpt_load_file", "s.ckpt"),
+    ("only_save_strategy", "true", "only_save_strategy", True),
+    ("remote_save_url", "obs://x", "remote_save_url", "obs://x"),
+    ("profile", "true", "profile", True),
+    ("do_sample", "true", "model.model_config.do_sample", True),
+    ("trust_remote_code", "true", "trust_remote_code", True),
+    ("predict_data", "def main():", "input_data", "def main():"),
+    ("predict_batch_size", "2", "predict_batch_size", 2),
+]
+
+
+@pytest.mark.parametrize(("option", "text", "key", "expected"), OPTIONS)
+def test_an_option_sets_its_key(option, text, key, expected):
+    # Not on CPU, where sink mode is turned off again.
+    before, after = load("--device_target=Ascend"), load("--device_target=Ascend", f"--{option}={text}")
+    assert value_at(before, key) != expected
+    assert value_at(after, key) == expected
+    assert type(value_at(after, key)) is type(expected)
+
+
+def test_the_table_above_has_every_option(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse_arguments(["--help"])
+    offered = re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert set(offered) == {option for option, *_ in OPTIONS} | {"config", "options", "register_path"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("false", False), ("False", False), ("true", True), ("TRUE", True), ("a.ckpt", "a.ckpt")]
+)
+def test_resume_training_takes_true_false_or_a_name(text, expected):
+    assert parse("--resume_training", text).named == {"resume_training": expected}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2", 2),
+        ("4294967296", 4294967296),
+        ("0.5", 0.5),
+        ("1e-4", 1e-4),
+        ("-2.5E3", -2500.0),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("", None),
+        ("cosine", "cosine"),
+        ("./a/b.ckpt", "./a/b.ckpt"),
+        ("a=b", "a=b"),
+        ("'1e-4'", "1e-4"),
+        ("[]", []),
+        ("[0.9, 95e-2]", [0.9, 0.95]),
+        ("[a, true]", ["a", True]),
+        ("{rate: 1e-4}", {"rate": 1e-4}),
+    ],
+)
+def test_options_take_values_as_in_yaml_and_1e4_as_a_number(text, expected):
+    [(key, value)] = parse("--options", f"some.key={text}").free.items()
+    assert key == "some.key"
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_options_set_nested_keys_and_places_in_lists():
+    config = load(
+        *("--options", "optimizer.betas.1=0.99", "callbacks.1.prefix=mine", "lr_schedule.learning_rate=1e-4"),
+        *("--options", "runner_wrapper.use_clip_grad=false", "optimizer.eps=1e-6"),
+    )
+    assert config.optimizer.betas == [0.9, 0.99]
+    assert config.callbacks[1]["prefix"] == "mine"
+    assert config.lr_schedule.learning_rate == 1e-4
+    assert config.runner_wrapper.use_clip_grad is False
+    assert config.optimizer.eps == 1e-6
+
+
+def test_num_samples_limits_the_evaluation_data_too_if_there_are_any():
+    assert load("--num_samples=64").eval_dataset is None
+    config = load("--num_samples=64", "--eval_dataset_dir=corpus")
+    assert config.eval_dataset.data_loader == {"dataset_dir": "corpus", "num_samples": 64}
+
+
+@pytest.mark.parametrize("arguments", [["--run_mode=eval"], ["--run_mode=train", "--options", "run_mode=eval"]])
+def test_mindformers_fills_in_what_the_run_mode_of_the_command_line_needs(arguments):
+    assert "eval_callbacks" in load(*arguments)
+    assert "eval_callbacks" not in load()
+
+
+def test_options_have_the_last_word():
+    config = load("--options", "runner_config.epochs=3", "run_mode=finetune", "--epochs", "2", "--run_mode", "train")
+    assert (config.runner_config.epochs, config.run_mode) == (3, "finetune")
+
+
+def test_a_key_that_the_yaml_file_lacks_is_added_with_a_warning_that_names_it():
+    key = "runner_wrapper.scale_sense.hysteresis"
+    with pytest.warns(UserWarning, match=rf"'{key}' was not in .*tiny_llama_cpu_fp16.yaml; it is added, as 2\."):
+        config = load("--options", f"{key}=2")
+    assert config.runner_wrapper.scale_sense.hysteresis == 2
+
+
+def test_a_key_that_is_there_is_set_without_a_warning():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # The last is empty in MindFormers' template.
+        load("--options", "seed=3", "callbacks.0.type=MFLossMonitor", "remote_save_url=obs://x")
+    assert not [warning for warning in caught if "--options" in str(warning.message)]
+
+
+def test_a_section_that_is_set_as_a_whole_reads_like_any_other():
+    config = load("--options", "runner_wrapper.scale_sense={type: FixedLossScaleUpdateCell, loss_scale_value: 1e3}")
+    assert config.runner_wrapper.scale_sense.type == "FixedLossScaleUpdateCell"
+    assert config.runner_wrapper.scale_sense.max_scale_window is None
+
+
+@pytest.mark.parametrize(
+    ("key", "was_there"),
+    [
+        ("seed", True),
+        ("empty", True),
+        ("section.off", True),
+        ("section.new", False),
+        ("new.section.key", False),
+        ("empty.key", False),
+        ("places.1", True),
+        ("places.0.type", True),
+        ("places.0.new", False),
+    ],
+)
+def test_set_key_sets_and_says_whether_the_key_was_there(key, was_there):
+    config = small_config()
+    assert set_key(config, key, "value") is was_there
+    for name in key.split("."):
+        config = config[int(name) if isinstance(config, list) else name]
+    assert config == "value"
+
+
+@pytest.mark.parametrize("key", ["seed.key", "places.2", "places.2.type", "places.-1.type", "places.one", "places.1.x"])
+def test_a_way_that_leads_nowhere_is_refused_and_changes_nothing(key):
+    config = small_config()
+    with pytest.raises(ValueError, match=rf"'{re.escape(key)}' leads to nothing in the YAML file: there is no '.+' in"):
+        set_key(config, key, "value")
+    assert config == small_config()
+
+
+def small_config():
+    return MindFormerConfig(seed=0, empty=None, section={"off": False}, places=[{"type": "first"}, "second"])
+
+
+def test_a_way_that_leads_nowhere_is_refused_on_the_command_line():
+    with pytest.raises(ValueError, match=r"'callbacks\.9\.type' leads to nothing .* no '9' in"):
+        load("--options", "callbacks.9.type=LossMonitor")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: --config"),
+        (["--config", "missing.yaml"], "argument --config: there is no file 'missing.yaml', seen from "),
+        (["--config", "notes.txt"], "must end in .yaml or .yml, but got 'notes.txt'"),
+        (["--config", "run.yaml", "--options"], "argument --options: expected at least one argument"),
+        (["--config", "run.yaml", "--options", "seed"], "'seed' must have the form key.sub=value, as in optimizer"),
+        (["--config", "run.yaml", "--options", "=1"], "'=1' must have the form key.sub=value"),
+        (["--config", "run.yaml", "--options", "a..b=1"], "'a..b=1' must have the form key.sub=value"),
+        (["--config", "run.yaml", "--options", "a=[1"], "argument --options: 'a=[1': '[1' is not a value in YAML"),
+        (["--config", "run.yaml", "--epochs", "two"], "argument --epochs: invalid int value: 'two'"),
+        (["--config", "run.yaml", "--sink_mode", "maybe"], "--sink_mode: must be true or false, but got 'maybe'"),
+        (["--config", "run.yaml", "--epoks", "2"], "unrecognized arguments: --epoks 2"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run.yaml", "notes.txt"):
+        (tmp_path / name).write_text("seed: 0\n")
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--run_mode", "trian"], ["--options", "run_mode=trian"]])
+def test_a_wrong_run_mode_is_refused(arguments):
+    with pytest.raises(ValueError, match=r"'run_mode' must be one of train, .* predict, but got 'trian'.*--run_mode"):
+        load(*arguments)
+
+
+def test_sink_mode_on_cpu_warns_and_is_turned_off():
+    with pytest.warns(UserWarning, match=r"'runner_config\.sink_mode' must be False on CPU"):
+        config = load("--sink_mode", "true")
+    assert config.runner_config.sink_mode is False
+
+
+def test_loading_registers_the_plugin():
+    load()
+    for name in wrapper.__all__:
+        assert MindFormerRegister.get_cls("wrapper", name) is getattr(wrapper, name)
+
+
+def test_register_path_is_offered_to_auto_register_and_to_import(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REGISTER_PATH", "before")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    load("--register_path", "mine")
+    assert os.environ["REGISTER_PATH"] == str(tmp_path / "mine")
+    assert str(tmp_path / "mine") in sys.path
+
+
+SMALL_WINDOWS = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "steps", "scale_sense"),
+    [
+        pytest.param([], [8], {}, id="as in the YAML file"),
+        pytest.param(["--epochs=2"], [8, 8], {**SMALL_WINDOWS, "hysteresis": 2}, id="hysteresis"),
+        pytest.param(["--mode=1", "--num_samples=24"], [3], SMALL_WINDOWS, id="PyNative"),
+    ],
+)
+def test_a_run_prints_every_step_follows_the_rule_and_saves_its_state(
+    run_python, corpus, tmp_path, arguments, steps, scale_sense
+):
+    options = {
+        "model.model_config.seq_length": 32,
+        "model.model_config.hidden_size": 32,
+        "runner_wrapper.type": "MFTrainOneStepCell",
+        **{f"runner_wrapper.scale_sense.{key}": value for key, value in scale_sense.items()},
+    }
+    run = run_python(
+        *(SCRIPT, "--config", CONFIG, "--train_dataset_dir", corpus, "--num_samples", 64, *arguments),
+        *("--options", *(f"{key}={value}" for key, value in options.items())),
+    )
+    printed = printed_steps(run.stdout + run.stderr)
+    assert [place for place, _, _ in printed] == [(step, last) for last in steps for step in range(1, last + 1)]
+    overflows = [overflow for _, overflow, _ in printed]
+    assert scale_sense == {} or set(overflows) == {True, False}
+
+    rule, states = replay({**yaml_scale_sense(), **scale_sense}, overflows)
+    # The log has eight digits of what is a float32.
+    expected = [pytest.approx(state.loss_scale, rel=1e-6) for state in states]
+    assert [loss_scale for _, _, loss_scale in printed] == expected
+
+    [file] = tmp_path.glob("output/checkpoint/rank_0/*.ckpt")
+    saved = mindspore.load_checkpoint(str(file))
+    expected = checkpoint_of(rule, states[-1], len(states))
+    assert {name: saved[name].asnumpy().item() for name in expected} == expected
+
+
+def printed_steps(log):
+    """Return ((step, last step), overflow, loss scale of the next step) for each step that MindFormers logged."""
+    line = re.compile(r"step:\[ *(\d+)/ *(\d+)\], .* overflow cond: (True|False), loss_scale: (\S+),")
+    found = (match.groups() for match in line.finditer(log))
+    return [((int(step), int(last)), overflow == "True", float(scale)) for step, last, overflow, scale in found]
+
+
+def yaml_scale_sense():
+    scale_sense = dict(MindFormerConfig(str(CONFIG)).runner_wrapper.scale_sense)
+    del scale_sense["type"]
+    return scale_sense
+
+
+def replay(scale_sense, overflows):
+    """Return the rule and its states after each step."""
+    start = {key: scale_sense.pop(key) for key in ("loss_scale_value", "scale_window")}
+    rule = AdaptiveRule(**scale_sense)
+    states = [rule.start(**start)]
+    for overflow in overflows:
+        states.append(rule.step(states[-1], overflow))
+    return rule, states[1:]
+
+
+def checkpoint_of(rule, state, steps):
+    saved = {
+        "scale_sense": state.loss_scale,
+        "scale_window": state.scale_window,
+        "list_index": state.window_index,
+        "scale_window_up_count": state.growth_num,
+        "scale_window_down_count": state.down_num,
+        "current_iterator_step": steps + 1,
+        "last_overflow_iterator_step": steps - state.clean_steps,
+        "skipped_steps": state.skipped_steps,
+        "consecutive_overflows": state.consecutive_overflows,
+    }
+    if rule.hysteresis > 1:
+        saved["hysteresis_budget"] = state.hysteresis_budget
+    return saved

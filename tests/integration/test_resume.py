@@ -1,0 +1,247 @@
+"""Runs of the launcher that are saved, killed and resumed take the steps of a run that never stopped."""
+
+import functools
+import importlib.util
+import random
+import re
+import time
+
+import pytest
+from conftest import write_corpus
+from training_runs import CheckpointSection, LegacyFormat, TrainingRun
+
+from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
+from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
+
+pytestmark = pytest.mark.slow
+
+NEEDS_SECTION = pytest.mark.skipif(
+    importlib.util.find_spec("mindformers.checkpoint") is None,
+    reason="this version of MindFormers has no `checkpoint:` section",
+)
+
+# A step at which the index, both counters and the overflows in a row are above 0, so that none may be lost.
+SAVED_AT, LAST = 14, 40
+
+# What of the update cell a checkpoint has, the loss scale included.
+CARRIED = {"scale_sense", *PARAMETER_NAMES.values()} - {"hysteresis_budget"}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=2400)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, tmp_path_factory):
+    """Return a function that returns an uninterrupted run's finished process and output folder; each runs once."""
+
+    @functools.cache
+    def run(steps=LAST, processes=1, optimizer_state=True):
+        form = LegacyFormat("ckpt") if optimizer_state else CheckpointSection(optimizer_state=False)
+        output = tmp_path_factory.mktemp("uninterrupted") / "output"
+        every = SAVED_AT if steps == LAST else steps
+        options = form.save_options(output, every=every, keep=5)
+        finished = TrainingRun(output, corpus, options, steps, processes).wait()
+        return finished, output, form
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("form", "processes"),
+    [
+        pytest.param(LegacyFormat("ckpt"), 1, id="ckpt"),
+        pytest.param(LegacyFormat("ckpt", async_save=True), 1, id="ckpt, async"),
+        pytest.param(LegacyFormat("safetensors"), 1, id="safetensors"),
+        pytest.param(LegacyFormat("safetensors", async_save=True), 1, id="safetensors, async"),
+        pytest.param(CheckpointSection(), 1, id="checkpoint section", marks=NEEDS_SECTION),
+        pytest.param(CheckpointSection(async_save=True), 1, id="checkpoint section, async", marks=NEEDS_SECTION),
+        pytest.param(
+            CheckpointSection(optimizer_state=False),
+            1,
+            id="checkpoint section without optimizer state",
+            marks=NEEDS_SECTION,
+        ),
+        pytest.param(LegacyFormat("ckpt"), 2, id="ckpt, two processes"),
+        pytest.param(LegacyFormat("safetensors"), 2, id="safetensors, two processes"),
+    ],
+)
+def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
+    uninterrupted, corpus, tmp_path, form, processes
+):
+    reference, reference_output, reference_form = uninterrupted(
+        processes=processes, optimizer_state=form.optimizer_state
+    )
+    output = tmp_path / "output"
+    options = form.save_options(output, every=SAVED_AT, keep=5)
+    ranks = range(processes)
+    with TrainingRun(output, corpus, options, processes=processes) as killed:
+        killed.wait_until(lambda: all(form.newest_complete(output, rank) == SAVED_AT for rank in ranks))
+    assert SAVED_AT <= max(killed.steps()) < LAST
+    resumed = TrainingRun(output, corpus, options | form.resume_options(output), processes=processes).wait()
+
+    for rank in ranks:
+        expected = reference.steps(rank)
+        assert list(expected) == list(range(1, LAST + 1))
+        assert killed.steps(rank) == {step: expected[step] for step in killed.steps(rank)}
+        assert resumed.steps(rank) == {step: expected[step] for step in range(SAVED_AT + 1, LAST + 1)}
+
+        saved, saved_by_reference = form.last_saved(output, rank), reference_form.last_saved(reference_output, rank)
+        assert saved.keys() >= CARRIED
+        both = saved.keys() & saved_by_reference.keys() - {"global_batch_size"}
+        assert len(both) > 20
+        assert {name for name in both if saved[name] != saved_by_reference[name]} == set()
+
+        # The log has no windows and counters, so the rule says what they were.
+        states = replay([step.overflow for step in expected.values()])
+        assert resumed.restored_state(rank) == states[SAVED_AT]
+        assert [state["loss_scale"] for state in states[1:]] == [step.loss_scale for step in expected.values()]
+        assert {name: saved[PARAMETER_NAMES.get(name, "scale_sense")] for name in states[LAST]} == states[LAST]
+        for name in ("scale_window", "window_index", "growth_num", "down_num", "consecutive_overflows"):
+            assert len({state[name] for state in states[SAVED_AT:]}) > 1, f"{name} never moved"
+    assert_one_record_has_every_step_once(output, reference.steps())
+    for rank in ranks[1:]:
+        assert resumed.restored_state(rank) == resumed.restored_state(0)
+        for step, first in resumed.steps(0).items():
+            # Each process prints the loss of its own data.
+            assert resumed.steps(rank)[step].loss != first.loss
+            assert resumed.steps(rank)[step]._replace(loss=first.loss) == first
+
+
+def assert_one_record_has_every_step_once(output, expected):
+    # One for all runs, and of several processes only the first writes.
+    record = read_record(output / "loss_scale_record.jsonl")
+    assert [entry["step"] for entry in record] == list(expected)
+    for entry, step in zip(record, expected.values(), strict=True):
+        assert (entry["overflow"], entry["next_loss_scale"]) == (step.overflow, step.loss_scale)
+    assert len(list(output.rglob("*.jsonl*"))) == 1
+
+
+def replay(overflows, restored=None, **windows):
+    """Return the state of the update cell at the start, or as it was restored, and that after each step by the rule."""
+    windows = {"max_scale_window": 4, "min_scale_window": 1} | windows
+    rule = AdaptiveRule(**windows)
+    state, cur_iter = rule.start(2.0**20, scale_window=1), 1
+    if restored:
+        cur_iter = restored["cur_iter"]
+        known = {name: value for name, value in restored.items() if name in LossScaleState._fields}
+        state = state._replace(**known, clean_steps=cur_iter - 1 - restored["last_overflow_iter"])
+    states = [as_restored(state, cur_iter)]
+    for overflow in overflows:
+        state, cur_iter = rule.step(state, overflow), cur_iter + 1
+        states.append(as_restored(state, cur_iter))
+    return states
+
+
+def as_restored(state, cur_iter):
+    counted = {"cur_iter": cur_iter, "last_overflow_iter": cur_iter - 1 - state.clean_steps}
+    left_out = ("clean_steps", "hysteresis_budget")
+    return {name: value for name, value in state._asdict().items() if name not in left_out} | counted
+
+
+@pytest.mark.parametrize(
+    ("form", "kills"),
+    [
+        pytest.param(LegacyFormat("ckpt"), 8, id="ckpt"),
+        pytest.param(LegacyFormat("safetensors"), 6, id="safetensors"),
+        pytest.param(CheckpointSection(), 6, id="checkpoint section", marks=NEEDS_SECTION),
+    ],
+)
+def test_a_run_killed_again_and_again_while_it_saves_loses_nothing(uninterrupted, corpus, tmp_path, form, kills):
+    last = 200
+    expected = uninterrupted(steps=last)[0].steps()
+    delays = random.Random(0)
+    output = tmp_path / "output"
+    options = form.save_options(output, every=1, keep=3)
+    named = 0
+    for kill in range(kills + 1):
+        resume = form.resume_options(output) if kill else {}
+        with TrainingRun(output, corpus, options | resume, last) as run:
+            if kill == kills:
+                run.wait()
+            else:
+                kill_while_saving(run, form, output, delays)
+        steps = run.steps()
+        assert steps == {step: expected[step] for step in steps}
+        assert list(steps) == list(range(named + 1, named + 1 + len(steps)))
+        if kill:
+            assert run.restored_state()["cur_iter"] == named + 1
+        # The kill may have hit the moment at which MindFormers has emptied its note of a checkpoint that is complete.
+        before, named = named, form.newest_complete(output) or max(steps)
+        assert named > before
+        assert named in (max(steps), max(steps) - 1)
+        print(f"run {kill + 1} ended at step {max(steps)}; complete: step {named}; unfinished: {unfinished(output)}")
+    assert max(steps) == last
+    assert_one_record_has_every_step_once(output, expected)
+
+
+def kill_while_saving(run, form, output, delays):
+    note = form.note(output)
+    before = age(note)
+    run.wait_until(lambda: age(note) != before)
+    time.sleep(delays.uniform(0, 0.3))
+    names = form.names(output)
+    run.wait_until(lambda: form.names(output) - names)
+    # Most saves are over in a few milliseconds.
+    time.sleep(0.03 * delays.random() ** 4)
+    run.kill()
+
+
+def age(file):
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def unfinished(output):
+    """Return the names of the files that kills have left unfinished."""
+    return sorted(file.name for file in output.rglob("*") if re.search(r"\.tmp$|^tmp|^\.loss", file.name))
+
+
+@NEEDS_SECTION
+def test_a_run_killed_while_it_noted_its_newest_checkpoint_resumes_from_it(uninterrupted, corpus, tmp_path):
+    form, output = CheckpointSection(), tmp_path / "output"
+    options = form.save_options(output, every=SAVED_AT, keep=5)
+    with TrainingRun(output, corpus, options) as killed:
+        killed.wait_until(lambda: form.newest_complete(output) == SAVED_AT)
+    # MindFormers empties the file before it writes the number.
+    form.note(output).write_text("")
+    # The beginning of the next save.
+    (output / "saved" / f"iteration_{SAVED_AT + 1:08d}").mkdir()
+    resumed = TrainingRun(output, corpus, options | form.resume_options(output)).wait()
+    expected = uninterrupted()[0].steps()
+    assert resumed.steps() == {step: expected[step] for step in range(SAVED_AT + 1, LAST + 1)}
+
+
+def test_a_resumed_run_with_a_shorter_ladder_goes_on_at_the_nearest_window(uninterrupted, corpus, tmp_path):
+    reference, reference_output, form = uninterrupted()
+    saved_at = 2 * SAVED_AT
+    before = replay([step.overflow for step in reference.steps().values()])[saved_at]
+    window, index = before["scale_window"] - 1, before["window_index"] - 1
+    assert index > 0
+
+    options = form.resume_options(reference_output, resume_training=f"tiny_llama_rank_0-1_{saved_at}.ckpt")
+    options["runner_wrapper.scale_sense.max_scale_window"] = window
+    resumed = TrainingRun(tmp_path / "output", corpus, options).wait()
+
+    ladder = tuple(range(1, window + 1))
+    warning = (
+        f"The checkpoint has 'scale_window' {window + 1} with 'list_index' {index + 1}, but the ladder is {ladder}: "
+        f"training goes on at its nearest window, {window} (index {index})."
+    )
+    assert resumed.text().count(warning) == 1
+    restored, steps = resumed.restored_state(), resumed.steps()
+    assert restored == before | {"scale_window": window, "window_index": index}
+    assert list(steps) == list(range(saved_at + 1, LAST + 1))
+    states = replay([step.overflow for step in steps.values()], restored, max_scale_window=window)
+    assert [state["loss_scale"] for state in states[1:]] == [step.loss_scale for step in steps.values()]
+
+
+@NEEDS_SECTION
+def test_mindformers_cannot_save_its_checkpoint_section_from_two_processes_on_cpu(corpus, tmp_path):
+    # When this fails, the README can promise one more format.
+    output = tmp_path / "output"
+    options = CheckpointSection().save_options(output, every=2, keep=5)
+    with TrainingRun(output, corpus, options, processes=2) as run:
+        run.wait_until(lambda: "RuntimeError: `get_strategy_metadata` returns `None`" in run.text())
+    assert max(run.steps()) == 2

@@ -1,0 +1,204 @@
+"""MindFormers' Python API: the examples train a stock Llama by the rule, and Trainer trains the wrapper it is given."""
+
+import re
+from typing import NamedTuple
+
+import mindformers.wrapper
+import mindspore
+import numpy as np
+import pytest
+from conftest import ROOT
+from examples.tiny_llama import MeanOverMicroBatches, build_dataset, build_model
+from mindformers import TrainingArguments
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.amp import DynamicLossScaleManager
+from mindspore.train import Callback
+
+from mindformers_adaptive import LossScaleMonitor
+from mindformers_adaptive.integration.trainer import Trainer
+from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+
+EXAMPLES = ROOT / "scripts" / "examples"
+STEPS = 32
+
+
+class Row(NamedTuple):
+    """A line of the table that an example prints."""
+
+    step: int
+    loss: float
+    overflow: bool
+    loss_scale: float
+    next_loss_scale: float
+    scale_window: int
+    global_norm: float
+
+
+def rows_of(printed):
+    number = r"(-?[\d.]+|nan|inf)"
+    lines = re.findall(
+        rf"^ *(\d+) +{number} +(True|False) +{number} +{number} +(\d+) +{number}$", printed, re.MULTILINE
+    )
+    return [
+        Row(int(step), float(loss), overflow == "True", float(scale), float(next_scale), int(window), float(norm))
+        for step, loss, overflow, scale, next_scale, window, norm in lines
+    ]
+
+
+def assert_follows_the_rule(rows):
+    rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
+    state = rule.start(2.0**24, scale_window=1)
+    for row in rows:
+        assert row.loss_scale == state.loss_scale
+        state = rule.step(state, row.overflow)
+        assert (row.next_loss_scale, row.scale_window) == (state.loss_scale, state.scale_window)
+        # The norm of all gradients, which only clipping needs.
+        assert np.isfinite(row.global_norm) != row.overflow
+    assert {row.overflow for row in rows} == {True, False}
+    assert len({row.scale_window for row in rows}) > 1
+    assert rows[-1].loss < rows[0].loss
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["mindformers_trainer.py"],
+        ["mindformers_train_step.py", "--gradient_accumulation_steps", "2"],
+    ],
+    ids=" ".join,
+)
+def test_example_follows_the_rule_on_the_overflows_that_happened(run_python, command):
+    rows = rows_of(run_python(EXAMPLES / command[0], *command[1:]).stdout)
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert_follows_the_rule(rows)
+
+
+def test_trainer_with_a_wrapper_follows_the_rule_and_resumes_as_if_it_had_never_stopped(run_python):
+    example = EXAMPLES / "mindformers_trainer_wrapper.py"
+    rows = rows_of(run_python(example).stdout)
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert_follows_the_rule(rows)
+
+    finished = run_python(example, "CKP_rank_0-1_16.ckpt")
+    resumed = [row._replace(step=row.step + 16) for row in rows_of(finished.stdout)]
+    assert resumed == rows[16:]
+    restored = re.findall("Loss scaling goes on from: loss_scale (.*?), .*cur_iter (.*?),", finished.stdout)
+    assert restored == [(str(rows[16].loss_scale), "17")]
+
+
+class Steps(Callback):
+    """Remembers the train-step cell and its weights, before the training and after each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells, self.weights = [], []
+
+    def on_train_begin(self, run_context):
+        self.on_train_step_end(run_context)
+
+    def on_train_step_end(self, run_context):
+        cell = run_context.original_args().train_network
+        self.cells.append(cell)
+        self.weights.append(np.concatenate([weight.asnumpy().ravel() for weight in cell.weights]))
+
+
+@pytest.fixture
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    # MindFormers writes its logs there.
+    monkeypatch.chdir(tmp_path)
+
+
+def training_arguments(**changes):
+    return TrainingArguments(
+        **{"output_dir": "output", "num_train_epochs": 1, "batch_size": 4, "sink_mode": False, **changes}
+    )
+
+
+def build_train_step(model, cell=MFTrainOneStepCell, max_grad_norm=1.0):
+    optimizer = nn.SGD(model.trainable_params(), learning_rate=1.0)
+    update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
+    return cell(model, optimizer, use_clip_grad=True, max_grad_norm=max_grad_norm, scale_sense=update_cell)
+
+
+@pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
+def test_exactly_the_given_cell_is_trained_with_its_own_optimizer_and_clipping():
+    train_step = build_train_step(build_model(), max_grad_norm=0.01)
+    seen = Steps()
+    # The arguments ask for other things, and for sink mode, which a CPU does not have.
+    arguments = training_arguments(optim="AdamW", learning_rate=5.0, max_grad_norm=100.0, sink_mode=True)
+    with pytest.warns(UserWarning, match="'sink_mode' must be False on CPU"):
+        trainer = Trainer(
+            arguments,
+            wrapper=train_step,
+            train_dataset=build_dataset().take(2),
+            callbacks=[seen, LossScaleMonitor(record_path="record.jsonl")],
+        )
+    trainer.train()
+    assert [entry["step"] for entry in read_record("record.jsonl")] == [1, 2]
+    assert seen.cells == [train_step] * 3
+    for before, after in zip(seen.weights, seen.weights[1:], strict=False):
+        np.testing.assert_allclose(np.linalg.norm(after - before), 0.01, rtol=0.01)
+    assert train_step.loss_scaling_manager.state()["cur_iter"] == 3
+
+
+class NotOfMindFormers(nn.Cell):
+    """A network of one weight that MindFormers knows nothing of."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.ones((8, 1), np.float32)), name="weight")
+        self.matmul = ops.MatMul()
+
+    def construct(self, features):
+        return self.matmul(features.astype(mindspore.float16), self.weight.astype(mindspore.float16)).mean()
+
+
+@pytest.mark.usefixtures("in_a_folder_of_its_own")
+def test_a_wrapper_that_is_no_train_step_cell_is_refused():
+    for wrapper, message in (
+        (AdaptiveLossScaleUpdateCell(1024, 2, 20), "the loss scaling itself, AdaptiveLoss.* with it as scale_sense"),
+        (
+            DynamicLossScaleManager(),
+            r"the loss scaling itself, Dynamic.* with wrapper.get_update_cell\(\) as scale_sense",
+        ),
+        ("MFTrainOneStepCell", "must be a train-step cell, but got 'MFTrainOneStepCell' of type str"),
+        (NotOfMindFormers(), "must be a train-step cell, but got NotOfMindFormers"),
+        (build_train_step(NotOfMindFormers()), "must train a model of MindFormers, but its network is NotOf"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            Trainer(training_arguments(), wrapper=wrapper)
+
+
+@pytest.mark.usefixtures("in_a_folder_of_its_own")
+def test_a_wrapper_that_conflicts_with_other_arguments_is_refused():
+    model, other = build_model(), build_model()
+    train_step = build_train_step(model)
+    for arguments, message in (
+        ({"model": other}, "'model' must be that of 'wrapper', a LlamaForCausalLM, but got another: LlamaForCausalLM"),
+        ({"model": "glm4_9b"}, "'model' must be that of 'wrapper', a LlamaForCausalLM, but got another: str"),
+        ({"optimizers": nn.SGD(model.trainable_params())}, "'optimizers' must be that of 'wrapper', a SGD"),
+        ({"reset_model": True}, "must have a model that is not built anew"),
+        ({"wrapper": build_train_step(other, mindformers.wrapper.MFTrainOneStepCell)}, "able to detect an overflow"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Trainer(training_arguments(), **{"wrapper": train_step, **arguments})
+    trainer = Trainer(training_arguments(), model=model, optimizers=train_step.optimizer, wrapper=train_step)
+    assert (trainer.model, trainer.optimizers) == (model, train_step.optimizer)
+
+
+@pytest.mark.usefixtures("graph_mode")
+def test_accumulated_gradients_are_those_of_the_whole_batch_and_one_overflow_skips_the_step():
+    features = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    overflowing = features.copy()
+    overflowing[6, 0] = np.inf
+    whole, cut = NotOfMindFormers(), NotOfMindFormers()
+    step_whole, step_cut = build_train_step(whole), build_train_step(MeanOverMicroBatches(cut, 4))
+    loss_whole, loss_cut = step_whole(Tensor(features))[0], step_cut(Tensor(features))[0]
+    np.testing.assert_allclose(loss_cut.asnumpy(), loss_whole.asnumpy(), rtol=2.0**-8, atol=2.0**-10)
+    np.testing.assert_allclose(cut.weight.asnumpy(), whole.weight.asnumpy(), rtol=2.0**-8)
+    before = cut.weight.asnumpy().copy()
+    assert not np.array_equal(before, np.ones((8, 1)))
+    assert bool(step_cut(Tensor(overflowing))[1].asnumpy())
+    assert np.array_equal(cut.weight.asnumpy(), before)

@@ -1,0 +1,54 @@
+"""Two processes on CPU: an overflow of one is an overflow of both, and their states stay the same."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["data_parallel", "pipeline"])
+def test_overflow_in_one_process_is_skipped_by_both(kind, tmp_path):
+    first, second = run_two_processes(kind, tmp_path)
+    rule = AdaptiveRule(max_scale_window=2, min_scale_window=2)
+    state, expected = rule.start(4096.0), []
+    for overflow in (False, False, True, False, False):
+        state = rule.step(state, overflow)
+        expected.append({"overflow": overflow, "loss_scale": state.loss_scale, "changed": not overflow})
+    assert first["steps"] == expected
+    assert second["steps"] == expected
+    assert first["state"] == second["state"]
+    assert first["state"]["skipped_steps"] == 1
+    if kind == "data_parallel":
+        assert first["weight"] == second["weight"]
+
+
+@pytest.mark.slow
+def test_fixed_scale_gives_the_weights_of_unscaled_data_parallel_training(tmp_path):
+    first, second = run_two_processes("fixed_scale", tmp_path)
+    # Had the gradients not been averaged, the two would differ, as their batches do.
+    assert first["weight"] == second["weight"] == first["plain"] == second["plain"]
+
+
+def run_two_processes(kind, folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # msrun starts whatever `python` it finds on the PATH.
+    programs = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    worker = ROOT / "tests" / "helpers" / "two_processes.py"
+    command = [programs / "msrun", "--worker_num=2", "--local_worker_num=2", "--join=True", f"--log_dir={folder}"]
+    command += [f"--master_port={port}", worker, kind, folder]
+    finished = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]

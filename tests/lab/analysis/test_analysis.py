@@ -1,0 +1,367 @@
+"""What a recorded run is told to have done, and what to change: hand-made runs, one a rule, and the sample logs."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from mindformers_adaptive.lab.analysis.advice import advise
+from mindformers_adaptive.lab.analysis.analyze import analyze
+from mindformers_adaptive.lab.analysis.evidence import climb, lifted, raise_outcomes
+from mindformers_adaptive.lab.analysis.scale_path import changes_of, phases, ranges
+from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay.simulate import replay
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.text.power_of_two import as_power_of_two
+
+LOGS = ROOT / "tests" / "lab" / "samples"
+
+
+def run_of(scale, overflow, known=True, first_step=1, **others):
+    scale, overflow = np.array(scale, np.float64), np.array(overflow, bool)
+    step = np.arange(first_step, first_step + len(scale))
+    return RecordedRun("made", (), "jsonl", step, scale, overflow, np.broadcast_to(known, len(scale)), **others)
+
+
+def recorded(ceilings, name="dynamic", **params):
+    """The run that a policy makes of ceilings."""
+    found = replay(make_policy(name, **params), Trace.exact("made", ceilings))
+    return run_of(found.loss_scale, found.overflow)
+
+
+def rules(run):
+    return [advice.rule for advice in analyze(run).advice]
+
+
+def test_everything_of_a_small_run_is_told():
+    run = run_of([8, 4, 2, 2, 4, 2], [1, 1, 0, 0, 1, 0], seconds=np.array([5.0, 1.0, 1.0, 1.0, np.nan, 1.0]))
+    found = analyze(run).to_dict()
+    assert found["steps"] == {"count": 6, "first": 1, "last": 6}
+    assert found["skipped"] == {
+        "count": 3,
+        "known": 3,
+        "inferred": 0,
+        "ranges": [(1, 2), (5, 5)],
+        "longest_run": 2,
+        "longest_run_steps": (1, 2),
+        "seconds_lost": 6.0,
+        "steps_with_seconds": 2,
+    }
+    assert found["start_up"] == {"before_first_applied": 2, "first_steps": 6, "skipped_in_first_steps": 3}
+    phases_found = found["loss_scale"].pop("phases")
+    assert found["loss_scale"] == {"first": 8.0, "final": 2.0, "smallest": 2.0, "largest": 8.0}
+    assert [(row["kind"], row["first_step"], row["last_step"], row["windows"]) for row in phases_found] == [
+        ("drop", 1, 2, ()),
+        ("raise", 4, 4, (2,)),
+        ("drop", 5, 5, ()),
+    ]
+
+
+def test_skipped_steps_in_the_first_hundred_are_counted():
+    overflow = [True] * 3 + [False] * 90 + [True] * 20
+    found = analyze(run_of([4.0] * 113, overflow)).to_dict()["start_up"]
+    assert found == {"before_first_applied": 3, "first_steps": 100, "skipped_in_first_steps": 10}
+
+
+def test_a_scale_that_jumps_is_neither_dropped_nor_raised():
+    scale, step = np.array([4.0, 64.0, 32.0, 64.0, 128.0, 16.0]), np.array([1, 2, 3, 4, 9, 10])
+    overflow = np.array([False, True, False, False, True, False])
+    run = RecordedRun("made", (), "jsonl", step, scale, overflow, np.full(6, True))
+    assert [change.kind for change in changes_of(run)] == ["jump", "drop", "raise", "jump", "jump"]
+
+
+def test_the_window_of_a_raise_is_unknown_where_a_place_is_inferred_or_the_log_began_later():
+    scale, overflow = [4, 4, 8, 8, 8, 16], [0] * 6
+    assert [change.before[1] for change in changes_of(run_of(scale, overflow))] == [2, 3]
+    assert [change.before[1] for change in changes_of(run_of(scale, overflow, first_step=7))] == [None, 3]
+    assert [change.before[1] for change in changes_of(run_of(scale, overflow, known=False))] == [None, None]
+
+
+def test_the_window_of_a_raise_is_unknown_after_a_gap_or_a_jump():
+    gap = RecordedRun(
+        "made", (), "jsonl", np.array([1, 2, 6, 7]), np.array([4.0, 4, 4, 8]), np.full(4, False), np.full(4, True)
+    )
+    assert [change.before[1] for change in changes_of(gap)] == [None]
+    assert [change.before[1] for change in changes_of(run_of([2, 8, 8, 16, 16, 32], [0] * 6))] == [None, None, 2]
+
+
+def test_what_came_of_a_raise():
+    def outcomes(scale, overflow, known=True):
+        run = run_of(scale, overflow, known)
+        return [(one.window, one.overflow_after) for one in raise_outcomes(run, changes_of(run))]
+
+    # Two clean steps, a raise, and an overflow in the first or second step at the raised scale; or none in time.
+    assert outcomes([2, 2, 4, 2], [0, 0, 1, 0]) == [(2, 1)]
+    assert outcomes([2, 2, 4, 4, 2], [0, 0, 0, 1, 0]) == [(2, 2)]
+    assert outcomes([2, 2, 4, 4, 4, 2], [0, 0, 0, 0, 1, 0]) == [(2, None)]
+    assert outcomes([2, 2, 4, 4, 8, 8], [0] * 6)[:1] == [(2, None)]
+    # The log ends before.
+    assert outcomes([2, 2, 4], [0] * 3) == []
+    # The window is known, and not whether just this step overflowed.
+    assert outcomes([2, 2, 4, 2], [0, 0, 1, 0], np.array([True, True, False, True])) == []
+
+
+def test_a_climb_of_which_a_step_is_unknown_counts_for_nothing():
+    known = np.array([True, True, True])
+    assert climb(np.array([2.0, 4.0, 8.0]), known) == (2, 3.0, 8.0)
+    assert climb(np.array([2.0, 4.0, 8.0]), ~known)[:2] == (0, 0.0)
+    assert climb(np.array([2.0, np.nan, 8.0]), known)[:2] == (0, 0.0)
+
+
+def test_windows_seen_in_a_run_are_those_that_it_used():
+    ceilings = np.exp2(18 + 0.5 * np.random.default_rng(1).standard_normal(3000))
+    found = replay(make_policy("adaptive"), Trace.exact("made", ceilings))
+    run = run_of(found.loss_scale, found.overflow)
+    changes = [change for change in changes_of(run) if change.kind == "raise"]
+    assert len(changes) == 20
+    assert [change.before[1] for change in changes] == [found.scale_window[change.step - 1] for change in changes]
+
+
+def test_start_is_lowered_to_the_first_scale_that_held():
+    found = analyze(recorded([2.0**16] * 2000, init_loss_scale=2.0**32))
+    (advice,) = found.advice
+    assert (advice.rule, advice.figures["scale"], advice.figures["saves_skipped_steps"]) == ("start lower", 65536, 16)
+    assert advice.change == "Start at 2^16 (loss_scale_value: 65536) instead of 2^32."
+    assert "  loss_scale_value: 65536\n" in found.to_dict()["scale_sense"]
+    rows = {row["policy"]: row for row in found.outcomes}
+    assert rows["as recorded"]["skipped"] == 16
+    assert rows["as advised"]["skipped"] == 0
+
+
+def test_windows_are_left_to_the_defaults_where_the_run_is_too_short_to_choose_by():
+    ladders = [
+        analyze(recorded([2.0**16] * steps, init_loss_scale=2.0**20)).tuning.recommended.rule.ladder
+        for steps in (999, 1000)
+    ]
+    assert ladders[0][0] == 20
+    assert ladders[1][0] > 20
+
+
+def test_scales_below_float32_are_no_place_to_start():
+    found = analyze(run_of(2.0 ** np.maximum(-np.arange(200.0), -140), np.arange(200) < 140))
+    assert [advice.rule for advice in found.advice] == ["collapse"]
+
+
+def test_start_that_costs_two_steps_is_left_alone():
+    assert rules(recorded([2.0**16] * 500, init_loss_scale=2.0**18)) == []
+    assert rules(recorded([2.0**16] * 500, init_loss_scale=2.0**19)) == ["start lower"]
+
+
+def test_start_of_a_log_that_begins_later_is_said_to_be_a_resumed_one():
+    run = run_of(2.0 ** np.maximum(32 - np.arange(200), 16), np.arange(200) < 16, first_step=501)
+    assert "begins at step 501" in analyze(run).advice[0].reason
+
+
+def test_start_is_raised_to_what_was_climbed_to():
+    found = analyze(recorded([2.0**20] * 4000, init_loss_scale=2.0**12, scale_window=200))
+    assert found.advice[0].rule == "start higher"
+    assert (found.advice[0].figures["scale"], found.advice[0].figures["reached_at"]) == (2.0**20, 1601)
+    # 200 steps each of 8 bits, 7 bits, ... 1 bit.
+    assert found.advice[0].figures["headroom_lost"] == 200 * 36
+
+
+def test_first_climb_is_no_reason_for_a_smaller_window():
+    assert rules(recorded([2.0**20] * 14000, init_loss_scale=2.0**8, scale_window=1000)) == ["start higher"]
+
+
+def test_window_after_which_every_raise_fails_is_too_small():
+    ceilings = [2.0**16] * 3000
+    found = analyze(recorded(ceilings, init_loss_scale=2.0**16, scale_window=50))
+    (advice,) = found.advice
+    assert (advice.rule, advice.figures["largest_window"], advice.figures["all_within"]) == (
+        "larger window",
+        50,
+        1,
+    )
+    assert advice.figures["raises"] == advice.figures["failed"] == 58
+    assert found.tuning.recommended.min_scale_window > 50
+    # Six of 6006 steps is what usual settings pay.
+    assert rules(recorded(ceilings * 2, init_loss_scale=2.0**16, scale_window=900)) == []
+
+
+@pytest.mark.parametrize("last_raise_holds", [False, True])
+def test_raises_of_which_half_hold_are_no_reason_for_a_larger_window(last_raise_holds):
+    # A ceiling that rises half as fast as the scale.
+    ceilings = np.exp2(16.5 + np.arange(3000) // 100)
+    if last_raise_holds:
+        ceilings[2900:] = 2.0**60
+    run = recorded(ceilings, init_loss_scale=2.0**16, scale_window=50)
+    failed = [outcome.overflow_after is not None for outcome in raise_outcomes(run, changes_of(run))]
+    assert 0.4 < np.mean(failed) < 0.6
+    assert failed[-1] != last_raise_holds
+    assert advise(run, changes_of(run)) == []
+
+
+def test_noise_that_lets_some_raises_hold_does_not_hide_a_small_window():
+    ceilings = np.exp2(18 + 0.5 * np.random.default_rng(1).standard_normal(4000))
+    (advice,) = analyze(recorded(ceilings, init_loss_scale=2.0**18, scale_window=20)).advice
+    assert advice.rule == "larger window"
+    assert advice.figures["failed"] < advice.figures["raises"]
+
+
+def test_window_after_which_the_scale_stays_low_for_long_is_too_large():
+    ceilings = [2.0**16] * 500 + [2.0**4] * 20 + [2.0**16] * 12000
+    found = analyze(recorded(ceilings, init_loss_scale=2.0**16, scale_window=1000))
+    (advice,) = found.advice
+    assert (advice.rule, advice.figures["largest_window"]) == ("smaller window", 1000)
+    assert advice.figures["raises"] >= 10
+    assert found.tuning.recommended.max_scale_window < 1000
+    rows = {row["policy"]: row for row in found.outcomes}
+    assert rows["as advised"]["headroom_lost"] < rows["as recorded"]["headroom_lost"]
+
+
+def test_a_short_climb_is_no_reason_for_a_smaller_window():
+    ceilings = [2.0**16] * 500 + [2.0**13] * 20 + [2.0**16] * 12000
+    run = recorded(ceilings, init_loss_scale=2.0**16, scale_window=1000)
+    assert advise(run, changes_of(run)) == []
+
+
+def test_window_that_is_too_small_and_too_large_has_to_move():
+    # Sixteen raises at the window 400 after a fall, and then raises that fail.
+    ceilings = [2.0**16] * 100 + [2.0**0.5] * 18 + [2.0**16] * 8400
+    found = analyze(recorded(ceilings, init_loss_scale=2.0**16, scale_window=400))
+    assert [advice.rule for advice in found.advice] == ["larger window", "smaller window"]
+    assert found.tuning.recommended.min_scale_window < 400 < found.tuning.recommended.max_scale_window
+
+
+def test_larger_windows_that_would_cost_more_are_not_advised():
+    # A window of 20 followed for 2000 steps; only its last raises fail.
+    ceilings = np.exp2(10.5 + np.minimum(np.arange(2100), 2000) / 25)
+    run = recorded(ceilings, init_loss_scale=2.0**10, scale_window=20)
+    assert [outcome.overflow_after for outcome in raise_outcomes(run, changes_of(run))[-3:]] != [None] * 3
+    assert "larger window" in [advice.rule for advice in advise(run, changes_of(run))]
+    assert "larger window" not in rules(run)
+
+
+def test_single_overflows_below_a_cap_are_worth_tolerating():
+    def analyzed(ceilings):
+        params = {"init_scale": 2.0**16, "max_loss_scale": 2.0**16, "scale_window": 500}
+        return analyze(recorded(ceilings, "apex", **params)).advice
+
+    ceilings = np.full(15000, 2.0**30)
+    ceilings[1500::3000] = 2.0**10
+    (advice,) = analyzed(ceilings)
+    assert (advice.rule, advice.settings) == ("more hysteresis", {"hysteresis": 2})
+    assert (advice.figures["single_overflows"], advice.figures["steps_below"]) == (5, 2500)
+    ceilings[1501::3000] = 2.0**10
+    assert analyzed(ceilings) == ()
+
+
+def test_single_overflows_are_not_worth_a_step_more_for_each_raise_that_fails():
+    ceilings = np.full(9000, 2.0**16)
+    ceilings[250::300] = 2.0**10
+    assert "more hysteresis" not in rules(recorded(ceilings, init_loss_scale=2.0**16, scale_window=200))
+
+
+def test_tolerating_that_never_helps_is_told():
+    # Every third step of these cannot be taken at the scale before, nor can the step after it.
+    ceilings = np.repeat(2.0 ** np.arange(20, 4, -1), 30)
+    run = recorded(ceilings, "tensorflow_contrib", init_loss_scale=2.0**20, decr_ratio=0.5)
+    assert "less hysteresis" in rules(run)
+    assert "less hysteresis" not in rules(recorded(ceilings, init_loss_scale=2.0**20))
+    assert "less hysteresis" not in rules(run_of(run.loss_scale, run.overflow, known=False))
+    # Single overflows: each second one is tolerated, and the next step is clean at the same scale.
+    ceilings = np.full(1000, 2.0**30)
+    ceilings[50::50] = 1.0
+    assert "less hysteresis" not in rules(recorded(ceilings, "tensorflow_contrib", init_loss_scale=2.0**20))
+
+
+def test_overflows_at_the_floor_lead_to_the_model_and_to_no_settings():
+    found = analyze(recorded([2.0**16] * 100 + [0.0] * 40, init_loss_scale=2.0**16))
+    assert [advice.rule for advice in found.advice] == ["collapse"]
+    assert found.advice[0].figures == {"steps": 40, "first_step": 101, "last_step": 140}
+    assert "with the scale at 2^0 to the last" in found.advice[0].reason
+    assert found.to_dict()["scale_sense"] is None
+
+
+def test_a_steep_fall_that_ends_is_no_collapse():
+    assert "collapse" not in rules(recorded([2.0**16] * 100 + [2.0**-10] * 100, "torch"))
+
+
+def test_a_run_without_trouble_has_nothing_to_change():
+    found = analyze(recorded([2.0**16] * 900, init_loss_scale=2.0**16, scale_window=1000))
+    assert (found.advice, found.tuning) == ((), None)
+    assert "Nothing to change" in found.text()
+    assert "The loss scale did not change." in found.text()
+
+
+def test_windows_are_not_judged_where_places_are_inferred():
+    run = recorded([2.0**16] * 3000, init_loss_scale=2.0**16, scale_window=50)
+    inferred = run_of(run.loss_scale, run.overflow, known=False)
+    assert analyze(inferred).advice == ()
+    assert analyze(inferred).to_dict()["skipped"]["inferred"] == run.skipped_steps > 50
+
+
+def test_outcomes_equal_replays_under_each_assumption():
+    run = read_log(LOGS / "mindformers_1_9_cpu.log")
+    row = {row["policy"]: row for row in analyze(run).outcomes}["dynamic 20 from 2^24"]
+    traces = [run.to_trace(assume) for assume in ("interpolated", "lower_bound", "upper_bound")]
+    measures = [
+        replay(make_policy("dynamic", init_loss_scale=2.0**24, scale_window=20), trace).measures
+        for trace in [lifted(traces[0]), *traces]
+    ]
+    assert (row["skipped"], row["headroom_lost"]) == (measures[0].skipped, measures[0].headroom_lost)
+    assert row["known_share"] == measures[0].known_share < 1
+    assert (row["fewest_skipped"], row["most_skipped"]) == (
+        min(one.skipped for one in measures),
+        max(one.skipped for one in measures),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "saved", "known", "inferred"),
+    [
+        ("mindformers_1_9_cpu.log", 2.0**19, 5, 11, 0),
+        ("megatron_gpt2_n4.log", 2.0**14, 19, 10, 9),
+        ("deepspeed_overflow.log", 2.0**11, 6, 0, 6),
+    ],
+)
+def test_sample_logs_are_told_where_to_start(name, scale, saved, known, inferred):
+    found = analyze(read_log(LOGS / name))
+    assert found.advice[0].figures.items() >= {"scale": scale, "saves_skipped_steps": saved}.items()
+    shown = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert (shown["skipped"]["known"], shown["skipped"]["inferred"]) == (known, inferred)
+    assert shown["outcomes"][0]["skipped"] == known + inferred
+    assert f"{known} known at their position, {inferred} inferred" in found.text()
+
+
+def test_problems_of_a_log_are_shown_with_their_line(tmp_path):
+    log = tmp_path / "run.jsonl"
+    log.write_text('{"step": 1, "overflow": false, "loss_scale": 8}\n{"step": 2, "overflow": fal\n')
+    found = analyze(read_log(log))
+    assert f"{log}:2: looks like a step's record" in found.text()
+    assert (found.to_dict()["log"]["lines_used"], found.to_dict()["log"]["lines_ignored"]) == (1, 1)
+
+
+def test_long_lists_are_cut_in_the_text_only():
+    overflow = np.arange(400) % 4 == 3
+    found = analyze(run_of(np.where(overflow, 8.0, 4.0), overflow))
+    assert "and 80 more" in found.text()
+    assert len(found.text().splitlines()) < 70
+    assert "... 169 rows ..." in found.text()
+    assert len(found.to_dict()["skipped"]["ranges"]) == 100
+    assert len(found.to_dict()["loss_scale"]["phases"]) == 199
+
+
+@pytest.mark.parametrize("scale", [[np.inf] * 40, [np.nan, 4.0] * 20, [2.0**-149] * 40])
+def test_scales_that_are_no_usual_numbers_are_analyzed(scale):
+    found = analyze(run_of(scale, [True] * 20 + [False] * 20))
+    json.dumps(found.to_dict(), allow_nan=False)
+    assert found.text()
+
+
+def test_a_run_without_steps_or_scales_is_refused():
+    with pytest.raises(ValueError, match="at least 1 step"):
+        analyze(run_of([], []))
+    with pytest.raises(ValueError, match="known loss scale"):
+        analyze(run_of([np.nan], [False]))
+
+
+def test_numbers_are_shown_short():
+    assert ranges([1, 2, 3, 5, 6, 9]) == "1-3, 5-6, 9"
+    assert ranges([]) == "none"
+    assert [as_power_of_two(scale) for scale in (2.0**-3, 3.0, 0.0, float("inf"))] == ["2^-3", "3", "0", "inf"]
+    assert phases([]) == []

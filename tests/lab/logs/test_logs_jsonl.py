@@ -1,0 +1,85 @@
+"""The package's own record: one JSON object a step, gaps, restarts, and keys that are not known."""
+
+import json
+
+import pytest
+
+from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.monitor.record import RunRecord
+
+
+def record(step, overflow=False, loss_scale=1024.0, **others):
+    values = {"step": step, "loss": 2.5, "overflow": overflow, "loss_scale": loss_scale, "skipped_steps": 0}
+    return json.dumps({**values, "next_loss_scale": loss_scale / (2 if overflow else 1), **others}) + "\n"
+
+
+def write(tmp_path, *lines):
+    log = tmp_path / "loss_scale.jsonl"
+    log.write_text("".join(lines), encoding="utf-8")
+    return log
+
+
+def test_the_record_is_read_as_it_stands(tmp_path):
+    run = read_log(write(tmp_path, record(1, True, 2048.0), record(2, scale_window=20, novelty={"step": [1]})))
+    assert (run.log_format, run.step.tolist(), run.overflow.tolist()) == ("jsonl", [1, 2], [True, False])
+    assert (run.loss_scale.tolist(), run.loss.tolist()) == ([2048.0, 1024.0], [2.5, 2.5])
+    assert run.position_known.all()
+    assert (run.notes, run.problems, run.seconds) == ((), (), None)
+
+
+def test_a_gap_marker_is_noted_and_its_steps_are_left_out(tmp_path):
+    gap = '{"missing_steps": 3, "first_step": 2, "last_step": 4}\n'
+    run = read_log(write(tmp_path, record(1), gap, record(5)))
+    assert (run.step.tolist(), run.lines_used) == ([1, 5], 3)
+    assert [note for note in run.notes if "jsonl:2: 3 step(s) were not recorded (2 to 4)" in note]
+
+
+def test_a_restart_supersedes_the_steps_that_it_repeats(tmp_path):
+    first, second = [record(step) for step in range(1, 31)], [record(step, True, 64.0) for step in range(11, 13)]
+    run = read_log(write(tmp_path, *first, *second))
+    assert (run.step.tolist(), run.skipped_steps) == (list(range(1, 13)), 2)
+    assert (run.lines_read, run.lines_used) == (32, 32)
+    assert [note for note in run.notes if "jsonl:31: the run goes back from step 30 to step 11; what 20" in note]
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        '{"step": 2, "loss": 2.5, "overfl\n',
+        '{"step": "2", "overflow": false, "loss_scale": 1.0}\n',
+        '{"step": 2, "overflow": 0, "loss_scale": 1.0}\n',
+        '{"step": 2, "overflow": false, "loss_scale": 0}\n',
+        '{"step": 2, "overflow": false}\n',
+        '{"step": -2, "overflow": false, "loss_scale": 1.0}\n',
+        '{"step": 1' + "0" * 5000 + ', "overflow": false, "loss_scale": 1.0}\n',
+    ],
+)
+def test_a_line_that_is_no_record_is_a_problem_with_its_place(tmp_path, torn):
+    run = read_log(write(tmp_path, record(1), torn, record(3)))
+    assert (run.step.tolist(), run.lines_used, run.lines_ignored) == ([1, 3], 2, 1)
+    assert len(run.problems) == 1
+    assert "loss_scale.jsonl:2: looks like a step's record" in run.problems[0]
+
+
+def test_numbers_that_json_has_no_sign_for_may_be_text_or_absent(tmp_path):
+    text = '{"step": 1, "overflow": true, "loss_scale": "inf", "next_loss_scale": null, "loss": "nan"}\n'
+    run = read_log(write(tmp_path, text))
+    assert (run.loss_scale.tolist(), run.loss) == ([float("inf")], None)
+    assert run.to_trace("lower_bound").upper_bound.tolist() == [float("inf")]
+
+
+def test_what_was_null_is_inferred_from_the_scales_around_it(tmp_path):
+    run = read_log(write(tmp_path, record(1), record(2, loss_scale=8.0, next_loss_scale=512.0).replace("8.0", "null")))
+    assert run.loss_scale.tolist() == [1024.0, 512.0]
+    run = read_log(write(tmp_path, record(1), record(2, next_loss_scale=512.0).replace("false", "null")))
+    assert (run.overflow.tolist(), run.loss_scale.tolist()) == ([False, True], [1024.0, 1024.0])
+
+
+def test_what_the_package_writes_is_read(tmp_path):
+    written = RunRecord(tmp_path / "record.jsonl")
+    written.resume(last_step=0)
+    values = {"overflow": True, "loss_scale": float("inf"), "next_loss_scale": float("inf"), "loss": float("nan")}
+    written.append([{"step": 1, **values}, {"step": 4, **values, "loss_scale": 8.0, "next_loss_scale": 4.0}])
+    run = read_log(written.path)
+    assert (run.step.tolist(), run.loss_scale.tolist(), run.problems) == ([1, 4], [float("inf"), 8.0], ())
+    assert [note for note in run.notes if "record.jsonl:2: 2 step(s) were not recorded (2 to 3)" in note]

@@ -1,0 +1,144 @@
+"""What every reader does with damaged, mixed and foreign lines, and how the format is found."""
+
+import os
+
+import pytest
+from conftest import ROOT
+
+from mindformers_adaptive.lab.logs import FORMATS, read_log
+
+LOGS = ROOT / "tests" / "lab" / "samples"
+MINDFORMERS = (LOGS / "mindformers_1_9_cpu.log").read_text(encoding="utf-8").splitlines()
+MEGATRON = (LOGS / "megatron_gpt2_n4.log").read_text(encoding="utf-8").splitlines()
+DEEPSPEED = (LOGS / "deepspeed_overflow.log").read_text(encoding="utf-8").splitlines()
+
+
+def write(tmp_path, content, name="run.log"):
+    log = tmp_path / name
+    log.write_bytes(content if isinstance(content, bytes) else "".join(f"{line}\n" for line in content).encode())
+    return log
+
+
+def test_several_ranks_lines_of_a_step_are_one_step(tmp_path):
+    other_rank = [line.replace("loss:[", "loss:[9") for line in MINDFORMERS]
+    mixed = [line for pair in zip(MINDFORMERS, other_rank, strict=True) for line in pair]
+    run, alone = read_log(write(tmp_path, mixed)), read_log(write(tmp_path, MINDFORMERS))
+    assert run.loss_scale.tolist() == alone.loss_scale.tolist()
+    assert (run.step.tolist(), run.overflow.tolist()) == (alone.step.tolist(), alone.overflow.tolist())
+    assert (run.lines_read, run.lines_used) == (64, 64)
+    assert "32 line(s) of other ranks said the same of a step and were merged." in run.notes
+
+
+def test_ranks_that_are_some_steps_apart_are_merged_too(tmp_path):
+    mixed = [*MINDFORMERS[:5], *MINDFORMERS[:4], *MINDFORMERS[5:]]
+    run = read_log(write(tmp_path, mixed))
+    assert (len(run), run.skipped_steps) == (32, 11)
+    assert [note for note in run.notes if note.startswith("4 line(s) of other ranks")]
+
+
+def test_a_restart_supersedes_the_steps_of_the_earlier_attempt(tmp_path):
+    # After step 32 the run goes on from step 17, where nothing overflows any more.
+    again = [line.replace("cond: True", "cond: False") for line in MINDFORMERS[16:20]]
+    run = read_log(write(tmp_path, [*MINDFORMERS, *again]))
+    assert run.step.tolist() == list(range(1, 21))
+    # Steps 1 to 16 had 8 skips; step 19 no longer counts.
+    assert run.skipped_steps == 8
+    assert [note for note in run.notes if "run.log:33: the run goes back from step 32 to step 17; what 16" in note]
+
+
+def test_files_of_one_run_are_read_one_after_the_other(tmp_path):
+    first, second = write(tmp_path, MINDFORMERS[:20], "1.log"), write(tmp_path, MINDFORMERS[20:], "2.log")
+    run, whole = read_log([first, str(second)]), read_log(LOGS / "mindformers_1_9_cpu.log")
+    assert (run.name, run.files) == ("1.log", (str(first), str(second)))
+    assert run.loss_scale.tolist() == whole.loss_scale.tolist()
+
+
+@pytest.mark.parametrize("lines", [MINDFORMERS, MEGATRON, DEEPSPEED], ids=["mindformers", "megatron", "deepspeed"])
+def test_colours_line_ends_and_foreign_bytes_change_nothing(tmp_path, lines):
+    plain = read_log(write(tmp_path, lines))
+    dressed = b"".join(b"\x1b[32m" + line.encode() + b"\x1b[0m\r\n\xff\xfe foreign\r\n\r\n" for line in lines)
+    run = read_log(write(tmp_path, dressed))
+    assert run.loss_scale.tolist() == plain.loss_scale.tolist()
+    assert run.overflow.tolist() == plain.overflow.tolist()
+    assert (run.lines_read, run.lines_used, run.lines_ignored) == (3 * len(lines), len(lines), 2 * len(lines))
+    assert f"{len(lines)} line(s) have bytes that are not UTF-8." in run.notes
+
+
+def test_a_torn_line_is_a_problem_with_its_place_and_its_step_is_missing(tmp_path):
+    torn = [*MINDFORMERS[:9], MINDFORMERS[9][:-120], *MINDFORMERS[10:]]
+    run = read_log(write(tmp_path, torn))
+    assert 10 not in run.step
+    assert (run.lines_read, run.lines_used, run.lines_ignored, len(run.problems)) == (32, 31, 1, 1)
+    assert "run.log:10: looks like a step's line" in run.problems[0]
+
+
+def test_of_two_lines_written_into_each_other_the_whole_one_is_used(tmp_path):
+    mixed = [*MINDFORMERS[:9], MINDFORMERS[9][:-120] + MINDFORMERS[10], *MINDFORMERS[11:]]
+    run = read_log(write(tmp_path, mixed))
+    assert (10 in run.step, 11 in run.step) == (False, True)
+    assert (run.lines_used, len(run.problems)) == (31, 1)
+    two = read_log(write(tmp_path, [MEGATRON[0] + MEGATRON[1], *MEGATRON[2:]]))
+    assert (two.skipped_steps, two.lines_used, two.problems) == (19, 19, ())
+
+
+@pytest.mark.parametrize("lines", [MINDFORMERS, MEGATRON, DEEPSPEED], ids=["mindformers", "megatron", "deepspeed"])
+def test_a_log_may_end_anywhere_in_a_line_without_a_wrong_number(tmp_path, lines):
+    whole = read_log(write(tmp_path, lines))
+    start = "".join(f"{line}\n" for line in lines[:-1]).encode()
+    for length in range(1, len(lines[-1])):
+        run = read_log(write(tmp_path, start + lines[-1][:length].encode()))
+        # What the cut line still told is told as the whole log tells it.
+        same = min(len(run), len(whole)) if lines is not DEEPSPEED else 2
+        assert run.loss_scale[:same].tolist() == whole.loss_scale[:same].tolist(), length
+        assert run.overflow[:same].tolist() == whole.overflow[:same].tolist(), length
+        assert [note for note in run.notes if "the log ends in the middle of a line" in note]
+
+
+def test_a_number_that_a_cut_may_have_shortened_is_not_used(tmp_path):
+    shortened = DEEPSPEED[1].removesuffix("8")
+    run = read_log(write(tmp_path, (DEEPSPEED[0] + "\n" + shortened).encode()))
+    assert (run.skipped_steps, len(run.problems)) == (1, 1)
+    scale = "[INFO] Epoch:[  1/  1], step:[    4/  125], loss:[2.2/2.2], time:5.2 ms, overflow cond: True, loss_scale: "
+    with pytest.raises(ValueError, match="there is none"):
+        read_log(write(tmp_path, (scale + "2684.").encode()), "mindformers")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"no step here\n" * 3, b'{"json": 1}\n'])
+def test_a_file_without_steps_is_refused_with_what_was_looked_for(tmp_path, content):
+    log = write(tmp_path, content)
+    with pytest.raises(
+        ValueError, match=r"must have lines of steps, but in .*run\.log \(\d lines\) there is none"
+    ) as error:
+        read_log(log)
+    assert all(f"{name}: " in str(error.value) for name in FORMATS)
+    with pytest.raises(ValueError, match=r"Looked for: megatron: \" iteration N/ M"):
+        read_log(log, "megatron")
+
+
+def test_the_format_may_be_named(tmp_path):
+    both = write(tmp_path, [*MEGATRON, *MINDFORMERS])
+    assert read_log(both).log_format == "megatron"
+    assert read_log(both, "mindformers").skipped_steps == 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3,), TypeError, r"'path' must be a path or an iterable of paths, but got 3 of type int"),
+        ((b"run.log",), TypeError, r"'path' must be a path .* but got b'run.log' of type bytes"),
+        (([3],), TypeError, r"'path' must hold paths, but got 3 of type int"),
+        (([],), ValueError, r"'path' must name at least one log, but got none"),
+        (("run.log", 3), TypeError, r"'format' must be text, but got 3 of type int"),
+        (("run.log", "csv"), ValueError, r"'format' must be one of \('jsonl', .*, but got 'csv'"),
+        (("no/such.log",), FileNotFoundError, r"must be a file that can be read, but: No such file .*'no/such.log'"),
+        ((os.curdir,), IsADirectoryError, r"must be a file that can be read, but: Is a directory"),
+    ],
+)
+def test_bad_arguments_and_paths_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        read_log(*arguments)
+
+
+def test_the_format_is_found_in_the_second_of_two_lines_written_into_each_other(tmp_path):
+    mixed = MINDFORMERS[0].replace("8388608.0", "0.0") + MINDFORMERS[1]
+    assert read_log(write(tmp_path, [mixed])).step.tolist() == [2]

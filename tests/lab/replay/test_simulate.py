@@ -1,0 +1,135 @@
+"""Replays and comparisons of policies: hand-made traces, means, and the Pareto front."""
+
+import json
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
+from mindformers_adaptive.lab.replay.simulate import compare, pareto_front, replay
+from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.text.table import text_table
+
+SMALL = {"loss_scale_value": 16.0, "max_scale_window": 3, "min_scale_window": 2}
+
+
+def test_replay_shows_the_scale_the_flag_and_the_window_of_each_step():
+    trace = Trace.exact("made", [16, 8, 8, 8, 8, 8])
+    found = replay(make_policy("adaptive", **SMALL), trace)
+    assert found.loss_scale.tolist() == [16, 16, 8, 8, 16, 8]
+    assert found.overflow.tolist() == [False, True, False, False, True, False]
+    assert found.scale_window.tolist() == [2] * 6
+    assert (found.final_state["loss_scale"], found.final_state["skipped_steps"]) == (8.0, 2)
+    assert (found.measures.skipped, found.measures.scale_changes, found.measures.headroom_lost) == (2, 3, 0.0)
+
+
+def test_replay_shows_windows_that_move():
+    found = replay(make_policy("adaptive", **SMALL), Trace.exact("made", [2.0**40] * 6 + [1.0] * 3))
+    assert found.scale_window.tolist() == [2] * 6 + [3] * 3
+    assert (found.final_state["scale_window"], found.measures.window_changes) == (1, 2)
+
+
+def test_replay_goes_on_from_the_state_that_the_policy_is_in():
+    policy, whole = make_policy("adaptive", **SMALL), make_policy("adaptive", **SMALL)
+    ceilings = [16, 8, 32, 8, 64, 64, 64, 2, 2]
+    parts = [replay(policy, Trace.exact("part", part)) for part in (ceilings[:4], ceilings[4:])]
+    scales = replay(whole, Trace.exact("whole", ceilings)).loss_scale.tolist()
+    assert parts[0].loss_scale.tolist() + parts[1].loss_scale.tolist() == scales
+    assert policy.state() == whole.state()
+
+
+def test_a_policy_without_a_window_is_replayed():
+    found = replay(make_policy("fixed", loss_scale_value=8.0), Trace.exact("made", [4.0, 8.0, 32.0]))
+    assert found.scale_window is None
+    assert (found.measures.skipped, found.measures.headroom_lost, found.measures.window_changes) == (1, 1.0, 0)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_every_policy_can_be_replayed(name):
+    trace = Trace.exact("made", [2.0**18] * 50 + [2.0**9] * 20 + [0.0] * 3)
+    found = replay(make_policy(name), trace)
+    assert found.overflow.tolist() == (found.loss_scale > trace.ceiling).tolist()
+    assert found.measures.skipped >= found.measures.unavoidable == 3
+    json.dumps(found.measures.as_dict(), allow_nan=False)
+
+
+def fixed(scale):
+    return partial(make_policy, "fixed", loss_scale_value=scale)
+
+
+def test_comparison_has_a_row_for_each_policy_and_trace_and_their_mean():
+    traces = [Trace.exact("low", [4.0] * 4), Trace.exact("high", [16.0] * 4), Trace.exact("free", [float("inf")] * 4)]
+    found = compare({"two": fixed(2.0), "eight": fixed(8.0)}, traces)
+    rows = {(row["policy"], row["trace"]): row for row in found.rows()}
+    assert rows.keys() == {(policy, trace) for policy in ("two", "eight") for trace in ("low", "high", "free", None)}
+    assert [rows["two", trace]["headroom_lost"] for trace in ("low", "high", "free", None)] == [1.0, 3.0, None, 2.0]
+    assert [rows["eight", trace]["skipped"] for trace in ("low", "high", "free", None)] == [4, 0, 0, 4 / 3]
+    json.dumps(found.rows(), allow_nan=False)
+
+
+def test_each_trace_begins_with_a_fresh_policy():
+    trace = Trace.exact("low", [4.0] * 4)
+    found = compare({"adaptive": partial(make_policy, "adaptive", **SMALL)}, [trace, trace])
+    assert found.measures["adaptive"][0] == found.measures["adaptive"][1]
+
+
+def test_pareto_front_of_a_comparison_leaves_out_what_another_beats_in_both():
+    trace = Trace.exact("made", [4.0, 4.0, 16.0, 16.0])
+    found = compare({"one": fixed(1.0), "four": fixed(4.0), "five": fixed(5.0), "sixteen": fixed(16.0)}, [trace])
+    # "one" loses more headroom than "four" and skips as little; "five" skips as much as "sixteen".
+    assert found.pareto_front() == ["four", "sixteen"]
+    assert [row["policy"] for row in found.rows() if row["on_front"]] == ["four", "sixteen"]
+
+
+def test_comparison_as_text_marks_the_front_and_aligns_its_columns():
+    found = compare({"one": fixed(1.0), "sixteen": fixed(16.0)}, [Trace.exact(name, [16.0] * 4) for name in "ab"])
+    lines = found.text().splitlines()
+    assert [line.split()[:3] for line in lines[-3:]] == [
+        ["sixteen", "a", "*"],
+        ["sixteen", "b", "*"],
+        ["sixteen", "(mean)", "*"],
+    ]
+    assert "*" not in lines[-6]
+    ends = {line.rindex(cell) + len(cell) for line, cell in zip(lines[-6:], ["1.00"] * 6, strict=True)}
+    assert len(ends) == 1
+    assert "skipped" in found.text()
+
+
+def test_table_shows_what_is_missing_as_a_dash():
+    rows = [
+        {"name": "a", "seconds_lost": None},
+        {"name": "b", "seconds_lost": float("nan")},
+        {"name": "c", "seconds_lost": 2},
+    ]
+    assert [line.split()[-1] for line in text_table(["name", "seconds_lost"], rows).splitlines()[2:]] == ["-", "-", "2"]
+
+
+NUMBERS = st.integers(0, 4).map(float)
+
+
+@given(st.lists(st.tuples(NUMBERS, st.one_of(NUMBERS, st.just(float("nan")))), max_size=12))
+def test_pareto_front_is_what_no_other_result_beats(results):
+    def number(value):
+        return float("inf") if value != value else value
+
+    points = [(first, number(second)) for first, second in results]
+    expected = [
+        not any(other != point and other[0] <= point[0] and other[1] <= point[1] for other in points)
+        for point in points
+    ]
+    assert pareto_front([first for first, _ in results], [second for _, second in results]).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("policies", "traces", "message"),
+    [
+        ({}, [Trace.exact("made", [1.0])], r"'policies' must have at least 1 entry, but got none"),
+        ({"one": fixed(1.0)}, [], r"'traces' must have at least 1 entry, but got none"),
+        ({"one": fixed(1.0)}, [Trace.exact("empty", [])], r"The trace 'empty' must have at least 1 step"),
+    ],
+)
+def test_nothing_to_compare_is_refused(policies, traces, message):
+    with pytest.raises(ValueError, match=message):
+        compare(policies, traces)

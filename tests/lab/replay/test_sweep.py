@@ -1,0 +1,199 @@
+"""The vectorised sweep equals the rule and the update cell: on random traces, and across the ends of its chunks."""
+
+import dataclasses
+import importlib
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scale_cells import SideBySide
+
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay.configuration import Configuration, grid
+from mindformers_adaptive.lab.replay.measures import overflows
+from mindformers_adaptive.lab.replay.simulate import replay
+from mindformers_adaptive.lab.replay.sweep import sweep
+from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rule.adaptive_rule import LossScaleState
+from mindformers_adaptive.rule.ladder import window_ladder
+
+SCRIPT = ROOT / "scripts" / "bench_sweep.py"
+
+# Sums in another order: their last digits may differ.
+INEXACT = {"headroom_lost", "headroom_regret", "seconds_lost"}
+
+
+@st.composite
+def configurations(draw):
+    smallest = draw(st.sampled_from([1, 2, 3, 10, 20]))
+    largest = smallest + draw(st.sampled_from([0, 1, 4, 100]))
+    return Configuration(
+        loss_scale_value=draw(st.sampled_from([2.0**15, 2.0**16, 50000.0])),
+        scale_factor=draw(st.sampled_from([2, 3, 1.5, 10, 1.0001])),
+        scale_window=draw(st.sampled_from([None, *window_ladder(largest, smallest)])),
+        max_scale_window=largest,
+        min_scale_window=smallest,
+        min_loss_scale=draw(st.sampled_from([1.0, 0.3, 2.0**-126, 30000.0])),
+        max_loss_scale=draw(st.sampled_from([None, 2.0**17, 100000.0])),
+        hysteresis=draw(st.sampled_from([1, 2, 5])),
+        shrink_from_min_window=draw(st.booleans()),
+    )
+
+
+CEILINGS = st.one_of(st.sampled_from([0.0, math.inf, 1e39]), st.floats(-3.0, 24.0).map(lambda bits: 2.0**bits))
+
+
+@st.composite
+def traces(draw):
+    """Runs of equal ceilings, so that there is time to fall to the floor and to climb to the cap.
+
+    The bounds are powers of two, as in the log of a run with a factor of 2, and half of them are unknown.
+    """
+    runs = draw(st.lists(st.tuples(CEILINGS, st.sampled_from([1, 1, 2, 7, 60])), min_size=1, max_size=25))
+    ceiling = np.repeat(*map(np.array, zip(*runs, strict=True)))
+    exponent = np.floor(np.log2(np.clip(ceiling, 2.0**-4, 2.0**26)))
+    random = np.random.default_rng(draw(st.integers(0, 9)))
+    lower_bound = np.where(random.random(len(ceiling)) < 0.5, np.minimum(2.0**exponent, ceiling), 0.0)
+    upper_bound = np.where((random.random(len(ceiling)) < 0.5) & (ceiling < 2.0**26), 2.0 ** (exponent + 1), np.inf)
+    seconds = random.random(len(ceiling)) if draw(st.booleans()) else None
+    return Trace("random", ceiling, lower_bound, upper_bound, seconds=seconds)
+
+
+@settings(max_examples=150)
+@given(tried=st.lists(configurations(), min_size=1, max_size=6), trace=traces(), small=st.booleans())
+def test_sweep_equals_the_rule(tried, trace, small):
+    with pytest.MonkeyPatch.context() as patch:
+        if small:  # many chunks, and not all new rows of tables at once
+            patch.setattr(importlib.import_module("mindformers_adaptive.lab.replay.sweep"), "_CHUNK_STEPS", 19)
+            patch.setattr(importlib.import_module("mindformers_adaptive.lab.replay.sweep_tables"), "_BLOCK", 40)
+        result = sweep(tried, trace)
+    for configuration, measures, final_state in zip(tried, result.measures, result.final_states, strict=True):
+        assert_same(configuration, trace, measures, final_state)
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.05, 0.5, 0.99])
+def test_sweep_of_a_grid_equals_the_rule_over_several_stretches(rate):
+    random = np.random.default_rng(int(rate * 1000))
+    low, high = 2.0 ** random.normal(4, 4, 3000), 2.0 ** random.normal(18, 0.5, 3000)
+    trace = Trace.exact("random", np.where(random.random(3000) < rate, low, high))
+    # Configurations that differ in one argument only share whatever the sweep thinks they can share.
+    tried = grid(
+        min_scale_window=[1, 20],
+        max_scale_window=[20],
+        scale_factor=[2, 3],
+        hysteresis=[1, 2],
+        shrink_from_min_window=[False, True],
+        min_loss_scale=[1.0, 2.0**10],
+        max_loss_scale=[None, 2.0**17],
+    )
+    result = sweep(tried, trace)
+    for configuration, measures, final_state in zip(tried, result.measures, result.final_states, strict=True):
+        assert_same(configuration, trace, measures, final_state)
+
+
+def assert_same(configuration, trace, measures, final_state):
+    expected = replay(make_policy("adaptive", **dataclasses.asdict(configuration)), trace)
+    found, wanted = dataclasses.asdict(measures), dataclasses.asdict(expected.measures)
+    exact = wanted.keys() - INEXACT
+    assert {name: found[name] for name in exact} == {name: wanted[name] for name in exact}
+    for name in INEXACT:
+        close = wanted[name] if wanted[name] is None else pytest.approx(wanted[name], rel=1e-9, abs=1e-9, nan_ok=True)
+        assert found[name] == close, name
+    assert final_state._asdict() == {name: expected.final_state[name] for name in LossScaleState._fields}
+
+
+def test_reference_sweep_and_cell_agree_on_random_traces(graph_mode):
+    from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+
+    arguments = [
+        {"max_scale_window": 4, "min_scale_window": 1},
+        {"max_scale_window": 50, "min_scale_window": 2, "scale_factor": 3},
+        {"max_scale_window": 5, "min_scale_window": 2, "scale_factor": 1.5, "hysteresis": 2},
+        {"max_scale_window": 2, "min_scale_window": 2, "max_loss_scale": 2.0**18, "min_loss_scale": 2.0**12},
+        {"max_scale_window": 4, "min_scale_window": 2, "shrink_from_min_window": True},
+    ]
+    tried = [Configuration(**given) for given in arguments]
+    cells = [
+        AdaptiveLossScaleUpdateCell(2**16, one.scale_factor, one.min_scale_window, **without_factor(given))
+        for one, given in zip(tried, arguments, strict=True)
+    ]
+    # A trace for each, from one that hardly overflows to one that does at every other step.
+    random = np.random.default_rng(0)
+    ceilings = 2.0 ** random.normal(16.0, [[0.2], [0.5], [1.0], [2.0], [4.0]], (len(cells), 200))
+    ceilings[random.random(ceilings.shape) < 0.05] = 0.0
+    side_by_side = SideBySide(cells)
+    scales = [one.loss_scale_value for one in tried]
+    for limits in ceilings.T.tolist():
+        scales, _ = side_by_side.step(list(map(overflows, scales, limits)))
+    for place, cell in enumerate(cells):
+        trace = Trace.exact("random", ceilings[place])
+        result = sweep([tried[place]], trace)
+        assert_same(tried[place], trace, result.measures[0], result.final_states[0])
+        final_state, state = result.final_states[0]._asdict(), cell.state()
+        assert scales[place] == final_state["loss_scale"]
+        assert state["cur_iter"] - 1 - state["last_overflow_iter"] == final_state["clean_steps"]
+        shared = final_state.keys() & state.keys()
+        assert len(shared) >= 6
+        assert {name: state[name] for name in shared} == {name: final_state[name] for name in shared}
+
+
+def without_factor(arguments):
+    return {name: value for name, value in arguments.items() if name != "scale_factor"}
+
+
+def test_column_is_one_measure_of_all_configurations():
+    result = sweep([Configuration.dynamic(1), Configuration.dynamic(5)], Trace.exact("made", [2.0**16] * 12))
+    assert result.column("skipped").tolist() == [6, 2]
+    assert np.isnan(result.column("seconds_lost")).all()
+
+
+@pytest.mark.parametrize(
+    ("tried", "ceiling", "message"),
+    [
+        ([], [1.0], r"'configurations' must have at least 1 configuration, but got none"),
+        ([Configuration()], [], r"The trace 'made' must have at least 1 step, but got none"),
+    ],
+)
+def test_nothing_to_sweep_is_refused(tried, ceiling, message):
+    with pytest.raises(ValueError, match=message):
+        sweep(tried, Trace.exact("made", ceiling))
+
+
+def test_benchmark_compares_every_configuration_and_reports_what_it_measured(run_python):
+    # All configurations, as the speed comes from doing many at once.
+    printed = run_python(SCRIPT, "--compared_steps", 50, "--steps", 20_000, "--json").stdout
+    result = json.loads(printed)
+    assert result["missed"] == []
+    assert result["configurations"] == 1000
+    assert result["against_the_rule"]["different_configurations"] == 0
+    assert result["large"]["sweep_steps_a_second"] >= 1e7
+    assert 0 < result["large"]["peak_gibibytes"] < 2
+
+
+@pytest.mark.parametrize(("changed", "missing"), [("steps", "agrees"), ("speed", "10 million"), ("memory", "2 GiB")])
+def test_benchmark_names_what_is_missed(changed, missing):
+    import bench_sweep
+
+    result = {
+        "against_the_rule": {"different_configurations": int(changed == "steps")},
+        "large": {
+            "sweep_steps_a_second": 9e6 if changed == "speed" else 2e7,
+            "seconds": 10.0,
+            "peak_gibibytes": 2.5 if changed == "memory" else 0.1,
+        },
+    }
+    assert [missing in name for name in bench_sweep.missed(result)] == [True]
+
+
+def test_benchmark_would_see_a_result_that_differs():
+    import bench_sweep
+
+    result = sweep([Configuration()], bench_sweep.make_trace(2000))
+    measures = result.measures[0].as_dict()
+    assert bench_sweep.same_measures(measures, measures)
+    assert not bench_sweep.same_measures({**measures, "skipped": measures["skipped"] + 1}, measures)
+    assert not bench_sweep.same_measures({**measures, "headroom_lost": measures["headroom_lost"] + 1e-6}, measures)

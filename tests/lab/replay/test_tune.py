@@ -1,0 +1,175 @@
+"""Tuning recommends what costs least, says how sure that is, and writes a section that the cell accepts."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay.configuration import Configuration, grid
+from mindformers_adaptive.lab.replay.measures import cost
+from mindformers_adaptive.lab.replay.simulate import replay
+from mindformers_adaptive.lab.replay.tune import default_grid, tune
+from mindformers_adaptive.lab.traces.trace import Trace
+
+CALM = Trace.exact("calm", [2.0**16] * 2000)
+RISING = Trace.exact("rising", 2.0 ** np.linspace(16, 66, 2000))
+
+
+def test_costs_are_those_of_replaying_each_configuration():
+    tried = grid(min_scale_window=[5, 50], max_scale_window=[50, 500], scale_factor=[2, 3])
+    found = tune([CALM, RISING], tried, exchange_rate=2.5)
+    for place, configuration in enumerate(tried):
+        expected = [
+            cost(replay(make_policy("adaptive", **dataclasses.asdict(configuration)), trace).measures, 2.5)
+            for trace in (CALM, RISING)
+        ]
+        assert found.costs[place].tolist() == pytest.approx(expected)
+    assert found.recommended == tried[int(np.argmin(found.costs.mean(axis=1)))]
+    assert [row["cost"] for row in found.rows(3)] == sorted(found.costs.mean(axis=1).tolist())[:3]
+
+
+def test_dear_bits_favour_a_small_window_and_cheap_ones_a_large_window():
+    tried = [Configuration.dynamic(window) for window in (10, 100, 1000)]
+    assert tune([RISING], tried, exchange_rate=1e5).recommended.max_scale_window == 10
+    assert tune([RISING], tried, exchange_rate=0.0).recommended.max_scale_window > 10
+    assert tune([CALM], tried).recommended.max_scale_window == 1000
+
+
+def test_of_equals_the_first_is_recommended():
+    tried = [Configuration(hysteresis=count) for count in (2, 1)]
+    assert tune([Trace.exact("free", [float("inf")] * 10)], tried).best == 0
+
+
+@pytest.mark.parametrize(
+    ("lower_bound", "upper_bound", "known", "verdict"),
+    [(2.0**16, 2.0**16 + 1, 1.0, "known"), (2.0**16, np.inf, 0.9, "known"), (2.0**15, np.inf, 0.0, "a guess")],
+)
+def test_certainty_tells_how_much_the_trace_knows(lower_bound, upper_bound, known, verdict):
+    steps = 1000
+    trace = Trace("log", np.full(steps, 2.0**16), np.full(steps, lower_bound), np.full(steps, upper_bound))
+    # At 2**16 but for the step after each full window, at 2**17.
+    told = tune([trace], [Configuration.dynamic(9)]).certainty()
+    assert (told["known_share"], told["verdict"]) == (pytest.approx(known), verdict)
+    json.dumps(told, allow_nan=False)
+
+
+def test_certainty_shows_costs_at_the_lowest_and_the_highest_ceilings():
+    trace = Trace("log", np.full(1000, 2.0**16), np.full(1000, 2.0**15), np.full(1000, 2.0**20))
+    tried = [Configuration.dynamic(9), Configuration.dynamic(99)]
+    told = tune([trace], tried).certainty()["assumed"]
+    for name, ceiling in (("lowest", 2.0**15), ("highest", np.nextafter(2.0**20, 0))):
+        costs = [
+            cost(replay(make_policy("adaptive", **dataclasses.asdict(one)), Trace.exact("", [ceiling] * 1000)).measures)
+            for one in tried
+        ]
+        found = told[f"the {name} ceilings that are possible"]
+        assert (found["cost"], found["smallest"]) == pytest.approx((costs[1], min(costs)))
+        assert found["best"] == tried[int(np.argmin(costs))].label
+
+
+def test_assumptions_of_ones_own_replace_the_bounds():
+    trace = Trace("log", np.full(100, 2.0**16), np.zeros(100), np.full(100, np.inf))
+    higher = dataclasses.replace(trace, ceiling=np.full(100, 2.0**20))
+    found = tune([trace], [Configuration.dynamic(9)], assumptions={"four bits more": [higher]})
+    assert found.certainty()["assumed"].keys() == {"four bits more"}
+    assert found.assumed["four bits more"][0, 0] != found.costs[0, 0]
+
+
+def test_leaving_a_trace_out_shows_what_the_others_would_have_recommended_for_it():
+    tried = [Configuration.dynamic(window) for window in (10, 1000)]
+    found = tune([CALM, RISING], tried, exchange_rate=20.0)
+    by_trace = {row["trace"]: row for row in found.certainty()["left_out"]}
+    assert by_trace["calm"]["recommended"] == "dynamic 10"
+    assert by_trace["calm"]["above_smallest"] == pytest.approx(found.costs[0, 0] - found.costs[1, 0])
+    assert by_trace["rising"]["recommended"] == "dynamic 1000"
+    assert tune([CALM], tried).certainty()["left_out"] == []
+
+
+def test_text_holds_the_table_the_section_and_how_sure_it_is():
+    found = tune([CALM, RISING], [Configuration.dynamic(10), Configuration(hysteresis=2)])
+    text = found.text()
+    assert found.recommended.scale_sense() in text
+    assert "adaptive 20-1000 hysteresis=2" in text
+    assert "How sure: known. The traces know the outcome of 100.0%" in text
+    assert "Without trace 'calm': " in text
+    assert "ceilings that are possible" not in text
+
+
+def test_text_shows_other_assumptions_where_they_matter():
+    trace = Trace("log", np.full(1000, 2.0**16), np.full(1000, 1.5 * 2.0**15), np.full(1000, 2.0**20))
+    text = tune([trace], [Configuration.dynamic(9)]).text()
+    assert "How sure: a guess." in text
+    assert "With the lowest ceilings that are possible: " in text
+    assert "With the highest ceilings that are possible: " in text
+
+
+def test_a_configuration_that_applies_nothing_is_not_on_the_front():
+    stuck = Configuration(min_loss_scale=2.0**16)
+    rows = tune([Trace.exact("low", [2.0**10] * 50)], [stuck, Configuration()]).rows()
+    assert [(row["on_front"], row["headroom_lost"]) for row in rows] == [(True, pytest.approx(0.0)), (False, None)]
+    json.dumps(rows, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        Configuration(),
+        Configuration.dynamic(200, loss_scale_value=2.0**32),
+        Configuration(max_loss_scale=2.0**100, min_loss_scale=1e-5, hysteresis=2, scale_factor=1.5),
+        Configuration(loss_scale_value=50000.5, scale_window=100, shrink_from_min_window=True),
+    ],
+)
+def test_section_to_paste_makes_the_cell_that_was_recommended(configuration):
+    from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+
+    section = yaml.safe_load(configuration.scale_sense())["scale_sense"]
+    assert section.pop("type") == "AdaptiveLossScaleUpdateCell"
+    cell = AdaptiveLossScaleUpdateCell(**section)
+    assert vars(cell.rule) == vars(configuration.rule)
+    assert (cell.get_loss_scale(), cell.start_window) == configuration.start[:2]
+    assert Configuration(**section).start == configuration.start
+
+
+def test_default_grid_has_dynamic_and_adaptive_configurations_once_each():
+    tried = default_grid(2.0**20)
+    assert len(set(tried)) == len(tried) == 180
+    assert {one.loss_scale_value for one in tried} == {2.0**20}
+    assert {one.label.split()[0] for one in tried} == {"dynamic", "adaptive"}
+    assert len({one.label for one in tried}) == len(tried)
+
+
+def test_grid_leaves_out_windows_that_do_not_fit():
+    tried = grid(min_scale_window=[20, 100], max_scale_window=[50, 100], scale_window=[20, 100])
+    windows = [(one.min_scale_window, one.max_scale_window, one.scale_window) for one in tried]
+    assert windows == [(20, 50, 20), (20, 100, 20), (20, 100, 100), (100, 100, 100)]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: grid(window=[1]), TypeError, r"A grid must name arguments of the rule .* but got \['window'\]"),
+        (lambda: grid(max_scale_window=[5]), ValueError, r"A grid must have at least one combination .* but got"),
+        (lambda: grid(hysteresis=[0]), ValueError, r"'hysteresis' must be at least 1, but got 0"),
+        (lambda: Configuration(scale_window=25), ValueError, r"must be one of the ladder .* must not rely on that"),
+        (lambda: Configuration(max_scale_window=5), ValueError, r"'max_scale_window' must be .* must not rely on that"),
+        (lambda: tune([]), ValueError, r"'traces' must have at least 1 trace, but got none"),
+        (lambda: tune([CALM], []), ValueError, r"'configurations' must have at least 1 configuration"),
+        (
+            lambda: tune([CALM], exchange_rate="1"),
+            TypeError,
+            r"'exchange_rate' must be a number, but got '1' of type str",
+        ),
+        (lambda: tune([CALM], exchange_rate=True), TypeError, r"'exchange_rate' must be a number, but got True"),
+        (
+            lambda: tune([CALM], exchange_rate=-1),
+            ValueError,
+            r"'exchange_rate' must be finite and not below 0, but got -1",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

@@ -1,0 +1,93 @@
+"""Ceilings that were measured: read from JSON, and from the record of GradientRangeMonitor."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mindformers_adaptive.lab.traces.measured import from_ceilings, from_gradient_ranges
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        {"ceilings": [65536.0, "inf", 0]},
+        {"steps": [{"step": 3, "ceiling": 65536}, {"step": 5, "ceiling": "inf"}, {"step": 6, "ceiling": 0, "more": 1}]},
+    ],
+)
+def test_measured_ceilings_are_read(tmp_path, measured):
+    file = tmp_path / "sweep.json"
+    file.write_text(json.dumps(measured), encoding="utf-8")
+    assert (from_ceilings(file).name, from_ceilings(file).ceiling.tolist()) == ("sweep", [65536.0, np.inf, 0.0])
+    file.write_text(json.dumps({"name": "llama", **measured}), encoding="utf-8")
+    assert from_ceilings(str(file)).name == "llama"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"sweep.json must be a JSON file of ceilings, but: Expecting value"),
+        (b"\xff", r"must be a JSON file of ceilings"),
+        (b'{"ceilings": [NaN]}', r"must be a JSON file of ceilings, but: NaN is not JSON"),
+        (b"[1.0]", r"must hold a JSON object, but holds a list"),
+        (b"{}", r"must hold ceilings, or steps that increase"),
+        (b'{"ceilings": []}', r"must hold ceilings, or steps that increase"),
+        (b'{"ceilings": 3}', r"must hold ceilings, or steps that increase"),
+        (b'{"steps": [{"step": 2, "ceiling": 1}, {"step": 2, "ceiling": 1}]}', r"must hold .* steps that increase"),
+        (b'{"steps": [{"ceiling": 1}]}', r"must hold .* steps that increase"),
+        (b'{"steps": [3]}', r"must hold .* steps that increase"),
+        (b'{"steps": [{"step": 2}]}', r"must be a number of at least 0, but number 0 is None"),
+        (b'{"ceilings": [1.0, -1]}', r"must be a number of at least 0, but number 1 is -1"),
+        (b'{"ceilings": [true]}', r"must be a number of at least 0, but number 0 is True"),
+        (b'{"ceilings": ["1"]}', r"must be a number of at least 0, but number 0 is '1'"),
+    ],
+)
+def test_files_of_another_form_are_refused(tmp_path, content, message):
+    file = tmp_path / "sweep.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        from_ceilings(file)
+
+
+def test_a_missing_file_of_ceilings_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        from_ceilings(tmp_path / "none.json")
+
+
+def sweep_line(step, *batches):
+    tried = [[{"loss_scale": scale, "overflow": mark == "!"} for scale, mark in batch] for batch in batches]
+    return json.dumps({"step": step, "batches": [{"loss_scales": batch} for batch in tried]})
+
+
+def test_a_sweep_bounds_the_ceiling_between_what_fits_and_what_overflows(tmp_path):
+    file = tmp_path / "gradient_ranges.jsonl"
+    lines = [
+        sweep_line(100, [(64, "."), (512, "."), (4096, "!")]),
+        # The batch that overflows first decides.
+        sweep_line(200, [(64, "."), (512, "!"), (4096, "!")], [(64, "."), (512, "."), (4096, ".")]),
+        sweep_line(300, [(64, "!"), (512, "!")]),
+        sweep_line(400, [(64, "."), (512, ".")]),
+        # Beyond an overflow nothing counts as bearable.
+        sweep_line(500, [(64, "."), (512, "!"), (4096, ".")]),
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    trace = from_gradient_ranges(file)
+    assert trace.name == "gradient_ranges.jsonl"
+    assert trace.lower_bound.tolist() == trace.ceiling.tolist() == [512, 64, 0, 512, 64]
+    assert trace.upper_bound.tolist() == [4096, 512, 64, np.inf, 512]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "must have at least 1 sweep, but is empty"),
+        (sweep_line(1, [(64, ".")]) + "\n{", r"gradient_ranges.jsonl:2 is no sweep .*JSONDecodeError"),
+        ('{"step": 1}', r"gradient_ranges.jsonl:1 is no sweep .*'batches'"),
+        ("[1]", r"gradient_ranges.jsonl:1 is no sweep"),
+    ],
+)
+def test_a_file_that_is_no_record_of_sweeps_is_refused(tmp_path, content, message):
+    file = tmp_path / "gradient_ranges.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        from_gradient_ranges(file)

@@ -1,0 +1,125 @@
+"""From a recorded run to a trace: the formulas of the assumed ceilings, the bounds, and what is known."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
+from mindformers_adaptive.lab.traces.trace import Trace
+
+
+def run_of(scales, overflow, known=None, **others):
+    count = len(scales)
+    return RecordedRun(
+        "run",
+        ("run.log",),
+        "jsonl",
+        np.arange(1, count + 1),
+        np.array(scales, dtype=np.float64),
+        np.array([mark == "!" for mark in overflow]),
+        np.ones(count, bool) if known is None else np.array(known),
+        **others,
+    )
+
+
+def exponents(ceiling):
+    return np.log2(ceiling).round(6).tolist()
+
+
+def test_interpolated_ceilings_lie_between_the_rows_of_skipped_steps():
+    # Rows of skipped steps at places 0-1 (down from 16 to 8, then 4 is applied) and 6 (at 16, then 8).
+    run = run_of([16, 8, 4, 4, 4, 4, 16, 8], "!!....!.")
+    # log2: row one (3 + 2) / 2 = 2.5, row two (4 + 3) / 2 = 3.5; linear between places 1 and 6; then constant.
+    assert exponents(run.to_trace().ceiling) == [2.5, 2.5, 2.7, 2.9, 3.1, 3.3, 3.5, 3.5]
+
+
+def test_interpolated_ceilings_are_moved_into_the_bounds():
+    # Row at place 1: (3 + 2) / 2; the step before was applied at 2^3, above that.
+    assert exponents(run_of([8, 8, 4], ".!.").to_trace().ceiling) == [3, 2.5, 2.5]
+    # A tolerated overflow: the next step was applied at the same scale, so half of it stands in.
+    assert exponents(run_of([8, 8, 8], "!..").to_trace().ceiling) == [2.5, 3, 3]
+    # A row at the end has no next step.
+    assert exponents(run_of([4, 8], ".!").to_trace().ceiling) == [2.5, 2.5]
+
+
+def test_without_skips_the_largest_applied_scale_is_assumed_and_nothing_bounds_from_above():
+    run = run_of([4, 8, 4], "...")
+    assert exponents(run.to_trace().ceiling) == [3, 3, 3]
+    assert run.to_trace("lower_bound").ceiling.tolist() == [4, 8, 4]
+    assert np.isinf(run.to_trace("upper_bound").ceiling).all()
+
+
+def test_lower_bound_takes_the_applied_scale_and_for_skips_what_the_neighbours_bore():
+    run = run_of([4, 16, 8, 2, 16, 8], ".!!.!.")
+    assert run.to_trace("lower_bound").ceiling.tolist() == [4, 2, 2, 2, 2, 8]
+
+
+@pytest.mark.parametrize("assume", ASSUMPTIONS)
+def test_a_scale_that_collapsed_to_zero_has_a_ceiling_below_every_float32(assume):
+    trace = run_of([2.0**-148, 2.0**-149, 0, 0], "!!!!").to_trace(assume)
+    assert (trace.ceiling[2:] < 2.0**-149).all()
+
+
+def test_upper_bound_is_just_below_what_the_neighbours_did_not_bear():
+    run = run_of([4, 16, 8, 2, 32, 8], ".!!.!.")
+    expected = [np.nextafter(scale, 0) for scale in (16, 16, 8, 32, 32, 32)]
+    assert run.to_trace("upper_bound").ceiling.tolist() == expected
+
+
+def test_bounds_come_only_from_steps_whose_place_and_scale_are_known():
+    run = run_of([16, 8, 4, np.nan], "!.!.", known=[True, True, False, True])
+    trace = run.to_trace()
+    assert trace.lower_bound.tolist() == [0, 8, 0, 0]
+    assert trace.upper_bound.tolist() == [16, np.inf, np.inf, np.inf]
+    assert bound_shares(trace) == {"both": 0.0, "lower_bound": 0.25, "upper_bound": 0.25, "neither": 0.5}
+    assert trace.known([16, 8, 4, 4]).tolist() == [True, True, False, False]
+
+
+def test_a_trace_of_measured_ceilings_has_bounds_on_both_sides():
+    assert bound_shares(Trace.exact("made", [4.0, 0.0]))["both"] == 1.0
+
+
+def test_the_trace_carries_what_the_run_recorded():
+    seconds = np.array([0.5, np.nan])
+    trace = run_of([8, 4], "!.", seconds=seconds).to_trace()
+    assert (trace.name, trace.loss_scale.tolist(), trace.overflow.tolist()) == ("run", [8, 4], [True, False])
+    assert trace.seconds is seconds
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.booleans()), min_size=1, max_size=60))
+def test_every_assumption_agrees_with_every_step_and_lower_is_below_upper(steps):
+    exponent, overflow, known = zip(*steps, strict=True)
+    run = run_of([2.0**k for k in exponent], "".join("!" if over else "." for over in overflow), known=known)
+    lower, middle, upper = (run.to_trace(assume).ceiling for assume in ("lower_bound", "interpolated", "upper_bound"))
+    for ceiling in (lower, middle, upper):
+        # Replayed at its own scales, the run overflows where it did.
+        assert ((run.loss_scale > ceiling) == run.overflow).all()
+    assert (lower <= upper).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": np.ones(3)}, r"All arrays of the run 'run' must have one number for each step"),
+        (
+            {"lines_read": 3, "lines_used": 1, "lines_ignored": 1},
+            r"'lines_read' must be 'lines_used' \+ .* got 3, 1 and",
+        ),
+    ],
+)
+def test_a_run_that_contradicts_itself_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        run_of([8, 4], "!.", **changes)
+
+
+def test_steps_that_do_not_increase_are_refused():
+    arrays = (np.array([2, 2]), np.ones(2), np.zeros(2, bool), np.ones(2, bool))
+    with pytest.raises(ValueError, match=r"The steps of the run 'run' must increase"):
+        RecordedRun("run", (), "jsonl", *arrays)
+
+
+def test_an_unknown_assumption_is_refused():
+    with pytest.raises(ValueError, match=r"'assume' must be one of \('interpolated', .*, but got 'hopeful'"):
+        run_of([8], ".").to_trace("hopeful")
+    assert ASSUMPTIONS[0] == "interpolated"

@@ -1,0 +1,55 @@
+"""When a row of overflows is told, and what is said then."""
+
+import pytest
+
+from mindformers_adaptive.monitor.collapse import CollapseDetector
+
+
+def step(consecutive_overflows, **entry):
+    entry = {"step": 99, "loss": 2.5, "loss_scale": 8.0, "next_loss_scale": 4.0, **entry}
+    return entry | {"consecutive_overflows": consecutive_overflows}
+
+
+@pytest.mark.parametrize(
+    ("rows", "told_at"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6, 7], [3, 6]),
+        ([1, 2, 0, 1, 2, 0], []),
+        ([2, 3, 0, 1, 2, 3], [3, 3]),
+        # Steps that nobody saw, and a run that was resumed in mid row.
+        ([2, 7, 8, 9], [7, 9]),
+        ([0, None, 3], [3]),
+    ],
+)
+def test_a_row_is_told_at_each_multiple_of_the_limit(rows, told_at):
+    detector = CollapseDetector(max_consecutive_overflows=3)
+    assert [row for row in rows if detector.check(step(row))] == told_at
+
+
+def test_without_a_limit_nothing_is_told():
+    assert CollapseDetector(None).check(step(10**6)) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ({"loss": float("nan")}, "The loss itself is nan, which no loss scale can help: look for NaN or inf in"),
+        ({"loss_scale": 1.0, "next_loss_scale": 1.0}, "The loss scale falls no further (min_loss_scale)"),
+        ({}, "The loss scale is still falling: a lower loss_scale_value would have skipped fewer steps."),
+        ({"loss": None}, "The loss scale is still falling"),
+    ],
+)
+def test_the_message_says_where_and_what_helps(entry, sentence):
+    message = CollapseDetector(2).check(step(2, **entry))
+    scale = entry.get("loss_scale", 8.0)
+    assert message.startswith(
+        f"Loss scaling has collapsed: 2 steps in a row have overflowed up to step 99, the last of them at loss scale "
+        f"{scale}. None of them has changed a weight. {sentence}"
+    )
+    for advice in ("learning rate", "softmax", "float32", "min_loss_scale", "checkpoint before the overflows began"):
+        assert advice in message
+
+
+def test_a_step_whose_own_scale_is_unknown_is_told_with_the_next():
+    message = CollapseDetector(2).check(step(2, loss_scale=None))
+    assert "the last of them at loss scale 4.0." in message

@@ -1,0 +1,227 @@
+"""``GradientRangeMonitor``: what it writes is true, and the training takes no notice of it."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from fp16_networks import HalfPrecisionSum, rows, seeded_train_step
+from mindformers.tools.logger import get_logger
+from mindspore import Model, Tensor, dataset, nn
+from mindspore import dtype as mstype
+from mindspore.train import Callback
+from tensorboardX.proto.event_pb2 import Event
+from training_runs import TrainingRun
+
+from mindformers_adaptive.gradients.ranges import gradient_ranges
+from mindformers_adaptive.lab.traces.measured import from_gradient_ranges
+from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+
+# No more: after five calls MindSpore's dropout on CPU settles on a number of threads, by the time they took, and draws
+# by thread.
+STEPS = 5
+
+
+def batches(steps=STEPS):
+    inputs, targets = rows(count=4 * steps)
+    return dataset.NumpySlicesDataset((inputs, targets), shuffle=False).batch(4)
+
+
+class Recorder(Callback):
+    """Keeps the outputs of every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+
+    def on_train_step_end(self, run_context):
+        loss, overflow, loss_scale = run_context.original_args().net_outputs
+        self.outputs.append((loss.asnumpy().item(), bool(overflow), float(loss_scale)))
+
+
+def train(*callbacks):
+    """Train for a few steps; return the outputs of each and the Parameters after the last."""
+    recorder = Recorder()
+    step = seeded_train_step(functional_dropout=True)
+    Model(step).train(1, batches(), callbacks=[*callbacks, recorder], dataset_sink_mode=False)
+    return recorder.outputs, {value.name: value.asnumpy().tobytes() for value in step.get_parameters()}
+
+
+def lines_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def events_of(folder):
+    """Return {(tag, step): value} of all TensorBoard files in a folder."""
+    found = {}
+    for file in folder.glob("events.*"):
+        content = file.read_bytes()
+        while content:
+            # A record is its length, a checksum, the event and a checksum.
+            length = struct.unpack("<Q", content[:8])[0]
+            event = Event.FromString(content[12 : 12 + length])
+            content = content[16 + length :]
+            for value in event.summary.value:
+                is_histogram = value.HasField("histo")
+                found[value.tag, event.step] = value.histo if is_histogram else value.simple_value
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The loss of one batch")
+def test_training_takes_the_same_steps_with_it(mode, tmp_path):
+    with_it = train(GradientRangeMonitor(1, [1, 2**30], tmp_path / "record.jsonl", tmp_path))
+    assert with_it == train()
+    assert [line["step"] for line in lines_of(tmp_path / "record.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def sum_training(tmp_path, x, **arguments):
+    """Train the network whose gradients are known on the rows of x, at the loss scale 2^10."""
+    network = HalfPrecisionSum(x.shape[1])
+    update_cell = AdaptiveLossScaleUpdateCell(2**10, 2, 20)
+    optimizer = nn.SGD(network.trainable_params(), 0.25)
+    step = TrainOneStepWithLossScaleCell(network, optimizer, update_cell)
+    monitor = GradientRangeMonitor(1, record_path=tmp_path / "record.jsonl", tensorboard_dir=tmp_path, **arguments)
+    data = dataset.NumpySlicesDataset(x, shuffle=False).batch(1)
+    Model(step).train(1, data, callbacks=[monitor], dataset_sink_mode=False)
+
+
+def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path):
+    x = np.array([[1.0, 2.0], [4.0, 8.0]], np.float32)
+    sum_training(tmp_path, x, loss_scales=[1, 2**14])
+    first, second = lines_of(tmp_path / "record.jsonl")
+    assert [scale["loss_scale"] for scale in first["loss_scales"]] == [1, 2**10, 2**14]
+    assert [scale["overflowed_batches"] for scale in first["loss_scales"]] == [0, 0, 0]
+    assert [scale["overflowed_batches"] for scale in second["loss_scales"]] == [0, 0, 1]
+    assert second["loss_scales"][1]["overall"]["largest"] == 8 * 2**10
+    # Ones, less a quarter of the first gradients.
+    assert second["weights"]["parameters"]["weight"]["largest"] == 0.75
+    expected = gradient_ranges(HalfPrecisionSum(2), x[:1], [1, 2**10, 2**14]).to_dict()
+    assert first == {"step": 1, **expected}
+
+
+def test_record_is_a_trace_of_measured_ceilings(graph_mode, tmp_path):
+    sum_training(tmp_path, np.array([[1.0, 2.0], [4.0, 8.0]], np.float32), loss_scales=[1, 2**14])
+    trace = from_gradient_ranges(tmp_path / "record.jsonl")
+    # The largest gradient is 2, then 8: at 2**14 the second is beyond the 65504 of FP16.
+    assert trace.lower_bound.tolist() == [2**14, 2**10]
+    assert trace.upper_bound.tolist() == [np.inf, 2**14]
+
+
+def test_tensorboard_has_histograms_and_norms_of_weights_and_gradients_without_the_scale(graph_mode, tmp_path):
+    sum_training(tmp_path, np.array([[3.0, 4.0], [3.0, 2.0**-30]], np.float32), loss_scales=[1])
+    events = events_of(tmp_path)
+    assert {tag for tag, _ in events} == {
+        *("weight", "weight/norm", "weight/grad", "weight/grad/norm"),
+        *("gradients/norm", "gradients/largest", "gradients/smallest"),
+        *("gradients/zeros_share", "gradients/infs_and_nans_share", "gradients/underflowed_share"),
+    }
+    assert events["weight/grad/norm", 1] == events["gradients/norm", 1] == 5
+    assert events["weight/norm", 1] == pytest.approx(np.sqrt(2))
+    assert (events["gradients/largest", 1], events["gradients/smallest", 1]) == (4, 3)
+    assert (events["gradients/zeros_share", 1], events["gradients/zeros_share", 2]) == (0, 0.5)
+    assert (events["weight/grad", 1].min, events["weight/grad", 1].max, events["weight/grad", 1].num) == (3, 4, 2)
+    assert (events["weight", 1].min, events["weight", 2].max) == (1, 0.25)
+
+
+def test_gradients_that_overflow_are_reported_and_left_out_of_the_histogram(graph_mode, tmp_path):
+    sum_training(tmp_path, np.array([[1.0, np.inf], [np.inf, np.inf]], np.float32))
+    events = events_of(tmp_path)
+    assert [events["gradients/infs_and_nans_share", step] for step in (1, 2)] == [0.5, 1]
+    assert events["weight/grad", 1].num == 1
+    assert ("weight/grad", 2) not in events
+    lines = lines_of(tmp_path / "record.jsonl")
+    assert [line["loss_scales"][0]["overflowed_batches"] for line in lines] == [1, 1]
+
+
+def test_a_model_without_loss_scaling_is_looked_at_at_scale_1(graph_mode, tmp_path):
+    network = nn.Dense(8, 2)
+    model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
+    monitor = GradientRangeMonitor(2, record_path=tmp_path / "record.jsonl")
+    model.train(1, batches(), callbacks=[monitor], dataset_sink_mode=False)
+    assert [line["loss_scales"][0]["loss_scale"] for line in lines_of(tmp_path / "record.jsonl")] == [1, 1]
+    assert not list(tmp_path.glob("events.*"))
+
+
+@pytest.fixture
+def mindformers_log(caplog):
+    """MindFormers' log; its logger does not propagate."""
+    logger = get_logger()
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_a_record_that_cannot_be_written_does_not_stop_the_training(graph_mode, tmp_path, mindformers_log):
+    (tmp_path / "file").touch()
+    network = nn.Dense(8, 2)
+    model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
+    monitor = GradientRangeMonitor(2, record_path=tmp_path / "file" / "record.jsonl")
+    model.train(1, batches(), callbacks=[monitor], dataset_sink_mode=False)
+    assert mindformers_log.text.count("cannot be written") == 1
+
+
+def test_a_loss_scale_of_inf_is_said_once(graph_mode, tmp_path, mindformers_log):
+    network = HalfPrecisionSum(2)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    step = TrainOneStepWithLossScaleCell(network, optimizer, Tensor(np.inf, mstype.float32))
+    monitor = GradientRangeMonitor(1, record_path=tmp_path / "record.jsonl")
+    data = dataset.NumpySlicesDataset(np.ones((3, 2), np.float32)).batch(1)
+    Model(step).train(1, data, callbacks=[monitor], dataset_sink_mode=False)
+    assert mindformers_log.text.count("looks at no gradients while the loss scale is inf") == 1
+    assert not (tmp_path / "record.jsonl").exists()
+
+
+def test_data_sink_mode_is_said_once(graph_mode, tmp_path, mindformers_log):
+    class SinkMode(Callback):
+        """Says what MindSpore says in data-sink mode, which does not run on CPU."""
+
+        def on_train_begin(self, run_context):
+            run_context.original_args().dataset_sink_mode = True
+
+        def on_train_step_begin(self, run_context):
+            run_context.original_args().train_dataset_element = ()
+
+    train(SinkMode(), GradientRangeMonitor(1, record_path=tmp_path / "record.jsonl"))
+    assert mindformers_log.text.count("cannot see the batches in data-sink mode") == 1
+    assert not (tmp_path / "record.jsonl").exists()
+
+
+def test_a_network_without_a_train_step_is_refused():
+    class Stepless(nn.Cell):
+        def construct(self, x, target):
+            return x.sum()
+
+    monitor = GradientRangeMonitor()
+    with pytest.raises(ValueError, match="must be used with a train-step cell"):
+        Model(Stepless()).train(1, batches(), callbacks=[monitor], dataset_sink_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every_n_steps": 0}, ValueError, "'every_n_steps' must be at least 1"),
+        ({"every_n_steps": 1.0}, TypeError, "'every_n_steps' must be an integer"),
+        ({"loss_scales": [-1]}, ValueError, "'loss_scales' must be finite and above 0"),
+        ({"loss_scales": 2}, TypeError, "'loss_scales' must be a list"),
+        ({"record_path": 3}, TypeError, "'record_path' must be a path"),
+        ({"all_ranks": 1}, TypeError, "'all_ranks' must be True or False"),
+    ],
+)
+def test_bad_input_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        GradientRangeMonitor(**arguments)
+
+
+@pytest.mark.slow
+def test_it_works_from_the_yaml_file_and_writes_where_mindformers_does(corpus, tmp_path):
+    monitor = "{type: GradientRangeMonitor, every_n_steps: 4, loss_scales: [1, 65536]}"
+    options = {"callbacks.1": monitor, "tensorboard.tensorboard_dir": tmp_path / "board"}
+    with TrainingRun(tmp_path / "run", corpus, options, steps=8) as run:
+        run.wait()
+    lines = lines_of(tmp_path / "run" / "gradient_ranges.jsonl")
+    assert [line["step"] for line in lines] == [4, 8]
+    assert lines[0]["loss_scales"][0]["loss_scale"] == 1
+    events = events_of(tmp_path / "board" / "rank_0")
+    assert ("lm_head.weight/grad", 8) in events
+    assert ("gradients/norm", 4) in events

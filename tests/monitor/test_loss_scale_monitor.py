@@ -1,0 +1,486 @@
+"""``LossScaleMonitor`` in trainings of ``mindspore.train.Model``: its record is the rule's, whoever looks how often."""
+
+import math
+import resource
+
+import mindspore
+import numpy as np
+import pytest
+from event_files import read_scalars
+from mindformers.trainer import base_trainer
+from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
+from mindformers.wrapper import MFTrainOneStepCell as StockMFTrainOneStepCell
+from mindspore import Tensor, dataset, nn
+from mindspore.train import Callback, Model
+
+from mindformers_adaptive.checkpoint.monitor import CheckpointMonitor
+from mindformers_adaptive.integration import registration
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+from mindformers_adaptive.monitor.record import FIELDS, RunRecord, read_record
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.wrapper import (
+    AdaptiveLossScaleUpdateCell,
+    MFTrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+)
+
+pytestmark = pytest.mark.usefixtures("graph_mode")
+
+INITIAL_SCALE = 2.0**10
+WINDOWS = {"max_scale_window": 3, "min_scale_window": 1}
+# The windows climb and fall on these.
+OVERFLOWS = [bool(int(digit)) for digit in "1000000110001110100000000000"]
+
+
+@pytest.fixture
+def messages(caplog):
+    """A function that returns what the monitor logged so far."""
+    caplog.set_level("INFO")
+    return lambda: [record.getMessage() for record in caplog.records if record.filename == "loss_scale_monitor.py"]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "record.jsonl"
+
+
+def adaptive(history_size=0, **arguments):
+    return AdaptiveLossScaleUpdateCell(INITIAL_SCALE, 2, 1, history_size=history_size, **{**WINDOWS, **arguments})
+
+
+def build(update_cell=None, train_step_class=TrainOneStepWithLossScaleCell):
+    net = nn.Dense(3, 2)
+    optimizer = nn.SGD(net.trainable_params(), learning_rate=0.001)
+    scale_sense = adaptive() if update_cell is None else update_cell
+    train_step = train_step_class(nn.WithLossCell(net, nn.MSELoss()), optimizer, scale_sense=scale_sense)
+    # A stock cell runs on CPU in the branch of Ascend 910B.
+    train_step.ascend_910b_target, train_step.enable_allfinite = True, False
+    return train_step
+
+
+def train(network, callbacks, overflows=OVERFLOWS, epochs=1, **arguments):
+    """Train for a step a flag; a step overflows by an inf in its data."""
+    features = np.where(overflows, np.inf, 1).astype(np.float32)
+    samples = [(np.full((2, 3), value, np.float32), np.zeros((2, 2), np.float32)) for value in features]
+    data = dataset.GeneratorDataset(samples, ["features", "target"], shuffle=False)
+    model = network if isinstance(network, Model) else Model(network)
+    model.train(epochs, data, callbacks=callbacks, **arguments)
+
+
+def replay(overflows=OVERFLOWS, **arguments):
+    """The record by the rule, without losses."""
+    rule = AdaptiveRule(**{**WINDOWS, **arguments})
+    state, lines = rule.start(INITIAL_SCALE), []
+    for step, overflow in enumerate(overflows, start=1):
+        before, state = state, rule.step(state, overflow)
+        line = {"step": step, "overflow": overflow, "loss_scale": before.loss_scale}
+        line |= {"next_loss_scale": state.loss_scale, "scale_window": state.scale_window}
+        line |= {name: getattr(state, name) for name in ("window_index", "growth_num", "down_num", "skipped_steps")}
+        lines.append(line)
+    return lines
+
+
+def without_loss(lines):
+    return [{key: value for key, value in line.items() if key != "loss"} for line in lines]
+
+
+def missing(first, last):
+    return {"missing_steps": last - first + 1, "first_step": first, "last_step": last}
+
+
+class Losses(Callback):
+    """Keeps the losses that the network returned."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_step_end(self, run_context):
+        outputs = run_context.original_args().net_outputs
+        self.seen.append(float((outputs[0] if isinstance(outputs, tuple) else outputs).asnumpy()))
+
+
+@pytest.mark.parametrize(
+    ("train_step_class", "history_size"), [(TrainOneStepWithLossScaleCell, 0), (MFTrainOneStepCell, 1)]
+)
+def test_record_is_the_rule_step_by_step(path, train_step_class, history_size):
+    losses = Losses()
+    train(build(adaptive(history_size), train_step_class), [LossScaleMonitor(path), losses])
+    lines = read_record(path)
+    assert without_loss(lines) == replay()
+    assert [list(line) for line in lines] == [list(FIELDS)] * len(OVERFLOWS)
+    assert str([line["loss"] for line in lines]) == str(losses.seen)
+    assert len({line["scale_window"] for line in lines}) == 3
+    assert {math.isfinite(loss) for loss in losses.seen} == {True, False}
+
+
+def test_record_is_the_rule_in_pynative_mode(path):
+    mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+    train(build(adaptive(history_size=4)), [LossScaleMonitor(path, look_every=4)], OVERFLOWS[:9])
+    assert without_loss(read_record(path)) == replay(OVERFLOWS[:9])
+
+
+def test_looking_every_7th_step_records_every_step_and_loss(path):
+    losses = Losses()
+    train(build(adaptive(history_size=7)), [LossScaleMonitor(path, look_every=7), losses], OVERFLOWS[:25])
+    lines = read_record(path)
+    assert without_loss(lines) == replay(OVERFLOWS[:25])
+    assert str([line["loss"] for line in lines]) == str(losses.seen)
+
+
+def test_looking_every_7th_step_reads_the_device_at_no_other(path):
+    network, seen = build(adaptive(history_size=7)), []
+
+    class Lines(Callback):
+        def on_train_step_end(self, run_context):
+            seen.append(len(path.read_text().splitlines()))
+
+    train(network, [LossScaleMonitor(path, look_every=7), Lines()], OVERFLOWS[:16])
+    assert seen == [0] * 6 + [7] * 7 + [14] * 3
+
+
+@pytest.mark.parametrize("history_size", [0, 3])
+def test_steps_beyond_the_history_are_counted_as_missing(path, history_size):
+    train(build(adaptive(history_size)), [LossScaleMonitor(path, look_every=7)], OVERFLOWS[:16])
+    kept, expected = max(history_size, 1), replay(OVERFLOWS[:16])
+    lines = [
+        *(missing(1, 7 - kept), *expected[7 - kept : 7]),
+        *(missing(8, 14 - kept), *expected[14 - kept : 14]),
+        *(expected[14:] if history_size > 1 else [missing(15, 15), expected[15]]),
+    ]
+    if not history_size:
+        for line in lines:
+            # What such a step started from is nowhere to be seen.
+            line |= {"loss_scale": None} if "step" in line else {}
+    assert without_loss(read_record(path)) == lines
+
+
+class SevenSteps(nn.Cell):
+    """Takes seven steps in one call, as a graph that sinks its data does on Ascend."""
+
+    def __init__(self, train_step):
+        super().__init__(auto_prefix=False)
+        self.train_step = train_step
+
+    def construct(self, features, target):
+        outputs = self.train_step(features[0], target[0])
+        for place in range(1, 7):
+            outputs = self.train_step(features[place], target[place])
+        return outputs
+
+
+@pytest.mark.parametrize("look_every", [1, 2])
+def test_a_graph_that_takes_seven_steps_a_call_leaves_every_step(path, look_every):
+    features = np.where(OVERFLOWS, np.inf, 1).astype(np.float32).reshape(4, 7, 1, 1) * np.ones((1, 1, 2, 3), np.float32)
+    samples = [(part, np.zeros((7, 2, 2), np.float32)) for part in features]
+    data = dataset.GeneratorDataset(samples, ["features", "target"], shuffle=False)
+    losses = Losses()
+    network = SevenSteps(build(adaptive(history_size=7 * look_every)))
+    Model(network).train(1, data, callbacks=[LossScaleMonitor(path, look_every=look_every), losses])
+    lines = read_record(path)
+    assert without_loss(lines) == replay()
+    seen = {line["step"]: line["loss"] for line in lines if line["loss"] is not None}
+    assert str(seen) == str({step: losses.seen[step // 7 - 1] for step in range(7 * look_every, 29, 7 * look_every)})
+
+
+def test_a_new_process_goes_on_from_a_checkpoint(path, tmp_path, messages):
+    network = build(adaptive(history_size=3))
+    train(network, [LossScaleMonitor(path)], OVERFLOWS[:10])
+    mindspore.save_checkpoint(network, str(tmp_path / "10.ckpt"))
+    train(network, [LossScaleMonitor(path)], OVERFLOWS[10:13])
+    assert without_loss(read_record(path)) == replay(OVERFLOWS[:13])
+
+    resumed = build(adaptive(history_size=3))
+    mindspore.load_checkpoint(str(tmp_path / "10.ckpt"), resumed)
+    train(resumed, [LossScaleMonitor(path)], OVERFLOWS[10:])
+    assert without_loss(read_record(path)) == replay()
+    assert any("the steps after 10 are taken out" in message for message in messages())
+
+
+def test_epochs_and_trainings_with_one_monitor_go_on(path):
+    network, monitor = build(), LossScaleMonitor(path)
+    train(network, [monitor], OVERFLOWS[:4], epochs=2)
+    train(network, [monitor], OVERFLOWS[:3])
+    assert without_loss(read_record(path)) == replay([*OVERFLOWS[:4] * 2, *OVERFLOWS[:3]])
+
+
+def test_a_new_run_keeps_the_record_of_the_last(path, messages):
+    train(build(), [LossScaleMonitor(path)], OVERFLOWS[:3])
+    train(build(), [LossScaleMonitor(path)], OVERFLOWS[:2])
+    assert without_loss(read_record(path)) == replay(OVERFLOWS[:2])
+    assert without_loss(read_record(f"{path}.1")) == replay(OVERFLOWS[:3])
+    assert any("it is kept as record.jsonl.1" in message for message in messages())
+
+
+@pytest.mark.parametrize("history_size", [0, 5])
+def test_steps_that_are_taken_again_in_one_training_replace_those_before(path, history_size):
+    network = build(adaptive(history_size))
+
+    class SetsBack(Callback):
+        """Keeps the state after step 3 and puts it back after step 6."""
+
+        def on_train_step_end(self, run_context):
+            if run_context.original_args().cur_step_num == 3:
+                self.kept = network.loss_scaling_manager.state(), float(network.scale_sense)
+            if run_context.original_args().cur_step_num == 6:
+                network.loss_scaling_manager.load_state(self.kept[0])
+                network.scale_sense.set_data(Tensor(self.kept[1], mindspore.float32))
+
+    flags = [True, False, False, False, True, True, False, True]
+    train(network, [LossScaleMonitor(path), SetsBack()], flags)
+    lines, expected = without_loss(read_record(path)), replay(flags[:3] + flags[6:])
+    if not history_size:
+        # Not known without a history: what the first step after it started from.
+        expected[3]["loss_scale"] = None
+    assert lines == expected
+
+
+def dynamic_record(overflows):
+    """What MindSpore's dynamic cell with a window of 3 leaves."""
+    lines = replay(overflows, max_scale_window=3, min_scale_window=3)
+    return [line | {"window_index": None, "growth_num": None, "down_num": None} for line in lines]
+
+
+def test_with_mindspores_dynamic_cell_all_is_recorded_that_there_is(path):
+    network = build(nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, 3))
+    train(network, [LossScaleMonitor(path)], OVERFLOWS[:10])
+    train(network, [LossScaleMonitor(path)], OVERFLOWS[10:])
+    assert without_loss(read_record(path)) == dynamic_record(OVERFLOWS)
+
+
+@pytest.mark.parametrize("scale_sense", [nn.FixedLossScaleUpdateCell(8.0), Tensor(8.0, mindspore.float32)])
+def test_with_a_fixed_scale_all_is_recorded_that_there_is(path, scale_sense):
+    monitor, network = LossScaleMonitor(path, look_every=2), build(scale_sense)
+    train(network, [monitor], [True, False])
+    train(network, [monitor], [False, False, True])
+    unknown = dict.fromkeys(["scale_window", "window_index", "growth_num", "down_num", "skipped_steps"])
+    common = {"loss_scale": 8.0, "next_loss_scale": 8.0, **unknown}
+    assert without_loss(read_record(path)) == [
+        missing(1, 1),
+        {"step": 2, "overflow": False, **common},
+        missing(3, 3),
+        {"step": 4, "overflow": False, **common},
+        {"step": 5, "overflow": True, **common},
+    ]
+
+
+def test_with_mindformers_own_cells_all_is_recorded_that_there_is(path):
+    cell = MindFormersUpdateCell(INITIAL_SCALE, 2, 20, max_scale_window=1000, min_scale_window=20)
+    train(build(cell, StockMFTrainOneStepCell), [LossScaleMonitor(path)], OVERFLOWS)
+    lines, expected = without_loss(read_record(path)), replay(max_scale_window=1000, min_scale_window=20)
+    assert lines[-1]["down_num"] == int(cell.window_down_count)
+    for line in (*lines, *expected):
+        # MindFormers' counters go on where they have no effect.
+        del line["growth_num"], line["down_num"]
+    assert lines == expected
+
+
+def test_a_network_without_loss_scaling_is_told_and_trains_on(path, messages):
+    net, losses = nn.Dense(3, 2), Losses()
+    model = Model(net, nn.MSELoss(), nn.SGD(net.trainable_params(), learning_rate=0.1))
+    train(model, [LossScaleMonitor(path), losses], [False, False])
+    assert (len(losses.seen), path.exists()) == (2, False)
+    [message] = messages()
+    assert message.startswith("LossScaleMonitor records nothing: the network that is trained scales no loss.")
+
+
+def test_each_window_change_is_one_line_of_the_log(path, messages):
+    train(build(adaptive(history_size=9)), [LossScaleMonitor(path, look_every=9)])
+    expected, before = [], {"scale_window": 1, "window_index": 0}
+    for line in replay():
+        if (before["scale_window"], before["window_index"]) != (line["scale_window"], line["window_index"]):
+            expected.append(
+                f"Loss scaling: at step {line['step']} the window goes from {before['scale_window']} to "
+                f"{line['scale_window']} (index {before['window_index']} to {line['window_index']}), at loss scale "
+                f"{line['next_loss_scale']}."
+            )
+        before = line
+    assert len(expected) > 4
+    assert [message for message in messages() if "the window goes" in message] == expected
+
+
+def test_every_number_is_a_scalar_for_tensorboard(path, tmp_path):
+    folder = tmp_path / "scalars"
+    train(build(adaptive(history_size=5)), [LossScaleMonitor(path, look_every=5, tensorboard_dir=folder)])
+    expected = {
+        f"loss_scaling/{field}": {
+            line["step"]: float(line[field]) for line in read_record(path) if math.isfinite(line[field])
+        }
+        for field in FIELDS[1:]
+    }
+    scalars = read_scalars(folder)
+    assert scalars.keys() == expected.keys()
+    for tag, values in expected.items():
+        assert scalars[tag] == pytest.approx(values), tag
+    assert 0 < len(scalars["loss_scaling/loss"]) < len(OVERFLOWS)
+
+
+COLLAPSE = [False, False, *[True] * 9]
+
+
+@pytest.mark.parametrize("look_every", [1, 3])
+def test_a_collapse_is_warned_of_and_again_when_it_is_twice_as_long(path, messages, look_every):
+    monitor = LossScaleMonitor(path, max_consecutive_overflows=4, look_every=look_every)
+    train(build(adaptive(history_size=3, min_loss_scale=2.0**7)), [monitor], COLLAPSE)
+    told = [message for message in messages() if "collapsed" in message]
+    assert [message.partition(", the last")[0] for message in told] == [
+        f"Loss scaling has collapsed: {count} steps in a row have overflowed up to step {count + 2}" for count in (4, 8)
+    ]
+    assert "at loss scale 512.0." in told[0]
+    assert "at loss scale 128.0." in told[1]
+    assert all("The loss itself is nan" in message for message in told)
+    assert len(read_record(path)) == len(COLLAPSE)
+
+
+def test_a_collapse_stops_the_training_if_asked_to(path, messages):
+    monitor = LossScaleMonitor(path, max_consecutive_overflows=4, on_collapse="stop")
+    train(build(), [monitor], COLLAPSE, epochs=2)
+    assert without_loss(read_record(path)) == replay(COLLAPSE[:6])
+    assert messages()[-1].endswith("Training stops here, as on_collapse is 'stop'.")
+
+
+def test_a_collapse_raises_if_asked_to_and_the_record_has_its_step(path):
+    monitor = LossScaleMonitor(path, max_consecutive_overflows=4, on_collapse="raise")
+    with pytest.raises(RuntimeError, match=r"Loss scaling has collapsed: 4 steps in a row .* up to step 6"):
+        train(build(), [monitor], COLLAPSE)
+    assert without_loss(read_record(path)) == replay(COLLAPSE[:6])
+
+
+@pytest.mark.parametrize("cell", [nn.FixedLossScaleUpdateCell(8.0), nn.DynamicLossScaleUpdateCell(8.0, 2, 20)])
+def test_a_collapse_is_seen_with_stock_cells_too(path, cell):
+    monitor = LossScaleMonitor(path, max_consecutive_overflows=4, on_collapse="raise")
+    with pytest.raises(RuntimeError, match="4 steps in a row have overflowed up to step 6"):
+        train(build(cell), [monitor], COLLAPSE)
+
+
+def test_no_collapse_is_told_without_a_limit(path, messages):
+    train(build(), [LossScaleMonitor(path, max_consecutive_overflows=None, on_collapse="raise")], COLLAPSE)
+    assert not any("collapsed" in message for message in messages())
+
+
+@pytest.mark.parametrize("name", ["/dev/full", "file/record.jsonl", "folder"])
+def test_training_goes_on_without_a_record_that_cannot_be_written(tmp_path, messages, name):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    losses = Losses()
+    train(build(), [LossScaleMonitor(tmp_path / name), losses], OVERFLOWS[:5])
+    assert len(losses.seen) == 5
+    [message] = [message for message in messages() if "cannot be written" in message]
+    assert str(tmp_path / name) in message
+    assert "Training goes on" in message
+
+
+@pytest.mark.parametrize("name", ["/dev/full", "file/record.jsonl"])
+def test_training_stops_for_a_record_that_cannot_be_written_if_asked_to(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=f"The record .*{name} cannot be written: .* 'on_write_error' is 'raise'"):
+        train(build(), [LossScaleMonitor(tmp_path / name, on_write_error="raise")], OVERFLOWS[:5])
+
+
+class LimitsFiles:
+    """Limits the size of files, as a disk does that is full; at its end there is no limit."""
+
+    def limit(self, size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.limit(resource.RLIM_INFINITY)
+
+
+def test_the_record_goes_on_when_the_disk_has_room_again(path, messages):
+    size = LimitsFiles()
+
+    class FillsTheDisk(Callback):
+        """Leaves no room for a line from step 3 to step 5."""
+
+        def on_train_step_begin(self, run_context):
+            step = run_context.original_args().cur_step_num
+            if step in (3, 6):
+                size.limit(path.stat().st_size + 5 if step == 3 else resource.RLIM_INFINITY)
+
+    with size:
+        train(build(), [FillsTheDisk(), LossScaleMonitor(path)], OVERFLOWS[:8])
+    expected = replay(OVERFLOWS[:8])
+    assert without_loss(read_record(path)) == [*expected[:2], missing(3, 5), *expected[5:]]
+    assert [message.partition(":")[0] for message in messages() if str(path) in message] == [
+        f"Loss scaling is recorded in {path} from step 1.",
+        f"The record {path} cannot be written",
+        f"The record {path} is written again, from step 6.",
+    ]
+
+
+def test_a_record_that_could_not_be_resumed_at_first_has_no_step_twice(path):
+    network, size = build(), LimitsFiles()
+    train(network, [LossScaleMonitor(path)], OVERFLOWS[:10])
+    record = RunRecord(path)
+    record.resume(10)
+    record.append([{"step": step, "overflow": True} for step in range(11, 15)])
+
+    class MakesRoom(Callback):
+        """Leaves no room for the record until step 13."""
+
+        def on_train_begin(self, run_context):
+            size.limit(50)
+
+        def on_train_step_begin(self, run_context):
+            if run_context.original_args().cur_step_num == 3:
+                size.limit(resource.RLIM_INFINITY)
+
+    with size:
+        train(network, [MakesRoom(), LossScaleMonitor(path)], OVERFLOWS[10:20])
+    expected = replay(OVERFLOWS[:20])
+    assert without_loss(read_record(path)) == [*expected[:10], missing(11, 12), *expected[12:]]
+
+
+def test_by_default_the_record_is_in_mindformers_output_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_DEFAULT_PATH", str(tmp_path / "output"))
+    train(build(), [LossScaleMonitor()], [False])
+    assert without_loss(read_record(tmp_path / "output" / "loss_scale_record.jsonl")) == replay([False])
+
+
+@pytest.mark.parametrize(
+    ("rank", "all_ranks", "files"),
+    [("0", False, ["record.jsonl"]), ("1", False, []), ("1", True, ["record_rank_1.jsonl"])],
+)
+def test_only_the_first_rank_writes_unless_told_otherwise(tmp_path, monkeypatch, messages, rank, all_ranks, files):
+    monkeypatch.setenv("RANK_ID", rank)
+    monitor = LossScaleMonitor(
+        tmp_path / "record.jsonl", all_ranks=all_ranks, max_consecutive_overflows=2, on_collapse="stop"
+    )
+    train(build(), [monitor], [True] * 5)
+    assert [file.name for file in tmp_path.iterdir()] == files
+    assert all(without_loss(read_record(tmp_path / file)) == replay([True] * 2) for file in files)
+    assert bool(messages()) == bool(files)
+
+
+def test_mindformers_trainer_calls_it_before_a_checkpoint_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_DEFAULT_PATH", str(tmp_path))
+    monkeypatch.setattr(base_trainer, "CALLBACK_HAS_SORT", list(base_trainer.CALLBACK_HAS_SORT))
+    registration._record_before_saving()
+    registration._record_before_saving()
+    monitor, saving = LossScaleMonitor(), CheckpointMonitor(directory=str(tmp_path))
+    assert base_trainer.BaseTrainer.sort_callbacks([saving, monitor]) == [monitor, saving]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "message"),
+    [
+        ("record_path", 3, TypeError, "'record_path' must be a path, but got 3 of type int"),
+        ("record_path", "", ValueError, "'record_path' must be a path, but got ''"),
+        ("tensorboard_dir", True, TypeError, "'tensorboard_dir' must be a path, but got True of type bool"),
+        ("look_every", 0, ValueError, "'look_every' must be at least 1, but got 0"),
+        ("look_every", True, TypeError, "'look_every' must be an integer number of steps, but got True of type bool"),
+        ("look_every", 1.0, TypeError, "'look_every' must be an integer number of steps, but got 1.0 of type float"),
+        ("max_consecutive_overflows", 0, ValueError, "'max_consecutive_overflows' must be at least 1, but got 0"),
+        ("max_consecutive_overflows", "5", TypeError, "'max_consecutive_overflows' must be an integer number of steps"),
+        ("on_collapse", "halt", ValueError, "'on_collapse' must be one of 'warn', 'stop', 'raise', but got 'halt'"),
+        ("on_collapse", None, ValueError, "'on_collapse' must be one of 'warn', 'stop', 'raise', but got None"),
+        ("on_write_error", "stop", ValueError, "'on_write_error' must be one of 'warn', 'raise', but got 'stop'"),
+        ("all_ranks", 1, TypeError, "'all_ranks' must be True or False, but got 1 of type int"),
+    ],
+)
+def test_bad_arguments_are_refused(argument, value, error, message):
+    with pytest.raises(error, match=message):
+        LossScaleMonitor(**{argument: value})

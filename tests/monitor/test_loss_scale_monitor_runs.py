@@ -1,0 +1,76 @@
+"""``LossScaleMonitor`` from a MindFormers YAML file: runs of the launcher, killed and resumed too."""
+
+import json
+
+import pytest
+from conftest import write_corpus
+from event_files import read_scalars
+from training_runs import LegacyFormat, TrainingRun
+
+from mindformers_adaptive.monitor.record import FIELDS, read_record
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+
+pytestmark = pytest.mark.slow
+
+SAVED_AT, LAST = 14, 40
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=400)
+
+
+def callbacks(monitor, every=SAVED_AT):
+    saving = {"type": "CheckpointMonitor", "prefix": "tiny_llama", "save_checkpoint_steps": every}
+    saving |= {"integrated_save": False, "async_save": False, "keep_checkpoint_max": 2}
+    # The monitor stands last, as a user adds it.
+    return {"callbacks": json.dumps([{"type": "MFLossMonitor", "per_print_times": 1}, saving, monitor])}
+
+
+def assert_is_what_happened(lines, printed):
+    """Compare a record with MindFormers' own log lines, and with the rule replayed on its overflow flags."""
+    assert [line["step"] for line in lines] == list(range(1, LAST + 1)) == sorted(printed)
+    rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
+    state = rule.start(2.0**20, scale_window=1)
+    for line in lines:
+        step = printed[line["step"]]
+        assert (f"{line['loss']:5.6f}", line["overflow"]) == (step.loss, step.overflow)
+        assert line["next_loss_scale"] == step.loss_scale
+        assert line["loss_scale"] == state.loss_scale
+        state = rule.step(state, line["overflow"])
+        by_rule = state._asdict() | {"next_loss_scale": state.loss_scale}
+        assert {name: line[name] for name in FIELDS[4:]} == {name: by_rule[name] for name in FIELDS[4:]}
+    for name in FIELDS[2:]:
+        assert len({line[name] for line in lines}) > 1, f"{name} never moved"
+
+
+def test_a_killed_and_resumed_run_has_one_record_with_every_step_once(corpus, tmp_path):
+    output, form = tmp_path / "output", LegacyFormat("ckpt")
+    options = callbacks({"type": "LossScaleMonitor"})
+    with TrainingRun(output, corpus, options) as killed:
+        killed.wait_until(lambda: form.newest_complete(output) == SAVED_AT)
+    record = output / "loss_scale_record.jsonl"
+    # The record is never behind a checkpoint.
+    before = read_record(record)
+    assert [line["step"] for line in before] == list(range(1, len(before) + 1))
+    assert SAVED_AT <= len(before) < LAST
+    resumed = TrainingRun(output, corpus, options | form.resume_options(output)).wait()
+    assert_is_what_happened(read_record(record), killed.steps() | resumed.steps())
+    superseded = f"went on to step {len(before)}: the steps after {SAVED_AT} are taken out"
+    assert resumed.text().count(superseded) == (len(before) > SAVED_AT)
+
+
+def test_a_run_that_is_looked_at_every_7th_step_leaves_every_step(corpus, tmp_path):
+    output, scalars = tmp_path / "output", tmp_path / "scalars"
+    options = callbacks({"type": "LossScaleMonitor", "look_every": 7, "record_path": str(tmp_path / "it.jsonl")}, 1000)
+    options |= {"runner_wrapper.scale_sense.history_size": 7, "tensorboard.tensorboard_dir": scalars}
+    run = TrainingRun(output, corpus, options).wait()
+    lines = read_record(tmp_path / "it.jsonl")
+    assert_is_what_happened(lines, run.steps())
+    # Beside the scalars of MindFormers.
+    written = read_scalars(scalars / "rank_0")
+    assert written["loss"].keys() == run.steps().keys()
+    windows = {line["step"]: line["scale_window"] for line in lines}
+    assert written["loss_scaling/scale_window"] == windows
+    changes = sum(windows[step] != windows.get(step - 1, 1) for step in windows)
+    assert 0 < changes <= run.text().count("Loss scaling: at step")

@@ -1,0 +1,267 @@
+"""The record of a run has each step once, whatever is killed, resumed, torn or full."""
+
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindformers_adaptive.monitor.record import RunRecord, read_record
+
+INF, NAN = float("inf"), float("nan")
+
+
+def entries(first, last):
+    return [{"step": step, "overflow": step % 3 == 0, "next_loss_scale": 2.0**step} for step in range(first, last + 1)]
+
+
+def missing(first, last):
+    return {"missing_steps": last - first + 1, "first_step": first, "last_step": last}
+
+
+def write(path, *parts, last_step=0):
+    """Resume after a step, append the parts; return the notes."""
+    record = RunRecord(path)
+    notes = record.resume(last_step)
+    for part in parts:
+        record.append(part)
+    return notes
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "record.jsonl"
+
+
+def test_what_was_written_is_read(path):
+    write(path, entries(1, 3), entries(4, 4))
+    assert read_record(path) == entries(1, 4)
+
+
+def test_a_number_that_is_not_finite_is_text_in_strict_json(path):
+    write(path, [{"step": 1, "loss": NAN, "loss_scale": INF, "next_loss_scale": -INF, "window_index": None}])
+    line = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert line == {"step": 1, "loss": "nan", "loss_scale": "inf", "next_loss_scale": "-inf", "window_index": None}
+    assert str(read_record(path)) == str([{**line, "loss": NAN, "loss_scale": INF, "next_loss_scale": -INF}])
+
+
+def test_missing_steps_leave_one_line(path):
+    write(path, entries(3, 4), entries(9, 9))
+    assert read_record(path) == [missing(1, 2), *entries(3, 4), missing(5, 8), *entries(9, 9)]
+
+
+def test_folders_are_made(tmp_path):
+    write(tmp_path / "a" / "b" / "record.jsonl", entries(1, 1))
+    assert read_record(tmp_path / "a" / "b" / "record.jsonl") == entries(1, 1)
+
+
+@pytest.mark.parametrize("step", [2, 1, 0, None, 2.5])
+def test_a_step_that_cannot_follow_is_refused(path, step):
+    write(path, entries(1, 2))
+    record = RunRecord(path)
+    record.resume(2)
+    with pytest.raises(ValueError, match=f"step {step} cannot follow step 2 in .*record.jsonl"):
+        record.append([{"step": step}])
+    assert read_record(path) == entries(1, 2)
+
+
+def test_steps_that_are_taken_again_are_replaced(path):
+    write(path, entries(1, 27))
+    [note] = write(path, [{"step": 21, "loss": 0.5}], last_step=20)
+    assert note == f"{path} went on to step 27: the steps after 20 are taken out, because the run takes them again."
+    assert read_record(path) == [*entries(1, 20), {"step": 21, "loss": 0.5}]
+
+
+def test_a_record_that_fits_is_left_alone(path):
+    write(path, entries(1, 20))
+    before = path.stat()
+    assert write(path, last_step=20) == []
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_resumed_run_says_which_steps_the_record_had_not_seen(path):
+    write(path, entries(1, 14))
+    assert write(path, entries(18, 18), last_step=17) == []
+    assert read_record(path) == [*entries(1, 14), missing(15, 17), *entries(18, 18)]
+
+
+def test_a_record_that_begins_at_a_resume_misses_nothing(path):
+    write(path, entries(18, 18), last_step=17)
+    assert read_record(path) == entries(18, 18)
+
+
+def test_missing_steps_across_the_resume_are_cut(path):
+    write(path, entries(1, 2), entries(9, 9))
+    write(path, entries(6, 7), last_step=5)
+    assert read_record(path) == [*entries(1, 2), missing(3, 5), *entries(6, 7)]
+
+
+def test_steps_skipped_so_far_are_known_where_the_record_knows_them(path):
+    write(path, [{"step": 1, "skipped_steps": 1}, {"step": 2, "skipped_steps": 2}])
+    record = RunRecord(path)
+    for last_step, skipped_steps in ((3, None), (2, 2), (1, 1)):
+        record.resume(last_step)
+        assert record.last_skipped_steps == skipped_steps
+
+
+@pytest.mark.parametrize("last_step", [0, 2])
+def test_a_file_that_is_no_record_is_kept_under_another_name(path, last_step):
+    for number, content in ((1, "no json\n{}\n"), (2, '{"step": 2}\n{"step": 1}\n'), (3, '{"step": "1"}\n')):
+        path.write_text(content)
+        [note] = write(path, entries(last_step + 1, 4), last_step=last_step)
+        assert note.startswith(f"{path} is no record of steps, line ")
+        assert note.endswith(f": it is kept as record.jsonl.{number}.")
+        assert path.with_name(f"record.jsonl.{number}").read_text() == content
+        assert read_record(path) == entries(last_step + 1, 4)
+
+
+def test_the_record_of_an_earlier_run_is_kept_under_another_name(path):
+    write(path, entries(1, 5))
+    [note] = write(path, entries(1, 2))
+    assert note == f"{path} has the steps of an earlier run: it is kept as record.jsonl.1."
+    assert (read_record(path), read_record(f"{path}.1")) == (entries(1, 2), entries(1, 5))
+
+
+def test_a_last_line_torn_at_any_place_is_taken_out(path):
+    write(path, entries(1, 3))
+    whole = path.read_bytes()
+    start = whole.rindex(b"\n", 0, -1) + 1
+    for end in range(start, len(whole)):
+        path.write_bytes(whole[:end])
+        assert read_record(path) == entries(1, 2)
+        notes = write(path, entries(3, 4), last_step=2)
+        assert [note.startswith(f"{path} ended in an unfinished line") for note in notes] == [True] * (end > start)
+        assert read_record(path) == entries(1, 4)
+
+
+def test_a_last_line_of_zeros_is_taken_out(path):
+    write(path, entries(1, 2))
+    path.write_bytes(path.read_bytes() + b"\0" * 40 + b"\n")
+    [note] = write(path, entries(3, 3), last_step=2)
+    assert "unfinished line" in note
+    assert read_record(path) == entries(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"step": 1}\nstep 2\n{"step": 3}\n', "line 2 is b'step 2'"),
+        ('{"step": 1}\n{"loss": 2}\n', "line 2 is .*KeyError: 'step'"),
+        ('{"step": 2}\n{"step": 2}\n', "line 2 is .*step 2 cannot follow step 2"),
+        ('{"step": true}\n', "line 1 is .*a step must be an integer, but is True"),
+        ("[1]\n", "line 1 is "),
+    ],
+)
+def test_reading_what_is_no_record_names_the_line(path, content, message):
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"record.jsonl is no record of steps: {message}"):
+        read_record(path)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(1, 3)), max_size=6))
+def test_any_row_of_resumes_leaves_each_step_once(tmp_path_factory, runs):
+    path = tmp_path_factory.mktemp("runs") / "record.jsonl"
+    end = 0
+    for last_step, steps, every in runs:
+        last_step = min(last_step, end)
+        looked_at = [entries(step, step) for step in range(last_step + 1, last_step + steps + 1, every)]
+        write(path, *looked_at, last_step=last_step)
+        end = last_step + len(range(0, steps, every)) * every - every + 1
+        told = [
+            step
+            for line in read_record(path)
+            for step in range(line.get("first_step", line.get("step")), line.get("last_step", line.get("step")) + 1)
+        ]
+        assert told == list(range(1, end + 1))
+
+
+WRITER = """
+import sys
+from mindformers_adaptive.monitor.record import RunRecord
+record = RunRecord(sys.argv[1])
+record.resume(int(sys.argv[2]))
+while True:
+    first = record.last_step + 1
+    record.append([{"step": step, "loss": 1 / step} for step in range(first, first + 3)])
+"""
+
+
+def test_kills_lose_no_line_and_tear_none(path):
+    delays, last = random.Random(0), 0
+    for _ in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), str(last)], env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        while not path.exists() or len(path.read_bytes().splitlines()) <= last:
+            assert process.poll() is None
+            time.sleep(0.001)
+        time.sleep(delays.uniform(0, 0.05))
+        process.kill()
+        process.wait()
+        lines = read_record(path)
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        last = len(lines) - 2
+    assert path.read_bytes().endswith(b"\n")
+
+
+def test_a_full_disk_is_told(tmp_path):
+    record = RunRecord("/dev/full")
+    assert record.resume(0) == []
+    with pytest.raises(OSError, match="No space left on device"):
+        record.append(entries(1, 1))
+    assert record.last_step == 0
+
+
+FULL_DISK = """
+import os, resource, sys
+from pathlib import Path
+from mindformers_adaptive.monitor.record import RunRecord, read_record
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+path = Path(sys.argv[1])
+record = RunRecord(path)
+line = lambda step: {"step": step, "loss": 0.5}
+size = len('{"step": 1, "loss": 0.5}\\n')
+
+limit(2 * size + 7)
+try:
+    record.append(map(line, range(1, 6)))
+except OSError as error:
+    print(error.errno, record.last_step, path.stat().st_size == 2 * size)
+limit(100 * size)
+record.append([line(7)])
+print(read_record(path))
+
+before = path.read_bytes()
+limit(size)
+try:
+    record.resume(3)
+except OSError as error:
+    print(error.errno, path.read_bytes() == before, os.listdir(path.parent))
+"""
+
+
+def test_a_disk_that_is_full_in_mid_line_leaves_whole_lines(run_python, path):
+    """The limit on the size of a file cuts writes off as a full disk does."""
+    printed = run_python("-c", FULL_DISK, path).stdout.splitlines()
+    lines = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}, missing(3, 6), {"step": 7, "loss": 0.5}]
+    assert printed == [f"{errno.EFBIG} 2 True", str(lines), f"{errno.EFBIG} True ['record.jsonl']"]
+
+
+@pytest.mark.parametrize("name", ["file/record.jsonl", "folder"])
+def test_a_path_that_cannot_be_written_is_told(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    record = RunRecord(tmp_path / name)
+    record.resume(0)
+    with pytest.raises(OSError, match=name.partition("/")[0]):
+        record.append(entries(1, 1))

@@ -1,0 +1,220 @@
+"""The rule in plain Python: a hand-made table a branch, invariants, and bad input."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
+
+# Each table is (events, expected), where an event is "." for a clean step and "!" for an overflow, and expected is
+# (loss_scale, scale_window, window_index, growth_num, down_num) after the last of them. They start at scale 1024.
+LADDER_2_3_4 = {"max_scale_window": 4, "min_scale_window": 2}
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ("", (1024, 2, 0, 0, 0)),
+        (".", (1024, 2, 0, 0, 0)),
+        ("..", (2048, 2, 0, 1, 0)),
+        (".!.", (512, 2, 0, 0, 1)),
+        (".!..", (1024, 2, 0, 1, 0)),
+        ("....", (4096, 2, 0, 2, 0)),
+        ("." * 6, (8192, 3, 1, 0, 0)),
+        ("." * 15, (65536, 4, 2, 0, 0)),
+        ("." * 27, (524288, 4, 2, 3, 0)),
+        ("." * 31, (1048576, 4, 2, 3, 0)),
+        ("!!!!!", (32, 2, 0, 0, 3)),
+        ("." * 6 + "!!", (2048, 3, 1, 0, 2)),
+        ("." * 6 + "!!!", (1024, 1, -1, 0, 0)),
+        ("." * 6 + "!!" + "..." + "!", (2048, 3, 1, 1, 1)),
+        ("." * 6 + "!.!..!", (1024, 1, -1, 0, 0)),
+        ("." * 6 + "!!!" + ".", (2048, 1, -1, 1, 0)),
+        ("." * 6 + "!!!" + "...", (8192, 2, 0, 0, 0)),
+        ("." * 6 + "!!!" + "!!!!", (64, 1, -1, 0, 3)),
+    ],
+)
+def test_scale_and_window_follow_the_rule(events, expected):
+    rule = AdaptiveRule(**LADDER_2_3_4)
+    state = replay(rule, rule.start(1024.0), events)
+    assert (state.loss_scale, state.scale_window, state.window_index, state.growth_num, state.down_num) == expected
+
+
+@pytest.mark.parametrize(
+    ("events", "scale", "budget"),
+    [
+        ("!", 1024, 1),
+        ("!!", 512, 0),
+        ("!!!", 256, 0),
+        ("!.!", 512, 0),
+        ("!..!", 2048, 1),
+        ("!!..!", 1024, 1),
+    ],
+)
+def test_hysteresis_budget_is_spent_by_overflows_and_refilled_by_a_raise_only(events, scale, budget):
+    rule = AdaptiveRule(**LADDER_2_3_4, hysteresis=2)
+    state = replay(rule, rule.start(1024.0), events)
+    assert (state.loss_scale, state.hysteresis_budget) == (scale, budget)
+
+
+def test_a_tolerated_overflow_is_no_drop_but_ends_the_clean_steps():
+    rule = AdaptiveRule(**LADDER_2_3_4, hysteresis=2)
+    state = replay(rule, rule.start(1024.0), ".!")
+    assert (state.down_num, state.clean_steps, state.skipped_steps) == (0, 0, 1)
+
+
+def test_three_drops_from_the_smallest_window_lead_to_the_hidden_one_only_if_asked_for():
+    for shrink, expected in ((False, (2, 0, 3)), (True, (1, -1, 0))):
+        rule = AdaptiveRule(**LADDER_2_3_4, shrink_from_min_window=shrink)
+        state = replay(rule, rule.start(1024.0), "!!!")
+        assert (state.scale_window, state.window_index, state.down_num) == expected
+
+
+def test_floor_and_cap():
+    rule = AdaptiveRule(**LADDER_2_3_4, scale_factor=3, min_loss_scale=100.0, max_loss_scale=2000.0)
+    assert replay(rule, rule.start(1024.0), "!!!").loss_scale == 100.0
+    # A raise that would pass the cap leaves the scale where it is, and still counts as a raise.
+    state = replay(rule, rule.start(1024.0), "..")
+    assert (state.loss_scale, state.growth_num) == (1024.0, 1)
+
+
+def test_skipped_and_consecutive_overflows_are_counted():
+    rule = AdaptiveRule(**LADDER_2_3_4)
+    state = replay(rule, rule.start(1024.0), "!!.!!!")
+    assert (state.skipped_steps, state.consecutive_overflows) == (5, 3)
+    assert rule.step(state, overflow=False).consecutive_overflows == 0
+
+
+def test_arithmetic_is_float32_in_the_order_of_mindspore():
+    rule = AdaptiveRule(scale_factor=3, max_scale_window=1, min_scale_window=1)
+    state, expected = rule.start(2.0**20), np.float32(2.0**20)
+    reciprocal = np.float32(1) / np.float32(3)
+    for overflow in [True] * 5 + [False] * 9 + [True] * 7:
+        state = rule.step(state, overflow)
+        expected = expected * reciprocal if overflow else expected * np.float32(3)
+        assert state.loss_scale == float(expected)
+
+
+def test_a_million_clean_steps_stay_finite():
+    rule = AdaptiveRule(scale_factor=3, max_scale_window=2, min_scale_window=1)
+    state = rule.start(1.0)
+    for _ in range(1_000_000):
+        state = rule.step(state, overflow=False)
+    assert math.isfinite(state.loss_scale)
+    assert state.loss_scale * 3 > np.finfo(np.float32).max
+
+
+def test_a_million_overflows_stay_at_the_floor():
+    rule = AdaptiveRule(min_loss_scale=0.25)
+    state = rule.start(2.0**32)
+    for _ in range(1_000_000):
+        state = rule.step(state, overflow=True)
+    assert (state.loss_scale, state.skipped_steps) == (0.25, 1_000_000)
+
+
+RULES = st.builds(
+    lambda smallest, span, **others: AdaptiveRule(
+        max_scale_window=smallest + span, min_scale_window=smallest, **others
+    ),
+    smallest=st.integers(1, 5),
+    span=st.integers(0, 20),
+    scale_factor=st.sampled_from([2, 3, 1.5]),
+    min_loss_scale=st.sampled_from([1.0, 0.25]),
+    max_loss_scale=st.sampled_from([None, 2.0**24]),
+    hysteresis=st.integers(1, 3),
+    shrink_from_min_window=st.booleans(),
+)
+OVERFLOWS = st.lists(st.booleans(), max_size=200)
+
+
+@given(rule=RULES, overflows=OVERFLOWS)
+def test_scale_stays_in_its_bounds_and_the_index_on_the_ladder(rule, overflows):
+    state = rule.start(2.0**16)
+    for overflow in overflows:
+        state = rule.step(state, overflow)
+        assert rule.min_loss_scale <= state.loss_scale <= rule.max_loss_scale
+        assert state.loss_scale == np.float32(state.loss_scale)
+        assert -1 <= state.window_index < len(rule.ladder)
+        assert state.scale_window == (1 if state.window_index == -1 else rule.ladder[state.window_index])
+        assert 0 <= state.clean_steps < state.scale_window
+
+
+@given(rule=RULES, overflows=OVERFLOWS, cut=st.integers(0, 200))
+def test_a_run_taken_up_from_its_state_goes_on_as_if_never_stopped(rule, overflows, cut):
+    whole = first = rule.start(2.0**16)
+    for overflow in overflows:
+        whole = rule.step(whole, overflow)
+    for overflow in overflows[:cut]:
+        first = rule.step(first, overflow)
+    second = LossScaleState(*(type(value)(value) for value in first))
+    for overflow in overflows[cut:]:
+        second = rule.step(second, overflow)
+    assert second == whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"scale_factor": 1}, ValueError, r"'scale_factor' must be a finite number above 1 .* but got 1"),
+        ({"scale_factor": 1 + 1e-12}, ValueError, r"'scale_factor' must be a finite number above 1 in float32"),
+        ({"scale_factor": math.inf}, ValueError, r"'scale_factor' must be a finite number above 1 .* but got inf"),
+        ({"scale_factor": math.nan}, ValueError, r"'scale_factor' .* but got nan"),
+        ({"scale_factor": "2"}, TypeError, r"'scale_factor' must be a number above 1, but got '2' of type str"),
+        ({"scale_factor": True}, TypeError, r"'scale_factor' .* but got True of type bool"),
+        ({"min_loss_scale": 0}, ValueError, r"'min_loss_scale' must be finite and above 0 .* but got 0"),
+        ({"min_loss_scale": "1"}, TypeError, r"'min_loss_scale' must be a number, but got '1' of type str"),
+        ({"max_loss_scale": 0.5}, ValueError, r"'min_loss_scale' must not be above 'max_loss_scale', but got 1.0 and"),
+        ({"max_loss_scale": math.inf}, ValueError, r"'max_loss_scale' must be finite .* but got inf"),
+        ({"hysteresis": 0}, ValueError, r"'hysteresis' must be at least 1, but got 0"),
+        ({"hysteresis": 1.5}, TypeError, r"'hysteresis' must be an integer .* but got 1.5 of type float"),
+        ({"hysteresis": True}, TypeError, r"'hysteresis' must be an integer .* but got True of type bool"),
+        ({"shrink_from_min_window": 1}, TypeError, r"'shrink_from_min_window' must be True or False, but got 1"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        AdaptiveRule(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (0, ValueError, r"'loss_scale_value' must be finite and above 0 in float32, but got 0"),
+        (-2.0, ValueError, r"'loss_scale_value' must be finite and above 0 in float32, but got -2.0"),
+        (math.nan, ValueError, r"'loss_scale_value' must be finite and above 0 in float32, but got nan"),
+        (1e39, ValueError, r"'loss_scale_value' must be finite and above 0 in float32, but got 1e\+39"),
+        (10**400, ValueError, r"'loss_scale_value' must be finite and above 0 in float32, but got 1000"),
+        ("2e16", TypeError, r"'loss_scale_value' must be a number, but got '2e16' of type str"),
+        (True, TypeError, r"'loss_scale_value' must be a number, but got True of type bool"),
+        (0.5, ValueError, r"'loss_scale_value' must lie between 'min_loss_scale' \(1.0\) and .* but got 0.5"),
+        (
+            2**25,
+            ValueError,
+            r"'loss_scale_value' must lie between .* 'max_loss_scale' \(16777216.0\), but got 33554432",
+        ),
+    ],
+)
+def test_bad_initial_scale_is_refused(value, error, message):
+    with pytest.raises(error, match=message):
+        AdaptiveRule(max_loss_scale=2.0**24).start(value)
+
+
+def test_initial_window_off_the_ladder_warns_and_starts_at_the_smallest():
+    with pytest.warns(UserWarning, match=r"'scale_window' must be one of the ladder \(20, 30.* but got 25: .* 20"):
+        state = AdaptiveRule().start(1024.0, scale_window=25)
+    assert (state.scale_window, state.window_index) == (20, 0)
+
+
+@pytest.mark.parametrize("window", [20.0, "20", True])
+def test_initial_window_must_be_an_integer(window):
+    with pytest.raises(TypeError, match=r"'scale_window' must be an integer number of steps, but got"):
+        AdaptiveRule().start(1024.0, scale_window=window)
+
+
+def replay(rule, state, events):
+    for event in events:
+        state = rule.step(state, overflow=event == "!")
+    return state

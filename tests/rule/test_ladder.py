@@ -1,0 +1,74 @@
+"""The ladder of scale windows: its recipe, its shape for every pair of bounds, and bad input."""
+
+import warnings
+
+import pytest
+from compare_ladders import is_well_formed, mindformers_ladder
+
+from mindformers_adaptive.rule.ladder import window_ladder
+
+
+@pytest.mark.parametrize(
+    ("bounds", "ladder"),
+    [
+        ((1000, 20), (20, 30, 40, 50, 100, 200, 500, 1000)),
+        ((2000, 20), (20, 30, 40, 50, 100, 200, 500, 1000, 2000)),
+        ((100, 20), (20, 30, 40, 50, 100)),
+        ((50, 20), (20, 30, 40, 50)),
+        ((20, 20), (20,)),
+        ((1, 1), (1,)),
+        # MindFormers' generator leaves the bounds or repeats itself on these.
+        ((150, 20), (20, 30, 40, 50, 100, 150)),
+        ((1000, 30), (30, 35, 50, 100, 200, 500, 1000)),
+        ((1000, 150), (150, 200, 500, 1000)),
+        ((21, 20), (20, 21)),
+        ((6, 1), (1, 2, 3, 4, 5, 6)),
+    ],
+)
+def test_ladder_follows_the_recipe(bounds, ladder):
+    assert window_ladder(*bounds) == ladder
+
+
+def test_ladder_is_well_formed_for_every_pair_and_equals_that_of_mindformers_where_that_one_is():
+    same = 0
+    for smallest in range(1, 201):
+        for largest in range(smallest, 3001):
+            ours = window_ladder(largest, smallest)
+            assert is_well_formed(ours, largest, smallest), (largest, smallest, ours)
+            assert all(type(window) is int for window in ours)
+            theirs = mindformers_ladder(largest, smallest)
+            if is_well_formed(theirs, largest, smallest):
+                assert ours == theirs, (largest, smallest)
+                same += 1
+    # 580,100 pairs; were this 0, the comparison above would have compared nothing.
+    assert same == 24464
+
+
+@pytest.mark.parametrize("smallest", range(1, 201, 7))
+def test_maximum_below_minimum_warns_and_uses_1000(smallest):
+    for largest in {-5, 0, smallest - 1}:
+        with pytest.warns(UserWarning, match=rf"'max_scale_window' .* but got {largest}: 1000 is used"):
+            assert window_ladder(largest, smallest) == window_ladder(1000, smallest)
+
+
+def test_good_bounds_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        window_ladder(1000, 20)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "error", "message"),
+    [
+        ((10, 1001), ValueError, r"'max_scale_window' must be at least 'min_scale_window' \(1001\), but got 10"),
+        ((1000, 0), ValueError, r"'min_scale_window' must be at least 1 step, but got 0"),
+        ((1000, -3), ValueError, r"'min_scale_window' must be at least 1 step, but got -3"),
+        ((1000.0, 20), TypeError, r"'max_scale_window' must be an integer .* but got 1000.0 of type float"),
+        ((1000, "20"), TypeError, r"'min_scale_window' must be an integer .* but got '20' of type str"),
+        ((True, 20), TypeError, r"'max_scale_window' must be an integer .* but got True of type bool"),
+        ((1000, None), TypeError, r"'min_scale_window' must be an integer .* but got None"),
+    ],
+)
+def test_bad_bounds_are_refused(bounds, error, message):
+    with pytest.raises(error, match=message):
+        window_ladder(*bounds)

@@ -1,0 +1,174 @@
+"""For users of Megatron-LM: its arguments as our section, its scaler step for step, its state in our cell."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from mindformers.tools.register import MindFormerConfig
+from mindformers.wrapper import build_wrapper
+from mindspore import Parameter, Tensor, nn
+
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.rule.megatron import megatron_state, scale_sense_from_megatron
+from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+
+PEER_CASES = json.loads((ROOT / "tests" / "lab" / "policies" / "peer_cases.json").read_text(encoding="utf-8"))
+CLEAN, OVERFLOW = False, True
+
+# Worked out by hand from the description of DynamicGradScaler: an overflow takes one from the hysteresis and sets the
+# growth tracker to 0; at a hysteresis of 0 or below every overflow halves; a full window doubles and fills it again.
+BY_HAND = [
+    # The default hysteresis: the first overflow is tolerated, every later one halves until a raise.
+    ("--hysteresis 2", 64, 3, [OVERFLOW, OVERFLOW, OVERFLOW], [64, 32, 16]),
+    # Clean steps short of the window do not refill it: the tolerated overflows need not be consecutive.
+    ("--hysteresis 2", 64, 3, [OVERFLOW, CLEAN, CLEAN, OVERFLOW, CLEAN, OVERFLOW], [64, 64, 64, 32, 32, 16]),
+    # A raise refills it.
+    ("--hysteresis 2", 64, 2, [OVERFLOW, OVERFLOW, CLEAN, CLEAN, OVERFLOW, OVERFLOW], [64, 32, 32, 64, 64, 32]),
+    # A tolerated overflow starts the window again all the same.
+    ("--hysteresis 2", 64, 3, [CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN, CLEAN], [64, 64, 64, 64, 64, 128]),
+    ("--hysteresis 3", 64, 9, [OVERFLOW] * 5, [64, 64, 32, 16, 8]),
+    ("--hysteresis 1", 64, 1, [CLEAN, CLEAN, OVERFLOW, CLEAN], [128, 256, 128, 256]),
+    ("--min-loss-scale 16", 64, 4, [OVERFLOW] * 5, [64, 32, 16, 16, 16]),
+]
+
+
+def cell_from(arguments):
+    section = scale_sense_from_megatron(arguments)
+    assert section.pop("type") == "AdaptiveLossScaleUpdateCell"
+    return AdaptiveLossScaleUpdateCell(**section)
+
+
+def path_of(cell, overflows):
+    loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
+    for overflow in overflows:
+        cell(loss_scale, Tensor(bool(overflow)))
+        yield float(loss_scale)
+
+
+@pytest.mark.parametrize(("options", "initial", "window", "overflows", "expected"), BY_HAND)
+def test_cell_takes_the_steps_of_the_description(graph_mode, options, initial, window, overflows, expected):
+    arguments = f"--fp16 --initial-loss-scale {initial} --loss-scale-window {window} {options}"
+    assert list(path_of(cell_from(arguments), overflows)) == expected
+
+
+@pytest.mark.parametrize("case", [case for case in PEER_CASES if case["policy"] == "megatron"])
+def test_cell_takes_the_steps_of_the_test_suite_of_megatron(graph_mode, case):
+    params = case["params"]
+    assert (params["growth_factor"], params["backoff_factor"]) == (2.0, 0.5)
+    arguments = ["--fp16", "--initial-loss-scale", params["initial_scale"], "--min-loss-scale", params["min_scale"]]
+    arguments += ["--loss-scale-window", params["growth_interval"], "--hysteresis", params["hysteresis"]]
+    assert list(path_of(cell_from([str(word) for word in arguments]), case["overflow"])) == case["expected_scale"]
+
+
+@pytest.mark.parametrize(("hysteresis", "window", "rate"), [(1, 5, 0.2), (2, 3, 0.3), (4, 2, 0.5)])
+def test_cell_takes_the_steps_of_the_policy_on_random_overflows(graph_mode, hysteresis, window, rate):
+    overflows = np.random.default_rng(hysteresis).random(200) < rate
+    policy = make_policy(
+        "megatron", initial_scale=2.0**20, min_scale=4.0, growth_interval=window, hysteresis=hysteresis
+    )
+    options = f"--min-loss-scale 4 --loss-scale-window {window} --hysteresis {hysteresis}"
+    cell = cell_from(f"--fp16 --initial-loss-scale {2**20} {options}")
+    assert list(path_of(cell, overflows)) == [policy.step(bool(overflow)) for overflow in overflows]
+
+
+def test_defaults_are_those_of_megatron():
+    assert scale_sense_from_megatron("--fp16") == {
+        "type": "AdaptiveLossScaleUpdateCell",
+        "loss_scale_value": 2.0**32,
+        "scale_factor": 2,
+        "scale_window": 1000,
+        "max_scale_window": 1000,
+        "min_scale_window": 1000,
+        "min_loss_scale": 1.0,
+        "hysteresis": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loss_scale"),
+    [
+        ("--fp16 --loss-scale 1024", 1024.0),
+        ("--bf16 --loss-scale=4096 --hysteresis 3", 4096.0),
+        ("--bf16", 1.0),
+        ("--tensor-model-parallel-size 2", 1.0),
+    ],
+)
+def test_constant_scale_and_none_become_a_fixed_scale(graph_mode, arguments, loss_scale):
+    section = scale_sense_from_megatron(arguments)
+    assert section == {"type": "FixedLossScaleUpdateCell", "loss_scale_value": loss_scale}
+    # Megatron-LM skips an overflowed step with a constant scale too, and so does the train-step cell.
+    layer = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
+    optimizer = nn.Momentum(layer.trainable_params(), learning_rate=0.1, momentum=0.9)
+    cell = build_wrapper(MindFormerConfig(**section))
+    step = TrainOneStepWithLossScaleCell(nn.WithLossCell(layer, nn.MSELoss()), optimizer, scale_sense=cell)
+    outputs = step(Tensor(np.full((4, 3), np.inf, np.float32)), Tensor(np.zeros((4, 2), np.float32)))
+    assert (bool(outputs[1]), float(outputs[2])) == (True, loss_scale)
+    assert (layer.weight.asnumpy() == 1).all()
+
+
+def test_section_is_built_by_mindformers():
+    register()
+    cell = build_wrapper(MindFormerConfig(**scale_sense_from_megatron("--fp16 --loss-scale-window 500")))
+    assert type(cell) is AdaptiveLossScaleUpdateCell
+    assert (cell.rule.ladder, cell.rule.hysteresis, cell.get_loss_scale()) == ((500,), 2, 2.0**32)
+
+
+def test_zero_as_loss_scale_means_a_dynamic_one_as_in_megatron():
+    assert scale_sense_from_megatron("--fp16 --loss-scale 0")["type"] == "AdaptiveLossScaleUpdateCell"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "'--min-loss-scale' must not be above"),
+        ("--fp16 --loss-scale-window 0", "'--loss-scale-window' must be a whole number"),
+        ("--fp16 --loss-scale-window 10.5", "'--loss-scale-window' must be a whole number"),
+        ("--fp16 --hysteresis 0", "'--hysteresis' must be at least 1"),
+        ("--fp16 --hysteresis two", "Megatron-LM would refuse these arguments: .*--hysteresis"),
+        ("--loss-scale", "Megatron-LM would refuse these arguments: .*--loss-scale"),
+        ("--loss-scale -2", "'--loss-scale' must be finite and above 0"),
+    ],
+)
+def test_bad_argument_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        scale_sense_from_megatron(arguments)
+
+
+@pytest.mark.parametrize("steps", [0, 7, 23, 60])
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_cell_goes_on_from_the_state_of_megatron(graph_mode, steps, hysteresis):
+    overflows = np.random.default_rng(3).random(100) < 0.25
+    policy = make_policy("megatron", initial_scale=2.0**20, growth_interval=4, hysteresis=hysteresis)
+    for overflow in overflows[:steps]:
+        policy.step(bool(overflow))
+    state = policy.state()
+    saved = {
+        "scale": np.array([state["loss_scale"]]),
+        "growth_tracker": state["clean_steps"],
+        "hysteresis_tracker": hysteresis - state["overflows"],
+    }
+    loss_scale, counters = megatron_state(saved, hysteresis)
+    cell = cell_from(f"--fp16 --initial-loss-scale {loss_scale} --loss-scale-window 4 --hysteresis {hysteresis}")
+    cell.load_state(counters)
+    rest = overflows[steps : steps + 30]
+    assert list(path_of(cell, rest)) == [policy.step(bool(overflow)) for overflow in rest]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"scale": float("inf")}, ValueError, "'scale' must be finite"),
+        ({"growth_tracker": -1}, ValueError, "'growth_tracker' must not be negative"),
+        ({"hysteresis_tracker": 3}, ValueError, "Give the 'hysteresis' that Megatron-LM was started with"),
+    ],
+)
+def test_bad_state_is_named(changes, error, message):
+    with pytest.raises(error, match=message):
+        megatron_state({"scale": 64.0, "growth_tracker": 1, "hysteresis_tracker": 1, **changes}, hysteresis=2)
+
+
+def test_state_of_a_constant_scaler_is_refused():
+    with pytest.raises(KeyError, match="'scale', 'growth_tracker', 'hysteresis_tracker' is missing"):
+        megatron_state({})

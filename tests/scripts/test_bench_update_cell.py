@@ -1,0 +1,47 @@
+"""The benchmark of the update cells: the shape of its result, and the cost of an update that this package promises."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+SCRIPT = ROOT / "scripts" / "bench_update_cell.py"
+CELLS = {"empty", "mindspore_dynamic", "mindformers_adaptive", "ours", "ours_hysteresis", "ours_history"}
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_an_update_costs_at_most_60_percent_of_mindformers_own(run_python, tmp_path):
+    printed = run_python(SCRIPT, "--rounds", 100, "--json", "result.json").stdout
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert not list(tmp_path.glob(".result.json*"))
+    assert (result["rounds"], result["calls"]) == (100, 100)
+    cells = result["cells"]
+    assert cells.keys() == CELLS
+    empty, stock = cells["empty"], cells["mindformers_adaptive"]
+    for cell in cells.values():
+        assert cell["above_empty"] == pytest.approx(cell["microseconds"] - empty["microseconds"])
+        assert cell["ratio"] == pytest.approx(cell["above_empty"] / stock["above_empty"])
+        assert f"{cell['ratio']:.2f}" in printed
+    assert cells["ours"]["kernels"] < cells["ours_hysteresis"]["kernels"] < stock["kernels"]
+    assert stock["above_empty"] > 0
+    assert cells["ours"]["ratio"] <= 0.6, printed
+
+
+@pytest.mark.slow
+def test_json_alone_goes_to_standard_output_when_asked(run_python):
+    finished = run_python(SCRIPT, "--rounds", 1, "--calls", 1, "--json", "-")
+    assert json.loads(finished.stdout)["cells"].keys() == CELLS
+    assert "MindFormers' AdaptiveLossScaleUpdateCell" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--json", "missing/result.json"), "there is no folder 'missing'"),
+        (("--json", "."), "is no regular file"),
+        (("--rounds", "0"), "must be at least 1, but got 0"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_measured(run_python, arguments, message):
+    assert message in run_python(SCRIPT, *arguments, expect_exit=2).stderr

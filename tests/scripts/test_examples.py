@@ -1,0 +1,100 @@
+"""The LeNet5 examples: each way of scaling trains, and its scale follows the reference on the real overflows."""
+
+import re
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from examples import lenet5_managers
+from lenet5 import LeNet5, create_dataset
+from mindspore import DynamicLossScaleManager, FixedLossScaleManager, Model, nn
+from mindspore.train.callback import LossMonitor
+
+from mindformers_adaptive import enable_loss_scale_on_cpu
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+
+EXAMPLES = ROOT / "scripts" / "examples"
+
+
+def path_of(rule, loss_scale, window, overflows):
+    state = rule.start(loss_scale, window)
+    for overflow in overflows:
+        state = rule.step(state, overflow)
+        yield state.loss_scale, state.scale_window
+
+
+def fixed(overflows):
+    return [2.0**24] * len(overflows)
+
+
+def with_windows(smallest, largest):
+    rule = AdaptiveRule(2, largest, smallest)
+    return lambda overflows: [scale for scale, _ in path_of(rule, 2.0**24, smallest, overflows)]
+
+
+# None: no step is skipped, so there is no flag.
+REFERENCES = {
+    lenet5_managers.fixed_skipping_overflows: fixed,
+    lenet5_managers.fixed_divided_by_the_optimizer: None,
+    lenet5_managers.fixed_for_any_optimizer: None,
+    lenet5_managers.dynamic: with_windows(20, 20),
+    lenet5_managers.adaptive: with_windows(20, 1000),
+}
+
+
+def test_there_is_a_reference_for_every_way():
+    assert set(REFERENCES) == set(lenet5_managers.WAYS)
+
+
+@pytest.mark.parametrize("way", REFERENCES, ids=lambda way: way.__name__)
+def test_scale_follows_the_reference(graph_mode, monkeypatch, way):
+    for module in (lenet5_managers.mindspore.amp, lenet5_managers.mindspore.train.amp):
+        monkeypatch.setattr(module, "build_train_network", module.build_train_network)
+    enable_loss_scale_on_cpu()
+    run = lenet5_managers.train(way, "O2", epochs=1)
+    reference = REFERENCES[way]
+    assert len(run.losses) == 32
+    if reference is None:
+        assert run.overflows == []
+    else:
+        assert run.loss_scales == reference(run.overflows)
+        assert any(run.overflows)
+    if way is lenet5_managers.fixed_skipping_overflows:
+        # At 2^24 every step overflows and is skipped: what a fixed scale does that is too large.
+        assert all(run.overflows)
+    assert np.isfinite(run.losses).all()
+
+
+@pytest.mark.parametrize(
+    ("make_manager", "loss_scale"),
+    [
+        (lambda: FixedLossScaleManager(), {}),
+        (lambda: FixedLossScaleManager(1024.0, False), {"loss_scale": 1024.0}),
+        # By position, as MindSpore's guide writes it: an initial scale of 4 and a factor of 3000.
+        (lambda: DynamicLossScaleManager(4, 3000), {}),
+    ],
+    ids=["fixed", "fixed, not skipping", "dynamic"],
+)
+def test_programs_of_mindspores_guide_run_after_the_one_line(graph_mode, monkeypatch, make_manager, loss_scale):
+    for module in (lenet5_managers.mindspore.amp, lenet5_managers.mindspore.train.amp):
+        monkeypatch.setattr(module, "build_train_network", module.build_train_network)
+    enable_loss_scale_on_cpu()
+    network = LeNet5()
+    loss = nn.SoftmaxCrossEntropyWithLogits(reduction="mean")
+    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9, **loss_scale)
+    before = network.fc3.weight.asnumpy().copy()
+    metrics = {"Accuracy": nn.Accuracy()}
+    model = Model(network, loss, optimizer, metrics=metrics, amp_level="O0", loss_scale_manager=make_manager())
+    model.train(epoch=1, train_dataset=create_dataset(samples=64), callbacks=[LossMonitor()])
+    assert not np.array_equal(network.fc3.weight.asnumpy(), before)
+
+
+def test_functional_example_follows_the_rule(run_python):
+    printed = run_python(EXAMPLES / "functional_training.py").stdout
+    rows = re.findall(r"^ *(\d+) +[\d.]+ +(True|False) +2\^(\d+) +(\d+)$", printed, re.MULTILINE)
+    assert [int(step) for step, *_ in rows] == list(range(1, 33))
+    overflows = [overflow == "True" for _, overflow, _, _ in rows]
+    printed_path = [(2.0 ** int(exponent), int(window)) for _, _, exponent, window in rows]
+    assert printed_path == list(path_of(AdaptiveRule(2, 8, 1), 2.0**24, 1, overflows))
+    assert set(overflows) == {True, False}
+    assert len({window for _, window in printed_path}) > 1
