@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "checkpoint": {"text", "rule", "cells"},
     "gradients": {"text", "rule"},
     "monitor": {"text", "rule", "gradients"},
-    "lab.traces": {"text", "rule"},
+    "lab.traces": {"rule"},
     "lab.policies": {"rule"},
     "lab.logs": {"lab.traces"},
     "lab.replay": {"text", "rule", "lab.traces", "lab.policies"},

@@ -128,4 +128,4 @@ class ScaleHistory(nn.Cell):
 def require_history_size(history_size):
     """Return the argument of the update cell as an int, or raise TypeError or ValueError."""
     remedy = "Give how many steps lie between two looks of the host, such as the sink_size; 0 keeps no history."
-    return require_integer("history_size", history_size, 0, "number of steps", remedy)
+    return require_integer("history_size", history_size, 0, remedy, unit="number of steps")

@@ -142,4 +142,4 @@ def check_margin(margin: object) -> None:
         TypeError: if it is not an integer.
         ValueError: if it is below 0.
     """
-    require_integer("margin", margin, 0, "number of powers of two", f"The default is {DEFAULT_MARGIN}.")
+    require_integer("margin", margin, 0, f"The default is {DEFAULT_MARGIN}.", unit="number of powers of two")

@@ -49,7 +49,7 @@ def probe(
         ValueError: if ``batches`` is below 1, or the checkpoint has none of the network's weights.
         FileNotFoundError: if there is no such file, or no checkpoint in the folder.
     """
-    require_integer("batches", batches, 1, "number of batches", f"The default is {DEFAULT_BATCHES}.")
+    require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
     network, dataset = build_training(config_path, train_dataset_dir, options)
     if checkpoint is not None:
         load_weights(network, checkpoint)

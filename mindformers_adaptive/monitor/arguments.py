@@ -24,7 +24,7 @@ def require_path(name: str, value: object) -> Path | None:
 
 def require_count(name: str, value: object, hint: str) -> int:
     """Return an argument that is a number of steps as an int."""
-    return require_integer(name, value, 1, "number of steps", f"Give 1 or more; {hint}.")
+    return require_integer(name, value, 1, f"Give 1 or more; {hint}.", unit="number of steps")
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> str:

@@ -4,12 +4,19 @@ This is the readable definition. Every other form of the rule (the MindSpore cel
 against it, bit for bit.
 """
 
-import math
 import warnings
-from numbers import Integral, Real
+from numbers import Integral
 from typing import NamedTuple
 
-from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, as_float32, require_integer, require_positive, to_float32
+from mindformers_adaptive.rule.checks import (
+    LARGEST_FLOAT32,
+    as_float32,
+    require_flag,
+    require_integer,
+    require_number,
+    require_positive,
+    to_float32,
+)
 from mindformers_adaptive.rule.ladder import (
     DEFAULT_MAX_SCALE_WINDOW,
     DEFAULT_MIN_SCALE_WINDOW,
@@ -104,7 +111,15 @@ class AdaptiveRule:
         shrink_from_min_window: bool = False,
     ) -> None:
         self.ladder = window_ladder(max_scale_window, min_scale_window)
-        self.scale_factor = _require_scale_factor(scale_factor)
+        self.scale_factor = as_float32(
+            require_number(
+                "scale_factor",
+                scale_factor,
+                "a finite number above 1",
+                lambda factor: factor > 1,
+                "The usual value is 2.",
+            )
+        )
         self.backoff_factor = to_float32(1.0 / self.scale_factor)
         self.min_loss_scale = require_positive("min_loss_scale", min_loss_scale)
         self.max_loss_scale = (
@@ -116,13 +131,8 @@ class AdaptiveRule:
                 f"{self.max_loss_scale}. Lower the first or raise the second."
             )
         remedy = "1 drops the scale at every overflow; Megatron-LM uses 2."
-        self.hysteresis = require_integer("hysteresis", hysteresis, 1, "number of overflows", remedy)
-        if not isinstance(shrink_from_min_window, bool):
-            raise TypeError(
-                f"'shrink_from_min_window' must be True or False, but got {shrink_from_min_window!r} of type "
-                f"{type(shrink_from_min_window).__name__}. Leave it out for False."
-            )
-        self.shrink_from_min_window = shrink_from_min_window
+        self.hysteresis = require_integer("hysteresis", hysteresis, 1, remedy, unit="number of overflows")
+        self.shrink_from_min_window = require_flag("shrink_from_min_window", shrink_from_min_window)
 
     def start(
         self, loss_scale_value: float, scale_window: int | None = None, *, argument: str = "loss_scale_value"
@@ -198,17 +208,3 @@ class AdaptiveRule:
             stacklevel=3,
         )
         return 0
-
-
-def _require_scale_factor(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"'scale_factor' must be a number above 1, but got {value!r} of type {type(value).__name__}. The usual "
-            "value is 2."
-        )
-    rounded = as_float32(value)
-    if not rounded > 1.0 or math.isinf(rounded):
-        raise ValueError(
-            f"'scale_factor' must be a finite number above 1 in float32, but got {value!r}. The usual value is 2."
-        )
-    return rounded

@@ -1,10 +1,19 @@
-"""float32 as the device computes it, and checks of arguments that are numbers."""
+"""float32 as the device computes it, and checks of arguments: type before range, by messages that say what to give."""
 
 import ctypes
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
 
-__all__ = ["LARGEST_FLOAT32", "as_float32", "require_integer", "require_positive", "to_float32"]
+__all__ = [
+    "LARGEST_FLOAT32",
+    "as_float32",
+    "require_flag",
+    "require_integer",
+    "require_number",
+    "require_positive",
+    "to_float32",
+]
 
 _SMALLEST_FLOAT32 = 2.0**-126
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
@@ -23,44 +32,61 @@ def as_float32(value: Real) -> float:
         return math.inf
 
 
-def require_integer(name: str, value: object, least: int, meaning: str, remedy: str) -> int:
+def require_integer(name: str, value: object, least: int | None, remedy: str, *, unit: str = "") -> int:
     """Return an argument as an int, or raise.
 
     Args:
         name (str): what users call it.
-        value (object): what they gave.
-        least (int): the smallest value that it may have.
-        meaning (str): what it is an integer of, "number of steps".
+        value (object): what they gave. bool is rejected.
+        least (int, optional): the smallest value that it may have; None for no bound.
         remedy (str): a sentence on what to give.
+        unit (str): what it counts, such as "number of steps". Default: "".
 
     Raises:
-        TypeError: if it is not an integer; ``True`` and ``False`` are none here.
+        TypeError: if it is not an integer.
         ValueError: if it is below ``least``.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(
-            f"'{name}' must be an integer {meaning}, but got {value!r} of type {type(value).__name__}. {remedy}"
-        )
-    if value < least:
+        wanted = f"an integer {unit}".rstrip()
+        raise TypeError(f"'{name}' must be {wanted}, but got {_with_type(value)}. {remedy}")
+    if least is not None and value < least:
         raise ValueError(f"'{name}' must be at least {least}, but got {value}. {remedy}")
     return int(value)
 
 
-def require_positive(name: str, value: object) -> float:
-    """Return an argument as a float32 value, or raise.
+def require_number(name: str, value: object, wanted: str, accepts: Callable[[float], bool], remedy: str) -> float:
+    """Return an argument as a float, or raise.
 
     Args:
         name (str): what users call it.
-        value (object): what they gave.
+        value (object): what they gave. bool is rejected.
+        wanted (str): what it must be, such as "a finite number above 1".
+        accepts (Callable): whether a value, rounded to float32 and finite, is in range.
+        remedy (str): a sentence on what to give.
 
     Raises:
-        TypeError: if it is not a number; ``True`` and ``False`` are none here.
+        TypeError: if it is not a number.
+        ValueError: if it is not finite in float32 or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"'{name}' must be {wanted}, but got {_with_type(value)}. {remedy}")
+    rounded = as_float32(value)
+    if not math.isfinite(rounded) or not accepts(rounded):
+        raise ValueError(f"'{name}' must be {wanted} in float32, but got {value!r}. {remedy}")
+    return float(value)
+
+
+def require_positive(name: str, value: object) -> float:
+    """Return a loss scale, or a bound of one, as a float32 value, or raise.
+
+    Raises:
+        TypeError: if it is not a number. bool is rejected.
         ValueError: if it is not finite and above 0 in float32.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"'{name}' must be a number, but got {value!r} of type {type(value).__name__}. Write it as a plain "
-            "number: YAML reads 2e16 as text, and 65536 or 6.5536e+4 as numbers."
+            f"'{name}' must be a number, but got {_with_type(value)}. Write it as a plain number: YAML reads 2e16 as "
+            "text, and 65536 or 6.5536e+4 as numbers."
         )
     rounded = as_float32(value)
     if not _SMALLEST_FLOAT32 <= rounded <= LARGEST_FLOAT32:
@@ -69,3 +95,14 @@ def require_positive(name: str, value: object) -> float:
             "are usually powers of two from 1 to 4294967296."
         )
     return rounded
+
+
+def require_flag(name: str, value: object) -> bool:
+    """Return an argument that is True or False, or raise TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"'{name}' must be True or False, but got {_with_type(value)}. Give one of the two.")
+    return value
+
+
+def _with_type(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}"

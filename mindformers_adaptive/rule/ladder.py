@@ -1,7 +1,8 @@
 """The ladder: the increasing list of scale windows that adaptive loss scaling climbs."""
 
 import warnings
-from numbers import Integral
+
+from mindformers_adaptive.rule.checks import require_integer
 
 __all__ = ["DEFAULT_MAX_SCALE_WINDOW", "DEFAULT_MIN_SCALE_WINDOW", "HIDDEN_WINDOW", "window_ladder"]
 
@@ -86,9 +87,5 @@ def _largest_window(max_scale_window: int, smallest: int) -> int:
 
 
 def _require_window(name: str, window: object) -> int:
-    if isinstance(window, bool) or not isinstance(window, Integral):
-        raise TypeError(
-            f"'{name}' must be an integer number of steps, but got {window!r} of type {type(window).__name__}. "
-            "Write it without quotes and without a decimal point, for example 1000."
-        )
-    return int(window)
+    remedy = "Write it without quotes and without a decimal point, for example 1000."
+    return require_integer(name, window, None, remedy, unit="number of steps")

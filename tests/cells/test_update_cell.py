@@ -114,7 +114,7 @@ def test_input_that_is_mended_with_a_warning(arguments, warning):
         ({"min_scale_window": 0}, ValueError, r"'min_scale_window' must be at least 1 step, but got 0"),
         ({"scale_window": "20"}, TypeError, r"'scale_window' must be an integer .* but got '20' of type str"),
         ({"scale_factor": 1}, ValueError, r"'scale_factor' must be a finite number above 1 .* but got 1"),
-        ({"scale_factor": "2"}, TypeError, r"'scale_factor' must be a number above 1, but got '2' of type str"),
+        ({"scale_factor": "2"}, TypeError, r"'scale_factor' must be a finite number above 1, but got '2' of type str"),
         ({"loss_scale_value": float("inf")}, ValueError, r"'loss_scale_value' must be finite and above 0 .* got inf"),
         ({"loss_scale_value": 0}, ValueError, r"'loss_scale_value' must be finite and above 0 .* but got 0"),
         ({"loss_scale_value": Tensor(np.nan)}, ValueError, r"'loss_scale_value' must be finite .* but got nan"),

@@ -162,7 +162,7 @@ def test_a_run_taken_up_from_its_state_goes_on_as_if_never_stopped(rule, overflo
         ({"scale_factor": 1 + 1e-12}, ValueError, r"'scale_factor' must be a finite number above 1 in float32"),
         ({"scale_factor": math.inf}, ValueError, r"'scale_factor' must be a finite number above 1 .* but got inf"),
         ({"scale_factor": math.nan}, ValueError, r"'scale_factor' .* but got nan"),
-        ({"scale_factor": "2"}, TypeError, r"'scale_factor' must be a number above 1, but got '2' of type str"),
+        ({"scale_factor": "2"}, TypeError, r"'scale_factor' must be a finite number above 1, but got '2' of type str"),
         ({"scale_factor": True}, TypeError, r"'scale_factor' .* but got True of type bool"),
         ({"min_loss_scale": 0}, ValueError, r"'min_loss_scale' must be finite and above 0 .* but got 0"),
         ({"min_loss_scale": "1"}, TypeError, r"'min_loss_scale' must be a number, but got '1' of type str"),

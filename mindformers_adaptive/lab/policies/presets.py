@@ -13,7 +13,6 @@ from mindformers_adaptive.lab.policies.arguments import (
     at_least_one,
     count,
     factor_above_one,
-    flag,
     not_negative,
     optional,
     positive,
@@ -27,6 +26,7 @@ from mindformers_adaptive.lab.policies.dynamic_rule import (
     FLOAT32_FLUSHED_FLOAT64_FACTORS,
     FLOAT64,
 )
+from mindformers_adaptive.rule.checks import require_flag
 
 __all__ = ["DYNAMIC_PRESETS", "Parameter", "Preset"]
 
@@ -136,8 +136,8 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
             "scale_window": _window(1000),
             "min_scale": _floor(1.0),
             "delayed_shift": _tolerance(1),
-            "consecutive_hysteresis": Parameter("clean_step_forgives", False, flag),
-            "raise_error_at_min_scale": Parameter("stops_at_floor", True, flag),
+            "consecutive_hysteresis": Parameter("clean_step_forgives", False, require_flag),
+            "raise_error_at_min_scale": Parameter("stops_at_floor", True, require_flag),
         },
         {"arithmetic": FLOAT64},
     ),

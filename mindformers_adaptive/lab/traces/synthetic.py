@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rule.checks import require_integer
 
 __all__ = [
     "heavy_tailed",
@@ -24,6 +24,8 @@ __all__ = [
 
 # A small Llama trained in FP16 on CPU kept its dynamic loss scale between 2^16 and 2^20.
 _LEVEL = 18.0
+
+_PLAIN_INTEGER = "Write it without quotes and without a decimal point."
 
 # The ceilings stay within the exponents of normal float32 numbers, as loss scales do.
 _EXPONENTS = (-126.0, 127.0)
@@ -173,8 +175,8 @@ def _made(
     log2_ceiling: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]],
 ) -> Trace:
     """A trace from its formula, which takes the normal numbers and the part of the run that is over, 0 to 1."""
-    count = _require_integer("steps", steps, 1)
-    noise = _generator(_require_integer("seed", seed, 0), "n_t").standard_normal(count)
+    count = require_integer("steps", steps, 1, _PLAIN_INTEGER)
+    noise = _generator(require_integer("seed", seed, 0, _PLAIN_INTEGER), "n_t").standard_normal(count)
     part = np.arange(count) / max(count - 1, 1)
     return Trace.exact(name, np.exp2(np.clip(log2_ceiling(noise, part), *_EXPONENTS)))
 
@@ -186,14 +188,3 @@ def _generator(seed: int, symbol: str) -> np.random.Generator:
 
 def _second_half(noise: NDArray[np.float64]) -> NDArray[np.float64]:
     return (np.arange(len(noise)) >= len(noise) // 2).astype(np.float64)
-
-
-def _require_integer(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(
-            f"'{name}' must be an integer, but got {value!r} of type {type(value).__name__}. Write it without quotes "
-            "and without a decimal point."
-        )
-    if value < least:
-        raise ValueError(f"'{name}' must be at least {least}, but got {value}. Give a larger one.")
-    return int(value)
