@@ -9,7 +9,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 from mindformers_adaptive import wrapper
-from mindformers_adaptive.cells import overflow as detection
+from mindformers_adaptive.cells import train_step
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
@@ -117,7 +117,7 @@ def test_a_fixed_scale_and_mindspores_dynamic_cell_work_on_cpu_too(graph_mode):
 
 def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch):
     """Off CPU an instance is the stock one, and here MindSpore refuses that by the name of its Ascend primitive."""
-    monkeypatch.setattr(detection, "_runs_on_cpu", lambda: False)
+    monkeypatch.setattr(train_step, "_runs_on_cpu", lambda: False)
     network = Regression(mindspore.float32)
     step = wrapper.TrainOneStepWithLossScaleCell(
         network, build_optimizer("Momentum", network), scale_sense=AdaptiveLossScaleUpdateCell(1024, 2, 20)

@@ -12,8 +12,8 @@ __all__ = ["AdaptiveLossScaleManager"]
 class AdaptiveLossScaleManager(amp.LossScaleManager):
     """Loss-scale manager of adaptive loss scaling, for ``Model(..., loss_scale_manager=manager)``.
 
-    ``Model`` takes the update cell of the manager into its train-step cell, and there the loss scale lives; where the
-    host sees every step (no data sinking), the manager follows it by the same rule.
+    ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. Without data sinking
+    the manager follows each step by the same rule.
 
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
@@ -59,13 +59,15 @@ class AdaptiveLossScaleManager(amp.LossScaleManager):
         hysteresis=1,
         shrink_from_min_window=False,
     ):
-        self._options = {
-            "min_loss_scale": min_loss_scale,
-            "max_loss_scale": max_loss_scale,
-            "hysteresis": hysteresis,
-            "shrink_from_min_window": shrink_from_min_window,
-        }
-        self._rule = AdaptiveRule(scale_factor, max_scale_window, min_scale_window, **self._options)
+        self._rule = AdaptiveRule(
+            scale_factor,
+            max_scale_window,
+            min_scale_window,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            hysteresis=hysteresis,
+            shrink_from_min_window=shrink_from_min_window,
+        )
         self._state = self._rule.start(init_loss_scale, scale_window, argument="init_loss_scale")
         self._steps = 0
 
@@ -98,26 +100,4 @@ class AdaptiveLossScaleManager(amp.LossScaleManager):
         Returns:
             AdaptiveLossScaleUpdateCell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
         """
-        rule, state = self._rule, self._state
-        cell = AdaptiveLossScaleUpdateCell(
-            state.loss_scale,
-            rule.scale_factor,
-            # The hidden window is on no ladder; the state below has it.
-            rule.ladder[max(state.window_index, 0)],
-            rule.ladder[-1],
-            rule.ladder[0],
-            **self._options,
-        )
-        if self._steps > 0:
-            cell.load_state(_counters(state, self._steps, rule.hysteresis > 1))
-        return cell
-
-
-def _counters(state, steps, tolerates_overflows):
-    """What the cell remembers after so many steps: it counts the steps, where the rule counts the clean ones."""
-    names = ("scale_window", "window_index", "growth_num", "down_num", "skipped_steps", "consecutive_overflows")
-    counters = {name: getattr(state, name) for name in names}
-    counters |= {"cur_iter": steps + 1, "last_overflow_iter": steps - state.clean_steps}
-    if tolerates_overflows:
-        counters["hysteresis_budget"] = state.hysteresis_budget
-    return counters
+        return AdaptiveLossScaleUpdateCell.from_rule(self._rule, self._state, self._steps)

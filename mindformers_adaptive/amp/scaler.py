@@ -19,10 +19,9 @@ _map = ops.HyperMap()
 class AdaptiveLossScaler(amp.LossScaler):
     """Loss scaler of adaptive loss scaling, for training with ``mindspore.value_and_grad``.
 
-    It works within ``@mindspore.jit`` and without. All that it remembers are Parameters: the loss scale,
-    ``scale_value``, and those of :class:`~mindformers_adaptive.cells.update_cell.AdaptiveLossScaleUpdateCell`, which
-    decides what one step does to the scale. In data parallel, reduce the gradients before ``amp.all_finite``, so that
-    every process sees an inf or NaN of any.
+    It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
+    those of :class:`~mindformers_adaptive.cells.update_cell.AdaptiveLossScaleUpdateCell`, which applies the rule. In
+    data parallel, reduce the gradients before ``amp.all_finite``, so that every process sees an inf or NaN of any.
 
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
@@ -78,19 +77,19 @@ class AdaptiveLossScaler(amp.LossScaler):
         hysteresis=1,
         shrink_from_min_window=False,
     ):
-        options = {
-            "min_loss_scale": min_loss_scale,
-            "max_loss_scale": max_loss_scale,
-            "hysteresis": hysteresis,
-            "shrink_from_min_window": shrink_from_min_window,
-        }
-        rule = AdaptiveRule(scale_factor, max_scale_window, min_scale_window, **options)
-        start = rule.start(scale_value, scale_window, argument="scale_value")
-        self.update_cell = AdaptiveLossScaleUpdateCell(
-            start.loss_scale, rule.scale_factor, start.scale_window, rule.ladder[-1], rule.ladder[0], **options
+        rule = AdaptiveRule(
+            scale_factor,
+            max_scale_window,
+            min_scale_window,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            hysteresis=hysteresis,
+            shrink_from_min_window=shrink_from_min_window,
         )
+        start = rule.start(scale_value, scale_window, argument="scale_value")
+        self.update_cell = AdaptiveLossScaleUpdateCell.from_rule(rule, start)
         self.scale_value = Parameter(Tensor(start.loss_scale, mstype.float32), name="scale_value", requires_grad=False)
-        # Compiled, because its small operations one by one would take longer than those of many a training step.
+        # Compiled, because launched one by one its small operations can take longer than a whole training step.
         self._update = jit(self.update_cell.construct)
 
     def scale(self, inputs):
@@ -170,9 +169,7 @@ class AdaptiveLossScaler(amp.LossScaler):
             )
         if self.scale_value.name in parameters:
             restored = float(parameters[self.scale_value.name].asnumpy().reshape(()))
-            loss_scale, problem = repair_loss_scale(self.update_cell.rule, restored, self.scale_value.name)
-            if problem:
-                warnings.warn(problem, stacklevel=2)
+            loss_scale = repair_loss_scale(self.update_cell.rule, restored, self.scale_value.name)
             self.scale_value.set_data(Tensor(loss_scale, mstype.float32))
         for name in self.update_cell.state():
             counter = getattr(self.update_cell, name)

@@ -1,6 +1,5 @@
 """``AdaptiveLossScaleUpdateCell``: the rule as a MindSpore cell."""
 
-import math
 import warnings
 
 from mindspore import Parameter, Tensor, nn, ops
@@ -9,7 +8,13 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.scale_history import ScaleHistory, require_history_size
 from mindformers_adaptive.rule.adaptive_rule import HIDDEN_INDEX, AdaptiveRule
 from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES, holds_no_window, repair_state
+from mindformers_adaptive.rule.restored_state import (
+    PARAMETER_NAMES,
+    from_rule_state,
+    holds_no_window,
+    repair_loss_scale,
+    repair_state,
+)
 from mindformers_adaptive.rule.transition_tables import COUNTER_VALUES, transition_tables
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
@@ -150,6 +155,38 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.assign = ops.Assign()
         self.assign_add = ops.AssignAdd()
         self.cast = ops.Cast()
+
+    @classmethod
+    def from_rule(cls, rule, state, steps=0):
+        """Return a cell that goes on by a rule from a state.
+
+        Args:
+            rule (AdaptiveRule): the rule.
+            state (LossScaleState): its state.
+            steps (int): how many steps led to it. Default: 0, it is the start.
+
+        Returns:
+            AdaptiveLossScaleUpdateCell, whose ``state()`` and loss scale are those of ``state``.
+
+        Examples:
+            >>> rule = AdaptiveRule(hysteresis=2)
+            >>> state = rule.step(rule.start(2.0**16), overflow=True)
+            >>> AdaptiveLossScaleUpdateCell.from_rule(rule, state, steps=1).state()["hysteresis_budget"]
+            1
+        """
+        cell = cls(
+            state.loss_scale,
+            rule.scale_factor,
+            rule.ladder[max(state.window_index, 0)],
+            rule.ladder[-1],
+            rule.ladder[0],
+            min_loss_scale=rule.min_loss_scale,
+            max_loss_scale=rule.max_loss_scale,
+            hysteresis=rule.hysteresis,
+            shrink_from_min_window=rule.shrink_from_min_window,
+        )
+        cell.load_state(from_rule_state(rule, state, steps))
+        return cell
 
     def construct(self, loss_scale, overflow):
         window_is_full = self.less_equal(self.scale_window, self.cur_iter - self.last_overflow_iter)
@@ -306,22 +343,10 @@ def _state_parameter(name, value):
 
 
 def _restored_loss_scale(loss_scale_value, rule):
-    """Read a loss scale that comes from a checkpoint, and move it into its bounds.
-
-    Kept as it is, a Parameter would become a trainable child of the cell.
-    """
+    # Kept as it is, a Parameter would become a trainable child of the cell.
     if loss_scale_value.size != 1:
         raise ValueError(
             f"'loss_scale_value' must hold one number, but got a Tensor of shape {loss_scale_value.shape}. Give a "
             "number, or a Tensor of shape () or (1,)."
         )
-    restored = float(loss_scale_value.asnumpy().item())
-    bounded = min(max(restored, rule.min_loss_scale), rule.max_loss_scale)
-    if restored <= 0 or not math.isfinite(restored) or bounded == restored:
-        return restored
-    warnings.warn(
-        f"The checkpoint has 'loss_scale_value' {restored}, which is not between 'min_loss_scale' and "
-        f"'max_loss_scale': {bounded} is used.",
-        stacklevel=3,
-    )
-    return bounded
+    return repair_loss_scale(rule, float(loss_scale_value.asnumpy().item()), "loss_scale_value")

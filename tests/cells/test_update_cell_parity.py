@@ -9,6 +9,7 @@ from scale_cells import SideBySide, StepFromState
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.ladder import window_ladder
+from mindformers_adaptive.rule.restored_state import from_rule_state
 
 INITIAL_SCALE = 2.0**16
 
@@ -142,24 +143,8 @@ def expected_memory(rules, states, steps):
     return [
         value
         for rule, state in zip(rules, states, strict=True)
-        for value in expected_state(rule, state, steps).values()
+        for value in from_rule_state(rule, state, steps).values()
     ]
-
-
-def expected_state(rule, state, steps):
-    expected = {
-        "scale_window": state.scale_window,
-        "window_index": state.window_index,
-        "growth_num": state.growth_num,
-        "down_num": state.down_num,
-        "cur_iter": steps + 1,
-        "last_overflow_iter": steps - state.clean_steps,
-        "skipped_steps": state.skipped_steps,
-        "consecutive_overflows": state.consecutive_overflows,
-    }
-    if rule.hysteresis > 1:
-        expected["hysteresis_budget"] = state.hysteresis_budget
-    return expected
 
 
 def assert_follows_the_rule(configurations, overflows):
@@ -173,7 +158,7 @@ def assert_follows_the_rule(configurations, overflows):
         assert scales == [state.loss_scale for state in states], steps
         assert memory == expected_memory(rules, states, steps), steps
     for cell, rule, state in zip(cells.update_cells, rules, states, strict=True):
-        assert cell.state() == expected_state(rule, state, len(overflows))
+        assert cell.state() == from_rule_state(rule, state, len(overflows))
 
 
 def walk_every_sequence(configurations, length):
