@@ -91,6 +91,48 @@ def test_real_float16_overflow_of_the_scaled_gradient_is_detected(graph_mode):
     assert float(step.scale_sense) == 2.0 ** (32 - skipped)
 
 
+@pytest.mark.parametrize("base", TRAIN_STEP_CELLS)
+def test_subclass_with_arguments_of_its_own_trains_through_real_overflows(mode, base):
+    class CountedTrainStep(base):
+        """Counts its steps from a number that is given; a user's own subclass."""
+
+        def __init__(self, network, optimizer, first_step, *, scale_sense):
+            super().__init__(network, optimizer, scale_sense=scale_sense)
+            self.steps = Parameter(Tensor(first_step, mindspore.int32), name="steps", requires_grad=False)
+
+        def construct(self, *inputs):
+            outputs = super().construct(*inputs)
+            ops.assign_add(self.steps, Tensor(1, mindspore.int32))
+            return outputs
+
+    assert list(inspect.signature(CountedTrainStep).parameters) == ["network", "optimizer", "first_step", "scale_sense"]
+    network = Regression(mindspore.float16)
+    update_cell = AdaptiveLossScaleUpdateCell(2**24, 2, 20)
+    step = CountedTrainStep(network, build_optimizer("Momentum", network), 100, scale_sense=update_cell)
+    features, target = batch(overflow=False)
+    overflows = []
+    for _ in range(15):
+        before = network.weight.asnumpy().copy()
+        overflows.append(bool(step(features, target)[1]))
+        assert np.array_equal(network.weight.asnumpy(), before) == overflows[-1]
+    skipped = overflows.index(False)
+    assert skipped > 0
+    assert float(step.scale_sense) == 2.0 ** (24 - sum(overflows))
+    assert update_cell.state()["skipped_steps"] == sum(overflows)
+    assert int(step.steps) == 115
+    assert "list_index" in step.optimizer.parameters_dict()
+
+
+def test_overflow_detection_of_a_subclass_is_kept(graph_mode):
+    class NeverOverflows(wrapper.TrainOneStepWithLossScaleCell):
+        def get_overflow_status(self, status, compute_output):
+            return Tensor(False)
+
+    network = Regression(mindspore.float32)
+    step = NeverOverflows(network, build_optimizer("Momentum", network), AdaptiveLossScaleUpdateCell(1024, 2, 20))
+    assert not bool(step(*batch(overflow=True))[1])
+
+
 def test_clipping_works_with_the_adaptive_scale(graph_mode):
     network = Regression(mindspore.float16)
     optimizer = nn.SGD(network.trainable_params(), learning_rate=1.0)

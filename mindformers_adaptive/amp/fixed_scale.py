@@ -15,8 +15,8 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
     """Train-step cell with a fixed loss scale that divides the gradients itself.
 
     ``FixedLossScaleManager(loss_scale, drop_overflow_update=False)`` leaves that division to the optimizer, and some
-    optimizers, as ``nn.AdamWeightDecay``, do not divide. No step is skipped here: an overflow reaches the optimizer.
-    To skip such steps use ``TrainOneStepWithLossScaleCell(..., scale_sense=nn.FixedLossScaleUpdateCell(loss_scale))``.
+    optimizers, such as ``nn.AdamWeightDecay``, do not divide. No step is skipped: an overflow reaches the optimizer.
+    To skip them use ``TrainOneStepWithLossScaleCell(..., scale_sense=nn.FixedLossScaleUpdateCell(loss_scale))``.
 
     Args:
         network (nn.Cell): the network that returns the loss.

@@ -23,8 +23,8 @@ __all__ = ["AdaptiveLossScaleUpdateCell"]
 class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
     r"""Update cell of adaptive loss scaling: the scale follows the overflows, and the window follows the scale.
 
-    The rule is that of :class:`mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`. Everything it remembers is an
-    int32 scalar Parameter, so that a checkpoint of the train-step cell keeps it:
+    The rule is that of :class:`mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`. Its state is in int32 scalar
+    Parameters, which a checkpoint of the train-step cell contains:
 
     =============================== ========================= ===================================================
     Parameter in a checkpoint       attribute                 meaning
@@ -44,7 +44,7 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
 
     Args:
         loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
-            element, as MindFormers passes on resume, is read once and not kept.
+            element, as MindFormers passes on resume, is only read.
         scale_factor (Union[int, float]): what the scale is multiplied or divided by, above 1.
         scale_window (int): the window to start with, in steps. One that is not on the ladder gives a warning and
             training starts at ``min_scale_window``.
@@ -57,8 +57,8 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             Default: 1, every overflow drops.
         shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
             Default: False, MindFormers' rule.
-        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. No checkpoint has
-            them, and ``mindspore.export`` refuses a network that keeps any. Default: 0, none, as in MindSpore's cells.
+        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Checkpoints do not
+            contain them, and ``mindspore.export`` refuses a network that has some. Default: 0, as in MindSpore's cells.
 
     Inputs:
         - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
@@ -141,8 +141,8 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         multipliers, transitions = transition_tables(rule)
         self.multipliers = Tensor(multipliers, mstype.float32)
         self.transitions = Tensor(transitions, mstype.int32)
-        # A row is found by ((first + window_index) * 4 + growth_num) * 4 + down_num; `first` also makes the hidden
-        # window's index -1 count from 0.
+        # The row is ((first + window_index) * 4 + growth_num) * 4 + down_num; `first` includes 1 because the hidden
+        # window's index is -1.
         levels = len(rule.ladder) + 1
         self.wait_rows = Tensor(-HIDDEN_INDEX, mstype.int32)
         self.raise_rows = Tensor(-HIDDEN_INDEX + levels, mstype.int32)
@@ -205,7 +205,7 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         overflowed = self.cast(overflow, mstype.int32)
         consecutive_overflows = (self.consecutive_overflows + self.one) * overflowed
         if self.keeps_history:
-            # Before anything is assigned: the step's own loss scale and number are in Parameters.
+            # Before the assignments, because the step's loss scale and number are read from Parameters.
             self.history(
                 loss_scale,
                 next_loss_scale,
@@ -243,13 +243,13 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         return {name: int(getattr(self, name).asnumpy()) for name in names}
 
     def load_state(self, state):
-        """Set Parameters, by attribute name, to what ``state()`` returned earlier.
+        """Set Parameters to values that ``state()`` returned earlier.
 
         Args:
-            state (dict[str, int]): values by attribute name; one that is not there keeps its value.
+            state (dict[str, int]): values by attribute name; Parameters that it does not name keep theirs.
 
         Raises:
-            KeyError: if a name is none of the cell's.
+            KeyError: if the cell has no such Parameter.
         """
         for name, value in state.items():
             if name not in PARAMETER_NAMES or not hasattr(self, name):
@@ -257,18 +257,17 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             getattr(self, name).set_data(Tensor(value, mstype.int32))
 
     def recent_steps(self, since=0):
-        """Return the last steps, oldest first: at most ``history_size`` of them, and none without a history.
+        """Return the steps after ``since``, oldest first, at most the last ``history_size``.
 
         Args:
-            since (int): the last step that is not wanted, counted as ``cur_iter`` counts. Default: 0, none.
+            since (int): the number of a step, counted from 1 as ``cur_iter`` is. Default: 0.
 
         Returns:
-            list[dict], an entry a step, without gaps up to the last step: ``step`` (int, counted from 1), ``overflow``
-            (bool), ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), and, as they are after the
-            step, ``scale_window``, ``window_index``, ``growth_num``, ``down_num``, ``skipped_steps`` and
-            ``consecutive_overflows`` (int). Where more steps than the history keeps have passed since, the first
-            ones are not there. Steps that were taken before a checkpoint was loaded are not there either. Reading
-            waits for the device.
+            list[dict], one for each step, without gaps up to the last step: ``step`` (int), ``overflow`` (bool),
+            ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), and the values after the step of
+            ``scale_window``, ``window_index``, ``growth_num``, ``down_num``, ``skipped_steps`` and
+            ``consecutive_overflows`` (int). Steps from before a checkpoint was loaded are missing. Reading waits for
+            the device.
 
         Examples:
             >>> from mindspore import Parameter, Tensor
@@ -284,9 +283,9 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         return self.history.steps(since, last=int(self.cur_iter.asnumpy()) - 1)
 
     def add_flags_recursive(self, **flags):
-        """As in ``nn.Cell``; where a training starts, a state restored from a checkpoint is checked first.
+        """As in ``nn.Cell``; the start of training also checks a restored state.
 
-        ``set_train()`` of this cell, or of any cell that it is part of, comes here, and so does ``Model.train``.
+        ``set_train()`` of this cell or of one that contains it calls this, and so does ``Model.train``.
         """
         super().add_flags_recursive(**flags)
         if flags.get("training"):
@@ -294,12 +293,11 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         return self
 
     def check_state(self):
-        """Make sure that the Parameters hold a state that this cell can go on with.
+        """Repair a restored state that this cell cannot go on with.
 
-        A state that was restored from a checkpoint of another cell, or of this one with other windows, is changed
-        where it has to be, each time with a warning that names the Parameter, its value and what is used instead.
-        Runs by itself whenever training starts; call it after loading a checkpoint where nothing calls
-        ``set_train()``.
+        A checkpoint may come from another cell, or from this one with other windows. Each change gives a warning that
+        names the Parameter, its value and the value used instead. The start of training calls this; call it yourself
+        if you load a checkpoint without calling ``set_train()`` afterwards.
 
         Examples:
             >>> import warnings
@@ -324,7 +322,7 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         for problem in problems:
             warnings.warn(problem, stacklevel=2)
         self.load_state({name: value for name, value in repaired.items() if value != state[name]})
-        # What was changed once is not warned of again, though it may still look as if it came from elsewhere.
+        # Warn once: a repaired state may still look foreign when it is checked again.
         self.checked_state = repaired
 
     def _overflow_rows(self):

@@ -1,4 +1,4 @@
-"""The rule as tables, for a device that looks a step up instead of comparing its way through it."""
+"""The rule as tables: the device looks up a step instead of computing it."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ COUNTER_VALUES = COUNTER_LIMIT + 1
 def transition_tables(rule):
     """Tabulate the rule over every event and every (window_index, growth_num, down_num).
 
-    A chain of comparisons would cost the device twice as many kernels as one look-up.
+    Comparisons in the graph would take twice as many kernels.
 
     Returns:
         tuple of numpy.ndarray: the multiplier of the loss scale, float32 of shape (rows,), and the next
