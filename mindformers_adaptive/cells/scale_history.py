@@ -39,13 +39,11 @@ class ScaleHistory(nn.Cell):
         - **loss_scale** (Parameter) - the loss scale that the step used, float32 of shape ().
         - **next_loss_scale** (Tensor) - the loss scale for the next step, float32 of shape ().
         - **step** (Parameter) - the number of the step, int32 of shape ().
-        - **overflow**, **scale_window**, **window_index**, **growth_num**, **down_num** (Tensor) - those after the
-          step, int32 of shape ().
-        - **skipped_before** (Parameter) - overflowed steps before this one, int32 of shape ().
-        - **consecutive_overflows** (Tensor) - overflowed steps in a row, int32 of shape ().
+        - **counts** (tuple[Tensor]) - ``overflow``, ``scale_window``, ``window_index``, ``growth_num``, ``down_num``,
+          ``skipped_steps`` and ``consecutive_overflows`` after the step, int32 of shape ().
 
     Outputs:
-        Tensor, the input `overflow`.
+        Tensor, `next_loss_scale`.
     """
 
     def __init__(self, size):
@@ -64,38 +62,15 @@ class ScaleHistory(nn.Cell):
         self.gather = ops.Gather()
         self.assign = ops.Assign()
 
-    def construct(
-        self,
-        loss_scale,
-        next_loss_scale,
-        step,
-        overflow,
-        scale_window,
-        window_index,
-        growth_num,
-        down_num,
-        skipped_before,
-        consecutive_overflows,
-    ):
+    def construct(self, loss_scale, next_loss_scale, step, counts):
         # PyNative mode does not stack Parameters with Tensors; a sum is a Tensor.
         scales = self.stack((loss_scale + self.no_scale, next_loss_scale))
-        counts = self.stack(
-            (
-                step + self.no_steps,
-                overflow,
-                scale_window,
-                window_index,
-                growth_num,
-                down_num,
-                skipped_before + overflow,
-                consecutive_overflows,
-            )
-        )
+        counts = self.stack((step + self.no_steps, *counts))
         self.scatter_update(self.scales, self.place, self.expand_dims(scales, 0))
         self.scatter_update(self.counts, self.place, self.expand_dims(counts, 0))
         # A table and no Mod, which Ascend documents as inexact for large integers.
         self.assign(self.place, self.gather(self.place_after, self.place, 0))
-        return overflow
+        return next_loss_scale
 
     def steps(self, since, last):
         """Return the kept steps from ``since + 1`` to ``last``, the step written last; oldest first, without gaps."""

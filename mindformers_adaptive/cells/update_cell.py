@@ -117,18 +117,12 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.start_window = start.scale_window
         self.checked_state = None
 
-        # The base class has a constant of this name; here the window moves.
-        self.scale_window = _state_parameter("scale_window", start.scale_window)
-        self.window_index = _state_parameter("window_index", start.window_index)
-        self.growth_num = _state_parameter("growth_num", start.growth_num)
-        self.down_num = _state_parameter("down_num", start.down_num)
-        self.cur_iter.requires_grad = False
-        self.last_overflow_iter.requires_grad = False
-        self.skipped_steps = _state_parameter("skipped_steps", start.skipped_steps)
-        self.consecutive_overflows = _state_parameter("consecutive_overflows", start.consecutive_overflows)
+        for name, value in from_rule_state(rule, start, steps=0).items():
+            # The base class has a constant scale_window; here the window moves.
+            parameter = Parameter(Tensor(value, mstype.int32), name=PARAMETER_NAMES[name], requires_grad=False)
+            setattr(self, name, parameter)
         self.tolerates_overflows = rule.hysteresis > 1
         if self.tolerates_overflows:
-            self.hysteresis_budget = _state_parameter("hysteresis_budget", start.hysteresis_budget)
             self.full_budget = Tensor(rule.hysteresis, mstype.int32)
             self.zero = Tensor(0, mstype.int32)
 
@@ -206,18 +200,17 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         consecutive_overflows = (self.consecutive_overflows + self.one) * overflowed
         if self.keeps_history:
             # Before the assignments, because the step's loss scale and number are read from Parameters.
-            self.history(
-                loss_scale,
-                next_loss_scale,
-                self.cur_iter,
+            skipped_steps = self.skipped_steps + overflowed
+            counts = (
                 overflowed,
                 scale_window,
                 window_index,
                 growth_num,
                 down_num,
-                self.skipped_steps,
+                skipped_steps,
                 consecutive_overflows,
             )
+            self.history(loss_scale, next_loss_scale, self.cur_iter, counts)
         self.assign(loss_scale, next_loss_scale)
         self.assign(self.scale_window, scale_window)
         self.assign(self.window_index, window_index)
@@ -334,10 +327,6 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         spent = self.max(self.hysteresis_budget - self.one, self.zero)
         refilled = self.select(window_is_full, self.full_budget, self.hysteresis_budget)
         self.assign(self.hysteresis_budget, self.select(overflow, spent, refilled))
-
-
-def _state_parameter(name, value):
-    return Parameter(Tensor(value, mstype.int32), name=PARAMETER_NAMES[name], requires_grad=False)
 
 
 def _restored_loss_scale(loss_scale_value, rule):

@@ -9,6 +9,7 @@ from mindformers_adaptive.rule.ladder import HIDDEN_WINDOW
 
 __all__ = [
     "PARAMETER_NAMES",
+    "STEP_LIMIT",
     "from_rule_state",
     "holds_no_window",
     "repair_loss_scale",
@@ -28,6 +29,9 @@ PARAMETER_NAMES = {
     "consecutive_overflows": "consecutive_overflows",
     "hysteresis_budget": "hysteresis_budget",
 }
+
+# Steps are counted up to here: about 34 years at a step a second, and far from where int32 would wrap.
+STEP_LIMIT = 2**30
 
 
 def from_rule_state(rule: AdaptiveRule, state: LossScaleState, steps: int) -> dict[str, int]:
@@ -143,28 +147,23 @@ def repair_state(rule: AdaptiveRule, state: Mapping[str, int]) -> tuple[dict[str
     if problem:
         problems.append(problem)
 
-    limits = {"growth_num": COUNTER_LIMIT, "down_num": COUNTER_LIMIT}
-    if "hysteresis_budget" in state:
-        limits["hysteresis_budget"] = rule.hysteresis
-    for name, limit in limits.items():
-        if not 0 <= state[name] <= limit:
-            repaired[name] = min(max(state[name], 0), limit)
-            problems.append(_replaced(name, state, f"must lie between 0 and {limit}", repaired[name]))
+    def require(name: str, least: int, most: int, otherwise: int, meaning: str = "") -> None:
+        if not least <= state[name] <= most:
+            repaired[name] = otherwise
+            problems.append(
+                f"The checkpoint has '{PARAMETER_NAMES[name]}' {state[name]}, which must lie between {least} and {most}"
+                f"{meaning}: {otherwise} is used."
+            )
 
-    if state["cur_iter"] < 1:
-        repaired["cur_iter"] = 1
-        problems.append(_replaced("cur_iter", state, "must be at least 1", 1))
-    if not 0 <= state["last_overflow_iter"] < repaired["cur_iter"]:
-        repaired["last_overflow_iter"] = repaired["cur_iter"] - 1
-        reason = f"must lie between 0 and {repaired['cur_iter'] - 1}, the last step"
-        problems.append(_replaced("last_overflow_iter", state, reason, repaired["last_overflow_iter"]))
-    if state["skipped_steps"] < 0:
-        repaired["skipped_steps"] = 0
-        problems.append(_replaced("skipped_steps", state, "must not be negative", 0))
-    if not 0 <= state["consecutive_overflows"] <= repaired["skipped_steps"]:
-        repaired["consecutive_overflows"] = 0
-        reason = f"must lie between 0 and {repaired['skipped_steps']}, the number of skipped steps"
-        problems.append(_replaced("consecutive_overflows", state, reason, 0))
+    limits = {"growth_num": COUNTER_LIMIT, "down_num": COUNTER_LIMIT, "hysteresis_budget": rule.hysteresis}
+    for name, limit in limits.items():
+        if name in state:
+            require(name, 0, limit, min(max(state[name], 0), limit))
+    require("cur_iter", 1, STEP_LIMIT, 1)
+    last_step = repaired["cur_iter"] - 1
+    require("last_overflow_iter", 0, last_step, last_step, ", the last step")
+    require("skipped_steps", 0, STEP_LIMIT, 0)
+    require("consecutive_overflows", 0, repaired["skipped_steps"], 0, ", the number of skipped steps")
     return repaired, problems
 
 
