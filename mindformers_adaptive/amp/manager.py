@@ -5,15 +5,17 @@ from mindspore import amp
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.rule.restored_state import from_rule_state, to_rule_state
+from mindformers_adaptive.rule.state_dict import LossScaleStateDict
 
 __all__ = ["AdaptiveLossScaleManager"]
 
 
-class AdaptiveLossScaleManager(amp.LossScaleManager):
+class AdaptiveLossScaleManager(LossScaleStateDict, amp.LossScaleManager):
     """Loss-scale manager of adaptive loss scaling, for ``Model(..., loss_scale_manager=manager)``.
 
     ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. Without data sinking
-    the manager follows each step by the same rule.
+    the manager follows each step by the same rule. Load a state before the manager is given to ``Model``.
 
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
@@ -59,7 +61,7 @@ class AdaptiveLossScaleManager(amp.LossScaleManager):
         hysteresis=1,
         shrink_from_min_window=False,
     ):
-        self._rule = AdaptiveRule(
+        self.rule = AdaptiveRule(
             scale_factor,
             max_scale_window,
             min_scale_window,
@@ -68,7 +70,7 @@ class AdaptiveLossScaleManager(amp.LossScaleManager):
             hysteresis=hysteresis,
             shrink_from_min_window=shrink_from_min_window,
         )
-        self._state = self._rule.start(init_loss_scale, scale_window, argument="init_loss_scale")
+        self._state = self.rule.start(init_loss_scale, scale_window, argument="init_loss_scale")
         self._steps = 0
 
     def get_loss_scale(self):
@@ -91,7 +93,7 @@ class AdaptiveLossScaleManager(amp.LossScaleManager):
             >>> manager.get_loss_scale()
             32768.0
         """
-        self._state = self._rule.step(self._state, bool(overflow))
+        self._state = self.rule.step(self._state, bool(overflow))
         self._steps += 1
 
     def get_update_cell(self):
@@ -100,4 +102,11 @@ class AdaptiveLossScaleManager(amp.LossScaleManager):
         Returns:
             AdaptiveLossScaleUpdateCell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
         """
-        return AdaptiveLossScaleUpdateCell.from_rule(self._rule, self._state, self._steps)
+        return AdaptiveLossScaleUpdateCell.from_rule(self.rule, self._state, self._steps)
+
+    def _read_state(self):
+        return self._state.loss_scale, from_rule_state(self.rule, self._state, self._steps)
+
+    def _write_state(self, loss_scale, counters):
+        self._state = to_rule_state(self.rule, loss_scale, counters)
+        self._steps = counters["cur_iter"] - 1

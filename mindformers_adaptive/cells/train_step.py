@@ -61,8 +61,10 @@ class LossScaleTrainStep:
             self.get_overflow_status = self.get_overflow_status_on_cpu
         self._is_running = False
         self._reported_start = None
-        if _is_adaptive(self) and isinstance(self.optimizer, nn.Cell):
-            self.optimizer.loss_scaling_manager = self.loss_scaling_manager
+        if _is_adaptive(self):
+            self.loss_scaling_manager.bind_loss_scale(self.scale_sense)
+            if isinstance(self.optimizer, nn.Cell):
+                self.optimizer.loss_scaling_manager = self.loss_scaling_manager
         _rename_returned_learning_rate(self)
 
     def __call__(self, *args, **kwargs):

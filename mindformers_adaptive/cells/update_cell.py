@@ -15,12 +15,13 @@ from mindformers_adaptive.rule.restored_state import (
     repair_loss_scale,
     repair_state,
 )
+from mindformers_adaptive.rule.state_dict import LossScaleStateDict
 from mindformers_adaptive.rule.transition_tables import COUNTER_VALUES, transition_tables
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
 
 
-class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
+class AdaptiveLossScaleUpdateCell(LossScaleStateDict, nn.DynamicLossScaleUpdateCell):
     r"""Update cell of adaptive loss scaling: the scale follows the overflows, and the window follows the scale.
 
     The rule is that of :class:`mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`. Its state is in int32 scalar
@@ -115,7 +116,8 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         super().__init__(start.loss_scale, rule.scale_factor, start.scale_window)
         self.rule = rule
         self.start_window = start.scale_window
-        self.checked_state = None
+        self.written_state = self.checked_state = None
+        self.bind_loss_scale(None)
 
         for name, value in from_rule_state(rule, start, steps=0).items():
             # The base class has a constant scale_window; here the window moves.
@@ -179,7 +181,7 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             hysteresis=rule.hysteresis,
             shrink_from_min_window=rule.shrink_from_min_window,
         )
-        cell.load_state(from_rule_state(rule, state, steps))
+        cell._write_state(state.loss_scale, from_rule_state(rule, state, steps))
         return cell
 
     def construct(self, loss_scale, overflow):
@@ -200,16 +202,8 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         consecutive_overflows = (self.consecutive_overflows + self.one) * overflowed
         if self.keeps_history:
             # Before the assignments, because the step's loss scale and number are read from Parameters.
-            skipped_steps = self.skipped_steps + overflowed
-            counts = (
-                overflowed,
-                scale_window,
-                window_index,
-                growth_num,
-                down_num,
-                skipped_steps,
-                consecutive_overflows,
-            )
+            counts = overflowed, scale_window, window_index, growth_num, down_num
+            counts = (*counts, self.skipped_steps + overflowed, consecutive_overflows)
             self.history(loss_scale, next_loss_scale, self.cur_iter, counts)
         self.assign(loss_scale, next_loss_scale)
         self.assign(self.scale_window, scale_window)
@@ -225,28 +219,37 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         return overflow
 
     def state(self):
-        """Return all Parameters as Python integers by attribute name.
+        """Return all Parameters as dict[str, int] by attribute name, see the table above; this waits for the device."""
+        return {name: int(getattr(self, name).asnumpy()) for name in PARAMETER_NAMES if hasattr(self, name)}
 
-        Returns:
-            dict[str, int], with ``scale_window``, ``window_index``, ``growth_num``, ``down_num``, ``cur_iter``,
-            ``last_overflow_iter``, ``skipped_steps``, ``consecutive_overflows`` and, where hysteresis is above 1,
-            ``hysteresis_budget``. Reading them waits for the device.
+    def bind_loss_scale(self, parameter):
+        """Tell the cell which Parameter is its first input, for ``state_dict()`` and ``load_state_dict()``.
+
+        The train-step cells of this package do it.
         """
-        names = [name for name in PARAMETER_NAMES if name != "hysteresis_budget" or self.tolerates_overflows]
-        return {name: int(getattr(self, name).asnumpy()) for name in names}
+        # Not through nn.Cell, which would make it a child of this cell too.
+        object.__setattr__(self, "bound_loss_scale", parameter)
 
-    def load_state(self, state):
-        """Set Parameters to values that ``state()`` returned earlier.
+    def _read_state(self):
+        counters = self.state()
+        if self.bound_loss_scale is not None:
+            return float(self.bound_loss_scale.asnumpy()), counters
+        if counters["cur_iter"] > 1 and counters != self.written_state:
+            raise RuntimeError(
+                "The update cell does not know its loss scale, because its train-step cell is not one of "
+                "mindformers_adaptive.wrapper. Call update_cell.bind_loss_scale(train_step.scale_sense) first."
+            )
+        return float(self.loss_scale_value), counters
 
-        Args:
-            state (dict[str, int]): values by attribute name; Parameters that it does not name keep theirs.
+    def _write_state(self, loss_scale, counters):
+        self.loss_scale_value = loss_scale
+        if self.bound_loss_scale is not None:
+            self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))
+        self.written_state = self.checked_state = dict(counters)
+        self._set_counters(counters)
 
-        Raises:
-            KeyError: if the cell has no such Parameter.
-        """
-        for name, value in state.items():
-            if name not in PARAMETER_NAMES or not hasattr(self, name):
-                raise KeyError(f"{name!r} is none of the Parameters of the update cell: {', '.join(self.state())}")
+    def _set_counters(self, counters):
+        for name, value in counters.items():
             getattr(self, name).set_data(Tensor(value, mstype.int32))
 
     def recent_steps(self, since=0):
@@ -314,7 +317,7 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             ]
         for problem in problems:
             warnings.warn(problem, stacklevel=2)
-        self.load_state({name: value for name, value in repaired.items() if value != state[name]})
+        self._set_counters({name: value for name, value in repaired.items() if value != state[name]})
         # Warn once: a repaired state may still look foreign when it is checked again.
         self.checked_state = repaired
 

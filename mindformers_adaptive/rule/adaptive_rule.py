@@ -5,7 +5,6 @@ bit for bit.
 """
 
 import warnings
-from numbers import Integral
 from typing import NamedTuple
 
 from mindformers_adaptive.rule.checks import (
@@ -195,13 +194,10 @@ class AdaptiveRule:
         return LossScaleState(loss_scale, window, index, growth_num, 0, 0, self.hysteresis, state.skipped_steps, 0)
 
     def _index_of(self, scale_window: int) -> int:
-        if isinstance(scale_window, bool) or not isinstance(scale_window, Integral):
-            raise TypeError(
-                f"'scale_window' must be an integer number of steps, but got {scale_window!r} of type "
-                f"{type(scale_window).__name__}. Give one of the ladder: {self.ladder}."
-            )
+        remedy = f"Give one of the ladder: {self.ladder}."
+        scale_window = require_integer("scale_window", scale_window, None, remedy, unit="number of steps")
         if scale_window in self.ladder:
-            return self.ladder.index(int(scale_window))
+            return self.ladder.index(scale_window)
         warnings.warn(
             f"'scale_window' must be one of the ladder {self.ladder}, but got {scale_window}: training starts at the "
             f"smallest window, {self.ladder[0]}.",

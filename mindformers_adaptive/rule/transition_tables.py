@@ -1,8 +1,10 @@
 """The rule as tables: the device looks up a step instead of computing it."""
 
+from typing import Any
+
 import numpy as np
 
-from mindformers_adaptive.rule.adaptive_rule import COUNTER_LIMIT, HIDDEN_INDEX, LossScaleState
+from mindformers_adaptive.rule.adaptive_rule import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule, LossScaleState
 
 __all__ = ["COUNTER_VALUES", "transition_tables"]
 
@@ -10,7 +12,7 @@ __all__ = ["COUNTER_VALUES", "transition_tables"]
 COUNTER_VALUES = COUNTER_LIMIT + 1
 
 
-def transition_tables(rule):
+def transition_tables(rule: AdaptiveRule) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Tabulate the rule over every event and every (window_index, growth_num, down_num).
 
     Comparisons in the graph would take twice as many kernels.

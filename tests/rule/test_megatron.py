@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.rule.megatron import megatron_state, scale_sense_from_megatron
+from mindformers_adaptive.rule.megatron import scale_sense_from_megatron
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 PEER_CASES = json.loads((ROOT / "tests" / "lab" / "policies" / "peer_cases.json").read_text(encoding="utf-8"))
@@ -149,9 +149,9 @@ def test_cell_goes_on_from_the_state_of_megatron(graph_mode, steps, hysteresis):
         "growth_tracker": state["clean_steps"],
         "hysteresis_tracker": hysteresis - state["overflows"],
     }
-    loss_scale, counters = megatron_state(saved, hysteresis)
-    cell = cell_from(f"--fp16 --initial-loss-scale {loss_scale} --loss-scale-window 4 --hysteresis {hysteresis}")
-    cell.load_state(counters)
+    cell = cell_from(f"--fp16 --loss-scale-window 4 --hysteresis {hysteresis}")
+    cell.load_state_dict(saved)
+    assert cell.get_loss_scale() == state["loss_scale"]
     rest = overflows[steps : steps + 30]
     assert list(path_of(cell, rest)) == [policy.step(bool(overflow)) for overflow in rest]
 
@@ -159,16 +159,16 @@ def test_cell_goes_on_from_the_state_of_megatron(graph_mode, steps, hysteresis):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"scale": float("inf")}, ValueError, "'scale' must be finite"),
+        ({"scale": float("inf")}, ValueError, "'scale' inf; a loss scale must be finite"),
         ({"growth_tracker": -1}, ValueError, "'growth_tracker' must not be negative"),
         ({"hysteresis_tracker": 3}, ValueError, "Give the 'hysteresis' that Megatron-LM was started with"),
     ],
 )
 def test_bad_state_is_named(changes, error, message):
     with pytest.raises(error, match=message):
-        megatron_state({"scale": 64.0, "growth_tracker": 1, "hysteresis_tracker": 1, **changes}, hysteresis=2)
+        cell_from("--fp16").load_state_dict({"scale": 64.0, "growth_tracker": 1, "hysteresis_tracker": 1, **changes})
 
 
 def test_state_of_a_constant_scaler_is_refused():
     with pytest.raises(KeyError, match="'scale', 'growth_tracker', 'hysteresis_tracker' is missing"):
-        megatron_state({})
+        cell_from("--fp16").load_state_dict({})
