@@ -7,6 +7,7 @@ carry the state of adaptive loss scaling through checkpoints.
 import mindformers.wrapper
 from mindspore import nn
 
+from mindformers_adaptive.cells.no_loss_scale import NoLossScaleUpdateCell
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 
@@ -14,6 +15,7 @@ __all__ = [
     "AdaptiveLossScaleUpdateCell",
     "MFPipelineWithLossScaleCell",
     "MFTrainOneStepCell",
+    "NoLossScaleUpdateCell",
     "TrainOneStepWithLossScaleCell",
 ]
 

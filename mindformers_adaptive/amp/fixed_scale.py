@@ -4,6 +4,7 @@ from mindspore import Tensor, amp, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.amp.scaling import multiply_in_float32
+from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
 from mindformers_adaptive.rule.checks import require_positive
 
 __all__ = ["FixedScaleTrainOneStepCell"]
@@ -55,12 +56,7 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
                 "manager.get_loss_scale()."
             )
         loss_scale = require_positive("loss_scale", loss_scale)
-        divided_by = getattr(optimizer, "loss_scale", 1.0)
-        if divided_by != 1.0:
-            raise ValueError(
-                "'optimizer' must not divide the gradients, as this cell does, but got "
-                f"{type(optimizer).__name__} with loss_scale={divided_by}. Make it without 'loss_scale'."
-            )
+        refuse_dividing_optimizer(optimizer)
         super().__init__(network, optimizer, loss_scale)
         self.reciprocal = Tensor(1.0 / loss_scale, mstype.float32)
 

@@ -1,6 +1,8 @@
 """``AdaptiveLossScaleManager``: adaptive loss scaling for ``mindspore.train.Model``."""
 
-from mindspore import amp
+import sys
+
+from mindspore import amp, context
 
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
@@ -102,6 +104,13 @@ class AdaptiveLossScaleManager(LossScaleStateDict, amp.LossScaleManager):
         Returns:
             AdaptiveLossScaleUpdateCell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
         """
+        # MindSpore's own function asks for the cell, and on CPU refuses it with a message that has no remedy.
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if caller == "mindspore.train.amp" and context.get_context("device_target") == "CPU":
+            raise ValueError(
+                "'loss_scale_manager' must be None on CPU, as MindSpore is, but got AdaptiveLossScaleManager. Call "
+                "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made."
+            )
         return AdaptiveLossScaleUpdateCell.from_rule(self.rule, self._state, self._steps)
 
     def _read_state(self):

@@ -5,6 +5,7 @@ import warnings
 import mindspore.train.amp
 from mindspore import amp, context, nn
 
+from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 __all__ = ["build_train_network", "enable_loss_scale_on_cpu"]
@@ -34,8 +35,8 @@ def build_train_network(network, optimizer, loss_fn=None, level="O0", boost_leve
 
     Raises:
         TypeError: if ``loss_scale_manager`` is an update cell or a loss scaler, or not a manager.
-        ValueError: on CPU, if a manager is used together with ``boost_level``, pipeline stages or gradient
-            accumulation.
+        ValueError: if the optimizer divides the gradients too; on CPU, if a manager is used together with
+            ``boost_level``, pipeline stages or gradient accumulation.
 
     Examples:
         >>> import numpy as np
@@ -55,7 +56,7 @@ def build_train_network(network, optimizer, loss_fn=None, level="O0", boost_leve
     get_update_cell = getattr(manager, "get_update_cell", lambda: None)
     update_cell = get_update_cell()
     if isinstance(manager, amp.LossScaleManager):
-        _warn_of_wrong_division(optimizer, manager.get_loss_scale(), update_cell)
+        _check_division(optimizer, manager.get_loss_scale(), update_cell)
     if update_cell is None:
         return _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
     stock_only = _what_needs_a_stock_cell(network, boost_level)
@@ -127,17 +128,14 @@ def _refuse_on_cpu(feature):
         )
 
 
-def _warn_of_wrong_division(optimizer, loss_scale, update_cell):
-    """Warn where the gradients would be divided by the loss scale twice, or never."""
+def _check_division(optimizer, loss_scale, update_cell):
+    """Refuse to divide the gradients by the loss scale twice, and warn where nothing divides them."""
+    if update_cell is not None:
+        refuse_dividing_optimizer(optimizer)
+        return
     divided_by = getattr(optimizer, "loss_scale", 1.0)
     name = type(optimizer).__name__
-    if update_cell is not None and divided_by != 1.0:
-        warnings.warn(
-            f"{name} has loss_scale={divided_by} and the train-step cell divides the gradients too: they become "
-            f"{divided_by} times too small. Make the optimizer without 'loss_scale'.",
-            stacklevel=3,
-        )
-    if update_cell is None and divided_by != loss_scale:
+    if divided_by != loss_scale:
         warnings.warn(
             f"With drop_overflow_update=False the optimizer must divide the gradients by {loss_scale}, but {name} has "
             f"loss_scale={divided_by}: they are {loss_scale / divided_by} times too large. Give it "

@@ -10,7 +10,7 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.restored_state import repair_loss_scale
 
-__all__ = ["LossScaleTrainStep"]
+__all__ = ["LossScaleTrainStep", "refuse_dividing_optimizer"]
 
 
 class _StockSignature:
@@ -34,7 +34,8 @@ class LossScaleTrainStep:
       optimizer from most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their
       names.
     - When training starts, the restored loss scale is checked, and the log says from where loss scaling goes on.
-    - Construction raises TypeError if ``scale_sense`` is a loss-scale manager, a loss scaler or None.
+    - Construction raises TypeError if ``scale_sense`` is a loss-scale manager, a loss scaler, a class, a dict, a str, a
+      bool or None, and ValueError if the optimizer divides the gradients too.
 
     Examples:
         >>> class TrainStep(LossScaleTrainStep, nn.TrainOneStepWithLossScaleCell):
@@ -51,9 +52,10 @@ class LossScaleTrainStep:
 
     def __init__(self, *args, **kwargs):
         stock_init = super().__init__
-        arguments = inspect.signature(stock_init).bind_partial(*args, **kwargs).arguments
+        arguments = self._bind(stock_init, *args, **kwargs)
         if "scale_sense" in arguments:
             _require_update_cell(arguments["scale_sense"])
+        refuse_dividing_optimizer(arguments.get("optimizer"))
         stock_init(*args, **kwargs)
         # Chosen per instance: in a graph super().get_overflow_status() resolves to the override itself, without end.
         stock_detection = nn.TrainOneStepWithLossScaleCell.get_overflow_status
@@ -66,6 +68,16 @@ class LossScaleTrainStep:
             if isinstance(self.optimizer, nn.Cell):
                 self.optimizer.loss_scaling_manager = self.loss_scaling_manager
         _rename_returned_learning_rate(self)
+
+    def _bind(self, stock_init, *args, **kwargs):
+        try:
+            return inspect.signature(stock_init).bind_partial(*args, **kwargs).arguments
+        except TypeError as error:
+            names = ", ".join(inspect.signature(stock_init).parameters)
+            raise TypeError(
+                f"{type(self).__name__} {error}. Its arguments are {names}. In a MindFormers YAML file use the type "
+                "MFTrainOneStepCell under 'runner_wrapper'."
+            ) from error
 
     def __call__(self, *args, **kwargs):
         # A checkpoint may be loaded after set_train(), or set_train() may never be called.
@@ -107,6 +119,16 @@ def _is_adaptive(train_step):
     return isinstance(train_step.loss_scaling_manager, AdaptiveLossScaleUpdateCell)
 
 
+def refuse_dividing_optimizer(optimizer):
+    """Raise ValueError if an optimizer divides the gradients by a loss scale, as the train-step cell does."""
+    divided_by = getattr(optimizer, "loss_scale", 1.0)
+    if divided_by != 1.0:
+        raise ValueError(
+            "'optimizer' must not divide the gradients, which the train-step cell does, but got "
+            f"{type(optimizer).__name__} with loss_scale={divided_by}. Make it without 'loss_scale'."
+        )
+
+
 def _require_update_cell(scale_sense):
     if isinstance(scale_sense, amp.LossScaleManager):
         remedy = "Give manager.get_update_cell(), or give the manager to Model(..., loss_scale_manager=manager)."
@@ -117,6 +139,15 @@ def _require_update_cell(scale_sense):
             "FixedLossScaleManager(..., drop_overflow_update=False) has no update cell; for a fixed scale without "
             "skipped steps use FixedScaleTrainOneStepCell."
         )
+    elif isinstance(scale_sense, type):
+        remedy = f"Give an instance: {scale_sense.__name__}(...)."
+    elif isinstance(scale_sense, dict):
+        remedy = (
+            "In a YAML file, the section 'scale_sense' needs a 'type', such as AdaptiveLossScaleUpdateCell. In Python, "
+            "give an instance of that class with the other keys as arguments."
+        )
+    elif isinstance(scale_sense, (str, bool)):
+        remedy = "Give AdaptiveLossScaleUpdateCell(...), or a fixed scale as a Tensor, such as Tensor(1024.0)."
     else:
         return
     raise TypeError(

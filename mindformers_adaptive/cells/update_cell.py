@@ -1,27 +1,19 @@
 """``AdaptiveLossScaleUpdateCell``: the rule as a MindSpore cell."""
 
-import warnings
-
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.cells.restorable_state import RestorableState
 from mindformers_adaptive.cells.scale_history import ScaleHistory, require_history_size
 from mindformers_adaptive.rule.adaptive_rule import HIDDEN_INDEX, AdaptiveRule
 from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.rule.restored_state import (
-    PARAMETER_NAMES,
-    from_rule_state,
-    holds_no_window,
-    repair_loss_scale,
-    repair_state,
-)
-from mindformers_adaptive.rule.state_dict import LossScaleStateDict
-from mindformers_adaptive.rule.transition_tables import COUNTER_VALUES, transition_tables
+from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_scale
+from mindformers_adaptive.rule.transition_tables import EVENTS, transition_tables
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
 
 
-class AdaptiveLossScaleUpdateCell(LossScaleStateDict, nn.DynamicLossScaleUpdateCell):
+class AdaptiveLossScaleUpdateCell(RestorableState, nn.DynamicLossScaleUpdateCell):
     r"""Update cell of adaptive loss scaling: the scale follows the overflows, and the window follows the scale.
 
     The rule is that of :class:`mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`. Its state is in int32 scalar
@@ -115,14 +107,7 @@ class AdaptiveLossScaleUpdateCell(LossScaleStateDict, nn.DynamicLossScaleUpdateC
         start = rule.start(loss_scale_value, scale_window)
         super().__init__(start.loss_scale, rule.scale_factor, start.scale_window)
         self.rule = rule
-        self.start_window = start.scale_window
-        self.written_state = self.checked_state = None
-        self.bind_loss_scale(None)
-
-        for name, value in from_rule_state(rule, start, steps=0).items():
-            # The base class has a constant scale_window; here the window moves.
-            parameter = Parameter(Tensor(value, mstype.int32), name=PARAMETER_NAMES[name], requires_grad=False)
-            setattr(self, name, parameter)
+        self._make_state(start)
         self.tolerates_overflows = rule.hysteresis > 1
         if self.tolerates_overflows:
             self.full_budget = Tensor(rule.hysteresis, mstype.int32)
@@ -137,73 +122,44 @@ class AdaptiveLossScaleUpdateCell(LossScaleStateDict, nn.DynamicLossScaleUpdateC
         multipliers, transitions = transition_tables(rule)
         self.multipliers = Tensor(multipliers, mstype.float32)
         self.transitions = Tensor(transitions, mstype.int32)
-        # The row is ((first + window_index) * 4 + growth_num) * 4 + down_num; `first` includes 1 because the hidden
-        # window's index is -1.
-        levels = len(rule.ladder) + 1
-        self.wait_rows = Tensor(-HIDDEN_INDEX, mstype.int32)
-        self.raise_rows = Tensor(-HIDDEN_INDEX + levels, mstype.int32)
-        self.drop_rows = Tensor(-HIDDEN_INDEX + 2 * levels, mstype.int32)
+        # The index is (window_index, growth_num, down_num) plus the first row of the event, where the hidden window has
+        # the window_index -1.
+        places = len(rule.ladder) - HIDDEN_INDEX
+        first_rows = [Tensor([n * places - HIDDEN_INDEX, 0, 0], mstype.int32) for n in range(len(EVENTS))]
+        self.wait_row, self.raise_row, self.drop_row, self.tolerate_row = first_rows
         # As Tensors, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
         self.one = Tensor(1, mstype.int32)
-        self.counter_values = Tensor(COUNTER_VALUES, mstype.int32)
-        self.gather = ops.Gather()
+        self.step_limit = Tensor(STEP_LIMIT, mstype.int32)
+        self.stack = ops.Stack()
         self.unstack = ops.Unstack()
+        self.gather_nd = ops.GatherNd()
         self.assign = ops.Assign()
         self.assign_add = ops.AssignAdd()
         self.cast = ops.Cast()
 
-    @classmethod
-    def from_rule(cls, rule, state, steps=0):
-        """Return a cell that goes on by a rule from a state.
-
-        Args:
-            rule (AdaptiveRule): the rule.
-            state (LossScaleState): its state.
-            steps (int): how many steps led to it. Default: 0, it is the start.
-
-        Returns:
-            AdaptiveLossScaleUpdateCell, whose ``state()`` and loss scale are those of ``state``.
-
-        Examples:
-            >>> rule = AdaptiveRule(hysteresis=2)
-            >>> state = rule.step(rule.start(2.0**16), overflow=True)
-            >>> AdaptiveLossScaleUpdateCell.from_rule(rule, state, steps=1).state()["hysteresis_budget"]
-            1
-        """
-        cell = cls(
-            state.loss_scale,
-            rule.scale_factor,
-            rule.ladder[max(state.window_index, 0)],
-            rule.ladder[-1],
-            rule.ladder[0],
-            min_loss_scale=rule.min_loss_scale,
-            max_loss_scale=rule.max_loss_scale,
-            hysteresis=rule.hysteresis,
-            shrink_from_min_window=rule.shrink_from_min_window,
-        )
-        cell._write_state(state.loss_scale, from_rule_state(rule, state, steps))
-        return cell
-
     def construct(self, loss_scale, overflow):
-        window_is_full = self.less_equal(self.scale_window, self.cur_iter - self.last_overflow_iter)
-        first = self.select(
-            overflow, self._overflow_rows(), self.select(window_is_full, self.raise_rows, self.wait_rows)
+        since_event = self.cur_iter - self.last_overflow_iter
+        window_is_full = self.less_equal(self.scale_window, since_event)
+        first_row = self.select(
+            overflow, self._overflow_row(), self.select(window_is_full, self.raise_row, self.wait_row)
         )
         if self.tolerates_overflows:
             self._spend_or_refill_budget(overflow, window_is_full)
 
-        row = (first + self.window_index) * self.counter_values + self.growth_num
-        row = row * self.counter_values + self.down_num
-        scaled = loss_scale * self.gather(self.multipliers, row, 0)
+        row = self.stack((self.window_index, self.growth_num, self.down_num)) + first_row
+        scaled = loss_scale * self.gather_nd(self.multipliers, row)
         within_cap = self.less_equal(scaled, self.maximum_loss_scale)
         next_loss_scale = self.select(within_cap, self.max(scaled, self.minimum_loss_scale), loss_scale)
-        scale_window, window_index, growth_num, down_num = self.unstack(self.gather(self.transitions, row, 0))
-        overflowed = self.cast(overflow, mstype.int32)
-        consecutive_overflows = (self.consecutive_overflows + self.one) * overflowed
+        after = self.unstack(self.gather_nd(self.transitions, row))
+        scale_window, window_index, growth_num, down_num, overflowed, is_event = after
+        # At the limit the steps are no longer counted, and the last event moves back instead.
+        stuck = self.cast(self.less_equal(self.step_limit, self.cur_iter), mstype.int32)
+        counted = self.one - stuck
+        consecutive_overflows = (self.consecutive_overflows + counted) * overflowed
         if self.keeps_history:
             # Before the assignments, because the step's loss scale and number are read from Parameters.
             counts = overflowed, scale_window, window_index, growth_num, down_num
-            counts = (*counts, self.skipped_steps + overflowed, consecutive_overflows)
+            counts = (*counts, self.skipped_steps + overflowed * counted, consecutive_overflows)
             self.history(loss_scale, next_loss_scale, self.cur_iter, counts)
         self.assign(loss_scale, next_loss_scale)
         self.assign(self.scale_window, scale_window)
@@ -211,46 +167,11 @@ class AdaptiveLossScaleUpdateCell(LossScaleStateDict, nn.DynamicLossScaleUpdateC
         self.assign(self.growth_num, growth_num)
         self.assign(self.down_num, down_num)
 
-        starts_over = self.logic_or(overflow, window_is_full)
-        self.assign(self.last_overflow_iter, self.select(starts_over, self.cur_iter, self.last_overflow_iter))
-        self.assign_add(self.cur_iter, self.one)
-        self.assign_add(self.skipped_steps, overflowed)
+        self.assign_add(self.last_overflow_iter, since_event * is_event - stuck)
+        self.assign_add(self.cur_iter, counted)
+        self.assign_add(self.skipped_steps, overflowed * counted)
         self.assign(self.consecutive_overflows, consecutive_overflows)
         return overflow
-
-    def state(self):
-        """Return all Parameters as dict[str, int] by attribute name, see the table above; this waits for the device."""
-        return {name: int(getattr(self, name).asnumpy()) for name in PARAMETER_NAMES if hasattr(self, name)}
-
-    def bind_loss_scale(self, parameter):
-        """Tell the cell which Parameter is its first input, for ``state_dict()`` and ``load_state_dict()``.
-
-        The train-step cells of this package do it.
-        """
-        # Not through nn.Cell, which would make it a child of this cell too.
-        object.__setattr__(self, "bound_loss_scale", parameter)
-
-    def _read_state(self):
-        counters = self.state()
-        if self.bound_loss_scale is not None:
-            return float(self.bound_loss_scale.asnumpy()), counters
-        if counters["cur_iter"] > 1 and counters != self.written_state:
-            raise RuntimeError(
-                "The update cell does not know its loss scale, because its train-step cell is not one of "
-                "mindformers_adaptive.wrapper. Call update_cell.bind_loss_scale(train_step.scale_sense) first."
-            )
-        return float(self.loss_scale_value), counters
-
-    def _write_state(self, loss_scale, counters):
-        self.loss_scale_value = loss_scale
-        if self.bound_loss_scale is not None:
-            self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))
-        self.written_state = self.checked_state = dict(counters)
-        self._set_counters(counters)
-
-    def _set_counters(self, counters):
-        for name, value in counters.items():
-            getattr(self, name).set_data(Tensor(value, mstype.int32))
 
     def recent_steps(self, since=0):
         """Return the steps after ``since``, oldest first, at most the last ``history_size``.
@@ -278,53 +199,10 @@ class AdaptiveLossScaleUpdateCell(LossScaleStateDict, nn.DynamicLossScaleUpdateC
             return []
         return self.history.steps(since, last=int(self.cur_iter.asnumpy()) - 1)
 
-    def add_flags_recursive(self, **flags):
-        """As in ``nn.Cell``; the start of training also checks a restored state.
-
-        ``set_train()`` of this cell or of one that contains it calls this, and so does ``Model.train``.
-        """
-        super().add_flags_recursive(**flags)
-        if flags.get("training"):
-            self.check_state()
-        return self
-
-    def check_state(self):
-        """Repair a restored state that this cell cannot go on with.
-
-        A checkpoint may come from another cell, or from this one with other windows. Each change gives a warning that
-        names the Parameter, its value and the value used instead. The start of training calls this; call it yourself
-        if you load a checkpoint without calling ``set_train()`` afterwards.
-
-        Examples:
-            >>> import warnings
-            >>> from mindspore import Tensor
-            >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
-            >>> _ = cell.window_index.set_data(Tensor(99, mstype.int32))
-            >>> with warnings.catch_warnings(record=True) as caught:
-            ...     cell.check_state()
-            >>> cell.state()["window_index"], len(caught)
-            (0, 1)
-        """
-        state = self.state()
-        if state == self.checked_state:
-            return
-        repaired, problems = repair_state(self.rule, state)
-        if not problems and holds_no_window(state, self.start_window):
-            repaired["last_overflow_iter"] = repaired["cur_iter"] - 1
-            problems = [
-                "The checkpoint has steps but no window, as one of dynamic loss scaling: the ladder starts afresh at "
-                f"window {self.start_window}."
-            ]
-        for problem in problems:
-            warnings.warn(problem, stacklevel=2)
-        self._set_counters({name: value for name, value in repaired.items() if value != state[name]})
-        # Warn once: a repaired state may still look foreign when it is checked again.
-        self.checked_state = repaired
-
-    def _overflow_rows(self):
+    def _overflow_row(self):
         if not self.tolerates_overflows:
-            return self.drop_rows
-        return self.select(self.less_equal(self.hysteresis_budget, self.one), self.drop_rows, self.wait_rows)
+            return self.drop_row
+        return self.select(self.less_equal(self.hysteresis_budget, self.one), self.drop_row, self.tolerate_row)
 
     def _spend_or_refill_budget(self, overflow, window_is_full):
         spent = self.max(self.hysteresis_budget - self.one, self.zero)

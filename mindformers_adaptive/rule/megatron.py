@@ -22,15 +22,17 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
     =========================== ============ ==========================================================
     Megatron-LM                 default      ``scale_sense``
     =========================== ============ ==========================================================
-    ``--loss-scale S``          none         ``FixedLossScaleUpdateCell``: ``loss_scale_value`` S
+    ``--loss-scale S``          0            ``FixedLossScaleUpdateCell``: ``loss_scale_value`` S
     ``--fp16`` without it                    ``AdaptiveLossScaleUpdateCell``: the rows below
     ``--initial-loss-scale S``  2**32        ``loss_scale_value`` S
     ``--min-loss-scale S``      1.0          ``min_loss_scale`` S
     ``--loss-scale-window N``   1000         ``scale_window``, ``max_scale_window``, ``min_scale_window`` N
     ``--hysteresis N``          2            ``hysteresis`` N
     (growth and backoff factor) 2.0 and 0.5  ``scale_factor`` 2
-    neither of the first two                 ``FixedLossScaleUpdateCell`` with 1: nothing is scaled
+    neither of the first two                 ``NoLossScaleUpdateCell``: no scaling, no skipped steps
     =========================== ============ ==========================================================
+
+    Megatron-LM reads ``--loss-scale`` only with ``--fp16``, ``--bf16`` or ``--use-distributed-optimizer``.
 
     Args:
         arguments (Union[str, Sequence[str]]): a Megatron-LM command line, or its words. All other arguments are left
@@ -51,14 +53,12 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
         {'type': 'FixedLossScaleUpdateCell', 'loss_scale_value': 1024.0}
     """
     given = _parse(shlex.split(arguments) if isinstance(arguments, str) else list(arguments))
-    # As Megatron-LM, for which 0 means no fixed scale.
-    if given.loss_scale:
-        return {
-            "type": "FixedLossScaleUpdateCell",
-            "loss_scale_value": require_positive("--loss-scale", given.loss_scale),
-        }
+    # As in Megatron-LM: 0 means no fixed scale, and FP32 training has no gradient scaler.
+    fixed = require_positive("--loss-scale", given.loss_scale) if given.loss_scale else None
+    if fixed is not None and (given.fp16 or given.bf16 or given.use_distributed_optimizer):
+        return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": fixed}
     if not given.fp16:
-        return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 1.0}
+        return {"type": "NoLossScaleUpdateCell"}
     return _dynamic_section(given)
 
 
@@ -69,7 +69,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(words: list[str]) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--fp16", action="store_true")
+    for flag in ("--fp16", "--bf16", "--use-distributed-optimizer"):
+        parser.add_argument(flag, action="store_true")
     parser.add_argument("--loss-scale", type=float)
     parser.add_argument("--initial-loss-scale", type=float, default=_INITIAL_LOSS_SCALE)
     parser.add_argument("--min-loss-scale", type=float, default=_MIN_LOSS_SCALE)

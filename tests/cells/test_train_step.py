@@ -142,6 +142,23 @@ def test_a_checkpoint_of_mindformers_own_cell_resumes_at_its_place_on_the_ladder
     assert float(resumed.scale_sense) == float(before.scale_sense)
 
 
+def test_a_checkpoint_of_mindformers_own_cell_back_from_the_hidden_window_keeps_its_counters(graph_mode):
+    """By its values it could be one of dynamic scaling; there the next raise would come after 20 steps."""
+    theirs = mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 20, 1000, 20)
+    loss_scale = Parameter(Tensor(1024.0, mindspore.float32), name="loss_scale")
+    for overflow in [False] * 60 + [True] * 3 + [False] * 15:
+        theirs(loss_scale, Tensor(overflow))
+    assert int(theirs.list_index.asnumpy()) == int(theirs.window_up_count.asnumpy()) == 0
+    saved = {name: Parameter(value.asnumpy()) for name, value in theirs.parameters_dict().items()}
+    saved["scale_sense"] = Parameter(loss_scale.asnumpy())
+    resumed = build_step(max_scale_window=1000, min_scale_window=20)
+    mindspore.load_param_into_net(resumed, saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        scales = [scale for _, _, scale, _ in train(resumed, [False] * 8)]
+    assert scales == [float(loss_scale)] * 7 + [2 * float(loss_scale)]
+
+
 @pytest.mark.parametrize("scaling", ["dynamic", "none"])
 def test_a_checkpoint_without_a_window_starts_the_ladder_afresh_at_its_scale_with_one_warning(graph_mode, scaling):
     update_cell = nn.DynamicLossScaleUpdateCell(4096, 2, 3)
