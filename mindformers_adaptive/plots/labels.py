@@ -86,7 +86,7 @@ def _place(axes: Axes, point: tuple[float, float], text: str, taken: Sequence[Bb
         sides = np.array(side)
         # A side of 1, 0 or -1 leaves the text after, around or before its place.
         corner = centre + per_point * distance * sides * (1, 0.8) + (sides - 1) / 2 * size.size
-        return Bbox.from_bounds(*corner, *size.size)
+        return Bbox([corner, corner + size.size])
 
     def cost(place: tuple[int, int, int]) -> int:
         box = box_at(place)
@@ -95,9 +95,9 @@ def _place(axes: Axes, point: tuple[float, float], text: str, taken: Sequence[Bb
 
     best = min(_PLACES, key=cost)
     box = box_at(best)
-    label.set_position((box.min - centre) / per_point)
+    label.set_position(tuple((box.min - centre) / per_point))
     if best[0] >= _BESIDE:
         arrow = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 5}
         nearest = np.clip(centre, box.min, box.max)
-        axes.annotate("", point, (nearest - centre) / per_point, textcoords="offset points", arrowprops=arrow)
+        axes.annotate("", point, tuple((nearest - centre) / per_point), textcoords="offset points", arrowprops=arrow)
     return box

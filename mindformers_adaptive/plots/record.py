@@ -116,7 +116,7 @@ def _draw_loss(axes: Axes, run: RunSeries) -> None:
     elif len(loss) < _SMOOTH_FROM:
         axes.plot(*run.broken(step, loss), linewidth=1.4, label="loss", gid="loss", **style, **_points(loss))
     else:
-        faint = {"alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
+        faint: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
         axes.plot(*run.broken(step, loss), **style, **faint)
         blocks = min(len(loss) // 10, _MEDIANS)
         gathered = gather(step, loss, blocks)

@@ -123,21 +123,21 @@ def series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
     rows = [row for row in record if "missing_steps" not in row]
     step = _column("step", rows)
     _require_steps(step)
-    first, last = record[0], record[-1]
-    first_step, last_step = first.get("first_step", step[0]), last.get("last_step", step[-1])
+    [first_step], [last_step] = _column("first_step", record[:1]), _column("last_step", record[-1:])
+    first_step, last_step = np.fmin(first_step, step[0]), np.fmax(last_step, step[-1])
+    [all_skipped], [final_loss_scale] = _column("skipped_steps", record[-1:]), _column("next_loss_scale", record[-1:])
     loss, window = _column("loss", rows), _column("scale_window", rows)
     there = np.array([row.get("loss") is not None for row in rows])
-    all_skipped = last.get("skipped_steps") if first_step == 1 else None
     return RunSeries(
         step=step,
         loss=np.where(there & ~np.isfinite(loss), np.inf, loss),
         loss_scale=_column("loss_scale", rows),
         overflow=_column("overflow", rows) == 1,
         scale_window=window if np.isfinite(window).any() else None,
-        final_loss_scale=float(_column("next_loss_scale", [last])[0]),
+        final_loss_scale=float(final_loss_scale),
         first_step=int(first_step),
         last_step=int(last_step),
-        all_skipped=all_skipped,
+        all_skipped=int(all_skipped) if first_step == 1 and not np.isnan(all_skipped) else None,
     )
 
 

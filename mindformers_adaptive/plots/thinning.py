@@ -32,7 +32,8 @@ def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> NDArray[np.intp]:
     if len(across) <= columns:
         return np.arange(len(across))
     column = np.floor((across - across[0]) / (across[-1] - across[0]) * columns)
-    return np.unique(column, return_index=True)[1]
+    kept: NDArray[np.intp] = np.unique(column, return_index=True)[1]
+    return kept
 
 
 class Blocks(NamedTuple):
