@@ -146,11 +146,15 @@ def dress(axes: Axes, *, title: str = "", x_label: str = "", y_label: str = "") 
         axes.set_ylabel(y_label, fontsize=_LABEL_SIZE)
 
 
-def legend_above(axes: Axes, columns: int = 6) -> None:
-    """Put a panel's legend above it on the right, where it hides no data."""
-    handles, _ = axes.get_legend_handles_labels()
+def legend_above(axes: Axes) -> None:
+    """Put a panel's legend above it on the right, where it hides no data, on as many rows as its names take."""
+    figure: Any = axes.figure
+    handles, names = axes.get_legend_handles_labels()
     if handles:
-        columns = min(columns, len(handles))
+        # The line or mark of an entry is as wide as some 5 letters; smaller letters than the headline's need less room.
+        widths = [len(name) + 5 for name in names]
+        room = int(figure.get_figwidth() * _LETTERS_PER_INCH * _HEADLINE_SIZE / 10)
+        columns = len(handles) if sum(widths) <= room else max(1, room // max(widths))
         place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
         axes.legend(ncols=columns, fontsize=10, frameon=False, columnspacing=1.4, handlelength=1.6, **place)
 

@@ -137,7 +137,7 @@ def draw_underflow(sweep: Mapping[str, Any], group: Callable[[str], str | None] 
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.yaxis.minorticks_off()
     _shade_overflow(axes, series)
-    legend_above(axes, columns=8)
+    legend_above(axes)
     headline(figure, _underflow_finding(series))
     return figure
 

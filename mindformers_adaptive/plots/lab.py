@@ -84,7 +84,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     lower.set_ylim(len(replays) - 0.4, -0.6)
     lower.grid(visible=False, axis="y")
     use_step_axis(lower, 1, len(trace))
-    legend_above(upper, columns=7)
+    legend_above(upper)
     headline(figure, f"{as_text(trace.name)}: {_finding({name: one.measures for name, one in replays.items()})}")
     return figure
 
