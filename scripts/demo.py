@@ -16,7 +16,7 @@ from typing import NamedTuple
 import yaml
 from tqdm import tqdm
 
-from mindformers_adaptive.integration.launch_options import parse_arguments
+from mindformers_adaptive.cli.yaml_arguments import read_options
 from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Change, path_line, phases, ranges
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.text.power_of_two import as_power_of_two
@@ -141,8 +141,7 @@ def parse_step(line):
 def read_scale_sense(options):
     """The scale_sense section of the YAML, with the options that concern it."""
     section = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["runner_wrapper"]["scale_sense"]
-    changes = parse_arguments(["--config", str(CONFIG), "--options", *options]).free if options else {}
-    for key, value in changes.items():
+    for key, value in read_options(options).items():
         if key.startswith("runner_wrapper.scale_sense."):
             section[key.rpartition(".")[2]] = value
     return section

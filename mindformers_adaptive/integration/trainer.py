@@ -10,11 +10,7 @@ from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
 
 from mindformers_adaptive.integration.registration import register
-from mindformers_adaptive.integration.resume_workarounds import (
-    offer_barrier_on_cpu,
-    offer_newest_iteration,
-    offer_single_process_safetensors,
-)
+from mindformers_adaptive.integration.workarounds import prepare
 
 __all__ = ["Trainer"]
 
@@ -70,13 +66,10 @@ class Trainer(mindformers.Trainer):
                 # Where MindFormers puts the loss scale of the checkpoint that it resumes from.
                 loss_scale = MindFormerConfig(loss_scale_value=float(wrapper.scale_sense.asnumpy()))
                 self.config.runner_wrapper.scale_sense = loss_scale
-        _stay_out_of_sink_mode_on_cpu(self.config.runner_config)
 
     def _check_config_rules(self):
-        # Runs when the arguments of train() are known and no checkpoint has been looked for.
-        offer_barrier_on_cpu(self.config)
-        offer_single_process_safetensors(self.config)
-        offer_newest_iteration(self.config)
+        # Runs when the arguments of train() are known, and before MindFormers looks for a checkpoint.
+        prepare(self.config)
         super()._check_config_rules()
 
     def _give_wrapper(self, network, optimizer):
@@ -107,7 +100,8 @@ def _check_train_step(wrapper):
         )
     detection = getattr(wrapper, "get_overflow_status", None)
     stock = nn.TrainOneStepWithLossScaleCell.get_overflow_status
-    if _runs_on_cpu() and getattr(detection, "__func__", None) is stock and not wrapper.ascend_910b_target:
+    on_cpu = mindspore.get_context("device_target") == "CPU"
+    if on_cpu and getattr(detection, "__func__", None) is stock and not wrapper.ascend_910b_target:
         raise ValueError(
             f"'wrapper' must be able to detect an overflow on CPU, but got {type(wrapper).__name__} of "
             f"{type(wrapper).__module__}. Import the cell of this name from mindformers_adaptive.wrapper."
@@ -139,17 +133,3 @@ def _set_or_compare(arguments, name, own):
             f"'{name}' must be that of 'wrapper', a {type(own).__name__}, but got another: {type(given).__name__}. "
             f"Leave '{name}' out."
         )
-
-
-def _stay_out_of_sink_mode_on_cpu(runner_config):
-    if runner_config.sink_mode and _runs_on_cpu():
-        runner_config.sink_mode = False
-        warnings.warn(
-            "'sink_mode' must be False on CPU: MindSpore cannot sink data there, and MindFormers would train "
-            "sink_size times too long. False is used.",
-            stacklevel=3,
-        )
-
-
-def _runs_on_cpu():
-    return mindspore.get_context("device_target") == "CPU"
