@@ -28,7 +28,7 @@ FIELDS = ("step_num", "global_step", *STATE_FIELDS)
 _Values = dict[str, Any]
 
 # Each field's names in a file, the better one first: MindFormers writes `loss_scale` beside the Parameter itself.
-_NAMES = {name: (name,) for name in FIELDS} | {name: (key,) for name, key in PARAMETER_NAMES.items()}
+_NAMES: dict[str, tuple[str, ...]] = {name: (PARAMETER_NAMES.get(name, name),) for name in FIELDS}
 _NAMES["loss_scale"] = ("scale_sense", "loss_scale")
 _WANTED = frozenset(name for names in _NAMES.values() for name in names)
 
@@ -176,26 +176,26 @@ def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
 
 
 def _read_file(file: Path) -> Checkpoint:
-    checkpoint = Checkpoint(file)
-    try:
-        checkpoint.values, checkpoint.problems = _read_with(_READERS.get(file.suffix, _refuse), file)
-    except ValueError as error:
-        checkpoint.problems, checkpoint.unreadable = [str(error)], True
-    return checkpoint
+    return _read(file, [(file, _READERS.get(file.suffix, _refuse))])
 
 
 def _read_iteration(folder: Path) -> Checkpoint:
     """Read a folder of MindFormers' ``checkpoint:`` format; the file that a resume reads comes first."""
-    checkpoint = Checkpoint(folder)
     sources = [(file, _read_safetensors) for file in sorted(folder.glob("*-opt-*.safetensors"))]
     sources += [(folder / name, read) for name, read in _SMALL_FILES.items() if (folder / name).exists()]
+    return _read(folder, sources)
+
+
+def _read(path: Path, sources: list[tuple[Path, Callable[[Path], _Values]]]) -> Checkpoint:
+    checkpoint = Checkpoint(path)
     origin: dict[str, str] = {}
     any_is_torn = False
     for file, read in sources:
         try:
-            values, problems = _read_with(read, file)
-        except ValueError as error:
-            checkpoint.problems.append(f"{file.name} {error}")
+            values, problems = _by_field(read(file))
+        except Exception as error:  # for a torn file every library has errors of its own
+            name = "" if file == path else f"{file.name} "
+            checkpoint.problems.append(f"{name}cannot be read: {_one_line(error)}")
             any_is_torn = True
             continue
         checkpoint.problems += problems
@@ -208,14 +208,6 @@ def _read_iteration(folder: Path) -> Checkpoint:
                 )
     checkpoint.unreadable = any_is_torn and not checkpoint.holds_state
     return checkpoint
-
-
-def _read_with(read: Callable[[Path], _Values], file: Path) -> tuple[_Values, list[str]]:
-    """Return the values by field and the contradictions in one file; ValueError if it cannot be read."""
-    try:
-        return _by_field(read(file))
-    except Exception as error:  # for a torn file every library has errors of its own
-        raise ValueError(f"cannot be read: {_one_line(error)}") from error
 
 
 def _by_field(content: Mapping[str, Any]) -> tuple[_Values, list[str]]:

@@ -7,6 +7,8 @@ import argparse
 from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
 from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import FORMATS, read_log
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.record import draw_run
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -33,13 +35,10 @@ def run(options: argparse.Namespace) -> None:
     """Read the log, and print what happened."""
     recorded = read_log(options.logs, options.format)
     with progress_bar(None, "replaying") as progress:
-        found = analyze(recorded, progress=progress)
+        analysis = analyze(recorded, progress=progress)
     if options.json:
-        print_json(found.to_dict())
+        print_json(analysis.to_dict())
     else:
-        print(found.text())
+        print(analysis.text())
     if options.plot:
-        from mindformers_adaptive.plots.canvas import save
-        from mindformers_adaptive.plots.record import draw_run
-
         save(draw_run(recorded), options.plot)

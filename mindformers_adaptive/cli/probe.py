@@ -8,6 +8,8 @@ import sys
 
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_json, progress_bar, read_scale
 from mindformers_adaptive.cli.yaml_arguments import add_yaml_arguments, read_options
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.gradients import draw_histograms
 
 __all__ = ["EXAMPLES", "add_arguments", "add_sweep_arguments", "run", "sweep"]
 
@@ -56,9 +58,6 @@ def run(options: argparse.Namespace) -> None:
     if options.output:
         ranges.save(options.output)
     if options.plot:
-        from mindformers_adaptive.plots.canvas import save
-        from mindformers_adaptive.plots.gradients import draw_histograms
-
         save(draw_histograms(ranges.to_dict()), options.plot)
 
 

@@ -17,10 +17,10 @@ __all__ = ["COMMANDS", "main"]
 # By name: what it does. Each is a module of this package with EXAMPLES, add_arguments(parser) and run(options). One
 # that takes words that argparse does not know sets the default of `others` to a list.
 COMMANDS = {
-    "train": "train, fine-tune, evaluate or predict from a YAML file of MindFormers [*]",
-    "inspect": "show the state of loss scaling that a checkpoint holds [* for .ckpt files]",
-    "probe": "measure the ranges of gradients and weights at several loss scales [*]",
-    "find": "find the loss scale that a training should start from [*]",
+    "train": "[*] train, fine-tune, evaluate or predict from a YAML file of MindFormers",
+    "inspect": "show the state of loss scaling that a checkpoint holds (a .ckpt file needs MindSpore)",
+    "probe": "[*] measure the ranges of gradients and weights at several loss scales",
+    "find": "[*] find the loss scale that a training should start from",
     "analyze": "say what the loss scale did in a run, from its log, and what to change",
     "simulate": "replay one policy on a trace",
     "compare": "replay several policies on traces, and compare them",
@@ -33,7 +33,7 @@ _EXIT_CODES = """\
 Options may be written with underscores in place of hyphens, as MindFormers writes them: --train_dataset_dir.
 exit codes: 0 done; 1 what was asked failed; 2 wrong usage"""
 _EXAMPLES = """\
-[*] needs MindSpore and MindFormers; everything else runs without them
+[*] needs MindSpore and MindFormers
 
 examples:
   adaptive-loss-scale train --config configs/tiny_llama_cpu_fp16.yaml --train-dataset-dir output/corpus

@@ -15,7 +15,7 @@ from mindformers_adaptive.cli.output import UsageError, read_value
 from mindformers_adaptive.cli.yaml_arguments import add_yaml_arguments, read_options
 from mindformers_adaptive.integration.launcher import EVAL_NUM_SAMPLES, NUM_SAMPLES, launch, load_config
 
-__all__ = ["EXAMPLES", "add_arguments", "read_overrides", "run"]
+__all__ = ["EXAMPLES", "OPTION_KEYS", "add_arguments", "read_overrides", "run"]
 
 EXAMPLES = """\
 examples:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the task; an error that stops it is printed with its traceback."""
-    config = load_config(options.config, read_overrides(options), options.register_path, may_add=_KEYS)
+    config = load_config(options.config, read_overrides(options), options.register_path, may_add=OPTION_KEYS)
     try:
         launch(config)
     except Exception:
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
 
 def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
     """Return the overrides of the YAML file, by dotted key; those of ``--options`` come last."""
-    overrides = {key: getattr(options, key) for key in _KEYS if getattr(options, key) is not None}
+    overrides = {key: getattr(options, key) for key in OPTION_KEYS if getattr(options, key) is not None}
     if NUM_SAMPLES in overrides:
         overrides[EVAL_NUM_SAMPLES] = overrides[NUM_SAMPLES]
     return overrides | read_options(options.options)
@@ -94,4 +94,4 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("predict-data", "input_data", str, "text, or file of text, to predict from"),
     ("predict-batch-size", "predict_batch_size", int, "samples a prediction"),
 )
-_KEYS = [key for _, key, _, _ in _OPTIONS]
+OPTION_KEYS = [key for _, key, _, _ in _OPTIONS]

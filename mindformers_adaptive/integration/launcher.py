@@ -56,7 +56,7 @@ def load_config(
         if key == EVAL_NUM_SAMPLES and not (config.eval_dataset and config.eval_dataset.data_loader):
             continue
         if not set_key(config, key, value) and key not in may_add:
-            warnings.warn(f"'{key}' is not in {path}; it is added, as {value!r}.", stacklevel=2)
+            warnings.warn(f"'{key}' was not in {path}; it is added, as {value!r}.", stacklevel=2)
     if config.run_mode not in _RUN_MODES:
         raise ValueError(
             f"'run_mode' must be one of {', '.join(_RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
