@@ -1,4 +1,4 @@
-"""Say what the loss scale did in a run, from its log: skips, when, the path of the scale, the waste, what to change."""
+"""Say what the loss scale did in a run, from its log: the skipped steps, the path of the scale, what to change."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "logs", nargs="+", metavar="LOG", help="the log or record of one run; several files in the order of writing"
+        "logs",
+        nargs="+",
+        metavar="LOG",
+        help="the log or record of one run; several files in order of writing",
     )
-    parser.add_argument("--format", choices=FORMATS, help="of the log; default: the one whose lines are found")
+    parser.add_argument("--format", choices=FORMATS, help="format of the log; default: the one that its lines match")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw loss, loss scale and skipped steps to this PNG or SVG file"
     )

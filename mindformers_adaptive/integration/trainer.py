@@ -18,23 +18,24 @@ __all__ = ["Trainer"]
 class Trainer(mindformers.Trainer):
     """``mindformers.Trainer`` that finds this package's classes and can train with a train-step cell of the user.
 
-    ``register()`` is called first, so that ``TrainingArguments(scale_sense="AdaptiveLossScaleUpdateCell")`` and what a
-    YAML file names are the classes of this package. On a CPU, and where a training resumes, it does what the
-    launcher does. All else is as in the stock class.
+    ``register()`` is called first, so that ``TrainingArguments(scale_sense="AdaptiveLossScaleUpdateCell")`` and the
+    names in a YAML file mean the classes of this package. Before it trains, it makes the changes that MindFormers needs
+    on a CPU and to resume; see :func:`mindformers_adaptive.integration.workarounds.prepare`. Everything else is as in
+    the stock class.
 
     Args:
         wrapper (nn.TrainOneStepCell, optional): a cell that makes one step of training, such as
             :class:`mindformers_adaptive.wrapper.MFTrainOneStepCell`. Exactly this cell is trained, with its model and
-            its optimizer; ``model`` and ``optimizers`` are left out. What ``args`` says of the optimizer, of the loss
-            scale and of clipping has no effect, and in parallel training nothing is put around the cell's network.
-            Default: None, MindFormers builds the cell from ``args``.
+            its optimizer; leave ``model`` and ``optimizers`` out. The optimizer, loss scale and clipping in ``args``
+            have no effect, and in parallel training nothing is put around the cell's network. Default: None,
+            MindFormers builds the cell from ``args``.
         *args, **kwargs: all arguments of ``mindformers.Trainer``.
 
     Raises:
-        TypeError: if ``wrapper`` is no train-step cell, or trains no model of MindFormers.
+        TypeError: if ``wrapper`` is not a train-step cell, or does not train a model of MindFormers.
         ValueError: if ``wrapper`` has another model or optimizer than ``model`` or ``optimizers``; if its model would
-            have to be built anew (``reset_model``, ``use_past``), for then the cell would train weights that are no
-            longer the model's; if it is a stock cell on a CPU, where those do not run.
+            be built anew (``reset_model``, ``use_past``), because the cell would then train weights that are no longer
+            the model's; if it is a stock cell on a CPU, where stock cells do not run.
 
     Examples:
         >>> from mindformers import TrainingArguments
@@ -60,10 +61,10 @@ class Trainer(mindformers.Trainer):
         super().__init__(**arguments)
         self.wrapper = wrapper
         if wrapper is not None:
-            # What MindFormers asks for the cell; it passes a wrapper on to nobody.
+            # MindFormers calls this to get the cell; it does not pass on a wrapper itself.
             self.trainer.create_model_wrapper = self._give_wrapper
             if hasattr(wrapper, "scale_sense"):
-                # Where MindFormers puts the loss scale of the checkpoint that it resumes from.
+                # MindFormers puts the loss scale of the checkpoint that it resumes from here.
                 loss_scale = MindFormerConfig(loss_scale_value=float(wrapper.scale_sense.asnumpy()))
                 self.config.runner_wrapper.scale_sense = loss_scale
 

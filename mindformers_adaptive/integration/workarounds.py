@@ -95,8 +95,8 @@ def _file_to_resume_from(rank_folder: Path, resume_training: bool | str) -> Path
 
 
 def _choose_newest_iteration(config: Any) -> None:
-    # In its `checkpoint:` format MindFormers empties the note before it writes the step. It does so when that checkpoint
-    # is complete and before it writes anything of the next, so the folder with the newest common.json is the right one.
+    # MindFormers empties the note before it writes the step. It does so when that checkpoint is complete and before it
+    # writes anything of the next, so the folder with the newest common.json is the right one.
     section, key = config.get("checkpoint") or {}, "load_path"
     if section.get(key) is None:
         section, key = config, "load_checkpoint"
