@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Phase, path_line
+from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Phase, as_range, path_line
 from mindformers_adaptive.text.power_of_two import as_power_of_two
 from mindformers_adaptive.text.table import text_table
 
@@ -41,8 +41,8 @@ def _log(analysis: Mapping[str, Any]) -> list[str]:
 
 def _steps(analysis: Mapping[str, Any]) -> list[str]:
     steps, skipped, start, scale = (analysis[key] for key in ("steps", "skipped", "start_up", "loss_scale"))
-    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in skipped["ranges"]]
-    where = ", ".join(_cut(shown, _RANGES_SHOWN, "and {} more")) or "none"
+    ranges = [as_range(first, last) for first, last in skipped["ranges"]]
+    where = ", ".join(_cut(ranges, _RANGES_SHOWN, "and {} more")) or "none"
     lines = [
         f"Steps     {steps['count']} ({steps['first']} to {steps['last']}), of which {skipped['count']} "
         f"({skipped['count'] / steps['count']:.1%}) were skipped for an overflow: {where}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
 
 __all__ = [
     "DEFAULT_EXCHANGE_RATE",
@@ -192,8 +192,8 @@ def longest_run(flags: ArrayLike) -> int:
         >>> longest_run([True, False, True, True])
         2
     """
-    clear = np.flatnonzero(~np.concatenate([[False], np.asarray(flags, dtype=np.bool_), [False]]))
-    return int(np.diff(clear).max()) - 1
+    first, last = consecutive_runs(np.flatnonzero(flags)).T
+    return int(np.max(last - first + 1, initial=0))
 
 
 def require_steps(trace: Trace) -> None:

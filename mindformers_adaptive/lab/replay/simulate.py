@@ -6,34 +6,17 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay.measures import Measures, measure, overflows, require_steps
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.table import text_table
 
-__all__ = ["Comparison", "Policy", "Replay", "compare", "pareto_front", "replay"]
-
-
-class Policy(Protocol):
-    """What can be replayed: a loss scale, the flag of the step taken at it, and the next one."""
-
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale for the next step."""
-
-    @property
-    def scale_window(self) -> int | None:
-        """The window in force, in steps; None for a policy without one."""
-
-    def step(self, overflow: bool) -> float:
-        """Take the flag of a step, and return the loss scale for the next one."""
-
-    def state(self) -> Mapping[str, Any]:
-        """Return what the policy remembers, by name."""
+__all__ = ["Comparison", "Replay", "compare", "pareto_front", "replay"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from mindformers_adaptive.lab.replay.sweep import SweepResult, sweep
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.table import text_table
 
-__all__ = ["DEFAULT_GRID", "Tuning", "default_grid", "tune"]
+__all__ = ["DEFAULT_GRID", "Tuning", "tune"]
 
 # Shares of outcomes that are known, from which on a recommendation is called likely and known. They are a judgement:
 # below the first, most of what was counted was assumed.
@@ -38,15 +38,6 @@ DEFAULT_GRID: Mapping[str, Sequence[float]] = {
     "scale_factor": (2, 4),
     "hysteresis": (1, 2),
 }
-
-
-def default_grid(loss_scale_value: float) -> list[Configuration]:
-    """Return the configurations of ``DEFAULT_GRID`` that start from one loss scale, where that is given already.
-
-    Args:
-        loss_scale_value (float): the initial loss scale of all.
-    """
-    return grid(**{**DEFAULT_GRID, "loss_scale_value": (loss_scale_value,)})
 
 
 @dataclass(frozen=True)
