@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.logs.deepspeed import DeepSpeedReader
 from mindformers_adaptive.lab.logs.entries import LogEntry, Timeline
-from mindformers_adaptive.lab.logs.expansion import Expansion
+from mindformers_adaptive.lab.logs.expansion import expand
 from mindformers_adaptive.lab.logs.lines import LogLines
 from mindformers_adaptive.lab.logs.megatron import MegatronReader
 from mindformers_adaptive.lab.logs.mindformers import MindFormersReader
@@ -77,14 +77,14 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
     entries = reader.finish()
     if not entries:
         raise ValueError(_nothing_found(paths, [reader], lines))
-    expansion = Expansion(entries)
-    loss_scale = np.array(expansion.loss_scale, dtype=np.float64)
+    steps = expand(entries)
+    loss_scale = np.array(steps.loss_scale, dtype=np.float64)
     if np.isnan(loss_scale).all():
         raise ValueError(
             f"The log must name a loss scale, but none of the {used} lines of steps in {_names(paths)} does. Give a "
             "log of a training with loss scaling."
         )
-    notes = [*expansion.notes, *reader.timeline.notes]
+    notes = [*steps.notes, *reader.timeline.notes]
     if reader.timeline.merged:
         notes.append(f"{reader.timeline.merged} line(s) of other ranks said the same of a step and were merged.")
     if lines.undecodable:
@@ -95,13 +95,13 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
         paths[0].name,
         tuple(map(str, paths)),
         reader.name,
-        np.array(expansion.step, dtype=np.int64),
+        np.array(steps.step, dtype=np.int64),
         loss_scale,
-        np.array(expansion.overflow, dtype=np.bool_),
-        np.array(expansion.position_known, dtype=np.bool_),
-        _or_none(expansion.loss),
-        _or_none(expansion.seconds),
-        expansion.scale_factor,
+        np.array(steps.overflow, dtype=np.bool_),
+        np.array(steps.position_known, dtype=np.bool_),
+        _or_none(steps.loss),
+        _or_none(steps.seconds),
+        steps.scale_factor,
         lines.lines_read,
         used,
         lines.lines_read - used,
