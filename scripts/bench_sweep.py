@@ -122,10 +122,14 @@ def compare_with_rule(configurations, steps):
     }
 
 
-def same_measures(found, expected):
-    return found.keys() == expected.keys() and all(
-        found[name] == expected[name]
-        or (name in INEXACT and None not in (found[name], expected[name]) and math.isclose(found[name], expected[name]))
+def same_measures(measured, expected):
+    return measured.keys() == expected.keys() and all(
+        measured[name] == expected[name]
+        or (
+            name in INEXACT
+            and None not in (measured[name], expected[name])
+            and math.isclose(measured[name], expected[name])
+        )
         for name in expected
     )
 

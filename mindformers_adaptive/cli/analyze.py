@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "logs", nargs="+", metavar="LOG", help="the log or record of one run; several files in the order of writing"
     )
-    parser.add_argument("--format", choices=FORMATS, help="of the log; default: the one whose lines are found")
+    parser.add_argument("--format", choices=FORMATS, help="of the log; default: the one that its lines match")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw loss, loss scale and skipped steps to this PNG or SVG file"
     )
@@ -33,11 +33,11 @@ def run(options: argparse.Namespace) -> None:
     """Read the log, and print what happened."""
     recorded = read_log(options.logs, options.format)
     with progress_bar(None, "replaying") as progress:
-        found = analyze(recorded, progress=progress)
+        analysis = analyze(recorded, progress=progress)
     if options.json:
-        print_json(found.to_dict())
+        print_json(analysis.to_dict())
     else:
-        print(found.text())
+        print(analysis.text())
     if options.plot:
         from mindformers_adaptive.plots.canvas import save
         from mindformers_adaptive.plots.record import draw_run

@@ -30,7 +30,7 @@ class Source:
 
     Attributes:
         trace (Trace): the trace, with the ceilings that were asked for.
-        run (RecordedRun, optional): the run that a log told of; None for ceilings that were made or measured.
+        run (RecordedRun, optional): the run that a log describes; None for ceilings that were made or measured.
         ceilings (str): what is known of them, where there is no run.
     """
 
@@ -82,7 +82,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
         "--assume",
         choices=ASSUMPTIONS,
         default="interpolated",
-        help="what a log does not tell of the ceilings: interpolated between what neighbouring skips say (default), "
+        help="where a log does not bound the ceilings: interpolated between what neighbouring skips say (default), "
         "or the lowest or highest that its bounds allow",
     )
     parser.add_argument("--steps", type=int, default=10_000, help="of a synthetic trace; default: 10000")
@@ -95,7 +95,7 @@ def read_sources(options: argparse.Namespace) -> list[Source]:
     Raises:
         OSError: if a file cannot be read.
         UsageError: if there is no such synthetic trace.
-        ValueError: if a file is none of the kinds, or a folder has none that is.
+        ValueError: if a file's format is not recognised, or a folder holds no recognised file.
     """
     sources = []
     for word in options.traces:

@@ -42,12 +42,12 @@ def run(options: argparse.Namespace) -> None:
         for source in sources:
             replays.append(replay(make(), source.trace))
             progress(len(replays))
-    for source, found in zip(sources, replays, strict=True):
-        measures, final = found.measures.as_dict(), found.final_state
+    for source, result in zip(sources, replays, strict=True):
+        measures, final = result.measures.as_dict(), result.final_state
         results.append({"policy": label, "source": source.describe(), "measures": measures, "final_state": final})
         if not options.json:
             print(source.text())
-            print("\n".join(f"  {name:<24}{_shown(value)}" for name, value in {**measures, **final}.items()))
+            print("\n".join(f"  {name:<24}{_as_text(value)}" for name, value in {**measures, **final}.items()))
     if options.json:
         print_json(results)
     if options.plot:
@@ -64,7 +64,7 @@ def _plot(file, label, sources, replays):  # type: ignore[no-untyped-def]
     save(draw_replays(trace, {label: replays[0]}), file)
 
 
-def _shown(value: object) -> str:
+def _as_text(value: object) -> str:
     if value is None:
         return "unknown"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -21,7 +21,7 @@ def text_table(
 
     Args:
         columns (Sequence[str]): the keys to show, in this order. A heading is broken at each ``_``.
-        rows (Sequence[Mapping]): each row by column; None and nan are shown as ``-``.
+        rows (Sequence[Mapping]): each row by column; None and nan become ``-``.
         digits (int): decimals of numbers that are not integers. Default: 2.
         left (Collection[str], optional): the columns that are aligned on the left; the others are aligned on the right.
             Default: None, the columns that hold text.

@@ -29,7 +29,7 @@ __all__ = ["Analysis", "analyze"]
 
 @dataclass(frozen=True)
 class Analysis:
-    """What :func:`analyze` found.
+    """What :func:`analyze` returns.
 
     Attributes:
         run (RecordedRun): what was analyzed.
@@ -99,8 +99,8 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     Examples:
         >>> flags = np.arange(100) < 16
         >>> scale = 2.0 ** np.maximum(32 - np.arange(100), 16)
-        >>> found = analyze(RecordedRun("run", (), "jsonl", np.arange(1, 101), scale, flags, np.full(100, True)))
-        >>> found.advice[0].change
+        >>> analysis = analyze(RecordedRun("run", (), "jsonl", np.arange(1, 101), scale, flags, np.full(100, True)))
+        >>> analysis.advice[0].change
         'Start at 2^16 (loss_scale_value: 65536) instead of 2^32.'
     """
     trace = lifted(run.to_trace())

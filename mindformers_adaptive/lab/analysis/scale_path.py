@@ -67,13 +67,13 @@ def phases(changes: Iterable[Change]) -> list[Phase]:
         >>> print(path_line(phases(drops)[0]))
            1-2        2 drops                      2^18 -> 2^16      20
     """
-    found = []
+    result = []
     for kind, group in itertools.groupby(changes, key=lambda change: change.kind):
         row = list(group)
         windows = [row[0].before[1], *(change.after[1] for change in row)]
         known = tuple(dict.fromkeys(window for window in windows if window is not None))
-        found.append(Phase(kind, len(row), row[0].step, row[-1].step, row[0].before[0], row[-1].after[0], known))
-    return found
+        result.append(Phase(kind, len(row), row[0].step, row[-1].step, row[0].before[0], row[-1].after[0], known))
+    return result
 
 
 def path_line(phase: Phase) -> str:

@@ -77,8 +77,8 @@ def _path(path: Sequence[Phase]) -> list[str]:
 def _outcomes(analysis: Mapping[str, Any]) -> list[str]:
     columns = ["policy", "skipped", "fewest_skipped", "most_skipped", "headroom_lost", "known_share"]
     return [
-        "What other policies would have done in this run. What a step does at another scale than it used is known",
-        "where the log bounds it (known share), and else assumed; fewest and most are those of several assumptions.",
+        "What other policies would have done in this run. At scales the run did not use, an outcome is known only",
+        "where the log bounds the ceiling, and assumed elsewhere; 'fewest' and 'most' span the assumptions.",
         "",
         text_table(columns, analysis["outcomes"]),
     ]
@@ -95,10 +95,9 @@ def _advice(analysis: Mapping[str, Any]) -> list[str]:
         certainty = analysis["certainty"]
         lines += [
             "",
-            "For MindFormers' YAML, under runner_wrapper; windows cost least in this run, or are the defaults where it "
-            "is",
-            f"too short to tell. How it would have done: {certainty['verdict']}, {certainty['known_share']:.0%} of its "
-            "steps are known.",
+            "For MindFormers' YAML, under runner_wrapper. The windows cost least in this run, or are the defaults",
+            f"where the run is too short to tell. How it would have done: {certainty['verdict']}: the log knows "
+            f"{certainty['known_share']:.0%} of its steps.",
             "",
             analysis["scale_sense"].rstrip(),
         ]

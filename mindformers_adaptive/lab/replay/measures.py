@@ -27,7 +27,7 @@ __all__ = [
 SMALLEST_LOSS_SCALE = float(np.finfo(np.float32).tiny)
 LARGEST_LOSS_SCALE = float(np.finfo(np.float32).max)
 
-# Skipped steps in 1000 that a bit of headroom is worth; where it comes from is told at cost().
+# Skipped steps in 1000 that a bit of headroom is worth; cost() says where it comes from.
 DEFAULT_EXCHANGE_RATE = 1.0
 
 
@@ -77,8 +77,8 @@ class Measures:
 
     Examples:
         >>> trace = Trace.exact("sudden drop", [8.0, 8.0, 2.0, 2.0])
-        >>> found = measure(trace, [4.0, 4.0, 4.0, 2.0, 2.0])
-        >>> found.skipped, found.headroom_lost, found.scale_changes
+        >>> measures = measure(trace, [4.0, 4.0, 4.0, 2.0, 2.0])
+        >>> measures.skipped, measures.headroom_lost, measures.scale_changes
         (1, 0.6666666666666666, 1)
     """
 

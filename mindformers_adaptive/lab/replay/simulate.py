@@ -117,7 +117,7 @@ class Comparison:
         Args:
             each_trace (bool): with a row for each trace; with several traces there are rows of means in any case.
         """
-        shown = [
+        rows = [
             {**row, "trace": row["trace"] or "(mean)", "front": "*" if row["on_front"] else ""}
             for row in self.rows()
             if each_trace or len(self.traces) == 1 or row["trace"] is None
@@ -127,9 +127,9 @@ class Comparison:
             field.name
             for field in fields(Measures)
             if field.name != "headroom_regret"
-            and (field.name in ("skipped", "headroom_lost") or any(row[field.name] for row in shown))
+            and (field.name in ("skipped", "headroom_lost") or any(row[field.name] for row in rows))
         ]
-        return text_table(["policy", "trace", "front", *names], shown)
+        return text_table(["policy", "trace", "front", *names], rows)
 
 
 def compare(
@@ -162,10 +162,10 @@ def compare(
     numbers = itertools.count(1)
 
     def measured(make: Callable[[], Policy], trace: Trace) -> Measures:
-        found = replay(make(), trace).measures
+        measures = replay(make(), trace).measures
         if progress is not None:
             progress(next(numbers))
-        return found
+        return measures
 
     return Comparison(
         tuple(trace.name for trace in traces),

@@ -32,7 +32,7 @@ class RecordedRun:
             was applied. False where it only says that some steps of an interval were skipped, and which is inferred.
         loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say.
         seconds (NDArray, optional): float64 of shape (steps,), how long the step took, nan where the log does not say.
-        scale_factor (float): what the scale is divided by at an overflow, found from the log, or 2.
+        scale_factor (float): what the scale is divided by at an overflow, as the log shows it, or 2.
         lines_read (int), lines_used (int), lines_ignored (int): read is the sum of the other two.
         notes (tuple[str, ...]): what was inferred, merged, superseded or is missing.
         problems (tuple[str, ...]): lines that look like a step's and cannot be read, each as "file:line: why".
