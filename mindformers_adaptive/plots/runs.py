@@ -145,21 +145,22 @@ def _finding(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientSeri
     """Compare the runs at the last step that all of them have taken, the lowest loss first."""
     last = min(run.last_step for run in runs.values())
     losses = {name: _end_loss(run, last) for name, run in runs.items()}
-    order = sorted(runs, key=lambda name: losses[name])
+    order = sorted(runs, key=lambda name: np.nan_to_num(losses[name], nan=math.inf))
     end = "at the end" if all(run.last_step == last for run in runs.values()) else f"at step {last:,}"
-    found = _listed({name: f"{losses[name]:.2f}" if losses[name] < math.inf else "not known" for name in order})
+    words = {"inf": "not finite", "nan": "not known"}
+    ends = _listed({name: words.get(str(losses[name]), f"{losses[name]:.2f}") for name in order})
     what, shares = _lost(gradients)
     most = {name: share[np.isfinite(share)] for name, share in shares.items()}
     known = {name: percent(float(most[name].max())) for name in order if name in most and len(most[name])}
     if known:
-        return f"Loss {end}: {found}; {what} at most {_listed(known)}"
-    return f"Loss {end}: {found}; skipped steps: {_listed({name: f'{_skipped(runs[name]):,}' for name in order})}"
+        return f"Loss {end}: {ends}; {what} at most {_listed(known)}"
+    return f"Loss {end}: {ends}; skipped steps: {_listed({name: f'{_skipped(runs[name]):,}' for name in order})}"
 
 
 def _end_loss(run: RunSeries, last: int) -> float:
-    """Return the median loss before a step; inf if it is not finite or not known."""
+    """Return the median loss of the last steps up to a step; inf if it is not finite, nan if it is not known."""
     loss = run.loss[(run.step <= last) & ~np.isnan(run.loss)]
-    return float(np.median(loss[-max(1, int(_END * len(loss))) :])) if len(loss) else math.inf
+    return float(np.median(loss[-max(1, int(_END * len(loss))) :])) if len(loss) else math.nan
 
 
 def _listed(values: Mapping[str, str]) -> str:
