@@ -123,7 +123,7 @@ class GradientRangeMonitor(Callback):
                 _add_histogram(writer, weight.name, to_numpy(weight), step)
         for tag, value in _scalars(ranges, loss_scale):
             self._output.add_scalar(tag, value, step)
-        self._output.append([{"step": step, **ranges.to_dict()}])
+        self._output.append([{"step": step, "loss_scale": loss_scale, **ranges.to_dict()}])
 
     def _warn_once(self, message):
         if not self._warned:
