@@ -18,6 +18,7 @@ from mindformers_adaptive.plots.canvas import (
     headline,
     new_figure,
     percent,
+    power_of_two,
     use_step_axis,
 )
 from mindformers_adaptive.plots.gradient_series import GradientSeries, GroupSeries, series_of_gradients
@@ -67,7 +68,7 @@ def draw_gradient_records(
         >>> at_64 = {"loss_scale": 64.0, "overflowed_batches": 0, "parameters": {"attention.weight": counts}}
         >>> line = {"step": 100, "loss_scale": 64.0, "loss_scales": [at_64]}
         >>> draw_gradient_records({"a.jsonl": [line]}).get_suptitle()
-        'At most 40 % of the gradients underflow and 10 % are subnormal in any step'
+        'At most 40 % of the gradients underflow and 10 % are subnormal at loss scale $2^{6}$'
     """
     if not records:
         raise ValueError("'records' must have at least 1 entry, but it is empty. Read a record of gradients first.")
@@ -150,13 +151,19 @@ def _worst(group: GroupSeries) -> list[str]:
     return [f"{percent(float(np.nanmax(share)))} {what}" for what, share in known.items() if np.isfinite(share).any()]
 
 
+def _scales(run: GradientSeries) -> str:
+    """Say at which loss scales the steps were that did not overflow."""
+    applied = run.loss_scale[~run.overflow & np.isfinite(run.loss_scale)]
+    return " to ".join(map(power_of_two, sorted({applied.min(), applied.max()})))
+
+
 def _finding(runs: Mapping[str, GradientSeries]) -> str:
     findings = []
     for name, run in runs.items():
         worst = " and ".join(_worst(run.overall))
-        finding = f"at most {worst} in any step" if worst else "what FP16 loses is not known"
+        finding = f"at most {worst} at loss scale {_scales(run)}" if worst else "what FP16 loses is not known"
         if run.overflow.any():
             finding = f"{run.overflow.sum():,} of {count(len(run.step), 'measured step')} overflowed"
-            finding += f", in the others at most {worst}" if worst else ""
+            finding += f", in the others at most {worst} at loss scale {_scales(run)}" if worst else ""
         findings.append(f"{as_text(name)}: {finding}" if len(runs) > 1 else finding[0].upper() + finding[1:])
     return "; ".join(findings).replace(" %", " % of the gradients", 1)

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from test_plot_gradient_record import line
-from test_plot_record import record_of
+from records import gradient_line, record_of
 
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.plots.canvas import save
@@ -14,7 +13,8 @@ from mindformers_adaptive.plots.runs import draw_runs
 
 RUNS = {"64": record_of([64.0] * 21), "512": record_of([512.0] * 21, [7])}
 GRADIENTS = {
-    name: [{**line(step, float(name), 1024.0), "loss_scale": float(name)} for step in (10, 20)] for name in RUNS
+    name: [{**gradient_line(step, float(name), 1024.0), "loss_scale": float(name)} for step in (10, 20)]
+    for name in RUNS
 }
 
 

@@ -1,57 +1,29 @@
 """The picture of gradients over the steps shows where they lie, and what FP16 loses at the scale of the training."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 from drawn import artist, artists, points, title
 from mindspore import Model, dataset, nn
+from records import NAMES, REFERENCE, gradient_line, in_fp16
 
 from mindformers_adaptive import GradientRangeMonitor
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
-from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows
+from mindformers_adaptive.gradients.statistics import array_statistics
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.gradient_record import draw_gradient_records
 from mindformers_adaptive.plots.gradient_series import series_of_gradients
 from mindformers_adaptive.plots.record import draw_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
-NAMES = ("layers.0.attention.wq.weight", "lm_head.weight")
-SIZE = 1000
 STEPS = {10: 64.0, 20: 64.0, 30: 2.0**30}
-REFERENCE = 512.0
-
-
-def unscaled_gradients(step):
-    random = np.random.default_rng(step)
-    return dict(zip(NAMES, (random.normal(0, 2.0**-28, SIZE), random.normal(0, 2.0**-9, SIZE)), strict=True))
-
-
-def in_fp16(step, scale):
-    with np.errstate(over="ignore"):
-        return {name: (gradients * scale).astype(np.float16) for name, gradients in unscaled_gradients(step).items()}
-
-
-def line(step, scale, *others):
-    """A line of the monitor's record, as JSON holds it; scales below the reference count their underflows."""
-    ranges = []
-    for one in sorted({scale, *others}):
-        gradients, at_reference = in_fp16(step, one), in_fp16(step, REFERENCE)
-        counts = {
-            name: count_underflows(gradients[name], at_reference[name] == 0) if others and one <= REFERENCE else None
-            for name in NAMES
-        }
-        statistics = {name: array_statistics(gradients[name], counts[name]) for name in NAMES}
-        ranges.append(ScaleRanges(one, 1.0, statistics))
-    weights = {name: array_statistics([1.0]) for name in NAMES}
-    return json.loads(json.dumps({"step": step, **GradientRanges(weights, (tuple(ranges),)).to_dict()}))
 
 
 @pytest.fixture(scope="module")
 def record():
     """Steps at 64, where some gradients underflow, and one at 2^30, which overflows; all measured at 512 as well."""
-    return [{**line(step, scale, REFERENCE), "loss_scale": scale} for step, scale in STEPS.items()]
+    return [{**gradient_line(step, scale, REFERENCE), "loss_scale": scale} for step, scale in STEPS.items()]
 
 
 def test_bands_hold_the_shares_of_the_gradients_that_they_say(record):
@@ -110,12 +82,15 @@ def test_title_tells_the_worst_step(record):
     underflow = max(100 * np.mean((at_64 == 0) & (at_512 != 0)) for at_64, at_512 in both.values())
     subnormal = max(100 * np.mean((at_64 != 0) & (np.abs(at_64) < 2.0**-14)) for at_64, _ in both.values())
     worst = f"at most {underflow:.2g} % of the gradients underflow and {subnormal:.2g} % are subnormal"
-    assert title(draw_gradient_records({"run": record[:2]})) == f"{worst.capitalize()} in any step"
+    worst += " at loss scale $2^{6}$"
+    assert title(draw_gradient_records({"run": record[:2]})) == worst.capitalize()
     overflowed = title(draw_gradient_records({"run": record}))
     assert overflowed == f"1 of 3 measured steps overflowed, in the others {worst}"
     assert title(draw_gradient_records({"run": record[2:]})) == "1 of 1 measured step overflowed"
+    other = [{**gradient_line(10, 512.0), "loss_scale": 512.0}, {**gradient_line(20, 64.0), "loss_scale": 64.0}]
+    assert title(draw_gradient_records({"run": other})).endswith(" at loss scale $2^{6}$ to $2^{9}$")
     two = draw_gradient_records({"a": record[:2], "b": record[2:]})
-    assert title(two) == f"a: {worst} in any step; b: 1 of 1 measured step overflowed"
+    assert title(two) == f"a: {worst}; b: 1 of 1 measured step overflowed"
 
 
 def test_runs_have_columns_on_one_axis(record):
@@ -129,10 +104,10 @@ def test_runs_have_columns_on_one_axis(record):
 @pytest.mark.parametrize(
     ("lines", "scales"),
     [
-        ([line(10, 64.0), line(20, 128.0)], [64.0, 128.0]),
-        ([line(10, 64.0, 512.0), line(20, 128.0, 512.0)], [64.0, 128.0]),
+        ([gradient_line(10, 64.0), gradient_line(20, 128.0)], [64.0, 128.0]),
+        ([gradient_line(10, 64.0, 512.0), gradient_line(20, 128.0, 512.0)], [64.0, 128.0]),
         # 64 in both: nothing tells it from 512.
-        ([line(10, 64.0, 512.0), line(20, 64.0, 512.0)], [math.nan, math.nan]),
+        ([gradient_line(10, 64.0, 512.0), gradient_line(20, 64.0, 512.0)], [math.nan, math.nan]),
     ],
 )
 def test_scale_of_the_training_is_inferred_where_the_record_lacks_it(lines, scales):

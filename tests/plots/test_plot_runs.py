@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 from drawn import artists, legend, points, title
-from test_plot_gradient_record import line
-from test_plot_record import record_of
+from records import gradient_line, record_of
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.plots.runs import draw_runs
@@ -22,7 +21,7 @@ def runs():
 
 
 def gradients_at(scale, *others):
-    return [{**line(step, scale, *others), "loss_scale": scale} for step in (10, 20)]
+    return [{**gradient_line(step, scale, *others), "loss_scale": scale} for step in (10, 20)]
 
 
 def test_each_run_has_its_lines_and_marks(runs):
