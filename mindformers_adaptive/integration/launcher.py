@@ -38,12 +38,14 @@ def load_config(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file's name does not end in .yaml or .yml, ``run_mode`` is not one of train, finetune, eval
-            and predict, or a key cannot be set.
+        TypeError: if :func:`mindformers_adaptive.integration.config_checks.check_config` raises it.
+        ValueError: likewise; and if the file's name does not end in .yaml or .yml, ``run_mode`` is not one of train,
+            finetune, eval and predict, or a key is unknown or cannot be set.
     """
     path = require_yaml_file(path)
     from mindformers.tools.register import MindFormerConfig
 
+    from mindformers_adaptive.integration.config_checks import check_config
     from mindformers_adaptive.integration.registration import register
 
     if register_path is not None:
@@ -51,7 +53,12 @@ def load_config(
     register()
     overrides = dict(overrides or {})
     # MindFormers fills in its template by the run mode, so it has to know it while it reads the file.
-    config = MindFormerConfig(path, **{key: value for key, value in overrides.items() if key == "run_mode"})
+    run_mode = {key: value for key, value in overrides.items() if key == "run_mode"}
+    try:
+        config = MindFormerConfig(path, **run_mode)
+    except KeyError as error:
+        # MindFormers' answer to an unknown key, which is printed as it is by whoever does not expect a KeyError.
+        raise ValueError(f"{path}: {error.args[0]}") from error
     for key, value in overrides.items():
         if key == EVAL_NUM_SAMPLES and not (config.eval_dataset and config.eval_dataset.data_loader):
             continue
@@ -62,6 +69,7 @@ def load_config(
             f"'run_mode' must be one of {', '.join(_RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
             "or with --run-mode."
         )
+    check_config(config)
     return config
 
 
