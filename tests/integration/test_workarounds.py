@@ -70,7 +70,7 @@ def test_the_file_that_meta_json_names_is_read(rank_folder):
         (b"", "names no complete checkpoint"),
         (None, "names no complete checkpoint"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_where_meta_json_is_of_no_use_the_newest_whole_file_is_read(rank_folder, tmp_path, meta, problem):
     outside = tmp_path / "other.safetensors"
@@ -89,7 +89,7 @@ def test_a_folder_without_a_whole_file_is_refused(rank_folder):
         resume(rank_folder)
 
 
-@pytest.mark.parametrize(("folder", "reason"), [("", "'load_checkpoint' is empty"), ("empty", "the folder .*empty is")])
+@pytest.mark.parametrize(("folder", "reason"), [("", "'load_.*' is empty"), ("empty", "the folder .*/empty is empty")])
 def test_resuming_without_a_checkpoint_is_warned_of(tmp_path, folder, reason):
     (tmp_path / "empty").mkdir()
     config = load_config(CONFIG, {"resume_training": True, "load_checkpoint": folder and str(tmp_path / folder)})
