@@ -161,21 +161,23 @@ def _check_keys(section: dict[str, Any], path: str, cls: Callable[..., Any], all
 
 def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
     """Return the keyword arguments of a class, and whether code of a user may take others from ``**kwargs``."""
-    if not inspect.isclass(cls):
-        return set(inspect.signature(cls).parameters), _takes_any(cls)
-    names: set[str] = set()
+    names = _keywords(cls)
+    if not inspect.isclass(cls) or not _takes_any(cls):
+        return names, _takes_any(cls)
     may_take_more = False
-    for base in cls.__mro__:
-        if "__init__" not in vars(base) or base is object:
-            continue
-        parameters = inspect.signature(base.__init__).parameters.values()
-        names |= {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+    for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
+        names |= _keywords(base.__init__)
+        if not _takes_any(base.__init__):
             break
-        # The next class is given what this one does not take.
+        # What this class does not take is given to the next one.
         package = base.__module__.partition(".")[0]
         may_take_more |= package not in ("mindspore", "mindformers", "mindformers_adaptive")
     return names - {"self"}, may_take_more
+
+
+def _keywords(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
 
 
 def _takes_any(cls: Callable[..., Any]) -> bool:

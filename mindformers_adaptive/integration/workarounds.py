@@ -18,9 +18,10 @@ _WHOLE_CHECKPOINT = "hyper_param.safetensors"
 def prepare(config: Any) -> None:
     """Change a configuration so that MindFormers can train on a CPU and resume.
 
-    On a CPU, sink mode is turned off and the barrier of several processes is replaced. A single process that resumes
-    from the safetensors of MindFormers' ``CheckpointMonitor`` is given a link to them under a name that MindFormers
-    accepts. A run in the ``checkpoint:`` format that was killed while it noted its newest checkpoint resumes from it.
+    On a CPU, sink mode is turned off and the barrier of several processes is replaced. ``resume_training: True`` works
+    with ``checkpoint.load_path`` alone, and is warned of without a checkpoint. A single process that resumes from the
+    safetensors of MindFormers' ``CheckpointMonitor`` is given a link to them under a name that MindFormers accepts. A
+    note of the newest checkpoint that is empty, damaged or wrong gives way to the newest checkpoint that is whole.
 
     Args:
         config (MindFormerConfig): the configuration of a trainer; changed in place.

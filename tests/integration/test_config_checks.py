@@ -98,6 +98,7 @@ def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message)
         {"runner_wrapper.micro_batch_num": 4},
         {"runner_wrapper.max_grad_norm": 1},
         {"callbacks.0.anything": 1},
+        {"callbacks.0": {"type": "SummaryMonitor", "keep_default_action": True}},
         {"resume_training": "last.ckpt"},
         {"run_mode": "predict", "runner_config.epochs": 0},
     ],
