@@ -36,12 +36,6 @@ class CheckpointMonitor(stock.CheckpointMonitor):
     ``CheckpointMonitor`` gets this one.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._complete_folders = []
-        if self._config.async_save and not self.use_legacy_format:
-            self.async_save_manager = _CheckedAsyncSaveManager(self._config.async_save, self._finish_async_save)
-
     def _save_megatron_ckpt_file_format(self, cb_params):
         if cb_params.cur_step_num == self._last_triggered_step:
             return
@@ -50,6 +44,9 @@ class CheckpointMonitor(stock.CheckpointMonitor):
             # MindFormers saves it as common.json, into the folder of this step, before it calls the step complete.
             self.common_info = _CommonInfoWithLossScale(cb_params.network)
         if self._config.async_save:
+            if not isinstance(self.async_save_manager, _CheckedAsyncSaveManager):
+                self.async_save_manager = _CheckedAsyncSaveManager(self._config.async_save, self._finish_async_save)
+                self._complete_folders = []
             self.async_save_manager.maybe_finalize(wait_finish=True)
             # MindFormers would remove the oldest folder of this list while the newest is still being written.
             self.current_ckpt_step_list = []

@@ -59,6 +59,7 @@ MISTAKES = [
     ({"lr_schedule.type": "CosineWithWarmupLR"}, ValueError, "'lr_schedule.type'.*mean 'CosineWithWarmUpLR'"),
     ({"callbacks.2.type": "LossScaleMonitr"}, ValueError, "'callbacks.2.type'.*'LossScaleMonitr'.*'LossScaleMonitor'"),
     ({"callbacks.2.max_consecutive_overflow": 9}, TypeError, "'callbacks.2'.*mean 'max_consecutive_overflows'"),
+    ({"callbacks.1.save_checkpoint_step": 9}, TypeError, "CheckpointMonitor takes.*mean 'save_checkpoint_steps'"),
     ({SCALE_SENSE: {"loss_scale_value": 1024}}, TypeError, "must have a 'type', but has only loss_scale_value"),
     ({SCALE_SENSE: "AdaptiveLossScaleUpdateCell"}, TypeError, "must be a section or a number, but got the text"),
     ({SCALE_SENSE: {**COMPLETE, "scale_facto": 2}}, TypeError, "but got 'scale_facto'.*'scale_factor'"),
