@@ -71,7 +71,7 @@ def why_no_state(report: dict[str, Any]) -> str:
     if unreadable:
         reason = f"unreadable: {', '.join(unreadable)}"
     elif report["checkpoints"]:
-        reason = f"{len(report['checkpoints'])} checkpoints read, none has any"
+        reason = f"{len(report['checkpoints'])} checkpoints read, and they hold no state"
     else:
         reason = "; ".join(report["notes"]) or "no checkpoint there"
     return _printable(f"No state of loss scaling in {report['path']}: {reason}.")

@@ -24,7 +24,7 @@ _NOT_ARGUMENTS = {"type", "auto_register"}
 # What MindFormers gives to a train-step cell. Keys of runner_wrapper that it sets itself are no mistakes of users.
 _GIVEN_TO_TRAIN_STEPS = "calculate_per_token_loss"
 _SET_BY_MINDFORMERS = {"micro_batch_num", "parallel_config"}
-# The module that --register_path offers: its class is registered already.
+# The module in the register_path folder of this package, whose class is registered already.
 _OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 
 

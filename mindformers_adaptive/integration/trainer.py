@@ -101,7 +101,7 @@ class Trainer(mindformers.Trainer):
 
 
 def _start_at_smallest_window(args, config):
-    # MindFormers passes on a default of its own, which is the largest window of the default ladder or none of it.
+    # MindFormers passes on its own default, the largest window, which a ladder with other bounds does not even have.
     if args.scale_sense == "AdaptiveLossScaleUpdateCell" and args.loss_scale_window == _DEFAULT_WINDOW:
         config.runner_wrapper.scale_sense.scale_window = args.min_scale_window
 

@@ -119,7 +119,7 @@ def test_sound_file_without_state_is_said_to_have_none(tmp_path, inspect, file_f
     assert exit_code == 1
     assert "state: none" in printed.splitlines()
     assert str(file) in errors
-    assert "none has any" in errors
+    assert "they hold no state" in errors
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
