@@ -78,7 +78,7 @@ class Checkpoint:
         if self.values["step_num"] is not None:
             return int(self.values["step_num"])
         # A file is named by epoch and step within the epoch, which is the step itself only in the first epoch.
-        match = re.fullmatch(r"iteration_(\d+)|.*-1_(\d+)\.\w+", self.path.name)
+        match = re.fullmatch(r"iteration_(\d+)|(?s:.*)-1_(\d+)\.\w+", self.path.name)
         return int(match[1] or match[2]) if match else None
 
     def _has(self, *names: str) -> bool:
