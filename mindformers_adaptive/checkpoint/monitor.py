@@ -178,6 +178,5 @@ def _restore(update_cell, folder):
         warnings.warn(f"{error}. The ladder starts afresh.", stacklevel=3)
         return
     if content is not None:
-        known = update_cell.state()
-        state = {name: value for name, value in content[1].items() if name in known}
-        update_cell.load_state(state)
+        # MindFormers restores the loss scale itself.
+        update_cell.load_state_dict({**update_cell.state_dict(), **content[1]})
