@@ -166,8 +166,9 @@ def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
         return names, _takes_any(cls)
     may_take_more = False
     for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
-        names |= _keywords(base.__init__)
-        if not _takes_any(base.__init__):
+        initialise = vars(base)["__init__"]
+        names |= _keywords(initialise)
+        if not _takes_any(initialise):
             break
         # What this class does not take is given to the next one.
         package = base.__module__.partition(".")[0]
