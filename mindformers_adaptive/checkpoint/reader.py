@@ -4,15 +4,23 @@ MindSpore is imported only where a ``.ckpt`` has to be read.
 """
 
 import json
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME as SIDECAR
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
 
 __all__ = ["FIELDS", "STATE_FIELDS", "Checkpoint", "differences_between_ranks", "latest_iteration", "read_checkpoints"]
+
+# Numbers by field, None where a checkpoint has no such value; and what a file holds, by the names in it.
+Values = dict[str, Any]
+Content = dict[str, Any]
+Reader = Callable[[Path], Content]
 
 COMMON = "common.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -21,7 +29,7 @@ STATE_FIELDS = ("loss_scale", *PARAMETER_NAMES)
 FIELDS = ("step_num", "global_step", *STATE_FIELDS)
 
 # Each field's names in a file, the better one first: MindFormers writes `loss_scale` beside the Parameter itself.
-_NAMES = {name: (name,) for name in FIELDS} | {name: (key,) for name, key in PARAMETER_NAMES.items()}
+_NAMES: dict[str, tuple[str, ...]] = {name: (PARAMETER_NAMES.get(name, name),) for name in FIELDS}
 _NAMES["loss_scale"] = ("scale_sense", "loss_scale")
 _WANTED = frozenset(name for names in _NAMES.values() for name in names)
 
@@ -38,12 +46,12 @@ class Checkpoint:
     """
 
     path: Path
-    values: dict = field(default_factory=lambda: dict.fromkeys(FIELDS))
-    problems: list = field(default_factory=list)
+    values: Values = field(default_factory=lambda: dict.fromkeys(FIELDS))
+    problems: list[str] = field(default_factory=list)
     unreadable: bool = False
 
     @property
-    def kind(self):
+    def kind(self) -> str:
         """The kind of state: str, "none" if there is none and "unreadable" if nobody can tell."""
         if self.unreadable:
             return "unreadable"
@@ -55,30 +63,31 @@ class Checkpoint:
         return "loss scale only" if self._has("loss_scale") else "none"
 
     @property
-    def holds_state(self):
+    def holds_state(self) -> bool:
         """Whether there is anything of loss scaling in it: bool."""
         return self.kind not in ("none", "unreadable")
 
     @property
-    def rank(self):
+    def rank(self) -> int | None:
         """The rank whose folder the file lies in: int, or None."""
         match = re.fullmatch(r"rank_(\d+)", self.path.parent.name)
         return int(match[1]) if match else None
 
     @property
-    def step(self):
+    def step(self) -> int | None:
         """The step it was saved at: int, or None where neither the content nor the name tells."""
-        if self.values["step_num"] is not None:
-            return self.values["step_num"]
+        step_num: int | None = self.values["step_num"]
+        if step_num is not None:
+            return step_num
         # A file is named by epoch and step within the epoch, which is the step itself only in the first epoch.
         match = re.fullmatch(r"iteration_(\d+)|.*-1_(\d+)\.\w+", self.path.name)
         return int(match[1] or match[2]) if match else None
 
-    def _has(self, *names):
+    def _has(self, *names: str) -> bool:
         return any(self.values[name] is not None for name in names)
 
 
-def read_checkpoints(path):
+def read_checkpoints(path: str | os.PathLike[str]) -> list[Checkpoint]:
     """Read a checkpoint file, or all checkpoints of a folder.
 
     A folder may hold files, folders ``rank_N`` with files, folders ``iteration_N``, or be such a folder itself.
@@ -107,7 +116,7 @@ def read_checkpoints(path):
     return sorted(checkpoints, key=_age)
 
 
-def latest_iteration(path):
+def latest_iteration(path: str | os.PathLike[str]) -> int | None:
     """Return which iteration MindFormers would resume from.
 
     Args:
@@ -128,7 +137,9 @@ def latest_iteration(path):
         raise ValueError(f"{TRACKER} cannot be used: {_one_line(error)}") from error
 
 
-def differences_between_ranks(checkpoints):
+def differences_between_ranks(
+    checkpoints: list[Checkpoint],
+) -> list[tuple[Checkpoint, Checkpoint, dict[str, tuple[Any, Any]]]]:
     """Compare what several ranks saved at the same step.
 
     Args:
@@ -138,7 +149,8 @@ def differences_between_ranks(checkpoints):
         list[tuple[Checkpoint, Checkpoint, dict]]: each readable checkpoint of a rank, that of the first rank at the
         same step, and the values in which they differ, as {field: (value, first rank's value)}; {} where they agree.
     """
-    first_of, compared = {}, []
+    first_of: dict[int | str, Checkpoint] = {}
+    compared = []
     for checkpoint in checkpoints:
         if checkpoint.rank is None or checkpoint.unreadable:
             continue
@@ -151,21 +163,21 @@ def differences_between_ranks(checkpoints):
     return compared
 
 
-def _checkpoint_files(folder):
+def _checkpoint_files(folder: Path) -> list[Path]:
     return [file for file in folder.iterdir() if file.suffix in _READERS and file.is_file()]
 
 
-def _is_iteration(folder):
+def _is_iteration(folder: Path) -> bool:
     return bool(re.fullmatch(r"iteration_\d+", folder.name)) or any((folder / name).is_file() for name in _SMALL_FILES)
 
 
-def _age(checkpoint):
+def _age(checkpoint: Checkpoint) -> tuple[bool, int, list[int | str], int]:
     numbers_as_numbers = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", checkpoint.path.name)]
     rank = -1 if checkpoint.rank is None else checkpoint.rank
     return checkpoint.step is None, checkpoint.step or 0, numbers_as_numbers, rank
 
 
-def _read_file(file):
+def _read_file(file: Path) -> Checkpoint:
     checkpoint = Checkpoint(file)
     try:
         checkpoint.values, checkpoint.problems = _read_with(_READERS.get(file.suffix, _refuse), file)
@@ -174,9 +186,10 @@ def _read_file(file):
     return checkpoint
 
 
-def _read_iteration(folder):
+def _read_iteration(folder: Path) -> Checkpoint:
     """Read a folder of MindFormers' ``checkpoint:`` format; where its files disagree, what is resumed from counts."""
     checkpoint = Checkpoint(folder)
+    sources: list[tuple[Path, Reader]]
     sources = [(file, _read_safetensors) for file in sorted(folder.glob("*-opt-*.safetensors"))]
     sources += [(folder / name, read) for name, read in _SMALL_FILES.items() if (folder / name).exists()]
     origin, something_is_torn = {}, False
@@ -199,7 +212,7 @@ def _read_iteration(folder):
     return checkpoint
 
 
-def _read_with(read, file):
+def _read_with(read: Reader, file: Path) -> tuple[Values, list[str]]:
     """Return the values by field and the contradictions in one file; ValueError if it cannot be read."""
     try:
         return _by_field(read(file))
@@ -207,28 +220,28 @@ def _read_with(read, file):
         raise ValueError(f"cannot be read: {_one_line(error)}") from error
 
 
-def _by_field(found):
+def _by_field(content: Content) -> tuple[Values, list[str]]:
     values, problems = dict.fromkeys(FIELDS), []
     for name in FIELDS:
         # A bare name before one with a prefix, which a cell gets as a child of another.
         places = sorted(
             (_NAMES[name].index(_last_part(key)), key.count("."), key)
-            for key in found
+            for key in content
             if _last_part(key) in _NAMES[name]
         )
         if not places:
             continue
         key = places[0][2]
-        values[name] = float(found[key]) if name == "loss_scale" else int(found[key])
+        values[name] = float(content[key]) if name == "loss_scale" else int(content[key])
         problems += [
-            f"{key} is {found[key]} but {other} is {found[other]}; {key} is shown"
+            f"{key} is {content[key]} but {other} is {content[other]}; {key} is shown"
             for *like, other in places[1:]
-            if like == list(places[0][:2]) and found[other] != found[key]
+            if like == list(places[0][:2]) and content[other] != content[key]
         ]
     return values, problems
 
 
-def _read_safetensors(file):
+def _read_safetensors(file: Path) -> Content:
     from safetensors import safe_open
 
     with safe_open(file, "np") as content:
@@ -237,12 +250,12 @@ def _read_safetensors(file):
         return {key: content.get_tensor(key).item() for key in keys}
 
 
-def _read_ckpt(file):
+def _read_ckpt(file: Path) -> Content:
     from mindspore import load_checkpoint
 
-    seen = []
+    seen: list[str] = []
 
-    def choose(key):
+    def choose(key: str) -> bool:
         seen.append(key)
         return _is_wanted(key)
 
@@ -260,34 +273,37 @@ def _read_ckpt(file):
     return {key: value.asnumpy().item() for key, value in numbers.items() if value.size == 1}
 
 
-def _read_common(file):
+def _read_common(file: Path) -> Content:
     content = json.loads(file.read_text(encoding="utf-8"))
     return {key: content[key] for key in ("step_num", "global_step", "loss_scale") if content.get(key) is not None}
 
 
-def _read_sidecar(file):
-    loss_scale, state = read_sidecar(file.parent)
+def _read_sidecar(file: Path) -> Content:
+    sidecar = read_sidecar(file.parent)
+    if sidecar is None:
+        return {}
+    loss_scale, state = sidecar
     return {"scale_sense": loss_scale} | {
         PARAMETER_NAMES[name]: state[name] for name in PARAMETER_NAMES if name in state
     }
 
 
-def _refuse(file):
+def _refuse(file: Path) -> Content:
     raise ValueError(f"the name of a checkpoint ends in {' or '.join(_READERS)}")
 
 
-def _is_wanted(key):
+def _is_wanted(key: str) -> bool:
     return _last_part(key) in _WANTED
 
 
-def _last_part(key):
+def _last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _one_line(error):
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-_READERS = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
+_READERS: dict[str, Reader] = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
 # In the order in which a resume prefers them, after the optimizer's file.
-_SMALL_FILES = {COMMON: _read_common, SIDECAR: _read_sidecar}
+_SMALL_FILES: dict[str, Reader] = {COMMON: _read_common, SIDECAR: _read_sidecar}

@@ -5,6 +5,7 @@ of loss scaling is small, so it is written beside them each time, whole or not a
 """
 
 import json
+import os
 from pathlib import Path
 
 from mindformers_adaptive.text.atomic_file import atomic_write
@@ -15,7 +16,7 @@ FILE_NAME = "loss_scale.json"
 _FORMAT = 1
 
 
-def write_sidecar(folder, loss_scale, state):
+def write_sidecar(folder: str | os.PathLike[str], loss_scale: float, state: dict[str, int]) -> None:
     """Write ``loss_scale.json``.
 
     Args:
@@ -35,7 +36,7 @@ def write_sidecar(folder, loss_scale, state):
         sidecar.write(text)
 
 
-def read_sidecar(folder):
+def read_sidecar(folder: str | os.PathLike[str]) -> tuple[float, dict[str, int]] | None:
     """Read ``loss_scale.json``.
 
     Args:

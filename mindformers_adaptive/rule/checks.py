@@ -4,6 +4,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from numbers import Integral, Real
+from typing import SupportsFloat
 
 __all__ = [
     "LARGEST_FLOAT32",
@@ -24,7 +25,7 @@ def to_float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def as_float32(value: Real) -> float:
+def as_float32(value: SupportsFloat) -> float:
     """Return any real number, however large, as the nearest float32."""
     try:
         return to_float32(float(value))

@@ -1,8 +1,9 @@
 """The rule as tables, for a device that looks a step up instead of comparing its way through it."""
 
 import numpy as np
+import numpy.typing as npt
 
-from mindformers_adaptive.rule.adaptive_rule import COUNTER_LIMIT, HIDDEN_INDEX, LossScaleState
+from mindformers_adaptive.rule.adaptive_rule import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule, LossScaleState
 
 __all__ = ["COUNTER_VALUES", "transition_tables"]
 
@@ -10,7 +11,7 @@ __all__ = ["COUNTER_VALUES", "transition_tables"]
 COUNTER_VALUES = COUNTER_LIMIT + 1
 
 
-def transition_tables(rule):
+def transition_tables(rule: AdaptiveRule) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     """Tabulate the rule over every event and every (window_index, growth_num, down_num).
 
     A chain of comparisons would cost the device twice as many kernels as one look-up.
