@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from mindformers_adaptive.cli.output import UsageError
+from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["COMMANDS", "main"]
 
@@ -55,9 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
         command = importlib.import_module(f"mindformers_adaptive.cli.{words[0]}")
-        if hasattr(command, "forward"):
-            return int(command.forward(words[1:]) or 0)
-        return _run(command, words)
+        if not hasattr(command, "forward"):
+            return _run(command, words)
+        try:
+            with install_hint(f"'{words[0]}'"):
+                return int(command.forward(words[1:]) or 0)
+        except ImportError as error:
+            print(f"adaptive-loss-scale {words[0]}: error: {error}", file=sys.stderr)
+            return 1
     # Help, or a usage error, for which no subcommand has to be imported.
     _main_parser().parse_args(words)
     _main_parser().print_help()
@@ -75,7 +81,8 @@ def _run(command, words):  # type: ignore[no-untyped-def]
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
     options = parser.parse_args(words[1:])
     try:
-        command.run(options)
+        with install_hint(f"'{words[0]}'"):
+            command.run(options)
         sys.stdout.flush()
     except UsageError as error:
         parser.error(str(error))
