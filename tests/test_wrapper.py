@@ -1,6 +1,5 @@
 """The train-step cells: a skipped step changes nothing, an applied one is the step of FP32 training."""
 
-import inspect
 
 import mindformers.wrapper
 import mindspore
@@ -29,11 +28,6 @@ def test_every_cell_is_a_subclass_of_the_stock_one():
     assert set(wrapper.__all__) == set(STOCK)
     for name, stock in STOCK.items():
         assert issubclass(getattr(wrapper, name), stock)
-
-
-@pytest.mark.parametrize("name", [name for name in STOCK if name != "AdaptiveLossScaleUpdateCell"])
-def test_arguments_are_those_of_the_stock_cell(name):
-    assert inspect.signature(getattr(wrapper, name)) == inspect.signature(STOCK[name])
 
 
 @pytest.mark.parametrize("cell", TRAIN_STEP_CELLS)
