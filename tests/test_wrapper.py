@@ -1,6 +1,5 @@
 """The train-step cells: a skipped step changes nothing, an applied one is the step of FP32 training."""
 
-
 import mindformers.wrapper
 import mindspore
 import numpy as np
