@@ -15,6 +15,7 @@ from typing import Any
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME as SIDECAR
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
+from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["FIELDS", "STATE_FIELDS", "Checkpoint", "differences_between_ranks", "latest_iteration", "read_checkpoints"]
 
@@ -235,7 +236,8 @@ def _by_field(content: Mapping[str, Any]) -> tuple[_Values, list[str]]:
 
 
 def _read_safetensors(file: Path) -> _Values:
-    from safetensors import safe_open
+    with install_hint("A .safetensors file"):
+        from safetensors import safe_open
 
     with safe_open(file, "np") as content:
         keys = [key for key in content.keys() if _is_wanted(key)]  # noqa: SIM118 - it is not a dict
@@ -244,7 +246,8 @@ def _read_safetensors(file: Path) -> _Values:
 
 
 def _read_ckpt(file: Path) -> _Values:
-    from mindspore import load_checkpoint
+    with install_hint("A .ckpt file"):
+        from mindspore import load_checkpoint
 
     keys: list[str] = []
 

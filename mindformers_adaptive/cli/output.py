@@ -69,6 +69,6 @@ class _ValueLoader(yaml.SafeLoader):
     """YAML in which 1e-4 is a number; YAML 1.1 wants 1.0e-4."""
 
 
-_ValueLoader.add_implicit_resolver(
+_ValueLoader.add_implicit_resolver(  # type: ignore[no-untyped-call]
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("+-.0123456789")
 )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindformers_adaptive.cli.output import UsageError
+from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["COMMANDS", "main"]
 
@@ -82,7 +83,8 @@ def _run(command: Any, words: list[str]) -> int:
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        command.run(options)
+        with install_hint(f"'{words[0]}'"):
+            command.run(options)
         sys.stdout.flush()
     except UsageError as error:
         parser.error(str(error))
@@ -92,14 +94,9 @@ def _run(command: Any, words: list[str]) -> int:
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         if options.traceback:
             raise
-        print(f"adaptive-loss-scale {words[0]}: error: {error}{_remedy(error)}", file=sys.stderr)
+        print(f"adaptive-loss-scale {words[0]}: error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _remedy(error: Exception) -> str:
-    missing = isinstance(error, ImportError) and (error.name or "").partition(".")[0] in ("mindspore", "mindformers")
-    return ". Install MindSpore for your device, and the MindFormers that fits it." if missing else ""
 
 
 def _with_hyphens(word: str) -> str:

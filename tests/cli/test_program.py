@@ -188,7 +188,7 @@ def test_a_command_that_needs_mindspore_says_what_to_install(run_python):
     code = "import sys; sys.modules['mindformers'] = None; from mindformers_adaptive.cli.program import main; {}"
     arguments = ["train", "--config", str(ROOT / "configs" / "tiny_llama_cpu_fp16.yaml")]
     error = run_python("-c", code.format(f"sys.exit(main({arguments}))"), expect_exit=1).stderr
-    assert error.endswith("Install MindSpore for your device, and the MindFormers that fits it.\n")
+    assert "error: 'train' needs mindformers, which is not installed. On Ascend, install the MindSpore that" in error
 
 
 def test_lab_commands_do_not_import_mindspore(run_python):
