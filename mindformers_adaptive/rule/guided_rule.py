@@ -5,20 +5,14 @@ This is the readable definition. Every other form of the rule is tested against 
 
 import math
 import warnings
-from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
 
-from mindformers_adaptive.rule.checks import (
-    LARGEST_FLOAT32,
-    as_float32,
-    require_number,
-    require_positive,
-    to_float32,
-)
+from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, require_number, require_positive, to_float32
+from mindformers_adaptive.rule.shown_exponent import shown_exponent
 
-__all__ = ["PLACES", "GuidedRule", "GuidedState", "shown_exponent"]
+__all__ = ["PLACES", "GuidedRule", "GuidedState"]
 
 # Powers of two that the record of overflow rates looks at.
 PLACES = 16
@@ -46,13 +40,8 @@ MOST_CONTRADICTIONS = 6
 WINDOW_FACTOR = 8
 LARGEST_WINDOWS = WINDOW_FACTOR**2
 
-# 65504, the largest FP16 number, as a fraction of the next power of two.
-_FP16_EXPONENT = 16
-_FP16_FRACTION = 65504 / 2.0**_FP16_EXPONENT
-_SMALLEST_NORMAL_FLOAT32 = 2.0**-126
-
 # In place of the cheapest place while no gradient has shown anything: only the limit counts.
-_NO_CAP = -1024
+NO_CAP = -1024
 
 # A patience of 1 to 1,000,000 steps, which keeps all windows within int32.
 _EXCHANGE_RATES = (0.001, 1000.0)
@@ -71,8 +60,8 @@ class GuidedState(NamedTuple):
         overflow_rate (tuple[float, ...]): for each of the 16 places, the share of recent steps that would have
             overflowed at that scale; float32 values from 0 to 1.
         observed_steps (int): applied steps that showed something, counted up to the patience.
-        limit (int): the highest place that unexplained overflows allow; 0 allows all. It is negative only while no
-            gradient has shown anything.
+        limit (int): the highest scale that unexplained overflows allow, as a place of the record; 0 or less allows all
+            that the record looks at.
         bound (bool): whether the limit, and not the gradients, decided the scale for the next step.
         trial (bool): whether the limit has risen since it was last set.
         clean_steps (int): applied steps since the last overflow or rise of the scale.
@@ -270,7 +259,7 @@ class GuidedRule:
         state = state._replace(clean_steps=1 if after_overflow else state.clean_steps + 1)
         state = self._move_limit(state, exponent, fall)
 
-        cap = _NO_CAP if state.observed_steps == 0 else self._cheapest_place(state.overflow_rate)
+        cap = NO_CAP if state.observed_steps == 0 else self._cheapest_place(state.overflow_rate)
         wanted = state.base + 1 - max(cap, state.limit)
         following = min(max(wanted, self.min_exponent), self.max_exponent)
         return state._replace(
@@ -320,30 +309,6 @@ class GuidedRule:
     def _cheapest_place(self, overflow_rate: tuple[float, ...]) -> int:
         costs = np.array(overflow_rate, np.float32) * np.float32(self.patience) + _PLACE
         return int(np.argmin(costs))
-
-
-def shown_exponent(largest_gradient: Real | None) -> int | None:
-    """Return log2 of the largest power of two at which a gradient stays within FP16, or None if it shows nothing.
-
-    It is the largest integer n with ``largest_gradient * 2**n <= 65504``. That needs comparisons only and no
-    logarithm, whose last bit differs from device to device; so a device finds the same n, by counting how many of the
-    numbers 65504 * 2**-n are at least as large as the gradient.
-
-    Args:
-        largest_gradient (float, optional): an absolute value, unscaled. 0, a number that is not finite or below the
-            normal float32 numbers, which devices flush to 0, and None show nothing.
-
-    Examples:
-        >>> shown_exponent(1.0), shown_exponent(65504 / 2.0**18), shown_exponent(float("inf"))
-        (15, 18, None)
-    """
-    if largest_gradient is None:
-        return None
-    gradient = as_float32(largest_gradient)
-    if not _SMALLEST_NORMAL_FLOAT32 <= gradient <= LARGEST_FLOAT32:
-        return None
-    fraction, exponent = math.frexp(gradient)
-    return _FP16_EXPONENT - exponent - (fraction > _FP16_FRACTION)
 
 
 def _exponent(value: float) -> int:
