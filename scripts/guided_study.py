@@ -14,7 +14,12 @@ from mindformers_adaptive.rule.guided_rule import GuidedRule
 EXACT = "gradients show the ceiling"
 OWN = "a ceiling of its own"
 # By what the gradients show, the offset and the spread of it in bits.
-OFFSETS = {EXACT: (0.0, 0.0), "hidden by 3 bits": (3.0, 0.4), "hidden by 8 bits": (8.0, 0.4), "2 too little": (-2.0, 0.0)}
+OFFSETS = {
+    EXACT: (0.0, 0.0),
+    "hidden by 3 bits": (3.0, 0.4),
+    "hidden by 8 bits": (8.0, 0.4),
+    "2 too little": (-2.0, 0.0),
+}
 FIXED_WINDOWS = (20, 100, 200, 500, 1000, 2000)
 RATES = (1.0, 5.0)
 START = 2.0**16

@@ -24,7 +24,7 @@ def to_float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def as_float32(value: Real) -> float:
+def as_float32(value: Real | float) -> float:
     """Return any real number, however large, as the nearest float32."""
     try:
         return to_float32(float(value))

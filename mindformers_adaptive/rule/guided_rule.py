@@ -31,8 +31,8 @@ LEVEL_SHARE = 2.0**-5
 REACH = 1.25
 REACH_AFTER_SEVERAL = 0.5
 
-# A gradient that showed too little twice counts as one bit too little, up to three: where the largest gradient is summed
-# in float32, ceilings of up to 2.8 bits above what it shows have been measured.
+# Gradients that showed too little twice are taken to show a bit too little, up to three: where the largest of them is
+# summed in float32, ceilings of up to 2.8 bits above what it shows have been measured.
 CONTRADICTIONS_PER_BIT = 2
 MOST_CONTRADICTIONS = 6
 

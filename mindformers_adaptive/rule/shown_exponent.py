@@ -1,7 +1,6 @@
 """What the largest gradient of a step shows: the largest loss scale, a power of two, at which it stays within FP16."""
 
 import math
-from numbers import Real
 
 from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, as_float32
 
@@ -12,7 +11,7 @@ _FRACTION, _EXPONENT = math.frexp(LARGEST_FLOAT16)
 _SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 
 
-def shown_exponent(largest_gradient: Real | None) -> int | None:
+def shown_exponent(largest_gradient: float | None) -> int | None:
     """Return log2 of the largest power of two at which a gradient stays within FP16, or None if it shows nothing.
 
     It is the largest integer n with ``largest_gradient * 2**n <= 65504``. That needs comparisons only and no

@@ -1,4 +1,4 @@
-"""The gradient-guided rule in plain Python: a hand-made table a branch, what it must hold, invariants, and bad input."""
+"""The gradient-guided rule in plain Python: a hand-made table a branch, bounds on lost steps, invariants, bad input."""
 
 import math
 import warnings
@@ -373,7 +373,9 @@ def test_bad_initial_scale_is_refused(value, error, message):
 @pytest.mark.parametrize(("value", "expected"), [(1000.0, 512.0), (3.5, 4.0), (5.0, 4.0)])
 def test_an_initial_scale_between_powers_of_two_is_moved_with_a_warning(value, expected):
     rule = GuidedRule(min_loss_scale=3.0)
-    with pytest.warns(UserWarning, match=rf"must be a power of two here, but got {value}: training starts at {expected}"):
+    with pytest.warns(
+        UserWarning, match=rf"must be a power of two here, but got {value}: training starts at {expected}"
+    ):
         assert rule.start(value).loss_scale == expected
     with warnings.catch_warnings():
         warnings.simplefilter("error")

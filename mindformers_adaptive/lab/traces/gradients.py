@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rule.checks import require_integer
@@ -74,6 +75,6 @@ def own_ceiling(steps: int, seed: int, level: float, offset: float, spread: floa
     return dataclasses.replace(Trace.exact("own ceiling", ceiling), largest_gradient=gradients)
 
 
-def _noise(seed: int, symbol: str, count: int) -> np.ndarray:
+def _noise(seed: int, symbol: str, count: int) -> NDArray[np.float64]:
     number = require_integer("seed", seed, 0, _PLAIN_INTEGER)
     return np.random.default_rng([number, *symbol.encode()]).standard_normal(count)
