@@ -26,6 +26,8 @@ FIELDS = ("step_num", "global_step", *STATE_FIELDS)
 
 # What a file holds, by key in the file or by field.
 _Values = dict[str, Any]
+# A file, and the function that reads it.
+_Source = tuple[Path, Callable[[Path], _Values]]
 
 # Each field's names in a file, the better one first: MindFormers writes `loss_scale` beside the Parameter itself.
 _NAMES: dict[str, tuple[str, ...]] = {name: (PARAMETER_NAMES.get(name, name),) for name in FIELDS}
@@ -78,7 +80,7 @@ class Checkpoint:
         if self.values["step_num"] is not None:
             return int(self.values["step_num"])
         # A file is named by epoch and step within the epoch, which is the step itself only in the first epoch.
-        match = re.fullmatch(r"iteration_(\d+)|.*-1_(\d+)\.\w+", self.path.name)
+        match = re.fullmatch(r"iteration_(\d+)|(?s:.*)-1_(\d+)\.\w+", self.path.name)
         return int(match[1] or match[2]) if match else None
 
     def _has(self, *names: str) -> bool:
@@ -181,12 +183,12 @@ def _read_file(file: Path) -> Checkpoint:
 
 def _read_iteration(folder: Path) -> Checkpoint:
     """Read a folder of MindFormers' ``checkpoint:`` format; the file that a resume reads comes first."""
-    sources = [(file, _read_safetensors) for file in sorted(folder.glob("*-opt-*.safetensors"))]
+    sources: list[_Source] = [(file, _read_safetensors) for file in sorted(folder.glob("*-opt-*.safetensors"))]
     sources += [(folder / name, read) for name, read in _SMALL_FILES.items() if (folder / name).exists()]
     return _read(folder, sources)
 
 
-def _read(path: Path, sources: list[tuple[Path, Callable[[Path], _Values]]]) -> Checkpoint:
+def _read(path: Path, sources: list[_Source]) -> Checkpoint:
     checkpoint = Checkpoint(path)
     origin: dict[str, str] = {}
     any_is_torn = False

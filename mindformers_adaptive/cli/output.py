@@ -50,7 +50,7 @@ def print_json(content: Any) -> None:
 
 @contextmanager
 def progress_bar(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, and none elsewhere.
+    """Show a progress bar if the output is a terminal.
 
     Args:
         total (int, optional): the number of steps, None if it is not known beforehand.

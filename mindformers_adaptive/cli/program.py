@@ -92,9 +92,14 @@ def _run(command: Any, words: list[str]) -> int:
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         if options.traceback:
             raise
-        print(f"adaptive-loss-scale {words[0]}: error: {error}", file=sys.stderr)
+        print(f"adaptive-loss-scale {words[0]}: error: {error}{_remedy(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _remedy(error: Exception) -> str:
+    missing = isinstance(error, ImportError) and (error.name or "").partition(".")[0] in ("mindspore", "mindformers")
+    return ". Install MindSpore for your device, and the MindFormers that fits it." if missing else ""
 
 
 def _with_hyphens(word: str) -> str:
