@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-__all__ = ["text_table"]
+__all__ = ["align", "text_table"]
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], digits: int = 2) -> str:
-    """Return rows as aligned text; numbers are on the right, and a heading's words stand one below the other.
+    """Return rows as aligned text, columns of text to the left; the words of a heading stand one below the other.
 
     Args:
-        columns (Sequence[str]): the keys to show, in this order; their ``_`` are where a heading is broken.
-        rows (Sequence[Mapping]): each row by column; None and nan are shown as ``-``.
+        columns (Sequence[str]): the keys to show, in this order. A heading is broken at each ``_``.
+        rows (Sequence[Mapping]): each row by column; None and nan become ``-``.
         digits (int): decimals of numbers that are not integers. Default: 2.
 
     Examples:
@@ -29,12 +29,28 @@ def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], digits
     # Headings of fewer words stand at the bottom.
     upside_down = list(zip_longest(*(words[::-1] for words in headings), fillvalue=""))
     lines = [list(words) for words in upside_down[::-1]] + cells
-    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
-    to_the_left = [any(isinstance(row[column], str) for row in rows) for column in columns]
+    return align(
+        lines, [place for place, column in enumerate(columns) if any(isinstance(row[column], str) for row in rows)]
+    )
+
+
+def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:
+    """Return lines of cells with their columns aligned, as one text.
+
+    Args:
+        lines (Sequence[Sequence[str]]): the cells of each line, as many in each.
+        to_the_left (Collection[int]): the columns, from 0, that are aligned to the left; the others are to the right.
+
+    Examples:
+        >>> print(align([["file", "step"], ["a.ckpt", "20"]], to_the_left=[0]))
+        file    step
+        a.ckpt    20
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            text.ljust(width) if left else text.rjust(width)
-            for text, width, left in zip(line, widths, to_the_left, strict=True)
+            cell.ljust(width) if place in to_the_left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )

@@ -11,8 +11,8 @@ from mindspore import Tensor, nn
 from safetensors.numpy import save_file
 
 from mindformers_adaptive.checkpoint.reader import read_checkpoints
-from mindformers_adaptive.checkpoint.report import main
 from mindformers_adaptive.checkpoint.sidecar import write_sidecar
+from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
 FORMATS = ["ckpt", "safetensors"]
@@ -30,7 +30,7 @@ def inspect(capsys):
     """Return a function that runs the command and returns its exit code, what it printed, and its error output."""
 
     def run(*arguments):
-        exit_code = main([str(argument) for argument in arguments])
+        exit_code = main(["inspect", *map(str, arguments)])
         return exit_code, *capsys.readouterr()
 
     return run
@@ -119,7 +119,7 @@ def test_sound_file_without_state_is_said_to_have_none(tmp_path, inspect, file_f
     assert exit_code == 1
     assert "state: none" in printed.splitlines()
     assert str(file) in errors
-    assert "none has any" in errors
+    assert "they hold no state" in errors
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
@@ -301,7 +301,23 @@ def test_a_wrong_pointer_to_the_latest_iteration_is_reported(tmp_path, inspect_j
     assert report["checkpoints"][0]["notes"] == []
 
 
-COMMAND = ["-m", "mindformers_adaptive.checkpoint.report"]
+@pytest.mark.parametrize("name", ["x\x1b[2J\x1b]0;owned\x07-1_20", "x\n20 30-1_20", "x\u202e-1_20", "x\udcff-1_20"])
+def test_control_characters_in_names_are_printed_as_escapes(tmp_path, inspect, inspect_json, name):
+    (tmp_path / f"{name}.ckpt").touch()
+    legacy(tmp_path / "x-1_30", 30, scale_window=20)
+    escaped = name.encode("unicode_escape").decode()
+    exit_code, printed, _ = inspect(tmp_path)
+    assert exit_code == 0
+    assert printed.splitlines()[1].startswith(f"{escaped}.ckpt  ")
+    assert f"state of {escaped}.ckpt: unreadable" in printed.splitlines()
+    exit_code, printed, errors = inspect(tmp_path / f"{name}.ckpt")
+    assert exit_code == 1
+    assert f"{escaped}.ckpt: unreadable: {escaped}.ckpt." in errors
+    assert all(line.isprintable() for line in (printed + errors).split("\n"))
+    assert inspect_json(tmp_path)[1]["checkpoints"][0]["file"] == f"{name}.ckpt"
+
+
+COMMAND = ["-m", "mindformers_adaptive", "inspect"]
 
 
 def test_command_prints_and_exits_as_told(tmp_path, run_python):
@@ -322,13 +338,15 @@ def test_json_of_a_ckpt_is_all_that_the_command_prints(tmp_path, run_python):
 @pytest.mark.parametrize(("file_format", "imported"), [("ckpt", True), ("safetensors", False)])
 def test_mindspore_is_imported_only_for_a_ckpt(tmp_path, run_python, file_format, imported):
     file = legacy(tmp_path / "x-1_20", 20, file_format, scale_window=20)
-    code = f"import sys; from {COMMAND[1]} import main; main([{str(file)!r}]); print('mindspore' in sys.modules)"
+    code = "import sys; from mindformers_adaptive.cli.program import main; main(['inspect', {!r}]); {}"
+    code = code.format(str(file), "print('mindspore' in sys.modules)")
     assert run_python("-c", code).stdout.splitlines()[-1] == str(imported)
 
 
 def test_import_loads_no_heavy_package(run_python):
-    code = f"import sys, {COMMAND[1]}; print(sorted({{'mindspore', 'numpy', 'safetensors'}} & sys.modules.keys()))"
-    assert run_python("-c", code).stdout == "[]\n"
+    heavy = {"mindspore", "numpy", "safetensors"}
+    code = f"import sys, mindformers_adaptive.cli.inspect; print({heavy} & sys.modules.keys())"
+    assert run_python("-c", code).stdout == "set()\n"
 
 
 def test_weights_of_a_safetensors_file_are_not_read(tmp_path):

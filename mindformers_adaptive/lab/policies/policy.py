@@ -51,8 +51,8 @@ class Policy:
     def stopped(self) -> bool:
         """bool: whether the system itself would have ended the training with an error by now.
 
-        fairseq does so at its smallest scale, and so does DeepSpeed's ``DynamicLossScaler`` unless told not to. A
-        replay can go on: the scale then stays where it is until a raise.
+        fairseq does so at its smallest scale, and so does DeepSpeed's ``DynamicLossScaler`` with its default
+        ``raise_error_at_min_scale``. A replay can go on: the scale then stays where it is until a raise.
         """
         return bool(getattr(self._state, "stopped", False))
 

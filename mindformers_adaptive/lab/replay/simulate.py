@@ -6,34 +6,17 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay.measures import Measures, measure, overflows, require_steps
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.table import text_table
 
-__all__ = ["Comparison", "Policy", "Replay", "compare", "pareto_front", "replay"]
-
-
-class Policy(Protocol):
-    """What can be replayed: a loss scale, the flag of the step taken at it, and the next one."""
-
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale for the next step."""
-
-    @property
-    def scale_window(self) -> int | None:
-        """The window in force, in steps; None for a policy without one."""
-
-    def step(self, overflow: bool) -> float:
-        """Take the flag of a step, and return the loss scale for the next one."""
-
-    def state(self) -> Mapping[str, Any]:
-        """Return what the policy remembers, by name."""
+__all__ = ["Comparison", "Replay", "compare", "pareto_front", "replay"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +117,7 @@ class Comparison:
         Args:
             each_trace (bool): with a row for each trace; with several traces there are rows of means in any case.
         """
-        shown = [
+        rows = [
             {**row, "trace": row["trace"] or "(mean)", "front": "*" if row["on_front"] else ""}
             for row in self.rows()
             if each_trace or len(self.traces) == 1 or row["trace"] is None
@@ -144,9 +127,9 @@ class Comparison:
             field.name
             for field in fields(Measures)
             if field.name != "headroom_regret"
-            and (field.name in ("skipped", "headroom_lost") or any(row[field.name] for row in shown))
+            and (field.name in ("skipped", "headroom_lost") or any(row[field.name] for row in rows))
         ]
-        return text_table(["policy", "trace", "front", *names], shown)
+        return text_table(["policy", "trace", "front", *names], rows)
 
 
 def compare(
@@ -179,10 +162,10 @@ def compare(
     numbers = itertools.count(1)
 
     def measured(make: Callable[[], Policy], trace: Trace) -> Measures:
-        found = replay(make(), trace).measures
+        measures = replay(make(), trace).measures
         if progress is not None:
             progress(next(numbers))
-        return found
+        return measures
 
     return Comparison(
         tuple(trace.name for trace in traces),

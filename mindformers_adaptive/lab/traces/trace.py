@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Trace"]
+__all__ = ["Trace", "consecutive_runs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,3 +89,21 @@ class Trace:
         """
         scale = np.asarray(loss_scale, dtype=np.float64)
         return np.broadcast_to((scale <= self.lower_bound) | (scale >= self.upper_bound), self.ceiling.shape)
+
+
+def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:
+    """Return the first and the last number of each run of consecutive integers.
+
+    Args:
+        numbers (ArrayLike): increasing integers, shape (numbers,).
+
+    Returns:
+        NDArray, int64 of shape (runs, 2).
+
+    Examples:
+        >>> consecutive_runs([1, 2, 3, 7]).tolist()
+        [[1, 3], [7, 7]]
+    """
+    array = np.asarray(numbers, dtype=np.int64)
+    starts = np.diff(array, prepend=array[:1] - 2) != 1
+    return np.column_stack([array[starts], array[np.roll(starts, -1)]])
