@@ -1,4 +1,4 @@
-"""Say what the loss scale did in a run, from its log: skips, when, the path of the scale, the waste, what to change."""
+"""Say what the loss scale did in a run, from its log: the skipped steps, the path of the scale, what to change."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import argparse
 from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
 from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import FORMATS, read_log
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.record import draw_run
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -20,9 +22,12 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "logs", nargs="+", metavar="LOG", help="the log or record of one run; several files in the order of writing"
+        "logs",
+        nargs="+",
+        metavar="LOG",
+        help="the log or record of one run; several files in order of writing",
     )
-    parser.add_argument("--format", choices=FORMATS, help="of the log; default: the one whose lines are found")
+    parser.add_argument("--format", choices=FORMATS, help="format of the log; default: the one that its lines match")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw loss, loss scale and skipped steps to this PNG or SVG file"
     )
@@ -33,13 +38,10 @@ def run(options: argparse.Namespace) -> None:
     """Read the log, and print what happened."""
     recorded = read_log(options.logs, options.format)
     with progress_bar(None, "replaying") as progress:
-        found = analyze(recorded, progress=progress)
+        analysis = analyze(recorded, progress=progress)
     if options.json:
-        print_json(found.to_dict())
+        print_json(analysis.to_dict())
     else:
-        print(found.text())
+        print(analysis.text())
     if options.plot:
-        from mindformers_adaptive.plots.canvas import save
-        from mindformers_adaptive.plots.record import draw_run
-
         save(draw_run(recorded), options.plot)
