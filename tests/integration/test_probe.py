@@ -23,7 +23,7 @@ small = {"model.model_config." + key: value for key, value in
 told = []
 fresh = probe(config, None, corpus, [2.0**4, 2.0**12, 2.0**30], 2, overrides=small, progress=told.append)
 
-network, _ = build_training(config, corpus, small)
+network = build_training(config, corpus, small)[0].network
 weights = network.parameters_dict()
 name = next(iter(weights))
 for weight in weights.values():
