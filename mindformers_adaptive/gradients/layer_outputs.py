@@ -21,9 +21,9 @@ class LayerOutputsError(RuntimeError):
 
 
 class LayerOutputs:
-    """Measures the outputs of layers, by a forward pass in PyNative mode with hooks.
+    """Measures the outputs of layers, by a forward pass in PyNative mode.
 
-    In graph mode, too, this one pass is in PyNative mode, where a hook sees what a layer returns; the compiled graphs
+    In graph mode, too, this one pass is in PyNative mode, where Python sees what a layer returns; the compiled graphs
     of the training stay as they are. The outputs do not depend on the loss scale.
 
     Args:
@@ -64,22 +64,26 @@ class LayerOutputs:
             return {}
         parts = {name: [] for name in self._layers}
 
-        def hook_of(name):
-            def hook(_, inputs, output):
+        def measured(name, construct):
+            def construct_and_measure(*args, **kwargs):
+                output = construct(*args, **kwargs)
                 for tensor in output if isinstance(output, tuple | list) else [output]:
                     if isinstance(tensor, Tensor) and tensor.dtype in _FLOATS:
                         array = to_numpy(tensor)
                         parts[name].append(array_statistics(array))
                         if observe is not None:
                             observe(name, array)
+                return output
 
-            return hook
+            return construct_and_measure
 
         with contextlib.ExitStack() as stack:
             stack.callback(mindspore.set_context, mode=mindspore.get_context("mode"))
             mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
             for name, cell in self._layers.items():
-                stack.callback(cell.register_forward_hook(hook_of(name)).remove)
+                # Not by a hook of MindSpore: after one, it compiles every graph again, and dropout draws anew.
+                vars(cell)["construct"] = measured(name, cell.construct)
+                stack.callback(vars(cell).pop, "construct")
             try:
                 self._network(*batch)
             except Exception as error:
