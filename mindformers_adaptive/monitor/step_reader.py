@@ -42,13 +42,14 @@ def last_step_before(params, update_cell, last_step):
 
 def steps_taken(update_cell):
     """Return how many steps an update cell has counted, or None if it does not count. Waits for the device."""
-    cur_iter = _state_parameters(update_cell).get("cur_iter")
-    if cur_iter is None:
-        return None
-    count = int(cur_iter.asnumpy())
-    # A user's own cell that inherits the count may leave it where it is. One that is full, or damaged, is of no use.
-    counts = count > 1 or type(update_cell).construct.__module__.partition(".")[0] in _COUNTING
+    count = _count(_state_parameters(update_cell))
+    # A user's own cell that inherits the count may leave it at its start.
+    counts = count != 1 or type(update_cell).construct.__module__.partition(".")[0] in _COUNTING
     return count - 1 if counts and 1 <= count < _LARGEST_COUNT else None
+
+
+def _count(parameters):
+    return int(parameters["cur_iter"].asnumpy()) if "cur_iter" in parameters else 0
 
 
 def read_loss(loss):
@@ -79,7 +80,10 @@ class StepReader:
 
     def steps_taken(self):
         """Return how many steps the update cell has counted, or None if it does not count. Waits for the device."""
-        return steps_taken(self._update_cell)
+        # A count that is full, or damaged, is of no use from then on.
+        if not 1 <= _count(self._parameters) < _LARGEST_COUNT:
+            self._parameters.pop("cur_iter", None)
+        return steps_taken(self._update_cell) if "cur_iter" in self._parameters else None
 
     def count_from(self, skipped_steps):
         """Set how many steps were skipped before, or None if unknown.
