@@ -1,6 +1,7 @@
 """Adaptive loss scaling for MindSpore and MindFormers.
 
-Importing this package does not import MindSpore: a name that needs it is loaded on first use.
+Importing this package does not import MindSpore: a name that needs it is loaded on first use, and raises an ImportError
+that says what to install where MindSpore or MindFormers is missing.
 """
 
 import importlib
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
     from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
     from mindformers_adaptive.rule.ladder import window_ladder
-    from mindformers_adaptive.rule.megatron import megatron_state, scale_sense_from_megatron
+    from mindformers_adaptive.rule.megatron import scale_sense_from_megatron
 
 __all__ = [
     "AdaptiveLossScaleManager",
@@ -40,7 +41,6 @@ __all__ = [
     "find_loss_scale",
     "gradient_ranges",
     "make_policy",
-    "megatron_state",
     "register",
     "scale_sense_from_megatron",
     "window_ladder",
@@ -62,7 +62,6 @@ _MODULE_OF = {
     "find_loss_scale": "gradients.finder",
     "gradient_ranges": "gradients.ranges",
     "make_policy": "lab.policies",
-    "megatron_state": "rule.megatron",
     "register": "integration.registration",
     "scale_sense_from_megatron": "rule.megatron",
     "window_ladder": "rule.ladder",
@@ -72,7 +71,10 @@ _MODULE_OF = {
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    from mindformers_adaptive.text.install_hint import install_hint
+
+    with install_hint(f"{__name__}.{name}"):
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -29,6 +29,7 @@ import time
 import numpy as np
 from argument_types import positive
 
+from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay.configuration import grid
 from mindformers_adaptive.lab.replay.measures import overflows
 from mindformers_adaptive.lab.replay.simulate import replay
@@ -42,29 +43,6 @@ REQUIRED_GIBIBYTES = 2.0
 
 # Sums in another order: their last digits may differ.
 INEXACT = {"headroom_lost", "headroom_regret", "seconds_lost"}
-
-
-class RulePolicy:
-    """The rule as a policy, and nothing else: the reference."""
-
-    def __init__(self, configuration):
-        self.rule = configuration.rule
-        self.now = configuration.start
-
-    @property
-    def loss_scale(self):
-        return self.now.loss_scale
-
-    @property
-    def scale_window(self):
-        return self.now.scale_window
-
-    def step(self, overflow):
-        self.now = self.rule.step(self.now, overflow)
-        return self.now.loss_scale
-
-    def state(self):
-        return self.now._asdict()
 
 
 def main():
@@ -131,7 +109,7 @@ def compare_with_rule(configurations, steps):
 
     different = 0
     for configuration, measures, final_state in zip(configurations, swept.measures, swept.final_states, strict=True):
-        expected = replay(RulePolicy(configuration), trace)
+        expected = replay(Policy("the rule", configuration.rule, configuration.start), trace)
         same_state = final_state._asdict() == expected.final_state
         different += not (same_state and same_measures(measures.as_dict(), expected.measures.as_dict()))
     policy_steps = len(configurations) * len(trace)
@@ -144,10 +122,14 @@ def compare_with_rule(configurations, steps):
     }
 
 
-def same_measures(found, expected):
-    return found.keys() == expected.keys() and all(
-        found[name] == expected[name]
-        or (name in INEXACT and None not in (found[name], expected[name]) and math.isclose(found[name], expected[name]))
+def same_measures(measured, expected):
+    return measured.keys() == expected.keys() and all(
+        measured[name] == expected[name]
+        or (
+            name in INEXACT
+            and None not in (measured[name], expected[name])
+            and math.isclose(measured[name], expected[name])
+        )
         for name in expected
     )
 

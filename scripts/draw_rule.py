@@ -1,4 +1,4 @@
-"""Draw how scale and window move: docs/scale_and_window.svg, from the rule in plain Python.
+"""Draw how scale and window move: docs/images/scale_and_window.svg, from the rule in plain Python.
 
 python scripts/draw_rule.py [FILE]
 """
@@ -11,12 +11,13 @@ import numpy as np
 from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, SECOND, WARNING, dress, headline, new_figure, save
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
+PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "scale_and_window.svg"
 STEPS = 1900
 FALL, RECOVERY = 1100, 1400
 
 
 def main():
-    file = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "docs" / "scale_and_window.svg"
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE
     print(f"Drawn: {save(draw(largest_scales()), file)}")
 
 

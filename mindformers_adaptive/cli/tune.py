@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Search, and print what was found."""
+    """Search, and print the best settings."""
     try:
         configurations = grid(**{**DEFAULT_GRID, **dict(_read_tried(text) for text in options.tried)})
     except (TypeError, ValueError) as error:
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         if name != options.assume and any(source.run for source in sources)
     }
     with progress_bar(len(sources) * (1 + len(assumptions)), "sweeping") as progress:
-        found = tune(
+        tuning = tune(
             [source.trace for source in sources],
             configurations,
             exchange_rate=options.exchange_rate,
@@ -66,13 +66,13 @@ def run(options: argparse.Namespace) -> None:
         print_json(
             {
                 "sources": [source.describe() for source in sources],
-                "rows": found.rows(options.rows),
-                "certainty": found.certainty(),
-                "scale_sense": found.recommended.scale_sense(),
+                "rows": tuning.rows(options.rows),
+                "certainty": tuning.certainty(),
+                "scale_sense": tuning.recommended.scale_sense(),
             }
         )
     else:
-        print("\n".join(source.text() for source in sources), found.text(options.rows), sep="\n\n")
+        print("\n".join(source.text() for source in sources), tuning.text(options.rows), sep="\n\n")
 
 
 def _read_tried(text: str) -> tuple[str, list[object]]:

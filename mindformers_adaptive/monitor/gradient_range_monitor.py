@@ -24,8 +24,9 @@ class GradientRangeMonitor(RecordingCallback):
     It works with ``mindspore.train.Model`` and, after ``register()``, as ``type: GradientRangeMonitor`` in the
     ``callbacks`` of a MindFormers YAML file. For each loss scale it runs a forward and backward pass on the batch of
     the step, see :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`; training takes the same steps as
-    without it. The record is a file of JSON lines, each with ``step`` and what ``GradientRanges.to_dict()`` returns. A
-    run that is resumed continues it, and steps that it takes again replace the old ones.
+    without it. The record is a file of JSON lines, each with ``step``, the ``loss_scale`` of the training and what
+    ``GradientRanges.to_dict()`` returns. A run that is resumed continues it, and steps that it takes again replace the
+    old ones.
 
     The gradients come from the gradient function of the train-step cell itself. For TensorBoard they are those at the
     loss scale of the training, divided as the cell divides them, so that their norm is the one that MindFormers logs:
@@ -149,7 +150,7 @@ class GradientRangeMonitor(RecordingCallback):
                 _add_histogram(writer, weight.name, to_numpy(weight), step)
         for tag, value in _scalars(ranges, loss_scale):
             self._output.add_scalar(tag, value, step)
-        self._output.append([{"step": step, **ranges.to_dict()}])
+        self._output.append([{"step": step, "loss_scale": loss_scale, **ranges.to_dict()}])
 
     def _warn_once(self, message):
         if message not in self._warned:

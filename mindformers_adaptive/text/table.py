@@ -11,11 +11,11 @@ __all__ = ["align", "text_table"]
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], digits: int = 2) -> str:
-    """Return rows as aligned text; numbers are on the right, and a heading's words stand one below the other.
+    """Return rows as aligned text, columns of text to the left; the words of a heading stand one below the other.
 
     Args:
-        columns (Sequence[str]): the keys to show, in this order; their ``_`` are where a heading is broken.
-        rows (Sequence[Mapping]): each row by column; None and nan are shown as ``-``.
+        columns (Sequence[str]): the keys to show, in this order. A heading is broken at each ``_``.
+        rows (Sequence[Mapping]): each row by column; None and nan become ``-``.
         digits (int): decimals of numbers that are not integers. Default: 2.
 
     Examples:
@@ -29,8 +29,9 @@ def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], digits
     # Headings of fewer words stand at the bottom.
     upside_down = list(zip_longest(*(words[::-1] for words in headings), fillvalue=""))
     lines = [list(words) for words in upside_down[::-1]] + cells
-    to_the_left = [place for place, column in enumerate(columns) if any(isinstance(row[column], str) for row in rows)]
-    return align(lines, to_the_left)
+    return align(
+        lines, [place for place, column in enumerate(columns) if any(isinstance(row[column], str) for row in rows)]
+    )
 
 
 def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:

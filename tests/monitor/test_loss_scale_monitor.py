@@ -225,10 +225,9 @@ def test_steps_that_are_taken_again_in_one_training_replace_those_before(path, h
 
         def on_train_step_end(self, run_context):
             if run_context.original_args().cur_step_num == 3:
-                self.kept = network.loss_scaling_manager.state(), float(network.scale_sense)
+                self.kept = network.loss_scaling_manager.state_dict()
             if run_context.original_args().cur_step_num == 6:
-                network.loss_scaling_manager.load_state(self.kept[0])
-                network.scale_sense.set_data(Tensor(self.kept[1], mindspore.float32))
+                network.loss_scaling_manager.load_state_dict(self.kept)
 
     flags = [True, False, False, False, True, True, False, True]
     train(network, [LossScaleMonitor(path), SetsBack()], flags)

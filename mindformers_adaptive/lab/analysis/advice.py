@@ -1,44 +1,56 @@
-"""What a recorded run gives reason to change, each rule with its reason and its figures.
+"""What a recorded run gives reason to change: what it cost, against what other settings would have cost in its place.
 
-A rule speaks only where the log shows what it needs: steps whose place is only inferred count for nothing but the
-start. Prices are those of :func:`~mindformers_adaptive.lab.replay.measures.cost`: one bit of headroom at 1000 steps is
-worth one skipped step.
+Costs are counted in skipped steps; 1000 steps that lose a bit of headroom each count as one, see
+:func:`~mindformers_adaptive.lab.replay.measures.cost`. Candidates are replayed on the run's own trace, with
+:func:`~mindformers_adaptive.lab.analysis.evidence.lifted` ceilings. Advice is given where that saves more than two
+skipped steps, which Megatron-LM and others tolerate anyway. Windows and hysteresis are judged only where the log knows
+which steps were skipped.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.analysis.evidence import (
-    HELD,
-    RaiseOutcome,
-    climb,
-    raise_outcomes,
-    rows_of_flags,
-    start_of_run,
-)
 from mindformers_adaptive.lab.analysis.scale_path import Change
-from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE, LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
-from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
-from mindformers_adaptive.rule.adaptive_rule import COUNTER_LIMIT
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay.configuration import Configuration, grid
+from mindformers_adaptive.lab.replay.measures import (
+    DEFAULT_EXCHANGE_RATE,
+    LARGEST_LOSS_SCALE,
+    SMALLEST_LOSS_SCALE,
+    Measures,
+    cost,
+    measure,
+)
+from mindformers_adaptive.lab.replay.simulate import replay
+from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, Tuning, tune
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, filled
+from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
+from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.text.power_of_two import as_power_of_two
 
 __all__ = ["Advice", "advise"]
 
-# Three of a kind, the number on which the rule itself acts, are no chance.
-_FEWEST = COUNTER_LIMIT
+# Skipped steps that a change has to save more than.
+_TOLERABLE = 2.0
 
-# LossScaleMonitor's default for overflows in a row. At one and the same scale fewer prove it: Megatron-LM and the
-# other systems tolerate 2.
+# Other windows have to save as much as usual settings pay: one skipped step in 1000, see cost().
+_TOLERABLE_SHARE = DEFAULT_EXCHANGE_RATE / 1000.0
+
+# A scale held if it bore as many clean steps in a row as MindFormers' smallest window.
+_HELD = DEFAULT_MIN_SCALE_WINDOW
+
+# LossScaleMonitor's default for overflows in a row. At one and the same scale fewer prove it.
 _COLLAPSE, _COLLAPSE_AT_ONE_SCALE = 50, 10
 
-_STEPS_FOR_A_BIT = 1000.0 / DEFAULT_EXCHANGE_RATE
+# The share of steps that the log has to know for windows and hysteresis to be judged; tune() calls that "known".
+_KNOWN = 0.9
 
 
 @dataclass(frozen=True)
@@ -46,12 +58,12 @@ class Advice:
     """Something to change.
 
     Attributes:
-        rule (str): "start lower", "start higher", "larger window", "smaller window", "more hysteresis", "less
-            hysteresis" or "collapse".
+        rule (str): "start lower", "start higher", "larger window", "smaller window", "moving window", "more
+            hysteresis", "less hysteresis" or "collapse".
         change (str): what to change.
         reason (str): why, with figures.
         figures (dict): the figures by name, ready for JSON.
-        settings (dict): arguments of the cell that do so; windows are chosen later, by replays.
+        settings (dict): the cell's arguments that make the change; those for windows are in the tuning.
     """
 
     rule: str
@@ -61,34 +73,67 @@ class Advice:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def advise(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
-    """Return what the run gives reason to change; nothing where it gives none.
+def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[list[Advice], Tuning | None]:
+    """Return what to change, and the settings that follow from it.
 
     Args:
-        run (RecordedRun): at least one step.
+        run (RecordedRun): at least one step, and a known loss scale.
+        trace (Trace): of this run, with lifted ceilings.
         changes (Sequence[Change]): its :func:`~mindformers_adaptive.lab.analysis.scale_path.changes_of`.
+
+    Returns:
+        tuple of the advice, empty where the run gives no reason for any, and the tuning of the recommended settings,
+        None where there is no advice or no setting would help.
     """
-    outcomes = raise_outcomes(run, changes)
-    found = [
-        _collapse(run),
-        _start_lower(run),
-        _start_higher(run),
-        _larger_window(outcomes),
-        _smaller_window(run, changes),
-        _more_hysteresis(run, outcomes),
-        _less_hysteresis(run),
-    ]
-    return [advice for advice in found if advice is not None]
+    collapse, scale = _collapse(run), filled(run.loss_scale)
+    start = _start(run, trace, scale)
+    if start is not None:
+        # What the run would have used if it had started there: that scale until it was reached, then the same.
+        reached = int(np.searchsorted(run.step, start.figures["reached_at"]))
+        scale = np.append(np.full(reached, start.settings["loss_scale_value"]), scale[reached:])
+    recorded = measure(trace, np.append(scale, scale[-1]))
+    usable = scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
+    advice = [collapse, start]
+    if collapse is not None or not len(usable):
+        return [one for one in advice if one is not None], None
+    settings = {
+        "loss_scale_value": float(usable[0]),
+        "scale_factor": run.scale_factor,
+        "min_loss_scale": min([1.0, *scale[scale >= SMALLEST_LOSS_SCALE].tolist()]),
+    }
+    windows = [change.before[1] for change in changes if change.kind == "raise" and change.before[1] is not None]
+    tuning = None
+    if run.position_known.mean() >= _KNOWN:
+        if windows:
+            on_windows, tuning = _windows(trace, recorded, max(windows), settings)
+            advice.append(on_windows)
+        if tuning is not None:
+            windows = [tuning.recommended.min_scale_window, tuning.recommended.max_scale_window]
+        hysteresis = _hysteresis(run, trace, recorded if tuning is None else None, windows, settings)
+        if hysteresis is not None:
+            advice.append(hysteresis)
+            settings |= hysteresis.settings
+            tuning = tuning and tune([trace], [replace(one, **hysteresis.settings) for one in tuning.configurations])
+    given = [one for one in advice if one is not None]
+    return given, (tuning or _best_windows(trace, settings)) if given else None
+
+
+def _lost(measures: Measures) -> float:
+    """The cost of a run in skipped steps."""
+    return cost(measures) * measures.steps / 1000.0
+
+
+def _in_words(measures: Measures) -> str:
+    bits = 0.0 if math.isnan(measures.headroom_lost) else measures.headroom_lost
+    return f"{measures.skipped} skipped step{'' if measures.skipped == 1 else 's'} and {bits:.1f} bits of headroom"
 
 
 def _collapse(run: RecordedRun) -> Advice | None:
     """Return the advice to look at the model, where overflows in a row show that no scale helps; else None."""
     scale = run.loss_scale
-    for first, last in rows_of_flags(run.overflow):
-        length, stays = (
-            last - first + 1,
-            bool((scale[last - _COLLAPSE_AT_ONE_SCALE + 1 : last + 1] == scale[last]).all()),
-        )
+    for first, last in consecutive_runs(np.flatnonzero(run.overflow)).tolist():
+        length = last - first + 1
+        stays = bool((scale[last - _COLLAPSE_AT_ONE_SCALE + 1 : last + 1] == scale[last]).all())
         if length < _COLLAPSE and not (length >= _COLLAPSE_AT_ONE_SCALE and stays):
             continue
         figures = {"steps": length, "first_step": int(run.step[first]), "last_step": int(run.step[last])}
@@ -100,161 +145,155 @@ def _collapse(run: RecordedRun) -> Advice | None:
             f"{length} steps in a row were skipped, {figures['first_step']} to {figures['last_step']}"
             + (f", with the scale at {as_power_of_two(float(scale[last]))} to the last" if stays else "")
             + ("; the loss itself was inf" if loss_is_bad else "")
-            + ". A step that overflows at each of these scales would at others too.",
+            + ". A step that overflows at each of these scales would overflow at others too.",
             figures,
         )
     return None
 
 
-def _start_lower(run: RecordedRun) -> Advice | None:
-    start = start_of_run(run)
-    if start.scale is None or start.skipped < _FEWEST or not SMALLEST_LOSS_SCALE <= start.scale < run.loss_scale[0]:
+def _start(run: RecordedRun, trace: Trace, scale: NDArray[np.float64]) -> Advice | None:
+    """Judge the scale that the run first held, or climbed to before any overflow, as the scale to start from."""
+    clean = consecutive_runs(np.flatnonzero(~run.overflow)).tolist()
+    held = (
+        first
+        for first, last in clean
+        if last - first + 1 >= _HELD or last == len(run) - 1 or scale[first : last + 2].max() > scale[first]
+    )
+    reached = next(held, 0)
+    if reached == 0 and clean and clean[0][0] == 0:
+        reached = int(np.argmax(scale[: clean[0][1] + 1]))
+    better, first = float(scale[reached]), float(scale[0])
+    if better == first or not SMALLEST_LOSS_SCALE <= better <= LARGEST_LOSS_SCALE:
         return None
-    inferred = "" if start.known == start.skipped else f" ({start.skipped - start.known} of them inferred)"
-    where = (
-        ""
-        if run.step[0] == 1
-        else (
-            f" The log begins at step {run.step[0]}: if the run was resumed there, its loss scale was not, and to "
-            "resume that too costs nothing."
+    from_there = np.append(np.full(reached, better), scale[reached:])
+    as_recorded, instead = (measure(trace, np.append(scales, scale[-1])) for scales in (scale, from_there))
+    saved = _lost(as_recorded) - _lost(instead)
+    if saved <= _TOLERABLE:
+        return None
+    skipped = run.overflow[:reached]
+    known, at = int((skipped & run.position_known[:reached]).sum()), int(run.step[reached])
+    figures = {"scale": better, "reached_at": at, "saves": saved, "saves_skipped_steps": int(skipped.sum())}
+    value = int(better) if better.is_integer() else better
+    change = f"Start at {as_power_of_two(better)} (loss_scale_value: {value}) instead of {as_power_of_two(first)}."
+    if better < first:
+        inferred = "" if known == skipped.sum() else f" ({skipped.sum() - known} of them inferred)"
+        reason = (
+            f"{skipped.sum()} steps{inferred} were skipped before {as_power_of_two(better)}, from step {at} on, was "
+            "the first scale that held. If the earlier steps could have used this scale too, starting there avoids "
+            "these skips."
         )
+        if run.step[0] != 1:
+            reason += (
+                f" The log begins at step {run.step[0]}: if the run was resumed there without its loss scale, resume "
+                "the loss scale too."
+            )
+        return Advice("start lower", change, reason, {**figures, "known": known}, {"loss_scale_value": better})
+    figures["raises"] = int((np.diff(scale[: reached + 1]) > 0).sum())
+    figures["headroom_lost"] = float(np.log2(better / scale[:reached]).sum())
+    reason = (
+        f"{figures['raises']} raises without an overflow led to {as_power_of_two(better)}, at step {at}. The headroom "
+        f"lost on the way is worth {saved:.0f} skipped steps, at {1000 / DEFAULT_EXCHANGE_RATE:.0f} bits for a step."
     )
-    return Advice(
-        "start lower",
-        _start_at(start.scale, float(run.loss_scale[0])),
-        f"{start.skipped} steps{inferred} were skipped before {as_power_of_two(start.scale)}, from step {start.step} "
-        f"on, was the first scale that held ({start.bore} clean steps in a row at least). Taken that the steps before "
-        f"could bear what those after could, starting there saves them.{where}",
-        {"scale": start.scale, "saves_skipped_steps": start.skipped, "known": start.known, "held_from": start.step},
-        {"loss_scale_value": start.scale},
-    )
+    return Advice("start higher", change, reason, figures, {"loss_scale_value": better})
 
 
-def _start_higher(run: RecordedRun) -> Advice | None:
-    clean = int(np.argmax(run.overflow)) if run.overflow.any() else len(run)
-    scale = run.loss_scale[:clean]
-    raises, bits, top = climb(scale, run.position_known[:clean])
-    if raises < _FEWEST or bits < _STEPS_FOR_A_BIT or top > LARGEST_LOSS_SCALE:
-        return None
-    reached = int(run.step[int(np.argmax(scale == top))])
-    return Advice(
-        "start higher",
-        _start_at(top, float(scale[0])),
-        f"{raises} raises without an overflow led to {as_power_of_two(top)}, at step {reached}; below it {bits:.0f} "
-        f"bits of headroom were lost, as much as {bits / _STEPS_FOR_A_BIT:.0f} skipped steps are worth.",
-        {"scale": top, "raises": raises, "reached_at": reached, "headroom_lost": bits},
-        {"loss_scale_value": top},
-    )
+def _hysteresis(
+    run: RecordedRun, trace: Trace, recorded: Measures | None, windows: Sequence[int], settings: dict[str, Any]
+) -> Advice | None:
+    """Judge the other hysteresis, 1 or 2, at these windows and within the scales that the run used.
 
-
-def _larger_window(outcomes: Sequence[RaiseOutcome]) -> Advice | None:
-    fails = np.array([outcome.overflow_after is not None for outcome in outcomes], np.int64)
-    # From which raise on most fail: two of three.
-    most = 3 * np.cumsum(fails[::-1])[::-1] >= 2 * np.arange(len(fails), 0, -1)
-    first = int(np.argmax(most & (fails == 1))) if len(fails) else 0
-    last, failed = outcomes[first:], int(fails[first:].sum())
-    if failed < _FEWEST or not most[first]:
-        return None
-    window = max(outcome.window for outcome in last)
-    within = sorted(outcome.overflow_after for outcome in last if outcome.overflow_after is not None)
-    steps = last[-1].step + (last[-1].overflow_after or last[-1].window) - last[0].step + last[0].window
-    # Twice what usual settings pay for knowing that there is not one bit more.
-    if failed / steps <= 2.0 / _STEPS_FOR_A_BIT:
-        return None
-    return Advice(
-        "larger window",
-        f"Let the window be larger than {window} steps.",
-        f"{failed} of the last {len(last)} raises, steps {last[0].step} to {last[-1].step}, were followed by an "
-        f"overflow before the scale had borne as many steps as before the raise, half of them within "
-        f"{within[len(within) // 2]}, all within {within[-1]}. So 1 of {steps / failed:.0f} steps was skipped to "
-        f"find out that the scale was as high as it can be; usual settings pay 1 of {_STEPS_FOR_A_BIT:.0f} for that.",
-        {
-            "raises": len(last),
-            "failed": failed,
-            "half_within": within[len(within) // 2],
-            "all_within": within[-1],
-            "steps": steps,
-            "largest_window": window,
-        },
-    )
-
-
-def _smaller_window(run: RecordedRun, changes: Sequence[Change]) -> Advice | None:
-    windows = [change.before[1] or 0 for change in changes if change.kind == "raise"]
-    window = max(windows, default=0)
-    if not run.overflow.any() or window < 2:
-        return None
-    bits, steps, raises, longest = 0.0, 0, 0, 0
-    # Before the first overflow a higher start helps, and not a window.
-    for first, last in rows_of_flags(~run.overflow):
-        if first > 0:
-            climbed, lost, top = climb(run.loss_scale[first : last + 1], run.position_known[first : last + 1])
-            if climbed >= _FEWEST:
-                below = int((run.loss_scale[first : last + 1] < top).sum())
-                bits, steps, raises, longest = bits + lost, steps + below, raises + climbed, max(longest, below)
-    # Half the window gains half of these bits, and at most doubles the raises that fail, which are 1 in a window.
-    if bits / 2 <= len(run) / window * _STEPS_FOR_A_BIT:
-        return None
-    return Advice(
-        "smaller window",
-        f"Let the window be smaller than {window} steps.",
-        f"For {steps} steps, {longest} of them in a row, the scale was below what it was raised to without an "
-        f"overflow, in {raises} raises: {bits / len(run):.1f} bits of headroom in the mean of all steps. Half the "
-        "window would have lost half of that, for at most "
-        f"{math.ceil(len(run) / window)} skipped steps more.",
-        {"steps": steps, "longest": longest, "raises": raises, "headroom_lost": bits, "largest_window": window},
-    )
-
-
-def _more_hysteresis(run: RecordedRun, outcomes: Sequence[RaiseOutcome]) -> Advice | None:
-    """Single overflows at a scale that held before them and again once it was back."""
-    scale, rows = run.loss_scale, rows_of_flags(run.overflow)
-    single, below = 0, 0
-    for (first, last), (following, _) in itertools.zip_longest(rows, rows[1:], fillvalue=(len(run), 0)):
-        held = first >= HELD and not run.overflow[first - HELD : first].any()
-        if first != last or not held or not (scale[first - HELD : first] == scale[first]).all():
-            continue
-        back = last + 1 + np.flatnonzero(scale[last + 1 : following] >= scale[first])[:1]
-        if len(back) == 0 or following - back[0] < HELD or back[0] == last + 1:
-            continue
-        if (
-            run.position_known[first - HELD : back[0] + HELD].all()
-            and (scale[back[0] : back[0] + HELD] == scale[first]).all()
-        ):
-            single, below = single + 1, below + int(back[0]) - last - 1
-    failed = sum(outcome.overflow_after is not None for outcome in outcomes)
-    if single < _FEWEST or below / _STEPS_FOR_A_BIT <= failed:
-        return None
-    return Advice(
-        "more hysteresis",
-        "Tolerate single overflows: hysteresis: 2.",
-        f"{single} overflows were single steps at a scale that had held for {HELD} steps before them and held as long "
-        f"once it was back; until then {below} steps were taken at a lower scale. The price is one skipped step more "
-        f"for each raise that fails, and {failed} did.",
-        {"single_overflows": single, "steps_below": below, "failed_raises": failed},
-        {"hysteresis": 2},
-    )
-
-
-def _less_hysteresis(run: RecordedRun) -> Advice | None:
-    """Tolerated overflows, that is at a scale that the next step used again: did it help ever?"""
-    known = run.position_known[:-1] & run.position_known[1:] & (np.diff(run.step) == 1)
-    tolerated = run.overflow[:-1] & (run.loss_scale[1:] == run.loss_scale[:-1]) & known
+    ``recorded`` is what the run itself cost, or None where its windows are to be changed.
+    """
+    scale = run.loss_scale
+    next_is_known = (np.diff(run.step) == 1) & run.position_known[:-1] & run.position_known[1:]
     # At the smallest scale an overflow is not tolerated: there is nothing lower.
-    tolerated &= run.loss_scale[:-1] > np.nanmin(run.loss_scale, initial=math.inf)
-    helped, count = int((tolerated & ~run.overflow[1:]).sum()), int(tolerated.sum())
-    if count < _FEWEST or helped:
+    tolerated = run.overflow[:-1] & (scale[1:] == scale[:-1]) & (scale[:-1] > np.nanmin(scale)) & next_is_known
+    in_vain = int((tolerated & run.overflow[1:]).sum())
+    first, last = consecutive_runs(np.flatnonzero(run.overflow)).T
+    single = int((first == last).sum())
+    if (in_vain if tolerated.any() else single) <= _TOLERABLE:
         return None
+    never = len(run) + 1
+
+    def with_hysteresis(hysteresis: int) -> Measures:
+        configuration = Configuration(
+            **settings,
+            min_scale_window=min(windows, default=never),
+            max_scale_window=max(windows, default=never),
+            max_loss_scale=max(min(float(np.nanmax(scale)), LARGEST_LOSS_SCALE), settings["loss_scale_value"]),
+            hysteresis=hysteresis,
+        )
+        return replay(make_policy("adaptive", **asdict(configuration)), trace).measures
+
+    if tolerated.any():
+        before, after = recorded or with_hysteresis(2), with_hysteresis(1)
+        hysteresis = 1
+        rule, change = "less hysteresis", "Do not tolerate overflows: hysteresis: 1."
+        reason = f"After {in_vain} of {tolerated.sum()} tolerated overflows, the next step overflowed too. "
+    else:
+        before, after = with_hysteresis(1), with_hysteresis(2)
+        hysteresis = 2
+        rule, change = "more hysteresis", "Tolerate single overflows: hysteresis: 2."
+        reason = f"{single} overflows were single steps. "
+    saved = _lost(before) - _lost(after)
+    if saved <= _TOLERABLE:
+        return None
+    reason += f"With the same windows, this costs {_in_words(after)} instead of {_in_words(before)}."
+    figures = {"single": single, "tolerated": int(tolerated.sum()), "in_vain": in_vain, "saves": saved}
+    return Advice(rule, change, reason, figures, {"hysteresis": hysteresis})
+
+
+def _windows(
+    trace: Trace, recorded: Measures, largest: int, settings: dict[str, Any]
+) -> tuple[Advice | None, Tuning | None]:
+    """Judge larger windows than the largest of the run, smaller ones, and those on both sides of it."""
+    tried = _configurations(settings)
+    costs = tune([trace], tried).costs[:, 0] * len(trace) / 1000.0
+    rules = np.array([_direction(one, largest) for one in tried])
+    worth = max(_TOLERABLE, _TOLERABLE_SHARE * len(trace))
+    cheapest = {rule: float(costs[rules == rule].min(initial=math.inf)) for rule in _DIRECTIONS}
+    rule = min(_DIRECTIONS, key=lambda one: cheapest[one] + (worth if one == "moving window" else 0.0))
+    saved = _lost(recorded) - cheapest[rule]
+    if saved <= worth:
+        return None, None
+    tuning = tune([trace], [one for one, its in zip(tried, rules, strict=True) if its == rule])
+    best, after = tuning.recommended, tuning.sweeps[0].measures[tuning.best]
     return Advice(
-        "less hysteresis",
-        "Do not tolerate overflows: hysteresis: 1.",
-        f"{count} overflows were tolerated, and each time the next step overflowed at the same scale: {count} steps "
-        "were skipped for nothing.",
-        {"tolerated": count, "saves_skipped_steps": count},
-        {"hysteresis": 1},
+        rule,
+        _DIRECTIONS[rule].format(largest),
+        f"With windows up to {largest}, the run cost {_in_words(recorded)}. Windows from {best.min_scale_window} to "
+        f"{best.max_scale_window} would have cost {_in_words(after)}; {1000 / DEFAULT_EXCHANGE_RATE:.0f} steps "
+        "that lose a bit count as one skipped step.",
+        {"largest_window": largest, "skipped": recorded.skipped, "skipped_instead": after.skipped, "saves": saved},
+    ), tuning
+
+
+_DIRECTIONS = {
+    "larger window": "Let the window be larger than {} steps.",
+    "smaller window": "Let the window be smaller than {} steps.",
+    "moving window": "Let the window move: smaller than {0} steps after drops, and larger where the scale is steady.",
+}
+
+
+def _direction(configuration: Configuration, window: int) -> str:
+    """On which side of a window the windows of a configuration are; "" for that window itself."""
+    smallest, largest = configuration.min_scale_window, configuration.max_scale_window
+    if smallest >= window:
+        return "larger window" if largest > window else ""
+    return "smaller window" if largest <= window else "moving window"
+
+
+def _best_windows(trace: Trace, settings: dict[str, Any]) -> Tuning:
+    """The windows that cost least on the trace; the defaults where it is too short to show what windows cost."""
+    short = len(trace) < DEFAULT_MAX_SCALE_WINDOW
+    return tune([trace], [Configuration(**settings)] if short else _configurations(settings))
+
+
+def _configurations(settings: dict[str, Any]) -> list[Configuration]:
+    """The windows to try; of those that cost the same, the nearest to the defaults come first."""
+    largest, smallest = (
+        sorted(DEFAULT_GRID["min_scale_window"], key=lambda tried: abs(math.log(tried / window)))
+        for window in (DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW)
     )
-
-
-def _start_at(scale: float, instead_of: float) -> str:
-    value = int(scale) if scale.is_integer() else scale
-    return f"Start at {as_power_of_two(scale)} (loss_scale_value: {value}) instead of {as_power_of_two(instead_of)}."
+    fixed = {name: [value] for name, value in settings.items()}
+    return grid(**fixed, max_scale_window=largest, min_scale_window=smallest)

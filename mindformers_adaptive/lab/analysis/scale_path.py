@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.lab.traces.trace import consecutive_runs
 from mindformers_adaptive.text.power_of_two import as_power_of_two
 
-__all__ = ["PATH_HEADING", "Change", "Phase", "changes_of", "path_line", "phases", "ranges", "rows_of_numbers"]
+__all__ = ["PATH_HEADING", "Change", "Phase", "as_range", "changes_of", "path_line", "phases", "ranges"]
 
 PATH_HEADING = "   steps      what the loss scale did      loss scale        window"
 
@@ -66,18 +67,18 @@ def phases(changes: Iterable[Change]) -> list[Phase]:
         >>> print(path_line(phases(drops)[0]))
            1-2        2 drops                      2^18 -> 2^16      20
     """
-    found = []
+    result = []
     for kind, group in itertools.groupby(changes, key=lambda change: change.kind):
         row = list(group)
         windows = [row[0].before[1], *(change.after[1] for change in row)]
         known = tuple(dict.fromkeys(window for window in windows if window is not None))
-        found.append(Phase(kind, len(row), row[0].step, row[-1].step, row[0].before[0], row[-1].after[0], known))
-    return found
+        result.append(Phase(kind, len(row), row[0].step, row[-1].step, row[0].before[0], row[-1].after[0], known))
+    return result
 
 
 def path_line(phase: Phase) -> str:
     """Return a phase as a line below ``PATH_HEADING``."""
-    steps = f"{phase.first_step}" if phase.changes == 1 else f"{phase.first_step}-{phase.last_step}"
+    steps = as_range(phase.first_step, phase.last_step)
     what = f"{phase.changes} {phase.kind}{'s' if phase.changes > 1 else ''}"
     scales = f"{as_power_of_two(phase.scale_before)} -> {as_power_of_two(phase.scale_after)}"
     return f"   {steps:<10} {what:<28} {scales:<17} {' -> '.join(map(str, phase.windows))}".rstrip()
@@ -132,32 +133,16 @@ def _clean_steps(run: RecordedRun, last: int, here: int) -> int | None:
     return steps if run.position_known[first : here + 1].all() else None
 
 
-def rows_of_numbers(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last of each row of numbers that follow each other.
+def ranges(numbers: Sequence[int]) -> str:
+    """Return increasing numbers as text, with a range for each run of consecutive ones.
 
     Examples:
-        >>> rows_of_numbers([1, 2, 3, 7])
-        [(1, 3), (7, 7)]
+        >>> ranges([1, 2, 3, 7]), ranges([])
+        ('1-3, 7', 'none')
     """
-    rows = []
-    for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        row = [number for _, number in group]
-        rows.append((row[0], row[-1]))
-    return rows
+    return ", ".join(as_range(*run) for run in consecutive_runs(numbers).tolist()) or "none"
 
 
-def ranges(numbers: Sequence[int], at_most: int | None = None) -> str:
-    """Return numbers as text, rows of them as ranges.
-
-    Args:
-        numbers (Sequence[int]): increasing.
-        at_most (int, optional): how many ranges are shown. Default: None, all.
-
-    Examples:
-        >>> ranges([1, 2, 3, 7]), ranges([1, 3, 5], at_most=1)
-        ('1-3, 7', '1 and 2 more')
-    """
-    rows = rows_of_numbers(numbers)
-    shown = rows if at_most is None else rows[:at_most]
-    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in shown) or "none"
-    return text if len(shown) == len(rows) else f"{text} and {len(rows) - len(shown)} more"
+def as_range(first: int, last: int) -> str:
+    """Return the steps from one to another as text."""
+    return f"{first}" if first == last else f"{first}-{last}"

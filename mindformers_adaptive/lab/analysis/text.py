@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Phase, path_line
+from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Phase, as_range, path_line
 from mindformers_adaptive.text.power_of_two import as_power_of_two
 from mindformers_adaptive.text.table import text_table
 
@@ -41,8 +41,8 @@ def _log(analysis: Mapping[str, Any]) -> list[str]:
 
 def _steps(analysis: Mapping[str, Any]) -> list[str]:
     steps, skipped, start, scale = (analysis[key] for key in ("steps", "skipped", "start_up", "loss_scale"))
-    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in skipped["ranges"]]
-    where = ", ".join(_cut(shown, _RANGES_SHOWN, "and {} more")) or "none"
+    ranges = [as_range(first, last) for first, last in skipped["ranges"]]
+    where = ", ".join(_cut(ranges, _RANGES_SHOWN, "and {} more")) or "none"
     lines = [
         f"Steps     {steps['count']} ({steps['first']} to {steps['last']}), of which {skipped['count']} "
         f"({skipped['count'] / steps['count']:.1%}) were skipped for an overflow: {where}"
@@ -77,8 +77,8 @@ def _path(path: Sequence[Phase]) -> list[str]:
 def _outcomes(analysis: Mapping[str, Any]) -> list[str]:
     columns = ["policy", "skipped", "fewest_skipped", "most_skipped", "headroom_lost", "known_share"]
     return [
-        "What other policies would have done in this run. What a step does at another scale than it used is known",
-        "where the log bounds it (known share), and else assumed; fewest and most are those of several assumptions.",
+        "What other policies would have done in this run. At scales the run did not use, an outcome is known only",
+        "where the log bounds the ceiling, and assumed elsewhere; 'fewest' and 'most' span the assumptions.",
         "",
         text_table(columns, analysis["outcomes"]),
     ]
@@ -95,10 +95,9 @@ def _advice(analysis: Mapping[str, Any]) -> list[str]:
         certainty = analysis["certainty"]
         lines += [
             "",
-            "For MindFormers' YAML, under runner_wrapper; windows cost least in this run, or are the defaults where it "
-            "is",
-            f"too short to tell. How it would have done: {certainty['verdict']}, {certainty['known_share']:.0%} of its "
-            "steps are known.",
+            "For MindFormers' YAML, under runner_wrapper. The windows cost least in this run, or are the defaults",
+            f"where the run is too short to tell. How it would have done: {certainty['verdict']}: the log knows "
+            f"{certainty['known_share']:.0%} of its steps.",
             "",
             analysis["scale_sense"].rstrip(),
         ]

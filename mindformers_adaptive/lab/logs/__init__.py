@@ -1,18 +1,17 @@
-"""Readers of training logs, one a format, and :func:`read_log`, which finds out the format."""
+"""Readers of training logs, one for each format, and :func:`read_log`, which recognises the format."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.logs.deepspeed import DeepSpeedReader
-from mindformers_adaptive.lab.logs.entries import LogEntry, Timeline
-from mindformers_adaptive.lab.logs.expansion import Expansion
+from mindformers_adaptive.lab.logs.entries import Reader
+from mindformers_adaptive.lab.logs.expansion import expand
 from mindformers_adaptive.lab.logs.lines import LogLines
 from mindformers_adaptive.lab.logs.megatron import MegatronReader
 from mindformers_adaptive.lab.logs.mindformers import MindFormersReader
@@ -24,19 +23,8 @@ __all__ = ["FORMATS", "read_log"]
 LogPath = str | os.PathLike[str]
 
 
-class _Reader(Protocol):
-    name: str
-    looked_for: str
-    timeline: Timeline
-
-    @staticmethod
-    def is_step_line(text: str) -> bool: ...
-    def take(self, text: str, lines: LogLines) -> bool: ...
-    def finish(self) -> list[LogEntry]: ...
-
-
 # Megatron-DeepSpeed's logs have DeepSpeed's lines too, so DeepSpeed comes last.
-_READERS: tuple[type[_Reader], ...] = (RecordReader, MindFormersReader, MegatronReader, DeepSpeedReader)
+_READERS: tuple[type[Reader], ...] = (RecordReader, MindFormersReader, MegatronReader, DeepSpeedReader)
 
 FORMATS = tuple(reader.name for reader in _READERS)
 
@@ -50,14 +38,15 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
 
     Args:
         path (str, os.PathLike or an iterable of them): the log file, or files in the order in which they were written.
-        format (str, optional): one of ``FORMATS``. Default: None, the first of them of which a step's line is found.
+        format (str, optional): one of ``FORMATS``. Default: None, the first of them that a line matches.
 
     Returns:
         RecordedRun, named after the first file.
 
     Raises:
         TypeError: if ``path`` or ``format`` is not of its type.
-        ValueError: if there is no file, the format is unknown, no line of a step is found, or none with a loss scale.
+        ValueError: if there is no file, the format is unknown, no line is that of a step, or no such line names a loss
+            scale.
         OSError: if a file cannot be read.
 
     Examples:
@@ -77,14 +66,14 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
     entries = reader.finish()
     if not entries:
         raise ValueError(_nothing_found(paths, [reader], lines))
-    expansion = Expansion(entries)
-    loss_scale = np.array(expansion.loss_scale, dtype=np.float64)
+    steps = expand(entries)
+    loss_scale = np.array(steps.loss_scale, dtype=np.float64)
     if np.isnan(loss_scale).all():
         raise ValueError(
             f"The log must name a loss scale, but none of the {used} lines of steps in {_names(paths)} does. Give a "
             "log of a training with loss scaling."
         )
-    notes = [*expansion.notes, *reader.timeline.notes]
+    notes = [*steps.notes, *reader.timeline.notes]
     if reader.timeline.merged:
         notes.append(f"{reader.timeline.merged} line(s) of other ranks said the same of a step and were merged.")
     if lines.undecodable:
@@ -95,13 +84,13 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
         paths[0].name,
         tuple(map(str, paths)),
         reader.name,
-        np.array(expansion.step, dtype=np.int64),
+        np.array(steps.step, dtype=np.int64),
         loss_scale,
-        np.array(expansion.overflow, dtype=np.bool_),
-        np.array(expansion.position_known, dtype=np.bool_),
-        _or_none(expansion.loss),
-        _or_none(expansion.seconds),
-        expansion.scale_factor,
+        np.array(steps.overflow, dtype=np.bool_),
+        np.array(steps.position_known, dtype=np.bool_),
+        _or_none(steps.loss),
+        _or_none(steps.seconds),
+        steps.scale_factor,
         lines.lines_read,
         used,
         lines.lines_read - used,
@@ -110,14 +99,14 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
     )
 
 
-def _reader_of(paths: tuple[Path, ...], format: str | None) -> type[_Reader]:
+def _reader_of(paths: tuple[Path, ...], format: str | None) -> type[Reader]:
     if format is not None:
         if not isinstance(format, str):
             raise TypeError(
                 f"'format' must be text, but got {format!r} of type {type(format).__name__}. Use {FORMATS}."
             )
         if format not in FORMATS:
-            raise ValueError(f"'format' must be one of {FORMATS}, but got {format!r}. Leave it out to have it found.")
+            raise ValueError(f"'format' must be one of {FORMATS}, but got {format!r}. Leave it out: the lines show it.")
         return _READERS[FORMATS.index(format)]
     *certain, last = _READERS
     lines, last_seen = LogLines(paths), False
@@ -131,7 +120,7 @@ def _reader_of(paths: tuple[Path, ...], format: str | None) -> type[_Reader]:
     return last
 
 
-def _nothing_found(paths: tuple[Path, ...], readers: Iterable[_Reader | type[_Reader]], lines: LogLines) -> str:
+def _nothing_found(paths: tuple[Path, ...], readers: Iterable[Reader | type[Reader]], lines: LogLines) -> str:
     looked_for = "; ".join(f"{reader.name}: {reader.looked_for}" for reader in readers)
     return (
         f"The log must have lines of steps, but in {_names(paths)} ({lines.lines_read} lines) there is none. Looked "
@@ -146,21 +135,17 @@ def _names(paths: tuple[Path, ...]) -> str:
 def _require_paths(path: object) -> tuple[Path, ...]:
     if isinstance(path, str | os.PathLike):
         return (Path(path),)
-    if not isinstance(path, Iterable) or isinstance(path, bytes):
+    paths = [] if isinstance(path, bytes) or not isinstance(path, Iterable) else list(path)
+    wrong = [one for one in paths if not isinstance(one, str | os.PathLike)]
+    if wrong or not isinstance(path, Iterable) or isinstance(path, bytes):
+        bad = wrong[0] if wrong else path
         raise TypeError(
-            f"'path' must be a path or an iterable of paths, but got {path!r} of type {type(path).__name__}. Give the "
+            f"'path' must be a path or an iterable of paths, but got {bad!r} of type {type(bad).__name__}. Give the "
             "name of the log."
         )
-    paths = []
-    for one in path:
-        if not isinstance(one, str | os.PathLike):
-            raise TypeError(
-                f"'path' must hold paths, but got {one!r} of type {type(one).__name__}. Give names of logs."
-            )
-        paths.append(Path(one))
     if not paths:
         raise ValueError("'path' must name at least one log, but got none. Give the name of the log.")
-    return tuple(paths)
+    return tuple(map(Path, paths))
 
 
 def _or_none(values: list[float]) -> NDArray[np.float64] | None:

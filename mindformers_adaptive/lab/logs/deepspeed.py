@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LONGEST_INTERVAL, LogEntry, Overflow, Timeline
+from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LONGEST_INTERVAL, LogEntry, Overflow, Reader
 from mindformers_adaptive.lab.logs.lines import LogLines, parse_scale
 
 __all__ = ["DeepSpeedReader", "OverflowLines"]
@@ -57,7 +57,7 @@ class OverflowLines:
         return taken
 
 
-class DeepSpeedReader:
+class DeepSpeedReader(Reader):
     """Reads DeepSpeed's own lines.
 
     ``step=10, skipped=6`` counts from the start of the run. Overflows after the last such line, or in a log without
@@ -68,17 +68,15 @@ class DeepSpeedReader:
     looked_for = '"... Attempted loss scale: A, reducing to B" and "step=N, skipped=M"'
 
     def __init__(self) -> None:
-        self.timeline = Timeline()
+        super().__init__()
         self.overflows = OverflowLines()
         self._last_where = ""
 
     @staticmethod
     def is_step_line(text: str) -> bool:
-        """Whether a line is one that this reader can use."""
         return ("Attempted loss" in text and _parse_attempt(text, True) is not None) or bool(_progress(text, True))
 
     def take(self, text: str, lines: LogLines) -> bool:
-        """Take a line; return whether it was used."""
         if self.overflows.take(text, lines):
             self._last_where = lines.where
             return True
@@ -96,7 +94,6 @@ class DeepSpeedReader:
         return True
 
     def finish(self) -> list[LogEntry]:
-        """Return the entries of all lines."""
         entries = _skips_since_the_line_before(self.timeline.entries)
         left = self.overflows.hand_over()
         if left:
@@ -132,20 +129,20 @@ def _skips_since_the_line_before(entries: list[LogEntry]) -> list[LogEntry]:
 
 
 def _parse_attempt(text: str, complete: bool) -> Overflow | None:
-    found = _ATTEMPT.search(text)
+    match = _ATTEMPT.search(text)
     # The number at the end of a cut line may have lost digits.
-    if found is None or (not complete and found.end() == len(text)):
+    if match is None or (not complete and match.end() == len(text)):
         return None
-    scale = parse_scale(found[1])
-    reduced = scale if found[2] is None else parse_scale(found[2])
+    scale = parse_scale(match[1])
+    reduced = scale if match[2] is None else parse_scale(match[2])
     if scale is None or reduced is None or reduced > scale:
         return None
     return Overflow(scale, reduced)
 
 
 def _progress(text: str, complete: bool) -> tuple[int, int] | None:
-    found = _PROGRESS.search(text) if "skipped=" in text else None
-    if found is None or len(found[1]) > 16 or len(found[2]) > 16 or (not complete and found.end() == len(text)):
+    match = _PROGRESS.search(text) if "skipped=" in text else None
+    if match is None or len(match[1]) > 16 or len(match[2]) > 16 or (not complete and match.end() == len(text)):
         return None
-    step, skipped = int(found[1]), int(found[2])
+    step, skipped = int(match[1]), int(match[2])
     return (step, skipped) if skipped <= step <= LARGEST_STEP else None

@@ -1,11 +1,14 @@
-"""What one line of a log says of the steps up to it, and the order of such lines in a run that was restarted."""
+"""What one line of a log says of the steps up to it, the order of such lines, and what all readers of logs share."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
 
-__all__ = ["LARGEST_STEP", "LONGEST_INTERVAL", "LogEntry", "Overflow", "Timeline"]
+from mindformers_adaptive.lab.logs.lines import LogLines
+
+__all__ = ["LARGEST_STEP", "LONGEST_INTERVAL", "LogEntry", "Overflow", "Reader", "Timeline"]
 
 # A line that speaks for more steps than this is taken for one after a gap.
 LONGEST_INTERVAL = 10_000
@@ -56,7 +59,7 @@ class LogEntry(NamedTuple):
 
 
 class Timeline:
-    """Marks in the order of their steps: other ranks' lines are merged, a later attempt supersedes an earlier one.
+    """Entries in the order of their steps: other ranks' lines are merged, a later attempt supersedes an earlier one.
 
     Attributes:
         entries (list[LogEntry]): steps strictly increasing.
@@ -70,7 +73,7 @@ class Timeline:
         self.notes: list[str] = []
 
     def add(self, entry: LogEntry) -> bool:
-        """Take a entry; return False if another rank had said the same of its step."""
+        """Take an entry; return False if another rank had said the same of its step."""
         if not self.entries or entry.step > self.entries[-1].step:
             self.entries.append(entry)
             return True
@@ -98,3 +101,32 @@ def _same(entry: LogEntry, earlier: LogEntry) -> bool:
         return of.step, of.overflow, of.skips, repr(of.loss_scale), repr(of.next_loss_scale)
 
     return entry.step == earlier.step and said(entry) == said(earlier)
+
+
+class Reader(ABC):
+    """Reads the lines of one format.
+
+    Attributes:
+        name (str): what the format is called.
+        looked_for (str): what a line of a step looks like, for messages.
+        timeline (Timeline): the entries so far.
+    """
+
+    name: ClassVar[str]
+    looked_for: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+
+    @staticmethod
+    @abstractmethod
+    def is_step_line(text: str) -> bool:
+        """Whether a line is one that this reader can use."""
+
+    @abstractmethod
+    def take(self, text: str, lines: LogLines) -> bool:
+        """Take a line; return whether it was used."""
+
+    def finish(self) -> list[LogEntry]:
+        """Return the entries of all lines."""
+        return self.timeline.entries

@@ -1,217 +1,261 @@
-"""From the lines of a log to its steps: which scale each used, whether it overflowed, and whether that is known.
+"""From the lines of a log to its steps: which scale each used, whether it overflowed, and what of that is known.
 
-A line stands for one step or, in sink mode and where only every k-th step is printed, for several. Of those the log
-tells the scale before and after, and how many were skipped at least. The rest is inferred:
+A line stands for one step or, in sink mode and where only every k-th step is printed, for several. It states the scale
+after its last step and, in MindFormers' logs, the flag of that step. From two such lines, N steps apart, follows:
 
-- A falling scale proves as many skipped steps as there are drops, whatever number of skips is printed.
-- The skipped steps come first, one after another, each at the scale that the one before left. More skips than drops
-  were tolerated (hysteresis), at the scale before. Where the scale did not fall, it was raised once before the skips.
-- Applied steps used the smaller of the scales before and after.
-- The scale before the first line, and after a gap or a restart, is that after it, taken back by a factor for each skip
-  but never above 2^32, the largest scale that Megatron-LM, DeepSpeed and MindFormers start from by default.
+- Where the scale fell by d factors, at least d steps were skipped. A last step that overflowed is at least one.
+- Where it rose by r factors, at least r steps were clean, for a raise follows a clean step. A last step that did not
+  overflow is at least one. Any other step may have been skipped without a trace: a raise may follow each drop where the
+  window is 1, a tolerated overflow (hysteresis) leaves the scale as it is, and so does one at the floor.
 
-Where this errs, it puts skipped steps at too high and applied steps at too low a scale, so that bounds stay true.
+This holds for every rule that changes the scale by one factor and at most once a step: this package's, MindSpore's and
+MindFormers' cells, Megatron-LM's, with any window, hysteresis, floor and cap. The factor is the one between lines that
+are one step apart or else, for the bounds, the largest of which all scales of the log are powers, times a constant. A
+printed number of skipped steps is exact, unless a fall of the scale shows that the log does not count them.
+
+Which of the steps were skipped is a guess that agrees with this. Skipped steps come first, at the scale that the one
+before left; more skips than drops were tolerated at the scale before; where the scale did not fall, it was raised once
+before them; other raises come last. The scale before the first line, and after a gap or a restart, is that after it,
+taken back by a factor for each skip but never above 2^32, the largest scale that Megatron-LM, DeepSpeed and MindFormers
+start from by default.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from mindformers_adaptive.lab.logs.entries import LONGEST_INTERVAL, LogEntry
 
-__all__ = ["Expansion"]
+__all__ = ["Interval", "Steps", "expand"]
 
 _LARGEST_START = 2.0**32
 _USUAL_FACTOR = 2.0  # MindSpore's, Megatron-LM's and DeepSpeed's
 _NEAR = 1e-3  # printed scales are rounded
+_SAME_BITS = 1e-4  # the same in bits: eight digits are printed, and float32 rounds at each change
+_FEWEST_BITS = 0.05  # no scale factor is this near to 1
 _NAN = math.nan
 
 
-class Expansion:
-    """The steps of a list of entries.
-
-    Args:
-        entries (Sequence[LogEntry]): steps strictly increasing, at least one.
+class Interval(NamedTuple):
+    """The steps that one line speaks for.
 
     Attributes:
-        step, loss_scale, overflow, position_known, loss, seconds (list): one entry a step.
+        entry (LogEntry): the line.
+        steps (int): how many there are.
+        before (float): the scale before them, nan where it is unknown.
+        fewest (int), most (int): how many of them were skipped.
+        guess (int): the number of skips to assume.
+    """
+
+    entry: LogEntry
+    steps: int
+    before: float
+    fewest: int
+    most: int
+    guess: int
+
+
+class Steps(NamedTuple):
+    """The steps of a log.
+
+    Attributes:
+        step, loss_scale, overflow, position_known, loss, seconds (list): an element for each step.
+        lines (list[tuple[int, int, int]]): for each line the number of steps up to its last one, and the fewest and the
+            most that may have been skipped up to there.
+        final_loss_scale (float): the scale after the last step.
         scale_factor (float): the commonest factor between the scales of neighbouring steps; 2 where there is none.
         notes (list[str]): what had to be inferred, and where lines are missing or contradict each other.
     """
 
-    def __init__(self, entries: Sequence[LogEntry]) -> None:
-        self.step: list[int] = []
-        self.loss_scale: list[float] = []
-        self.overflow: list[bool] = []
-        self.position_known: list[bool] = []
-        self.loss: list[float] = []
-        self.seconds: list[float] = []
-        self.notes: list[str] = []
-        self.scale_factor = _commonest_factor(entries)
-        self._overflows_have_lines = any(entry.overflows for entry in entries)
-        self._counts_are_right = True
-        self._read(entries)
+    step: list[int]
+    loss_scale: list[float]
+    overflow: list[bool]
+    position_known: list[bool]
+    loss: list[float]
+    seconds: list[float]
+    lines: list[tuple[int, int, int]]
+    final_loss_scale: float
+    scale_factor: float
+    notes: list[str]
 
-    def _read(self, entries: Sequence[LogEntry]) -> None:
-        usual = _usual_stride(entries)
-        spans = [
-            self._span(earlier, entry, usual) for earlier, entry in zip([None, *entries[:-1]], entries, strict=True)
-        ]
-        pairs = list(zip(entries, spans, strict=True))
-        wrong = [entry.where for entry, (_, before) in pairs if self._count_is_short(entry, before)]
-        if wrong:
-            self._counts_are_right = False
-            self.notes.append(
-                f"{wrong[0]}: the scale fell although no skipped step is counted, here and on {len(wrong)} line(s) in "
-                "all: the printed numbers of skipped steps are not relied on."
-            )
-        after = _NAN
-        for entry, (steps, before) in pairs:
-            # A line that names no scale leaves the one that the lines before had led to.
-            before = after if math.isnan(before) and math.isnan(entry.next_loss_scale) else before
-            after = self._one(entry, before) if steps == 1 else self._several(entry, steps, before)
-            self.loss.extend([_NAN] * (steps - 1) + [entry.loss])
-            self.seconds.extend([entry.seconds] * steps)
-            self.step.extend(range(entry.step - steps + 1, entry.step + 1))
 
-    def _span(self, earlier: LogEntry | None, entry: LogEntry, usual: int) -> tuple[int, float]:
-        """For how many steps a entry speaks, and the scale before them, nan if that is unknown."""
-        steps = entry.steps or usual
-        if earlier is None:
-            return max(1, min(steps, entry.step, LONGEST_INTERVAL)), _NAN
-        apart = entry.step - earlier.step
-        steps = min(steps, apart, LONGEST_INTERVAL)
-        if apart > steps:
-            self.notes.append(
-                f"{entry.where}: {apart - steps} step(s) before this line, {earlier.step + 1} to {entry.step - steps}, "
-                "are not in the log."
-            )
-        same = earlier.next_loss_scale == entry.next_loss_scale
-        known = same or (apart == steps and not entry.after_restart)
-        return steps, earlier.next_loss_scale if known else _NAN
+def expand(entries: Sequence[LogEntry]) -> Steps:
+    """Return the steps of lines, whose step numbers increase; at least one line."""
+    notes: list[str] = []
+    factor, largest_factor = _factors(entries)
+    intervals = _intervals(entries, factor, largest_factor, notes)
+    steps = Steps([], [], [], [], [], [], [], _NAN, factor, notes)
+    after, fewest, most = _NAN, 0, 0
+    for interval in intervals:
+        entry, count = interval.entry, interval.steps
+        # A line that names no scale leaves the one that the lines before had led to.
+        before = after if math.isnan(interval.before) and math.isnan(entry.next_loss_scale) else interval.before
+        interval = interval._replace(before=before)
+        after = _scale_after(interval, factor)
+        overflow, scales = _guessed_path(interval, after, factor, notes)
+        known = entry.placed and interval.fewest == interval.most and interval.fewest in (0, count)
+        steps.step.extend(range(entry.step - count + 1, entry.step + 1))
+        steps.overflow.extend(overflow)
+        steps.loss_scale.extend(scales)
+        steps.position_known.extend([known] * (count - 1) + [known or entry.overflow is not None])
+        steps.loss.extend([_NAN] * (count - 1) + [entry.loss])
+        steps.seconds.extend([entry.seconds] * count)
+        fewest, most = fewest + interval.fewest, most + interval.most
+        steps.lines.append((len(steps.step), fewest, most))
+    return steps._replace(final_loss_scale=after)
 
-    def _drops(self, before: float, after: float) -> int | None:
-        """By how many factors the scale fell (below 0: rose); None if a scale is not known."""
-        if before == after:
-            return 0
-        if not (0 < before < math.inf and 0 < after < math.inf):
-            return None
-        return round(math.log(before / after) / math.log(self.scale_factor))
 
-    def _told(self, entry: LogEntry) -> int | None:
-        """How many skipped steps the log tells of; None if it would not tell."""
-        if self._overflows_have_lines:
-            return max(len(entry.overflows), entry.skips or 0)
-        return entry.skips
-
-    def _count_is_short(self, entry: LogEntry, before: float) -> bool:
-        told = self._told(entry)
-        return told is not None and (self._drops(before, entry.next_loss_scale) or 0) > told
-
-    def _one(self, entry: LogEntry, before: float) -> float:
-        """Add the single step of a entry; return the scale after it."""
-        drops, told = self._drops(before, entry.next_loss_scale), self._told(entry)
-        overflow = entry.overflow if entry.overflow is not None else max(told or 0, drops or 0) > 0
-        known = entry.overflow is not None or overflow or (told is not None and self._counts_are_right)
-        used = entry.loss_scale
-        if math.isnan(used):
-            used = entry.overflows[-1].loss_scale if entry.overflows else self._scale_used(entry, before, overflow)
-        self._add(used, overflow, known and entry.placed)
-        return self._after(entry, before, int(overflow))
-
-    def _scale_used(self, entry: LogEntry, before: float, overflow: bool) -> float:
+def _intervals(entries: Sequence[LogEntry], factor: float, largest_factor: float, notes: list[str]) -> list[Interval]:
+    usual = _usual_stride(entries)
+    spans = [_span(earlier, entry, usual, notes) for earlier, entry in zip([None, *entries[:-1]], entries, strict=True)]
+    have_lines = any(entry.overflows for entry in entries)
+    stated = [max(len(entry.overflows), entry.skips or 0) if have_lines else entry.skips for entry in entries]
+    rows = list(zip(entries, spans, stated, strict=True))
+    wrong = [
+        entry.where
+        for entry, (_, before), skips in rows
+        if skips is not None and _changes(before, entry.next_loss_scale, largest_factor) > skips
+    ]
+    if wrong:
+        notes.append(
+            f"{wrong[0]}: the scale fell although no skipped step is counted, here and on {len(wrong)} line(s) in "
+            "all: the printed numbers of skipped steps are not relied on."
+        )
+    intervals = []
+    for entry, (steps, before), skips in rows:
         after = entry.next_loss_scale
-        if math.isnan(after):
-            return before
-        if not math.isnan(before):
-            low, high = (before / self.scale_factor, before) if overflow else (before, before * self.scale_factor)
-            if low * (1 - _NEAR) <= after <= high * (1 + _NEAR):
-                return before
-            self.notes.append(
-                f"{entry.where}: the scale {after:g} does not follow from {before:g} on the line before; the scale "
-                "used in this step is inferred."
+        if steps > 1 and _changes(before, after, factor) > steps:
+            notes.append(
+                f"{entry.where}: {steps} steps cannot lower the scale from {before:g} to {after:g}; the scale before "
+                "them is inferred."
             )
+            before = _NAN
+        overflowed, clean = entry.overflow is True, entry.overflow is False
+        drops, raises = (_changes(*scales, largest_factor) for scales in ((before, after), (after, before)))
+        if steps == 1 and entry.overflow is not None:
+            fewest = most = guess = int(entry.overflow)
         else:
-            self.notes.append(f"{entry.where}: the scale used in step {entry.step} is inferred from the one after it.")
-        return min(after * self.scale_factor, max(_LARGEST_START, after)) if overflow else after
+            at_most = steps - clean
+            fewest = min(max(skips or 0, drops, overflowed), at_most)
+            guess = min(max(skips or 0, _changes(before, after, factor), overflowed), at_most)
+            is_exact = skips is not None and not wrong and skips == fewest
+            most = fewest if is_exact else steps - max(raises, clean)
+            guess = min(max(guess, fewest), max(most, fewest))
+        intervals.append(Interval(entry, steps, before, fewest, max(most, fewest), guess))
+    return intervals
 
-    def _several(self, entry: LogEntry, steps: int, before: float) -> float:
-        """Add the steps of a entry that stands for several; return the scale after them."""
-        drops, told = self._drops(before, entry.next_loss_scale), self._told(entry)
-        if drops is not None and drops > steps:
-            self.notes.append(
-                f"{entry.where}: {steps} steps cannot lower the scale from {before:g} to {entry.next_loss_scale:g}; "
-                "the scale before them is inferred."
-            )
-            before, drops = _NAN, None
-        proven = max(told or 0, drops or 0, 1 if entry.overflow else 0)
-        count = min(proven, steps - 1 if entry.overflow is False else steps)
-        self._note_several(entry, steps, count, before)
-        scales, after = self._skipped_scales(entry, count, before, drops), self._after(entry, before, count)
-        applied = min((scale for scale in (before, after) if not math.isnan(scale)), default=_NAN)
-        at = set(range(count - 1)) | {steps - 1} if entry.overflow else set(range(count))
-        all_told = told is not None and self._counts_are_right and count in (0, steps)
-        all_known = entry.placed and (all_told or drops == steps) and not (entry.overflow is None and count < proven)
-        in_order = iter(scales)
-        for place in range(steps):
-            known = all_known or (entry.overflow is not None and place == steps - 1)
-            self._add(next(in_order) if place in at else applied, place in at, known)
-        return after
 
-    def _skipped_scales(self, entry: LogEntry, count: int, before: float, drops: int | None) -> list[float]:
-        after, factor = entry.next_loss_scale, self.scale_factor
-        if entry.overflows:
-            given = [overflow.loss_scale for overflow in entry.overflows[:count]]
-            return given + _falling(entry.overflows[-1].next_loss_scale, count - len(given), factor)
-        if drops is not None and drops > 0:
-            return [before] * (count - drops) + _falling(before, min(drops, count), factor)
-        if not math.isnan(before):
-            return [before * factor] * count
-        scales: list[float] = []
-        for _ in range(count):
-            after = min(after * factor, max(_LARGEST_START, after))
-            scales.insert(0, after)
-        return scales
+def _span(earlier: LogEntry | None, entry: LogEntry, usual: int, notes: list[str]) -> tuple[int, float]:
+    """For how many steps a line speaks, and the scale before them, nan if that is unknown."""
+    steps = entry.steps or usual
+    if earlier is None:
+        return max(1, min(steps, entry.step, LONGEST_INTERVAL)), _NAN
+    apart = entry.step - earlier.step
+    steps = min(steps, apart, LONGEST_INTERVAL)
+    if apart > steps:
+        notes.append(
+            f"{entry.where}: {apart - steps} step(s) before this line, {earlier.step + 1} to {entry.step - steps}, "
+            "are not in the log."
+        )
+    same = earlier.next_loss_scale == entry.next_loss_scale
+    known = same or (apart == steps and not entry.after_restart)
+    return steps, earlier.next_loss_scale if known else _NAN
 
-    def _after(self, entry: LogEntry, before: float, count: int) -> float:
-        if not math.isnan(entry.next_loss_scale):
-            return entry.next_loss_scale
-        if not entry.overflows:
+
+def _changes(before: float, after: float, factor: float) -> int:
+    """How many drops at least lead from one scale to another; 0 where it did not fall, or one is unknown."""
+    if not 0 < after < before < math.inf:
+        return 0
+    return max(1, math.ceil(math.log2(before / after) / math.log2(factor) - _NEAR))
+
+
+def _scale_after(interval: Interval, factor: float) -> float:
+    entry = interval.entry
+    if not math.isnan(entry.next_loss_scale):
+        return entry.next_loss_scale
+    if not entry.overflows:
+        return interval.before
+    unlisted = max(interval.guess - len(entry.overflows), 0)
+    return entry.overflows[-1].next_loss_scale / factor**unlisted
+
+
+def _guessed_path(interval: Interval, after: float, factor: float, notes: list[str]) -> tuple[list[bool], list[float]]:
+    """Which steps of an interval overflowed, and the scale that each used, as far as that is a guess."""
+    entry, steps, before, count = interval.entry, interval.steps, interval.before, interval.guess
+    last_overflowed = entry.overflow is True
+    first = count - last_overflowed
+    overflow = [True] * first + [False] * (steps - count) + [True] * last_overflowed
+    if not math.isnan(entry.loss_scale):
+        return overflow, [entry.loss_scale] * steps
+    if entry.overflows:
+        return overflow, _listed_scales(interval, after, factor, notes)
+    if steps == 1:
+        return overflow, [_scale_used(entry, before, bool(count), factor, notes)]
+    if math.isnan(before):
+        notes.append(
+            f"{entry.where}: the scales used in steps {entry.step - steps + 1} to {entry.step} are inferred from the "
+            "one after them."
+        )
+        highest = max(_LARGEST_START, after)
+        left = accumulate(
+            reversed(overflow), lambda scale, over: min(scale * factor, highest) if over else scale, initial=after
+        )
+        return overflow, list(left)[:0:-1]
+    if math.isnan(after):
+        return overflow, [before] * steps
+    fall = round(math.log2(before / after) / math.log2(factor)) if before != after else 0
+    raised_before = int(fall <= 0 < count and count + 1 - fall <= steps)
+    drops = max(fall, raised_before)
+    tolerated = count - min(drops, count)
+    changes = [0] * tolerated + [-1] * (count - tolerated)
+    at_end = [(True, changes.pop())] if last_overflowed else []
+    raises = [(False, 1)] * min(drops - fall, steps - count)
+    front = raises[:raised_before] if changes else []
+    path = [*front, *((True, change) for change in changes)]
+    back = [*raises[len(front) :], *at_end]
+    path += [(False, 0)] * (steps - len(path) - len(back)) + back
+    exponents = accumulate((change for _, change in path[:-1]), initial=0)
+    return [flag for flag, _ in path], [before * factor**exponent for exponent in exponents]
+
+
+def _listed_scales(interval: Interval, after: float, factor: float, notes: list[str]) -> list[float]:
+    """The scales where the skipped steps have lines of their own, and the applied ones follow."""
+    entry, count = interval.entry, interval.guess
+    listed = [overflow.loss_scale for overflow in entry.overflows[:count]]
+    unlisted = count - len(listed)
+    if unlisted:
+        notes.append(
+            f"{entry.where}: {unlisted} of {count} skipped steps have no line of their own; the scale is taken to have "
+            "gone on falling."
+        )
+    falling = [entry.overflows[-1].next_loss_scale / factor**place for place in range(unlisted)]
+    return [*listed, *falling, *[after] * (interval.steps - count)]
+
+
+def _scale_used(entry: LogEntry, before: float, overflow: bool, factor: float, notes: list[str]) -> float:
+    """The scale of a single step."""
+    after = entry.next_loss_scale
+    if math.isnan(after):
+        return before
+    if not math.isnan(before):
+        low, high = (before / factor, before) if overflow else (before, before * factor)
+        if low * (1 - _NEAR) <= after <= high * (1 + _NEAR):
             return before
-        unlisted = max(count - len(entry.overflows), 0)
-        return _falling(entry.overflows[-1].next_loss_scale, unlisted + 1, self.scale_factor)[-1]
-
-    def _note_several(self, entry: LogEntry, steps: int, count: int, before: float) -> None:
-        if entry.overflows and count > len(entry.overflows):
-            self.notes.append(
-                f"{entry.where}: {count - len(entry.overflows)} of {count} skipped steps have no line of their own; "
-                "the scale is taken to have gone on falling."
-            )
-        elif math.isnan(before) and not entry.overflows:
-            self.notes.append(
-                f"{entry.where}: the scales used in steps {entry.step - steps + 1} to {entry.step} are inferred from "
-                "the one after them."
-            )
-
-    def _add(self, loss_scale: float, overflow: bool, known: bool) -> None:
-        self.loss_scale.append(loss_scale)
-        self.overflow.append(overflow)
-        self.position_known.append(known)
-
-
-def _falling(scale: float, count: int, factor: float) -> list[float]:
-    scales = []
-    for _ in range(count):
-        scales.append(scale)
-        scale /= factor
-    return scales
+        notes.append(
+            f"{entry.where}: the scale {after:g} does not follow from {before:g} on the line before; the scale used in "
+            "this step is inferred."
+        )
+    else:
+        notes.append(f"{entry.where}: the scale used in step {entry.step} is inferred from the one after it.")
+    return min(after * factor, max(_LARGEST_START, after)) if overflow else after
 
 
 def _usual_stride(entries: Sequence[LogEntry]) -> int:
-    """The commonest number of steps from one entry to the next, the smaller of two as common."""
+    """The commonest number of steps from one line to the next, the smaller of two as common."""
     strides = Counter(later.step - earlier.step for earlier, later in pairwise(entries))
     strides = Counter({stride: count for stride, count in strides.items() if stride <= LONGEST_INTERVAL})
     if not strides:
@@ -219,11 +263,32 @@ def _usual_stride(entries: Sequence[LogEntry]) -> int:
     return min(strides, key=lambda stride: (-strides[stride], stride))
 
 
-def _commonest_factor(entries: Sequence[LogEntry]) -> float:
-    factors: Counter[float] = Counter()
+def _factors(entries: Sequence[LogEntry]) -> tuple[float, float]:
+    """The usual factor of a change, and the largest that the scales of the log allow."""
+    neighbours: Counter[float] = Counter()
+    bits = []
     for earlier, later in pairwise(entries):
         before, after = earlier.next_loss_scale, later.next_loss_scale
-        if later.step - earlier.step == 1 and before != after and 0 < before < math.inf and 0 < after < math.inf:
-            factors[round(max(before, after) / min(before, after), 3)] += 1
-    factor = factors.most_common(1)[0][0] if factors else _USUAL_FACTOR
-    return factor if factor > 1 else _USUAL_FACTOR
+        if before == after or not (0 < before < math.inf and 0 < after < math.inf):
+            continue
+        bits.append(abs(math.log2(before / after)))
+        if later.step - earlier.step == 1:
+            neighbours[round(2 ** bits[-1], 3)] += 1
+    factor = neighbours.most_common(1)[0][0] if neighbours else 1.0
+    if factor > 1:
+        return factor, factor
+    divisor = _common_divisor(bits)
+    largest = 2.0**divisor if divisor else math.inf
+    return _USUAL_FACTOR if divisor is None or abs(divisor - round(divisor)) < _SAME_BITS else largest, largest
+
+
+def _common_divisor(bits: Iterable[float]) -> float | None:
+    """The largest number of bits that all of some are multiples of, nearly; None if there is no such number."""
+    divisor = 0.0
+    for number in bits:
+        larger, smaller = max(divisor, number), min(divisor, number)
+        while smaller > _SAME_BITS:
+            larger, smaller = smaller, larger % smaller
+            smaller = 0.0 if larger - smaller < _SAME_BITS else smaller
+        divisor = larger
+    return divisor if divisor >= _FEWEST_BITS else None

@@ -22,7 +22,7 @@ class LogLines:
     Attributes:
         lines_read (int): how many lines were handed out so far.
         undecodable (int): how many of them were not UTF-8; what is not is replaced by U+FFFD.
-        problems (list[str]): what :meth:`problem` was told, each naming file and line.
+        problems (list[str]): what is wrong with lines, each naming file and line.
         complete (bool): whether the current line ended with a newline; a line that was cut off did not.
 
     Raises:

@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 
 from mindformers_adaptive.lab.logs.deepspeed import OverflowLines
-from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LogEntry, Timeline
+from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LogEntry, Reader
 from mindformers_adaptive.lab.logs.lines import LogLines, parse_number, parse_scale
 
 __all__ = ["MegatronReader"]
@@ -21,7 +21,7 @@ _ELAPSED = re.compile(r"elapsed time per iteration \((ms|s)\):?\s*([\d.]+)\s*\|"
 _COUNT_STAYS_ZERO = re.compile("samples per second:|TFLOPs:")
 
 
-class MegatronReader:
+class MegatronReader(Reader):
     """Reads " iteration 10/ 1000 | ... | loss scale: 8388608.0 | number of skipped iterations: 10 |".
 
     The scale is the one after the iteration. Where DeepSpeed's lines about overflows stand between two such lines,
@@ -32,16 +32,14 @@ class MegatronReader:
     looked_for = '" iteration N/ M | ... | loss scale: S | number of skipped iterations: K |"'
 
     def __init__(self) -> None:
-        self.timeline = Timeline()
+        super().__init__()
         self.overflows = OverflowLines()
 
     @staticmethod
     def is_step_line(text: str) -> bool:
-        """Whether a line is one that this reader can use."""
         return "iteration" in text and any(_parse(part, "", True) for part in _parts(text))
 
     def take(self, text: str, lines: LogLines) -> bool:
-        """Take a line; return whether it was used."""
         if self.overflows.take(text, lines):
             return True
         parts = _parts(text) if "iteration" in text else []
@@ -59,7 +57,6 @@ class MegatronReader:
         return used
 
     def finish(self) -> list[LogEntry]:
-        """Return the entries of all lines."""
         left = self.overflows.hand_over()
         if left:
             self.timeline.notes.append(
@@ -72,15 +69,15 @@ class MegatronReader:
 
 def _parts(text: str) -> list[str]:
     """Two lines that were written into each other start two iterations."""
-    starts = [found.start() for found in _ITERATION.finditer(text)]
+    starts = [match.start() for match in _ITERATION.finditer(text)]
     if len(starts) == 1:
         return [text]
     return [text[start:end] for start, end in pairwise([*starts, len(text)])]
 
 
 def _parse(text: str, where: str, complete: bool) -> LogEntry | None:
-    iteration, found = _ITERATION.search(text), _LOSS_SCALE.search(text)
-    scale = None if found is None else parse_scale(found[1])
+    iteration, printed_scale = _ITERATION.search(text), _LOSS_SCALE.search(text)
+    scale = None if printed_scale is None else parse_scale(printed_scale[1])
     if iteration is None or scale is None or int(iteration[1]) > LARGEST_STEP:
         return None
     count = _SKIPPED.search(text)

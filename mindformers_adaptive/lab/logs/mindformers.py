@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LogEntry, Timeline
+from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LogEntry, Reader
 from mindformers_adaptive.lab.logs.lines import LogLines, parse_number, parse_scale
 
 __all__ = ["MindFormersReader"]
@@ -25,7 +25,7 @@ _WHOLE_SCALE = re.compile(r"[.e]|inf|nan|unavailable")
 _START = "Epoch:["
 
 
-class MindFormersReader:
+class MindFormersReader(Reader):
     """Reads "{ Epoch:[ 1/ 1], step:[ 8/ 32], loss: ..., overflow cond: True, loss_scale: 524288.0, ... }".
 
     The scale is the one after the step's update, printed as float32 with 8 digits (268435460.0 for 2^28), so reading
@@ -37,18 +37,16 @@ class MindFormersReader:
     looked_for = '"Epoch:[ E/ N], step:[ S/ M], loss: L, ... time: Tms, ... overflow cond: B, loss_scale: S"'
 
     def __init__(self) -> None:
-        self.timeline = Timeline()
+        super().__init__()
         self._without_scale = 0
 
     @staticmethod
     def is_step_line(text: str) -> bool:
-        """Whether a line is one that this reader can use."""
         if "step:[" not in text:
             return False
         return any(_parse(part, "", True) for part in _parts(text)) or _WITHOUT_SCALE.search(text) is not None
 
     def take(self, text: str, lines: LogLines) -> bool:
-        """Take a line; return whether it was used."""
         if "step:[" not in text:
             return False
         if _START not in text:
@@ -64,7 +62,6 @@ class MindFormersReader:
         return used
 
     def finish(self) -> list[LogEntry]:
-        """Return the entries of all lines."""
         if self._without_scale:
             self.timeline.notes.append(
                 f"{self.timeline.entries[-1].where}: {self._without_scale} line(s) up to here are of a trainer that "
@@ -73,13 +70,13 @@ class MindFormersReader:
         return self.timeline.entries
 
     def _take_without_scale(self, text: str, lines: LogLines) -> bool:
-        found = _WITHOUT_SCALE.search(text)
-        if found is None or int(found[1]) > LARGEST_STEP:
+        match = _WITHOUT_SCALE.search(text)
+        if match is None or int(match[1]) > LARGEST_STEP:
             if not _OTHER_MONITOR.search(text):
                 lines.problem("looks like a step's line, but its step, overflow or loss scale cannot be read")
             return False
         self._without_scale += 1
-        self.timeline.add(LogEntry(int(found[1]), lines.where, loss=parse_number(found[2])))
+        self.timeline.add(LogEntry(int(match[1]), lines.where, loss=parse_number(match[2])))
         return True
 
 
@@ -89,23 +86,23 @@ def _parts(text: str) -> list[str]:
 
 
 def _parse(text: str, where: str, complete: bool) -> LogEntry | None:
-    found = _STEP.search(text)
-    if found is None or (found[6] is None and "overflow cond" in text):
+    match = _STEP.search(text)
+    if match is None or (match[6] is None and "overflow cond" in text):
         return None
     # The number at the end of a cut line may have lost digits, and what NumPy prints has a point or an exponent.
-    if (not complete and found.end() == len(text)) or _WHOLE_SCALE.search(found[7]) is None:
+    if (not complete and match.end() == len(text)) or _WHOLE_SCALE.search(match[7]) is None:
         return None
-    scale = float("nan") if found[7] in ("unavailable", "nan") else parse_scale(found[7])
-    epoch, steps_per_epoch = int(found[1]), int(found[3])
-    step = max(epoch - 1, 0) * steps_per_epoch + int(found[2])
+    scale = float("nan") if match[7] in ("unavailable", "nan") else parse_scale(match[7])
+    epoch, steps_per_epoch = int(match[1]), int(match[3])
+    step = max(epoch - 1, 0) * steps_per_epoch + int(match[2])
     if scale is None or step > LARGEST_STEP:
         return None
     return LogEntry(
         step,
         where,
         next_loss_scale=float(np.float32(scale)),
-        overflow=None if found[6] is None else found[6] == "True",
-        loss=parse_number(found[4]),
+        overflow=None if match[6] is None else match[6] == "True",
+        loss=parse_number(match[4]),
         # Up to 0.7 the time is that of the whole call, which in sink mode is more than one step.
-        seconds=parse_number(found[5]) / 1000.0 if "per_step_time" in text else float("nan"),
+        seconds=parse_number(match[5]) / 1000.0 if "per_step_time" in text else float("nan"),
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 
-from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LogEntry, Timeline
+from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LogEntry, Reader
 from mindformers_adaptive.lab.logs.lines import LogLines
 
 __all__ = ["RecordReader"]
 
 
-class RecordReader:
+class RecordReader(Reader):
     """Reads {"step": 1, "overflow": false, "loss_scale": 65536.0, "next_loss_scale": 65536.0, ...}.
 
     ``step``, ``overflow`` and ``loss_scale`` (used in the step) must be there, the last two may be null;
@@ -22,17 +22,12 @@ class RecordReader:
     name = "jsonl"
     looked_for = 'JSON objects, one a line, with "step", "overflow" and "loss_scale"'
 
-    def __init__(self) -> None:
-        self.timeline = Timeline()
-
     @staticmethod
     def is_step_line(text: str) -> bool:
-        """Whether a line is one that this reader can use."""
         record = _json_object(text)
         return record is not None and _entry_of(record, "") is not None
 
     def take(self, text: str, lines: LogLines) -> bool:
-        """Take a line; return whether it was used."""
         if '"step"' not in text and '"missing_steps"' not in text:
             return False
         record = _json_object(text)
@@ -46,10 +41,6 @@ class RecordReader:
             return False
         self.timeline.add(entry)
         return True
-
-    def finish(self) -> list[LogEntry]:
-        """Return the entries of all lines."""
-        return self.timeline.entries
 
 
 def _json_object(text: str) -> dict[str, object] | None:

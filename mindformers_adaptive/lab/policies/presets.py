@@ -6,6 +6,7 @@ A row names its source. Where a system has no default of its own, the row says w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from mindformers_adaptive.lab.policies.arguments import (
@@ -62,29 +63,13 @@ class Preset(NamedTuple):
     aliases: Mapping[str, str] = {}
 
 
-def _scale(default: float) -> Parameter:
-    return Parameter("loss_scale", default, positive)
-
-
-def _window(default: int) -> Parameter:
-    return Parameter("scale_window", default, steps)
-
-
-def _factor(default: float) -> Parameter:
-    return Parameter("growth_factor", default, factor_above_one)
-
-
-def _backoff(default: float) -> Parameter:
-    return Parameter("backoff_factor", default, ratio_below_one)
-
-
-def _floor(default: float) -> Parameter:
-    return Parameter("floor", default, not_negative)
-
-
-def _tolerance(default: int) -> Parameter:
-    return Parameter("tolerance", default, steps)
-
+# What most systems have, by its default.
+_scale = partial(Parameter, "loss_scale", check=positive)
+_window = partial(Parameter, "scale_window", check=steps)
+_factor = partial(Parameter, "growth_factor", check=factor_above_one)
+_backoff = partial(Parameter, "backoff_factor", check=ratio_below_one)
+_floor = partial(Parameter, "floor", check=not_negative)
+_tolerance = partial(Parameter, "tolerance", check=steps)
 
 _DEEPSPEED_OPTIMIZER = {"arithmetic": FLOAT64, "first_clean_step_counts": False}
 

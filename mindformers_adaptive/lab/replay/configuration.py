@@ -104,13 +104,13 @@ class Configuration:
             windows = f"dynamic {self.min_scale_window}"
         else:
             windows = f"adaptive {self.min_scale_window}-{self.max_scale_window}"
-        told = {"max_scale_window", "min_scale_window"}
+        implied = {"max_scale_window", "min_scale_window"}
         if self.scale_window == self.start.scale_window == self.min_scale_window:
-            told.add("scale_window")
+            implied.add("scale_window")
         others = [
             f"{field.name}={getattr(self, field.name):g}"
             for field in fields(self)
-            if field.name not in told and getattr(self, field.name) != field.default
+            if field.name not in implied and getattr(self, field.name) != field.default
         ]
         return " ".join([windows, *others])
 

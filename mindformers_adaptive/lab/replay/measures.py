@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
 
 __all__ = [
     "DEFAULT_EXCHANGE_RATE",
@@ -27,7 +27,7 @@ __all__ = [
 SMALLEST_LOSS_SCALE = float(np.finfo(np.float32).tiny)
 LARGEST_LOSS_SCALE = float(np.finfo(np.float32).max)
 
-# Skipped steps in 1000 that a bit of headroom is worth; where it comes from is told at cost().
+# Skipped steps in 1000 that a bit of headroom is worth; cost() says where it comes from.
 DEFAULT_EXCHANGE_RATE = 1.0
 
 
@@ -77,8 +77,8 @@ class Measures:
 
     Examples:
         >>> trace = Trace.exact("sudden drop", [8.0, 8.0, 2.0, 2.0])
-        >>> found = measure(trace, [4.0, 4.0, 4.0, 2.0, 2.0])
-        >>> found.skipped, found.headroom_lost, found.scale_changes
+        >>> measures = measure(trace, [4.0, 4.0, 4.0, 2.0, 2.0])
+        >>> measures.skipped, measures.headroom_lost, measures.scale_changes
         (1, 0.6666666666666666, 1)
     """
 
@@ -192,8 +192,8 @@ def longest_run(flags: ArrayLike) -> int:
         >>> longest_run([True, False, True, True])
         2
     """
-    clear = np.flatnonzero(~np.concatenate([[False], np.asarray(flags, dtype=np.bool_), [False]]))
-    return int(np.diff(clear).max()) - 1
+    first, last = consecutive_runs(np.flatnonzero(flags)).T
+    return int(np.max(last - first + 1, initial=0))
 
 
 def require_steps(trace: Trace) -> None:

@@ -6,34 +6,17 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay.measures import Measures, measure, overflows, require_steps
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.table import text_table
 
-__all__ = ["Comparison", "Policy", "Replay", "compare", "pareto_front", "replay"]
-
-
-class Policy(Protocol):
-    """What can be replayed: a loss scale, the flag of the step taken at it, and the next one."""
-
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale for the next step."""
-
-    @property
-    def scale_window(self) -> int | None:
-        """The window in force, in steps; None for a policy without one."""
-
-    def step(self, overflow: bool) -> float:
-        """Take the flag of a step, and return the loss scale for the next one."""
-
-    def state(self) -> Mapping[str, Any]:
-        """Return what the policy remembers, by name."""
+__all__ = ["Comparison", "Replay", "compare", "pareto_front", "replay"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +41,8 @@ class Replay:
 def replay(policy: Policy, trace: Trace) -> Replay:
     """Take a policy through a trace, from the state that it is in.
 
+    Where the trace has ``largest_gradient``, the policy is given it for each step that is applied.
+
     Args:
         policy (Policy): is left in the state after the last step.
         trace (Trace): at least one step.
@@ -73,9 +58,10 @@ def replay(policy: Policy, trace: Trace) -> Replay:
     """
     require_steps(trace)
     scales, windows, flags = [float(policy.loss_scale)], [policy.scale_window], []
-    for ceiling in trace.ceiling.tolist():
+    gradients = itertools.repeat(None) if trace.largest_gradient is None else trace.largest_gradient.tolist()
+    for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=False):
         flags.append(overflows(scales[-1], ceiling))
-        scales.append(float(policy.step(flags[-1])))
+        scales.append(float(policy.step(flags[-1], None if flags[-1] else gradient)))
         windows.append(policy.scale_window)
     window = None if windows[0] is None else np.array(windows, np.int64)
     return Replay(
@@ -134,7 +120,7 @@ class Comparison:
         Args:
             each_trace (bool): with a row for each trace; with several traces there are rows of means in any case.
         """
-        shown = [
+        rows = [
             {**row, "trace": row["trace"] or "(mean)", "front": "*" if row["on_front"] else ""}
             for row in self.rows()
             if each_trace or len(self.traces) == 1 or row["trace"] is None
@@ -144,9 +130,9 @@ class Comparison:
             field.name
             for field in fields(Measures)
             if field.name != "headroom_regret"
-            and (field.name in ("skipped", "headroom_lost") or any(row[field.name] for row in shown))
+            and (field.name in ("skipped", "headroom_lost") or any(row[field.name] for row in rows))
         ]
-        return text_table(["policy", "trace", "front", *names], shown)
+        return text_table(["policy", "trace", "front", *names], rows)
 
 
 def compare(
@@ -179,10 +165,10 @@ def compare(
     numbers = itertools.count(1)
 
     def measured(make: Callable[[], Policy], trace: Trace) -> Measures:
-        found = replay(make(), trace).measures
+        measures = replay(make(), trace).measures
         if progress is not None:
             progress(next(numbers))
-        return found
+        return measures
 
     return Comparison(
         tuple(trace.name for trace in traces),

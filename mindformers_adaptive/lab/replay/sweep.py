@@ -130,7 +130,7 @@ class _Lanes:
     @classmethod
     def at_start(cls, window: _Ints, scale: _Ints, windows: Transitions, scales: Transitions) -> _Lanes:
         arrays: dict[str, Any] = {field.name: np.zeros(len(window), np.int64) for field in dataclasses.fields(cls)}
-        arrays.update(window=window, scale=scale, scale_window=windows.shown[window], loss_scale=scales.shown[scale])
+        arrays.update(window=window, scale=scale, scale_window=windows.values[window], loss_scale=scales.values[scale])
         arrays.update(headroom=np.zeros(len(window)), seconds=np.zeros(len(window)))
         return cls(**arrays)
 
@@ -193,7 +193,7 @@ def _go_to_next_event(lanes: _Lanes, chunk: TraceChunk, windows: Transitions, sc
 
     lanes.clean_steps = np.where(event == WAIT, lanes.clean_steps + applied, 0)
     lanes.step, lanes.window, lanes.scale = end, window, scale
-    scale_window, loss_scale = windows.shown.take(window), scales.shown.take(scale)
+    scale_window, loss_scale = windows.values.take(window), scales.values.take(scale)
     lanes.window_changes += scale_window != lanes.scale_window
     lanes.scale_changes += loss_scale != lanes.loss_scale
     lanes.scale_window, lanes.loss_scale = scale_window, loss_scale

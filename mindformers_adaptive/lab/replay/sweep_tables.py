@@ -35,44 +35,44 @@ class Transitions:
     Args:
         part (Callable): takes a ``LossScaleState`` and returns it with everything that this table does not follow set
             to a constant.
-        show (Callable): takes a ``LossScaleState`` and returns what :attr:`shown` is to number.
+        value_of (Callable): takes a ``LossScaleState`` and returns what stands in :attr:`values` for it.
     """
 
     def __init__(
-        self, part: Callable[[LossScaleState], LossScaleState], show: Callable[[LossScaleState], float]
+        self, part: Callable[[LossScaleState], LossScaleState], value_of: Callable[[LossScaleState], float]
     ) -> None:
         self._part = part
-        self._show = show
+        self._value_of = value_of
         self._numbers: dict[tuple[object, LossScaleState], int] = {}
         self._owners: list[tuple[object, AdaptiveRule]] = []
         self._next = np.empty(0, np.int64)
         self.states: list[LossScaleState] = []
-        #: What ``show`` returned, float64, by number.
-        self.shown = np.empty(0, np.float64)
+        #: What ``value_of`` returned, float64, by number.
+        self.values = np.empty(0, np.float64)
 
     def number(self, family: object, rule: AdaptiveRule, state: LossScaleState) -> int:
         """Return the number of a state; rules of one family do the same to it."""
         key = (family, self._part(state))
-        found = self._numbers.setdefault(key, 3 * len(self.states))
-        if found == 3 * len(self.states):
+        number = self._numbers.setdefault(key, 3 * len(self.states))
+        if number == 3 * len(self.states):
             self.states.append(key[1])
             self._owners.append((family, rule))
-            if found == len(self.shown):
+            if number == len(self.values):
                 self._grow()
-            self._next[found + WAIT] = found
-            self.shown[found] = self._show(key[1])
-        return found
+            self._next[number + WAIT] = number
+            self.values[number] = self._value_of(key[1])
+        return number
 
     def after(self, numbers: _Ints, events: _Ints) -> _Ints:
         """Return the numbers of the states after one event each, int64 of the same shape."""
         places = numbers + events
-        found = self._next.take(places)
-        if found.min() < 0:
-            for place in np.unique(places[found < 0]).tolist():
+        successors = self._next.take(places)
+        if successors.min() < 0:
+            for place in np.unique(places[successors < 0]).tolist():
                 successor = self._follow(place)
                 self._next[place] = successor
-            found = self._next.take(places)
-        return found
+            successors = self._next.take(places)
+        return successors
 
     def _follow(self, place: int) -> int:
         number, event = divmod(place, 3)
@@ -85,13 +85,13 @@ class Transitions:
         return self.number(family, rule, rule.step(state, overflow=True))
 
     def _grow(self) -> None:
-        more = max(192, len(self.shown))
-        self.shown = np.concatenate([self.shown, np.zeros(more)])
+        more = max(192, len(self.values))
+        self.values = np.concatenate([self.values, np.zeros(more)])
         self._next = np.concatenate([self._next, np.full(more, -1)])
 
 
 def window_transitions(rules: Sequence[AdaptiveRule], starts: Sequence[LossScaleState]) -> tuple[Transitions, _Ints]:
-    """Return what events do to the window, its counters and the hysteresis budget; :attr:`shown` is the window.
+    """Return what events do to the window, its counters and the hysteresis budget; :attr:`values` is the window.
 
     Returns:
         tuple of the transitions and of the numbers of the start states, int64 of shape (rules,).
@@ -106,7 +106,7 @@ def window_transitions(rules: Sequence[AdaptiveRule], starts: Sequence[LossScale
 
 
 def scale_transitions(rules: Sequence[AdaptiveRule], starts: Sequence[LossScaleState]) -> tuple[Transitions, _Ints]:
-    """Return what events do to the loss scale and the hysteresis budget; :attr:`shown` is the loss scale.
+    """Return what events do to the loss scale and the hysteresis budget; :attr:`values` is the loss scale.
 
     Returns:
         tuple of the transitions and of the numbers of the start states, int64 of shape (rules,).
@@ -129,8 +129,8 @@ def _numbers(
     rules: Sequence[AdaptiveRule],
     starts: Sequence[LossScaleState],
 ) -> _Ints:
-    found = [transitions.number(*owner) for owner in zip(families, rules, starts, strict=True)]
-    return np.array(found, np.int64)
+    numbers = [transitions.number(*owner) for owner in zip(families, rules, starts, strict=True)]
+    return np.array(numbers, np.int64)
 
 
 class TraceChunk:
@@ -180,16 +180,16 @@ class TraceChunk:
             scales (Transitions): as from :func:`scale_transitions`.
             numbers (NDArray): int64, the numbers of the loss scales in it.
         """
-        if len(self._base_of_number) < len(scales.shown):
-            new = np.full(len(scales.shown) - len(self._base_of_number), -1)
+        if len(self._base_of_number) < len(scales.values):
+            new = np.full(len(scales.values) - len(self._base_of_number), -1)
             self._base_of_number = np.concatenate([self._base_of_number, new])
-        found = self._base_of_number.take(numbers)
-        if found.min() < 0:
-            missing = np.unique(numbers[found < 0])
-            ranks = self._ranks(scales.shown[missing])
+        bases = self._base_of_number.take(numbers)
+        if bases.min() < 0:
+            missing = np.unique(numbers[bases < 0])
+            ranks = self._ranks(scales.values[missing])
             unseen = {
                 rank: scale
-                for rank, scale in zip(ranks, scales.shown[missing].tolist(), strict=True)
+                for rank, scale in zip(ranks, scales.values[missing].tolist(), strict=True)
                 if rank not in self._base_of_ranks
             }
             rows = max(1, _BLOCK // (self.steps + 1))
@@ -197,8 +197,8 @@ class TraceChunk:
                 part = slice(first, first + rows)
                 self._add_rows(list(unseen)[part], list(unseen.values())[part])
             self._base_of_number[missing] = [self._base_of_ranks[rank] for rank in ranks]
-            found = self._base_of_number.take(numbers)
-        return found
+            bases = self._base_of_number.take(numbers)
+        return bases
 
     def _ranks(self, loss_scales: _Floats) -> list[tuple[int, ...]]:
         """Return for each loss scale how many ceilings and bounds it is above; equal ones have equal rows."""
@@ -241,11 +241,11 @@ class TraceChunk:
 def _next_true(flags: NDArray[np.bool_]) -> NDArray[np.int32]:
     """For each place of each row the first true flag from there on, and the row's length where there is none."""
     rows, steps = flags.shape
-    found = np.full((rows, steps + 1), steps, np.int32)
-    found[:, :steps][flags] = np.broadcast_to(np.arange(steps, dtype=np.int32), flags.shape)[flags]
-    backwards = found[:, ::-1]
+    places = np.full((rows, steps + 1), steps, np.int32)
+    places[:, :steps][flags] = np.broadcast_to(np.arange(steps, dtype=np.int32), flags.shape)[flags]
+    backwards = places[:, ::-1]
     np.minimum.accumulate(backwards, axis=1, out=backwards)
-    return found
+    return places
 
 
 def _sums_before(values: NDArray[np.bool_] | _Floats) -> _Floats:

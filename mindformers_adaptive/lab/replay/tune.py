@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE, cost
 from mindformers_adaptive.lab.replay.simulate import pareto_front
 from mindformers_adaptive.lab.replay.sweep import SweepResult, sweep
 from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rule.checks import require_number
 from mindformers_adaptive.text.table import text_table
 
-__all__ = ["DEFAULT_GRID", "Tuning", "default_grid", "tune"]
+__all__ = ["DEFAULT_GRID", "Tuning", "tune"]
 
 # Shares of outcomes that are known, from which on a recommendation is called likely and known. They are a judgement:
 # below the first, most of what was counted was assumed.
@@ -38,15 +38,6 @@ DEFAULT_GRID: Mapping[str, Sequence[float]] = {
     "scale_factor": (2, 4),
     "hysteresis": (1, 2),
 }
-
-
-def default_grid(loss_scale_value: float) -> list[Configuration]:
-    """Return the configurations of ``DEFAULT_GRID`` that start from one loss scale, where that is given already.
-
-    Args:
-        loss_scale_value (float): the initial loss scale of all.
-    """
-    return grid(**{**DEFAULT_GRID, "loss_scale_value": (loss_scale_value,)})
 
 
 @dataclass(frozen=True)
@@ -139,12 +130,12 @@ class Tuning:
         """Return the best configurations as a table, the recommendation and how sure it is, for a terminal."""
         certainty = self.certainty()
         names = ["configuration", "front", "cost", "largest_cost", "skipped", "headroom_lost", "known_share"]
-        shown = [{**row, "front": "*" if row["on_front"] else ""} for row in self.rows(count)]
+        marked_rows = [{**row, "front": "*" if row["on_front"] else ""} for row in self.rows(count)]
         lines = [
             f"{len(self.configurations)} configurations on {len(self.sweeps)} trace(s); cost: skipped steps in 1000, "
             f"and {self.exchange_rate:g} for each bit of headroom lost",
             "",
-            text_table(names, shown),
+            text_table(names, marked_rows),
             "",
             self.recommended.scale_sense(),
             f"How sure: {certainty['verdict']}. The traces know the outcome of {certainty['known_share']:.1%} of the "
@@ -190,11 +181,8 @@ class Tuning:
 
 def _mean_of_numbers(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """The mean of each column without its nan; nan where it has nothing else."""
-    there = ~np.isnan(values)
-    counts = there.sum(axis=0)
-    sums = np.where(there, values, 0.0).sum(axis=0)
-    means: NDArray[np.float64] = np.divide(sums, counts, out=np.full(sums.shape, math.nan), where=counts > 0)
-    return means
+    columns = [column[~np.isnan(column)] for column in values.T]
+    return np.array([column.mean() if len(column) else math.nan for column in columns])
 
 
 def tune(
@@ -226,11 +214,17 @@ def tune(
 
     Examples:
         >>> trace = Trace.exact("calm", [2.0**20] * 5000)
-        >>> found = tune([trace], [Configuration.dynamic(50), Configuration.dynamic(2000)])
-        >>> found.recommended.label
+        >>> tuning = tune([trace], [Configuration.dynamic(50), Configuration.dynamic(2000)])
+        >>> tuning.recommended.label
         'dynamic 2000'
     """
-    rate = _require_exchange_rate(exchange_rate)
+    rate = require_number(
+        "exchange_rate",
+        exchange_rate,
+        "a finite number of at least 0",
+        lambda number: number >= 0,
+        "Give the skipped steps in 1000 that a bit of headroom is worth.",
+    )
     if len(traces) == 0:
         raise ValueError("'traces' must have at least 1 trace, but got none. There is nothing to tune on.")
     tried = tuple(grid(**DEFAULT_GRID) if configurations is None else configurations)
@@ -246,13 +240,11 @@ def tune(
 
     sweeps = tuple(swept(trace) for trace in traces)
     if assumptions is None:
+        highest = [np.where(np.isinf(one.upper_bound), np.inf, np.nextafter(one.upper_bound, 0.0)) for one in traces]
         assumptions = {
-            "the lowest ceilings that are possible": [replace(trace, ceiling=trace.lower_bound) for trace in traces],
-            "the highest ceilings that are possible": [
-                replace(
-                    trace, ceiling=np.where(np.isinf(trace.upper_bound), np.inf, np.nextafter(trace.upper_bound, 0.0))
-                )
-                for trace in traces
+            "the lowest possible ceilings": [replace(one, ceiling=one.lower_bound) for one in traces],
+            "the highest possible ceilings": [
+                replace(one, ceiling=ceiling) for one, ceiling in zip(traces, highest, strict=True)
             ],
         }
 
@@ -264,17 +256,3 @@ def tune(
         for name, others in assumptions.items()
     }
     return Tuning(tried, sweeps, rate, costs_on(sweeps), assumed)
-
-
-def _require_exchange_rate(exchange_rate: object) -> float:
-    if isinstance(exchange_rate, bool) or not isinstance(exchange_rate, Real):
-        raise TypeError(
-            f"'exchange_rate' must be a number, but got {exchange_rate!r} of type {type(exchange_rate).__name__}. Give "
-            "the skipped steps in 1000 that a bit of headroom is worth."
-        )
-    if not 0.0 <= float(exchange_rate) < math.inf:
-        raise ValueError(
-            f"'exchange_rate' must be finite and not below 0, but got {exchange_rate}. Give the skipped steps in 1000 "
-            "that a bit of headroom is worth."
-        )
-    return float(exchange_rate)

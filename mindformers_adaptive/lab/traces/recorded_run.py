@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
 
-__all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares"]
+__all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares", "filled"]
 
 Floats = NDArray[np.float64]
 
@@ -32,7 +32,7 @@ class RecordedRun:
             was applied. False where it only says that some steps of an interval were skipped, and which is inferred.
         loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say.
         seconds (NDArray, optional): float64 of shape (steps,), how long the step took, nan where the log does not say.
-        scale_factor (float): what the scale is divided by at an overflow, found from the log, or 2.
+        scale_factor (float): what the scale is divided by at an overflow, as the log shows it, or 2.
         lines_read (int), lines_used (int), lines_ignored (int): read is the sum of the other two.
         notes (tuple[str, ...]): what was inferred, merged, superseded or is missing.
         problems (tuple[str, ...]): lines that look like a step's and cannot be read, each as "file:line: why".
@@ -116,7 +116,7 @@ class RecordedRun:
         if assume not in ASSUMPTIONS:
             raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave it out for the first.")
         # A rule without a floor can get to a scale of 0, below which no ceiling lies.
-        scale = np.maximum(_filled(self.loss_scale), np.finfo(np.float64).tiny)
+        scale = np.maximum(filled(self.loss_scale), np.finfo(np.float64).tiny)
         lower = np.where(self.overflow, 0.0, scale)
         below = np.where(self.overflow, scale, np.inf)
         assumed = {"interpolated": _interpolated, "lower_bound": _lower, "upper_bound": _upper}[assume]
@@ -164,8 +164,8 @@ def bound_shares(trace: Trace) -> dict[str, float]:
     return {which: float(steps.mean()) for which, steps in shares.items()}
 
 
-def _filled(scale: Floats) -> Floats:
-    """Unknown scales replaced by the one known before, or else after."""
+def filled(scale: Floats) -> Floats:
+    """Return the scales with each unknown one replaced by the known one before it, or else after it."""
     known = np.flatnonzero(~np.isnan(scale))
     if len(known) == 0:
         return np.ones_like(scale)
@@ -201,17 +201,12 @@ def _upper(scale: Floats, overflow: NDArray[np.bool_], factor: float) -> Floats:
 def _interpolated(scale: Floats, overflow: NDArray[np.bool_], factor: float) -> Floats:
     if not overflow.any():
         return np.full_like(scale, scale.max(initial=0.0))
-    starts, ends = _rows(overflow)
+    starts, last = consecutive_runs(np.flatnonzero(overflow)).T
+    ends = last + 1
     padded = np.append(scale, np.inf)
     smallest, following = np.minimum.reduceat(padded, np.column_stack([starts, ends]).ravel())[::2], padded[ends]
     anchors = (np.log2(smallest) + np.log2(np.minimum(following, smallest / factor))) / 2
     # Each row of skipped steps has one value, from its first step to its last.
-    places = np.column_stack([starts, ends - 1]).ravel()
+    places = np.column_stack([starts, last]).ravel()
     interpolated: Floats = np.exp2(np.interp(np.arange(len(scale)), places, np.repeat(anchors, 2)))
     return interpolated
-
-
-def _rows(chosen: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Where each row of chosen steps starts, and the place after its end."""
-    edges = np.diff(np.concatenate([[False], chosen, [False]]).astype(np.int8))
-    return np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)

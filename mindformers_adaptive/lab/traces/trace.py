@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Trace"]
+__all__ = ["Trace", "consecutive_runs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,8 @@ class Trace:
         loss_scale (NDArray, optional): float64 of shape (steps,), the scale that the recorded run used.
         overflow (NDArray, optional): bool of shape (steps,), whether the step of the recorded run overflowed.
         seconds (NDArray, optional): float64 of shape (steps,), how long each step of the recorded run took.
+        largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute value of the step's
+            gradients, unscaled; nan where it is not known. A policy is given it for the steps that are applied.
 
     Raises:
         ValueError: if the arrays do not have one length, or a ceiling lies outside its bounds.
@@ -46,10 +48,11 @@ class Trace:
     loss_scale: NDArray[np.float64] | None = None
     overflow: NDArray[np.bool_] | None = None
     seconds: NDArray[np.float64] | None = None
+    largest_gradient: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        arrays = (self.ceiling, self.lower_bound, self.upper_bound, self.loss_scale, self.overflow, self.seconds)
-        lengths = {array.shape for array in arrays if array is not None}
+        arrays = [self.ceiling, self.lower_bound, self.upper_bound, self.loss_scale, self.overflow, self.seconds]
+        lengths = {array.shape for array in [*arrays, self.largest_gradient] if array is not None}
         if len(lengths) > 1 or len(self.ceiling.shape) != 1:
             raise ValueError(
                 f"All arrays of the trace {self.name!r} must have one number for each step, but got shapes "
@@ -89,3 +92,21 @@ class Trace:
         """
         scale = np.asarray(loss_scale, dtype=np.float64)
         return np.broadcast_to((scale <= self.lower_bound) | (scale >= self.upper_bound), self.ceiling.shape)
+
+
+def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:
+    """Return the first and the last number of each run of consecutive integers.
+
+    Args:
+        numbers (ArrayLike): increasing integers, shape (numbers,).
+
+    Returns:
+        NDArray, int64 of shape (runs, 2).
+
+    Examples:
+        >>> consecutive_runs([1, 2, 3, 7]).tolist()
+        [[1, 3], [7, 7]]
+    """
+    array = np.asarray(numbers, dtype=np.int64)
+    starts = np.diff(array, prepend=array[:1] - 2) != 1
+    return np.column_stack([array[starts], array[np.roll(starts, -1)]])

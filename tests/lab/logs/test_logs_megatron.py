@@ -104,7 +104,8 @@ def test_more_skips_than_drops_were_tolerated_at_the_scale_before(tmp_path):
 
 def test_skips_at_an_unchanged_scale_followed_a_raise(tmp_path):
     run = read_log(write(tmp_path, line(10, 1024.0), line(20, 1024.0, 1)))
-    assert run.loss_scale[10:12].tolist() == [2048.0, 1024.0]
+    assert run.loss_scale[10:13].tolist() == [1024.0, 2048.0, 1024.0]
+    assert run.overflow[10:13].tolist() == [False, True, False]
 
 
 def test_applied_steps_around_a_raise_used_at_least_the_smaller_scale(tmp_path):
