@@ -96,6 +96,9 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
         lines.lines_read - used,
         tuple(notes),
         tuple(lines.problems),
+        np.array(steps.lines, dtype=np.int64),
+        steps.final_loss_scale,
+        steps.factor_bound,
     )
 
 

@@ -10,7 +10,8 @@ after its last step and, in MindFormers' logs, the flag of that step. From two s
 
 This holds for every rule that changes the scale by one factor and at most once a step: this package's, MindSpore's and
 MindFormers' cells, Megatron-LM's, with any window, hysteresis, floor and cap. The factor is the one between lines that
-are one step apart or else, for the bounds, the largest of which all scales of the log are powers, times a constant. A
+are one step apart. Where no lines are, the bounds are those of the largest factor of which all scales are powers, times
+a constant; one change that does not fit may have led by way of a floor of up to 2^14. The guess is 2, where it fits. A
 printed number of skipped steps is exact, unless a fall of the scale shows that the log does not count them.
 
 Which of the steps were skipped is a guess that agrees with this. Skipped steps come first, at the scale that the one
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -33,10 +34,10 @@ from mindformers_adaptive.lab.logs.entries import LONGEST_INTERVAL, LogEntry
 __all__ = ["Interval", "Steps", "expand"]
 
 _LARGEST_START = 2.0**32
-_USUAL_FACTOR = 2.0  # MindSpore's, Megatron-LM's and DeepSpeed's
 _NEAR = 1e-3  # printed scales are rounded
 _SAME_BITS = 1e-4  # the same in bits: eight digits are printed, and float32 rounds at each change
 _FEWEST_BITS = 0.05  # no scale factor is this near to 1
+_LARGEST_FLOOR_BITS = 14.0  # no floor is above 2^14
 _NAN = math.nan
 
 
@@ -67,7 +68,8 @@ class Steps(NamedTuple):
         lines (list[tuple[int, int, int]]): for each line the number of steps up to its last one, and the fewest and the
             most that may have been skipped up to there.
         final_loss_scale (float): the scale after the last step.
-        scale_factor (float): the commonest factor between the scales of neighbouring steps; 2 where there is none.
+        scale_factor (float): the commonest factor between the scales of neighbouring steps, or what the log allows.
+        factor_bound (float): the largest that the log allows.
         notes (list[str]): what had to be inferred, and where lines are missing or contradict each other.
     """
 
@@ -80,6 +82,7 @@ class Steps(NamedTuple):
     lines: list[tuple[int, int, int]]
     final_loss_scale: float
     scale_factor: float
+    factor_bound: float
     notes: list[str]
 
 
@@ -88,7 +91,7 @@ def expand(entries: Sequence[LogEntry]) -> Steps:
     notes: list[str] = []
     factor, largest_factor = _factors(entries)
     intervals = _intervals(entries, factor, largest_factor, notes)
-    steps = Steps([], [], [], [], [], [], [], _NAN, factor, notes)
+    steps = Steps([], [], [], [], [], [], [], _NAN, factor, largest_factor, notes)
     after, fewest, most = _NAN, 0, 0
     for interval in intervals:
         entry, count = interval.entry, interval.steps
@@ -264,31 +267,37 @@ def _usual_stride(entries: Sequence[LogEntry]) -> int:
 
 
 def _factors(entries: Sequence[LogEntry]) -> tuple[float, float]:
-    """The usual factor of a change, and the largest that the scales of the log allow."""
-    neighbours: Counter[float] = Counter()
-    bits = []
+    """The usual factor of a change, and the largest that the scales of the log allow; inf where they allow none."""
+    pairs = []
     for earlier, later in pairwise(entries):
         before, after = earlier.next_loss_scale, later.next_loss_scale
-        if before == after or not (0 < before < math.inf and 0 < after < math.inf):
-            continue
-        bits.append(abs(math.log2(before / after)))
-        if later.step - earlier.step == 1:
-            neighbours[round(2 ** bits[-1], 3)] += 1
+        if before != after and not later.after_restart and 0 < before < math.inf and 0 < after < math.inf:
+            pairs.append((later.step - earlier.step, math.log2(before), math.log2(after)))
+    neighbours = Counter(round(2 ** abs(before - after), 3) for steps, before, after in pairs if steps == 1)
     factor = neighbours.most_common(1)[0][0] if neighbours else 1.0
     if factor > 1:
         return factor, factor
-    divisor = _common_divisor(bits)
-    largest = 2.0**divisor if divisor else math.inf
-    return _USUAL_FACTOR if divisor is None or abs(divisor - round(divisor)) < _SAME_BITS else largest, largest
+    bits = [abs(before - after) for _, before, after in pairs]
+    up_to, from_there = (list(accumulate(row, _common_divisor, initial=0.0)) for row in (bits, bits[::-1]))
+    divisor = largest = up_to[-1]
+    for (steps, before, after), *others in zip(pairs, up_to, from_there[-2::-1], strict=False):
+        # A change by way of a floor that is no power of the factor away need not fit the others.
+        without = _common_divisor(*others)
+        by_way_of_floor = max(before - _LARGEST_FLOOR_BITS, 0.0) + max(after - _LARGEST_FLOOR_BITS, 0.0)
+        if by_way_of_floor <= steps * without + _NEAR:
+            largest = max(largest, without)
+    powers_of_two = abs(divisor - round(divisor)) < _SAME_BITS
+    if len(pairs) == 1 and not powers_of_two:
+        largest = 0.0
+    usual = [1.0] if powers_of_two else []
+    fits = (one for one in (*usual, divisor, largest) if all(abs(a - b) <= n * one + _NEAR for n, a, b in pairs))
+    return 2.0 ** next(fits, 1.0), 2.0**largest if largest >= _FEWEST_BITS else math.inf
 
 
-def _common_divisor(bits: Iterable[float]) -> float | None:
-    """The largest number of bits that all of some are multiples of, nearly; None if there is no such number."""
-    divisor = 0.0
-    for number in bits:
-        larger, smaller = max(divisor, number), min(divisor, number)
-        while smaller > _SAME_BITS:
-            larger, smaller = smaller, larger % smaller
-            smaller = 0.0 if larger - smaller < _SAME_BITS else smaller
-        divisor = larger
-    return divisor if divisor >= _FEWEST_BITS else None
+def _common_divisor(first: float, second: float) -> float:
+    """The largest number of which two are multiples, nearly."""
+    larger, smaller = max(first, second), min(first, second)
+    while smaller > _SAME_BITS:
+        rest = larger % smaller
+        larger, smaller = smaller, 0.0 if smaller - rest < _SAME_BITS else rest
+    return larger
