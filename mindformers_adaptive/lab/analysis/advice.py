@@ -43,6 +43,9 @@ _TOLERABLE = 2.0
 # Other windows have to save as much as usual settings pay: one skipped step in 1000, see cost().
 _TOLERABLE_SHARE = DEFAULT_EXCHANGE_RATE / 1000.0
 
+# Where Megatron-LM, DeepSpeed and MindFormers start by default.
+_LARGEST_START = 2.0**32
+
 # A scale held if it bore as many clean steps in a row as MindFormers' smallest window.
 _HELD = DEFAULT_MIN_SCALE_WINDOW
 
@@ -96,6 +99,8 @@ def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[l
     advice = [collapse, start]
     if collapse is not None or not len(usable):
         return [one for one in advice if one is not None], None
+    if start is None:
+        advice.append(_unseen_start(run, float(usable[0])))
     settings = {
         "loss_scale_value": float(usable[0]),
         "scale_factor": run.scale_factor,
@@ -115,7 +120,7 @@ def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[l
             settings |= hysteresis.settings
             tuning = tuning and tune([trace], [replace(one, **hysteresis.settings) for one in tuning.configurations])
     given = [one for one in advice if one is not None]
-    return given, (tuning or _best_windows(trace, settings)) if given else None
+    return given, (tuning or _best_windows(trace, settings, run)) if given else None
 
 
 def _lost(measures: Measures) -> float:
@@ -170,31 +175,58 @@ def _start(run: RecordedRun, trace: Trace, scale: NDArray[np.float64]) -> Advice
     saved = _lost(as_recorded) - _lost(instead)
     if saved <= _TOLERABLE:
         return None
-    skipped = run.overflow[:reached]
-    known, at = int((skipped & run.position_known[:reached]).sum()), int(run.step[reached])
-    figures = {"scale": better, "reached_at": at, "saves": saved, "saves_skipped_steps": int(skipped.sum())}
-    value = int(better) if better.is_integer() else better
-    change = f"Start at {as_power_of_two(better)} (loss_scale_value: {value}) instead of {as_power_of_two(first)}."
-    if better < first:
-        inferred = "" if known == skipped.sum() else f" ({skipped.sum() - known} of them inferred)"
+    at = int(run.step[reached])
+    ends = run.line_ends()
+    # Where a line stands for several steps, what is known of them is known at its end.
+    end = reached if reached in ends else int(ends[np.searchsorted(ends, reached)])
+    fewest, most = run.skipped_bounds(end)
+    figures = {"scale": better, "reached_at": at, "saves": saved, "saves_skipped_steps": fewest, "saves_at_most": most}
+    change = _start_at(better, None if math.isnan(run.loss_scale[0]) else first)
+    if better > first:
+        figures["raises"] = int((np.diff(scale[: reached + 1]) > 0).sum())
+        figures["headroom_lost"] = float(np.log2(better / scale[:reached]).sum())
         reason = (
-            f"{skipped.sum()} steps{inferred} were skipped before {as_power_of_two(better)}, from step {at} on, was "
-            "the first scale that held. If the earlier steps could have used this scale too, starting there avoids "
-            "these skips."
+            f"{figures['raises']} raises without an overflow led to {as_power_of_two(better)}, at step {at}. The "
+            f"headroom lost on the way is worth {saved:.0f} skipped steps, at {1000 / DEFAULT_EXCHANGE_RATE:.0f} bits "
+            "for a step."
         )
-        if run.step[0] != 1:
-            reason += (
-                f" The log begins at step {run.step[0]}: if the run was resumed there without its loss scale, resume "
-                "the loss scale too."
-            )
-        return Advice("start lower", change, reason, {**figures, "known": known}, {"loss_scale_value": better})
-    figures["raises"] = int((np.diff(scale[: reached + 1]) > 0).sum())
-    figures["headroom_lost"] = float(np.log2(better / scale[:reached]).sum())
+        return Advice("start higher", change, reason, figures, {"loss_scale_value": better})
+    figures["known"] = int((run.overflow & run.position_known)[:end].sum())
+    inferred = "" if figures["known"] == fewest else f" ({fewest - figures['known']} of them inferred)"
+    count = f"{fewest}{inferred}" if fewest == most else f"At least {fewest}{inferred} and at most {most}"
     reason = (
-        f"{figures['raises']} raises without an overflow led to {as_power_of_two(better)}, at step {at}. The headroom "
-        f"lost on the way is worth {saved:.0f} skipped steps, at {1000 / DEFAULT_EXCHANGE_RATE:.0f} bits for a step."
+        f"{count} steps were skipped before {as_power_of_two(better)}, from step {at} on, was the first scale that "
+        "held. If the earlier steps could have used this scale too, starting there avoids these skips."
     )
-    return Advice("start higher", change, reason, figures, {"loss_scale_value": better})
+    if run.step[0] != 1:
+        reason += (
+            f" The log begins at step {run.step[0]}: if the run was resumed there without its loss scale, resume the "
+            "loss scale too."
+        )
+    return Advice("start lower", change, reason, figures, {"loss_scale_value": better})
+
+
+def _unseen_start(run: RecordedRun, scale: float) -> Advice | None:
+    """The advice for a log whose first line stands for several steps: what they started from is not in it."""
+    steps = int(run.line_ends()[0])
+    fewest, most = run.skipped_bounds(steps)
+    drops = math.log(_LARGEST_START / scale, run.scale_factor) if 0 < scale < _LARGEST_START else 0
+    if run.step[0] != 1 or not math.isnan(run.loss_scale[0]) or min(most, drops) <= _TOLERABLE:
+        return None
+    return Advice(
+        "start lower",
+        f"If the run started above {as_power_of_two(scale)}: {_start_at(scale, None)}",
+        f"The first line of the log stands for steps 1 to {steps}. It does not show the scale that they started from, "
+        f"nor which of them were skipped: at least {fewest} and at most {most}.",
+        {"scale": scale, "reached_at": int(run.step[steps - 1]), "saves_skipped_steps": fewest, "saves_at_most": most},
+        {"loss_scale_value": scale},
+    )
+
+
+def _start_at(scale: float, instead_of: float | None) -> str:
+    value = int(scale) if scale.is_integer() else scale
+    instead = "" if instead_of is None else f" instead of {as_power_of_two(instead_of)}"
+    return f"Start at {as_power_of_two(scale)} (loss_scale_value: {value}){instead}."
 
 
 def _hysteresis(
@@ -283,10 +315,10 @@ def _direction(configuration: Configuration, window: int) -> str:
     return "smaller window" if largest <= window else "moving window"
 
 
-def _best_windows(trace: Trace, settings: dict[str, Any]) -> Tuning:
-    """The windows that cost least on the trace; the defaults where it is too short to show what windows cost."""
-    short = len(trace) < DEFAULT_MAX_SCALE_WINDOW
-    return tune([trace], [Configuration(**settings)] if short else _configurations(settings))
+def _best_windows(trace: Trace, settings: dict[str, Any], run: RecordedRun) -> Tuning:
+    """The windows that cost least on the trace; the defaults where it does not show what windows cost."""
+    shows_windows = len(trace) >= DEFAULT_MAX_SCALE_WINDOW and run.position_known.mean() >= _KNOWN
+    return tune([trace], _configurations(settings) if shows_windows else [Configuration(**settings)])
 
 
 def _configurations(settings: dict[str, Any]) -> list[Configuration]:

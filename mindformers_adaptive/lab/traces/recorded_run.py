@@ -42,6 +42,7 @@ class RecordedRun:
             step, and ``overflow`` is exact.
         final_loss_scale (float): the scale after the last step, nan where nothing is known of it.
         factor_bound (float, optional): the largest ``scale_factor`` that the log allows. Default: None, that itself.
+        lines_superseded (int): used lines that speak of steps that later lines speak of otherwise.
 
     Raises:
         ValueError: if the arrays do not have one length, the steps do not increase, or the lines do not add up.
@@ -71,6 +72,7 @@ class RecordedRun:
     lines: NDArray[np.int64] | None = None
     final_loss_scale: float = np.nan
     factor_bound: float | None = None
+    lines_superseded: int = 0
 
     def __post_init__(self) -> None:
         arrays = (self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds)
