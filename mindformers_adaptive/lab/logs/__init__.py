@@ -89,7 +89,7 @@ def read_log(
     reader.timeline.close()
     notes = [*steps.notes, *reader.timeline.notes]
     notes += [
-        f"{count} line(s) are of another format, {name}, and were ignored. Read them with format={name!r}, or take them out."
+        f"{count} line(s) are of another format, {name}, and were ignored; format={name!r} reads them instead."
         for name, count in foreign.items()
     ]
     if lines.undecodable:
@@ -142,10 +142,8 @@ def _reader_of(paths: tuple[Path, ...], format: str | None) -> type[Reader]:
 
 def _other_format(text: str, reader: Reader) -> list[str]:
     """The format of which a line is that the reader could not use; Megatron-DeepSpeed prints two."""
-    others = [] if reader.name == MegatronReader.name else [DeepSpeedReader]
-    return [
-        other.name for other in (*_READERS[:-1], *others) if other.name != reader.name and other.is_step_line(text)
-    ][:1]
+    expected = {reader.name, DeepSpeedReader.name} if reader.name == MegatronReader.name else {reader.name}
+    return [other.name for other in _READERS if other.name not in expected and other.is_step_line(text)][:1]
 
 
 def _nothing_found(paths: tuple[Path, ...], readers: Iterable[Reader | type[Reader]], lines: LogLines) -> str:

@@ -111,15 +111,16 @@ class Timeline:
         if self.superseded > len(self.entries):
             self.notes.append(
                 f"{self.superseded} step(s) cannot be placed: later lines give their numbers to others, and only "
-                f"{len(self.entries)} line(s) are left. If the run was not restarted, the log does not number its steps."
+                f"{len(self.entries)} line(s) are left. If the run was not restarted, the log does not number its "
+                "steps."
             )
         if self.merged:
             note = f"{self.merged} line(s) of other ranks said the same of a step and were merged."
             if self.merged_with_other_loss:
                 note = (
-                    f"{self.merged} line(s) said the same of a step's overflow and scale as another and were merged, as "
-                    f"those of other ranks; {self.merged_with_other_loss} of them have another loss. If they are of "
-                    "another run, read each run from a file of its own."
+                    f"{self.merged} line(s) said the same of a step's overflow and scale as another and were merged, "
+                    f"as those of other ranks; {self.merged_with_other_loss} of them have another loss. If they are "
+                    "of another run, read each run from a file of its own."
                 )
             self.notes.append(note)
 

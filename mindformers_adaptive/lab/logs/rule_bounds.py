@@ -76,8 +76,8 @@ class _Successors(dict[Any, tuple[Any, Any]]):
     def __init__(self, rule: Any) -> None:
         super().__init__()
         self.rule = rule
-        growth = float(getattr(rule, "scale_factor", None) or getattr(rule, "growth_factor", 1.0))
-        backoff = float(getattr(rule, "backoff_factor", None) or 1.0 / growth)
+        growth: float = getattr(rule, "scale_factor", getattr(rule, "growth_factor", 1.0))
+        backoff: float = getattr(rule, "backoff_factor", None) or 1.0 / growth
         self.largest_changes = (math.log2(growth), -math.log2(backoff))
 
     def __missing__(self, state: Any) -> tuple[Any, Any]:

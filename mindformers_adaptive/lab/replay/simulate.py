@@ -122,8 +122,8 @@ class Comparison:
             for row in self.rows()
             if each_trace or len(self.traces) == 1 or row["trace"] is None
         ]
-        # The oracle's regret of headroom is the headroom lost. Columns of zeros are left out, but a known share of 0 says
-        # that every outcome was assumed.
+        # The oracle's regret of headroom is the headroom lost. Columns of zeros are left out; but a known share of 0
+        # says that every outcome was assumed.
         names = [
             field.name
             for field in fields(Measures)

@@ -2,40 +2,11 @@
 
 import numpy as np
 import pytest
+from sink_logs import run_of, write_sink_log
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
-
-# As mindformers/core/callback/callback.py of version 1.9 prints it in sink mode.
-LINE = (
-    "2026-11-21 08:48:55,288 - mindformers/output/log[mindformers/core/callback/callback.py:747] - INFO - "
-    "{ Epoch:[%3d/%3d], step:[%5d/%5d], loss: %5.6f, per_step_time: %dms, lr: %s, overflow cond: %s, loss_scale: %s, "
-    "global_norm: %s, train_throughput_per_npu: 0.004T\n"
-)
-
-
-def write_sink_log(path, overflow, next_scales, sink):
-    """Write a line for each sink: the flag of its last step and, as a float32 array prints it, the scale after it."""
-    steps = len(overflow)
-    path.write_text(
-        "".join(
-            LINE % (1, 1, step, steps, 4.15, 43, 0.001, overflow[step - 1], np.array(scale, np.float32), "[1.5]")
-            for step, scale in zip(range(1, steps + 1), next_scales, strict=True)
-            if step % sink == 0
-        ),
-        encoding="utf-8",
-    )
-    return path
-
-
-def run_of(policy, ceilings):
-    """The flags of a run by a rule, and the scale after each step."""
-    scales, flags = [], []
-    for ceiling in ceilings:
-        flags.append(bool(policy.loss_scale > ceiling))
-        scales.append(policy.step(flags[-1]))
-    return flags, scales
-
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 
 RULES = {
     "adaptive": lambda start: make_policy("adaptive", loss_scale_value=start),
@@ -91,3 +62,69 @@ def test_the_truth_lies_within_the_bounds(tmp_path, sink):
         assert (trace.upper_bound >= np.where(flags, used * (1 - 1e-6), np.inf)).all(), (rule, seed)
         widths.append(np.subtract(*run.skipped_bounds()[::-1]))
     assert min(widths) < 400 * (sink - 1) / sink
+
+
+@pytest.mark.parametrize(
+    ("rule", "params", "sink"),
+    [
+        ("adaptive", {}, 4),
+        ("adaptive", {}, 10),
+        ("adaptive", {"hysteresis": 2, "min_loss_scale": 2.0**14, "min_scale_window": 5}, 10),
+        ("dynamic", {"scale_window": 20}, 50),
+        ("megatron", {"growth_interval": 15}, 10),
+    ],
+)
+def test_bounds_of_the_rule_of_the_run_hold_and_are_narrower(tmp_path, rule, params, sink):
+    name = {"adaptive": "loss_scale_value", "dynamic": "init_loss_scale", "megatron": "initial_scale"}[rule]
+
+    def policy():
+        return make_policy(rule, **{name: 2.0**32}, **params)
+
+    for seed in range(10):
+        flags, scales = run_of(policy(), ceilings_of(seed, 300))
+        log = write_sink_log(tmp_path / "sink.log", flags, scales, sink)
+        loose, narrow = read_log(log), read_log(log, rule=policy())
+        for steps in range(sink, 301, sink):
+            assert narrow.skipped_bounds(steps)[0] <= sum(flags[:steps]) <= narrow.skipped_bounds(steps)[1]
+        assert narrow.skipped_bounds()[0] >= loose.skipped_bounds()[0]
+        assert narrow.skipped_bounds()[1] < loose.skipped_bounds()[1] or sum(flags) > 250
+        assert narrow.loss_scale[0] == 2.0**32
+        assert np.isnan(loose.loss_scale[0])
+
+
+def test_a_log_that_does_not_follow_the_rule_is_refused(tmp_path):
+    flags, scales = run_of(RULES["adaptive"](2.0**24), [2.0**16] * 40)
+    log = write_sink_log(tmp_path / "sink.log", flags, scales, 4)
+    assert read_log(log, rule=RULES["adaptive"](2.0**24)).skipped_bounds()[0] == sum(flags)
+    with pytest.raises(
+        ValueError, match=r"sink.log:1: no sequence of overflows leads the rule 'adaptive' to loss scale"
+    ):
+        read_log(log, rule=RULES["adaptive"](2.0**32))
+    later = tmp_path / "later.log"
+    later.write_text("".join(log.read_text().splitlines(keepends=True)[3:]))
+    with pytest.raises(ValueError, match=r"'rule' needs a log that begins at step 1, but .*later.log:1 is at step 16"):
+        read_log(later, rule=RULES["adaptive"](2.0**24))
+
+
+def test_a_rule_is_followed_up_to_a_gap(tmp_path):
+    flags, scales = run_of(RULES["adaptive"](2.0**24), [2.0**16] * 80)
+    log = write_sink_log(tmp_path / "sink.log", flags, scales, 4)
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:10] + lines[11:]))
+    run = read_log(log, rule=RULES["adaptive"](2.0**24))
+    assert [note for note in run.notes if "sink.log:11: the rule is not followed from here on, after a gap" in note]
+    assert run.skipped_bounds(40) == read_log(log, rule=RULES["adaptive"](2.0**24)).skipped_bounds(40)
+    assert run.skipped_bounds()[0] <= sum(flags[:40] + flags[44:]) <= run.skipped_bounds()[1]
+
+
+def test_a_prefix_that_ends_within_a_line_has_bounds_too():
+    arrays = np.arange(1, 9), np.full(8, 4.0), np.full(8, False), np.full(8, False)
+    run = RecordedRun("run", (), "mindformers", *arrays, lines=np.array([[4, 2, 3], [8, 2, 7]]))
+    assert [run.skipped_bounds(steps) for steps in (0, 1, 3, 4, 5, 8)] == [
+        (0, 0),
+        (0, 1),
+        (1, 3),
+        (2, 3),
+        (2, 4),
+        (2, 7),
+    ]
