@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
     from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
     from mindformers_adaptive.rule.ladder import window_ladder
-    from mindformers_adaptive.rule.megatron import megatron_state, scale_sense_from_megatron
+    from mindformers_adaptive.rule.megatron import scale_sense_from_megatron
 
 __all__ = [
     "AdaptiveLossScaleManager",
@@ -40,7 +40,6 @@ __all__ = [
     "find_loss_scale",
     "gradient_ranges",
     "make_policy",
-    "megatron_state",
     "register",
     "scale_sense_from_megatron",
     "window_ladder",
@@ -62,7 +61,6 @@ _MODULE_OF = {
     "find_loss_scale": "gradients.finder",
     "gradient_ranges": "gradients.ranges",
     "make_policy": "lab.policies",
-    "megatron_state": "rule.megatron",
     "register": "integration.registration",
     "scale_sense_from_megatron": "rule.megatron",
     "window_ladder": "rule.ladder",

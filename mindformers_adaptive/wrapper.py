@@ -7,23 +7,20 @@ carry the state of adaptive loss scaling through checkpoints.
 import mindformers.wrapper
 from mindspore import nn
 
-from mindformers_adaptive.cells.carried_state import carries_loss_scale_state
-from mindformers_adaptive.cells.overflow import detects_overflow_on_cpu
-from mindformers_adaptive.cells.scale_sense import checks_scale_sense
+from mindformers_adaptive.cells.no_loss_scale import NoLossScaleUpdateCell
+from mindformers_adaptive.cells.train_step import LossScaleTrainStep
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 
 __all__ = [
     "AdaptiveLossScaleUpdateCell",
     "MFPipelineWithLossScaleCell",
     "MFTrainOneStepCell",
+    "NoLossScaleUpdateCell",
     "TrainOneStepWithLossScaleCell",
 ]
 
 
-@checks_scale_sense
-@carries_loss_scale_state
-@detects_overflow_on_cpu
-class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
+class TrainOneStepWithLossScaleCell(LossScaleTrainStep, nn.TrainOneStepWithLossScaleCell):
     """``mindspore.nn.TrainOneStepWithLossScaleCell`` that detects overflow on CPU too.
 
     Arguments, inputs, outputs and errors are those of the stock cell: it returns the loss, the overflow flag (bool of
@@ -44,10 +41,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
     """
 
 
-@checks_scale_sense
-@carries_loss_scale_state
-@detects_overflow_on_cpu
-class MFTrainOneStepCell(mindformers.wrapper.MFTrainOneStepCell):
+class MFTrainOneStepCell(LossScaleTrainStep, mindformers.wrapper.MFTrainOneStepCell):
     """``mindformers.wrapper.MFTrainOneStepCell`` that detects overflow on CPU too.
 
     Arguments, inputs, outputs and errors are those of the stock cell: it returns the loss, the overflow flag, the loss
@@ -68,10 +62,7 @@ class MFTrainOneStepCell(mindformers.wrapper.MFTrainOneStepCell):
     """
 
 
-@checks_scale_sense
-@carries_loss_scale_state
-@detects_overflow_on_cpu
-class MFPipelineWithLossScaleCell(mindformers.wrapper.MFPipelineWithLossScaleCell):
+class MFPipelineWithLossScaleCell(LossScaleTrainStep, mindformers.wrapper.MFPipelineWithLossScaleCell):
     """``mindformers.wrapper.MFPipelineWithLossScaleCell`` that detects overflow on CPU too.
 
     Arguments, inputs, outputs and errors are those of the stock cell. It can be made only in semi-automatic or

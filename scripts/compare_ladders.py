@@ -25,11 +25,13 @@ def main():
         theirs, ours = mindformers_ladder(largest, smallest), window_ladder(largest, smallest)
         print(f"{f'{largest}, {smallest}':<10} {show(theirs):<42} {show(ours)}")
     pairs, well_formed, same = count(arguments.largest_minimum, arguments.largest_maximum)
-    print(f"\n{pairs} pairs of bounds; MindFormers' ladder is well formed for {well_formed}, {same} of them the same")
+    print(
+        f"\n{pairs} pairs of bounds; MindFormers' ladder is well formed for {well_formed} and equal to ours for {same}"
+    )
 
 
 def count(largest_minimum, largest_maximum):
-    """Return how many pairs there are, for how many MindFormers' ladder is well formed, and how many of those agree."""
+    """Return the number of pairs, of well-formed ladders of MindFormers, and of those that equal ours."""
     pairs = well_formed = same = 0
     for smallest in range(1, largest_minimum + 1):
         for largest in range(smallest, largest_maximum + 1):
@@ -42,7 +44,7 @@ def count(largest_minimum, largest_maximum):
 
 
 def mindformers_ladder(largest, smallest):
-    """The ladder of MindFormers' own cell: an interval of 100, a factor of 2."""
+    """The ladder of MindFormers' own cell, with its interval of 100 and factor of 2."""
     return tuple(_get_window_list(largest, smallest, 100, 2)[1])
 
 

@@ -2,8 +2,8 @@
 
     python scripts/prepare_corpus.py output/corpus
 
-Every machine with Python has this text. A token is a byte, so the vocabulary has 256 entries; a sample is
-``--seq_length`` + 1 consecutive bytes, ``input_ids``, int32.
+Every machine with Python has this text. A token is a byte, so the vocabulary has 256 entries. A sample is a row of
+``input_ids``: ``--seq_length`` + 1 consecutive bytes as int32.
 """
 
 import argparse
@@ -19,12 +19,12 @@ FILE_NAME = "corpus.mindrecord"
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="folder to make; one that is there already is kept as it is")
-    parser.add_argument("--seq_length", type=int, default=128, help="bytes a sample, less one (default: 128)")
-    parser.add_argument("--samples", type=int, default=None, help="write only so many samples (default: all)")
+    parser.add_argument("folder", type=Path, help="folder to make; an existing one is kept unchanged")
+    parser.add_argument("--seq_length", type=int, default=128, help="bytes per sample, minus one (default: 128)")
+    parser.add_argument("--samples", type=int, default=None, help="number of samples to write (default: all)")
     arguments = parser.parse_args()
     if arguments.folder.exists():
-        print(f"Corpus: {arguments.folder} is there already and is used again.")
+        print(f"Corpus: {arguments.folder} exists already and is used again.")
         return
     samples = cut_into_samples(read_standard_library(), arguments.seq_length + 1)[: arguments.samples]
     write_mindrecord(samples, arguments.folder)
@@ -38,13 +38,13 @@ def read_standard_library():
 
 
 def cut_into_samples(text, length):
-    """Cut text of shape (bytes,) into int32 samples of shape (samples, length); the rest at the end is left out."""
+    """Cut text of shape (bytes,) into int32 samples of shape (samples, length); a shorter last one is dropped."""
     count = len(text) // length
     return text[: count * length].reshape(count, length).astype(np.int32)
 
 
 def write_mindrecord(samples, folder):
-    """Write the samples to ``folder``, which appears only when it is complete."""
+    """Write the samples to ``folder``, which exists only once it is complete."""
     from mindspore.mindrecord import FileWriter
 
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
 """Launch MindFormers with adaptive loss scaling: the same options as MindFormers' own script of this name."""
 
-from mindformers_adaptive.integration.launcher import main
+import sys
+
+from mindformers_adaptive.cli.program import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -3,7 +3,7 @@
     python scripts/study.py
 
 Prints Markdown: skipped steps and headroom lost of each policy, who is best on each kind of trace, and where and why
-the adaptive rule is worse. The same arguments give the same text and picture, docs/policy_study.svg.
+the adaptive rule is worse. The same arguments give the same text and picture, docs/images/policy_study.svg.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, dress, headl
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "tests" / "lab" / "samples"
+PICTURE = "docs/images/policy_study.svg"
 SAME_SCALE = 2.0**16
 WINDOWS = (20, 100, 1000, 2000)
 ADAPTIVE = "adaptive 20-1000"
@@ -58,9 +59,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=positive, default=10_000, help="steps of each made trace (default: 10000)")
     parser.add_argument("--seeds", type=positive, default=5, help="made traces of each kind (default: 5)")
-    parser.add_argument(
-        "--picture", type=Path, default=ROOT / "docs" / "policy_study.svg", help="file (default: docs/policy_study.svg)"
-    )
+    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
     return parser.parse_args()
 
 

@@ -54,7 +54,7 @@ FREE_OF_MINDSPORE = {
     "": ["__main__", "cli", "lab", "plots", "register_path.__main__", "rule", "text"],
     "checkpoint": ["reader", "report", "sidecar"],
     "gradients": ["recommendation", "report", "statistics"],
-    "integration": ["launch_options", "launcher", "resume_workarounds"],
+    "integration": ["launcher", "workarounds"],
     "monitor": ["arguments", "collapse", "record"],
 }
 

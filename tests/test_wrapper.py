@@ -6,10 +6,12 @@ import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
+from mindformers.tools.register import MindFormerConfig
+from mindformers.wrapper import build_wrapper
 from mindspore import Parameter, Tensor, nn, ops
 
-from mindformers_adaptive import wrapper
-from mindformers_adaptive.cells import overflow as detection
+from mindformers_adaptive import register, wrapper
+from mindformers_adaptive.cells import train_step
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
@@ -18,6 +20,7 @@ STOCK = {
     "TrainOneStepWithLossScaleCell": nn.TrainOneStepWithLossScaleCell,
     "MFTrainOneStepCell": mindformers.wrapper.MFTrainOneStepCell,
     "MFPipelineWithLossScaleCell": mindformers.wrapper.MFPipelineWithLossScaleCell,
+    "NoLossScaleUpdateCell": nn.FixedLossScaleUpdateCell,
 }
 TRAIN_STEP_CELLS = [wrapper.TrainOneStepWithLossScaleCell, wrapper.MFTrainOneStepCell]
 
@@ -31,7 +34,7 @@ def test_every_cell_is_a_subclass_of_the_stock_one():
         assert issubclass(getattr(wrapper, name), stock)
 
 
-@pytest.mark.parametrize("name", [name for name in STOCK if name != "AdaptiveLossScaleUpdateCell"])
+@pytest.mark.parametrize("name", [name for name in STOCK if not name.endswith("UpdateCell")])
 def test_arguments_are_those_of_the_stock_cell(name):
     assert inspect.signature(getattr(wrapper, name)) == inspect.signature(STOCK[name])
 
@@ -91,6 +94,99 @@ def test_real_float16_overflow_of_the_scaled_gradient_is_detected(graph_mode):
     assert float(step.scale_sense) == 2.0 ** (32 - skipped)
 
 
+@pytest.mark.parametrize("base", TRAIN_STEP_CELLS)
+def test_subclass_with_arguments_of_its_own_trains_through_real_overflows(mode, base):
+    class CountedTrainStep(base):
+        """Counts its steps from a number that is given; a user's own subclass."""
+
+        def __init__(self, network, optimizer, first_step, *, scale_sense):
+            super().__init__(network, optimizer, scale_sense=scale_sense)
+            self.steps = Parameter(Tensor(first_step, mindspore.int32), name="steps", requires_grad=False)
+
+        def construct(self, *inputs):
+            outputs = super().construct(*inputs)
+            ops.assign_add(self.steps, Tensor(1, mindspore.int32))
+            return outputs
+
+    assert list(inspect.signature(CountedTrainStep).parameters) == ["network", "optimizer", "first_step", "scale_sense"]
+    network = Regression(mindspore.float16)
+    update_cell = AdaptiveLossScaleUpdateCell(2**24, 2, 20)
+    step = CountedTrainStep(network, build_optimizer("Momentum", network), 100, scale_sense=update_cell)
+    features, target = batch(overflow=False)
+    overflows = []
+    for _ in range(15):
+        before = network.weight.asnumpy().copy()
+        overflows.append(bool(step(features, target)[1]))
+        assert np.array_equal(network.weight.asnumpy(), before) == overflows[-1]
+    skipped = overflows.index(False)
+    assert skipped > 0
+    assert float(step.scale_sense) == 2.0 ** (24 - sum(overflows))
+    assert update_cell.state()["skipped_steps"] == sum(overflows)
+    assert int(step.steps) == 115
+    assert "list_index" in step.optimizer.parameters_dict()
+
+
+def test_overflow_detection_of_a_subclass_is_kept(graph_mode):
+    class NeverOverflows(wrapper.TrainOneStepWithLossScaleCell):
+        def get_overflow_status(self, status, compute_output):
+            return Tensor(False)
+
+    network = Regression(mindspore.float32)
+    step = NeverOverflows(network, build_optimizer("Momentum", network), AdaptiveLossScaleUpdateCell(1024, 2, 20))
+    assert not bool(step(*batch(overflow=True))[1])
+
+
+@pytest.mark.parametrize("cell", TRAIN_STEP_CELLS)
+def test_optimizer_that_divides_too_is_refused(cell):
+    network = Regression(mindspore.float32)
+    optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9, loss_scale=1024.0)
+    for scale_sense in (AdaptiveLossScaleUpdateCell(1024, 2, 20), Tensor(1024.0)):
+        with pytest.raises(ValueError, match=r"'optimizer' must not divide .*Momentum with loss_scale=1024.0. Make it"):
+            cell(network, optimizer, scale_sense=scale_sense)
+
+
+@pytest.mark.parametrize("cell", TRAIN_STEP_CELLS)
+@pytest.mark.parametrize(
+    ("scale_sense", "remedy"),
+    [
+        (
+            "AdaptiveLossScaleUpdateCell",
+            r"type str. Give AdaptiveLossScaleUpdateCell\(...\), or a fixed scale as a Tensor",
+        ),
+        (True, "type bool. Give AdaptiveLossScaleUpdateCell"),
+        (AdaptiveLossScaleUpdateCell, r"Give an instance: AdaptiveLossScaleUpdateCell\(\.\.\.\)"),
+        ({"loss_scale_value": 1024}, "'scale_sense' needs a 'type', such as AdaptiveLossScaleUpdateCell"),
+    ],
+)
+def test_what_is_no_update_cell_is_named_with_its_remedy(cell, scale_sense, remedy):
+    network = Regression(mindspore.float32)
+    with pytest.raises(TypeError, match=f"'scale_sense' must be an update cell or a Tensor, but got .*{remedy}"):
+        cell(network, build_optimizer("Momentum", network), scale_sense=scale_sense)
+
+
+def test_arguments_that_only_mindformers_cell_takes_are_answered_with_its_name():
+    """MindFormers' trainer gives them to every class that a YAML file names."""
+    register()
+    network = Regression(mindspore.float32)
+    given = {"network": network, "optimizer": build_optimizer("Momentum", network), "calculate_per_token_loss": False}
+    config = MindFormerConfig(type="TrainOneStepWithLossScaleCell", scale_sense=1024)
+    with pytest.raises(TypeError, match=r"'calculate_per_token_loss'.*use the type MFTrainOneStepCell"):
+        build_wrapper(config, default_args=given)
+
+
+def test_without_loss_scaling_no_step_is_skipped(mode):
+    for cell in TRAIN_STEP_CELLS:
+        network = Regression(mindspore.float32)
+        step = cell(network, build_optimizer("Momentum", network), scale_sense=wrapper.NoLossScaleUpdateCell())
+        plain = Regression(mindspore.float32)
+        stock = nn.TrainOneStepCell(plain, build_optimizer("Momentum", plain))
+        for overflow in (False, True):
+            step(*batch(overflow)), stock(*batch(overflow))
+            np.testing.assert_array_equal(network.weight.asnumpy(), plain.weight.asnumpy())
+        assert not np.isfinite(network.weight.asnumpy()).all()
+        assert float(step.scale_sense) == 1.0
+
+
 def test_clipping_works_with_the_adaptive_scale(graph_mode):
     network = Regression(mindspore.float16)
     optimizer = nn.SGD(network.trainable_params(), learning_rate=1.0)
@@ -117,7 +213,7 @@ def test_a_fixed_scale_and_mindspores_dynamic_cell_work_on_cpu_too(graph_mode):
 
 def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch):
     """Off CPU an instance is the stock one, and here MindSpore refuses that by the name of its Ascend primitive."""
-    monkeypatch.setattr(detection, "_runs_on_cpu", lambda: False)
+    monkeypatch.setattr(train_step, "_runs_on_cpu", lambda: False)
     network = Regression(mindspore.float32)
     step = wrapper.TrainOneStepWithLossScaleCell(
         network, build_optimizer("Momentum", network), scale_sense=AdaptiveLossScaleUpdateCell(1024, 2, 20)

@@ -1,1 +1,1 @@
-"""What ``mindspore.amp`` has for scaling losses, with the adaptive rule and on CPU too."""
+"""Counterparts of ``mindspore.amp`` for loss scaling: the adaptive rule, and support for CPU."""

@@ -4,6 +4,7 @@ from mindspore import Tensor, amp, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.amp.scaling import multiply_in_float32
+from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
 from mindformers_adaptive.rule.checks import require_positive
 
 __all__ = ["FixedScaleTrainOneStepCell"]
@@ -15,8 +16,8 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
     """Train-step cell with a fixed loss scale that divides the gradients itself.
 
     ``FixedLossScaleManager(loss_scale, drop_overflow_update=False)`` leaves that division to the optimizer, and some
-    optimizers, as ``nn.AdamWeightDecay``, do not divide. No step is skipped here: an overflow reaches the optimizer.
-    To skip such steps use ``TrainOneStepWithLossScaleCell(..., scale_sense=nn.FixedLossScaleUpdateCell(loss_scale))``.
+    optimizers, such as ``nn.AdamWeightDecay``, do not divide. No step is skipped: an overflow reaches the optimizer.
+    To skip them use ``TrainOneStepWithLossScaleCell(..., scale_sense=nn.FixedLossScaleUpdateCell(loss_scale))``.
 
     Args:
         network (nn.Cell): the network that returns the loss.
@@ -55,12 +56,7 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
                 "manager.get_loss_scale()."
             )
         loss_scale = require_positive("loss_scale", loss_scale)
-        divided_by = getattr(optimizer, "loss_scale", 1.0)
-        if divided_by != 1.0:
-            raise ValueError(
-                "'optimizer' must not divide the gradients, as this cell does, but got "
-                f"{type(optimizer).__name__} with loss_scale={divided_by}. Make it without 'loss_scale'."
-            )
+        refuse_dividing_optimizer(optimizer)
         super().__init__(network, optimizer, loss_scale)
         self.reciprocal = Tensor(1.0 / loss_scale, mstype.float32)
 

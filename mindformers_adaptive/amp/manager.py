@@ -1,19 +1,23 @@
 """``AdaptiveLossScaleManager``: adaptive loss scaling for ``mindspore.train.Model``."""
 
-from mindspore import amp
+import sys
+
+from mindspore import amp, context
 
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.rule.restored_state import from_rule_state, to_rule_state
+from mindformers_adaptive.rule.state_dict import LossScaleStateDict
 
 __all__ = ["AdaptiveLossScaleManager"]
 
 
-class AdaptiveLossScaleManager(amp.LossScaleManager):
+class AdaptiveLossScaleManager(LossScaleStateDict, amp.LossScaleManager):
     """Loss-scale manager of adaptive loss scaling, for ``Model(..., loss_scale_manager=manager)``.
 
-    ``Model`` takes the update cell of the manager into its train-step cell, and there the loss scale lives; where the
-    host sees every step (no data sinking), the manager follows it by the same rule.
+    ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. Without data sinking
+    the manager follows each step by the same rule. Load a state before the manager is given to ``Model``.
 
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
@@ -59,14 +63,16 @@ class AdaptiveLossScaleManager(amp.LossScaleManager):
         hysteresis=1,
         shrink_from_min_window=False,
     ):
-        self._options = {
-            "min_loss_scale": min_loss_scale,
-            "max_loss_scale": max_loss_scale,
-            "hysteresis": hysteresis,
-            "shrink_from_min_window": shrink_from_min_window,
-        }
-        self._rule = AdaptiveRule(scale_factor, max_scale_window, min_scale_window, **self._options)
-        self._state = self._rule.start(init_loss_scale, scale_window, argument="init_loss_scale")
+        self.rule = AdaptiveRule(
+            scale_factor,
+            max_scale_window,
+            min_scale_window,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            hysteresis=hysteresis,
+            shrink_from_min_window=shrink_from_min_window,
+        )
+        self._state = self.rule.start(init_loss_scale, scale_window, argument="init_loss_scale")
         self._steps = 0
 
     def get_loss_scale(self):
@@ -89,7 +95,7 @@ class AdaptiveLossScaleManager(amp.LossScaleManager):
             >>> manager.get_loss_scale()
             32768.0
         """
-        self._state = self._rule.step(self._state, bool(overflow))
+        self._state = self.rule.step(self._state, bool(overflow))
         self._steps += 1
 
     def get_update_cell(self):
@@ -98,26 +104,18 @@ class AdaptiveLossScaleManager(amp.LossScaleManager):
         Returns:
             AdaptiveLossScaleUpdateCell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
         """
-        rule, state = self._rule, self._state
-        cell = AdaptiveLossScaleUpdateCell(
-            state.loss_scale,
-            rule.scale_factor,
-            # The hidden window is on no ladder; the state below has it.
-            rule.ladder[max(state.window_index, 0)],
-            rule.ladder[-1],
-            rule.ladder[0],
-            **self._options,
-        )
-        if self._steps > 0:
-            cell.load_state(_counters(state, self._steps, rule.hysteresis > 1))
-        return cell
+        # MindSpore's own function asks for the cell, and on CPU refuses it with a message that has no remedy.
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if caller == "mindspore.train.amp" and context.get_context("device_target") == "CPU":
+            raise ValueError(
+                "'loss_scale_manager' must be None on CPU, as MindSpore is, but got AdaptiveLossScaleManager. Call "
+                "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made."
+            )
+        return AdaptiveLossScaleUpdateCell.from_rule(self.rule, self._state, self._steps)
 
+    def _read_state(self):
+        return self._state.loss_scale, from_rule_state(self.rule, self._state, self._steps)
 
-def _counters(state, steps, tolerates_overflows):
-    """What the cell remembers after so many steps: it counts the steps, where the rule counts the clean ones."""
-    names = ("scale_window", "window_index", "growth_num", "down_num", "skipped_steps", "consecutive_overflows")
-    counters = {name: getattr(state, name) for name in names}
-    counters |= {"cur_iter": steps + 1, "last_overflow_iter": steps - state.clean_steps}
-    if tolerates_overflows:
-        counters["hysteresis_budget"] = state.hysteresis_budget
-    return counters
+    def _write_state(self, loss_scale, counters):
+        self._state = to_rule_state(self.rule, loss_scale, counters)
+        self._steps = counters["cur_iter"] - 1

@@ -1,7 +1,5 @@
 """``AdaptiveLossScaler``: adaptive loss scaling for functional training."""
 
-import warnings
-
 from mindspore import Parameter, Tensor, amp, jit, ops
 from mindspore import dtype as mstype
 
@@ -9,20 +7,19 @@ from mindformers_adaptive.amp.scaling import multiply_in_float32
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.rule.restored_state import repair_loss_scale
+from mindformers_adaptive.rule.state_dict import LossScaleStateDict
 
 __all__ = ["AdaptiveLossScaler"]
 
 _map = ops.HyperMap()
 
 
-class AdaptiveLossScaler(amp.LossScaler):
+class AdaptiveLossScaler(LossScaleStateDict, amp.LossScaler):
     """Loss scaler of adaptive loss scaling, for training with ``mindspore.value_and_grad``.
 
-    It works within ``@mindspore.jit`` and without. All that it remembers are Parameters: the loss scale,
-    ``scale_value``, and those of :class:`~mindformers_adaptive.cells.update_cell.AdaptiveLossScaleUpdateCell`, which
-    decides what one step does to the scale. In data parallel, reduce the gradients before ``amp.all_finite``, so that
-    every process sees an inf or NaN of any.
+    It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
+    those of :class:`~mindformers_adaptive.cells.update_cell.AdaptiveLossScaleUpdateCell`, which applies the rule. In
+    data parallel, reduce the gradients before ``amp.all_finite``, so that every process sees an inf or NaN of any.
 
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
@@ -78,19 +75,20 @@ class AdaptiveLossScaler(amp.LossScaler):
         hysteresis=1,
         shrink_from_min_window=False,
     ):
-        options = {
-            "min_loss_scale": min_loss_scale,
-            "max_loss_scale": max_loss_scale,
-            "hysteresis": hysteresis,
-            "shrink_from_min_window": shrink_from_min_window,
-        }
-        rule = AdaptiveRule(scale_factor, max_scale_window, min_scale_window, **options)
-        start = rule.start(scale_value, scale_window, argument="scale_value")
-        self.update_cell = AdaptiveLossScaleUpdateCell(
-            start.loss_scale, rule.scale_factor, start.scale_window, rule.ladder[-1], rule.ladder[0], **options
+        self.rule = AdaptiveRule(
+            scale_factor,
+            max_scale_window,
+            min_scale_window,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            hysteresis=hysteresis,
+            shrink_from_min_window=shrink_from_min_window,
         )
+        start = self.rule.start(scale_value, scale_window, argument="scale_value")
+        self.update_cell = AdaptiveLossScaleUpdateCell.from_rule(self.rule, start)
         self.scale_value = Parameter(Tensor(start.loss_scale, mstype.float32), name="scale_value", requires_grad=False)
-        # Compiled, because its small operations one by one would take longer than those of many a training step.
+        self.update_cell.bind_loss_scale(self.scale_value)
+        # Compiled, because launched one by one its small operations can take longer than a whole training step.
         self._update = jit(self.update_cell.construct)
 
     def scale(self, inputs):
@@ -131,51 +129,8 @@ class AdaptiveLossScaler(amp.LossScaler):
         """Return all Parameters as Python numbers by attribute name, the loss scale as ``loss_scale``."""
         return {"loss_scale": float(self.scale_value.asnumpy()), **self.update_cell.state()}
 
-    def parameters_dict(self):
-        """Return all Parameters by the names that they have in a checkpoint.
+    def _read_state(self):
+        return self.update_cell._read_state()
 
-        Returns:
-            dict[str, Parameter], for ``mindspore.save_checkpoint``, as ``save_obj`` or ``append_dict``.
-        """
-        counters = [getattr(self.update_cell, name) for name in self.update_cell.state()]
-        return {parameter.name: parameter for parameter in (self.scale_value, *counters)}
-
-    def load_parameters(self, parameters):
-        """Go on from what a checkpoint holds.
-
-        Args:
-            parameters (dict[str, Parameter]): as ``mindspore.load_checkpoint`` returns it. Names of other things are
-                left alone. What this scaler cannot go on with is changed, with a warning.
-
-        Raises:
-            ValueError: if the loss scale in it is not finite or not above 0.
-
-        Examples:
-            >>> import os, tempfile
-            >>> import mindspore
-            >>> scaler, resumed = AdaptiveLossScaler(2**16), AdaptiveLossScaler(2**16)
-            >>> _ = scaler.adjust(Tensor(False))
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     mindspore.save_checkpoint(scaler.parameters_dict(), os.path.join(folder, "scaler.ckpt"))
-            ...     resumed.load_parameters(mindspore.load_checkpoint(os.path.join(folder, "scaler.ckpt")))
-            >>> resumed.state() == scaler.state(), resumed.state()["loss_scale"]
-            (True, 32768.0)
-        """
-        own = self.parameters_dict()
-        missing = [name for name in own if name not in parameters]
-        if missing:
-            warnings.warn(
-                f"The checkpoint has no {', '.join(missing)} for the loss scaler: what it lacks stays as it is.",
-                stacklevel=2,
-            )
-        if self.scale_value.name in parameters:
-            restored = float(parameters[self.scale_value.name].asnumpy().reshape(()))
-            loss_scale, problem = repair_loss_scale(self.update_cell.rule, restored, self.scale_value.name)
-            if problem:
-                warnings.warn(problem, stacklevel=2)
-            self.scale_value.set_data(Tensor(loss_scale, mstype.float32))
-        for name in self.update_cell.state():
-            counter = getattr(self.update_cell, name)
-            if counter.name in parameters:
-                counter.set_data(Tensor(int(parameters[counter.name].asnumpy().reshape(())), mstype.int32))
-        self.update_cell.check_state()
+    def _write_state(self, loss_scale, counters):
+        self.update_cell._write_state(loss_scale, counters)

@@ -7,10 +7,9 @@ __all__ = ["multiply_in_float32"]
 
 
 def multiply_in_float32(factor, tensor):
-    """Multiply a loss or a gradient, and return the product in its dtype.
+    """Multiply a loss or a gradient in float32, and return the product in its dtype.
 
-    The product is computed in float32: in float16 a loss scale is inf from 2**16 on, and its reciprocal 0 from 2**25
-    on.
+    In float16, a loss scale would be inf from 2**16 on, and its reciprocal 0 from 2**25 on.
 
     Args:
         factor (Tensor): float32 of shape ().

@@ -2,17 +2,16 @@
 
 import warnings
 
-import mindspore.amp
 import mindspore.train.amp
-from mindspore import context
+from mindspore import amp, context, nn
 
-from mindformers_adaptive.cells.scale_sense import refuse_cell_as_manager
+from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 __all__ = ["build_train_network", "enable_loss_scale_on_cpu"]
 
 # Bound here once: the module's own attribute is what enable_loss_scale_on_cpu() replaces.
-_stock_build_train_network = mindspore.amp.build_train_network
+_stock_build_train_network = amp.build_train_network
 _GRADIENT_ACCUMULATION = {"GradAccumulationCell", "GradAccumulation"}
 
 
@@ -36,8 +35,8 @@ def build_train_network(network, optimizer, loss_fn=None, level="O0", boost_leve
 
     Raises:
         TypeError: if ``loss_scale_manager`` is an update cell or a loss scaler, or not a manager.
-        ValueError: on CPU, if a manager is used together with ``boost_level``, pipeline stages or gradient
-            accumulation.
+        ValueError: if the optimizer divides the gradients too; on CPU, if a manager is used together with
+            ``boost_level``, pipeline stages or gradient accumulation.
 
     Examples:
         >>> import numpy as np
@@ -53,11 +52,11 @@ def build_train_network(network, optimizer, loss_fn=None, level="O0", boost_leve
         (True, 32768.0)
     """
     manager = kwargs.get("loss_scale_manager", _default_manager(level))
-    refuse_cell_as_manager(manager)
+    _refuse_cell_as_manager(manager)
     get_update_cell = getattr(manager, "get_update_cell", lambda: None)
     update_cell = get_update_cell()
-    if isinstance(manager, mindspore.amp.LossScaleManager):
-        _warn_of_wrong_division(optimizer, manager.get_loss_scale(), update_cell)
+    if isinstance(manager, amp.LossScaleManager):
+        _check_division(optimizer, manager.get_loss_scale(), update_cell)
     if update_cell is None:
         return _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
     stock_only = _what_needs_a_stock_cell(network, boost_level)
@@ -86,13 +85,27 @@ def enable_loss_scale_on_cpu():
         >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
         >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=FixedLossScaleManager())
     """
-    mindspore.amp.build_train_network = build_train_network
+    amp.build_train_network = build_train_network
     mindspore.train.amp.build_train_network = build_train_network
 
 
 def _default_manager(level):
     # MindSpore's own default for its level O2.
-    return mindspore.amp.DynamicLossScaleManager() if level == "O2" else None
+    return amp.DynamicLossScaleManager() if level == "O2" else None
+
+
+def _refuse_cell_as_manager(manager):
+    if isinstance(manager, nn.Cell):
+        raise TypeError(
+            f"'loss_scale_manager' must be a loss-scale manager, but got the update cell {type(manager).__name__}. "
+            "Give AdaptiveLossScaleManager with the same arguments, or give the cell to "
+            "TrainOneStepWithLossScaleCell(..., scale_sense=cell) and that to Model."
+        )
+    if isinstance(manager, amp.LossScaler):
+        raise TypeError(
+            f"'loss_scale_manager' must be a loss-scale manager, but got the loss scaler {type(manager).__name__}, "
+            "which is for functional training. Give AdaptiveLossScaleManager with the same arguments."
+        )
 
 
 def _what_needs_a_stock_cell(network, boost_level):
@@ -115,17 +128,14 @@ def _refuse_on_cpu(feature):
         )
 
 
-def _warn_of_wrong_division(optimizer, loss_scale, update_cell):
-    """Warn where the gradients would be divided by the loss scale twice, or never."""
+def _check_division(optimizer, loss_scale, update_cell):
+    """Refuse to divide the gradients by the loss scale twice, and warn where nothing divides them."""
+    if update_cell is not None:
+        refuse_dividing_optimizer(optimizer)
+        return
     divided_by = getattr(optimizer, "loss_scale", 1.0)
     name = type(optimizer).__name__
-    if update_cell is not None and divided_by != 1.0:
-        warnings.warn(
-            f"{name} has loss_scale={divided_by} and the train-step cell divides the gradients too: they become "
-            f"{divided_by} times too small. Make the optimizer without 'loss_scale'.",
-            stacklevel=3,
-        )
-    if update_cell is None and divided_by != loss_scale:
+    if divided_by != loss_scale:
         warnings.warn(
             f"With drop_overflow_update=False the optimizer must divide the gradients by {loss_scale}, but {name} has "
             f"loss_scale={divided_by}: they are {loss_scale / divided_by} times too large. Give it "

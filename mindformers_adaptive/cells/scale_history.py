@@ -1,4 +1,4 @@
-"""The last steps of an update cell, kept on the device for a host that does not look at every step."""
+"""The last steps of an update cell, kept on the device for a host that does not see every step."""
 
 import itertools
 
@@ -22,15 +22,15 @@ _COUNTS = (
     "consecutive_overflows",
 )
 
-# A graph tells Parameters that belong to no cell apart by their names.
+# In a graph, Parameters that belong to no cell need distinct names.
 _numbers = itertools.count()
 
 
 class ScaleHistory(nn.Cell):
     """A ring of rows, one a step, written by the graph of the update cell.
 
-    Its Parameters belong to no cell, so that no checkpoint has them: a history of another length, or none, would
-    not load, and the steps of an earlier run are none of this one's.
+    Its Parameters belong to no cell and so to no checkpoint: a checkpoint loads whatever the length of the history, and
+    never brings the steps of an earlier run.
 
     Args:
         size (int): how many steps are kept, at least 1.
@@ -39,13 +39,11 @@ class ScaleHistory(nn.Cell):
         - **loss_scale** (Parameter) - the loss scale that the step used, float32 of shape ().
         - **next_loss_scale** (Tensor) - the loss scale for the next step, float32 of shape ().
         - **step** (Parameter) - the number of the step, int32 of shape ().
-        - **overflow**, **scale_window**, **window_index**, **growth_num**, **down_num** (Tensor) - those after the
-          step, int32 of shape ().
-        - **skipped_before** (Parameter) - overflowed steps before this one, int32 of shape ().
-        - **consecutive_overflows** (Tensor) - overflowed steps in a row, int32 of shape ().
+        - **counts** (tuple[Tensor]) - ``overflow``, ``scale_window``, ``window_index``, ``growth_num``, ``down_num``,
+          ``skipped_steps`` and ``consecutive_overflows`` after the step, int32 of shape ().
 
     Outputs:
-        Tensor, the input `overflow`.
+        Tensor, `next_loss_scale`.
     """
 
     def __init__(self, size):
@@ -64,68 +62,37 @@ class ScaleHistory(nn.Cell):
         self.gather = ops.Gather()
         self.assign = ops.Assign()
 
-    def construct(
-        self,
-        loss_scale,
-        next_loss_scale,
-        step,
-        overflow,
-        scale_window,
-        window_index,
-        growth_num,
-        down_num,
-        skipped_before,
-        consecutive_overflows,
-    ):
+    def construct(self, loss_scale, next_loss_scale, step, counts):
         # PyNative mode does not stack Parameters with Tensors; a sum is a Tensor.
         scales = self.stack((loss_scale + self.no_scale, next_loss_scale))
-        counts = self.stack(
-            (
-                step + self.no_steps,
-                overflow,
-                scale_window,
-                window_index,
-                growth_num,
-                down_num,
-                skipped_before + overflow,
-                consecutive_overflows,
-            )
-        )
+        counts = self.stack((step + self.no_steps, *counts))
         self.scatter_update(self.scales, self.place, self.expand_dims(scales, 0))
         self.scatter_update(self.counts, self.place, self.expand_dims(counts, 0))
-        # A look-up and no remainder, which Ascend documents as inexact for large integers.
+        # A table and no Mod, which Ascend documents as inexact for large integers.
         self.assign(self.place, self.gather(self.place_after, self.place, 0))
-        return overflow
+        return next_loss_scale
 
     def steps(self, since, last):
-        """Return what is kept of the steps from ``since + 1`` to ``last``, oldest first.
-
-        Args:
-            since (int): the last step that is not wanted.
-            last (int): the step that was written last.
-
-        Returns:
-            list[dict], without gaps; it starts later than wanted where older steps are no longer kept.
-        """
+        """Return the kept steps from ``since + 1`` to ``last``, the step written last; oldest first, without gaps."""
         scales, counts, place = self.scales.asnumpy(), self.counts.asnumpy(), int(self.place.asnumpy()[0])
-        found = []
-        # Backwards as long as the numbers fit: where the state was set back, older rows are of steps that were undone.
+        newest_first = []
+        # Backwards while the numbers match: after the state was set back, older rows are steps that were undone.
         for step in range(last, max(since, last - self.size), -1):
             place = (place - 1) % self.size
             row = dict(zip(_COUNTS, counts[place].tolist(), strict=True))
             if row["step"] != step:
                 break
             row["overflow"] = bool(row["overflow"])
-            found.append(row | dict(zip(_SCALES, scales[place].tolist(), strict=True)))
-        return found[::-1]
+            newest_first.append(row | dict(zip(_SCALES, scales[place].tolist(), strict=True)))
+        return newest_first[::-1]
 
     def _own(self, name, values):
         parameter = Parameter(Tensor(values), name=f"loss_scale_history_{self.number}_{name}", requires_grad=False)
-        # Past nn.Cell, which would make it a Parameter of the network and of every checkpoint.
+        # Not through nn.Cell, which would make it a Parameter of the network and of every checkpoint.
         object.__setattr__(self, name, parameter)
 
 
 def require_history_size(history_size):
     """Return the argument of the update cell as an int, or raise TypeError or ValueError."""
-    remedy = "Give how many steps lie between two looks of the host, such as the sink_size; 0 keeps no history."
+    remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
     return require_integer("history_size", history_size, 0, remedy, unit="number of steps")

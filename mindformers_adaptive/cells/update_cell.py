@@ -1,25 +1,23 @@
 """``AdaptiveLossScaleUpdateCell``: the rule as a MindSpore cell."""
 
-import math
-import warnings
-
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.cells.restorable_state import RestorableState
 from mindformers_adaptive.cells.scale_history import ScaleHistory, require_history_size
 from mindformers_adaptive.rule.adaptive_rule import HIDDEN_INDEX, AdaptiveRule
 from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES, holds_no_window, repair_state
-from mindformers_adaptive.rule.transition_tables import COUNTER_VALUES, transition_tables
+from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_scale
+from mindformers_adaptive.rule.transition_tables import EVENTS, transition_tables
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
 
 
-class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
+class AdaptiveLossScaleUpdateCell(RestorableState, nn.DynamicLossScaleUpdateCell):
     r"""Update cell of adaptive loss scaling: the scale follows the overflows, and the window follows the scale.
 
-    The rule is that of :class:`mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`. Everything it remembers is an
-    int32 scalar Parameter, so that a checkpoint of the train-step cell keeps it:
+    The rule is that of :class:`mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`. Its state is in int32 scalar
+    Parameters, which a checkpoint of the train-step cell contains:
 
     =============================== ========================= ===================================================
     Parameter in a checkpoint       attribute                 meaning
@@ -39,7 +37,7 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
 
     Args:
         loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
-            element, as MindFormers passes on resume, is read once and not kept.
+            element, as MindFormers passes on resume, is only read.
         scale_factor (Union[int, float]): what the scale is multiplied or divided by, above 1.
         scale_window (int): the window to start with, in steps. One that is not on the ladder gives a warning and
             training starts at ``min_scale_window``.
@@ -52,8 +50,8 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             Default: 1, every overflow drops.
         shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
             Default: False, MindFormers' rule.
-        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. No checkpoint has
-            them, and ``mindspore.export`` refuses a network that keeps any. Default: 0, none, as in MindSpore's cells.
+        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Checkpoints do not
+            contain them, and ``mindspore.export`` refuses a network that has some. Default: 0, as in MindSpore's cells.
 
     Inputs:
         - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
@@ -109,21 +107,9 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         start = rule.start(loss_scale_value, scale_window)
         super().__init__(start.loss_scale, rule.scale_factor, start.scale_window)
         self.rule = rule
-        self.start_window = start.scale_window
-        self.checked_state = None
-
-        # The base class has a constant of this name; here the window moves.
-        self.scale_window = _state_parameter("scale_window", start.scale_window)
-        self.window_index = _state_parameter("window_index", start.window_index)
-        self.growth_num = _state_parameter("growth_num", start.growth_num)
-        self.down_num = _state_parameter("down_num", start.down_num)
-        self.cur_iter.requires_grad = False
-        self.last_overflow_iter.requires_grad = False
-        self.skipped_steps = _state_parameter("skipped_steps", start.skipped_steps)
-        self.consecutive_overflows = _state_parameter("consecutive_overflows", start.consecutive_overflows)
+        self._make_state(start)
         self.tolerates_overflows = rule.hysteresis > 1
         if self.tolerates_overflows:
-            self.hysteresis_budget = _state_parameter("hysteresis_budget", start.hysteresis_budget)
             self.full_budget = Tensor(rule.hysteresis, mstype.int32)
             self.zero = Tensor(0, mstype.int32)
 
@@ -136,102 +122,69 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         multipliers, transitions = transition_tables(rule)
         self.multipliers = Tensor(multipliers, mstype.float32)
         self.transitions = Tensor(transitions, mstype.int32)
-        # A row is found by ((first + window_index) * 4 + growth_num) * 4 + down_num; `first` also makes the hidden
-        # window's index -1 count from 0.
-        levels = len(rule.ladder) + 1
-        self.wait_rows = Tensor(-HIDDEN_INDEX, mstype.int32)
-        self.raise_rows = Tensor(-HIDDEN_INDEX + levels, mstype.int32)
-        self.drop_rows = Tensor(-HIDDEN_INDEX + 2 * levels, mstype.int32)
+        # The index is (window_index, growth_num, down_num) plus the first row of the event, where the hidden window has
+        # the window_index -1.
+        places = len(rule.ladder) - HIDDEN_INDEX
+        first_rows = [Tensor([n * places - HIDDEN_INDEX, 0, 0], mstype.int32) for n in range(len(EVENTS))]
+        self.wait_row, self.raise_row, self.drop_row, self.tolerate_row = first_rows
         # As Tensors, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
         self.one = Tensor(1, mstype.int32)
-        self.counter_values = Tensor(COUNTER_VALUES, mstype.int32)
-        self.gather = ops.Gather()
+        self.step_limit = Tensor(STEP_LIMIT, mstype.int32)
+        self.stack = ops.Stack()
         self.unstack = ops.Unstack()
+        self.gather_nd = ops.GatherNd()
         self.assign = ops.Assign()
         self.assign_add = ops.AssignAdd()
         self.cast = ops.Cast()
 
     def construct(self, loss_scale, overflow):
-        window_is_full = self.less_equal(self.scale_window, self.cur_iter - self.last_overflow_iter)
-        first = self.select(
-            overflow, self._overflow_rows(), self.select(window_is_full, self.raise_rows, self.wait_rows)
+        since_event = self.cur_iter - self.last_overflow_iter
+        window_is_full = self.less_equal(self.scale_window, since_event)
+        first_row = self.select(
+            overflow, self._overflow_row(), self.select(window_is_full, self.raise_row, self.wait_row)
         )
         if self.tolerates_overflows:
             self._spend_or_refill_budget(overflow, window_is_full)
 
-        row = (first + self.window_index) * self.counter_values + self.growth_num
-        row = row * self.counter_values + self.down_num
-        scaled = loss_scale * self.gather(self.multipliers, row, 0)
+        row = self.stack((self.window_index, self.growth_num, self.down_num)) + first_row
+        scaled = loss_scale * self.gather_nd(self.multipliers, row)
         within_cap = self.less_equal(scaled, self.maximum_loss_scale)
         next_loss_scale = self.select(within_cap, self.max(scaled, self.minimum_loss_scale), loss_scale)
-        scale_window, window_index, growth_num, down_num = self.unstack(self.gather(self.transitions, row, 0))
-        overflowed = self.cast(overflow, mstype.int32)
-        consecutive_overflows = (self.consecutive_overflows + self.one) * overflowed
+        after = self.unstack(self.gather_nd(self.transitions, row))
+        scale_window, window_index, growth_num, down_num, overflowed, is_event = after
+        # At the limit the steps are no longer counted, and the last event moves back instead.
+        stuck = self.cast(self.less_equal(self.step_limit, self.cur_iter), mstype.int32)
+        counted = self.one - stuck
+        consecutive_overflows = (self.consecutive_overflows + counted) * overflowed
         if self.keeps_history:
-            # Before anything is assigned: the step's own loss scale and number are in Parameters.
-            self.history(
-                loss_scale,
-                next_loss_scale,
-                self.cur_iter,
-                overflowed,
-                scale_window,
-                window_index,
-                growth_num,
-                down_num,
-                self.skipped_steps,
-                consecutive_overflows,
-            )
+            # Before the assignments, because the step's loss scale and number are read from Parameters.
+            counts = overflowed, scale_window, window_index, growth_num, down_num
+            counts = (*counts, self.skipped_steps + overflowed * counted, consecutive_overflows)
+            self.history(loss_scale, next_loss_scale, self.cur_iter, counts)
         self.assign(loss_scale, next_loss_scale)
         self.assign(self.scale_window, scale_window)
         self.assign(self.window_index, window_index)
         self.assign(self.growth_num, growth_num)
         self.assign(self.down_num, down_num)
 
-        starts_over = self.logic_or(overflow, window_is_full)
-        self.assign(self.last_overflow_iter, self.select(starts_over, self.cur_iter, self.last_overflow_iter))
-        self.assign_add(self.cur_iter, self.one)
-        self.assign_add(self.skipped_steps, overflowed)
+        self.assign_add(self.last_overflow_iter, since_event * is_event - stuck)
+        self.assign_add(self.cur_iter, counted)
+        self.assign_add(self.skipped_steps, overflowed * counted)
         self.assign(self.consecutive_overflows, consecutive_overflows)
         return overflow
 
-    def state(self):
-        """Return all Parameters as Python integers by attribute name.
-
-        Returns:
-            dict[str, int], with ``scale_window``, ``window_index``, ``growth_num``, ``down_num``, ``cur_iter``,
-            ``last_overflow_iter``, ``skipped_steps``, ``consecutive_overflows`` and, where hysteresis is above 1,
-            ``hysteresis_budget``. Reading them waits for the device.
-        """
-        names = [name for name in PARAMETER_NAMES if name != "hysteresis_budget" or self.tolerates_overflows]
-        return {name: int(getattr(self, name).asnumpy()) for name in names}
-
-    def load_state(self, state):
-        """Set Parameters, by attribute name, to what ``state()`` returned earlier.
-
-        Args:
-            state (dict[str, int]): values by attribute name; one that is not there keeps its value.
-
-        Raises:
-            KeyError: if a name is none of the cell's.
-        """
-        for name, value in state.items():
-            if name not in PARAMETER_NAMES or not hasattr(self, name):
-                raise KeyError(f"{name!r} is none of the Parameters of the update cell: {', '.join(self.state())}")
-            getattr(self, name).set_data(Tensor(value, mstype.int32))
-
     def recent_steps(self, since=0):
-        """Return the last steps, oldest first: at most ``history_size`` of them, and none without a history.
+        """Return the steps after ``since``, oldest first, at most the last ``history_size``.
 
         Args:
-            since (int): the last step that is not wanted, counted as ``cur_iter`` counts. Default: 0, none.
+            since (int): the number of a step, counted from 1 as ``cur_iter`` is. Default: 0.
 
         Returns:
-            list[dict], an entry a step, without gaps up to the last step: ``step`` (int, counted from 1), ``overflow``
-            (bool), ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), and, as they are after the
-            step, ``scale_window``, ``window_index``, ``growth_num``, ``down_num``, ``skipped_steps`` and
-            ``consecutive_overflows`` (int). Where more steps than the history keeps have passed since, the first
-            ones are not there. Steps that were taken before a checkpoint was loaded are not there either. Reading
-            waits for the device.
+            list[dict], one for each step, without gaps up to the last step: ``step`` (int), ``overflow`` (bool),
+            ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), and the values after the step of
+            ``scale_window``, ``window_index``, ``growth_num``, ``down_num``, ``skipped_steps`` and
+            ``consecutive_overflows`` (int). Steps from before a checkpoint was loaded are missing. Reading waits for
+            the device.
 
         Examples:
             >>> from mindspore import Parameter, Tensor
@@ -246,54 +199,10 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
             return []
         return self.history.steps(since, last=int(self.cur_iter.asnumpy()) - 1)
 
-    def add_flags_recursive(self, **flags):
-        """As in ``nn.Cell``; where a training starts, a state restored from a checkpoint is checked first.
-
-        ``set_train()`` of this cell, or of any cell that it is part of, comes here, and so does ``Model.train``.
-        """
-        super().add_flags_recursive(**flags)
-        if flags.get("training"):
-            self.check_state()
-        return self
-
-    def check_state(self):
-        """Make sure that the Parameters hold a state that this cell can go on with.
-
-        A state that was restored from a checkpoint of another cell, or of this one with other windows, is changed
-        where it has to be, each time with a warning that names the Parameter, its value and what is used instead.
-        Runs by itself whenever training starts; call it after loading a checkpoint where nothing calls
-        ``set_train()``.
-
-        Examples:
-            >>> import warnings
-            >>> from mindspore import Tensor
-            >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
-            >>> _ = cell.window_index.set_data(Tensor(99, mstype.int32))
-            >>> with warnings.catch_warnings(record=True) as caught:
-            ...     cell.check_state()
-            >>> cell.state()["window_index"], len(caught)
-            (0, 1)
-        """
-        state = self.state()
-        if state == self.checked_state:
-            return
-        repaired, problems = repair_state(self.rule, state)
-        if not problems and holds_no_window(state, self.start_window):
-            repaired["last_overflow_iter"] = repaired["cur_iter"] - 1
-            problems = [
-                "The checkpoint has steps but no window, as one of dynamic loss scaling: the ladder starts afresh at "
-                f"window {self.start_window}."
-            ]
-        for problem in problems:
-            warnings.warn(problem, stacklevel=2)
-        self.load_state({name: value for name, value in repaired.items() if value != state[name]})
-        # What was changed once is not warned of again, though it may still look as if it came from elsewhere.
-        self.checked_state = repaired
-
-    def _overflow_rows(self):
+    def _overflow_row(self):
         if not self.tolerates_overflows:
-            return self.drop_rows
-        return self.select(self.less_equal(self.hysteresis_budget, self.one), self.drop_rows, self.wait_rows)
+            return self.drop_row
+        return self.select(self.less_equal(self.hysteresis_budget, self.one), self.drop_row, self.tolerate_row)
 
     def _spend_or_refill_budget(self, overflow, window_is_full):
         spent = self.max(self.hysteresis_budget - self.one, self.zero)
@@ -301,27 +210,11 @@ class AdaptiveLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.assign(self.hysteresis_budget, self.select(overflow, spent, refilled))
 
 
-def _state_parameter(name, value):
-    return Parameter(Tensor(value, mstype.int32), name=PARAMETER_NAMES[name], requires_grad=False)
-
-
 def _restored_loss_scale(loss_scale_value, rule):
-    """Read a loss scale that comes from a checkpoint, and move it into its bounds.
-
-    Kept as it is, a Parameter would become a trainable child of the cell.
-    """
+    # Kept as it is, a Parameter would become a trainable child of the cell.
     if loss_scale_value.size != 1:
         raise ValueError(
             f"'loss_scale_value' must hold one number, but got a Tensor of shape {loss_scale_value.shape}. Give a "
             "number, or a Tensor of shape () or (1,)."
         )
-    restored = float(loss_scale_value.asnumpy().item())
-    bounded = min(max(restored, rule.min_loss_scale), rule.max_loss_scale)
-    if restored <= 0 or not math.isfinite(restored) or bounded == restored:
-        return restored
-    warnings.warn(
-        f"The checkpoint has 'loss_scale_value' {restored}, which is not between 'min_loss_scale' and "
-        f"'max_loss_scale': {bounded} is used.",
-        stacklevel=3,
-    )
-    return bounded
+    return repair_loss_scale(rule, float(loss_scale_value.asnumpy().item()), "loss_scale_value")

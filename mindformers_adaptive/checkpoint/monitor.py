@@ -1,4 +1,4 @@
-"""MindFormers' ``CheckpointMonitor`` with the state of loss scaling, and what reads that state back."""
+"""MindFormers' ``CheckpointMonitor`` with the state of loss scaling, and functions that restore that state."""
 
 import functools
 import warnings
@@ -48,9 +48,9 @@ class _CommonInfoWithLossScale(_CommonInfo):
 
 
 class CommonInfo(_CommonInfo):
-    """MindFormers' ``CommonInfo``, which tells a loss scale that was restored from one that a user has set.
+    """MindFormers' ``CommonInfo``, whose loss scale is a Tensor when it was restored, as in MindFormers' other formats.
 
-    A Tensor stands for the first, as in MindFormers' other formats.
+    A number is a loss scale that the user has set.
     """
 
     @classmethod
@@ -92,6 +92,5 @@ def _restore(update_cell, folder):
         warnings.warn(f"{error}. The ladder starts afresh.", stacklevel=3)
         return
     if content is not None:
-        known = update_cell.state()
-        state = {name: value for name, value in content[1].items() if name in known}
-        update_cell.load_state(state)
+        # MindFormers restores the loss scale itself.
+        update_cell.load_state_dict({**update_cell.state_dict(), **content[1]})

@@ -1,12 +1,16 @@
-"""Read what checkpoints hold of loss scaling, in every format, without keeping weights in memory.
+"""Read the state of loss scaling from checkpoints of every format, without keeping weights in memory.
 
-MindSpore is imported only where a ``.ckpt`` has to be read.
+MindSpore is imported only to read a ``.ckpt``.
 """
+
+from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME as SIDECAR
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
@@ -20,31 +24,34 @@ TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FIELDS = ("loss_scale", *PARAMETER_NAMES)
 FIELDS = ("step_num", "global_step", *STATE_FIELDS)
 
+# What a file holds, by key in the file or by field.
+_Values = dict[str, Any]
+
 # Each field's names in a file, the better one first: MindFormers writes `loss_scale` beside the Parameter itself.
-_NAMES = {name: (name,) for name in FIELDS} | {name: (key,) for name, key in PARAMETER_NAMES.items()}
+_NAMES: dict[str, tuple[str, ...]] = {name: (PARAMETER_NAMES.get(name, name),) for name in FIELDS}
 _NAMES["loss_scale"] = ("scale_sense", "loss_scale")
 _WANTED = frozenset(name for names in _NAMES.values() for name in names)
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """What one file, or one folder of MindFormers' ``checkpoint:`` format, holds of loss scaling.
+    """The state of loss scaling in one file, or in one folder of MindFormers' ``checkpoint:`` format.
 
     Attributes:
         path (Path): the file or folder.
         values (dict[str, int | float | None]): by the names in ``FIELDS``; None where there is no such value.
         problems (list[str]): what could not be read, and what contradicts itself.
-        unreadable (bool): whether nothing was found where something could not be read.
+        unreadable (bool): whether there is no state, and something could not be read.
     """
 
     path: Path
-    values: dict = field(default_factory=lambda: dict.fromkeys(FIELDS))
-    problems: list = field(default_factory=list)
+    values: _Values = field(default_factory=lambda: dict.fromkeys(FIELDS))
+    problems: list[str] = field(default_factory=list)
     unreadable: bool = False
 
     @property
-    def kind(self):
-        """The kind of state: str, "none" if there is none and "unreadable" if nobody can tell."""
+    def kind(self) -> str:
+        """The kind of state: "none" if the checkpoint has no state, "unreadable" if that cannot be known."""
         if self.unreadable:
             return "unreadable"
         if self._has("scale_window", "window_index", "growth_num", "down_num"):
@@ -55,30 +62,30 @@ class Checkpoint:
         return "loss scale only" if self._has("loss_scale") else "none"
 
     @property
-    def holds_state(self):
-        """Whether there is anything of loss scaling in it: bool."""
+    def holds_state(self) -> bool:
+        """Whether there is any state of loss scaling."""
         return self.kind not in ("none", "unreadable")
 
     @property
-    def rank(self):
-        """The rank whose folder the file lies in: int, or None."""
+    def rank(self) -> int | None:
+        """The rank whose folder the file lies in."""
         match = re.fullmatch(r"rank_(\d+)", self.path.parent.name)
         return int(match[1]) if match else None
 
     @property
-    def step(self):
-        """The step it was saved at: int, or None where neither the content nor the name tells."""
+    def step(self) -> int | None:
+        """The step it was saved at, or None if neither the content nor the name has it."""
         if self.values["step_num"] is not None:
-            return self.values["step_num"]
+            return int(self.values["step_num"])
         # A file is named by epoch and step within the epoch, which is the step itself only in the first epoch.
         match = re.fullmatch(r"iteration_(\d+)|.*-1_(\d+)\.\w+", self.path.name)
         return int(match[1] or match[2]) if match else None
 
-    def _has(self, *names):
+    def _has(self, *names: str) -> bool:
         return any(self.values[name] is not None for name in names)
 
 
-def read_checkpoints(path):
+def read_checkpoints(path: str | Path) -> list[Checkpoint]:
     """Read a checkpoint file, or all checkpoints of a folder.
 
     A folder may hold files, folders ``rank_N`` with files, folders ``iteration_N``, or be such a folder itself.
@@ -87,8 +94,8 @@ def read_checkpoints(path):
         path (str): the file or folder.
 
     Returns:
-        list[Checkpoint], the newest last; those whose step is not known come after all others. Empty if the folder
-        has no checkpoints.
+        list[Checkpoint], the newest last, with those of unknown step after all others. Empty if the folder has no
+        checkpoints.
 
     Raises:
         OSError: if there is no such path, or the folder cannot be read.
@@ -107,14 +114,14 @@ def read_checkpoints(path):
     return sorted(checkpoints, key=_age)
 
 
-def latest_iteration(path):
+def latest_iteration(path: str | Path) -> int | None:
     """Return which iteration MindFormers would resume from.
 
     Args:
         path (str): a folder with folders ``iteration_N``.
 
     Returns:
-        int, or None where the folder does not say.
+        int, or None if the folder has no ``latest_checkpointed_iteration.txt``.
 
     Raises:
         ValueError: if ``latest_checkpointed_iteration.txt`` does not hold a number.
@@ -128,7 +135,9 @@ def latest_iteration(path):
         raise ValueError(f"{TRACKER} cannot be used: {_one_line(error)}") from error
 
 
-def differences_between_ranks(checkpoints):
+def differences_between_ranks(
+    checkpoints: list[Checkpoint],
+) -> list[tuple[Checkpoint, Checkpoint, dict[str, tuple[Any, Any]]]]:
     """Compare what several ranks saved at the same step.
 
     Args:
@@ -138,7 +147,8 @@ def differences_between_ranks(checkpoints):
         list[tuple[Checkpoint, Checkpoint, dict]]: each readable checkpoint of a rank, that of the first rank at the
         same step, and the values in which they differ, as {field: (value, first rank's value)}; {} where they agree.
     """
-    first_of, compared = {}, []
+    first_of: dict[str | int, Checkpoint] = {}
+    compared = []
     for checkpoint in checkpoints:
         if checkpoint.rank is None or checkpoint.unreadable:
             continue
@@ -151,41 +161,42 @@ def differences_between_ranks(checkpoints):
     return compared
 
 
-def _checkpoint_files(folder):
+def _checkpoint_files(folder: Path) -> list[Path]:
     return [file for file in folder.iterdir() if file.suffix in _READERS and file.is_file()]
 
 
-def _is_iteration(folder):
+def _is_iteration(folder: Path) -> bool:
     return bool(re.fullmatch(r"iteration_\d+", folder.name)) or any((folder / name).is_file() for name in _SMALL_FILES)
 
 
-def _age(checkpoint):
+def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
     numbers_as_numbers = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", checkpoint.path.name)]
     rank = -1 if checkpoint.rank is None else checkpoint.rank
     return checkpoint.step is None, checkpoint.step or 0, numbers_as_numbers, rank
 
 
-def _read_file(file):
-    checkpoint = Checkpoint(file)
-    try:
-        checkpoint.values, checkpoint.problems = _read_with(_READERS.get(file.suffix, _refuse), file)
-    except ValueError as error:
-        checkpoint.problems, checkpoint.unreadable = [str(error)], True
-    return checkpoint
+def _read_file(file: Path) -> Checkpoint:
+    return _read(file, [(file, _READERS.get(file.suffix, _refuse))])
 
 
-def _read_iteration(folder):
-    """Read a folder of MindFormers' ``checkpoint:`` format; where its files disagree, what is resumed from counts."""
-    checkpoint = Checkpoint(folder)
+def _read_iteration(folder: Path) -> Checkpoint:
+    """Read a folder of MindFormers' ``checkpoint:`` format; the file that a resume reads comes first."""
     sources = [(file, _read_safetensors) for file in sorted(folder.glob("*-opt-*.safetensors"))]
     sources += [(folder / name, read) for name, read in _SMALL_FILES.items() if (folder / name).exists()]
-    origin, something_is_torn = {}, False
+    return _read(folder, sources)
+
+
+def _read(path: Path, sources: list[tuple[Path, Callable[[Path], _Values]]]) -> Checkpoint:
+    checkpoint = Checkpoint(path)
+    origin: dict[str, str] = {}
+    any_is_torn = False
     for file, read in sources:
         try:
-            values, problems = _read_with(read, file)
-        except ValueError as error:
-            checkpoint.problems.append(f"{file.name} {error}")
-            something_is_torn = True
+            values, problems = _by_field(read(file))
+        except Exception as error:  # for a torn file every library has errors of its own
+            name = "" if file == path else f"{file.name} "
+            checkpoint.problems.append(f"{name}cannot be read: {_one_line(error)}")
+            any_is_torn = True
             continue
         checkpoint.problems += problems
         for name in (name for name in FIELDS if values[name] is not None):
@@ -195,40 +206,33 @@ def _read_iteration(folder):
                 checkpoint.problems.append(
                     f"{name} is {checkpoint.values[name]} in {origin[name]} but {values[name]} in {file.name}"
                 )
-    checkpoint.unreadable = something_is_torn and not checkpoint.holds_state
+    checkpoint.unreadable = any_is_torn and not checkpoint.holds_state
     return checkpoint
 
 
-def _read_with(read, file):
-    """Return the values by field and the contradictions in one file; ValueError if it cannot be read."""
-    try:
-        return _by_field(read(file))
-    except Exception as error:  # for a torn file every library has errors of its own
-        raise ValueError(f"cannot be read: {_one_line(error)}") from error
-
-
-def _by_field(found):
-    values, problems = dict.fromkeys(FIELDS), []
+def _by_field(content: Mapping[str, Any]) -> tuple[_Values, list[str]]:
+    values: _Values = dict.fromkeys(FIELDS)
+    problems = []
     for name in FIELDS:
         # A bare name before one with a prefix, which a cell gets as a child of another.
         places = sorted(
             (_NAMES[name].index(_last_part(key)), key.count("."), key)
-            for key in found
+            for key in content
             if _last_part(key) in _NAMES[name]
         )
         if not places:
             continue
         key = places[0][2]
-        values[name] = float(found[key]) if name == "loss_scale" else int(found[key])
+        values[name] = float(content[key]) if name == "loss_scale" else int(content[key])
         problems += [
-            f"{key} is {found[key]} but {other} is {found[other]}; {key} is shown"
+            f"{key} is {content[key]} but {other} is {content[other]}; {key} is shown"
             for *like, other in places[1:]
-            if like == list(places[0][:2]) and found[other] != found[key]
+            if like == list(places[0][:2]) and content[other] != content[key]
         ]
     return values, problems
 
 
-def _read_safetensors(file):
+def _read_safetensors(file: Path) -> _Values:
     from safetensors import safe_open
 
     with safe_open(file, "np") as content:
@@ -237,13 +241,13 @@ def _read_safetensors(file):
         return {key: content.get_tensor(key).item() for key in keys}
 
 
-def _read_ckpt(file):
+def _read_ckpt(file: Path) -> _Values:
     from mindspore import load_checkpoint
 
-    seen = []
+    keys: list[str] = []
 
-    def choose(key):
-        seen.append(key)
+    def choose(key: str) -> bool:
+        keys.append(key)
         return _is_wanted(key)
 
     if file.stat().st_size == 0:
@@ -252,7 +256,7 @@ def _read_ckpt(file):
         parameters = load_checkpoint(str(file), choice_func=choose)
     except ValueError:
         # MindSpore's answer also to a sound file in which nothing was chosen.
-        if not seen or any(map(_is_wanted, seen)):
+        if not keys or any(map(_is_wanted, keys)):
             raise
         return {}
     # What the user appended may be text.
@@ -260,31 +264,31 @@ def _read_ckpt(file):
     return {key: value.asnumpy().item() for key, value in numbers.items() if value.size == 1}
 
 
-def _read_common(file):
+def _read_common(file: Path) -> _Values:
     content = json.loads(file.read_text(encoding="utf-8"))
     return {key: content[key] for key in ("step_num", "global_step", "loss_scale") if content.get(key) is not None}
 
 
-def _read_sidecar(file):
-    loss_scale, state = read_sidecar(file.parent)
+def _read_sidecar(file: Path) -> _Values:
+    loss_scale, state = read_sidecar(file.parent) or (None, {})
     return {"scale_sense": loss_scale} | {
         PARAMETER_NAMES[name]: state[name] for name in PARAMETER_NAMES if name in state
     }
 
 
-def _refuse(file):
+def _refuse(file: Path) -> _Values:
     raise ValueError(f"the name of a checkpoint ends in {' or '.join(_READERS)}")
 
 
-def _is_wanted(key):
+def _is_wanted(key: str) -> bool:
     return _last_part(key) in _WANTED
 
 
-def _last_part(key):
+def _last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _one_line(error):
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 

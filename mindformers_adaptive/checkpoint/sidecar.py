@@ -1,10 +1,13 @@
 """The file beside MindFormers' ``common.json`` that keeps the state of the update cell.
 
 MindFormers' ``checkpoint:`` format keeps network and optimizer, or with ``no_save_optim`` the network alone. The state
-of loss scaling is small, so it is written beside them each time, whole or not at all.
+of loss scaling is small, so it is written beside them with every checkpoint, whole or not at all.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from mindformers_adaptive.text.atomic_file import atomic_write
@@ -15,11 +18,11 @@ FILE_NAME = "loss_scale.json"
 _FORMAT = 1
 
 
-def write_sidecar(folder, loss_scale, state):
+def write_sidecar(folder: str | Path, loss_scale: float, state: Mapping[str, int]) -> None:
     """Write ``loss_scale.json``.
 
     Args:
-        folder (str): where the checkpoint of one step lies.
+        folder (str): the checkpoint of one step.
         loss_scale (float): the loss scale for the next step.
         state (dict[str, int]): as ``AdaptiveLossScaleUpdateCell.state()`` returns it.
 
@@ -35,11 +38,11 @@ def write_sidecar(folder, loss_scale, state):
         sidecar.write(text)
 
 
-def read_sidecar(folder):
+def read_sidecar(folder: str | Path) -> tuple[float, dict[str, int]] | None:
     """Read ``loss_scale.json``.
 
     Args:
-        folder (str): where the checkpoint of one step lies.
+        folder (str): the checkpoint of one step.
 
     Returns:
         tuple[float, dict[str, int]], the loss scale and the state, or None where there is no such file.

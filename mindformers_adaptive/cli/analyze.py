@@ -1,4 +1,4 @@
-"""Say what the loss scale did in a run, from its log: skips, when, the path of the scale, the waste, what to change."""
+"""Say what the loss scale did in a run, from its log: the skipped steps, the path of the scale, what to change."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from mindformers_adaptive.cli.lab_arguments import policy_maker
 from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
 from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import FORMATS, read_log
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.record import draw_run
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -22,9 +24,12 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "logs", nargs="+", metavar="LOG", help="the log or record of one run; several files in the order of writing"
+        "logs",
+        nargs="+",
+        metavar="LOG",
+        help="the log or record of one run; several files in order of writing",
     )
-    parser.add_argument("--format", choices=FORMATS, help="of the log; default: the one that its lines match")
+    parser.add_argument("--format", choices=FORMATS, help="format of the log; default: the one that its lines match")
     parser.add_argument(
         "--rule",
         metavar="NAME[:PARAMETER=VALUE,...]",
@@ -48,7 +53,4 @@ def run(options: argparse.Namespace) -> None:
     else:
         print(analysis.text())
     if options.plot:
-        from mindformers_adaptive.plots.canvas import save
-        from mindformers_adaptive.plots.record import draw_run
-
         save(draw_run(recorded), options.plot)

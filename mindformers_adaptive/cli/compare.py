@@ -7,6 +7,9 @@ import argparse
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, read_sources
 from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
 from mindformers_adaptive.lab.replay.simulate import compare, replay
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.lab import draw_replays
+from mindformers_adaptive.plots.pareto import draw_comparison
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -51,22 +54,12 @@ def run(options: argparse.Namespace) -> None:
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
     if options.json:
-        rows = comparison.rows()
         described = [source.describe() for source in sources]
-        print_json({"sources": described, "rows": rows, "pareto_front": comparison.pareto_front()})
+        print_json({"sources": described, "rows": comparison.rows(), "pareto_front": comparison.pareto_front()})
     else:
         print("\n".join(source.text() for source in sources), comparison.text(options.each_trace), sep="\n\n")
-    if options.plot:
-        _plot(options.plot, makers, traces, comparison)
-
-
-def _plot(file, makers, traces, comparison):  # type: ignore[no-untyped-def]
-    from mindformers_adaptive.plots.canvas import save
-    from mindformers_adaptive.plots.lab import draw_replays
-    from mindformers_adaptive.plots.pareto import draw_comparison
-
-    if len(traces) == 1:
+    if options.plot and len(traces) == 1:
         replays = {label: replay(make(), traces[0]) for label, make in makers.items()}
-        save(draw_replays(traces[0], replays), file)
-    else:
-        save(draw_comparison(comparison), file)
+        save(draw_replays(traces[0], replays), options.plot)
+    elif options.plot:
+        save(draw_comparison(comparison), options.plot)

@@ -11,7 +11,7 @@ __all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES = """\
 example:
-  adaptive-loss-scale find --config my.yaml --train_dataset_dir my_data
+  adaptive-loss-scale find --config my.yaml --train-dataset-dir my_data
 """
 
 
@@ -33,10 +33,10 @@ def run(options: argparse.Namespace) -> None:
 
     margin = DEFAULT_MARGIN if options.margin is None else options.margin
     check_margin(margin)
-    found = recommend_loss_scale(sweep(options, [2.0**exponent for exponent in range(33)]), margin)
+    recommendation = recommend_loss_scale(sweep(options, [2.0**exponent for exponent in range(33)]), margin)
     if options.json:
-        print_json(found.to_dict())
+        print_json(recommendation.to_dict())
     else:
-        print(found)
-    if found.loss_scale_value is None:
+        print(recommendation)
+    if recommendation.loss_scale_value is None:
         raise RuntimeError("no loss scale can be recommended")

@@ -1,10 +1,43 @@
-"""Show the state of loss scaling that a checkpoint holds."""
+"""Show the state of loss scaling that a checkpoint holds: one row a checkpoint, the newest last.
 
-from mindformers_adaptive.checkpoint import report
+PATH is a .ckpt or .safetensors file, a folder of them, a folder with rank_0, rank_1, ..., a folder iteration_N of
+MindFormers' `checkpoint:` format, or the folder above it. In the table, '-' is what a checkpoint does not have. The
+exit code is 1 if no state was found, or PATH cannot be read.
+"""
 
-__all__ = ["forward"]
+from __future__ import annotations
+
+import argparse
+
+from mindformers_adaptive.checkpoint.report import build_report, report_text, why_no_state
+from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_json
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """\
+example:
+  adaptive-loss-scale inspect output/checkpoint
+"""
 
 
-def forward(arguments):
-    """Run ``mindformers_adaptive.checkpoint.report``, and return its exit code."""
-    return report.main(arguments)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("path", metavar="PATH", help="the checkpoint file or folder")
+    add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Read the checkpoints, and print their state.
+
+    Raises:
+        RuntimeError: if no state was found.
+    """
+    if not options.path:
+        raise UsageError("argument PATH: must name a file or folder, but is empty")
+    report = build_report(options.path)
+    if options.json:
+        print_json(report)
+    elif report["checkpoints"]:
+        print(report_text(report))
+    if not report["found"]:
+        raise RuntimeError(why_no_state(report))

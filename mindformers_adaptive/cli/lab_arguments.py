@@ -30,8 +30,8 @@ class Source:
 
     Attributes:
         trace (Trace): the trace, with the ceilings that were asked for.
-        run (RecordedRun, optional): the run that a log describes; None for ceilings that were made or measured.
-        ceilings (str): what is known of them, where there is no run.
+        run (RecordedRun, optional): the run that a log recorded; None for synthetic or measured ceilings.
+        ceilings (str): what is known of them if there is no run.
     """
 
     trace: Trace
@@ -39,7 +39,7 @@ class Source:
     ceilings: str = "known"
 
     def describe(self) -> dict[str, Any]:
-        """Return what was read and how much of it is known, ready for JSON."""
+        """Return what was read and how much of it is known, for JSON."""
         if self.run is None:
             return {"trace": self.trace.name, "steps": len(self.trace), "ceilings": self.ceilings}
         run = self.run
@@ -69,7 +69,7 @@ class Source:
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -> None:
-    """Declare the traces and what is assumed of them."""
+    """Declare the traces, and what is assumed where a log does not bound the ceiling."""
     parser.add_argument(
         "traces",
         nargs="+" if several else 1,
@@ -82,8 +82,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
         "--assume",
         choices=ASSUMPTIONS,
         default="interpolated",
-        help="where a log does not bound the ceilings: interpolated between what neighbouring skips say (default), "
-        "or the lowest or highest that its bounds allow",
+        help="ceilings that a log does not bound: interpolated between neighbouring skips (default), or the lowest or "
+        "highest that the bounds allow",
     )
     parser.add_argument("--steps", type=int, default=10_000, help="of a synthetic trace; default: 10000")
     parser.add_argument("--seed", type=int, default=0, help="of a synthetic trace; default: 0")
@@ -109,7 +109,7 @@ def read_sources(options: argparse.Namespace) -> list[Source]:
 
 
 def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:
-    """Return a policy's label and what makes it, from ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE``.
+    """Return a policy's label and a function that makes it, from ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE``.
 
     Raises:
         UsageError: if there is no such policy, or it cannot take these parameters.
@@ -164,7 +164,7 @@ def _holds_sweeps(path: Path) -> bool:
 
 
 def _keys(path: Path, text: bytes) -> set[str]:
-    """The keys of a JSON object; none where the text is no such object."""
+    """The keys of a JSON object; an empty set if the text is not a JSON object."""
     try:
         content = json.loads(text)
     except ValueError:

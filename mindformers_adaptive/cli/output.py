@@ -1,10 +1,8 @@
-"""What subcommands share: numbers as people type them, wrong usage, progress, JSON."""
+"""What subcommands share: values from the command line, usage errors, progress bars, JSON."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,17 +10,24 @@ from typing import Any
 
 import yaml
 
+from mindformers_adaptive.text.json_text import json_text
+
 __all__ = ["UsageError", "add_json_argument", "print_json", "progress_bar", "read_scale", "read_value"]
 
 
-class UsageError(Exception):
-    """What was typed cannot be meant; the program exits with 2."""
+class UsageError(argparse.ArgumentTypeError):
+    """Invalid command line; the program exits with status 2."""
 
 
 def read_value(text: str) -> Any:
-    """Return a value as YAML reads it, or a power of two from ``2^16``."""
+    """Return a value as YAML reads it, with 1e-4 and 2^16 as numbers, or raise UsageError."""
     power = re.fullmatch(r"\s*2(?:\^|\*\*)(-?\d+)\s*", text)
-    return 2.0 ** int(power[1]) if power else yaml.safe_load(text)
+    if power:
+        return 2.0 ** int(power[1])
+    try:
+        return yaml.load(text, Loader=_ValueLoader)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{text!r} is not a value in YAML; put brackets, braces and colons in quotes") from error
 
 
 def read_scale(argument: str, text: str) -> float:
@@ -40,7 +45,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 def print_json(content: Any) -> None:
     """Print a value as JSON; a number that is not finite becomes the string "nan", "inf" or "-inf"."""
-    print(json.dumps(_finite(content), indent=2, allow_nan=False))
+    print(json_text(content, indent=2))
 
 
 @contextmanager
@@ -48,11 +53,11 @@ def progress_bar(total: int | None, what: str) -> Iterator[Callable[[int], None]
     """Show a progress bar on a terminal, and none elsewhere.
 
     Args:
-        total (int, optional): how many there are, None if that is not known beforehand.
+        total (int, optional): the number of steps, None if it is not known beforehand.
         what (str): what is being done.
 
     Yields:
-        Callable, to be called with how many are done.
+        Callable, to be called with the number of steps done.
     """
     from tqdm import tqdm
 
@@ -60,11 +65,10 @@ def progress_bar(total: int | None, what: str) -> Iterator[Callable[[int], None]
         yield lambda done: bar.update(done - bar.n)
 
 
-def _finite(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    if isinstance(content, float) and not math.isfinite(content):
-        return str(content)
-    return content
+class _ValueLoader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number; YAML 1.1 wants 1.0e-4."""
+
+
+_ValueLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("+-.0123456789")
+)

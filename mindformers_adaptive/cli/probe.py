@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from pathlib import Path
 
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_json, progress_bar, read_scale
+from mindformers_adaptive.cli.yaml_arguments import add_yaml_arguments, read_options
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.gradients import draw_histograms
 
 __all__ = ["EXAMPLES", "add_arguments", "add_sweep_arguments", "run", "sweep"]
 
 EXAMPLES = """\
 examples:
-  adaptive-loss-scale probe --config my.yaml --train_dataset_dir my_data --loss-scales 64 512 2^16
+  adaptive-loss-scale probe --config my.yaml --train-dataset-dir my_data --loss-scales 64 512 2^16
   adaptive-loss-scale probe --config my.yaml --checkpoint output/checkpoint/rank_0 --plot ranges.png
 """
 
@@ -31,13 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what a sweep over loss scales needs."""
-    parser.add_argument("--config", required=True, help="the YAML file of MindFormers")
-    parser.add_argument("--train_dataset_dir", help="the data, in place of what the YAML file names")
+    add_yaml_arguments(parser)
+    parser.add_argument("--train-dataset-dir", help="the data, in place of that in the YAML file")
     parser.add_argument("--checkpoint", help="a .ckpt or .safetensors file, or a folder of them; default: new weights")
     parser.add_argument("--batches", type=int, default=4, help="how many batches of the training data; default: 4")
-    parser.add_argument(
-        "--options", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="other keys of the YAML file to change"
-    )
     add_json_argument(parser)
 
 
@@ -46,32 +45,28 @@ def run(options: argparse.Namespace) -> None:
     from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES
 
     scales = [read_scale("--loss-scales", text) for text in options.loss_scales] or DEFAULT_LOSS_SCALES
-    shown = None if options.parameters is None else read_scale("--parameters", options.parameters)
-    if shown is not None and shown not in scales:
+    scale_of_parameters = None if options.parameters is None else read_scale("--parameters", options.parameters)
+    if scale_of_parameters is not None and scale_of_parameters not in scales:
         raise UsageError(f"'--parameters' must be one of the loss scales of the sweep, but got {options.parameters}.")
     ranges = sweep(options, scales)
     if options.json:
         print_json(ranges.to_dict())
     else:
-        print(ranges.table(), *([] if shown is None else ["", ranges.table(shown)]), sep="\n")
+        print(
+            ranges.table(), *([] if scale_of_parameters is None else ["", ranges.table(scale_of_parameters)]), sep="\n"
+        )
     if options.output:
         ranges.save(options.output)
     if options.plot:
-        from mindformers_adaptive.plots.canvas import save
-        from mindformers_adaptive.plots.gradients import draw_histograms
-
         save(draw_histograms(ranges.to_dict()), options.plot)
 
 
 def sweep(options: argparse.Namespace, loss_scales):  # type: ignore[no-untyped-def]
     """Run the sweep with a progress bar; what MindFormers prints goes to the standard error."""
-    if not Path(options.config).is_file():
-        raise UsageError(f"argument --config: there is no file {options.config!r}, seen from {Path.cwd()}")
+    overrides = read_options(options.options)
     with contextlib.redirect_stdout(sys.stderr):
-        from mindformers_adaptive.integration.launch_options import parse_arguments
         from mindformers_adaptive.integration.probe import probe
 
-        words = ["--config", options.config, *(["--options", *options.options] if options.options else [])]
         with progress_bar(options.batches * len(loss_scales), "backward passes") as progress:
             return probe(
                 options.config,
@@ -79,6 +74,6 @@ def sweep(options: argparse.Namespace, loss_scales):  # type: ignore[no-untyped-
                 options.train_dataset_dir,
                 loss_scales,
                 options.batches,
-                options=parse_arguments(words).free,
+                overrides=overrides,
                 progress=progress,
             )

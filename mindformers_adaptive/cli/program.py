@@ -1,24 +1,26 @@
-"""The program: it finds the subcommand, runs it, and turns what went wrong into a message and an exit code."""
+"""The program: it finds the subcommand, runs it, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from mindformers_adaptive.cli.output import UsageError
 
 __all__ = ["COMMANDS", "main"]
 
-# By name: what it does. Each is a module of this package with add_arguments(parser) and run(options), or, where another
-# program of this package already does it, forward(arguments).
+# By name: what it does. Each is a module of this package with EXAMPLES, add_arguments(parser) and run(options). One
+# that takes words that argparse does not know sets the default of `others` to a list.
 COMMANDS = {
-    "train": "train, fine-tune, evaluate or predict from a YAML file of MindFormers",
-    "inspect": "show the state of loss scaling that a checkpoint holds",
-    "probe": "measure the ranges of gradients and weights at several loss scales",
-    "find": "find the loss scale that a training should start from",
+    "train": "[*] train, fine-tune, evaluate or predict from a YAML file of MindFormers",
+    "inspect": "show the state of loss scaling that a checkpoint holds (a .ckpt file needs MindSpore)",
+    "probe": "[*] measure the ranges of gradients and weights at several loss scales",
+    "find": "[*] find the loss scale that a training should start from",
     "analyze": "say what the loss scale did in a run, from its log, and what to change",
     "simulate": "replay one policy on a trace",
     "compare": "replay several policies on traces, and compare them",
@@ -27,13 +29,17 @@ COMMANDS = {
     "megatron": "turn Megatron-LM's arguments into a scale_sense section",
 }
 
-_EXIT_CODES = "exit codes: 0 done; 1 what was asked failed; 2 wrong usage"
+_EXIT_CODES = """\
+Options may be written with underscores in place of hyphens, as MindFormers writes them: --train_dataset_dir.
+exit codes: 0 done; 1 what was asked failed; 2 wrong usage"""
 _EXAMPLES = """\
+[*] needs MindSpore and MindFormers
+
 examples:
-  adaptive-loss-scale train --config configs/tiny_llama_cpu_fp16.yaml --train_dataset_dir output/corpus
+  adaptive-loss-scale train --config configs/tiny_llama_cpu_fp16.yaml --train-dataset-dir output/corpus
   adaptive-loss-scale analyze output/log/rank_0/info.log
   adaptive-loss-scale tune output/log/rank_0/info.log
-  adaptive-loss-scale find --config my.yaml --train_dataset_dir my_data
+  adaptive-loss-scale find --config my.yaml --train-dataset-dir my_data
 """
 
 
@@ -54,17 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
-        command = importlib.import_module(f"mindformers_adaptive.cli.{words[0]}")
-        if hasattr(command, "forward"):
-            return int(command.forward(words[1:]) or 0)
-        return _run(command, words)
+        return _run(importlib.import_module(f"mindformers_adaptive.cli.{words[0]}"), words)
     # Help, or a usage error, for which no subcommand has to be imported.
     _main_parser().parse_args(words)
     _main_parser().print_help()
     return 2
 
 
-def _run(command, words):  # type: ignore[no-untyped-def]
+def _run(command: Any, words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=f"adaptive-loss-scale {words[0]}",
         description=command.__doc__,
@@ -73,14 +76,18 @@ def _run(command, words):  # type: ignore[no-untyped-def]
     )
     command.add_arguments(parser)
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
-    options = parser.parse_args(words[1:])
+    options, others = parser.parse_known_args([_with_hyphens(word) for word in words[1:]])
+    if "others" in options:
+        options.others = others
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         command.run(options)
         sys.stdout.flush()
     except UsageError as error:
         parser.error(str(error))
     except BrokenPipeError:
-        # Who reads, such as `head`, has seen enough. What is left to be flushed at exit has to go somewhere.
+        # The reader, such as `head`, has stopped. What is left to be flushed at exit has to go somewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         if options.traceback:
@@ -88,6 +95,11 @@ def _run(command, words):  # type: ignore[no-untyped-def]
         print(f"adaptive-loss-scale {words[0]}: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _with_hyphens(word: str) -> str:
+    """An option as it is declared; MindFormers' options have underscores."""
+    return re.sub(r"^--[a-z_]+(?=$|=)", lambda option: option[0].replace("_", "-"), word)
 
 
 def _main_parser() -> argparse.ArgumentParser:

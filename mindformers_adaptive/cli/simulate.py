@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, read_sources
 from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.lab.replay.simulate import replay
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.lab import draw_replays
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -35,36 +36,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Replay the policy on each trace, and print its measures."""
     label, make = policy_maker(options.policy)
-    results: list[dict[str, Any]] = []
     sources = read_sources(options)
+    if options.plot and len(sources) > 1:
+        raise ValueError(f"'--plot' draws one trace, but got {len(sources)}. Name one of them.")
     replays = []
     with progress_bar(len(sources), "replaying") as progress:
         for source in sources:
             replays.append(replay(make(), source.trace))
             progress(len(replays))
-    for source, result in zip(sources, replays, strict=True):
-        measures, final = result.measures.as_dict(), result.final_state
-        results.append({"policy": label, "source": source.describe(), "measures": measures, "final_state": final})
-        if not options.json:
-            print(source.text())
-            print("\n".join(f"  {name:<24}{_as_text(value)}" for name, value in {**measures, **final}.items()))
+    results = [
+        {
+            "policy": label,
+            "source": source.describe(),
+            "measures": run.measures.as_dict(),
+            "final_state": run.final_state,
+        }
+        for source, run in zip(sources, replays, strict=True)
+    ]
     if options.json:
         print_json(results)
+    else:
+        for source, result in zip(sources, results, strict=True):
+            print(source.text())
+            values = {**result["measures"], **result["final_state"]}
+            print("\n".join(f"  {name:<24}{_cell(value)}" for name, value in values.items()))
     if options.plot:
-        _plot(options.plot, label, sources, replays)
+        save(draw_replays(sources[0].trace, {label: replays[0]}), options.plot)
 
 
-def _plot(file, label, sources, replays):  # type: ignore[no-untyped-def]
-    from mindformers_adaptive.plots.canvas import save
-    from mindformers_adaptive.plots.lab import draw_replays
-
-    if len(sources) > 1:
-        raise ValueError(f"'--plot' draws one trace, but got {len(sources)}. Name one of them.")
-    trace = sources[0].trace
-    save(draw_replays(trace, {label: replays[0]}), file)
-
-
-def _as_text(value: object) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "unknown"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,10 +1,97 @@
-"""Train, fine-tune, evaluate or predict from a YAML file of MindFormers."""
+"""Train, fine-tune, evaluate or predict with MindFormers and adaptive loss scaling.
 
-from mindformers_adaptive.integration import launcher
+The options are those of MindFormers' run_mindformer.py; each sets a key of the YAML file.
+"""
 
-__all__ = ["forward"]
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from mindformers_adaptive.cli.output import UsageError, read_value
+from mindformers_adaptive.cli.yaml_arguments import add_yaml_arguments, read_options
+from mindformers_adaptive.integration.launcher import EVAL_NUM_SAMPLES, NUM_SAMPLES, launch, load_config
+
+__all__ = ["EXAMPLES", "OPTION_KEYS", "add_arguments", "read_overrides", "run"]
+
+EXAMPLES = """\
+examples:
+  adaptive-loss-scale train --config my.yaml --epochs 1 --train-dataset-dir my_data
+  adaptive-loss-scale train --config my.yaml --options runner_wrapper.scale_sense.max_scale_window=200
+"""
 
 
-def forward(arguments):
-    """Run the launcher, whose options these are."""
-    launcher.main(arguments, program="adaptive-loss-scale train")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_yaml_arguments(parser)
+    for option, key, kind, text in _OPTIONS:
+        metavar = "BOOL" if kind is _true_or_false else option.upper().replace("-", "_")
+        parser.add_argument(f"--{option}", dest=key, type=kind, metavar=metavar, help=f"{text} (sets {key})")
+    parser.add_argument("--register-path", metavar="FOLDER", help="folder of further classes for auto_register")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the task; an error that stops it is printed with its traceback."""
+    config = load_config(options.config, read_overrides(options), options.register_path, may_add=OPTION_KEYS)
+    try:
+        launch(config)
+    except Exception:
+        # Nobody wants to repeat a long training to learn where it failed.
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the overrides of the YAML file, by dotted key; those of ``--options`` come last."""
+    overrides = {key: getattr(options, key) for key in OPTION_KEYS if getattr(options, key) is not None}
+    if NUM_SAMPLES in overrides:
+        overrides[EVAL_NUM_SAMPLES] = overrides[NUM_SAMPLES]
+    return overrides | read_options(options.options)
+
+
+def _true_or_false(text: str) -> bool:
+    value = read_value(text.lower())
+    if value not in (True, False):
+        raise UsageError(f"must be true or false, but got {text!r}")
+    return bool(value)
+
+
+def _true_or_false_or_name(text: str) -> bool | str:
+    return _true_or_false(text) if text.lower() in ("true", "false") else text
+
+
+# Name on the command line, key in the YAML file, type, help.
+_OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
+    ("run-mode", "run_mode", str, "what to do: train, finetune, eval or predict"),
+    ("mode", "context.mode", int, "0 compiles the train step as a graph, 1 runs it op by op (PyNative)"),
+    ("device-target", "context.device_target", str, "Ascend, GPU or CPU"),
+    ("device-id", "context.device_id", int, "which device of this machine"),
+    ("use-parallel", "use_parallel", _true_or_false, "run as one of several processes that train together"),
+    ("seed", "seed", int, "seed of all random numbers"),
+    ("output-dir", "output_dir", str, "folder for logs, checkpoints and strategies"),
+    ("epochs", "runner_config.epochs", int, "how often to go through the data"),
+    ("batch-size", "runner_config.batch_size", int, "samples a step"),
+    ("sink-mode", "runner_config.sink_mode", _true_or_false, "feed the data on the device, several steps a call"),
+    ("gradient-accumulation-steps", "runner_config.gradient_accumulation_steps", int, "batches added up to one step"),
+    ("train-dataset-dir", "train_dataset.data_loader.dataset_dir", str, "file or folder of the training data"),
+    ("eval-dataset-dir", "eval_dataset.data_loader.dataset_dir", str, "file or folder of the evaluation data"),
+    ("num-samples", NUM_SAMPLES, int, "use only so many samples of the training data, and of the evaluation data"),
+    ("do-eval", "do_eval", _true_or_false, "evaluate while training"),
+    ("load-checkpoint", "load_checkpoint", str, "checkpoint to load, a file or a folder"),
+    ("resume-training", "resume_training", _true_or_false_or_name, "resume: true, or the name of the checkpoint file"),
+    ("auto-trans-ckpt", "auto_trans_ckpt", _true_or_false, "rearrange the checkpoint for this parallel setting"),
+    ("transform-process-num", "transform_process_num", int, "processes that rearrange the checkpoint"),
+    ("src-strategy-path-or-dir", "src_strategy_path_or_dir", str, "strategy that the checkpoint was written under"),
+    ("strategy-load-checkpoint", "parallel.strategy_ckpt_load_file", str, "parallel strategy file to load"),
+    ("only-save-strategy", "only_save_strategy", _true_or_false, "write the strategy files and stop"),
+    ("remote-save-url", "remote_save_url", str, "where to copy the outputs to"),
+    ("profile", "profile", _true_or_false, "record a profile"),
+    ("do-sample", "model.model_config.do_sample", _true_or_false, "sample when predicting"),
+    ("trust-remote-code", "trust_remote_code", _true_or_false, "let a tokenizer run code of its own"),
+    ("predict-data", "input_data", str, "text, or file of text, to predict from"),
+    ("predict-batch-size", "predict_batch_size", int, "samples a prediction"),
+)
+OPTION_KEYS = [key for _, key, _, _ in _OPTIONS]

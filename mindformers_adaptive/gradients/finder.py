@@ -10,17 +10,15 @@ LOSS_SCALES = tuple(2.0**exponent for exponent in range(33))
 
 
 def find_loss_scale(network, batches, margin=DEFAULT_MARGIN, *, progress=None):
-    """Find the loss scale to start the training of a network from.
+    """Find the loss scale from which to start the training of a network.
 
-    Every power of two from 2^0 to 2^32 is tried with
-    :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`, which leaves the network as it was.
+    :func:`mindformers_adaptive.gradients.ranges.gradient_ranges` tries every power of two from 2^0 to 2^32.
 
     Args:
         network (Cell): returns the loss, as there.
         batches (Iterable): a few batches, as there.
-        margin (int): how many powers of two to stay below the largest scale that does not overflow. Default: 2, see
-            ``DEFAULT_MARGIN`` in :mod:`mindformers_adaptive.gradients.recommendation`.
-        progress (Callable, optional): called with the number of backward passes done, 33 for each batch.
+        margin (int): how many powers of two to stay below the largest scale that does not overflow. Default: 2.
+        progress (Callable, optional): called with the number of backward passes done, 33 a batch. Default: None.
 
     Returns:
         LossScaleRecommendation; ``print`` it for the text and the YAML.
@@ -35,8 +33,8 @@ def find_loss_scale(network, batches, margin=DEFAULT_MARGIN, *, progress=None):
         >>> from mindspore import dtype as mstype
         >>> net = nn.WithLossCell(nn.Dense(3, 1, "ones", has_bias=False).to_float(mstype.float16), nn.MSELoss())
         >>> batch = (Tensor(np.ones((4, 3), np.float32)), Tensor(np.ones((4, 1), np.float32)))
-        >>> found = find_loss_scale(net, [batch])
-        >>> found.ceiling, found.loss_scale_value
+        >>> recommendation = find_loss_scale(net, [batch])
+        >>> recommendation.ceiling, recommendation.loss_scale_value
         (8192.0, 2048.0)
     """
     check_margin(margin)

@@ -1,6 +1,7 @@
-"""Run the backward pass of a network at several loss scales, and leave the network as it was."""
+"""Runs the backward pass of a network at several loss scales, without changing the network."""
 
 import contextlib
+import itertools
 import sys
 import warnings
 from collections.abc import Iterable
@@ -19,22 +20,21 @@ __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "checked_loss_scales", "gradi
 # From no scaling to 2^32, where the published FP16 trainings of large models start, 16-fold each.
 DEFAULT_LOSS_SCALES = tuple(2.0**exponent for exponent in range(0, 33, 4))
 
-# Two forward passes of the same network and batch give the same loss but for the order of their sums.
+# Losses of the same network and batch differ by the order of their sums only.
 _SAME_LOSS = 1e-5
 
 
 def gradient_ranges(network, inputs, loss_scales=DEFAULT_LOSS_SCALES, *, progress=None):
-    """Run the backward pass at each loss scale and report how the gradients spread.
+    """Run the backward pass at each loss scale and return the ranges of the gradients.
 
-    The gradients are those of the train-step cells: of the loss times the scale, through whatever FP16 casts the
-    network has, in training mode. Only dropout is off, so that every scale sees the same network and no random number
-    is drawn. Parameters, modes and random states are afterwards what they were.
+    The gradients are those of the train-step cells: of the loss times the scale, through the FP16 casts of the network,
+    in training mode. Only dropout is off, so that every scale sees the same network and no random number is drawn.
+    Parameters, modes and random states are restored afterwards.
 
     Args:
         network (Cell): returns the loss: a Tensor, or a tuple whose first element is the loss.
-        inputs (Union[Tensor, tuple, list, Iterable]): one batch, a Tensor or a tuple of Tensors; or several, a list of
-            such tuples or anything that yields them, like ``dataset.create_tuple_iterator(num_epochs=1)``. NumPy
-            arrays are taken as well.
+        inputs (Union[Tensor, tuple, list, Iterable]): one batch, a Tensor or a tuple of Tensors; or several, an
+            iterable of such tuples, like ``dataset.create_tuple_iterator(num_epochs=1)``. NumPy arrays are accepted.
         loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
 
@@ -49,15 +49,15 @@ def gradient_ranges(network, inputs, loss_scales=DEFAULT_LOSS_SCALES, *, progres
     Examples:
         >>> net = nn.WithLossCell(nn.Dense(3, 2).to_float(mstype.float16), nn.MSELoss())
         >>> batch = (Tensor(np.ones((4, 3), np.float32)), Tensor(np.ones((4, 2), np.float32)))
-        >>> found = gradient_ranges(net, batch, [1, 2**30])
-        >>> found.loss_scales, found.overflowed_batches(2**30)
+        >>> ranges = gradient_ranges(net, batch, [1, 2**30])
+        >>> ranges.loss_scales, ranges.overflowed_batches(2**30)
         ((1.0, 1073741824.0), 1)
     """
     return GradientSweep(network)(inputs, loss_scales, progress=progress)
 
 
 class GradientSweep:
-    """:func:`gradient_ranges` for one network as often as it is needed, compiled once.
+    """:func:`gradient_ranges` for one network, any number of times, compiled once.
 
     Args:
         network (Cell): as there.
@@ -89,41 +89,43 @@ class GradientSweep:
         """Return what :func:`gradient_ranges` returns.
 
         Args:
-            inputs: as there.
-            loss_scales: as there.
-            progress: as there.
+            inputs, loss_scales, progress: as there.
             observe (Callable, optional): called after each backward pass with the loss scale and a dict from
                 Parameter name to gradient, a NumPy array, still multiplied by the scale. Default: None.
         """
-        scales = checked_loss_scales(loss_scales)
-        batches, done = [], 0
-        with _left_as_it_was(self._network) as restore_random_state:
+        scales, ranges, passes = checked_loss_scales(loss_scales), [], itertools.count(1)
+
+        def observe_pass(scale, gradients):
+            if observe is not None:
+                observe(scale, gradients)
+            if progress is not None:
+                progress(next(passes))
+
+        with _unchanged(self._network) as restore_random_state:
             for batch in _batches(inputs):
-                found, reference = [], None
-                # Downwards: the first scale that does not overflow is the reference for all below it.
-                for scale in reversed(scales):
-                    restore_random_state()
-                    loss, gradients = self._run(batch, scale)
-                    overflow = not all(np.isfinite(gradient).all() for gradient in gradients.values())
-                    if reference is None and not overflow and len(scales) > 1:
-                        reference = {name: gradient == 0 for name, gradient in gradients.items()}
-                    found.insert(0, _ranges_of(scale, loss, gradients, reference))
-                    done += 1
-                    if observe is not None:
-                        observe(scale, gradients)
-                    if progress is not None:
-                        progress(done)
-                _warn_if_random(found)
-                batches.append(tuple(found))
-        if not batches:
+                ranges.append(self._sweep(batch, scales, restore_random_state, observe_pass))
+        if not ranges:
             raise ValueError("'inputs' must hold at least one batch, but is empty. Give a tuple of Tensors.")
         weights = {weight.name: array_statistics(to_numpy(weight)) for weight in self.weights}
-        return GradientRanges(weights, tuple(batches))
+        return GradientRanges(weights, tuple(ranges))
 
-    def _run(self, batch, scale):
-        loss, gradients = self._backward(Tensor(scale, mstype.float32), *batch)
-        names = [weight.name for weight in self.weights]
-        return to_numpy(loss), dict(zip(names, map(to_numpy, gradients), strict=True))
+    def _sweep(self, batch, scales, restore_random_state, observe):
+        at_scales, reference = [], None
+        # Downwards: the first scale that does not overflow is the reference for all below it.
+        for scale in reversed(scales):
+            restore_random_state()
+            loss, gradients = self._backward(Tensor(scale, mstype.float32), *batch)
+            gradients = {w.name: to_numpy(gradient) for w, gradient in zip(self.weights, gradients, strict=True)}
+            if reference is None and len(scales) > 1 and all(np.isfinite(array).all() for array in gradients.values()):
+                reference = {name: array == 0 for name, array in gradients.items()}
+            statistics = {
+                name: array_statistics(array, None if reference is None else count_underflows(array, reference[name]))
+                for name, array in gradients.items()
+            }
+            at_scales.insert(0, ScaleRanges(scale, float(to_numpy(loss).mean()), statistics))
+            observe(scale, gradients)
+        _warn_if_random(at_scales)
+        return tuple(at_scales)
 
 
 class _FirstOutput(nn.Cell):
@@ -155,20 +157,11 @@ class _Backward(nn.Cell):
         return loss, self.grad(self.network, self.weights)(*inputs, sens)
 
 
-def _ranges_of(scale, loss, gradients, reference):
-    """Return the ranges at a scale; ``reference`` says by Parameter name where its gradient is 0, None is unknown."""
-    statistics = {
-        name: array_statistics(gradient, None if reference is None else count_underflows(gradient, reference[name]))
-        for name, gradient in gradients.items()
-    }
-    return ScaleRanges(scale, float(loss.mean()), statistics)
-
-
-def _warn_if_random(found):
-    losses = np.array([ranges.loss for ranges in found])
+def _warn_if_random(at_scales):
+    losses = np.array([ranges.loss for ranges in at_scales])
     if np.isfinite(losses).all() and np.ptp(losses) > _SAME_LOSS * np.abs(losses).max():
         warnings.warn(
-            f"The loss of one batch should be the same at every loss scale, but goes from {losses.min()} to "
+            f"The loss of one batch must be the same at every loss scale, but goes from {losses.min()} to "
             f"{losses.max()}: the network draws random numbers outside of a Dropout cell. The shares of underflow "
             "are not exact.",
             stacklevel=4,
@@ -176,19 +169,28 @@ def _warn_if_random(found):
 
 
 @contextlib.contextmanager
-def _left_as_it_was(network):
-    """Put a network into training mode without dropout, and put everything back afterwards.
+def _unchanged(network):
+    """Put a network into training mode without dropout, and restore everything afterwards.
 
-    Yields a function that sets MindSpore's random states back to what they are now.
+    Yields a function that restores MindSpore's present random states.
     """
     cells = [cell for _, cell in network.cells_and_names()]
     modes = [(cell, cell.training, cell.phase) for cell in cells]
-    # A forward pass may write to these only, as BatchNorm does to its moving averages.
-    kept = [(value, to_numpy(value).copy()) for value in network.get_parameters() if not value.requires_grad]
-    restore_random_state = _random_state()
+    # A forward pass may write to these, as BatchNorm does to its moving averages.
+    state = [(value, to_numpy(value).copy()) for value in network.get_parameters() if not value.requires_grad]
+    generator = mindspore.get_rng_state()
+    # By its name, because mindspore.common has a function called seed.
+    kernel_seeds = getattr(sys.modules["mindspore.common.seed"], "_KERNEL_SEED", {})
+    seeds = dict(kernel_seeds)
+
+    def restore_random_state():
+        mindspore.set_rng_state(generator)
+        kernel_seeds.clear()
+        kernel_seeds.update(seeds)
+
     network.set_train(True)
     for cell in cells:
-        # MindSpore and MindFormers have several classes of the name; a cell with cells inside is a network.
+        # MindSpore and MindFormers have several classes of this name. One with cells inside is a network.
         if "Dropout" in type(cell).__name__ and not cell.cells():
             cell.set_train(False)
     try:
@@ -197,32 +199,14 @@ def _left_as_it_was(network):
         for cell, training, phase in modes:
             cell.add_flags(training=training)
             cell.phase = phase
-        for value, before in kept:
+        for value, before in state:
             if not np.array_equal(to_numpy(value), before, equal_nan=before.dtype.kind == "f"):
                 value.set_data(Tensor(before, value.dtype))
         restore_random_state()
 
 
-def _random_state():
-    """Return a function that sets MindSpore's random states back to what they are now."""
-    generator = mindspore.get_rng_state()
-    # The package has a function of the module's name.
-    kernel_seeds = getattr(sys.modules["mindspore.common.seed"], "_KERNEL_SEED", {})
-    seeds = dict(kernel_seeds)
-
-    def restore():
-        mindspore.set_rng_state(generator)
-        kernel_seeds.clear()
-        kernel_seeds.update(seeds)
-
-    return restore
-
-
 def checked_loss_scales(loss_scales):
-    """Return the loss scales as a sorted list of float32 values without repetitions, or raise.
-
-    Args:
-        loss_scales (Iterable[float]): what users gave.
+    """Return the loss scales as a sorted list of distinct float32 values.
 
     Raises:
         TypeError: if it is not a list of numbers.
@@ -242,26 +226,24 @@ def checked_loss_scales(loss_scales):
 def _batches(inputs):
     """Yield the batches, each as a tuple of Tensors."""
     if _is_array(inputs):
-        inputs = (inputs,)
-    if isinstance(inputs, (tuple, list)) and all(map(_is_array, inputs)):
-        inputs = [inputs] if len(inputs) else []
-    if isinstance(inputs, dict) or not isinstance(inputs, Iterable):
-        _refuse_inputs(inputs)
-    for batch in inputs:
-        if not isinstance(batch, (tuple, list)) or not batch or not all(map(_is_array, batch)):
-            _refuse_inputs(batch)
+        inputs = [(inputs,)]
+    elif _is_batch(inputs):
+        inputs = [inputs]
+    for batch in inputs if isinstance(inputs, Iterable) and not isinstance(inputs, dict) else [inputs]:
+        if not _is_batch(batch):
+            raise TypeError(
+                f"'inputs' must be a Tensor, a tuple of Tensors, or a list of such tuples, but got {batch!r} of type "
+                f"{type(batch).__name__}. Give the columns of a batch in the order of the network's inputs."
+            )
         yield tuple(value if isinstance(value, Tensor) else Tensor(value) for value in batch)
 
 
 def _is_array(value):
-    return isinstance(value, (Tensor, np.ndarray))
+    return isinstance(value, Tensor | np.ndarray)
 
 
-def _refuse_inputs(value):
-    raise TypeError(
-        f"'inputs' must be a Tensor, a tuple of Tensors, or a list of such tuples, but got {value!r} of type "
-        f"{type(value).__name__}. Give the columns of a batch in the order of the network's inputs."
-    )
+def _is_batch(value):
+    return isinstance(value, tuple | list) and len(value) > 0 and all(map(_is_array, value))
 
 
 def to_numpy(tensor):

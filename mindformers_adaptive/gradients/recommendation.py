@@ -18,15 +18,15 @@ DEFAULT_MARGIN = 2
 
 @dataclass(frozen=True)
 class LossScaleRecommendation:
-    """What the finder recommends, and why.
+    """A recommended loss scale, and the reasons.
 
     Attributes:
-        loss_scale_value (float, optional): the scale to start from; None where even the lowest scale overflows.
-        ceiling (float, optional): the largest scale at which no batch overflows, nor at any lower one; None likewise.
-        margin (int): by how many powers of two ``loss_scale_value`` lies below the ceiling, where there is room.
-        ceiling_is_highest (bool): whether the sweep went no higher, so that the true ceiling may lie above.
-        needs_scaling (bool, optional): whether any gradient underflows at any scale below the ceiling; None where
-            there is no ceiling, or no underflow and no scale of 1 or less in the sweep.
+        loss_scale_value (float, optional): the scale to start from; None if even the lowest scale overflows.
+        ceiling (float, optional): the largest scale up to which no batch overflows; None likewise.
+        margin (int): how many powers of two ``loss_scale_value`` stays below the ceiling, if there is room.
+        ceiling_is_highest (bool): whether the ceiling is the highest scale of the sweep; the true one may be higher.
+        needs_scaling (bool, optional): whether any gradient underflows at a scale up to the ceiling; None if there is
+            no ceiling, or no underflow and no scale of 1 or less in the sweep.
         loss_is_finite (bool): whether the loss itself is finite in every batch.
         ranges (GradientRanges): the sweep.
     """
@@ -41,38 +41,29 @@ class LossScaleRecommendation:
 
     @property
     def yaml(self) -> str:
-        """The section of a MindFormers YAML file to paste, or "" where there is no recommendation."""
+        """The section of a MindFormers YAML file to paste, or "" if there is no recommendation."""
         if self.loss_scale_value is None:
             return ""
-        value = f"{self.loss_scale_value:.0f}" if self.loss_scale_value >= 1 else f"{self.loss_scale_value!r}"
         return (
             "runner_wrapper:\n"
             "  type: MFTrainOneStepCell\n"
             "  scale_sense:\n"
             "    type: AdaptiveLossScaleUpdateCell\n"
-            f"    loss_scale_value: {value}     # {as_power_of_two(self.loss_scale_value)}\n"
+            f"    loss_scale_value: {self.loss_scale_value:.17g}     # {as_power_of_two(self.loss_scale_value)}\n"
             "    scale_factor: 2\n"
             "    scale_window: 20\n"
         )
 
     def __str__(self) -> str:
-        lowest, highest = (as_power_of_two(end) for end in (self.ranges.loss_scales[0], self.ranges.loss_scales[-1]))
         if self.ceiling is None or self.loss_scale_value is None:
-            if not self.loss_is_finite:
-                return (
-                    "The loss itself is inf or NaN: no loss scale can help. Look at the data, the weights and what is "
-                    "computed in FP16 on the way to the loss."
-                )
-            return (
-                f"The gradients overflow even at loss scale {lowest}: no loss scale from {lowest} can help. Look for "
-                "what is too large for FP16 in the backward pass and compute it in float32, or divide the loss."
-            )
+            return self._no_scale_helps()
+        scales = self.ranges.loss_scales
         lines = [f"No overflow up to {as_power_of_two(self.ceiling)}, in {len(self.ranges.batches)} batches."]
         if self.ceiling_is_highest:
-            lines = [f"No overflow at any loss scale up to {highest}, the highest that was tried."]
+            lines = [f"No overflow at any loss scale up to {as_power_of_two(scales[-1])}, the highest that was tried."]
         if self.needs_scaling:
-            tried = [scale for scale in self.ranges.loss_scales if scale <= self.loss_scale_value]
-            ends = {scale: self.ranges.overall(scale) for scale in (tried[0], tried[-1])}
+            highest = max(scale for scale in scales if scale <= self.loss_scale_value)
+            ends = {scale: self.ranges.overall(scale) for scale in (scales[0], highest)}
             shares = [f"{it.share(it.underflowed):.3%} at {as_power_of_two(scale)}" for scale, it in ends.items()]
             lines.append(f"Gradients that underflow: {', '.join(shares)}.")
         if self.needs_scaling is False:
@@ -81,17 +72,21 @@ class LossScaleRecommendation:
         lines.append(f"Start from {as_power_of_two(self.loss_scale_value)}, which leaves a margin of 2^{below}:")
         return "\n".join([*lines, "", self.yaml])
 
+    def _no_scale_helps(self) -> str:
+        if not self.loss_is_finite:
+            return (
+                "The loss itself is inf or NaN: no loss scale can help. Check the data, the weights and the forward "
+                "operations in FP16."
+            )
+        lowest = as_power_of_two(self.ranges.loss_scales[0])
+        return (
+            f"The gradients overflow even at loss scale {lowest}: no loss scale from {lowest} can help. Compute the "
+            "part of the backward pass that is too large for FP16 in float32, or divide the loss."
+        )
+
     def to_dict(self) -> dict[str, object]:
-        """Return everything but the sweep as JSON can hold it, with the YAML as ``yaml``."""
-        return {
-            "loss_scale_value": self.loss_scale_value,
-            "ceiling": self.ceiling,
-            "margin": self.margin,
-            "ceiling_is_highest": self.ceiling_is_highest,
-            "needs_scaling": self.needs_scaling,
-            "loss_is_finite": self.loss_is_finite,
-            "yaml": self.yaml,
-        }
+        """Return everything but the sweep, with the YAML as ``yaml``, as JSON can hold it."""
+        return {**{name: value for name, value in vars(self).items() if name != "ranges"}, "yaml": self.yaml}
 
 
 def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -> LossScaleRecommendation:
@@ -99,8 +94,8 @@ def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -
 
     Args:
         ranges (GradientRanges): a sweep over powers of two, of several batches.
-        margin (int): how many powers of two to stay below the largest scale that does not overflow, but not below
-            the lowest of the sweep. Default: see ``DEFAULT_MARGIN``.
+        margin (int): how many powers of two to stay below the ceiling, but never below the lowest scale of the sweep.
+            Default: ``DEFAULT_MARGIN``.
 
     Raises:
         TypeError: if ``margin`` is not an integer.
@@ -110,7 +105,7 @@ def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -
     scales = ranges.loss_scales
     overflowing = [scale for scale in scales if ranges.overflowed_batches(scale)]
     safe = [scale for scale in scales if not overflowing or scale < overflowing[0]]
-    loss_is_finite = all(math.isfinite(found.loss) for batch in ranges.batches for found in batch)
+    loss_is_finite = all(math.isfinite(at_scale.loss) for batch in ranges.batches for at_scale in batch)
     if not safe:
         return LossScaleRecommendation(None, None, margin, False, None, loss_is_finite, ranges)
     ceiling = safe[-1]
@@ -133,13 +128,5 @@ def _needs_scaling(ranges: GradientRanges, safe: list[float]) -> bool | None:
 
 
 def check_margin(margin: object) -> None:
-    """Refuse a margin that is none.
-
-    Args:
-        margin (int): what users gave.
-
-    Raises:
-        TypeError: if it is not an integer.
-        ValueError: if it is below 0.
-    """
+    """Raise unless margin is a non-negative integer."""
     require_integer("margin", margin, 0, f"The default is {DEFAULT_MARGIN}.", unit="number of powers of two")

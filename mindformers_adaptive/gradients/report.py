@@ -1,29 +1,30 @@
-"""What a sweep over loss scales found: numbers by scale and Parameter, as a table, as JSON."""
+"""The result of a sweep over loss scales: statistics by scale and Parameter, as tables and JSON."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_statistics
 from mindformers_adaptive.text.atomic_file import atomic_write
+from mindformers_adaptive.text.json_text import json_text
 from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import align
 
-__all__ = ["GradientRanges", "ScaleRanges", "write_json"]
+__all__ = ["GradientRanges", "ScaleRanges"]
 
 
 @dataclass(frozen=True)
 class ScaleRanges:
-    """The gradients of one batch at one loss scale, as the backward pass gave them: multiplied by the scale.
+    """The gradients of one batch at one loss scale, multiplied by the scale, as the backward pass returns them.
 
     Attributes:
         loss_scale (float): the scale.
-        loss (float): the loss, which is not scaled.
-        parameters (dict[str, ArrayStatistics]): by Parameter name; ``underflowed`` counts against the reference, the
-            highest scale of the batch that did not overflow, and is None at the scales above it.
+        loss (float): the loss, without the scale.
+        parameters (dict[str, ArrayStatistics]): by Parameter name; ``underflowed`` counts against the highest scale of
+            the batch that did not overflow, and is None at the scales above it.
     """
 
     loss_scale: float
@@ -43,7 +44,7 @@ class ScaleRanges:
 
 @dataclass(frozen=True)
 class GradientRanges:
-    """What one sweep found.
+    """The result of one sweep.
 
     Attributes:
         weights (dict[str, ArrayStatistics]): the weights, by Parameter name.
@@ -59,7 +60,7 @@ class GradientRanges:
         return tuple(ranges.loss_scale for ranges in self.batches[0])
 
     def reference(self, batch: int) -> float | None:
-        """Return the highest loss scale that did not overflow in a batch, or None where every one did."""
+        """Return the highest loss scale that did not overflow in a batch, or None if every one did."""
         return max((ranges.loss_scale for ranges in self.batches[batch] if not ranges.overflow), default=None)
 
     def parameters(self, loss_scale: float) -> dict[str, ArrayStatistics]:
@@ -82,15 +83,11 @@ class GradientRanges:
         return _over_batches([ranges.overall for ranges in self._at(loss_scale)])
 
     def overflowed_batches(self, loss_scale: float) -> int:
-        """Return how many batches overflowed at a scale.
-
-        Args:
-            loss_scale (float): one of ``loss_scales``.
-        """
+        """Return how many batches overflowed at a scale, one of ``loss_scales``."""
         return sum(ranges.overflow for ranges in self._at(loss_scale))
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything as JSON can hold it; a loss that is not finite is the string inf or nan."""
+        """Return everything as dicts, lists and numbers."""
         return {
             "weights": {
                 "overall": merge_statistics(self.weights.values()).to_dict(),
@@ -98,22 +95,18 @@ class GradientRanges:
             },
             "loss_scales": [
                 {
-                    "loss_scale": loss_scale,
-                    "overflowed_batches": self.overflowed_batches(loss_scale),
-                    "overall": self.overall(loss_scale).to_dict(),
-                    "parameters": {name: found.to_dict() for name, found in self.parameters(loss_scale).items()},
+                    "loss_scale": scale,
+                    "overflowed_batches": self.overflowed_batches(scale),
+                    "overall": self.overall(scale).to_dict(),
+                    "parameters": {name: each.to_dict() for name, each in self.parameters(scale).items()},
                 }
-                for loss_scale in self.loss_scales
+                for scale in self.loss_scales
             ],
             "batches": [
                 {
                     "reference_loss_scale": self.reference(place),
                     "loss_scales": [
-                        {
-                            "loss_scale": ranges.loss_scale,
-                            "loss": ranges.loss if math.isfinite(ranges.loss) else str(ranges.loss),
-                            "overflow": ranges.overflow,
-                        }
+                        {"loss_scale": ranges.loss_scale, "loss": ranges.loss, "overflow": ranges.overflow}
                         for ranges in batch
                     ],
                 }
@@ -122,57 +115,44 @@ class GradientRanges:
         }
 
     def table(self, loss_scale: float | None = None) -> str:
-        """Return a table for people to read; largest, smallest and norm are without the loss scale.
+        """Return a table to print; its largest, smallest and norm are without the loss scale.
 
         Args:
             loss_scale (float, optional): a row for each Parameter at this scale. Default: None, a row for each scale.
         """
+        columns = ["largest", "smallest", "norm", "zeros", "underflowed", "inf/nan"]
         if loss_scale is None:
-            rows = []
+            lines = [["loss scale", "overflowed", *columns]]
             for scale in self.loss_scales:
                 overflowed = f"{self.overflowed_batches(scale)}/{len(self.batches)}"
-                rows.append([as_power_of_two(scale), overflowed, *_cells(self.overall(scale), scale)])
-            return _aligned([["loss scale", "overflowed", *_COLUMNS], *rows])
-        parameters = self.parameters(loss_scale)
-        rows = [[name, *_cells(statistics, loss_scale)] for name, statistics in parameters.items()]
-        rows.append(["all", *_cells(self.overall(loss_scale), loss_scale)])
-        return _aligned([[f"at {as_power_of_two(loss_scale)}", *_COLUMNS], *rows])
+                lines.append([as_power_of_two(scale), overflowed, *_cells(self.overall(scale), scale)])
+        else:
+            rows = {**self.parameters(loss_scale), "all": self.overall(loss_scale)}
+            lines = [[f"at {as_power_of_two(loss_scale)}", *columns]]
+            lines += [[name, *_cells(statistics, loss_scale)] for name, statistics in rows.items()]
+        return align(lines, to_the_left=[0])
 
     def save(self, file: str | Path) -> None:
         """Write :meth:`to_dict` to a JSON file, which appears whole or not at all.
 
+        A loss that is not finite becomes the string "nan", "inf" or "-inf".
+
         Args:
             file (str): the file; one that is there is replaced.
         """
-        write_json(self.to_dict(), file)
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as report:
+            report.write(json_text(self.to_dict(), indent=2) + "\n")
 
     def _at(self, loss_scale: float) -> list[ScaleRanges]:
-        try:
-            place = self.loss_scales.index(loss_scale)
-        except ValueError:
+        if loss_scale not in self.loss_scales:
             listed = ", ".join(map(as_power_of_two, self.loss_scales))
-            raise KeyError(f"'loss_scale' must be one of the sweep's, {listed}, but got {loss_scale}.") from None
+            raise KeyError(f"'loss_scale' must be one of the sweep's, {listed}, but got {loss_scale}.")
+        place = self.loss_scales.index(loss_scale)
         return [batch[place] for batch in self.batches]
 
 
-def write_json(content: object, file: str | Path) -> None:
-    """Write a JSON file, which appears whole or not at all.
-
-    Args:
-        content (object): what JSON can hold.
-        file (str): the file; one that is there is replaced.
-    """
-    target = Path(file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    with atomic_write(target) as report:
-        report.write(text)
-
-
-_COLUMNS = ("largest", "smallest", "norm", "zeros", "underflowed", "inf/nan")
-
-
-def _over_batches(statistics: Sequence[ArrayStatistics]) -> ArrayStatistics:
+def _over_batches(statistics: list[ArrayStatistics]) -> ArrayStatistics:
     merged = merge_statistics(statistics)
     return replace(merged, norm=merged.norm / math.sqrt(len(statistics)))
 
@@ -186,14 +166,3 @@ def _cells(statistics: ArrayStatistics, loss_scale: float) -> list[str]:
         f"{statistics.norm / loss_scale:.3g}",
         *("-" if share is None else f"{share:.3%}" for share in shares),
     ]
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    """Names to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    )

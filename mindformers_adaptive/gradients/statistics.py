@@ -1,4 +1,4 @@
-"""How the magnitudes of an array spread: what FP16 loses below, and what it cannot hold above."""
+"""Statistics of the magnitudes of an array: its range, its zeros, and a histogram by powers of two."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ __all__ = ["ArrayStatistics", "array_statistics", "count_underflows", "merge_sta
 # An array is read in pieces of this many elements, so that the float64 copies stay small.
 _PIECE = 2**20
 
+# Of the smallest subnormal of float64.
+_LOWEST_EXPONENT = -1074
+
 
 @dataclass(frozen=True)
 class ArrayStatistics:
-    """What is known of the magnitudes of one array, or of several together.
+    """The magnitudes of one array, or of several together.
 
     Attributes:
-        size (int): how many elements.
+        size (int): number of elements.
         zeros (int): how many of them are exactly 0.
-        infs_and_nans (int): how many of them are inf or NaN; all that follows leaves them out.
-        largest (float): the largest magnitude; 0.0 where there is none.
-        smallest (float, optional): the smallest magnitude that is not 0; None where all are 0.
+        infs_and_nans (int): how many of them are inf or NaN; the attributes below ignore these.
+        largest (float): the largest magnitude; 0.0 if there is none.
+        smallest (float, optional): the smallest magnitude above 0; None if there is none.
         norm (float): the square root of the sum of the squares, in float64.
         histogram (dict[int, int]): how many magnitudes lie in [2^e, 2^(e+1)), by exponent e; in increasing order,
             without empty ones. Those of FP16 lie between e = -24 and e = 15.
-        underflowed (int, optional): how many elements are 0 here and not 0 at the reference; None where there is
-            nothing to compare with.
+        underflowed (int, optional): how many elements are 0 here and not 0 at the reference; None without a reference.
     """
 
     size: int
@@ -44,24 +46,17 @@ class ArrayStatistics:
     underflowed: int | None = None
 
     def share(self, count: int | None) -> float | None:
-        """Return a count as a share of all elements, between 0 and 1; None of None, and 0.0 of an empty array."""
+        """Return a count as a share of all elements, between 0 and 1; None for None, and 0.0 for an empty array."""
         if count is None:
             return None
         return count / self.size if self.size else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything as JSON can hold it, with the shares of zeros, of underflows and of inf and NaN."""
+        """Return all attributes as JSON can hold them, and the counts as shares too."""
+        counts = {"zeros": self.zeros, "underflowed": self.underflowed, "infs_and_nans": self.infs_and_nans}
         return {
-            "size": self.size,
-            "largest": self.largest,
-            "smallest": self.smallest,
-            "norm": self.norm,
-            "zeros": self.zeros,
-            "zeros_share": self.share(self.zeros),
-            "underflowed": self.underflowed,
-            "underflowed_share": self.share(self.underflowed),
-            "infs_and_nans": self.infs_and_nans,
-            "infs_and_nans_share": self.share(self.infs_and_nans),
+            **vars(self),
+            **{f"{name}_share": self.share(count) for name, count in counts.items()},
             "histogram": {str(exponent): count for exponent, count in self.histogram.items()},
         }
 
@@ -74,8 +69,8 @@ def array_statistics(array: ArrayLike, underflowed: int | None = None) -> ArrayS
         underflowed (int, optional): see :class:`ArrayStatistics`. Default: None.
 
     Examples:
-        >>> found = array_statistics([0.0, -0.25, 3.0, float("inf")])
-        >>> found.largest, found.smallest, found.zeros, found.infs_and_nans, found.histogram
+        >>> statistics = array_statistics([0.0, -0.25, 3.0, float("inf")])
+        >>> statistics.largest, statistics.smallest, statistics.zeros, statistics.infs_and_nans, statistics.histogram
         (3.0, 0.25, 1, 1, {-2: 1, 1: 1})
     """
     flat = np.asarray(array).reshape(-1)
@@ -84,10 +79,10 @@ def array_statistics(array: ArrayLike, underflowed: int | None = None) -> ArrayS
 
 
 def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
-    """Return the statistics that all the arrays have together, as if they were one array.
+    """Return the statistics of several arrays as if they were one.
 
     Args:
-        statistics (Iterable[ArrayStatistics]): one for each array; ``underflowed`` is None if it is in any of them.
+        statistics (Iterable[ArrayStatistics]): one for each array; if ``underflowed`` is None in any, it is None.
 
     Examples:
         >>> together = merge_statistics([array_statistics([3.0, 0.0]), array_statistics([4.0])])
@@ -98,8 +93,7 @@ def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
     histogram: Counter[int] = Counter()
     for part in parts:
         histogram.update(part.histogram)
-    underflows = [part.underflowed for part in parts]
-    known = [count for count in underflows if count is not None]
+    underflows = [part.underflowed for part in parts if part.underflowed is not None]
     return ArrayStatistics(
         size=sum(part.size for part in parts),
         zeros=sum(part.zeros for part in parts),
@@ -108,7 +102,7 @@ def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
         smallest=min((part.smallest for part in parts if part.smallest is not None), default=None),
         norm=math.hypot(*(part.norm for part in parts)),
         histogram=dict(sorted(histogram.items())),
-        underflowed=sum(known) if len(known) == len(underflows) else None,
+        underflowed=sum(underflows) if len(underflows) == len(parts) else None,
     )
 
 
@@ -127,10 +121,12 @@ def count_underflows(array: ArrayLike, reference_is_zero: ArrayLike) -> int:
 
 
 def _piece_statistics(piece: NDArray[Any]) -> ArrayStatistics:
-    # float64 has room for the squares and for every subnormal of float32.
+    # float64 holds the squares and every subnormal of float32.
     magnitudes = np.abs(piece.astype(np.float64))
     finite = magnitudes[np.isfinite(magnitudes)]
     nonzero = finite[finite > 0]
+    # The mantissa of frexp lies in [0.5, 1), so its exponents are one higher.
+    counts = np.bincount(np.frexp(nonzero)[1] - _LOWEST_EXPONENT - 1)
     return ArrayStatistics(
         size=piece.size,
         zeros=finite.size - nonzero.size,
@@ -138,15 +134,5 @@ def _piece_statistics(piece: NDArray[Any]) -> ArrayStatistics:
         largest=float(nonzero.max(initial=0.0)),
         smallest=float(nonzero.min()) if nonzero.size else None,
         norm=float(np.sqrt(np.sum(np.square(nonzero)))),
-        histogram=_histogram(nonzero),
+        histogram={int(place) + _LOWEST_EXPONENT: int(counts[place]) for place in np.flatnonzero(counts)},
     )
-
-
-def _histogram(nonzero: NDArray[np.float64]) -> dict[int, int]:
-    if not nonzero.size:
-        return {}
-    # frexp gives a mantissa in [0.5, 1).
-    exponents = np.frexp(nonzero)[1].astype(np.int64) - 1
-    lowest = int(exponents.min())
-    counts = np.bincount(exponents - lowest).tolist()
-    return {lowest + place: count for place, count in enumerate(counts) if count}

@@ -1,83 +1,93 @@
-"""The launcher: MindFormers' trainer from a YAML file and a command line, with adaptive loss scaling registered."""
+"""The launcher: MindFormers' trainer from a YAML file and overrides of its keys, with adaptive loss scaling."""
+
+from __future__ import annotations
 
 import os
 import sys
 import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
-from mindformers_adaptive.integration.launch_options import NUM_SAMPLES, parse_arguments
-from mindformers_adaptive.integration.resume_workarounds import (
-    offer_barrier_on_cpu,
-    offer_newest_iteration,
-    offer_single_process_safetensors,
-)
+__all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "launch", "load_config", "require_yaml_file", "set_key"]
 
-__all__ = ["load_config", "main", "set_key"]
+NUM_SAMPLES = "train_dataset.data_loader.num_samples"
+EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"
 
-RUN_MODES = ("train", "finetune", "eval", "predict")
+_RUN_MODES = ("train", "finetune", "eval", "predict")
 
 
-def main(arguments=None, program="run_mindformer.py"):
-    """Run the task that a YAML file and the command line describe.
-
-    Args:
-        arguments (list[str], optional): the command line without the program's name. Default: None, ``sys.argv``.
-        program (str): the program's name, for its help. Default: "run_mindformer.py".
-    """
-    _run(load_config(parse_arguments(arguments, program)))
-
-
-def load_config(options):
-    """Register the plugin, load the YAML file and apply the command line to it.
+def load_config(
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    register_path: str | None = None,
+    may_add: Collection[str] = (),
+) -> Any:
+    """Register the plugin, load a YAML file and override some of its keys.
 
     Args:
-        options (argparse.Namespace): what
-            :func:`mindformers_adaptive.integration.launch_options.parse_arguments` returned.
+        path (str): the YAML file.
+        overrides (Mapping, optional): values by dotted key, as in ``{"optimizer.betas.1": 0.99}``, set in this order;
+            see :func:`set_key`. A limit on the samples of evaluation data that are not there has no effect. Default:
+            None.
+        register_path (str, optional): folder of further classes for ``auto_register``. Default: None.
+        may_add (Collection[str]): keys that the file need not have; any other that is added is warned of. Default: ().
 
     Returns:
-        MindFormerConfig, ready for ``build_context`` and ``Trainer``.
+        MindFormerConfig, ready for :func:`launch`.
 
     Raises:
-        ValueError: if ``run_mode`` is not one of train, finetune, eval and predict, or a key leads nowhere.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file's name does not end in .yaml or .yml, ``run_mode`` is not one of train, finetune, eval
+            and predict, or a key cannot be set.
     """
+    path = require_yaml_file(path)
     from mindformers.tools.register import MindFormerConfig
 
     from mindformers_adaptive.integration.registration import register
 
-    _offer_register_path(options.register_path)
+    if register_path is not None:
+        _make_importable(Path(register_path).resolve())
     register()
+    overrides = dict(overrides or {})
     # MindFormers fills in its template by the run mode, so it has to know it while it reads the file.
-    run_mode = {key: value for key, value in {**options.named, **options.free}.items() if key == "run_mode"}
-    config = MindFormerConfig(options.config, **run_mode)
-    for key, value in options.named.items():
-        set_key(config, key, value)
-    if NUM_SAMPLES in options.named and config.eval_dataset and config.eval_dataset.data_loader:
-        config.eval_dataset.data_loader.num_samples = options.named[NUM_SAMPLES]
-    for key, value in options.free.items():
-        if not set_key(config, key, value):
-            warnings.warn(f"--options: '{key}' was not in {options.config}; it is added, as {value!r}.", stacklevel=2)
-    if config.run_mode not in RUN_MODES:
+    config = MindFormerConfig(path, **{key: value for key, value in overrides.items() if key == "run_mode"})
+    for key, value in overrides.items():
+        if key == EVAL_NUM_SAMPLES and not (config.eval_dataset and config.eval_dataset.data_loader):
+            continue
+        if not set_key(config, key, value) and key not in may_add:
+            warnings.warn(f"'{key}' was not in {path}; it is added, as {value!r}.", stacklevel=2)
+    if config.run_mode not in _RUN_MODES:
         raise ValueError(
-            f"'run_mode' must be one of {', '.join(RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
-            "or with --run_mode."
+            f"'run_mode' must be one of {', '.join(_RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
+            "or with --run-mode."
         )
-    _stay_out_of_sink_mode_on_cpu(config)
     return config
 
 
-def set_key(config, key, value):
+def require_yaml_file(path: str | Path) -> str:
+    """Return the path of a YAML file as text, or raise FileNotFoundError or ValueError."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {str(path)!r}, seen from {Path.cwd()}")
+    if not str(path).endswith(("yaml", "yml")):
+        # MindFormers would ignore the file.
+        raise ValueError(f"the name of a YAML file must end in .yaml or .yml, but got {str(path)!r}")
+    return str(path)
+
+
+def set_key(config: Any, key: str, value: Any) -> bool:
     """Set one key of a loaded YAML file.
 
     Args:
         config (MindFormerConfig): the loaded file; changed in place.
-        key (str): the way to the key with dots between, a number for a place in a list: ``callbacks.0.type``.
+        key (str): the path to the key with dots between, a number for a place in a list: ``callbacks.0.type``.
         value (object): the new value.
 
     Returns:
-        bool, whether the key was there before, be it null. Where it was not, it is added, with the sections on the way.
+        bool, whether the key was there before, be it null. Where it was not, it is added, with the sections above it.
 
     Raises:
-        ValueError: if the way leads through something that is neither a section nor a place in a list.
+        ValueError: if the path leads through something that is neither a section nor a place in a list.
     """
     *sections, last = key.split(".")
     node = config
@@ -91,44 +101,15 @@ def set_key(config, key, value):
     return was_there
 
 
-def _look_up(node, name, key):
-    if isinstance(node, dict):
-        return node.get(name)
-    if isinstance(node, list) and name.isdigit() and int(name) < len(node):
-        return node[int(name)]
-    raise ValueError(
-        f"'{key}' leads to nothing in the YAML file: there is no {name!r} in {node!r}. Name a section by its key and a "
-        "place in a list by its number, from 0."
-    )
+def launch(config: Any) -> None:
+    """Run the task that a loaded YAML file describes.
 
-
-def _key_or_place(node, name):
-    return int(name) if isinstance(node, list) else name
-
-
-def _offer_register_path(register_path):
-    if register_path is None:
-        return
-    folder = str(Path(register_path).resolve())
-    os.environ["REGISTER_PATH"] = folder
-    if folder not in sys.path:
-        sys.path.append(folder)
-
-
-def _stay_out_of_sink_mode_on_cpu(config):
-    runner = config.runner_config
-    if runner and runner.sink_mode and config.context and config.context.device_target == "CPU":
-        runner.sink_mode = False
-        warnings.warn(
-            "'runner_config.sink_mode' must be False on CPU: MindSpore cannot sink data there, and MindFormers would "
-            "train sink_size times too long. False is used.",
-            stacklevel=3,
-        )
-
-
-def _run(config):
+    Args:
+        config (MindFormerConfig): what :func:`load_config` returned.
+    """
     from mindformers.core.context import build_context
-    from mindformers.trainer import Trainer
+
+    from mindformers_adaptive.integration.trainer import Trainer
 
     try:
         from mindformers.utils.file_utils import set_output_path
@@ -137,9 +118,6 @@ def _run(config):
 
     set_output_path(config.output_dir)
     build_context(config)
-    offer_barrier_on_cpu(config)
-    offer_single_process_safetensors(config)
-    offer_newest_iteration(config)
     trainer = Trainer(config)
     if config.run_mode in ("train", "finetune"):
         trainer.train()
@@ -153,5 +131,22 @@ def _run(config):
         )
 
 
-if __name__ == "__main__":
-    main()
+def _look_up(node: Any, name: str, key: str) -> Any:
+    if isinstance(node, dict):
+        return node.get(name)
+    if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+        return node[int(name)]
+    raise ValueError(
+        f"'{key}' leads to nothing in the YAML file: there is no {name!r} in {node!r}. Name a section by its key and a "
+        "place in a list by its number, from 0."
+    )
+
+
+def _key_or_place(node: Any, name: str) -> str | int:
+    return int(name) if isinstance(node, list) else name
+
+
+def _make_importable(folder: Path) -> None:
+    os.environ["REGISTER_PATH"] = str(folder)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

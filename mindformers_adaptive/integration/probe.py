@@ -1,9 +1,7 @@
 """Gradient ranges and the loss-scale finder for a training that a YAML file of MindFormers describes."""
 
-import argparse
 import itertools
 import warnings
-from pathlib import Path
 
 import mindspore
 
@@ -25,7 +23,7 @@ def probe(
     loss_scales=DEFAULT_LOSS_SCALES,
     batches=DEFAULT_BATCHES,
     *,
-    options=None,
+    overrides=None,
     progress=None,
 ):
     """Sweep over loss scales with the model and the data of a MindFormers YAML file.
@@ -37,7 +35,8 @@ def probe(
         train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
         loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
         batches (int): how many batches of the training data. Default: 4.
-        options (dict, optional): other keys of the YAML file with their values, ``{"seed": 1}``. Default: None.
+        overrides (dict, optional): values by dotted key that replace those of the YAML file, ``{"seed": 1}``. Default:
+            None.
         progress (Callable, optional): called with the number of backward passes done; there are
             ``batches * len(loss_scales)``. Default: None.
 
@@ -50,20 +49,20 @@ def probe(
         FileNotFoundError: if there is no such file, or no checkpoint in the folder.
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
-    network, dataset = build_training(config_path, train_dataset_dir, options)
+    network, dataset = build_training(config_path, train_dataset_dir, overrides)
     if checkpoint is not None:
         load_weights(network, checkpoint)
     rows = itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches)
     return gradient_ranges(network, rows, loss_scales, progress=progress)
 
 
-def build_training(config_path, train_dataset_dir=None, options=None):
+def build_training(config_path, train_dataset_dir=None, overrides=None):
     """Build the network and the training data of a YAML file as MindFormers' trainer does.
 
     Args:
         config_path (str): the YAML file.
         train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
-        options (dict, optional): other keys of the YAML file with their values. Default: None.
+        overrides (dict, optional): values by dotted key that replace those of the YAML file. Default: None.
 
     Returns:
         tuple[Cell, Dataset], the network, which returns its loss, and the data in batches.
@@ -76,14 +75,10 @@ def build_training(config_path, train_dataset_dir=None, options=None):
     from mindformers.dataset import build_dataset, check_dataset_config
     from mindformers.models import build_network
 
-    if not Path(config_path).is_file():
-        raise FileNotFoundError(f"'config_path' must name a YAML file, but there is no file {str(config_path)!r}.")
-    free = dict(options or {})
+    overrides = {"run_mode": "train", **(overrides or {})}
     if train_dataset_dir is not None:
-        free["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
-    config = load_config(
-        argparse.Namespace(config=str(config_path), register_path=None, named={"run_mode": "train"}, free=free)
-    )
+        overrides["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
+    config = load_config(config_path, overrides, may_add=("run_mode",))
     build_context(config)
     build_parallel_config(config)
     check_dataset_config(config)
@@ -100,7 +95,7 @@ def build_training(config_path, train_dataset_dir=None, options=None):
 
 
 def load_weights(network, checkpoint):
-    """Load the weights of a checkpoint into a network; what else the checkpoint holds is left out.
+    """Load the weights of a checkpoint into a network; everything else in the checkpoint is ignored.
 
     Args:
         network (Cell): changed in place.
@@ -114,10 +109,10 @@ def load_weights(network, checkpoint):
         FileNotFoundError: if there is no such path, or no checkpoint in the folder.
         ValueError: if the checkpoint has none of the network's weights.
     """
-    found = read_checkpoints(checkpoint)
-    if not found:
+    checkpoints = read_checkpoints(checkpoint)
+    if not checkpoints:
         raise FileNotFoundError(f"There is no .ckpt or .safetensors file in the folder {str(checkpoint)!r}.")
-    newest = found[-1].path
+    newest = checkpoints[-1].path
     files = [newest] if newest.is_file() else sorted(newest.glob("*-model-*.safetensors"))
     loaded = {}
     for file in files:

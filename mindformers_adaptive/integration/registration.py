@@ -21,12 +21,11 @@ _STOCK_ALIASES = {
 def register():
     """Put this package's classes into MindFormers' registry under the stock names.
 
-    What a YAML file calls ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell``
-    and ``MFPipelineWithLossScaleCell`` is from then on the class of that name in
-    :mod:`mindformers_adaptive.wrapper`, and ``CheckpointMonitor`` that of
-    :mod:`mindformers_adaptive.checkpoint.monitor`. MindFormers' trainer restores the state of loss scaling from its
-    ``checkpoint:`` format. ``LossScaleMonitor``, which the trainer calls before it saves a checkpoint, and
-    ``GradientRangeMonitor`` become known as callbacks. Calling it again changes nothing.
+    From then on ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell`` and
+    ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`, and
+    ``CheckpointMonitor`` that of :mod:`mindformers_adaptive.checkpoint.monitor`. MindFormers' trainer restores the
+    state of loss scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor``, which the trainer calls
+    before it saves a checkpoint, and ``GradientRangeMonitor`` are registered. Calling it again changes nothing.
 
     Examples:
         >>> from mindformers.tools.register import MindFormerRegister
@@ -40,11 +39,11 @@ def register():
         MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
     for callback in (CheckpointMonitor, GradientRangeMonitor, LossScaleMonitor):
         MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
-    _record_before_saving()
-    _restore_with_the_trainer()
+    _call_monitor_before_saving()
+    _patch_load_checkpoint()
 
 
-def _record_before_saving():
+def _call_monitor_before_saving():
     # The trainer sorts callbacks by this list. A run that is killed right after it saved a checkpoint goes on after
     # that step, so the step has to be in the record by then.
     order = getattr(base_trainer, "CALLBACK_HAS_SORT", None)
@@ -53,7 +52,7 @@ def _record_before_saving():
         order.insert(saves[0] if saves else len(order), LossScaleMonitor)
 
 
-def _restore_with_the_trainer():
+def _patch_load_checkpoint():
     # The trainer's own name for the function: where register() runs only when the trainer builds its wrapper, through
     # auto_register, the checkpoint has still to be loaded.
     load_checkpoint = getattr(base_trainer, "load_checkpoint", None)

@@ -10,11 +10,7 @@ from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
 
 from mindformers_adaptive.integration.registration import register
-from mindformers_adaptive.integration.resume_workarounds import (
-    offer_barrier_on_cpu,
-    offer_newest_iteration,
-    offer_single_process_safetensors,
-)
+from mindformers_adaptive.integration.workarounds import prepare
 
 __all__ = ["Trainer"]
 
@@ -22,23 +18,24 @@ __all__ = ["Trainer"]
 class Trainer(mindformers.Trainer):
     """``mindformers.Trainer`` that finds this package's classes and can train with a train-step cell of the user.
 
-    ``register()`` is called first, so that ``TrainingArguments(scale_sense="AdaptiveLossScaleUpdateCell")`` and what a
-    YAML file names are the classes of this package. On a CPU, and where a training resumes, it does what the
-    launcher does. All else is as in the stock class.
+    ``register()`` is called first, so that ``TrainingArguments(scale_sense="AdaptiveLossScaleUpdateCell")`` and the
+    names in a YAML file mean the classes of this package. Before it trains, it makes the changes that MindFormers needs
+    on a CPU and to resume; see :func:`mindformers_adaptive.integration.workarounds.prepare`. Everything else is as in
+    the stock class.
 
     Args:
         wrapper (nn.TrainOneStepCell, optional): a cell that makes one step of training, such as
             :class:`mindformers_adaptive.wrapper.MFTrainOneStepCell`. Exactly this cell is trained, with its model and
-            its optimizer; ``model`` and ``optimizers`` are left out. What ``args`` says of the optimizer, of the loss
-            scale and of clipping has no effect, and in parallel training nothing is put around the cell's network.
-            Default: None, MindFormers builds the cell from ``args``.
+            its optimizer; leave ``model`` and ``optimizers`` out. The optimizer, loss scale and clipping in ``args``
+            have no effect, and in parallel training nothing is put around the cell's network. Default: None,
+            MindFormers builds the cell from ``args``.
         *args, **kwargs: all arguments of ``mindformers.Trainer``.
 
     Raises:
-        TypeError: if ``wrapper`` is no train-step cell, or trains no model of MindFormers.
+        TypeError: if ``wrapper`` is not a train-step cell, or does not train a model of MindFormers.
         ValueError: if ``wrapper`` has another model or optimizer than ``model`` or ``optimizers``; if its model would
-            have to be built anew (``reset_model``, ``use_past``), for then the cell would train weights that are no
-            longer the model's; if it is a stock cell on a CPU, where those do not run.
+            be built anew (``reset_model``, ``use_past``), because the cell would then train weights that are no longer
+            the model's; if it is a stock cell on a CPU, where stock cells do not run.
 
     Examples:
         >>> from mindformers import TrainingArguments
@@ -64,19 +61,16 @@ class Trainer(mindformers.Trainer):
         super().__init__(**arguments)
         self.wrapper = wrapper
         if wrapper is not None:
-            # What MindFormers asks for the cell; it passes a wrapper on to nobody.
+            # MindFormers calls this to get the cell; it does not pass on a wrapper itself.
             self.trainer.create_model_wrapper = self._give_wrapper
             if hasattr(wrapper, "scale_sense"):
-                # Where MindFormers puts the loss scale of the checkpoint that it resumes from.
+                # MindFormers puts the loss scale of the checkpoint that it resumes from here.
                 loss_scale = MindFormerConfig(loss_scale_value=float(wrapper.scale_sense.asnumpy()))
                 self.config.runner_wrapper.scale_sense = loss_scale
-        _stay_out_of_sink_mode_on_cpu(self.config.runner_config)
 
     def _check_config_rules(self):
-        # Runs when the arguments of train() are known and no checkpoint has been looked for.
-        offer_barrier_on_cpu(self.config)
-        offer_single_process_safetensors(self.config)
-        offer_newest_iteration(self.config)
+        # Runs when the arguments of train() are known, and before MindFormers looks for a checkpoint.
+        prepare(self.config)
         super()._check_config_rules()
 
     def _give_wrapper(self, network, optimizer):
@@ -107,7 +101,8 @@ def _check_train_step(wrapper):
         )
     detection = getattr(wrapper, "get_overflow_status", None)
     stock = nn.TrainOneStepWithLossScaleCell.get_overflow_status
-    if _runs_on_cpu() and getattr(detection, "__func__", None) is stock and not wrapper.ascend_910b_target:
+    on_cpu = mindspore.get_context("device_target") == "CPU"
+    if on_cpu and getattr(detection, "__func__", None) is stock and not wrapper.ascend_910b_target:
         raise ValueError(
             f"'wrapper' must be able to detect an overflow on CPU, but got {type(wrapper).__name__} of "
             f"{type(wrapper).__module__}. Import the cell of this name from mindformers_adaptive.wrapper."
@@ -139,17 +134,3 @@ def _set_or_compare(arguments, name, own):
             f"'{name}' must be that of 'wrapper', a {type(own).__name__}, but got another: {type(given).__name__}. "
             f"Leave '{name}' out."
         )
-
-
-def _stay_out_of_sink_mode_on_cpu(runner_config):
-    if runner_config.sink_mode and _runs_on_cpu():
-        runner_config.sink_mode = False
-        warnings.warn(
-            "'sink_mode' must be False on CPU: MindSpore cannot sink data there, and MindFormers would train "
-            "sink_size times too long. False is used.",
-            stacklevel=3,
-        )
-
-
-def _runs_on_cpu():
-    return mindspore.get_context("device_target") == "CPU"

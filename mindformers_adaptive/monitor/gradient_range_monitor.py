@@ -1,19 +1,16 @@
-"""``GradientRangeMonitor``: gradients and weights while training goes on, as JSON lines and for TensorBoard."""
+"""``GradientRangeMonitor``: the ranges of gradients and weights during training, as JSON lines and for TensorBoard."""
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 from mindformers.tools.logger import logger
-from mindformers.tools.utils import get_output_root_path, get_real_rank
 from mindspore import nn
 from mindspore.train import Callback
 
 from mindformers_adaptive.gradients.ranges import GradientSweep, checked_loss_scales, to_numpy
-from mindformers_adaptive.monitor.arguments import require_count, require_path
+from mindformers_adaptive.monitor.output import MonitorOutput
 from mindformers_adaptive.monitor.step_reader import steps_before_resume
-from mindformers_adaptive.monitor.tensorboard import open_writer
+from mindformers_adaptive.rule.checks import require_integer
 
 __all__ = ["FILE_NAME", "GradientRangeMonitor"]
 
@@ -24,51 +21,49 @@ class GradientRangeMonitor(Callback):
     """Callback that looks at the gradients every N steps, before the step is taken.
 
     It works with ``mindspore.train.Model`` and, after ``register()``, as ``type: GradientRangeMonitor`` in the
-    ``callbacks`` of a MindFormers YAML file. A forward and backward pass on the batch of the step, one for each loss
-    scale, tells what :func:`mindformers_adaptive.gradients.ranges.gradient_ranges` tells; the training takes the same
-    steps as without it. The record is a file of JSON lines, one each time: ``step`` and what
-    ``GradientRanges.to_dict()`` returns. A run that is resumed adds to it.
+    ``callbacks`` of a MindFormers YAML file. For each loss scale it runs a forward and backward pass on the batch of
+    the step, see :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`; training takes the same steps as
+    without it. The record is a file of JSON lines, each with ``step`` and what ``GradientRanges.to_dict()`` returns. A
+    run that is resumed continues it, and steps that it takes again replace the old ones.
 
     For TensorBoard, where the gradients are those at the loss scale of the training, divided by it:
 
     ========================================= ==================================================================
-    tag                                       what
+    tag                                       value
     ========================================= ==================================================================
     ``NAME``, ``NAME/norm``                   histogram and norm of a Parameter
     ``NAME/grad``, ``NAME/grad/norm``         histogram and norm of its gradient
     ``gradients/norm, largest, smallest``     of all gradients together
     ``gradients/zeros_share``                 share of gradients that are exactly 0
-    ``gradients/infs_and_nans_share``         share that is inf or NaN; the others leave these out
+    ``gradients/infs_and_nans_share``         share that is inf or NaN; the other values ignore these
     ``gradients/underflowed_share``           share that is 0 only at this scale; with ``loss_scales``
     ========================================= ==================================================================
 
-    In data-sink mode the host does not see the batches: there the monitor says so once and does nothing.
+    In data-sink mode the host does not see the batches: there the monitor warns once and does nothing.
 
     Args:
         every_n_steps (int): look at the steps whose number is a multiple of it. Default: 100, so that one more
             backward pass takes less than 1% of the time.
         loss_scales (Iterable[float], optional): further loss scales to try. Default: None, only that of the training,
-            at which nobody can tell an underflow from a gradient of 0.
+            which cannot tell an underflow from a gradient of 0.
         record_path (str, optional): the file. Default: None, ``gradient_ranges.jsonl`` in the output folder of
             MindFormers, which is ``./output`` unless set otherwise.
         tensorboard_dir (str, optional): a folder for TensorBoard where the YAML file has no ``tensorboard`` section;
             with one, its folder is used. Default: None, no histograms without that section.
-        all_ranks (bool): whether every process writes, each its own file with its rank in the name, or the first one
-            only; all of them take part in the passes. Default: False, because the weights are the same in all with data
-            parallel training.
+        all_ranks (bool): whether every process writes, each into files with its rank in the name, or only the first;
+            all of them run the passes. Default: False, because with data parallel training the weights are the same.
 
     Raises:
         TypeError: if an argument is not of its type.
         ValueError: if an argument is out of its range; in training, if the network has no train-step cell.
 
     Examples:
-        >>> import tempfile
-        >>> from mindspore import dataset
-        >>> from mindspore.train import Model
+        >>> import json, pathlib, tempfile
+        >>> from mindspore import Model, dataset
         >>> net = nn.Dense(3, 2)
-        >>> model = Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9))
+        >>> model = Model(net, nn.MSELoss(), nn.SGD(net.trainable_params(), learning_rate=0.1))
         >>> data = dataset.NumpySlicesDataset((np.ones((8, 3), np.float32), np.ones((8, 2), np.float32)))
-        >>> file = Path(tempfile.mkdtemp(), "gradients.jsonl")
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "gradients.jsonl")
         >>> model.train(1, data.batch(2), callbacks=[GradientRangeMonitor(every_n_steps=2, record_path=file)])
         >>> [json.loads(line)["step"] for line in file.read_text().splitlines()]
         [2, 4]
@@ -76,32 +71,25 @@ class GradientRangeMonitor(Callback):
 
     def __init__(self, every_n_steps=100, loss_scales=None, record_path=None, tensorboard_dir=None, all_ranks=False):
         super().__init__()
-        if not isinstance(all_ranks, bool):
-            raise TypeError(f"'all_ranks' must be True or False, but got {all_ranks!r}. Leave it out for False.")
-        self._every_n_steps = require_count("every_n_steps", every_n_steps, "the default is 100")
+        self._every_n_steps = require_integer(
+            "every_n_steps", every_n_steps, 1, "The default is 100.", unit="number of steps"
+        )
         self._loss_scales = [] if loss_scales is None else checked_loss_scales(loss_scales)
-        self._record_path = require_path("record_path", record_path)
-        self._tensorboard_dir = require_path("tensorboard_dir", tensorboard_dir)
-        self._all_ranks = all_ranks
-        self._writer, self._writer_is_ours = None, False
+        self._output = MonitorOutput(
+            "The range of gradients", FILE_NAME, record_path, tensorboard_dir, all_ranks, every_step=False
+        )
 
     def on_train_begin(self, run_context):
-        """Find the network, and the step to go on from."""
+        """Look up the network, and the step to go on from."""
         params = run_context.original_args()
         self._train_step = _find_train_step(params.train_network)
         self._sweep = GradientSweep(self._train_step.network)
         self._steps_before = steps_before_resume(params)
         self._warned = False
-        rank = get_real_rank()
-        self._writes = self._all_ranks or rank == 0
-        self._record = Path(get_output_root_path(), FILE_NAME) if self._record_path is None else self._record_path
-        if self._all_ranks:
-            self._record = self._record.with_name(f"{self._record.stem}_rank_{rank}{self._record.suffix}")
-        if self._writes:
-            self._open_writer(rank, first_step=self._steps_before + params.cur_step_num + 1)
+        self._output.open(self._steps_before + params.cur_step_num)
 
     def on_train_step_begin(self, run_context):
-        """Look at the gradients, if it is the turn of this step."""
+        """Measure the gradients, if it is the turn of this step."""
         params = run_context.original_args()
         step = self._steps_before + params.cur_step_num
         if params.dataset_sink_mode or not params.train_dataset_element:
@@ -118,45 +106,24 @@ class GradientRangeMonitor(Callback):
 
     def on_train_end(self, run_context):
         """Close what was opened."""
-        if self._writer_is_ours:
-            self._writer.close()
-        self._writer, self._writer_is_ours = None, False
+        self._output.close()
         self._sweep = self._train_step = None
 
-    def _open_writer(self, rank, first_step):
-        folder = self._tensorboard_dir
-        if folder is not None and self._all_ranks:
-            folder = folder / f"rank_{rank}"
-        try:
-            self._writer, self._writer_is_ours = open_writer(folder, purge_step=first_step)
-        except OSError as error:
-            logger.warning("There will be no histograms in 'tensorboard_dir' %s: %s.", folder, error)
-
     def _look(self, step, batch, loss_scale):
-        writer = self._writer
+        writer = self._output.writer
 
         def observe(scale, gradients):
             if writer is not None and scale == loss_scale:
                 for name, gradient in gradients.items():
                     _add_histogram(writer, f"{name}/grad", gradient / np.float32(scale), step)
 
-        found = self._sweep(batch, [loss_scale, *self._loss_scales], observe=observe)
+        ranges = self._sweep(batch, [loss_scale, *self._loss_scales], observe=observe)
         if writer is not None:
             for weight in self._sweep.weights:
                 _add_histogram(writer, weight.name, to_numpy(weight), step)
-            for tag, value in _scalars(found, loss_scale):
-                writer.add_scalar(tag, value, step)
-        if self._writes:
-            self._append({"step": step, **found.to_dict()})
-
-    def _append(self, entry):
-        line = json.dumps(entry, allow_nan=False) + "\n"
-        try:
-            self._record.parent.mkdir(parents=True, exist_ok=True)
-            with self._record.open("a", encoding="utf-8") as record:
-                record.write(line)
-        except OSError as error:
-            self._warn_once(f"The record {self._record} cannot be written: {error}. Training goes on without it.")
+        for tag, value in _scalars(ranges, loss_scale):
+            self._output.add_scalar(tag, value, step)
+        self._output.append([{"step": step, **ranges.to_dict()}])
 
     def _warn_once(self, message):
         if not self._warned:
@@ -165,7 +132,6 @@ class GradientRangeMonitor(Callback):
 
 
 def _find_train_step(train_network):
-    """Return the train-step cell, which is a child of the network that MindSpore trains with data sinking."""
     for _, cell in train_network.cells_and_names():
         if isinstance(cell, nn.TrainOneStepCell):
             return cell
@@ -188,17 +154,14 @@ def _add_histogram(writer, tag, array, step):
         writer.add_histogram(tag, finite, step)
 
 
-def _scalars(found, loss_scale):
-    for name, statistics in found.weights.items():
+def _scalars(ranges, loss_scale):
+    for name, statistics in ranges.weights.items():
         yield f"{name}/norm", statistics.norm
-    for name, statistics in found.parameters(loss_scale).items():
+    for name, statistics in ranges.parameters(loss_scale).items():
         yield f"{name}/grad/norm", statistics.norm / loss_scale
-    overall = found.overall(loss_scale)
-    yield "gradients/norm", overall.norm / loss_scale
-    yield "gradients/largest", overall.largest / loss_scale
-    if overall.smallest is not None:
-        yield "gradients/smallest", overall.smallest / loss_scale
+    overall = ranges.overall(loss_scale)
+    for name in ("norm", "largest", "smallest"):
+        value = getattr(overall, name)
+        yield f"gradients/{name}", None if value is None else value / loss_scale
     for name in ("zeros", "infs_and_nans", "underflowed"):
-        share = overall.share(getattr(overall, name))
-        if share is not None:
-            yield f"gradients/{name}_share", share
+        yield f"gradients/{name}_share", overall.share(getattr(overall, name))

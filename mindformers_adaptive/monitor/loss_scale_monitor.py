@@ -1,23 +1,20 @@
 """``LossScaleMonitor``: what loss scaling did in every step, in a file, in TensorBoard and in the log."""
 
-import math
-from pathlib import Path
-
 from mindformers.tools.logger import logger
-from mindformers.tools.utils import get_output_root_path, get_real_rank
 from mindspore.train import Callback
 
-from mindformers_adaptive.monitor.arguments import require_choice, require_count, require_path
+from mindformers_adaptive.monitor.arguments import require_choice
 from mindformers_adaptive.monitor.collapse import CollapseDetector
-from mindformers_adaptive.monitor.record import FIELDS, RunRecord
+from mindformers_adaptive.monitor.output import MonitorOutput
+from mindformers_adaptive.monitor.record import FIELDS
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss, steps_before_resume
-from mindformers_adaptive.monitor.tensorboard import open_writer
+from mindformers_adaptive.rule.checks import require_integer
 
 __all__ = ["FILE_NAME", "TAG", "LossScaleMonitor"]
 
 FILE_NAME = "loss_scale_record.jsonl"
 
-# A scalar for TensorBoard is named by this and the key of the record.
+# Scalars for TensorBoard are named TAG/KEY, where KEY is that of the record.
 TAG = "loss_scaling"
 
 
@@ -29,43 +26,43 @@ class LossScaleMonitor(Callback):
     JSON lines, one a step, see :class:`mindformers_adaptive.monitor.record.RunRecord`:
 
     ================================ ===========================================================================
-    key                              meaning
+    key                              value
     ================================ ===========================================================================
-    ``step``                         number of the step, from 1, which goes on when a run is resumed
-    ``loss``                         mean of what the train-step cell returns as its loss
+    ``step``                         number of the step, from 1; a resumed run counts on
+    ``loss``                         mean of the loss that the train-step cell returns
     ``overflow``                     whether the step overflowed and was skipped
     ``loss_scale``                   the loss scale that the step used
-    ``next_loss_scale``              that for the next step, which MindFormers' own log line shows
-    ``scale_window, window_index``   window in force after the step, in steps, and its place on the ladder
-    ``growth_num, down_num``         raises and drops counted after the step
+    ``next_loss_scale``              the loss scale for the next step, as in MindFormers' own log line
+    ``scale_window, window_index``   window after the step, in steps, and its place on the ladder
+    ``growth_num, down_num``         counts of raises and drops after the step
     ``skipped_steps``                overflowed steps so far
     ================================ ===========================================================================
 
-    A value is null where it cannot be known: the windows of another update cell, or the loss of a step inside a sink.
-    With ``history_size`` of ``AdaptiveLossScaleUpdateCell`` at least as large as the ``sink_size``, or as
-    ``look_every``, every step is recorded although the host does not see every step; steps that nobody saw leave one
-    line that counts them.
+    A value is null where it is unknown: the window of another update cell, or the loss of a step inside a sink. The
+    host looks at the device every ``every_n_steps`` steps, or once a sink. If ``history_size`` of
+    ``AdaptiveLossScaleUpdateCell`` is at least as large, the record has every step; otherwise one line counts those
+    that are missing.
 
-    A run that is resumed from a checkpoint goes on in the same file, and steps that it takes again replace those that
-    are there. A new run keeps an older file under another name. In the list of callbacks of a ``Model`` the monitor
-    should come before the one that saves checkpoints, so that no checkpoint is ahead of the record. With
-    ``look_every`` above 1, save at multiples of it.
+    A run that is resumed from a checkpoint continues the file, and steps that it takes again replace the old ones. A
+    new run keeps an older file under another name. In the list of callbacks of a ``Model`` the monitor should come
+    before the one that saves checkpoints, so that no checkpoint is ahead of the record. With ``every_n_steps`` above
+    1, save at multiples of it.
 
     Args:
         record_path (str, optional): the file. Default: None, ``loss_scale_record.jsonl`` in the output folder of
             MindFormers, which is ``./output`` unless set otherwise.
-        look_every (int): how many steps apart the host looks at the device, which waits for it. Default: 1, as in
+        every_n_steps (int): how many steps apart the host looks at the device, and waits for it. Default: 1, as in
             MindFormers' ``MFLossMonitor``.
-        tensorboard_dir (str, optional): a folder for TensorBoard scalars ``loss_scaling/KEY``, if MindFormers has none:
-            where the YAML file has a ``tensorboard`` section, they go beside MindFormers' own. Default: None.
+        tensorboard_dir (str, optional): a folder for TensorBoard scalars ``loss_scaling/KEY``. Where the YAML file has
+            a ``tensorboard`` section, they go beside MindFormers' own instead. Default: None.
         max_consecutive_overflows (int, optional): how many overflows in a row are a collapse; None for any number.
             Default: 50, because from 2^32, the usual start, 32 halvings end at a scale of 1.
-        on_collapse (str): ``"warn"``, ``"stop"`` (training ends as if it were done) or ``"raise"``. Default:
-            ``"warn"``, as MindSpore's own cells train on.
+        on_collapse (str): ``"warn"``, as MindSpore's own cells train on, ``"stop"`` (training ends as if it were
+            done) or ``"raise"``. Default: ``"warn"``.
         on_write_error (str): ``"warn"`` (training goes on, and the record when it can) or ``"raise"``. Default:
-            ``"warn"``, because a full disk is no reason to lose a training.
-        all_ranks (bool): whether every process writes, each its own file with its rank in the name, or the first one
-            only. Default: False, because loss scaling is the same in all.
+            ``"warn"``.
+        all_ranks (bool): whether every process writes, each into files with its rank in the name, or only the first.
+            Default: False, because loss scaling is the same in all.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -74,20 +71,19 @@ class LossScaleMonitor(Callback):
         OSError: in training, for a record that cannot be written with ``on_write_error="raise"``.
 
     Examples:
-        >>> import tempfile
+        >>> import pathlib, tempfile
         >>> import numpy as np
-        >>> from mindspore import dataset, nn
-        >>> from mindspore.train import Model
+        >>> from mindspore import dataset, nn, train
         >>> from mindformers_adaptive.monitor.record import read_record
         >>> from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
         >>> net = nn.Dense(3, 2)
-        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
         >>> update_cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**12, scale_factor=2, scale_window=20)
         >>> train_step = TrainOneStepWithLossScaleCell(nn.WithLossCell(net, nn.MSELoss()), optimizer, update_cell)
         >>> samples = [(np.full(3, value, np.float32), np.zeros(2, np.float32)) for value in (1, np.inf)]
         >>> data = dataset.GeneratorDataset(samples, ["features", "target"], shuffle=False).batch(1)
-        >>> file = Path(tempfile.mkdtemp(), "record.jsonl")
-        >>> Model(train_step).train(1, data, callbacks=[LossScaleMonitor(file)])
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "record.jsonl")
+        >>> train.Model(train_step).train(1, data, callbacks=[LossScaleMonitor(file)])
         >>> [(line["step"], line["overflow"], line["next_loss_scale"]) for line in read_record(file)]
         [(1, False, 4096.0), (2, True, 2048.0)]
     """
@@ -95,7 +91,7 @@ class LossScaleMonitor(Callback):
     def __init__(
         self,
         record_path=None,
-        look_every=1,
+        every_n_steps=1,
         tensorboard_dir=None,
         max_consecutive_overflows=50,
         on_collapse="warn",
@@ -103,27 +99,17 @@ class LossScaleMonitor(Callback):
         all_ranks=False,
     ):
         super().__init__()
-        self._record_path = require_path("record_path", record_path)
-        self._look_every = require_count("look_every", look_every, "1 looks at every step")
-        self._tensorboard_dir = require_path("tensorboard_dir", tensorboard_dir)
-        if max_consecutive_overflows is not None:
-            max_consecutive_overflows = require_count(
-                "max_consecutive_overflows", max_consecutive_overflows, "None allows any number"
-            )
+        self._output = MonitorOutput("Loss scaling", FILE_NAME, record_path, tensorboard_dir, all_ranks, on_write_error)
+        self._every_n_steps = require_integer(
+            "every_n_steps", every_n_steps, 1, "Give 1 or more; 1 looks at every step.", unit="number of steps"
+        )
         self._collapse = CollapseDetector(max_consecutive_overflows)
         self._on_collapse = require_choice("on_collapse", on_collapse, ("warn", "stop", "raise"))
-        self._on_write_error = require_choice("on_write_error", on_write_error, ("warn", "raise"))
-        if not isinstance(all_ranks, bool):
-            raise TypeError(
-                f"'all_ranks' must be True or False, but got {all_ranks!r} of type {type(all_ranks).__name__}. Leave "
-                "it out for False."
-            )
-        self._all_ranks = all_ranks
         self._reader = None
         self._looked_at = 0
 
     def on_train_begin(self, run_context):
-        """Find the loss scaling, and the step to go on from."""
+        """Look up the loss scaling, and the step to go on from."""
         params = run_context.original_args()
         train_step = find_train_step(params.get("train_network"), params.get("network"))
         if train_step is None:
@@ -134,21 +120,17 @@ class LossScaleMonitor(Callback):
             )
             return
         self._reader = StepReader(train_step)
-        self._looked_at = self._resumed_at = self._last_step_before(params)
+        self._looked_at = self._last_step_before(params)
         self._ahead_of_model = self._looked_at - params.cur_step_num
         self._ahead_of_cell = self._looked_at - (self._reader.steps_taken() or 0)
         self._called_at, self._losses = self._looked_at, {}
-        rank = get_real_rank()
-        self._writes = self._all_ranks or rank == 0
-        self._record = RunRecord(self._file_of(rank))
-        self._is_resumed = self._failed = False
-        self._writer, self._writer_is_ours = self._open_writer()
-        # Before the first step, so that a folder that cannot be written to is told of at once.
-        self._write([])
-        self._reader.count_from(self._record.last_skipped_steps if self._looked_at else 0)
+        self._output.open(self._looked_at)
+        # Before the first step, so that a folder that cannot be written to is reported at once.
+        self._output.append([])
+        self._reader.count_from(self._output.record.last_skipped_steps if self._looked_at else 0)
 
     def on_train_step_end(self, run_context):
-        """Record the steps since the last look, if the host is to look now."""
+        """Record the steps since the last look, if it is the turn of this step."""
         if self._reader is None:
             return
         params = run_context.original_args()
@@ -156,7 +138,7 @@ class LossScaleMonitor(Callback):
         outputs = params.net_outputs
         self._losses[self._called_at] = outputs[0] if isinstance(outputs, tuple | list) else outputs
         # A sink may step over a multiple.
-        if self._called_at // self._look_every > called_before // self._look_every:
+        if self._called_at // self._every_n_steps > called_before // self._every_n_steps:
             self._look(run_context)
 
     def on_train_end(self, run_context):
@@ -165,38 +147,30 @@ class LossScaleMonitor(Callback):
             return
         if self._losses:
             self._look(run_context)
-        if self._writer_is_ours:
-            self._writer.close()
+        self._output.close()
 
     def _last_step_before(self, params):
-        """Return the number of the step before the first.
-
-        The update cell's count comes back with its state.
-        """
         by_model = params.cur_step_num + steps_before_resume(params)
-        # A cell without a count goes on where this monitor has left it.
+        # The count of the cell comes back with its state. Without one, this monitor goes on where it was.
         by_cell = self._reader.steps_taken()
         return max(by_model, self._looked_at if by_cell is None else by_cell)
-
-    def _file_of(self, rank):
-        path = Path(get_output_root_path(), FILE_NAME) if self._record_path is None else self._record_path
-        return path.with_name(f"{path.stem}_rank_{rank}{path.suffix}") if self._all_ranks else path
 
     def _look(self, run_context):
         window = self._reader.window
         entries = self._read_entries(run_context.original_args().net_outputs)
         if not entries:
             return
-        self._write([{field: entry[field] for field in FIELDS} for entry in entries])
-        self._write_scalars(entries)
+        self._output.append([{field: entry[field] for field in FIELDS} for entry in entries])
         for entry in entries:
+            for field in FIELDS[1:]:
+                self._output.add_scalar(f"{TAG}/{field}", entry[field], entry["step"])
             window = self._report_window(window, entry)
         # After the record, which is then complete for whoever looks for the cause.
         for message in filter(None, map(self._collapse.check, entries)):
             self._react_to_collapse(message, run_context)
 
     def _read_entries(self, outputs):
-        """Return the steps since the last look, oldest first, with the losses that the host has been given."""
+        """Return the steps since the last look, oldest first, with the losses that the host has seen."""
         taken = self._reader.steps_taken()
         step = self._called_at if taken is None else self._ahead_of_cell + taken
         losses, self._losses = self._losses, {}
@@ -206,8 +180,8 @@ class LossScaleMonitor(Callback):
         entries = self._reader.read(step, step if went_back else step - self._looked_at, outputs)
         if went_back:
             # The training was set back to an earlier state: the steps since then are taken again.
-            self._resumed_at, self._is_resumed = entries[0]["step"] - 1, False
-        # Where a call of the network takes several steps, its loss is that of the last.
+            self._output.restart(entries[0]["step"] - 1)
+        # Where one call of the network takes several steps, its loss is that of the last.
         if step != self._called_at:
             losses = {step: losses[self._called_at]}
         for entry in entries:
@@ -217,7 +191,7 @@ class LossScaleMonitor(Callback):
 
     def _report_window(self, before, entry):
         after = (entry["scale_window"], entry["window_index"])
-        if after != before and self._writes:
+        if after != before and self._output.writes:
             logger.info(
                 "Loss scaling: at step %s the window goes from %s to %s (index %s to %s), at loss scale %s.",
                 entry["step"],
@@ -233,56 +207,5 @@ class LossScaleMonitor(Callback):
         if self._on_collapse == "stop":
             message += " Training stops here, as on_collapse is 'stop'."
             run_context.request_stop()
-        if self._writes:
+        if self._output.writes:
             logger.warning("%s", message)
-
-    def _write(self, entries):
-        if not self._writes:
-            return
-        try:
-            if not self._is_resumed:
-                self._resume()
-            self._record.append(entries)
-        except OSError as error:
-            self._react_to_write_error(
-                f"The record {self._record.path} cannot be written: {error}. It ends at step {self._record.last_step}. "
-                "Make room on the disk, or give another 'record_path'.",
-                error,
-            )
-        else:
-            if self._failed and entries:
-                logger.warning("The record %s is written again, from step %s.", self._record.path, entries[0]["step"])
-                self._failed = False
-
-    def _resume(self):
-        for note in self._record.resume(self._resumed_at):
-            logger.warning("%s", note)
-        logger.info("Loss scaling is recorded in %s from step %s.", self._record.path, self._resumed_at + 1)
-        self._is_resumed = True
-
-    def _open_writer(self):
-        if not self._writes:
-            return None, False
-        try:
-            return open_writer(self._tensorboard_dir, purge_step=self._resumed_at + 1)
-        except OSError as error:
-            if self._on_write_error == "raise":
-                raise
-            logger.warning("There will be no scalars in 'tensorboard_dir' %s: %s.", self._tensorboard_dir, error)
-            return None, False
-
-    def _write_scalars(self, entries):
-        if self._writer is None:
-            return
-        for entry in entries:
-            for field in FIELDS[1:]:
-                # What is not known or not finite has no point in a curve.
-                if entry[field] is not None and math.isfinite(entry[field]):
-                    self._writer.add_scalar(f"{TAG}/{field}", float(entry[field]), global_step=entry["step"])
-
-    def _react_to_write_error(self, message, error):
-        if self._on_write_error == "raise":
-            raise OSError(f"{message} Training stops, because 'on_write_error' is 'raise'.") from error
-        if not self._failed:
-            logger.warning("%s Training goes on; the record goes on as soon as it can.", message)
-        self._failed = True

@@ -1,17 +1,17 @@
-"""The record of a run: a file of JSON lines, one a step, that only grows and survives kills and resumes."""
+"""The record of a run: a file of JSON lines, one a step, that survives kills and resumes."""
 
 import json
-import math
 import os
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mindformers_adaptive.text.atomic_file import atomic_write
+from mindformers_adaptive.text.json_text import NOT_FINITE, json_text
 
 __all__ = ["FIELDS", "RunRecord", "read_record"]
 
-# What a line has of a step; those from the window on are as they are after it. None is what cannot be known.
+# Fields of one record line. From scale_window on, values are those after the step; null means unknown.
 FIELDS = (
     "step",
     "loss",
@@ -25,27 +25,24 @@ FIELDS = (
     "skipped_steps",
 )
 
-# JSON has no numbers for them.
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
 
 class RunRecord:
-    """The record of one run, to be written.
+    """Writes the record of one run.
 
-    A line is a JSON object with the keys in ``FIELDS``. Steps that nobody saw leave one line for all of them:
+    A line is a JSON object with an int ``step``. Missing steps leave one line for all of them:
     ``{"missing_steps": 3, "first_step": 8, "last_step": 10}``. A number that is not finite is the string ``"nan"``,
     ``"inf"`` or ``"-inf"``.
 
-    A line is in the file as soon as :meth:`append` returns, so that a killed process loses none; it is not forced to
-    the disk, as a failing machine would need.
+    A killed process loses no line that :meth:`append` has written; a machine that fails may lose the last ones.
 
     Args:
-        path (str): the file. It need not exist, nor its folder.
+        path (str): the file. Neither it nor its folder need exist.
+        every_step (bool): whether missing steps leave a line. Default: True.
 
     Attributes:
         path (Path): the file.
-        last_step (int): the last step that the file knows of, or from which on it is to know.
-        last_skipped_steps (int, optional): the steps skipped up to that one, None if the file does not know.
+        last_step (int): the last step in the file, or the one that it continues from.
+        last_skipped_steps (int, optional): ``skipped_steps`` of that step; None if the file does not have it.
 
     Examples:
         >>> import tempfile
@@ -59,29 +56,29 @@ class RunRecord:
         {"step": 4, "overflow": false}
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], every_step: bool = True) -> None:
         self.path = Path(path)
         self.last_step = 0
         self.last_skipped_steps: int | None = None
+        self._every_step = every_step
 
     def resume(self, last_step: int) -> list[str]:
-        """Make the file one that goes on after a step.
+        """Prepare the file to be continued after a step.
 
-        Steps beyond it are taken out, for the run is going to take them again, and so is a last line that a kill left
-        unfinished. The file of a run that cannot go on here, because this one starts at step 1 or the file is no
-        record, is kept under another name.
+        Later steps are removed, because the run takes them again, and so is a last line that a kill left unfinished.
+        A file that cannot be continued, because this run starts at step 1 or the file is no record, is renamed.
 
         Args:
             last_step (int): the last step of the run before it was resumed, 0 for a new run.
 
         Returns:
-            list[str], a sentence for each thing that was done to the file.
+            list[str], a sentence for each change to the file.
 
         Raises:
-            OSError: if the file cannot be read or replaced; it is then as it was.
+            OSError: if the file cannot be read or replaced; it is then unchanged.
         """
         self.last_step, self.last_skipped_steps = last_step, None
-        # A pipe or a device can be written to, but has no lines to go on from.
+        # A pipe or a device can be written to, but has no lines to continue.
         if not self.path.is_file():
             return []
         lines, torn = _split(self.path.read_bytes())
@@ -91,11 +88,11 @@ class RunRecord:
             return [f"{self.path} is no record of steps, {error}: it is kept as {self._move_aside()}."]
         if last_step == 0 and entries:
             return [f"{self.path} has the steps of an earlier run: it is kept as {self._move_aside()}."]
-        # A line for missing steps that goes beyond is not cut: a shorter one will be written.
+        # A line for missing steps that ends later is removed too; append() writes a shorter one.
         kept = [line for line, entry in zip(lines, entries, strict=True) if _last_step(entry) <= last_step]
         notes = []
         if torn:
-            notes.append(f"{self.path} ended in an unfinished line, which is taken out: {_shown(torn)}")
+            notes.append(f"{self.path} ended in an unfinished line, which is taken out: {_excerpt(torn)}")
         if len(kept) < len(lines):
             notes.append(
                 f"{self.path} went on to step {_last_step(entries[-1])}: the steps after {last_step} are taken out, "
@@ -114,24 +111,25 @@ class RunRecord:
         """Write a line for each entry, and one for the steps that are missing before it.
 
         Args:
-            entries (Iterable[Mapping]): by increasing step, each with an int ``step``; other values are numbers, bools
-                or None.
+            entries (Iterable[Mapping]): by increasing step, each with an int ``step``.
 
         Raises:
             OSError: if a line cannot be written. The file ends with the last whole line.
+            ValueError: if a step does not follow the last one.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Opened each time, so that a record that was moved or deleted meanwhile is not written to nowhere.
+        # Opened each time: the file may have been moved or deleted meanwhile.
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             for entry in entries:
                 step = entry["step"]
                 if not isinstance(step, int) or step <= self.last_step:
                     raise ValueError(f"step {step} cannot follow step {self.last_step} in {self.path}")
-                if step > self.last_step + 1:
-                    _write_whole(file, _missing(self.last_step + 1, step - 1))
-                    self.last_step = step - 1
-                _write_whole(file, entry)
+                if self._every_step and step > self.last_step + 1:
+                    first, last = self.last_step + 1, step - 1
+                    _write_line(file, {"missing_steps": last - first + 1, "first_step": first, "last_step": last})
+                    self.last_step = last
+                _write_line(file, entry)
                 self.last_step = step
         finally:
             os.close(file)
@@ -156,7 +154,7 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, object]]:
         path (str): the file.
 
     Returns:
-        list[dict]: the lines, those for missing steps among them. A last line that is not finished is left out.
+        list[dict]: the lines, including those for missing steps. An unfinished last line is ignored.
 
     Raises:
         OSError: if the file cannot be read.
@@ -177,20 +175,15 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, object]]:
 
 
 def _split(content: bytes) -> tuple[list[bytes], bytes]:
-    """Return the whole lines, and what stands after them or in their place where a write was cut off."""
+    """Return the whole lines, and what a write that was cut off left after them."""
     *lines, torn = content.split(b"\n")
-    # A machine that fails can leave a last line of the right length without its content.
-    if lines and not torn and not _is_json(lines[-1]):
-        torn = lines.pop()
+    if lines and not torn:
+        try:
+            json.loads(lines[-1])
+        except ValueError:
+            # A machine that fails can leave a last line of the right length without its content.
+            torn = lines.pop()
     return lines, torn
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
 
 
 def _parse(lines: list[bytes]) -> list[dict[str, object]]:
@@ -198,18 +191,14 @@ def _parse(lines: list[bytes]) -> list[dict[str, object]]:
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-            first_step, entry_last_step = _first_step(entry), _last_step(entry)
-            if not last_step < first_step <= entry_last_step:
+            first_step = _as_step(entry["first_step"] if "missing_steps" in entry else entry["step"])
+            if not last_step < first_step <= _last_step(entry):
                 raise ValueError(f"step {first_step} cannot follow step {last_step}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"line {number} is {_shown(line)} ({type(error).__name__}: {error})") from error
-        last_step = entry_last_step
-        entries.append({key: _number(value) for key, value in entry.items()})
+            raise ValueError(f"line {number} is {_excerpt(line)} ({type(error).__name__}: {error})") from error
+        last_step = _last_step(entry)
+        entries.append({key: NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in entry.items()})
     return entries
-
-
-def _first_step(entry: Mapping[str, object]) -> int:
-    return _as_step(entry["first_step"] if "missing_steps" in entry else entry["step"])
 
 
 def _last_step(entry: Mapping[str, object]) -> int:
@@ -222,13 +211,9 @@ def _as_step(value: object) -> int:
     return value
 
 
-def _missing(first_step: int, last_step: int) -> dict[str, int]:
-    return {"missing_steps": last_step - first_step + 1, "first_step": first_step, "last_step": last_step}
-
-
-def _write_whole(file: int, entry: Mapping[str, object]) -> None:
+def _write_line(file: int, entry: Mapping[str, object]) -> None:
     """Write a line, or leave a regular file as it was."""
-    line = _as_line(entry) + b"\n"
+    line = json_text(entry).encode() + b"\n"
     before = os.fstat(file)
     try:
         while line:
@@ -239,17 +224,5 @@ def _write_whole(file: int, entry: Mapping[str, object]) -> None:
         raise
 
 
-def _as_line(entry: Mapping[str, object]) -> bytes:
-    return json.dumps({key: _for_json(value) for key, value in entry.items()}, allow_nan=False).encode()
-
-
-def _for_json(value: object) -> object:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(value: object) -> object:
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _shown(line: bytes) -> str:
+def _excerpt(line: bytes) -> str:
     return repr(line[:80])

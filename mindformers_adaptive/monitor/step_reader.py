@@ -1,4 +1,4 @@
-"""What a train-step cell tells of the loss scaling of its last steps."""
+"""The loss scaling of the last steps, read from a train-step cell."""
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -13,10 +13,7 @@ _OF_WINDOW = ("scale_window", "window_index", "growth_num", "down_num")
 
 
 def find_train_step(*networks):
-    """Return the first cell in the networks that scales its loss by a Parameter, or None.
-
-    With data sinking the train-step cell is a child of the network that MindSpore trains.
-    """
+    """Return the first cell in the networks that scales its loss by a Parameter, or None."""
     for network in filter(None, networks):
         for _, cell in network.cells_and_names():
             if isinstance(getattr(cell, "scale_sense", None), Parameter):
@@ -27,17 +24,17 @@ def find_train_step(*networks):
 def steps_before_resume(params):
     """Return how many steps the run took before it was resumed.
 
-    MindFormers counts from 0 again then, and tells what to add to the callback that prints the loss.
+    MindFormers then counts from 0 again, and its callback that prints the loss knows what to add.
 
     Args:
-        params (dict): those that MindSpore gives to a callback.
+        params (dict): what MindSpore gives to a callback.
     """
-    told = [params.get("initial_step"), *(getattr(callback, "initial_step", 0) for callback in params.list_callback)]
-    return max((step for step in told if isinstance(step, int)), default=0)
+    counts = [params.get("initial_step"), *(getattr(callback, "initial_step", 0) for callback in params.list_callback)]
+    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def read_loss(loss):
-    """Return the mean of a loss as float, or None if it is none. Waits for the device."""
+    """Return the mean of a loss as a float, or None if it is no number. Waits for the device."""
     if not isinstance(loss, Tensor):
         return float(loss) if isinstance(loss, int | float) else None
     # NumPy has no bfloat16.
@@ -45,35 +42,34 @@ def read_loss(loss):
 
 
 class StepReader:
-    """Reads the last steps of a train-step cell, whichever update cell it has.
+    """Reads the last steps of a train-step cell with any update cell.
 
     Args:
-        train_step (Cell): as :func:`find_train_step` returns it.
+        train_step (Cell): from :func:`find_train_step`.
 
     Attributes:
-        window (tuple): the window in steps and its index, each None where there is none.
+        window (tuple): the window in steps and its index; None if unknown.
     """
 
     def __init__(self, train_step):
         self._train_step = train_step
         self._update_cell = getattr(train_step, "loss_scaling_manager", None)
         self._parameters = _state_parameters(self._update_cell)
-        state = self._state()
-        self.window = (state.get("scale_window"), state.get("window_index"))
+        self.window = tuple(map(self._state().get, _OF_WINDOW[:2]))
         self._loss_scale = self._read_loss_scale()
         self._skipped_steps = self._consecutive_overflows = 0
 
     def steps_taken(self):
-        """Return how many steps the update cell has counted so far, None where it does not count. Waits for it."""
+        """Return how many steps the update cell has counted, or None if it does not count. Waits for the device."""
         cur_iter = self._parameters.get("cur_iter")
         return None if cur_iter is None else int(cur_iter.asnumpy()) - 1
 
     def count_from(self, skipped_steps):
-        """Say how many steps were skipped before, None if that is not known, for a cell that does not count them."""
+        """Set how many steps were skipped before, or None if unknown, for a cell that does not count them."""
         self._skipped_steps = skipped_steps
 
     def read(self, step, count, outputs):
-        """Return what is known of the last steps.
+        """Return the last steps.
 
         Args:
             step (int): the number of the last step.
@@ -81,25 +77,26 @@ class StepReader:
             outputs (object): of the train-step cell in the last step.
 
         Returns:
-            list[dict], oldest first and without gaps up to ``step``: at least the last step, and all ``count`` where
-            the update cell has a history that is long enough.
+            list[dict], oldest first and without gaps: the last step at least, and all ``count`` if the update cell
+            has a history that is long enough. Unknown values are None.
         """
         entries = self._read_history(step, count) or [self._read_last(step, count, outputs)]
-        self.window = (entries[-1]["scale_window"], entries[-1]["window_index"])
+        self.window = tuple(map(entries[-1].get, _OF_WINDOW[:2]))
         self._loss_scale = entries[-1]["next_loss_scale"]
         return entries
 
     def _read_history(self, step, count):
-        recent_steps = getattr(self._update_cell, "recent_steps", None)
-        if recent_steps is None:
+        if not hasattr(self._update_cell, "recent_steps"):
             return []
         last = self.steps_taken()
-        return [entry | {"step": entry["step"] - last + step} for entry in recent_steps(since=last - count)]
+        entries = self._update_cell.recent_steps(since=last - count)
+        return [entry | {"step": entry["step"] - last + step} for entry in entries]
 
     def _read_last(self, step, count, outputs):
         state = self._state()
         next_loss_scale = self._read_loss_scale()
         overflow = _read_overflow(state, outputs)
+        is_fixed = self._update_cell is None or isinstance(self._update_cell, nn.FixedLossScaleUpdateCell)
         if count > 1:
             self._skipped_steps, self._consecutive_overflows = None, 0
         if self._skipped_steps is not None and overflow is not None:
@@ -108,8 +105,8 @@ class StepReader:
         return {
             "step": step,
             "overflow": overflow,
-            # With steps between, nothing tells what this one started from, unless it never moves.
-            "loss_scale": self._loss_scale if count == 1 else next_loss_scale if self._is_fixed() else None,
+            # Unknown if several steps were taken since, unless the scale never moves.
+            "loss_scale": self._loss_scale if count == 1 else next_loss_scale if is_fixed else None,
             "next_loss_scale": next_loss_scale,
             **{name: state.get(name) for name in _OF_WINDOW},
             "skipped_steps": state.get("skipped_steps", self._skipped_steps),
@@ -127,15 +124,12 @@ class StepReader:
     def _read_loss_scale(self):
         return float(self._train_step.scale_sense.asnumpy().item())
 
-    def _is_fixed(self):
-        return self._update_cell is None or isinstance(self._update_cell, nn.FixedLossScaleUpdateCell)
-
 
 def _state_parameters(update_cell):
     """Return the Parameters of an update cell by attribute name; MindFormers' own cell has other attributes."""
     if not isinstance(update_cell, nn.Cell):
         return {}
-    # As the child of a cell that prefixes names, they have more in front.
+    # A cell that prefixes names puts more in front.
     by_name = {parameter.name.rpartition(".")[2]: parameter for parameter in update_cell.get_parameters()}
     return {_ATTRIBUTES[name]: parameter for name, parameter in by_name.items() if name in _ATTRIBUTES}
 

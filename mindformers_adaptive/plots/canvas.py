@@ -1,4 +1,4 @@
-"""What all pictures share: matplotlib on first use, one style, and files that appear whole or not at all."""
+"""What all pictures share: matplotlib loaded on first use, one style, and files written whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindformers_adaptive.text.atomic_file import atomic_write
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -40,7 +38,7 @@ __all__ = [
     "use_step_axis",
 ]
 
-# The colours of Okabe and Ito, https://jfly.uni-koeln.de/color, which colour-blind people can tell apart.
+# The colours of Okabe and Ito, https://jfly.uni-koeln.de/color, which people with colour blindness can distinguish.
 MAIN, SECOND, WARNING = "#0072b2", "#009e73", "#d55e00"
 PURPLE, FAINT = "#cc79a7", "#56b4e9"
 MUTED, CONTEXT = "#5f5f5f", "#e3e3e3"
@@ -54,16 +52,16 @@ _FORMATS = (".png", ".svg")
 _HEADLINE_SIZE, _LABEL_SIZE = 14, 10.5
 _LETTERS_PER_INCH = 9.6
 
-# A formula between dollar signs, and a word of private letters to stand for it.
+# A power of two in the notation for formulas, and a word of private letters of about its width in the picture.
 _FORMULA, _PLACE_OF_FORMULA = re.compile(r"\$2\^[^$]*\$"), "\ue000" * 3
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure that belongs to no window and to no global state.
+    """Return an empty figure, without a window and without matplotlib's global state.
 
     Args:
         width (float): in inches of 120 dots; 10 inches are 1200 pixels.
-        height (float): likewise.
+        height (float): in inches.
 
     Raises:
         ImportError: if matplotlib cannot be imported; the message says how to install it.
@@ -85,18 +83,18 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a picture to a file, which appears whole or not at all.
+    """Write a picture to a file, whole or not at all.
 
     Args:
         figure (Figure): the picture.
-        path (str): a file whose name ends in .png or .svg; one that is there is replaced, and its folder is made.
+        path (str): a file whose name ends in .png or .svg. An existing file is replaced; missing folders are made.
 
     Returns:
         Path, the file.
 
     Raises:
         ValueError: if the name has another ending.
-        OSError: if the file cannot be written; one that was there is then as it was.
+        OSError: if the file cannot be written; an existing file is then unchanged.
 
     Examples:
         >>> import tempfile
@@ -116,7 +114,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if ending == ".svg" else None
-    # Neither dates nor random names, so that an SVG changes only where the picture does.
+    # Without dates and random names an SVG changes only where the picture does.
     with (
         rc_context({"svg.hashsalt": "mindformers_adaptive", "svg.fonttype": "path"}),
         atomic_write(target, "wb") as picture,
@@ -126,8 +124,8 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def headline(figure: Figure, finding: str) -> None:
-    """Put the finding above the picture, on as many lines as it takes."""
-    # A formula is longer in the text than in the picture.
+    """Put the finding above the picture, wrapped to its width."""
+    # A formula has more letters in the text than in the picture.
     formulas = iter(_FORMULA.findall(finding))
     lines = textwrap.wrap(_FORMULA.sub(_PLACE_OF_FORMULA, finding), int(figure.get_figwidth() * _LETTERS_PER_INCH))
     text = re.sub(_PLACE_OF_FORMULA, lambda _: next(formulas), "\n".join(lines))
@@ -148,25 +146,21 @@ def dress(axes: Axes, *, title: str = "", x_label: str = "", y_label: str = "") 
         axes.set_ylabel(y_label, fontsize=_LABEL_SIZE)
 
 
-def legend_above(axes: Axes, handles: Sequence[Artist] | None = None, columns: int = 6) -> None:
-    """Put a panel's legend above it on the right, where it hides no data."""
-    shown = axes.get_legend_handles_labels()[0] if handles is None else list(handles)
-    if shown:
-        axes.legend(
-            handles=shown,
-            loc="lower right",
-            bbox_to_anchor=(1.0, 1.0),
-            ncols=min(columns, len(shown)),
-            fontsize=10,
-            frameon=False,
-            borderaxespad=0.2,
-            columnspacing=1.4,
-            handlelength=1.6,
-        )
+def legend_above(axes: Axes) -> None:
+    """Put a panel's legend above it on the right, where it hides no data, on as many rows as its names take."""
+    figure: Any = axes.figure
+    handles, names = axes.get_legend_handles_labels()
+    if handles:
+        # The line or mark of an entry is as wide as some 5 letters; smaller letters than the headline's need less room.
+        widths = [len(name) + 5 for name in names]
+        room = int(figure.get_figwidth() * _LETTERS_PER_INCH * _HEADLINE_SIZE / 10)
+        columns = len(handles) if sum(widths) <= room else max(1, room // max(widths))
+        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+        axes.legend(ncols=columns, fontsize=10, frameon=False, columnspacing=1.4, handlelength=1.6, **place)
 
 
 def use_power_of_two_axis(axes: Axes, lowest: float, highest: float) -> None:
-    """Make the y axis logarithmic to base 2, from below the lowest to above the highest of some values above 0."""
+    """Make the y axis logarithmic to base 2, with room below the lowest and above the highest value (both above 0)."""
     axes.set_yscale("log", base=2)
     axes.minorticks_off()
     margin = 2.0 ** max(1.0, 0.06 * (math.log2(highest) - math.log2(lowest)))
@@ -174,7 +168,7 @@ def use_power_of_two_axis(axes: Axes, lowest: float, highest: float) -> None:
 
 
 def use_step_axis(axes: Axes, first: float, last: float) -> None:
-    """Make the x axis one of steps, from before the first to after the last."""
+    """Make the x axis one of steps, with room before the first and after the last."""
     room = max(0.01 * (last - first), 1.0)
     axes.set_xlim(first - room, last + room)
     axes.set_xlabel("step", fontsize=_LABEL_SIZE)
@@ -183,7 +177,7 @@ def use_step_axis(axes: Axes, first: float, last: float) -> None:
 
 
 def say_instead(axes: Axes, text: str) -> None:
-    """Say in an empty panel why it is."""
+    """Write into an empty panel why it is empty."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", fontsize=11, color=MUTED)
     axes.set_yticks([])
 
@@ -200,7 +194,7 @@ def power_of_two(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as a percentage of two significant digits; what is not 0 never reads 0.
+    """Return a share as a percentage of two significant digits; only a share of 0 reads 0, and only 1 reads 100.
 
     Examples:
         >>> percent(0.12345), percent(1.0), percent(0.0), percent(0.00000812)
@@ -209,26 +203,25 @@ def percent(share: float) -> str:
     hundredths = 100.0 * share
     if hundredths <= 0.0:
         return "0 %"
-    # Rounding must not turn nearly all into all.
     if 99.0 < hundredths < 100.0:
         return "over 99 %"
     digits = min(max(0, 1 - math.floor(math.log10(hundredths))), 12)
-    shown = f"{hundredths:.{digits}f}"
-    return f"{shown.rstrip('0') if '.' in shown else shown} %".replace(". %", " %")
+    text = f"{hundredths:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if digits else text} %"
 
 
-def count(number: int, what: str) -> str:
-    """Return a number of things.
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun.
 
     Examples:
         >>> count(1, "step"), count(12000, "step")
         ('1 step', '12,000 steps')
     """
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def as_text(name: str) -> str:
-    """Return a name so that matplotlib does not take its dollar signs for formulas.
+    """Return a name with its dollar signs escaped, which mark formulas in matplotlib.
 
     Examples:
         >>> print(as_text("run $1"))

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures
 from mindformers_adaptive.lab.replay.simulate import Replay
@@ -25,7 +24,8 @@ from mindformers_adaptive.plots.canvas import (
     use_step_axis,
 )
 from mindformers_adaptive.plots.labels import listed
-from mindformers_adaptive.plots.thinning import gather, thin_marks
+from mindformers_adaptive.plots.run_series import Floats
+from mindformers_adaptive.plots.thinning import gather, one_per_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_replays"]
 
-_Floats = NDArray[np.float64]
-
-# Of more steps than that the lines would fill the panel; they are gathered into blocks.
+# The lines of more steps than that would fill the panel; they are gathered into blocks.
 _BAND_FROM, _BLOCKS = 8000, 400
 
 _CEILING = "#9a9a9a"
@@ -44,7 +42,7 @@ _CEILING = "#9a9a9a"
 def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     """Draw what policies did on a trace: its ceiling, the loss scale of each policy, and the steps that each skipped.
 
-    Of long traces each line becomes medians within a band of all values; skipped steps stay.
+    On a long trace each line becomes medians within a band from the lowest to the highest value.
 
     Args:
         trace (Trace): what was replayed.
@@ -52,8 +50,8 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
             :func:`mindformers_adaptive.lab.replay.simulate.replay` returned on this trace; at least one.
 
     Returns:
-        Figure of two panels over the same steps, 1200 pixels wide; the title says who skipped fewest steps and who
-        lost least headroom.
+        Figure of two panels over the same steps, 1200 pixels wide; the title says who skipped the fewest steps and who
+        lost the least headroom.
 
     Raises:
         ImportError: if matplotlib is missing.
@@ -72,39 +70,35 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     _draw_ceiling(upper, trace, replays)
     dress(upper, y_label="loss scale, log2")
     dress(lower, title="skipped steps")
-    step = np.arange(1, len(trace) + 1)
-    for row, ((name, found), (colour, dashes)) in enumerate(zip(replays.items(), LINE_STYLES, strict=False)):
-        # Where lines lie on each other, the first is the widest, so that all of them are seen.
-        line: dict[str, Any] = {
-            "color": colour,
-            "linestyle": dashes,
-            "linewidth": 1.2 + 2.6 * (1 - (row + 1) / len(replays)),
-        }
-        _draw_steps(upper, found.loss_scale, label=as_text(name), gid=name, **line)
-        skipped = step[found.overflow]
-        kept = skipped[thin_marks(skipped, np.zeros(len(skipped)))]
-        style = {"linestyle": "none", "marker": "|", "markersize": 11, "markeredgewidth": 1.0, "color": colour}
-        lower.plot(kept, np.full(len(kept), row), gid=name, **style)
-    names = [f"{as_text(name)} ({found.measures.skipped:,})" for name, found in replays.items()]
+    for row, ((name, result), (colour, dashes)) in enumerate(zip(replays.items(), LINE_STYLES, strict=False)):
+        # Where lines cover each other, the first is the widest, so that all of them are visible.
+        width = 1.2 + 2.6 * (1 - (row + 1) / len(replays))
+        line = {"color": colour, "linestyle": dashes, "linewidth": width, "label": as_text(name), "gid": name}
+        _draw_steps(upper, result.loss_scale, **line)
+        skipped = np.flatnonzero(result.overflow) + 1
+        skipped = skipped[one_per_column(skipped)]
+        style: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 11, "markeredgewidth": 1.0}
+        lower.plot(skipped, np.full(len(skipped), row), color=colour, gid=name, **style)
+    names = [f"{as_text(name)} ({result.measures.skipped:,})" for name, result in replays.items()]
     lower.set_yticks(range(len(replays)), names)
     lower.set_ylim(len(replays) - 0.4, -0.6)
     lower.grid(visible=False, axis="y")
     use_step_axis(lower, 1, len(trace))
-    legend_above(upper, columns=7)
+    legend_above(upper)
     headline(figure, f"{as_text(trace.name)}: {_finding({name: one.measures for name, one in replays.items()})}")
     return figure
 
 
 def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> None:
-    """Shade where steps overflow, and choose the axis: all scales, and the ceilings as far as they are numbers."""
+    """Shade where steps overflow, and fit the axis to all scales and to the ceilings that FP32 can hold."""
     bounded = trace.ceiling[(trace.ceiling >= SMALLEST_LOSS_SCALE) & (trace.ceiling <= LARGEST_LOSS_SCALE)]
-    scales = np.concatenate([bounded, *(found.loss_scale for found in replays.values())])
+    scales = np.concatenate([bounded, *(result.loss_scale for result in replays.values())])
     scales = scales[(scales > 0) & np.isfinite(scales)]
     lowest, highest = (float(scales.min()), float(scales.max())) if len(scales) else (1.0, 2.0)
     use_power_of_two_axis(axes, lowest, highest)
     bottom, top = axes.get_ylim()
     shown = np.clip(trace.ceiling, bottom, top)
-    # What lies right at the ceiling is known not to overflow, and what lies right above it to overflow.
+    # Known exactly: a scale at the ceiling does not overflow, and the next number above it does.
     exact = (trace.ceiling <= trace.lower_bound) & (trace.upper_bound <= np.nextafter(trace.ceiling, np.inf))
     label = "ceiling" if exact.all() else "ceiling, partly assumed"
     step, edge = _draw_steps(axes, shown, label=label, gid="ceiling", color=_CEILING, linewidth=0.8, zorder=1.5)
@@ -112,45 +106,48 @@ def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> No
     axes.fill_between(step, edge, top, step=drawn, color=CONTEXT, linewidth=0, label="overflows", gid="overflows")
 
 
-def _draw_steps(axes: Axes, values: _Floats, **style: Any) -> tuple[_Floats, _Floats]:
-    """Draw values over the steps, those of a long run as medians within a band; return the upper edge, x and y."""
+def _draw_steps(axes: Axes, values: Floats, **style: Any) -> tuple[Floats, Floats]:
+    """Draw values over the steps, those of a long trace as medians within a band; return the upper edge, x and y."""
     step = np.arange(1, len(values) + 1, dtype=np.float64)
     if len(values) <= _BAND_FROM:
         axes.step(step, values, where="post", **style)
         return step, values
-    found = gather(step, values, _BLOCKS)
-    axes.plot(found.middle, found.median, **{**style, "linewidth": max(1.6, style["linewidth"])})
-    colour = style["color"]
-    axes.fill_between(
-        found.middle, found.lowest, found.highest, color=colour, alpha=0.15 if colour == _CEILING else 0.25, linewidth=0
-    )
-    return found.middle, found.highest
+    middle, lowest, median, highest = gather(step, values, _BLOCKS)
+    axes.plot(middle, median, **{**style, "linewidth": max(1.6, style["linewidth"])})
+    opacity = 0.15 if style["color"] == _CEILING else 0.25
+    axes.fill_between(middle, lowest, highest, color=style["color"], alpha=opacity, linewidth=0)
+    return middle, highest
 
 
 def _finding(measures: Mapping[str, Measures]) -> str:
     if len(measures) == 1:
         [(name, only)] = measures.items()
-        headroom = "" if math.isnan(only.headroom_lost) else f" and lost {only.headroom_lost:.1f} bits of headroom"
-        return f"{as_text(name)} skipped {only.skipped:,} of {count(only.steps, 'step')}{headroom}"
-    fewest = min(found.skipped for found in measures.values())
-    [steps] = {found.steps for found in measures.values()}
-    least = min(
-        (found.headroom_lost for found in measures.values() if not math.isnan(found.headroom_lost)), default=None
-    )
-    said = f"{listed([name for name, found in measures.items() if found.skipped == fewest])} skipped fewest steps "
-    said += f"({fewest:,} of {steps:,})"
-    if least is None:
-        return said
-    best = listed([name for name, found in measures.items() if found.headroom_lost == least])
-    return f"{said}, {best} lost least headroom ({least:.1f} bits)"
+        finding = f"{as_text(name)} skipped {only.skipped:,} of {count(only.steps, 'step')}"
+        lost = only.headroom_lost
+        return finding if math.isnan(lost) else f"{finding} and lost {lost:.1f} bits of headroom"
+    skipped = {name: one.skipped for name, one in measures.items()}
+    headroom = {name: one.headroom_lost for name, one in measures.items() if not math.isnan(one.headroom_lost)}
+    steps = next(iter(measures.values())).steps
+    fewest, best = _smallest(skipped)
+    finding = f"{best} skipped the fewest steps ({fewest:,.0f} of {steps:,})"
+    if headroom:
+        least, best = _smallest(headroom)
+        finding += f", {best} lost the least headroom ({least:.1f} bits)"
+    return finding
+
+
+def _smallest(values: Mapping[str, float]) -> tuple[float, str]:
+    """Return the smallest value, and the names that have it as a text."""
+    smallest = min(values.values())
+    return smallest, listed([name for name, value in values.items() if value == smallest])
 
 
 def _require_replays(trace: Trace, replays: Mapping[str, Replay]) -> None:
     if not replays:
-        raise ValueError("'replays' must have at least 1 entry, but got none. There is nothing to draw.")
-    for name, found in replays.items():
-        if len(found.loss_scale) != len(trace):
+        raise ValueError("'replays' must have at least 1 entry, but it is empty. Replay a policy first.")
+    for name, result in replays.items():
+        if len(result.loss_scale) != len(trace):
             raise ValueError(
                 f"'replays' must be of the trace {trace.name!r} with {len(trace)} steps, but {name!r} has "
-                f"{len(found.loss_scale)}. Replay it on this trace."
+                f"{len(result.loss_scale)}. Replay it on this trace."
             )

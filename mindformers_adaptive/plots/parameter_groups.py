@@ -1,4 +1,4 @@
-"""Parameters by what they are for, told from their names: embedding, attention, feed forward, norm, output."""
+"""Groups of Parameters, recognised by their names: embedding, attention, feed forward, norm, output."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["MOST_GROUPS", "group_parameters", "parameter_group"]
 
-# More rows of histograms than that are too many to compare.
+# More rows of histograms are too many to compare.
 MOST_GROUPS = 6
 _OTHERS = "others"
 _ORDER = ("embedding", "attention", "feed forward", "norm", "output")
 
-# The first that is found in the name counts. A norm is named after what it stands before, as in attention_norm, so it
-# is looked for first; the last layer of a block may be called output, so that is looked for last.
+# The first pattern that matches counts. A norm may be named after the layer behind it, as in attention_norm, so norm
+# comes first; the last layer of a block may be called output, so output comes last.
 _KINDS = (
     ("norm", r"norm|(^|[._])(ln|bn)\d*([._]|$)|\.(gamma|beta)$"),
     ("embedding", r"embed|(^|\.)w[tp]e(\.|$)"),
@@ -24,9 +24,9 @@ _KINDS = (
 
 
 def parameter_group(name: str) -> str | None:
-    """Return what a Parameter is for, or None where its name does not tell.
+    """Return the group of a Parameter, or None if its name matches no group.
 
-    The kinds are looked for in the lower-case name in this order: norm (``norm``, ``ln_1``, ``bn2``, ``.gamma``),
+    The lower-case name is searched in this order: norm (``norm``, ``ln_1``, ``bn2``, ``.gamma``),
     embedding (``embed``, ``wte``, ``wpe``), attention (``attention``, ``attn``), feed forward (``feed_forward``,
     ``ffn``, ``mlp``, ``expert``), output (``head``, ``output_layer``).
 
@@ -49,8 +49,8 @@ def group_parameters(
 ) -> dict[str, list[str]]:
     """Return the Parameters of each group.
 
-    Names that tell nothing go by their first component after those that all of them begin with. Of more than six
-    groups, the five with the most elements stay and the rest are ``"others"``.
+    Parameters without a group are grouped by the first component of their names that is not common to all of them. Of
+    more than six groups, the five with the most elements stay and the rest are ``"others"``.
 
     Args:
         sizes (Mapping[str, int]): by Parameter name, how many elements it has.
@@ -64,10 +64,10 @@ def group_parameters(
         >>> group_parameters({"net.conv1.weight": 9, "net.conv1.bias": 1, "net.norm.gamma": 2})
         {'norm': ['net.norm.gamma'], 'conv1': ['net.conv1.weight', 'net.conv1.bias']}
     """
-    told = {name: group(name) for name in sizes}
-    shared = _shared_components([name for name, kind in told.items() if kind is None])
+    kinds = {name: group(name) for name in sizes}
+    shared = _shared_components([name for name, kind in kinds.items() if kind is None])
     groups: dict[str, list[str]] = {kind: [] for kind in _ORDER}
-    for name, kind in told.items():
+    for name, kind in kinds.items():
         groups.setdefault(kind or name.split(".")[shared], []).append(name)
     groups = {kind: members for kind, members in groups.items() if members}
     if len(groups) <= MOST_GROUPS:
@@ -79,13 +79,7 @@ def group_parameters(
 
 
 def _shared_components(names: list[str]) -> int:
-    """How many components all names begin with; each keeps one at least."""
+    """Return how many leading components all names share; each name keeps at least one more before its last."""
     split = [name.split(".")[:-1] for name in names]
-    if not all(split):
-        return 0
-    shared = 0
-    for together in zip(*split, strict=False):
-        if len(set(together)) > 1:
-            return shared
-        shared += 1
-    return max(shared - 1, 0)
+    same = [len(set(components)) == 1 for components in zip(*split, strict=False)]
+    return same.index(False) if False in same else max(len(same) - 1, 0)

@@ -1,4 +1,4 @@
-"""The picture of skipped steps against headroom lost: which of several results no other one beats."""
+"""The picture of skipped steps against headroom lost, with the Pareto front of several results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from mindformers_adaptive.lab.replay.simulate import Comparison, pareto_front
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, as_text, count, dress, headline, legend_above, new_figure
 from mindformers_adaptive.plots.labels import listed, place_labels
+from mindformers_adaptive.plots.run_series import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,17 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_comparison", "draw_pareto_front"]
 
-_Floats = NDArray[np.float64]
-
-# So many times as many skipped steps as the median need a logarithmic axis.
+# An outlier with so many times the median of skipped steps needs a logarithmic axis.
 _LOG_SKIPPED_FROM = 50.0
 
-# Up to so many results are all named; of more, so many of those on the front.
+# Up to so many results all have a name; of more results, so many of those on the front.
 _ALL_NAMED, _NAMED_ON_FRONT = 24, 10
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
-    """Draw skipped steps against headroom lost for the policies of a comparison, in the mean over its traces.
+    """Draw skipped steps against headroom lost for the policies of a comparison, as means over its traces.
 
     Args:
         comparison (Comparison): what :func:`mindformers_adaptive.lab.replay.simulate.compare` returned.
@@ -54,23 +53,22 @@ def draw_pareto_front(
     where: str = "",
     kind: str = "results",
 ) -> Figure:
-    """Draw skipped steps against headroom lost, with those results on a line that no other one beats in both.
+    """Draw skipped steps against headroom lost; a line joins the results that no other result beats in both.
 
     Args:
         skipped (ArrayLike): skipped steps of each result, shape (results,); a column of a sweep, for example.
-        headroom_lost (ArrayLike): likewise, in bits; results without any (nan) are left out, and the picture says how
-            many.
-        names (Sequence[str], optional): what each result is called. Up to 24 results are all named, of more ten
-            on the front. Default: None, no names.
-        where (str): on what they were measured, for the title. Default: "", nothing.
-        kind (str): what the results are of, for the title. Default: "results".
+        headroom_lost (ArrayLike): likewise, in bits. Results with nan are not drawn; the picture says how many.
+        names (Sequence[str], optional): a name for each result. Of more than 24 results, only ten on the front show
+            their names. Default: None, no names.
+        where (str): the trace or traces, for the title. Default: "", nothing.
+        kind (str): what to call the results in the title. Default: "results".
 
     Returns:
         Figure; the title says how many results are on the front.
 
     Raises:
         ImportError: if matplotlib is missing.
-        ValueError: if there is no result with headroom, or the arguments do not have one length.
+        ValueError: if no result has headroom, or the arguments differ in length.
 
     Examples:
         >>> draw_pareto_front([1, 5, 9], [3.0, 1.0, 2.0], ["torch", "adaptive", "fixed"]).get_suptitle()
@@ -83,18 +81,18 @@ def draw_pareto_front(
             "'skipped', 'headroom_lost' and 'names' must have one entry for each result, but got "
             f"{x.shape}, {y.shape} and {len(called)}. Give lists of one length."
         )
-    there = np.isfinite(x) & np.isfinite(y)
-    if not there.any():
+    measured = np.isfinite(x) & np.isfinite(y)
+    if not measured.any():
         raise ValueError(
             "At least 1 result must have headroom to measure, but none of "
             f"{len(x)} has: all steps were skipped or had no ceiling. Compare on another trace."
         )
-    x, y, called = x[there], y[there], [name for name, is_there in zip(called, there, strict=True) if is_there]
+    x, y, called = x[measured], y[measured], [called[place] for place in np.flatnonzero(measured)]
     front = pareto_front(x, y)
     figure = new_figure(10, 6.2)
     axes = figure.subplots()
-    left_out = "" if there.all() else f"; {count(int((~there).sum()), 'result')} without headroom not shown"
-    dress(axes, x_label=f"skipped steps{left_out}", y_label="headroom lost, bits in the mean of applied steps")
+    hidden = "" if measured.all() else f"; {count(int((~measured).sum()), 'result')} without headroom not shown"
+    dress(axes, x_label=f"skipped steps{hidden}", y_label="headroom lost, bits in the mean of applied steps")
     corners = _draw_points(axes, x, y, front)
     legend_above(axes)
     place_labels(axes, x, y, _shown_names(called, x, front), corners)
@@ -103,7 +101,7 @@ def draw_pareto_front(
     return figure
 
 
-def _draw_points(axes: Axes, x: _Floats, y: _Floats, front: NDArray[np.bool_]) -> tuple[_Floats, _Floats]:
+def _draw_points(axes: Axes, x: Floats, y: Floats, front: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     """Draw the results and the front; return the corners of its line, x and y."""
     axes.plot(x[~front], y[~front], "o", color=MUTED, alpha=0.55, markersize=6, label="beaten by another", gid="beaten")
     order = np.lexsort((y[front], x[front]))
@@ -117,8 +115,8 @@ def _draw_points(axes: Axes, x: _Floats, y: _Floats, front: NDArray[np.bool_]) -
     return corners_x, corners_y
 
 
-def _shown_names(names: Sequence[str], x: _Floats, front: NDArray[np.bool_]) -> list[str]:
-    """Return the names to write: of too many, those at places along the front that lie evenly between its ends."""
+def _shown_names(names: Sequence[str], x: Floats, front: NDArray[np.bool_]) -> list[str]:
+    """Return the names to write, "" for no name: of too many, some that lie evenly along the front."""
     if len(names) <= _ALL_NAMED:
         return list(names)
     steps = np.unique(x[front])
@@ -128,12 +126,11 @@ def _shown_names(names: Sequence[str], x: _Floats, front: NDArray[np.bool_]) -> 
 
 
 def _front_finding(front: NDArray[np.bool_], names: Sequence[str], kind: str) -> str:
-    best = [name for name, on_front in zip(names, front.tolist(), strict=True) if on_front and name]
-    if not best or len(best) > 3:
-        said = f"{int(front.sum()):,} of {len(front):,} {kind} are on the Pareto front"
-    else:
-        said = f"{listed(best)} {'is' if len(best) == 1 else 'are'} on the Pareto front"
-    return f"{said} of skipped steps and headroom lost"
+    best = [names[place] for place in np.flatnonzero(front) if names[place]]
+    subject = f"{int(front.sum()):,} of {len(front):,} {kind} are"
+    if 1 <= len(best) <= 3:
+        subject = f"{listed(best)} {'is' if len(best) == 1 else 'are'}"
+    return f"{subject} on the Pareto front of skipped steps and headroom lost"
 
 
 def _number(value: float | None) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.plots.canvas import (
@@ -23,8 +22,8 @@ from mindformers_adaptive.plots.canvas import (
     use_power_of_two_axis,
     use_step_axis,
 )
-from mindformers_adaptive.plots.run_series import RunSeries, series_of_record, series_of_run
-from mindformers_adaptive.plots.thinning import gather, thin_line, thin_marks
+from mindformers_adaptive.plots.run_series import Floats, RunSeries, series_of_record, series_of_run
+from mindformers_adaptive.plots.thinning import gather, one_per_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,25 +31,22 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_record", "draw_run"]
 
-_Floats = NDArray[np.float64]
-
 # From so many steps on, a line of medians shows the loss without its noise.
 _SMOOTH_FROM = 200
 _MEDIANS = 100
 
-# Up to so many points a line shows each of them, and up to so many marks they are large.
+# Up to so many points a line shows each of them, and up to so many skipped steps are crosses.
 _FEW_POINTS = 50
 _FEW_MARKS = 300
 
-# A loss that falls so many times is drawn on a logarithmic axis.
+# A loss that falls to less than one part in so many is drawn on a logarithmic axis.
 _LOG_LOSS_FROM = 50.0
 
 
 def draw_record(record: Sequence[Mapping[str, object]], name: str = "") -> Figure:
     """Draw the record of a run: its loss, its loss scale with the skipped steps marked, and its window.
 
-    Steps that are missing in the record are shaded, unless it is one of single steps. Long runs are thinned out so
-    that extremes and skipped steps stay.
+    Steps that are missing in the record are shaded, unless most are missing.
 
     Args:
         record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.monitor.record.read_record` returns them.
@@ -61,7 +57,7 @@ def draw_record(record: Sequence[Mapping[str, object]], name: str = "") -> Figur
 
     Raises:
         ImportError: if matplotlib is missing.
-        TypeError: if a line is no mapping, or holds something else than numbers.
+        TypeError: if a line is not a mapping, or a value is neither a number nor None.
         ValueError: if the record has no step.
 
     Examples:
@@ -89,60 +85,51 @@ def draw_run(run: RecordedRun) -> Figure:
 
 
 def _draw(run: RunSeries, name: str) -> Figure:
-    heights = [3, 3] if run.scale_window is None else [3, 3, 2.2]
+    heights = [3.0, 3.0] if run.scale_window is None else [3.0, 3.0, 2.2]
     figure = new_figure(10, 6 if run.scale_window is None else 7.8)
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     _draw_loss(panels[0], run)
     _draw_loss_scale(panels[1], run)
     if run.scale_window is not None:
-        _draw_window(panels[2], run.step, run.scale_window)
+        _draw_window(panels[2], run, run.scale_window)
     for axes in panels:
-        if run.gaps:
+        if len(run.gaps):
             spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
             everywhere = axes.get_xaxis_transform()
             axes.broken_barh(spans, (0, 1), transform=everywhere, color=CONTEXT, label="not recorded", gid="gaps")
         legend_above(axes)
-    use_step_axis(panels[-1], run.step[0], run.last_step)
+    use_step_axis(panels[-1], run.step[0] if not len(run.gaps) else run.first_step, run.last_step)
     if not run.complete:
-        panels[-1].set_xlabel(f"step ({run.recorded_steps:,} recorded)")
+        panels[-1].set_xlabel(f"step ({len(run.step):,} recorded)")
     figure.align_ylabels()
     headline(figure, f"{as_text(name)}: {run.finding()}" if name else run.finding())
     return figure
 
 
 def _draw_loss(axes: Axes, run: RunSeries) -> None:
-    loss = np.where(np.isfinite(run.loss), run.loss, np.nan)
     dress(axes, title="loss", y_label="loss, unscaled")
-    if not np.isfinite(loss).any():
+    # A log may have the loss of some steps only: lines break at gaps, not at each of the other steps.
+    step, loss = run.step[np.isfinite(run.loss)], run.loss[np.isfinite(run.loss)]
+    style: dict[str, Any] = {"color": MAIN}
+    if not len(loss):
         say_instead(axes, "no finite loss in the record")
+    elif len(loss) < _SMOOTH_FROM:
+        axes.plot(*run.broken(step, loss), linewidth=1.4, label="loss", gid="loss", **style, **_points(loss))
     else:
-        # A log may tell the loss of some steps only; the line breaks at gaps, not at each of the others.
-        there = np.isfinite(loss) | np.isin(run.step, [first for first, _ in run.gaps])
-        _draw_loss_line(axes, run.step[there], loss[there], run.gaps)
-    lowest, highest = np.nanmin(loss, initial=np.inf), np.nanmax(loss, initial=-np.inf)
-    if 0 < lowest < highest / _LOG_LOSS_FROM:
+        faint: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
+        axes.plot(*run.broken(step, loss), **style, **faint)
+        blocks = min(len(loss) // 10, _MEDIANS)
+        gathered = gather(step, loss, blocks)
+        style.update(linewidth=1.8, label=f"median of {len(loss) // blocks:,} steps", gid="median loss")
+        axes.plot(*run.broken(gathered.middle, gathered.median), **style)
+    if len(loss) and 0 < loss.min() < loss.max() / _LOG_LOSS_FROM:
         axes.set_yscale("log")
-    places = np.flatnonzero(run.broken_loss)
-    if len(places):
-        kept = places[thin_marks(run.step[places], np.zeros(len(places)))]
-        style: dict[str, Any] = {"linestyle": "none", "marker": "v", "markersize": 6, "color": WARNING}
-        label = f"inf or NaN ({len(places):,})"
-        upper_edge = axes.get_xaxis_transform()
-        y = np.ones(len(kept))
-        axes.plot(run.step[kept], y, transform=upper_edge, clip_on=False, label=label, gid="broken loss", **style)
-
-
-def _draw_loss_line(axes: Axes, step: _Floats, loss: _Floats, gaps: Sequence[tuple[float, float]]) -> None:
-    if len(loss) < _SMOOTH_FROM:
-        axes.plot(step, loss, color=MAIN, linewidth=1.4, label="loss", gid="loss", **_points(loss))
-        return
-    at = thin_line(loss)
-    axes.plot(step[at], loss[at], color=MAIN, alpha=0.35, linewidth=0.8, label="loss of a step", gid="loss")
-    blocks = min(len(loss) // 10, _MEDIANS)
-    gathered = gather(step, loss, blocks)
-    label = f"median of {len(loss) // blocks:,} steps"
-    x, y = _broken(gathered.middle, gathered.median, gaps)
-    axes.plot(x, y, color=MAIN, linewidth=1.8, label=label, gid="median loss")
+    broken = run.step[np.isinf(run.loss)]
+    if len(broken):
+        x = broken[one_per_column(broken)]
+        style = {"linestyle": "none", "marker": "v", "markersize": 6, "color": WARNING, "clip_on": False}
+        style.update(transform=axes.get_xaxis_transform(), label=f"inf or NaN ({len(broken):,})", gid="broken loss")
+        axes.plot(x, np.ones(len(x)), **style)
 
 
 def _draw_loss_scale(axes: Axes, run: RunSeries) -> None:
@@ -154,61 +141,45 @@ def _draw_loss_scale(axes: Axes, run: RunSeries) -> None:
         axes.set_ylim(0.5, 2)
     else:
         use_power_of_two_axis(axes, np.nanmin(scale), np.nanmax(scale))
-        at = thin_line(scale)
-        axes.step(step[at], scale[at], where="post", color=MAIN, linewidth=1.6, label="loss scale", gid="loss scale")
+        style: dict[str, Any] = {"where": "post", "color": MAIN, "linewidth": 1.6}
+        axes.step(*run.broken(step, scale), label="loss scale", gid="loss scale", **style)
     if run.overflow.any() or run.all_skipped:
         # A skipped step of unknown scale is marked all the same, at the bottom.
         _mark_skipped(axes, run, np.where(np.isnan(scale), axes.get_ylim()[0], scale)[:-1])
 
 
-def _mark_skipped(axes: Axes, run: RunSeries, y: _Floats) -> None:
+def _mark_skipped(axes: Axes, run: RunSeries, y: Floats) -> None:
     step, y = run.step[run.overflow], y[run.overflow]
     label = f"skipped step ({len(step):,})"
     if run.all_skipped is not None and run.all_skipped != len(step):
         label = f"skipped step ({len(step):,} of {run.all_skipped:,} recorded)"
     style: dict[str, Any] = {"linestyle": "none", "color": WARNING, "label": label, "gid": "skipped steps"}
-    kept = thin_marks(step, np.log2(y))
-    if len(kept) <= _FEW_MARKS:
-        axes.plot(step[kept], y[kept], marker="x", markersize=6, markeredgewidth=1.4, zorder=3, **style)
+    if len(step) <= _FEW_MARKS:
+        axes.plot(step, y, marker="x", markersize=6, markeredgewidth=1.4, zorder=3, **style)
     else:
         # So many crosses would hide the line: a strip at the upper edge shows where they are dense.
-        kept = thin_marks(step, np.zeros(len(step)))
+        step = step[one_per_column(step)]
         style.update(marker="|", markersize=9, markeredgewidth=0.6, transform=axes.get_xaxis_transform())
-        axes.plot(step[kept], np.full(len(kept), 0.96), **style)
+        axes.plot(step, np.full(len(step), 0.96), **style)
 
 
-def _draw_window(axes: Axes, step: _Floats, scale_window: _Floats) -> None:
+def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     dress(axes, title="scale window: clean steps before the loss scale is raised", y_label="scale window, steps")
-    at = thin_line(scale_window)
     style: dict[str, Any] = {"color": SECOND, "linewidth": 1.6, **_points(scale_window)}
-    axes.step(step[at], scale_window[at], where="post", gid="scale window", **style)
+    axes.step(*run.broken(run.step, scale_window), where="post", gid="scale window", **style)
     windows = np.unique(scale_window[np.isfinite(scale_window)])
+    # From the largest down, those windows have a label that have room for it.
+    room = np.log(windows[-1] / windows[0]) / 8
+    labelled: list[float] = []
+    for window in windows[::-1].tolist():
+        if not labelled or np.log(labelled[-1] / window) >= room:
+            labelled.append(window)
     axes.set_yscale("log")
     axes.set_ylim(windows[0] / 1.4, windows[-1] * 1.4)
-    axes.set_yticks(*_labelled_apart(windows))
+    axes.set_yticks(labelled, [f"{window:g}" for window in labelled])
     axes.minorticks_off()
 
 
-def _points(values: _Floats) -> dict[str, Any]:
-    # Between two gaps a line of one point would be nothing.
+def _points(values: Floats) -> dict[str, Any]:
+    # Between two gaps a line of one point would be invisible.
     return {"marker": "."} if len(values) <= _FEW_POINTS else {}
-
-
-def _broken(x: _Floats, y: _Floats, gaps: Sequence[tuple[float, float]]) -> tuple[_Floats, _Floats]:
-    """Break a line of few points at each gap."""
-    for first, last in gaps:
-        outside = (x < first) | (x > last)
-        x, y = x[outside], y[outside]
-        place = np.searchsorted(x, first)
-        x, y = np.insert(x, place, first), np.insert(y, place, np.nan)
-    return x, y
-
-
-def _labelled_apart(windows: _Floats) -> tuple[list[float], list[str]]:
-    """Return those windows that have room for a label beside each other, and their labels; from the largest down."""
-    room = np.log(windows[-1] / windows[0]) / 8
-    kept: list[float] = []
-    for window in windows[::-1].tolist():
-        if not kept or np.log(kept[-1] / window) >= room:
-            kept.append(window)
-    return kept, [f"{window:g}" for window in kept]

@@ -1,4 +1,4 @@
-"""A sweep over loss scales as its pictures need it: the counts of each group of Parameters at each scale."""
+"""A sweep over loss scales as its pictures need it: counts by group of Parameters and loss scale."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ __all__ = ["SweepSeries", "series_of_sweep"]
 
 @dataclass(frozen=True, eq=False)
 class SweepSeries:
-    """What is drawn of a sweep.
+    """The gradients of a sweep, by loss scale and group of Parameters.
 
     Attributes:
         loss_scales (tuple[float, ...]): the scales, in increasing order.
-        overflowed (tuple[float, ...]): for each scale the share of batches that overflowed.
+        overflowed (tuple[bool, ...]): for each scale whether a batch overflowed.
         groups (dict[str, tuple[ArrayStatistics, ...]]): by group of Parameters the counts at each scale; largest,
             smallest and norm are not set.
     """
 
     loss_scales: tuple[float, ...]
-    overflowed: tuple[float, ...]
+    overflowed: tuple[bool, ...]
     groups: dict[str, tuple[ArrayStatistics, ...]]
 
-    def overall(self, place: int) -> ArrayStatistics:
-        """Return the counts of all groups together at the scale of a place."""
-        return merge_statistics(found[place] for found in self.groups.values())
+    @property
+    def overall(self) -> tuple[ArrayStatistics, ...]:
+        """The counts of all groups together at each scale."""
+        return tuple(map(merge_statistics, zip(*self.groups.values(), strict=True)))
 
     def places(self, loss_scales: Sequence[float] | None) -> list[int]:
         """Return the places of some scales; of None the lowest, and the highest that did not overflow.
@@ -39,11 +40,10 @@ class SweepSeries:
             ValueError: if there is no scale, or one that the sweep does not have.
         """
         if loss_scales is None:
-            fits = [place for place, share in enumerate(self.overflowed) if share == 0]
+            fits = [place for place, overflow in enumerate(self.overflowed) if not overflow]
             return sorted({0, fits[-1] if fits else len(self.loss_scales) - 1})
-        listed = ", ".join(map(as_power_of_two, self.loss_scales))
-        absent = [scale for scale in loss_scales if scale not in self.loss_scales]
-        if absent or not len(loss_scales):
+        if not len(loss_scales) or not set(loss_scales) <= set(self.loss_scales):
+            listed = ", ".join(map(as_power_of_two, self.loss_scales))
             raise ValueError(
                 f"'loss_scales' must be some of the sweep's, {listed}, but got {list(loss_scales)}. Choose from these, "
                 "or run the sweep with the others."
@@ -62,14 +62,12 @@ def series_of_sweep(sweep: Mapping[str, Any], group: Callable[[str], str | None]
         TypeError: if it is something else.
     """
     try:
-        at_scales = sorted(sweep["loss_scales"], key=lambda found: float(found["loss_scale"]))
-        counts = [{name: _counts(found) for name, found in one["parameters"].items()} for one in at_scales]
-        sizes = {name: found.size for name, found in counts[0].items()}
-        grouped = group_parameters(sizes, group)
-        batches = max(len(sweep["batches"]), 1)
+        at_scales = sorted(sweep["loss_scales"], key=lambda one: float(one["loss_scale"]))
+        counts = [{name: _counts(one) for name, one in at_scale["parameters"].items()} for at_scale in at_scales]
+        grouped = group_parameters({name: one.size for name, one in counts[0].items()}, group)
         return SweepSeries(
-            tuple(float(found["loss_scale"]) for found in at_scales),
-            tuple(found["overflowed_batches"] / batches for found in at_scales),
+            tuple(float(at_scale["loss_scale"]) for at_scale in at_scales),
+            tuple(at_scale["overflowed_batches"] > 0 for at_scale in at_scales),
             {
                 kind: tuple(merge_statistics(at_scale[name] for name in names) for at_scale in counts)
                 for kind, names in grouped.items()
@@ -83,11 +81,11 @@ def series_of_sweep(sweep: Mapping[str, Any], group: Callable[[str], str | None]
         ) from error
 
 
-def _counts(found: Mapping[str, Any]) -> ArrayStatistics:
+def _counts(statistics: Mapping[str, Any]) -> ArrayStatistics:
     return ArrayStatistics(
-        size=found["size"],
-        zeros=found["zeros"],
-        infs_and_nans=found["infs_and_nans"],
-        histogram={int(exponent): count for exponent, count in found["histogram"].items()},
-        underflowed=found["underflowed"],
+        size=statistics["size"],
+        zeros=statistics["zeros"],
+        infs_and_nans=statistics["infs_and_nans"],
+        histogram={int(exponent): number for exponent, number in statistics["histogram"].items()},
+        underflowed=statistics["underflowed"],
     )

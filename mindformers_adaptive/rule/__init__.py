@@ -1,1 +1,1 @@
-"""The rule of adaptive loss scaling in plain Python, and what feeds it: no MindSpore here."""
+"""The rule of adaptive loss scaling in plain Python, without MindSpore."""

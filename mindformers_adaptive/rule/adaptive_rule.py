@@ -1,11 +1,10 @@
 """The rule of adaptive loss scaling in plain Python: an explicit state and one step function.
 
-This is the readable definition. Every other form of the rule (the MindSpore cell, the vectorised sweep) is tested
-against it, bit for bit.
+This is the definition. Every other form of the rule (the MindSpore cell, the vectorised sweep) is tested against it
+bit for bit.
 """
 
 import warnings
-from numbers import Integral
 from typing import NamedTuple
 
 from mindformers_adaptive.rule.checks import (
@@ -34,7 +33,7 @@ HIDDEN_INDEX = -1
 
 
 class LossScaleState(NamedTuple):
-    """All that the rule remembers between two steps.
+    """The state of the rule between two steps.
 
     Attributes:
         loss_scale (float): the scale for the next step, a float32 value.
@@ -43,7 +42,7 @@ class LossScaleState(NamedTuple):
         growth_num (int): raises since the window last changed, 0 to 3.
         down_num (int): drops since the last raise or window change, 0 to 3.
         clean_steps (int): steps since the last overflow or raise.
-        hysteresis_budget (int): overflows that are left before the scale drops; the one that spends it drops it.
+        hysteresis_budget (int): overflows left until the scale drops.
         skipped_steps (int): overflowed steps so far.
         consecutive_overflows (int): overflowed steps in a row, up to the last step.
     """
@@ -68,7 +67,7 @@ class AdaptiveRule:
 
         overflow:  spend one of the hysteresis budget; once it is spent,
                    s = max(s * (1 / scale_factor), min_loss_scale)          (a drop)
-                   and the third drop without a raise between throws i > 0 to the hidden window W = 1
+                   and the third drop without a raise in between moves i > 0 to the hidden window W = 1
         clean:     after W clean steps
                    s = s * scale_factor, if that stays within max_loss_scale and finite   (a raise)
                    and the third raise moves the window one place up the ladder
@@ -143,7 +142,7 @@ class AdaptiveRule:
             loss_scale_value (float): the initial scale, within ``[min_loss_scale, max_loss_scale]``.
             scale_window (int, optional): the initial window in steps. One that is not on the ladder gives a warning,
                 and the smallest window is used. Default: None, the smallest window.
-            argument (str): what the caller's own users call ``loss_scale_value``, for messages.
+            argument (str): the name of ``loss_scale_value`` in messages.
 
         Returns:
             LossScaleState, with all counters at 0 and the hysteresis budget full.
@@ -156,7 +155,7 @@ class AdaptiveRule:
         if not self.min_loss_scale <= loss_scale <= self.max_loss_scale:
             raise ValueError(
                 f"'{argument}' must lie between 'min_loss_scale' ({self.min_loss_scale}) and 'max_loss_scale' "
-                f"({self.max_loss_scale}), but got {loss_scale}. Move the value, or the bound that it passes."
+                f"({self.max_loss_scale}), but got {loss_scale}. Change the value or that bound."
             )
         index = 0 if scale_window is None else self._index_of(scale_window)
         return LossScaleState(loss_scale, self.ladder[index], index, hysteresis_budget=self.hysteresis)
@@ -195,13 +194,10 @@ class AdaptiveRule:
         return LossScaleState(loss_scale, window, index, growth_num, 0, 0, self.hysteresis, state.skipped_steps, 0)
 
     def _index_of(self, scale_window: int) -> int:
-        if isinstance(scale_window, bool) or not isinstance(scale_window, Integral):
-            raise TypeError(
-                f"'scale_window' must be an integer number of steps, but got {scale_window!r} of type "
-                f"{type(scale_window).__name__}. Give one of the ladder: {self.ladder}."
-            )
+        remedy = f"Give one of the ladder: {self.ladder}."
+        scale_window = require_integer("scale_window", scale_window, None, remedy, unit="number of steps")
         if scale_window in self.ladder:
-            return self.ladder.index(int(scale_window))
+            return self.ladder.index(scale_window)
         warnings.warn(
             f"'scale_window' must be one of the ladder {self.ladder}, but got {scale_window}: training starts at the "
             f"smallest window, {self.ladder[0]}.",

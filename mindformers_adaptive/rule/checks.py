@@ -1,9 +1,10 @@
-"""float32 as the device computes it, and checks of arguments: type before range, by messages that say what to give."""
+"""float32 arithmetic as on the device, and checks of arguments: type before range, and a remedy in each message."""
 
 import ctypes
 import math
 from collections.abc import Callable
 from numbers import Integral, Real
+from typing import SupportsFloat
 
 __all__ = [
     "LARGEST_FLOAT32",
@@ -24,7 +25,7 @@ def to_float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def as_float32(value: Real) -> float:
+def as_float32(value: SupportsFloat) -> float:
     """Return any real number, however large, as the nearest float32."""
     try:
         return to_float32(float(value))
@@ -36,8 +37,8 @@ def require_integer(name: str, value: object, least: int | None, remedy: str, *,
     """Return an argument as an int, or raise.
 
     Args:
-        name (str): what users call it.
-        value (object): what they gave. bool is rejected.
+        name (str): its name in messages.
+        value (object): its value. bool is rejected.
         least (int, optional): the smallest value that it may have; None for no bound.
         remedy (str): a sentence on what to give.
         unit (str): what it counts, such as "number of steps". Default: "".
@@ -58,8 +59,8 @@ def require_number(name: str, value: object, wanted: str, accepts: Callable[[flo
     """Return an argument as a float, or raise.
 
     Args:
-        name (str): what users call it.
-        value (object): what they gave. bool is rejected.
+        name (str): its name in messages.
+        value (object): its value. bool is rejected.
         wanted (str): what it must be, such as "a finite number above 1".
         accepts (Callable): whether a value, rounded to float32 and finite, is in range.
         remedy (str): a sentence on what to give.

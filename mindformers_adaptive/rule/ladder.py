@@ -26,7 +26,7 @@ def window_ladder(max_scale_window: int, min_scale_window: int = DEFAULT_MIN_SCA
 
     Args:
         max_scale_window (int): the largest window, in steps. Where it is below ``min_scale_window`` or not positive,
-            a warning says so and 1000 is used instead.
+            1000 is used instead, with a warning.
         min_scale_window (int): the smallest window, in steps, at least 1. Default: 20.
 
     Returns:
@@ -34,8 +34,7 @@ def window_ladder(max_scale_window: int, min_scale_window: int = DEFAULT_MIN_SCA
 
     Raises:
         TypeError: if a window is not an integer (``True`` and ``False`` are not).
-        ValueError: if ``min_scale_window`` is below 1, or if it is above 1000 when 1000 has to stand in for
-            ``max_scale_window``.
+        ValueError: if ``min_scale_window`` is below 1, or above 1000 where 1000 replaces ``max_scale_window``.
 
     Examples:
         >>> window_ladder(1000, 20)

@@ -1,13 +1,13 @@
-"""From Megatron-LM: its arguments as a ``scale_sense`` section, and the state of its gradient scaler."""
+"""Megatron-LM's arguments as a ``scale_sense`` section."""
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mindformers_adaptive.rule.checks import require_positive
 
-__all__ = ["megatron_state", "scale_sense_from_megatron"]
+__all__ = ["scale_sense_from_megatron"]
 
 # Those of megatron/arguments.py.
 _INITIAL_LOSS_SCALE = 2.0**32
@@ -22,15 +22,17 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
     =========================== ============ ==========================================================
     Megatron-LM                 default      ``scale_sense``
     =========================== ============ ==========================================================
-    ``--loss-scale S``          none         ``FixedLossScaleUpdateCell``: ``loss_scale_value`` S
+    ``--loss-scale S``          0            ``FixedLossScaleUpdateCell``: ``loss_scale_value`` S
     ``--fp16`` without it                    ``AdaptiveLossScaleUpdateCell``: the rows below
     ``--initial-loss-scale S``  2**32        ``loss_scale_value`` S
     ``--min-loss-scale S``      1.0          ``min_loss_scale`` S
     ``--loss-scale-window N``   1000         ``scale_window``, ``max_scale_window``, ``min_scale_window`` N
     ``--hysteresis N``          2            ``hysteresis`` N
     (growth and backoff factor) 2.0 and 0.5  ``scale_factor`` 2
-    neither of the first two                 ``FixedLossScaleUpdateCell`` with 1: nothing is scaled
+    neither of the first two                 ``NoLossScaleUpdateCell``: no scaling, no skipped steps
     =========================== ============ ==========================================================
+
+    Megatron-LM reads ``--loss-scale`` only with ``--fp16``, ``--bf16`` or ``--use-distributed-optimizer``.
 
     Args:
         arguments (Union[str, Sequence[str]]): a Megatron-LM command line, or its words. All other arguments are left
@@ -51,62 +53,13 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
         {'type': 'FixedLossScaleUpdateCell', 'loss_scale_value': 1024.0}
     """
     given = _parse(shlex.split(arguments) if isinstance(arguments, str) else list(arguments))
-    # As Megatron-LM, for which 0 means no fixed scale.
-    if given.loss_scale:
-        return {
-            "type": "FixedLossScaleUpdateCell",
-            "loss_scale_value": require_positive("--loss-scale", given.loss_scale),
-        }
+    # As in Megatron-LM: 0 means no fixed scale, and FP32 training has no gradient scaler.
+    fixed = require_positive("--loss-scale", given.loss_scale) if given.loss_scale else None
+    if fixed is not None and (given.fp16 or given.bf16 or given.use_distributed_optimizer):
+        return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": fixed}
     if not given.fp16:
-        return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 1.0}
+        return {"type": "NoLossScaleUpdateCell"}
     return _dynamic_section(given)
-
-
-def megatron_state(state_dict: Mapping[str, Any], hysteresis: int = _HYSTERESIS) -> tuple[float, dict[str, int]]:
-    """Return the loss scale and the counters that a Megatron-LM checkpoint holds.
-
-    Args:
-        state_dict (Mapping): the ``grad_scaler`` of a Megatron-LM checkpoint: ``scale``, ``growth_tracker`` and
-            ``hysteresis_tracker``, as numbers or as tensors of one element.
-        hysteresis (int): that of the cell which goes on, at least 1. Default: 2, Megatron-LM's.
-
-    Returns:
-        tuple[float, dict[str, int]]: the loss scale, for ``loss_scale_value`` or the train-step cell's Parameter
-        ``scale_sense``; and the counters, for ``AdaptiveLossScaleUpdateCell.load_state()``.
-
-    Raises:
-        KeyError: if a key is missing, as in the empty state of Megatron-LM's constant scaler.
-        ValueError: if the scale is not finite and above 0, or a tracker is out of its range.
-
-    Examples:
-        >>> megatron_state({"scale": 65536.0, "growth_tracker": 12, "hysteresis_tracker": 1})
-        (65536.0, {'cur_iter': 13, 'last_overflow_iter': 0, 'hysteresis_budget': 1})
-    """
-    missing = [key for key in ("scale", "growth_tracker", "hysteresis_tracker") if key not in state_dict]
-    if missing:
-        raise KeyError(
-            f"The state of Megatron-LM's dynamic scaler has 'scale', 'growth_tracker' and 'hysteresis_tracker', but "
-            f"{', '.join(map(repr, missing))} is missing. Give the checkpoint's 'grad_scaler'; that of a constant "
-            "scaler is empty."
-        )
-    loss_scale = require_positive("scale", float(_number(state_dict["scale"])))
-    growth_tracker = int(_number(state_dict["growth_tracker"]))
-    hysteresis_tracker = int(_number(state_dict["hysteresis_tracker"]))
-    if growth_tracker < 0 or hysteresis_tracker > hysteresis:
-        raise ValueError(
-            f"'growth_tracker' must not be negative, nor 'hysteresis_tracker' above hysteresis={hysteresis}, but got "
-            f"{growth_tracker} and {hysteresis_tracker}. Give the 'hysteresis' that Megatron-LM was started with."
-        )
-    counters = {"cur_iter": growth_tracker + 1, "last_overflow_iter": 0}
-    if hysteresis > 1:
-        # Megatron-LM counts on below 0, where all numbers mean the same.
-        counters["hysteresis_budget"] = max(hysteresis_tracker, 0)
-    return loss_scale, counters
-
-
-def _number(value: Any) -> Any:
-    """A tensor of one element, of whatever library, as its number."""
-    return value.item() if hasattr(value, "item") else value
 
 
 class _Parser(argparse.ArgumentParser):
@@ -116,7 +69,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(words: list[str]) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--fp16", action="store_true")
+    for flag in ("--fp16", "--bf16", "--use-distributed-optimizer"):
+        parser.add_argument(flag, action="store_true")
     parser.add_argument("--loss-scale", type=float)
     parser.add_argument("--initial-loss-scale", type=float, default=_INITIAL_LOSS_SCALE)
     parser.add_argument("--min-loss-scale", type=float, default=_MIN_LOSS_SCALE)

@@ -1,14 +1,23 @@
-"""What a checkpoint may hold for the update cell, and how a state that cannot be used as it is becomes one that can."""
+"""The state of the update cell: its names in a checkpoint, its place in the rule, and repair of what was restored."""
 
 import math
+import warnings
 from collections.abc import Mapping
 
-from mindformers_adaptive.rule.adaptive_rule import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule
+from mindformers_adaptive.rule.adaptive_rule import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule, LossScaleState
 from mindformers_adaptive.rule.ladder import HIDDEN_WINDOW
 
-__all__ = ["PARAMETER_NAMES", "holds_no_window", "repair_loss_scale", "repair_state"]
+__all__ = [
+    "PARAMETER_NAMES",
+    "STEP_LIMIT",
+    "from_rule_state",
+    "holds_no_window",
+    "repair_loss_scale",
+    "repair_state",
+    "to_rule_state",
+]
 
-# The attributes of the update cell, and their names in a checkpoint. The first six are MindFormers' own.
+# The Parameters of the update cell by attribute, and their names in a checkpoint. The first six are MindFormers' own.
 PARAMETER_NAMES = {
     "scale_window": "scale_window",
     "window_index": "list_index",
@@ -21,12 +30,47 @@ PARAMETER_NAMES = {
     "hysteresis_budget": "hysteresis_budget",
 }
 
+# Steps are counted up to here: about 34 years at a step a second, and far from where int32 would wrap.
+STEP_LIMIT = 2**30
+
+
+def from_rule_state(rule: AdaptiveRule, state: LossScaleState, steps: int) -> dict[str, int]:
+    """Return what the update cell holds after so many steps that led the rule to this state.
+
+    Args:
+        rule (AdaptiveRule): the rule that took the steps.
+        state (LossScaleState): its state after them.
+        steps (int): how many steps were taken, 0 for the start.
+
+    Returns:
+        dict[str, int], as ``AdaptiveLossScaleUpdateCell.state()`` returns it; ``hysteresis_budget`` only where the
+        rule's hysteresis is above 1. Without the loss scale. ``PARAMETER_NAMES`` has the names in a checkpoint.
+
+    Examples:
+        >>> from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+        >>> rule = AdaptiveRule()
+        >>> counters = from_rule_state(rule, rule.step(rule.start(2.0**16), overflow=False), steps=1)
+        >>> counters["cur_iter"], counters["last_overflow_iter"]
+        (2, 0)
+        >>> to_rule_state(rule, 2.0**16, counters).clean_steps
+        1
+    """
+    values = {**state._asdict(), "cur_iter": steps + 1, "last_overflow_iter": steps - state.clean_steps}
+    return {name: values[name] for name in PARAMETER_NAMES if name != "hysteresis_budget" or rule.hysteresis > 1}
+
+
+def to_rule_state(rule: AdaptiveRule, loss_scale: float, counters: Mapping[str, int]) -> LossScaleState:
+    """Return the state of the rule that :func:`from_rule_state` would turn into these counters."""
+    known = {name: counters[name] for name in LossScaleState._fields if name in counters}
+    clean_steps = counters["cur_iter"] - 1 - counters["last_overflow_iter"]
+    return LossScaleState(loss_scale, **{"hysteresis_budget": rule.hysteresis, **known}, clean_steps=clean_steps)
+
 
 def holds_no_window(state: Mapping[str, int], start_window: int) -> bool:
-    """Tell whether a restored state has step counters but no window, as that of MindSpore's dynamic cell.
+    """Return whether a restored state has step counters but no window, as that of MindSpore's dynamic cell.
 
-    An overflow or a raise leaves a trace in the counters of this package's cell; a state in which one happened, to
-    judge by its steps, and left no trace was counted by another.
+    In a state of this package's cell every overflow and every raise shows in the other counters too. A state whose
+    step counters say that one happened, and whose other counters are untouched, comes from another cell.
 
     Args:
         state (dict[str, int]): as ``AdaptiveLossScaleUpdateCell.state()`` returns it.
@@ -49,41 +93,37 @@ def holds_no_window(state: Mapping[str, int], start_window: int) -> bool:
     return untouched and state["scale_window"] == start_window and something_happened
 
 
-def repair_loss_scale(rule: AdaptiveRule, loss_scale: float, name: str) -> tuple[float, str | None]:
-    """Return a loss scale that the rule can go on with, and a sentence if it is not the restored one.
+def repair_loss_scale(rule: AdaptiveRule, loss_scale: float, name: str) -> float:
+    """Return a restored loss scale, moved to the nearer bound with a warning if it is out of bounds.
 
     Args:
         rule (AdaptiveRule): the rule that goes on.
         loss_scale (float): the restored loss scale.
-        name (str): that of the Parameter that holds it.
+        name (str): the Parameter or argument that holds it.
 
     Raises:
-        ValueError: if no training can have had this scale.
-
-    Examples:
-        >>> from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
-        >>> repair_loss_scale(AdaptiveRule(min_loss_scale=8.0), 2.0, "scale_sense")[0]
-        8.0
+        ValueError: if it is not finite and above 0.
     """
     if not (math.isfinite(loss_scale) and loss_scale > 0):
         raise ValueError(
             f"The checkpoint has '{name}' {loss_scale}; a loss scale must be finite and above 0. Resume from another "
-            f"checkpoint, or set the Parameter '{name}'."
+            f"checkpoint, or set '{name}'."
         )
     bounded = min(max(loss_scale, rule.min_loss_scale), rule.max_loss_scale)
-    if bounded == loss_scale:
-        return loss_scale, None
-    return bounded, (
-        f"The checkpoint has '{name}' {loss_scale}, which is not between 'min_loss_scale' and 'max_loss_scale': "
-        f"{bounded} is used."
-    )
+    if bounded != loss_scale:
+        warnings.warn(
+            f"The checkpoint has '{name}' {loss_scale}, which is not between 'min_loss_scale' and 'max_loss_scale': "
+            f"{bounded} is used.",
+            stacklevel=3,
+        )
+    return bounded
 
 
 def repair_state(rule: AdaptiveRule, state: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """Return a state that the rule can go on with, and a sentence for each thing that had to be changed.
 
-    A window that the ladder does not have becomes the nearest that it has; a window or a counter that no run can have
-    reached is put where it does least harm.
+    A window that is not on the ladder becomes the nearest one that is. A window or a counter that no run can reach is
+    set to the nearest possible value.
 
     Args:
         rule (AdaptiveRule): the rule that goes on.
@@ -107,28 +147,23 @@ def repair_state(rule: AdaptiveRule, state: Mapping[str, int]) -> tuple[dict[str
     if problem:
         problems.append(problem)
 
-    limits = {"growth_num": COUNTER_LIMIT, "down_num": COUNTER_LIMIT}
-    if "hysteresis_budget" in state:
-        limits["hysteresis_budget"] = rule.hysteresis
-    for name, limit in limits.items():
-        if not 0 <= state[name] <= limit:
-            repaired[name] = min(max(state[name], 0), limit)
-            problems.append(_replaced(name, state, f"must lie between 0 and {limit}", repaired[name]))
+    def require(name: str, least: int, most: int, otherwise: int, meaning: str = "") -> None:
+        if not least <= state[name] <= most:
+            repaired[name] = otherwise
+            problems.append(
+                f"The checkpoint has '{PARAMETER_NAMES[name]}' {state[name]}, which must lie between {least} and {most}"
+                f"{meaning}: {otherwise} is used."
+            )
 
-    if state["cur_iter"] < 1:
-        repaired["cur_iter"] = 1
-        problems.append(_replaced("cur_iter", state, "must be at least 1", 1))
-    if not 0 <= state["last_overflow_iter"] < repaired["cur_iter"]:
-        repaired["last_overflow_iter"] = repaired["cur_iter"] - 1
-        reason = f"must lie between 0 and {repaired['cur_iter'] - 1}, the last step"
-        problems.append(_replaced("last_overflow_iter", state, reason, repaired["last_overflow_iter"]))
-    if state["skipped_steps"] < 0:
-        repaired["skipped_steps"] = 0
-        problems.append(_replaced("skipped_steps", state, "must not be negative", 0))
-    if not 0 <= state["consecutive_overflows"] <= repaired["skipped_steps"]:
-        repaired["consecutive_overflows"] = 0
-        reason = f"must lie between 0 and {repaired['skipped_steps']}, the number of skipped steps"
-        problems.append(_replaced("consecutive_overflows", state, reason, 0))
+    limits = {"growth_num": COUNTER_LIMIT, "down_num": COUNTER_LIMIT, "hysteresis_budget": rule.hysteresis}
+    for name, limit in limits.items():
+        if name in state:
+            require(name, 0, limit, min(max(state[name], 0), limit))
+    require("cur_iter", 1, STEP_LIMIT, 1)
+    last_step = repaired["cur_iter"] - 1
+    require("last_overflow_iter", 0, last_step, last_step, ", the last step")
+    require("skipped_steps", 0, STEP_LIMIT, 0)
+    require("consecutive_overflows", 0, repaired["skipped_steps"], 0, ", the number of skipped steps")
     return repaired, problems
 
 

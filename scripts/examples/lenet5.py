@@ -1,4 +1,4 @@
-"""The network and the data of the LeNet5 examples: random images with random labels, the same at every start."""
+"""The network and the data of the LeNet5 examples: random images with random labels from a fixed seed."""
 
 import numpy as np
 from mindspore import dataset, nn

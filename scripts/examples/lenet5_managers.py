@@ -1,4 +1,4 @@
-"""Train LeNet5 with every way that MindSpore has to scale a loss, and with adaptive loss scaling, on any device.
+"""Train LeNet5 with each kind of loss scaling in MindSpore, and with adaptive loss scaling, on any device.
 
 python scripts/examples/lenet5_managers.py --amp_level O3 --epochs 10
 """
@@ -29,9 +29,9 @@ def fixed_divided_by_the_optimizer(network, loss_fn, amp_level):
 
 
 def fixed_for_any_optimizer(network, loss_fn, amp_level):
-    """A fixed scale with an optimizer that does not divide; the train-step cell does."""
+    """A fixed scale with an optimizer that does not divide the gradients; the train-step cell divides them."""
     optimizer = nn.AdamWeightDecay(network.trainable_params(), learning_rate=0.001)
-    # Mixed precision and the loss function around the network; level O2 alone would have a manager of its own.
+    # This adds mixed precision and the loss function; without loss_scale_manager=None level O2 brings its own manager.
     unscaled = mindspore.amp.build_train_network(network, optimizer, loss_fn, amp_level, loss_scale_manager=None)
     return Model(FixedScaleTrainOneStepCell(unscaled.network, optimizer, loss_scale=1024.0))
 
@@ -56,7 +56,7 @@ def momentum(network, **options):
 
 
 class StepRecorder(Callback):
-    """Keeps of every step its loss and, where a step can be skipped, the overflow and the loss scale after it."""
+    """Keeps the loss of every step and, if steps can be skipped, its overflow flag and the loss scale after it."""
 
     def __init__(self):
         self.losses, self.overflows, self.loss_scales = [], [], []
@@ -71,7 +71,7 @@ class StepRecorder(Callback):
 
 
 def train(way, amp_level, epochs):
-    """Train from the same weights on the same data; return what was recorded."""
+    """Train from the same weights on the same data; return the StepRecorder."""
     mindspore.set_seed(0)
     recorder = StepRecorder()
     model = way(LeNet5(), nn.SoftmaxCrossEntropyWithLogits(reduction="mean"), amp_level)
@@ -99,7 +99,7 @@ def main():
     parser.add_argument("--mode", default="graph", choices=["graph", "pynative"])
     arguments = parser.parse_args()
     mindspore.set_context(mode=mindspore.GRAPH_MODE if arguments.mode == "graph" else mindspore.PYNATIVE_MODE)
-    # The one line that a CPU needs; elsewhere it changes nothing that can be seen.
+    # The one line that a CPU needs; it changes no result on other devices.
     enable_loss_scale_on_cpu()
     for line in table(arguments.amp_level, arguments.epochs):
         print(line, flush=True)

@@ -1,19 +1,10 @@
-"""MindFormers' Trainer with TrainingArguments: adaptive loss scaling by its name.
+"""MindFormers' Trainer with adaptive loss scaling selected by its name in TrainingArguments.
 
 python scripts/examples/mindformers_trainer.py
 """
 
 from mindformers import ContextConfig, TrainingArguments, init_context
-from tiny_llama import (
-    BATCH_SIZE,
-    LOSS_SCALE_VALUE,
-    MAX_SCALE_WINDOW,
-    MIN_SCALE_WINDOW,
-    SCALE_FACTOR,
-    StepTable,
-    build_dataset,
-    build_model,
-)
+from tiny_llama import BATCH_SIZE, StepTable, build_dataset, build_model
 
 from mindformers_adaptive.integration.trainer import Trainer
 
@@ -25,11 +16,12 @@ training_args = TrainingArguments(
     learning_rate=1e-3,
     sink_mode=False,
     scale_sense="AdaptiveLossScaleUpdateCell",
-    loss_scale_value=LOSS_SCALE_VALUE,
-    loss_scale_factor=SCALE_FACTOR,
-    loss_scale_window=MIN_SCALE_WINDOW,
-    max_scale_window=MAX_SCALE_WINDOW,
-    min_scale_window=MIN_SCALE_WINDOW,
+    loss_scale_value=2**24,
+    loss_scale_factor=2,
+    # Windows of 1 to 4 steps, instead of the usual 20 to 1000, so that they change within these few steps.
+    loss_scale_window=1,
+    max_scale_window=4,
+    min_scale_window=1,
     use_clip_grad=True,
     max_grad_norm=1.0,
 )

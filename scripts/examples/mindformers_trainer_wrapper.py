@@ -1,4 +1,4 @@
-"""MindFormers' Trainer with a train-step cell of one's own; it saves checkpoints, and resumes from one of them.
+"""MindFormers' Trainer with a train-step cell made in Python; it saves checkpoints and resumes from one of them.
 
 python scripts/examples/mindformers_trainer_wrapper.py
 python scripts/examples/mindformers_trainer_wrapper.py CKP_rank_0-1_16.ckpt
@@ -8,16 +8,7 @@ import sys
 
 from mindformers import ContextConfig, TrainingArguments, init_context
 from mindspore import nn
-from tiny_llama import (
-    BATCH_SIZE,
-    LOSS_SCALE_VALUE,
-    MAX_SCALE_WINDOW,
-    MIN_SCALE_WINDOW,
-    SCALE_FACTOR,
-    StepTable,
-    build_dataset,
-    build_model,
-)
+from tiny_llama import BATCH_SIZE, StepTable, build_dataset, build_model
 
 from mindformers_adaptive.integration.trainer import Trainer
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
@@ -28,9 +19,8 @@ training_args = TrainingArguments(
 )
 model = build_model()
 optimizer = nn.Momentum(model.trainable_params(), learning_rate=0.1, momentum=0.9)
-manager = AdaptiveLossScaleUpdateCell(
-    LOSS_SCALE_VALUE, SCALE_FACTOR, MIN_SCALE_WINDOW, MAX_SCALE_WINDOW, MIN_SCALE_WINDOW
-)
+# Windows of 1 to 4 steps, instead of the usual 20 to 1000, so that they change within these few steps.
+manager = AdaptiveLossScaleUpdateCell(2**24, 2, scale_window=1, max_scale_window=4, min_scale_window=1)
 train_network = MFTrainOneStepCell(model, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=manager)
 trainer = Trainer(
     task="text_generation",
@@ -40,7 +30,7 @@ trainer = Trainer(
     callbacks=[StepTable()],
 )
 if len(sys.argv) > 1:
-    # MindFormers 1.9.0 takes the folder of the checkpoints here, and no file.
+    # MindFormers 1.9.0 takes the folder of the checkpoints here, not a file.
     trainer.train(resume_from_checkpoint="output/checkpoint", resume_training=sys.argv[1])
 else:
     trainer.train()

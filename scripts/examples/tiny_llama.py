@@ -1,4 +1,4 @@
-"""What the examples beside this file share: a tiny Llama for a CPU, data, and a table of what happened in each step."""
+"""Shared by the examples in this folder: a tiny Llama for a CPU, data, and a table of the training steps."""
 
 import mindspore
 import numpy as np
@@ -11,16 +11,9 @@ BATCH_SIZE = 4
 SEQ_LENGTH = 32
 STEPS = 32
 
-# Adaptive loss scaling looks for the right scale from 2^24 down; windows of 1 to 4 steps instead of the usual 20 to
-# 1000, so that they move within these few steps.
-LOSS_SCALE_VALUE = 2**24
-SCALE_FACTOR = 2
-MIN_SCALE_WINDOW = 1
-MAX_SCALE_WINDOW = 4
-
 
 def build_model():
-    """A stock Llama of two layers that computes in FP16; the last three arguments are for the CPU."""
+    """A stock Llama of two layers that computes in FP16; a CPU needs the last three arguments."""
     mindspore.set_seed(0)
     config = LlamaConfig(
         batch_size=BATCH_SIZE,
@@ -40,7 +33,7 @@ def build_model():
 
 
 def build_dataset(batch_size=BATCH_SIZE):
-    """Counting up from a random number, modulo 15; each sample has one token more than the model reads."""
+    """Numbers that count up from a random start, modulo 15; a sample has one token more than the model reads."""
 
     def samples():
         starts = np.random.default_rng(0).integers(15, size=STEPS * batch_size)
@@ -51,9 +44,9 @@ def build_dataset(batch_size=BATCH_SIZE):
 
 
 class MeanOverMicroBatches(nn.Cell):
-    """The mean loss over the micro batches that a batch is cut into: gradient accumulation, for a train-step cell.
+    """Gradient accumulation for a train-step cell: the mean loss over the micro batches that a batch is cut into.
 
-    MindSpore's own cell gives the sum of their losses.
+    MindSpore's own cell returns the sum of their losses.
     """
 
     def __init__(self, network, micro_batches):
@@ -66,9 +59,9 @@ class MeanOverMicroBatches(nn.Cell):
 
 
 class StepTable(Callback):
-    """Remembers each step and, when training has ended, prints a table of them.
+    """Collects a row for each step, and prints the table when the training ends.
 
-    ``loss_scale`` is the scale that the step used, ``next_loss_scale`` and ``scale_window`` are what the step led to.
+    ``loss_scale`` is the scale that the step used; ``next_loss_scale`` and ``scale_window`` are those after the step.
     """
 
     def __init__(self):

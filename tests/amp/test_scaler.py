@@ -113,8 +113,8 @@ def test_saved_and_loaded_scaler_goes_on_as_if_it_had_never_stopped(graph_mode, 
     whole, resumed = AdaptiveLossScaler(2**20, **options), AdaptiveLossScaler(2**20, **options)
     for overflow in OVERFLOWS[:split]:
         adjust(whole, overflow)
-    mindspore.save_checkpoint(whole.parameters_dict(), str(tmp_path / "scaler.ckpt"))
-    resumed.load_parameters(mindspore.load_checkpoint(str(tmp_path / "scaler.ckpt")))
+    mindspore.save_checkpoint(Dense().layer, str(tmp_path / "scaler.ckpt"), append_dict=whole.state_dict())
+    resumed.load_state_dict(mindspore.load_checkpoint(str(tmp_path / "scaler.ckpt")))
     assert resumed.state() == whole.state()
     for overflow in OVERFLOWS[split:]:
         adjust(whole, overflow)
@@ -127,9 +127,9 @@ def test_state_goes_into_one_file_with_the_network(graph_mode, tmp_path):
     scaler = AdaptiveLossScaler(2**20)
     adjust(scaler, True)
     file = str(tmp_path / "all.ckpt")
-    mindspore.save_checkpoint(dense.layer, file, append_dict=scaler.parameters_dict())
+    mindspore.save_checkpoint(dense.layer, file, append_dict=scaler.state_dict())
     resumed = AdaptiveLossScaler(2**20)
-    resumed.load_parameters(mindspore.load_checkpoint(file))
+    resumed.load_state_dict(mindspore.load_checkpoint(file))
     assert resumed.state() == scaler.state()
     assert resumed.state()["loss_scale"] == 2**19
 
@@ -140,9 +140,8 @@ def test_impossible_scale_is_refused_and_nothing_is_changed(scale):
     before = scaler.state()
     loaded = AdaptiveLossScaler(2**16)
     adjust(loaded, True)
-    parameters = {**loaded.parameters_dict(), "scale_value": mindspore.Parameter(Tensor(scale, mindspore.float32))}
-    with pytest.raises(ValueError, match=r"'scale_value' .* must be finite and above 0"):
-        scaler.load_parameters(parameters)
+    with pytest.raises(ValueError, match=r"'scale' .* must be finite and above 0"):
+        scaler.load_state_dict({**loaded.state_dict(), "scale": mindspore.Parameter(Tensor(scale, mindspore.float32))})
     assert scaler.state() == before
 
 
@@ -150,18 +149,18 @@ def test_scale_beyond_its_bounds_and_window_off_the_ladder_are_moved_with_a_warn
     saved = AdaptiveLossScaler(2**20, 2, 500)
     scaler = AdaptiveLossScaler(1024, 2, 20, 100, 20, max_loss_scale=2048)
     with pytest.warns(UserWarning, match="The checkpoint has") as caught:
-        scaler.load_parameters(saved.parameters_dict())
+        scaler.load_state_dict(saved.state_dict())
     assert scaler.state()["loss_scale"] == 2048
     assert scaler.state()["scale_window"] == 100
     messages = [str(warning.message) for warning in caught]
-    assert any("'scale_value' 1048576.0" in message for message in messages)
+    assert any("'scale' 1048576.0" in message for message in messages)
     assert any("'scale_window' 500" in message for message in messages)
 
 
 def test_what_a_checkpoint_lacks_is_named():
     scaler = AdaptiveLossScaler(1024)
-    with pytest.warns(UserWarning, match="has no scale_window, list_index, .*: what it lacks stays as it is"):
-        scaler.load_parameters({"scale_value": mindspore.Parameter(Tensor(64.0))})
+    with pytest.warns(UserWarning, match="has no window_index, growth_num, .*: what it lacks stays as it is"):
+        scaler.load_state_dict({"scale": mindspore.Parameter(Tensor(64.0)), "scale_window": 30})
     assert scaler.state()["loss_scale"] == 64
 
 

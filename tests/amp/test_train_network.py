@@ -116,6 +116,17 @@ def test_without_the_one_line_model_refuses_on_cpu():
         Model(dense.layer, dense.loss_fn, dense.optimizer(), loss_scale_manager=amp.DynamicLossScaleManager())
 
 
+def test_without_the_one_line_the_adaptive_manager_names_it():
+    dense = Dense()
+    manager = AdaptiveLossScaleManager()
+    for build in (Model, amp.build_train_network):
+        with pytest.raises(
+            ValueError, match=r"Call mindformers_adaptive.enable_loss_scale_on_cpu\(\) before the Model"
+        ):
+            build(dense.layer, loss_fn=dense.loss_fn, optimizer=dense.optimizer(), loss_scale_manager=manager)
+    assert type(manager.get_update_cell()) is AdaptiveLossScaleUpdateCell
+
+
 def test_fixed_scale_without_skipping_is_divided_by_the_optimizer(graph_mode, scaling_on_cpu):
     scaled, plain = Dense(), Dense()
     manager, optimizer = amp.FixedLossScaleManager(1024.0, False), scaled.optimizer(loss_scale=1024.0)
@@ -176,10 +187,12 @@ def test_other_things_as_manager_are_refused_as_by_mindspore():
         build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, loss_scale_manager=1024)
 
 
-def test_gradients_divided_twice_give_a_warning():
+def test_gradients_divided_twice_are_refused():
     dense = Dense()
     optimizer = dense.optimizer(loss_scale=1024.0)
-    with pytest.warns(UserWarning, match=r"Momentum has loss_scale=1024.0 .* 1024.0 times too small"):
+    with pytest.raises(
+        ValueError, match=r"'optimizer' must not divide .*Momentum with loss_scale=1024.0. Make it without"
+    ):
         build_train_network(dense.layer, optimizer, dense.loss_fn, loss_scale_manager=AdaptiveLossScaleManager())
 
 

@@ -9,6 +9,7 @@ from scale_cells import SideBySide, StepFromState
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.ladder import window_ladder
+from mindformers_adaptive.rule.restored_state import STEP_LIMIT, from_rule_state, repair_state, to_rule_state
 
 INITIAL_SCALE = 2.0**16
 
@@ -123,6 +124,31 @@ def test_scale_settles_finite_under_clean_steps_and_at_the_floor_under_overflows
         assert cells.step([False, True]) == settled
 
 
+def test_steps_beyond_the_limit_are_not_counted_and_change_nothing_else(mode):
+    """Neither a wrap of int32 nor a window that never fills; the rule knows no limit."""
+    configurations = (*SMALL[:3], {"max_scale_window": 20, "min_scale_window": 20})
+    overflows = np.random.default_rng(3).random((40, len(configurations))) < 0.3
+    overflows[:, 3] = False
+    cells = SideBySide([build(arguments) for arguments in configurations])
+    rules = [AdaptiveRule(**arguments) for arguments in configurations]
+    states = [rule.start(INITIAL_SCALE) for rule in rules]
+    for cell in cells.update_cells:
+        for counter in (cell.cur_iter, cell.last_overflow_iter):
+            counter.set_data(counter.value() + (STEP_LIMIT - 10))
+    for steps, flags in enumerate(overflows, start=1):
+        scales, _ = cells.step(flags)
+        states = [rule.step(state, bool(flag)) for rule, state, flag in zip(rules, states, flags, strict=True)]
+        assert scales == [state.loss_scale for state in states], steps
+    for cell, rule, state in zip(cells.update_cells, rules, states, strict=True):
+        counters = cell.state()
+        assert counters["cur_iter"] == STEP_LIMIT
+        assert to_rule_state(rule, state.loss_scale, counters)._replace(
+            skipped_steps=0, consecutive_overflows=0, hysteresis_budget=0
+        ) == state._replace(skipped_steps=0, consecutive_overflows=0, hysteresis_budget=0)
+        assert 0 <= counters["skipped_steps"] <= state.skipped_steps
+        assert repair_state(rule, counters) == (counters, [])
+
+
 # All that decides about the next step, but for the two step counters, whose difference alone counts.
 REPEATING = ["scale_window", "window_index", "growth_num", "down_num"]
 
@@ -142,24 +168,8 @@ def expected_memory(rules, states, steps):
     return [
         value
         for rule, state in zip(rules, states, strict=True)
-        for value in expected_state(rule, state, steps).values()
+        for value in from_rule_state(rule, state, steps).values()
     ]
-
-
-def expected_state(rule, state, steps):
-    expected = {
-        "scale_window": state.scale_window,
-        "window_index": state.window_index,
-        "growth_num": state.growth_num,
-        "down_num": state.down_num,
-        "cur_iter": steps + 1,
-        "last_overflow_iter": steps - state.clean_steps,
-        "skipped_steps": state.skipped_steps,
-        "consecutive_overflows": state.consecutive_overflows,
-    }
-    if rule.hysteresis > 1:
-        expected["hysteresis_budget"] = state.hysteresis_budget
-    return expected
 
 
 def assert_follows_the_rule(configurations, overflows):
@@ -173,7 +183,7 @@ def assert_follows_the_rule(configurations, overflows):
         assert scales == [state.loss_scale for state in states], steps
         assert memory == expected_memory(rules, states, steps), steps
     for cell, rule, state in zip(cells.update_cells, rules, states, strict=True):
-        assert cell.state() == expected_state(rule, state, len(overflows))
+        assert cell.state() == from_rule_state(rule, state, len(overflows))
 
 
 def walk_every_sequence(configurations, length):

@@ -64,7 +64,9 @@ def test_the_sidecar_does_not_replace_what_came_with_the_optimizer(graph_mode, s
     write_sidecar(tmp_path, 2.0**15, {"scale_window": 100, "window_index": 4, "cur_iter": 50})
 
     def load_optimizer(checkpoint, network, optimizer=None):
-        optimizer.loss_scaling_manager.load_state({"scale_window": 30, "window_index": 1, "cur_iter": 40})
+        update_cell = optimizer.loss_scaling_manager
+        changed = {"scale_window": 30, "window_index": 1, "cur_iter": 40}
+        update_cell.load_state_dict({**update_cell.state_dict(), **changed})
 
     restores_sidecar(load_optimizer)(str(tmp_path), step.network, step.optimizer)
     assert step.loss_scaling_manager.state()["scale_window"] == 30

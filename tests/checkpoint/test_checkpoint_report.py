@@ -11,8 +11,8 @@ from mindspore import Tensor, nn
 from safetensors.numpy import save_file
 
 from mindformers_adaptive.checkpoint.reader import read_checkpoints
-from mindformers_adaptive.checkpoint.report import main
 from mindformers_adaptive.checkpoint.sidecar import write_sidecar
+from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
 FORMATS = ["ckpt", "safetensors"]
@@ -30,7 +30,7 @@ def inspect(capsys):
     """Return a function that runs the command and returns its exit code, what it printed, and its error output."""
 
     def run(*arguments):
-        exit_code = main([str(argument) for argument in arguments])
+        exit_code = main(["inspect", *map(str, arguments)])
         return exit_code, *capsys.readouterr()
 
     return run
@@ -301,7 +301,7 @@ def test_a_wrong_pointer_to_the_latest_iteration_is_reported(tmp_path, inspect_j
     assert report["checkpoints"][0]["notes"] == []
 
 
-COMMAND = ["-m", "mindformers_adaptive.checkpoint.report"]
+COMMAND = ["-m", "mindformers_adaptive", "inspect"]
 
 
 def test_command_prints_and_exits_as_told(tmp_path, run_python):
@@ -322,13 +322,15 @@ def test_json_of_a_ckpt_is_all_that_the_command_prints(tmp_path, run_python):
 @pytest.mark.parametrize(("file_format", "imported"), [("ckpt", True), ("safetensors", False)])
 def test_mindspore_is_imported_only_for_a_ckpt(tmp_path, run_python, file_format, imported):
     file = legacy(tmp_path / "x-1_20", 20, file_format, scale_window=20)
-    code = f"import sys; from {COMMAND[1]} import main; main([{str(file)!r}]); print('mindspore' in sys.modules)"
+    code = "import sys; from mindformers_adaptive.cli.program import main; main(['inspect', {!r}]); {}"
+    code = code.format(str(file), "print('mindspore' in sys.modules)")
     assert run_python("-c", code).stdout.splitlines()[-1] == str(imported)
 
 
 def test_import_loads_no_heavy_package(run_python):
-    code = f"import sys, {COMMAND[1]}; print(sorted({{'mindspore', 'numpy', 'safetensors'}} & sys.modules.keys()))"
-    assert run_python("-c", code).stdout == "[]\n"
+    heavy = {"mindspore", "numpy", "safetensors"}
+    code = f"import sys, mindformers_adaptive.cli.inspect; print({heavy} & sys.modules.keys())"
+    assert run_python("-c", code).stdout == "set()\n"
 
 
 def test_weights_of_a_safetensors_file_are_not_read(tmp_path):

@@ -34,7 +34,7 @@ def run(capsys):
     return run_program
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS if name != "train")])
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_help_has_an_example_and_exit_code_0(run, command):
     code, printed, _ = run(*command, "--help")
     assert code == 0
@@ -42,15 +42,22 @@ def test_help_has_an_example_and_exit_code_0(run, command):
     assert re.search("examples?:\n  adaptive-loss-scale", printed)
 
 
-def test_help_of_train_is_that_of_the_launcher_under_its_own_name(run):
-    code, printed, _ = run("train", "--help")
-    assert code == 0
-    assert printed.startswith("usage: adaptive-loss-scale train [-h] --config CONFIG")
-
-
 def test_main_help_names_every_command(run):
     printed = run("--help")[1]
     assert all(re.search(rf"^    {name} ", printed, re.MULTILINE) for name in COMMANDS)
+
+
+def test_main_help_marks_the_commands_that_need_mindspore(run):
+    printed = run("--help")[1]
+    marked = {name for name in COMMANDS if re.search(rf"^    {name} +\[\*\]", printed, re.MULTILINE)}
+    assert marked == {"train", "probe", "find"}
+    assert "[*] needs MindSpore and MindFormers" in printed
+
+
+def test_options_may_have_underscores_or_hyphens(run):
+    for option in ("--exchange_rate=0.5", "--exchange-rate=0.5"):
+        assert run("tune", "synthetic:spikes", "--steps=99", option, "--try=hysteresis=1")[0] == 0
+    assert run("find", "--train_dataset_dir", "x", "--nonsense_")[2].endswith("required: --config\n")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from mindformers.wrapper import build_wrapper
 from mindspore import Tensor, nn
 
 from mindformers_adaptive import wrapper
-from mindformers_adaptive.integration.launch_options import parse_arguments
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
@@ -34,7 +33,7 @@ PROMISED = {
 
 
 def load(file):
-    return load_config(parse_arguments(["--config", str(FOLDER / file)]))
+    return load_config(FOLDER / file)
 
 
 def build_train_step(config):

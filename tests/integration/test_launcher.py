@@ -1,5 +1,6 @@
-"""The launcher: its command line, what it makes of a YAML file, and whole runs of ``scripts/run_mindformer.py``."""
+"""The launcher: overrides of a YAML file, by its command line too, and whole runs of ``scripts/run_mindformer.py``."""
 
+import argparse
 import os
 import re
 import sys
@@ -11,8 +12,10 @@ from conftest import ROOT
 from mindformers.tools.register import MindFormerConfig, MindFormerRegister
 
 from mindformers_adaptive import wrapper
-from mindformers_adaptive.integration.launch_options import parse_arguments
+from mindformers_adaptive.cli import train
+from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.integration.launcher import load_config, set_key
+from mindformers_adaptive.integration.workarounds import prepare
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
 SCRIPT = ROOT / "scripts" / "run_mindformer.py"
@@ -28,12 +31,15 @@ def _registry_is_put_back():
     MindFormerRegister.search_names_map = names
 
 
-def parse(*arguments):
-    return parse_arguments(["--config", str(CONFIG), *arguments])
+def overrides(*arguments):
+    """What a command line of the launcher sets, by key of the YAML file."""
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return train.read_overrides(parser.parse_args(["--config", str(CONFIG), *arguments]))
 
 
 def load(*arguments):
-    return load_config(parse(*arguments))
+    return load_config(CONFIG, overrides(*arguments), may_add=train.OPTION_KEYS)
 
 
 def value_at(config, key):
@@ -44,42 +50,41 @@ def value_at(config, key):
 
 # option, what is typed, the key it sets, the value it sets it to: another than in the YAML file
 OPTIONS = [
-    ("run_mode", "finetune", "run_mode", "finetune"),
+    ("run-mode", "finetune", "run_mode", "finetune"),
     ("mode", "1", "context.mode", 1),
-    ("device_target", "GPU", "context.device_target", "GPU"),
-    ("device_id", "3", "context.device_id", 3),
-    ("use_parallel", "true", "use_parallel", True),
+    ("device-target", "GPU", "context.device_target", "GPU"),
+    ("device-id", "3", "context.device_id", 3),
+    ("use-parallel", "true", "use_parallel", True),
     ("seed", "7", "seed", 7),
-    ("output_dir", "elsewhere", "output_dir", "elsewhere"),
+    ("output-dir", "elsewhere", "output_dir", "elsewhere"),
     ("epochs", "5", "runner_config.epochs", 5),
-    ("batch_size", "4", "runner_config.batch_size", 4),
-    ("sink_mode", "True", "runner_config.sink_mode", True),
-    ("gradient_accumulation_steps", "2", "runner_config.gradient_accumulation_steps", 2),
-    ("train_dataset_dir", "corpus", "train_dataset.data_loader.dataset_dir", "corpus"),
-    ("eval_dataset_dir", "corpus", "eval_dataset.data_loader.dataset_dir", "corpus"),
-    ("num_samples", "64", "train_dataset.data_loader.num_samples", 64),
-    ("do_eval", "true", "do_eval", True),
-    ("load_checkpoint", "last.ckpt", "load_checkpoint", "last.ckpt"),
-    ("resume_training", "true", "resume_training", True),
-    ("resume_training", "last.ckpt", "resume_training", "last.ckpt"),
-    ("auto_trans_ckpt", "true", "auto_trans_ckpt", True),
-    ("transform_process_num", "2", "transform_process_num", 2),
-    ("src_strategy_path_or_dir", "strategy", "src_strategy_path_or_dir", "strategy"),
-    ("strategy_load_checkpoint", "s.ckpt", "parallel.strategy_ckpt_load_file", "s.ckpt"),
-    ("only_save_strategy", "true", "only_save_strategy", True),
-    ("remote_save_url", "obs://x", "remote_save_url", "obs://x"),
+    ("batch-size", "4", "runner_config.batch_size", 4),
+    ("sink-mode", "True", "runner_config.sink_mode", True),
+    ("gradient-accumulation-steps", "2", "runner_config.gradient_accumulation_steps", 2),
+    ("train-dataset-dir", "corpus", "train_dataset.data_loader.dataset_dir", "corpus"),
+    ("eval-dataset-dir", "corpus", "eval_dataset.data_loader.dataset_dir", "corpus"),
+    ("num-samples", "64", "train_dataset.data_loader.num_samples", 64),
+    ("do-eval", "true", "do_eval", True),
+    ("load-checkpoint", "last.ckpt", "load_checkpoint", "last.ckpt"),
+    ("resume-training", "true", "resume_training", True),
+    ("resume-training", "last.ckpt", "resume_training", "last.ckpt"),
+    ("auto-trans-ckpt", "true", "auto_trans_ckpt", True),
+    ("transform-process-num", "2", "transform_process_num", 2),
+    ("src-strategy-path-or-dir", "strategy", "src_strategy_path_or_dir", "strategy"),
+    ("strategy-load-checkpoint", "s.ckpt", "parallel.strategy_ckpt_load_file", "s.ckpt"),
+    ("only-save-strategy", "true", "only_save_strategy", True),
+    ("remote-save-url", "obs://x", "remote_save_url", "obs://x"),
     ("profile", "true", "profile", True),
-    ("do_sample", "true", "model.model_config.do_sample", True),
-    ("trust_remote_code", "true", "trust_remote_code", True),
-    ("predict_data", "def main():", "input_data", "def main():"),
-    ("predict_batch_size", "2", "predict_batch_size", 2),
+    ("do-sample", "true", "model.model_config.do_sample", True),
+    ("trust-remote-code", "true", "trust_remote_code", True),
+    ("predict-data", "def main():", "input_data", "def main():"),
+    ("predict-batch-size", "2", "predict_batch_size", 2),
 ]
 
 
 @pytest.mark.parametrize(("option", "text", "key", "expected"), OPTIONS)
 def test_an_option_sets_its_key(option, text, key, expected):
-    # Not on CPU, where sink mode is turned off again.
-    before, after = load("--device_target=Ascend"), load("--device_target=Ascend", f"--{option}={text}")
+    before, after = load(), load(f"--{option}={text}")
     assert value_at(before, key) != expected
     assert value_at(after, key) == expected
     assert type(value_at(after, key)) is type(expected)
@@ -87,16 +92,16 @@ def test_an_option_sets_its_key(option, text, key, expected):
 
 def test_the_table_above_has_every_option(capsys):
     with pytest.raises(SystemExit, match="0"):
-        parse_arguments(["--help"])
-    offered = re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE)
-    assert set(offered) == {option for option, *_ in OPTIONS} | {"config", "options", "register_path"}
+        main(["train", "--help"])
+    offered = re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert set(offered) == {option for option, *_ in OPTIONS} | {"config", "options", "register-path", "traceback"}
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("false", False), ("False", False), ("true", True), ("TRUE", True), ("a.ckpt", "a.ckpt")]
 )
 def test_resume_training_takes_true_false_or_a_name(text, expected):
-    assert parse("--resume_training", text).named == {"resume_training": expected}
+    assert overrides("--resume-training", text) == {"resume_training": expected}
 
 
 @pytest.mark.parametrize(
@@ -114,6 +119,7 @@ def test_resume_training_takes_true_false_or_a_name(text, expected):
         ("cosine", "cosine"),
         ("./a/b.ckpt", "./a/b.ckpt"),
         ("a=b", "a=b"),
+        ("2^16", 65536.0),
         ("'1e-4'", "1e-4"),
         ("[]", []),
         ("[0.9, 95e-2]", [0.9, 0.95]),
@@ -122,7 +128,7 @@ def test_resume_training_takes_true_false_or_a_name(text, expected):
     ],
 )
 def test_options_take_values_as_in_yaml_and_1e4_as_a_number(text, expected):
-    [(key, value)] = parse("--options", f"some.key={text}").free.items()
+    [(key, value)] = overrides("--options", f"some.key={text}").items()
     assert key == "some.key"
     assert value == expected
     assert type(value) is type(expected)
@@ -141,19 +147,19 @@ def test_options_set_nested_keys_and_places_in_lists():
 
 
 def test_num_samples_limits_the_evaluation_data_too_if_there_are_any():
-    assert load("--num_samples=64").eval_dataset is None
-    config = load("--num_samples=64", "--eval_dataset_dir=corpus")
+    assert load("--num-samples=64").eval_dataset is None
+    config = load("--num-samples=64", "--eval-dataset-dir=corpus")
     assert config.eval_dataset.data_loader == {"dataset_dir": "corpus", "num_samples": 64}
 
 
-@pytest.mark.parametrize("arguments", [["--run_mode=eval"], ["--run_mode=train", "--options", "run_mode=eval"]])
+@pytest.mark.parametrize("arguments", [["--run-mode=eval"], ["--run-mode=train", "--options", "run_mode=eval"]])
 def test_mindformers_fills_in_what_the_run_mode_of_the_command_line_needs(arguments):
     assert "eval_callbacks" in load(*arguments)
     assert "eval_callbacks" not in load()
 
 
 def test_options_have_the_last_word():
-    config = load("--options", "runner_config.epochs=3", "run_mode=finetune", "--epochs", "2", "--run_mode", "train")
+    config = load("--options", "runner_config.epochs=3", "run_mode=finetune", "--epochs", "2", "--run-mode", "train")
     assert (config.runner_config.epochs, config.run_mode) == (3, "finetune")
 
 
@@ -169,7 +175,7 @@ def test_a_key_that_is_there_is_set_without_a_warning():
         warnings.simplefilter("always")
         # The last is empty in MindFormers' template.
         load("--options", "seed=3", "callbacks.0.type=MFLossMonitor", "remote_save_url=obs://x")
-    assert not [warning for warning in caught if "--options" in str(warning.message)]
+    assert not [warning for warning in caught if "it is added" in str(warning.message)]
 
 
 def test_a_section_that_is_set_as_a_whole_reads_like_any_other():
@@ -229,7 +235,7 @@ def test_a_way_that_leads_nowhere_is_refused_on_the_command_line():
         (["--config", "run.yaml", "--options", "a..b=1"], "'a..b=1' must have the form key.sub=value"),
         (["--config", "run.yaml", "--options", "a=[1"], "argument --options: 'a=[1': '[1' is not a value in YAML"),
         (["--config", "run.yaml", "--epochs", "two"], "argument --epochs: invalid int value: 'two'"),
-        (["--config", "run.yaml", "--sink_mode", "maybe"], "--sink_mode: must be true or false, but got 'maybe'"),
+        (["--config", "run.yaml", "--sink-mode", "maybe"], "--sink-mode: must be true or false, but got 'maybe'"),
         (["--config", "run.yaml", "--epoks", "2"], "unrecognized arguments: --epoks 2"),
     ],
 )
@@ -238,20 +244,21 @@ def test_a_wrong_command_line_is_explained(arguments, message, tmp_path, monkeyp
     for name in ("run.yaml", "notes.txt"):
         (tmp_path / name).write_text("seed: 0\n")
     with pytest.raises(SystemExit) as stopped:
-        parse_arguments(arguments)
+        main(["train", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--run_mode", "trian"], ["--options", "run_mode=trian"]])
+@pytest.mark.parametrize("arguments", [["--run-mode", "trian"], ["--options", "run_mode=trian"]])
 def test_a_wrong_run_mode_is_refused(arguments):
-    with pytest.raises(ValueError, match=r"'run_mode' must be one of train, .* predict, but got 'trian'.*--run_mode"):
+    with pytest.raises(ValueError, match=r"'run_mode' must be one of train, .* predict, but got 'trian'.*--run-mode"):
         load(*arguments)
 
 
 def test_sink_mode_on_cpu_warns_and_is_turned_off():
+    config = load("--sink-mode", "true")
     with pytest.warns(UserWarning, match=r"'runner_config\.sink_mode' must be False on CPU"):
-        config = load("--sink_mode", "true")
+        prepare(config)
     assert config.runner_config.sink_mode is False
 
 
@@ -261,11 +268,11 @@ def test_loading_registers_the_plugin():
         assert MindFormerRegister.get_cls("wrapper", name) is getattr(wrapper, name)
 
 
-def test_register_path_is_offered_to_auto_register_and_to_import(tmp_path, monkeypatch):
+def test_register_path_is_known_to_auto_register_and_to_import(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REGISTER_PATH", "before")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    load("--register_path", "mine")
+    load_config(CONFIG, register_path="mine")
     assert os.environ["REGISTER_PATH"] == str(tmp_path / "mine")
     assert str(tmp_path / "mine") in sys.path
 

@@ -21,7 +21,7 @@ config, corpus = sys.argv[1:]
 small = {"model.model_config." + key: value for key, value in
          {"seq_length": 32, "hidden_size": 32, "num_layers": 1}.items()}
 told = []
-fresh = probe(config, None, corpus, [2.0**4, 2.0**12, 2.0**30], 2, options=small, progress=told.append)
+fresh = probe(config, None, corpus, [2.0**4, 2.0**12, 2.0**30], 2, overrides=small, progress=told.append)
 
 network, _ = build_training(config, corpus, small)
 weights = network.parameters_dict()
@@ -31,7 +31,7 @@ for weight in weights.values():
 mindspore.save_checkpoint(network, "halved-1_5.ckpt")
 mindspore.save_checkpoint(network, "checkpoints/rank_0/halved-1_5.safetensors", format="safetensors")
 mindspore.save_checkpoint(network, "iteration_00000005/x-model-0000000-0000001.safetensors", format="safetensors")
-halved = probe(config, "halved-1_5.ckpt", corpus, [2.0**4], 1, options=small)
+halved = probe(config, "halved-1_5.ckpt", corpus, [2.0**4], 1, overrides=small)
 
 ratios = []
 for path in ("halved-1_5.ckpt", "checkpoints", "iteration_00000005"):

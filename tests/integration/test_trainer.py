@@ -128,14 +128,14 @@ def test_exactly_the_given_cell_is_trained_with_its_own_optimizer_and_clipping()
     seen = Steps()
     # The arguments ask for other things, and for sink mode, which a CPU does not have.
     arguments = training_arguments(optim="AdamW", learning_rate=5.0, max_grad_norm=100.0, sink_mode=True)
-    with pytest.warns(UserWarning, match="'sink_mode' must be False on CPU"):
-        trainer = Trainer(
-            arguments,
-            wrapper=train_step,
-            train_dataset=build_dataset().take(2),
-            callbacks=[seen, LossScaleMonitor(record_path="record.jsonl")],
-        )
-    trainer.train()
+    trainer = Trainer(
+        arguments,
+        wrapper=train_step,
+        train_dataset=build_dataset().take(2),
+        callbacks=[seen, LossScaleMonitor(record_path="record.jsonl")],
+    )
+    with pytest.warns(UserWarning, match="'runner_config.sink_mode' must be False on CPU"):
+        trainer.train()
     assert [entry["step"] for entry in read_record("record.jsonl")] == [1, 2]
     assert seen.cells == [train_step] * 3
     for before, after in zip(seen.weights, seen.weights[1:], strict=False):

@@ -36,7 +36,9 @@ OVERFLOWS = [bool(int(digit)) for digit in "1000000110001110100000000000"]
 def messages(caplog):
     """A function that returns what the monitor logged so far."""
     caplog.set_level("INFO")
-    return lambda: [record.getMessage() for record in caplog.records if record.filename == "loss_scale_monitor.py"]
+    return lambda: [
+        record.getMessage() for record in caplog.records if record.filename in ("loss_scale_monitor.py", "output.py")
+    ]
 
 
 @pytest.fixture
@@ -115,13 +117,13 @@ def test_record_is_the_rule_step_by_step(path, train_step_class, history_size):
 
 def test_record_is_the_rule_in_pynative_mode(path):
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-    train(build(adaptive(history_size=4)), [LossScaleMonitor(path, look_every=4)], OVERFLOWS[:9])
+    train(build(adaptive(history_size=4)), [LossScaleMonitor(path, every_n_steps=4)], OVERFLOWS[:9])
     assert without_loss(read_record(path)) == replay(OVERFLOWS[:9])
 
 
 def test_looking_every_7th_step_records_every_step_and_loss(path):
     losses = Losses()
-    train(build(adaptive(history_size=7)), [LossScaleMonitor(path, look_every=7), losses], OVERFLOWS[:25])
+    train(build(adaptive(history_size=7)), [LossScaleMonitor(path, every_n_steps=7), losses], OVERFLOWS[:25])
     lines = read_record(path)
     assert without_loss(lines) == replay(OVERFLOWS[:25])
     assert str([line["loss"] for line in lines]) == str(losses.seen)
@@ -134,13 +136,13 @@ def test_looking_every_7th_step_reads_the_device_at_no_other(path):
         def on_train_step_end(self, run_context):
             seen.append(len(path.read_text().splitlines()))
 
-    train(network, [LossScaleMonitor(path, look_every=7), Lines()], OVERFLOWS[:16])
+    train(network, [LossScaleMonitor(path, every_n_steps=7), Lines()], OVERFLOWS[:16])
     assert seen == [0] * 6 + [7] * 7 + [14] * 3
 
 
 @pytest.mark.parametrize("history_size", [0, 3])
 def test_steps_beyond_the_history_are_counted_as_missing(path, history_size):
-    train(build(adaptive(history_size)), [LossScaleMonitor(path, look_every=7)], OVERFLOWS[:16])
+    train(build(adaptive(history_size)), [LossScaleMonitor(path, every_n_steps=7)], OVERFLOWS[:16])
     kept, expected = max(history_size, 1), replay(OVERFLOWS[:16])
     lines = [
         *(missing(1, 7 - kept), *expected[7 - kept : 7]),
@@ -168,18 +170,20 @@ class SevenSteps(nn.Cell):
         return outputs
 
 
-@pytest.mark.parametrize("look_every", [1, 2])
-def test_a_graph_that_takes_seven_steps_a_call_leaves_every_step(path, look_every):
+@pytest.mark.parametrize("every_n_steps", [1, 2])
+def test_a_graph_that_takes_seven_steps_a_call_leaves_every_step(path, every_n_steps):
     features = np.where(OVERFLOWS, np.inf, 1).astype(np.float32).reshape(4, 7, 1, 1) * np.ones((1, 1, 2, 3), np.float32)
     samples = [(part, np.zeros((7, 2, 2), np.float32)) for part in features]
     data = dataset.GeneratorDataset(samples, ["features", "target"], shuffle=False)
     losses = Losses()
-    network = SevenSteps(build(adaptive(history_size=7 * look_every)))
-    Model(network).train(1, data, callbacks=[LossScaleMonitor(path, look_every=look_every), losses])
+    network = SevenSteps(build(adaptive(history_size=7 * every_n_steps)))
+    Model(network).train(1, data, callbacks=[LossScaleMonitor(path, every_n_steps=every_n_steps), losses])
     lines = read_record(path)
     assert without_loss(lines) == replay()
     seen = {line["step"]: line["loss"] for line in lines if line["loss"] is not None}
-    assert str(seen) == str({step: losses.seen[step // 7 - 1] for step in range(7 * look_every, 29, 7 * look_every)})
+    assert str(seen) == str(
+        {step: losses.seen[step // 7 - 1] for step in range(7 * every_n_steps, 29, 7 * every_n_steps)}
+    )
 
 
 def test_a_new_process_goes_on_from_a_checkpoint(path, tmp_path, messages):
@@ -220,10 +224,9 @@ def test_steps_that_are_taken_again_in_one_training_replace_those_before(path, h
 
         def on_train_step_end(self, run_context):
             if run_context.original_args().cur_step_num == 3:
-                self.kept = network.loss_scaling_manager.state(), float(network.scale_sense)
+                self.kept = network.loss_scaling_manager.state_dict()
             if run_context.original_args().cur_step_num == 6:
-                network.loss_scaling_manager.load_state(self.kept[0])
-                network.scale_sense.set_data(Tensor(self.kept[1], mindspore.float32))
+                network.loss_scaling_manager.load_state_dict(self.kept)
 
     flags = [True, False, False, False, True, True, False, True]
     train(network, [LossScaleMonitor(path), SetsBack()], flags)
@@ -249,7 +252,7 @@ def test_with_mindspores_dynamic_cell_all_is_recorded_that_there_is(path):
 
 @pytest.mark.parametrize("scale_sense", [nn.FixedLossScaleUpdateCell(8.0), Tensor(8.0, mindspore.float32)])
 def test_with_a_fixed_scale_all_is_recorded_that_there_is(path, scale_sense):
-    monitor, network = LossScaleMonitor(path, look_every=2), build(scale_sense)
+    monitor, network = LossScaleMonitor(path, every_n_steps=2), build(scale_sense)
     train(network, [monitor], [True, False])
     train(network, [monitor], [False, False, True])
     unknown = dict.fromkeys(["scale_window", "window_index", "growth_num", "down_num", "skipped_steps"])
@@ -284,7 +287,7 @@ def test_a_network_without_loss_scaling_is_told_and_trains_on(path, messages):
 
 
 def test_each_window_change_is_one_line_of_the_log(path, messages):
-    train(build(adaptive(history_size=9)), [LossScaleMonitor(path, look_every=9)])
+    train(build(adaptive(history_size=9)), [LossScaleMonitor(path, every_n_steps=9)])
     expected, before = [], {"scale_window": 1, "window_index": 0}
     for line in replay():
         if (before["scale_window"], before["window_index"]) != (line["scale_window"], line["window_index"]):
@@ -300,7 +303,7 @@ def test_each_window_change_is_one_line_of_the_log(path, messages):
 
 def test_every_number_is_a_scalar_for_tensorboard(path, tmp_path):
     folder = tmp_path / "scalars"
-    train(build(adaptive(history_size=5)), [LossScaleMonitor(path, look_every=5, tensorboard_dir=folder)])
+    train(build(adaptive(history_size=5)), [LossScaleMonitor(path, every_n_steps=5, tensorboard_dir=folder)])
     expected = {
         f"loss_scaling/{field}": {
             line["step"]: float(line[field]) for line in read_record(path) if math.isfinite(line[field])
@@ -317,9 +320,9 @@ def test_every_number_is_a_scalar_for_tensorboard(path, tmp_path):
 COLLAPSE = [False, False, *[True] * 9]
 
 
-@pytest.mark.parametrize("look_every", [1, 3])
-def test_a_collapse_is_warned_of_and_again_when_it_is_twice_as_long(path, messages, look_every):
-    monitor = LossScaleMonitor(path, max_consecutive_overflows=4, look_every=look_every)
+@pytest.mark.parametrize("every_n_steps", [1, 3])
+def test_a_collapse_is_warned_of_and_again_when_it_is_twice_as_long(path, messages, every_n_steps):
+    monitor = LossScaleMonitor(path, max_consecutive_overflows=4, every_n_steps=every_n_steps)
     train(build(adaptive(history_size=3, min_loss_scale=2.0**7)), [monitor], COLLAPSE)
     told = [message for message in messages() if "collapsed" in message]
     assert [message.partition(", the last")[0] for message in told] == [
@@ -470,9 +473,19 @@ def test_mindformers_trainer_calls_it_before_a_checkpoint_is_saved(tmp_path, mon
         ("record_path", 3, TypeError, "'record_path' must be a path, but got 3 of type int"),
         ("record_path", "", ValueError, "'record_path' must be a path, but got ''"),
         ("tensorboard_dir", True, TypeError, "'tensorboard_dir' must be a path, but got True of type bool"),
-        ("look_every", 0, ValueError, "'look_every' must be at least 1, but got 0"),
-        ("look_every", True, TypeError, "'look_every' must be an integer number of steps, but got True of type bool"),
-        ("look_every", 1.0, TypeError, "'look_every' must be an integer number of steps, but got 1.0 of type float"),
+        ("every_n_steps", 0, ValueError, "'every_n_steps' must be at least 1, but got 0"),
+        (
+            "every_n_steps",
+            True,
+            TypeError,
+            "'every_n_steps' must be an integer number of steps, but got True of type bool",
+        ),
+        (
+            "every_n_steps",
+            1.0,
+            TypeError,
+            "'every_n_steps' must be an integer number of steps, but got 1.0 of type float",
+        ),
         ("max_consecutive_overflows", 0, ValueError, "'max_consecutive_overflows' must be at least 1, but got 0"),
         ("max_consecutive_overflows", "5", TypeError, "'max_consecutive_overflows' must be an integer number of steps"),
         ("on_collapse", "halt", ValueError, "'on_collapse' must be one of 'warn', 'stop', 'raise', but got 'halt'"),

@@ -62,7 +62,9 @@ def test_a_killed_and_resumed_run_has_one_record_with_every_step_once(corpus, tm
 
 def test_a_run_that_is_looked_at_every_7th_step_leaves_every_step(corpus, tmp_path):
     output, scalars = tmp_path / "output", tmp_path / "scalars"
-    options = callbacks({"type": "LossScaleMonitor", "look_every": 7, "record_path": str(tmp_path / "it.jsonl")}, 1000)
+    options = callbacks(
+        {"type": "LossScaleMonitor", "every_n_steps": 7, "record_path": str(tmp_path / "it.jsonl")}, 1000
+    )
     options |= {"runner_wrapper.scale_sense.history_size": 7, "tensorboard.tensorboard_dir": scalars}
     run = TrainingRun(output, corpus, options).wait()
     lines = read_record(tmp_path / "it.jsonl")

@@ -78,9 +78,15 @@ def test_long_finding_stays_within_the_picture(words):
 
 
 def test_dollar_signs_in_a_name_make_no_formula(tmp_path):
-    figure = new_figure(4, 2)
-    headline(figure, as_text("run $\\nonsense{$: 3"))
-    save(figure, tmp_path / "a.png")
+    name = "run $x$ of $\\nonsense{$"
+    escaped, plain = new_figure(4, 2), new_figure(4, 2)
+    headline(escaped, as_text(name))
+    headline(plain, name)
+    with pytest.raises(ValueError, match="nonsense"):
+        save(plain, tmp_path / "plain.png")
+    plain._suptitle.set_parse_math(False)
+    drawn = [save(figure, tmp_path / "a.png").read_bytes() for figure in (escaped, plain)]
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize(

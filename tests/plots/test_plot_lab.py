@@ -55,15 +55,28 @@ def test_policies_have_a_colour_or_dashes_of_their_own():
     assert len(looks) == len(names) > 12
 
 
+def test_long_names_leave_the_panels_their_room():
+    trace = sudden_drop(50, seed=0)
+    windows = {
+        f"dynamic:scale_window={window}": make_policy("dynamic", scale_window=window) for window in range(20, 27)
+    }
+    figure = draw_replays(trace, {name: replay(policy, trace) for name, policy in windows.items()})
+    figure.canvas.draw()
+    upper, box = figure.axes[0].get_window_extent(), figure.axes[0].get_legend().get_window_extent()
+    assert upper.width > 0.6 * 1200
+    assert 0 <= box.x0 < box.x1 <= 1200
+    assert not overlap(box, figure._suptitle.get_window_extent())
+
+
 def test_title_tells_who_skipped_fewest_and_who_lost_least():
     trace = Trace.exact("calm", [2.0**10] * 6)
     replays = {exponent: replay(make_policy("fixed", loss_scale_value=2.0**exponent), trace) for exponent in (4, 9, 10)}
     named = {"low": replays[4], "middle": replays[9]}
-    said = "calm: low and middle skipped fewest steps (0 of 6), middle lost least headroom (1.0 bits)"
+    said = "calm: low and middle skipped the fewest steps (0 of 6), middle lost the least headroom (1.0 bits)"
     assert title(draw_replays(trace, named)) == said
     over = replay(make_policy("fixed", loss_scale_value=2.0**11), trace)
     assert title(draw_replays(trace, {"over": over, "at": replays[10]})) == (
-        "calm: at skipped fewest steps (0 of 6), at lost least headroom (0.0 bits)"
+        "calm: at skipped the fewest steps (0 of 6), at lost the least headroom (0.0 bits)"
     )
     assert title(draw_replays(trace, {"over": over})) == "calm: over skipped 6 of 6 steps"
 
@@ -108,7 +121,7 @@ def test_replays_of_another_trace_are_refused():
         ValueError, match="'replays' must be of the trace 'sudden drop' with 6 steps, but 'torch' has 5"
     ):
         draw_replays(long, replays_on(short, ["torch"]))
-    with pytest.raises(ValueError, match="'replays' must have at least 1 entry, but got none"):
+    with pytest.raises(ValueError, match="'replays' must have at least 1 entry, but it is empty"):
         draw_replays(long, {})
 
 

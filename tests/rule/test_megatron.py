@@ -11,8 +11,8 @@ from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.rule.megatron import megatron_state, scale_sense_from_megatron
-from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+from mindformers_adaptive.rule.megatron import scale_sense_from_megatron
+from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
 PEER_CASES = json.loads((ROOT / "tests" / "lab" / "policies" / "peer_cases.json").read_text(encoding="utf-8"))
 CLEAN, OVERFLOW = False, True
@@ -91,11 +91,10 @@ def test_defaults_are_those_of_megatron():
     [
         ("--fp16 --loss-scale 1024", 1024.0),
         ("--bf16 --loss-scale=4096 --hysteresis 3", 4096.0),
-        ("--bf16", 1.0),
-        ("--tensor-model-parallel-size 2", 1.0),
+        ("--use-distributed-optimizer --loss-scale 2", 2.0),
     ],
 )
-def test_constant_scale_and_none_become_a_fixed_scale(graph_mode, arguments, loss_scale):
+def test_constant_scale_becomes_a_fixed_scale(graph_mode, arguments, loss_scale):
     section = scale_sense_from_megatron(arguments)
     assert section == {"type": "FixedLossScaleUpdateCell", "loss_scale_value": loss_scale}
     # Megatron-LM skips an overflowed step with a constant scale too, and so does the train-step cell.
@@ -106,6 +105,22 @@ def test_constant_scale_and_none_become_a_fixed_scale(graph_mode, arguments, los
     outputs = step(Tensor(np.full((4, 3), np.inf, np.float32)), Tensor(np.zeros((4, 2), np.float32)))
     assert (bool(outputs[1]), float(outputs[2])) == (True, loss_scale)
     assert (layer.weight.asnumpy() == 1).all()
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--bf16", "--tensor-model-parallel-size 2", "--loss-scale 1024", "--bf16 --loss-scale 0"]
+)
+def test_without_a_gradient_scaler_nothing_is_scaled_and_no_step_is_skipped(graph_mode, arguments):
+    section = scale_sense_from_megatron(arguments)
+    assert section == {"type": "NoLossScaleUpdateCell"}
+    register()
+    layer = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
+    optimizer = nn.Momentum(layer.trainable_params(), learning_rate=0.1, momentum=0.9)
+    cell = build_wrapper(MindFormerConfig(**section))
+    step = MFTrainOneStepCell(nn.WithLossCell(layer, nn.MSELoss()), optimizer, scale_sense=cell)
+    outputs = step(Tensor(np.full((4, 3), np.inf, np.float32)), Tensor(np.zeros((4, 2), np.float32)))
+    assert (bool(outputs[1]), float(outputs[2])) == (False, 1.0)
+    assert not np.isfinite(layer.weight.asnumpy()).any()
 
 
 def test_section_is_built_by_mindformers():
@@ -149,9 +164,9 @@ def test_cell_goes_on_from_the_state_of_megatron(graph_mode, steps, hysteresis):
         "growth_tracker": state["clean_steps"],
         "hysteresis_tracker": hysteresis - state["overflows"],
     }
-    loss_scale, counters = megatron_state(saved, hysteresis)
-    cell = cell_from(f"--fp16 --initial-loss-scale {loss_scale} --loss-scale-window 4 --hysteresis {hysteresis}")
-    cell.load_state(counters)
+    cell = cell_from(f"--fp16 --loss-scale-window 4 --hysteresis {hysteresis}")
+    cell.load_state_dict(saved)
+    assert cell.get_loss_scale() == state["loss_scale"]
     rest = overflows[steps : steps + 30]
     assert list(path_of(cell, rest)) == [policy.step(bool(overflow)) for overflow in rest]
 
@@ -159,16 +174,16 @@ def test_cell_goes_on_from_the_state_of_megatron(graph_mode, steps, hysteresis):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"scale": float("inf")}, ValueError, "'scale' must be finite"),
+        ({"scale": float("inf")}, ValueError, "'scale' inf; a loss scale must be finite"),
         ({"growth_tracker": -1}, ValueError, "'growth_tracker' must not be negative"),
         ({"hysteresis_tracker": 3}, ValueError, "Give the 'hysteresis' that Megatron-LM was started with"),
     ],
 )
 def test_bad_state_is_named(changes, error, message):
     with pytest.raises(error, match=message):
-        megatron_state({"scale": 64.0, "growth_tracker": 1, "hysteresis_tracker": 1, **changes}, hysteresis=2)
+        cell_from("--fp16").load_state_dict({"scale": 64.0, "growth_tracker": 1, "hysteresis_tracker": 1, **changes})
 
 
 def test_state_of_a_constant_scaler_is_refused():
     with pytest.raises(KeyError, match="'scale', 'growth_tracker', 'hysteresis_tracker' is missing"):
-        megatron_state({})
+        cell_from("--fp16").load_state_dict({})

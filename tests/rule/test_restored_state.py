@@ -84,14 +84,20 @@ def test_a_window_keeps_its_size_and_takes_the_index_of_the_new_ladder(minimum, 
         (
             {"cur_iter": 0},
             {"cur_iter": 1, "last_overflow_iter": 0},
-            r"'current_iterator_step' 0, which must be at least 1",
+            r"'current_iterator_step' 0, which must lie between 1 and",
         ),
         ({"last_overflow_iter": 700}, {"last_overflow_iter": 699}, r"'last_overflow_iterator_step' 700, which .* 699"),
         ({"last_overflow_iter": -1}, {"last_overflow_iter": 699}, r"'last_overflow_iterator_step' -1, which .* 699"),
         (
+            {"cur_iter": 2**31 - 5},
+            {"cur_iter": 1, "last_overflow_iter": 0},
+            r"'current_iterator_step' 2147483643, which",
+        ),
+        ({"skipped_steps": 2**31 - 1}, {"skipped_steps": 0, "consecutive_overflows": 0}, r"'skipped_steps' 2147483647"),
+        (
             {"skipped_steps": -1},
             {"skipped_steps": 0, "consecutive_overflows": 0},
-            r"'skipped_steps' -1, which must not",
+            r"'skipped_steps' -1, which must lie between 0 and",
         ),
         (
             {"consecutive_overflows": 41},

@@ -1,48 +1,42 @@
-"""The demo: it trains a real model, it learns, and its report is true to the checkpoint."""
+"""The demo trains a real model that learns, and its report agrees with the checkpoint."""
 
 import json
-import math
 import re
 
 import demo
 import mindspore
+import numpy as np
 import pytest
 from conftest import ROOT
 
+from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
 
-def log_line(number, loss, overflow, loss_scale):
-    return (
-        f"2026-01-01 00:00:00,000 - INFO - {{ Epoch:[  1/  1], step:[{number:>5}/    4], loss:[{loss}/{loss}], "
-        f"per_step_time: 9ms, lr: 0.1, overflow cond: {overflow}, loss_scale: {loss_scale}, global_norm: [1.0]\n"
-    )
-
-
-def test_a_line_of_mindformers_log_is_read():
-    step = demo.parse_step(log_line(3, 5.5, True, 2147483600.0))
-    assert step == (3, 4, 5.5, True, 2147483600.0)
-    assert demo.parse_step("2026-01-01 - INFO - Training Over!\n") is None
-
-
-def test_report_tells_of_every_change():
-    rows = [(1, 5.0, True, 512), (2, 4.0, False, 1024), (3, 3.0, False, 2048), (4, 2.0, True, 1024)]
-    steps = [demo.parse_step(log_line(*row)) for row in rows]
-    scale_sense = {"loss_scale_value": 1024, "scale_window": 1, "max_scale_window": 1, "min_scale_window": 1}
-    moments = demo.replay(steps, scale_sense)
-    assert [re.split(r"\s{2,}", line.strip()) for line in demo.path(moments)] == [
-        ["1", "1 drop", "2^10 -> 2^9", "1"],
-        ["2-3", "2 raises", "2^9 -> 2^11", "1"],
-        ["4", "1 drop", "2^11 -> 2^10", "1"],
+def test_report_has_every_change_of_scale_and_window():
+    rows = [(1, True, 1024, 512, 20), (2, False, 512, 1024, 20), (3, False, 1024, 2048, 30), (4, False, 2048, 2048, 30)]
+    rows.append((5, True, 2048, 1024, 1))
+    fields = ("step", "overflow", "loss_scale", "next_loss_scale", "scale_window")
+    record = [dict(zip(fields, row, strict=True)) for row in rows]
+    assert [re.split(r"\s{2,}", line.strip()) for line in demo.path(record)] == [
+        ["1", "1 drop", "2^10 -> 2^9", "20"],
+        ["2-3", "2 raises", "2^9 -> 2^11", "20 -> 30"],
+        ["5", "1 drop", "2^11 -> 2^10", "30 -> 1"],
     ]
 
 
-def test_report_refuses_a_log_that_does_not_follow_the_rule():
-    steps = [demo.parse_step(log_line(1, 5.0, True, 999.0))]
-    scale_sense = {"loss_scale_value": 1024, "scale_window": 1, "max_scale_window": 1, "min_scale_window": 1}
-    with pytest.raises(SystemExit, match=r"Step 1: the log has loss scale 999.0, the rule 512.0"):
-        demo.replay(steps, scale_sense)
+def test_report_sums_up_the_losses_and_the_skipped_steps(tmp_path):
+    record = [
+        {"step": step, "loss": 60.0 - step, "overflow": step in (2, 3, 30), "scale_window": 20}
+        | {"loss_scale": 8.0, "next_loss_scale": 8.0}
+        for step in range(1, 31)
+    ]
+    lines = demo.report(record, tmp_path)
+    # The applied steps 10 to 29.
+    assert lines[1] == "Loss      from 59.00 to 40.50 (first step; mean of the last 20 applied steps)"
+    assert lines[2] == "Steps     30, of which 3 were skipped for an overflow: 2-3, 30"
+    assert lines[-1] == "Checkpoint  no checkpoint was written"
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([], "none"), ([1, 2, 3, 7], "1-3, 7"), ([5], "5")])
@@ -77,20 +71,21 @@ def test_demo_learns_and_reports_what_the_checkpoint_holds(run_python, tmp_path)
 
 def assert_record_is_what_the_rule_and_the_log_say(run):
     record = read_record(run / "loss_scale_record.jsonl")
-    log = [step for line in (run / "console.log").read_text().splitlines() if (step := demo.parse_step(line))]
-    assert [entry["step"] for entry in record] == [step.number for step in log] == list(range(1, 401))
+    log = read_log(run / "console.log")
+    assert [entry["step"] for entry in record] == log.step.tolist() == list(range(1, 401))
+    assert log.log_format == "mindformers"
     rule = AdaptiveRule(2, 1000, 20)
     state = rule.start(2.0**32, 20)
-    for entry, step in zip(record, log, strict=True):
+    for entry in record:
         assert entry["loss_scale"] == state.loss_scale
         state = rule.step(state, entry["overflow"])
         assert entry["next_loss_scale"] == state.loss_scale
         for name in ("scale_window", "window_index", "growth_num", "down_num", "skipped_steps"):
             assert entry[name] == getattr(state, name)
-        # MindFormers prints eight digits of the scale, and six decimals of the loss.
-        assert entry["overflow"] == step.overflow
-        assert math.isclose(entry["next_loss_scale"], step.loss_scale, rel_tol=1e-6)
-        assert math.isclose(entry["loss"], step.loss, abs_tol=1e-6)
+    assert [entry["overflow"] for entry in record] == log.overflow.tolist()
+    # MindFormers prints eight digits of the scale, and six decimals of the loss.
+    np.testing.assert_allclose([entry["loss_scale"] for entry in record[1:]], log.loss_scale[1:], rtol=1e-6)
+    np.testing.assert_allclose([entry["loss"] for entry in record], log.loss, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

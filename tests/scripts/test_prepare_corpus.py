@@ -1,4 +1,4 @@
-"""The corpus of the demo: real bytes, whole or not at all."""
+"""The corpus of the demo has real bytes and is written whole or not at all."""
 
 import mindspore.dataset
 from conftest import ROOT
@@ -31,6 +31,6 @@ def test_a_corpus_that_is_there_is_kept(run_python, tmp_path):
 
 
 def test_nothing_is_left_where_writing_fails(run_python, tmp_path):
-    # No sample has so many bytes, and MindRecord refuses to write none.
+    # MindRecord refuses to write a file without samples.
     run_python(ROOT / "scripts" / "prepare_corpus.py", "corpus", "--samples", "0", expect_exit=1)
     assert list(tmp_path.iterdir()) == []

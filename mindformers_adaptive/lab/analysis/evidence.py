@@ -77,7 +77,7 @@ def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
     least = len(run) if surely_skipped.all() else int(np.argmin(surely_skipped))
     most = int(np.argmax(surely_applied)) if surely_applied.any() else len(run)
     while run.skipped_bounds(most)[1] < most:
-        most -= 1
+        most = run.skipped_bounds(most)[1]
     return least, most
 
 

@@ -89,6 +89,9 @@ class RecordedRun:
                 f"'lines_read' must be 'lines_used' + 'lines_ignored', but got {self.lines_read}, {self.lines_used} "
                 f"and {self.lines_ignored}. Count each line once."
             )
+        if self.lines is None:
+            exact = np.cumsum(self.overflow)
+            object.__setattr__(self, "lines", np.column_stack([np.arange(1, len(self) + 1), exact, exact]))
 
     def __len__(self) -> int:
         return len(self.step)
@@ -100,7 +103,8 @@ class RecordedRun:
 
     def line_ends(self) -> NDArray[np.int64]:
         """Return the number of steps up to the last one of each line, int64 of shape (lines,)."""
-        return np.arange(1, len(self) + 1) if self.lines is None else self.lines[:, 0]
+        ends: NDArray[np.int64] = np.asarray(self.lines)[:, 0]
+        return ends
 
     def skipped_bounds(self, steps: int | None = None) -> tuple[int, int]:
         """Return the fewest and the most of the first steps that may have been skipped.
@@ -115,15 +119,14 @@ class RecordedRun:
             ((1, 3), (0, 2))
         """
         count = len(self) if steps is None else steps
-        if self.lines is None:
-            return (int(self.overflow[:count].sum()),) * 2
-        place = int(np.searchsorted(self.lines[:, 0], count))
-        before = self.lines[place - 1] if place else np.zeros(3, np.int64)
-        if count == before[0]:
-            return int(before[1]), int(before[2])
-        end, fewest, most = self.lines[place] - before
-        inside = count - before[0]
-        return int(before[1] + max(fewest - (end - inside), 0)), int(before[2] + min(most, inside))
+        lines = np.concatenate([[[0, 0, 0]], np.asarray(self.lines)])
+        place = int(np.searchsorted(lines[:, 0], count, side="right")) - 1
+        taken, fewest, most = lines[place].tolist()
+        if taken < count:
+            length, fewest_inside, most_inside = (lines[place + 1] - lines[place]).tolist()
+            inside = count - taken
+            fewest, most = fewest + max(fewest_inside - (length - inside), 0), most + min(most_inside, inside)
+        return fewest, most
 
     def to_trace(self, assume: str = "interpolated") -> Trace:
         r"""Return the trace of ceilings that this run is evidence of.

@@ -1,30 +1,59 @@
-"""What MindFormers 1.9.0 needs to resume on a CPU, in a single process, or after a kill: used by the launcher."""
+"""What MindFormers 1.9.0 needs to train on a CPU, and to resume in a single process or after a kill."""
+
+from __future__ import annotations
 
 import json
 import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
-__all__ = ["offer_barrier_on_cpu", "offer_newest_iteration", "offer_single_process_safetensors"]
+__all__ = ["prepare"]
 
 # The name that makes MindFormers take a folder's safetensors as whole, not as the part of one process.
 _WHOLE_CHECKPOINT = "hyper_param.safetensors"
 
 
-def offer_single_process_safetensors(config):
-    """Let a single process resume from the safetensors that MindFormers' ``CheckpointMonitor`` wrote.
+def prepare(config: Any) -> None:
+    """Change a configuration so that MindFormers can train on a CPU and resume.
 
-    MindFormers writes them to ``rank_0``, and refuses to read a ``rank_0`` without ``use_parallel``. So the newest
-    complete file there (or the one that ``resume_training`` names) is linked, under the name that MindFormers looks
-    for in a folder of whole safetensors, into ``resume_from`` in the output folder.
+    On a CPU, sink mode is turned off and the barrier of several processes is replaced. A single process that resumes
+    from the safetensors of MindFormers' ``CheckpointMonitor`` is given a link to them under a name that MindFormers
+    accepts. A run in the ``checkpoint:`` format that was killed while it noted its newest checkpoint resumes from it.
 
     Args:
-        config (MindFormerConfig): the loaded YAML file; ``load_checkpoint`` and ``resume_training`` are changed.
+        config (MindFormerConfig): the configuration of a trainer; changed in place.
 
     Raises:
         FileNotFoundError: if ``resume_training`` names a file that is not there.
     """
+    if _runs_on_cpu():
+        _turn_off_sink_mode(config.runner_config)
+        if config.use_parallel:
+            _patch_barrier()
+    _link_single_process_safetensors(config)
+    _choose_newest_iteration(config)
+
+
+def _runs_on_cpu() -> bool:
+    import mindspore
+
+    return bool(mindspore.get_context("device_target") == "CPU")
+
+
+def _turn_off_sink_mode(runner_config: Any) -> None:
+    if runner_config and runner_config.sink_mode:
+        runner_config.sink_mode = False
+        warnings.warn(
+            "'runner_config.sink_mode' must be False on CPU: MindSpore cannot sink data there, and MindFormers would "
+            "train sink_size times too long. False is used.",
+            stacklevel=4,
+        )
+
+
+def _link_single_process_safetensors(config: Any) -> None:
+    # MindFormers writes them to rank_0, and refuses to read a rank_0 without use_parallel.
     if not config.resume_training or config.use_parallel or config.load_ckpt_format != "safetensors":
         return
     rank_folder = Path(config.load_checkpoint or "", "rank_0")
@@ -41,7 +70,8 @@ def offer_single_process_safetensors(config):
     config.load_checkpoint, config.resume_training = str(folder), True
 
 
-def _file_to_resume_from(rank_folder, resume_training):
+def _file_to_resume_from(rank_folder: Path, resume_training: bool | str) -> Path | None:
+    """Return the file that ``resume_training`` names, or the newest that is complete; None if there is no file."""
     if isinstance(resume_training, str):
         file = rank_folder / resume_training
         if not file.is_file():
@@ -51,7 +81,7 @@ def _file_to_resume_from(rank_folder, resume_training):
         return file
     try:
         # Written when a checkpoint is complete.
-        return rank_folder / json.loads((rank_folder / "meta.json").read_text())["last_ckpt_file"]
+        return Path(rank_folder, json.loads((rank_folder / "meta.json").read_text())["last_ckpt_file"])
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
         files = sorted(rank_folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
         if not files:
@@ -59,22 +89,14 @@ def _file_to_resume_from(rank_folder, resume_training):
         warnings.warn(
             f"{rank_folder / 'meta.json'} names no complete checkpoint: training resumes from the newest file, "
             f"{files[-1].name}.",
-            stacklevel=4,
+            stacklevel=5,
         )
         return files[-1]
 
 
-def offer_newest_iteration(config):
-    """Let a run resume where the last one was killed while it noted which of its checkpoints is the newest.
-
-    In its ``checkpoint:`` format MindFormers empties ``latest_checkpointed_iteration.txt`` before it writes the step.
-    It does so when that checkpoint is complete and before it writes anything of the next, so the folder with the
-    newest ``common.json`` is the right one.
-
-    Args:
-        config (MindFormerConfig): the loaded YAML file; ``checkpoint.load_path`` or, where that is not given,
-            ``load_checkpoint`` is changed.
-    """
+def _choose_newest_iteration(config: Any) -> None:
+    # MindFormers empties the note before it writes the step. It does so when that checkpoint is complete and before it
+    # writes anything of the next, so the folder with the newest common.json is the right one.
     section, key = config.get("checkpoint") or {}, "load_path"
     if section.get(key) is None:
         section, key = config, "load_checkpoint"
@@ -86,20 +108,12 @@ def offer_newest_iteration(config):
     complete = sorted(folder.glob("iteration_*/common.json"), key=lambda file: file.stat().st_mtime_ns)
     if complete:
         newest = complete[-1].parent
-        warnings.warn(f"{note} is empty: training resumes from the newest folder, {newest.name}.", stacklevel=3)
+        warnings.warn(f"{note} is empty: training resumes from the newest folder, {newest.name}.", stacklevel=4)
         section[key] = str(newest)
 
 
-def offer_barrier_on_cpu(config):
-    """Let several processes on a CPU wait for each other, which MindFormers does with an operator a CPU lacks.
-
-    Adding up a number over all processes waits for all of them as well.
-
-    Args:
-        config (MindFormerConfig): the loaded YAML file.
-    """
-    if not config.use_parallel or config.context.device_target != "CPU":
-        return
+def _patch_barrier() -> None:
+    """Let processes on a CPU wait for each other: MindFormers uses an operator that a CPU lacks."""
     from mindspore.communication import comm_func
 
     stock = comm_func.barrier
@@ -113,7 +127,8 @@ def offer_barrier_on_cpu(config):
                     setattr(module, name, _barrier_by_all_reduce)
 
 
-def _barrier_by_all_reduce(group=None):
+def _barrier_by_all_reduce(group: str | None = None) -> None:
+    # Adding up a number over all processes waits for all of them as well.
     from mindspore import Tensor, ops
     from mindspore.communication import GlobalComm
 

@@ -1,0 +1,187 @@
+"""What every train-step cell of this package does, in one mixin."""
+
+import inspect
+import warnings
+
+from mindformers.tools.logger import logger
+from mindspore import Parameter, Tensor, amp, context, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.rule.restored_state import repair_loss_scale
+
+__all__ = ["LossScaleTrainStep", "refuse_dividing_optimizer"]
+
+
+class _StockSignature:
+    """The signature of a train-step cell: that of the first ``__init__`` that is not the mixin's."""
+
+    def __get__(self, instance, owner):
+        if instance is not None:
+            raise AttributeError("__signature__")
+        inits = (vars(base)["__init__"] for base in owner.__mro__ if "__init__" in vars(base))
+        signature = inspect.signature(next(init for init in inits if init is not LossScaleTrainStep.__init__))
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+class LossScaleTrainStep:
+    """Mixin for a subclass of ``nn.TrainOneStepWithLossScaleCell``; it has to be the first base.
+
+    - On CPU, where the stock cell cannot detect overflow, the gradients are checked for inf and NaN, and an overflow in
+      one process is an overflow in all. On other devices the stock detection stays. A subclass that overrides
+      ``get_overflow_status`` keeps its own.
+    - The state of adaptive loss scaling survives every kind of checkpoint. MindFormers restores only network and
+      optimizer from most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their
+      names.
+    - When training starts, the restored loss scale is checked, and the log says from where loss scaling goes on.
+    - Construction raises TypeError if ``scale_sense`` is a loss-scale manager, a loss scaler, a class, a dict, a str, a
+      bool or None, and ValueError if the optimizer divides the gradients too.
+
+    Examples:
+        >>> class TrainStep(LossScaleTrainStep, nn.TrainOneStepWithLossScaleCell):
+        ...     pass
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> update_cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**12, scale_factor=2, scale_window=20)
+        >>> train_step = TrainStep(nn.WithLossCell(net, nn.MSELoss()), optimizer, update_cell)
+        >>> "list_index" in optimizer.parameters_dict()
+        True
+    """
+
+    __signature__ = _StockSignature()
+
+    def __init__(self, *args, **kwargs):
+        stock_init = super().__init__
+        arguments = self._bind(stock_init, *args, **kwargs)
+        if "scale_sense" in arguments:
+            _require_update_cell(arguments["scale_sense"])
+        refuse_dividing_optimizer(arguments.get("optimizer"))
+        stock_init(*args, **kwargs)
+        # Chosen per instance: in a graph super().get_overflow_status() resolves to the override itself, without end.
+        stock_detection = nn.TrainOneStepWithLossScaleCell.get_overflow_status
+        if _runs_on_cpu() and type(self).get_overflow_status is stock_detection:
+            self.get_overflow_status = self.get_overflow_status_on_cpu
+        self._is_running = False
+        self._reported_start = None
+        if _is_adaptive(self):
+            self.loss_scaling_manager.bind_loss_scale(self.scale_sense)
+            if isinstance(self.optimizer, nn.Cell):
+                self.optimizer.loss_scaling_manager = self.loss_scaling_manager
+        _rename_returned_learning_rate(self)
+
+    def _bind(self, stock_init, *args, **kwargs):
+        try:
+            return inspect.signature(stock_init).bind_partial(*args, **kwargs).arguments
+        except TypeError as error:
+            names = ", ".join(inspect.signature(stock_init).parameters)
+            raise TypeError(
+                f"{type(self).__name__} {error}. Its arguments are {names}. In a MindFormers YAML file use the type "
+                "MFTrainOneStepCell under 'runner_wrapper'."
+            ) from error
+
+    def __call__(self, *args, **kwargs):
+        # A checkpoint may be loaded after set_train(), or set_train() may never be called.
+        if not self._is_running and _is_adaptive(self):
+            self.loss_scaling_manager.check_state()
+            _check_and_report(self)
+        self._is_running = True
+        return super().__call__(*args, **kwargs)
+
+    def add_flags_recursive(self, **flags):
+        super().add_flags_recursive(**flags)
+        if flags.get("training") and _is_adaptive(self):
+            self._is_running = False
+            _check_and_report(self)
+        return self
+
+    def get_overflow_status_on_cpu(self, status, compute_output):
+        """Return whether the gradients contain an inf or a NaN.
+
+        Args:
+            status (Tensor): not used; the stock detection needs it.
+            compute_output (tuple[Tensor]): the gradients, of any shapes and floating-point dtypes.
+
+        Returns:
+            Tensor, bool of shape ().
+        """
+        overflow = self.logic_not(amp.all_finite(compute_output))
+        if self.is_distributed:
+            # float32, because AllReduce on CPU takes neither bool nor integers.
+            overflow = self.less_equal(self.base, self.allreduce(ops.cast(overflow, mstype.float32)))
+        return overflow
+
+
+def _runs_on_cpu():
+    return context.get_context("device_target") == "CPU"
+
+
+def _is_adaptive(train_step):
+    return isinstance(train_step.loss_scaling_manager, AdaptiveLossScaleUpdateCell)
+
+
+def refuse_dividing_optimizer(optimizer):
+    """Raise ValueError if an optimizer divides the gradients by a loss scale, as the train-step cell does."""
+    divided_by = getattr(optimizer, "loss_scale", 1.0)
+    if divided_by != 1.0:
+        raise ValueError(
+            "'optimizer' must not divide the gradients, which the train-step cell does, but got "
+            f"{type(optimizer).__name__} with loss_scale={divided_by}. Make it without 'loss_scale'."
+        )
+
+
+def _require_update_cell(scale_sense):
+    if isinstance(scale_sense, amp.LossScaleManager):
+        remedy = "Give manager.get_update_cell(), or give the manager to Model(..., loss_scale_manager=manager)."
+    elif isinstance(scale_sense, amp.LossScaler):
+        remedy = "A loss scaler is for functional training; give AdaptiveLossScaleUpdateCell with the same arguments."
+    elif scale_sense is None:
+        remedy = (
+            "FixedLossScaleManager(..., drop_overflow_update=False) has no update cell; for a fixed scale without "
+            "skipped steps use FixedScaleTrainOneStepCell."
+        )
+    elif isinstance(scale_sense, type):
+        remedy = f"Give an instance: {scale_sense.__name__}(...)."
+    elif isinstance(scale_sense, dict):
+        remedy = (
+            "In a YAML file, the section 'scale_sense' needs a 'type', such as AdaptiveLossScaleUpdateCell. In Python, "
+            "give an instance of that class with the other keys as arguments."
+        )
+    elif isinstance(scale_sense, (str, bool)):
+        remedy = "Give AdaptiveLossScaleUpdateCell(...), or a fixed scale as a Tensor, such as Tensor(1024.0)."
+    else:
+        return
+    raise TypeError(
+        f"'scale_sense' must be an update cell or a Tensor, but got {scale_sense!r} of type "
+        f"{type(scale_sense).__name__}. {remedy}"
+    )
+
+
+def _rename_returned_learning_rate(train_step):
+    # MindFormers' cell returns a copy of a constant learning rate. MindSpore renames all Parameters when two of them
+    # share a name, and then a checkpoint does not fit the next run.
+    learning_rate = getattr(train_step, "learning_rate", None)
+    if isinstance(learning_rate, Parameter):
+        learning_rate.name = "returned_learning_rate"
+
+
+def _check_and_report(train_step):
+    """Check the restored loss scale, and say once from where loss scaling goes on."""
+    restored = float(train_step.scale_sense.asnumpy())
+    loss_scale = repair_loss_scale(train_step.loss_scaling_manager.rule, restored, "scale_sense")
+    if loss_scale != restored:
+        train_step.scale_sense.set_data(Tensor(loss_scale, mstype.float32))
+    state = train_step.loss_scaling_manager.state()
+    if train_step._reported_start == (loss_scale, state):
+        return
+    train_step._reported_start = (loss_scale, state)
+    global_step = getattr(train_step.optimizer, "global_step", None)
+    applied_steps = 0 if global_step is None else int(global_step.asnumpy().max())
+    if state["cur_iter"] > 1:
+        counters = ", ".join(f"{name} {value}" for name, value in state.items())
+        logger.info(f"Loss scaling goes on from: loss_scale {loss_scale}, {counters}")
+    elif applied_steps > 0:
+        warnings.warn(
+            f"The checkpoint has {applied_steps} applied steps but no state of adaptive loss scaling: training goes on "
+            f"at loss scale {loss_scale} with a fresh ladder, at window {state['scale_window']}.",
+            stacklevel=3,
+        )

@@ -1,0 +1,302 @@
+"""What the pages show is true: code runs, MindFormers builds the YAML, commands exist, scripts print the figures."""
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import mindformers
+import mindspore.train
+import pytest
+import study
+import yaml
+from conftest import ROOT
+from mindformers.core.callback import build_callback
+from mindformers.tools.register import MindFormerConfig
+from mindformers.wrapper import build_wrapper
+from mindspore import nn
+from pages import blocks, blocks_in, chinese, prose, tables
+
+import mindformers_adaptive
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register, wrapper
+from mindformers_adaptive.cli import program
+from mindformers_adaptive.lab.policies import POLICY_NAMES
+from mindformers_adaptive.rule import megatron
+
+DOCS = ROOT / "docs" / "en"
+MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train, mindformers]
+
+
+# Python
+
+
+def test_python_blocks_run_as_they_stand(run_python, tmp_path):
+    codes = list(blocks_in("python").values())
+    assert len(codes) >= 8
+    files = [tmp_path / f"example_{number}.py" for number in range(len(codes) + 1)]
+    # The last one fails, so that exactly one failure is counted.
+    for file, code in zip(
+        files, [*codes, "import mindformers_adaptive\nmindformers_adaptive.no_such_name"], strict=True
+    ):
+        file.write_text(code, encoding="utf-8")
+    # In one go, because importing MindSpore takes longer than most of them.
+    finished = run_python(ROOT / "tests" / "helpers" / "run_examples.py", *files, expect_exit=1)
+    assert "no attribute 'no_such_name'" in finished.stderr
+    for file, code in zip(files, codes, strict=False):
+        printed = file.with_suffix(".out").read_text(encoding="utf-8").splitlines()
+        if ".state())" in code:
+            # The state is the last that is printed.
+            assert re.search(r"\{.*'scale_window': 20, .*'skipped_steps': \d+", printed[-1]), code
+        if "compare(" in code:
+            assert [line.split("  ")[0] for line in printed if "(mean)" in line] == ["adaptive", "window 100", "torch"]
+
+
+def one_liners(page):
+    """The code in the table of situations, by row."""
+    rows = re.findall(r"^\|.*`<br>.*\|$", prose(page), re.MULTILINE)
+    return [re.findall("`([^`]+)`", row.rsplit(" | ", 1)[1]) for row in rows]
+
+
+def test_lines_of_the_table_are_python_with_names_that_exist():
+    rows = one_liners(DOCS / "choose.md")
+    assert len(rows) == 12
+    assert one_liners(chinese(DOCS / "choose.md")) == rows
+    for line in (line for row in rows for line in row if not line.strip().startswith(("scale_sense:", "type:"))):
+        names = re.findall(r"mfa\.(\w+)", line)
+        called = re.findall(r"(?<![\w.])([A-Z]\w+|scale_sense_from_megatron)\(", line)
+        assert all(hasattr(mindformers_adaptive, name) for name in names), line
+        assert all(any(hasattr(module, name) for module in MODULES_OF_THE_TABLE) for name in called), line
+        ast.parse(line)
+
+
+def test_arguments_of_the_rule_page_are_those_of_the_cell():
+    parameters = inspect.signature(AdaptiveLossScaleUpdateCell).parameters
+    [rows] = [rows[2:] for rows in tables(DOCS / "rule.md") if "`loss_scale_value`" in rows[2][0]]
+    assert [row[0].strip("`") for row in rows] == list(parameters)
+    defaults = ["" if it.default is it.empty else str(it.default).lower() for it in parameters.values()]
+    assert [row[1].lower() for row in rows] == defaults
+
+
+# YAML
+
+
+@pytest.mark.parametrize("name", blocks_in("yaml"))
+def test_yaml_block_is_built_by_mindformers(name, tmp_path, monkeypatch):
+    config = read_yaml(blocks_in("yaml")[name], tmp_path, monkeypatch)
+    if config.runner_wrapper is None:
+        callbacks = build_callback(config.callbacks, default_args={"MFLossMonitor": {}})
+        assert [type(callback).__name__ for callback in callbacks] == [entry["type"] for entry in config.callbacks]
+    else:
+        cell = build_wrapper(config.runner_wrapper.scale_sense)
+        assert type(cell) is AdaptiveLossScaleUpdateCell
+        assert (cell.get_loss_scale(), cell.rule.ladder[0], cell.rule.ladder[-1]) == (2.0**32, 20, 1000)
+
+
+def read_yaml(text, tmp_path, monkeypatch):
+    """A YAML file as MindFormers reads it, with this package registered."""
+    # MindFormers copies what auto_register names into the working folder.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REGISTER_PATH", str(ROOT / "mindformers_adaptive" / "register_path"))
+    register()
+    return MindFormerConfig(**yaml.safe_load(text))
+
+
+# Diffs
+
+
+def sides(diff):
+    """What a diff changes, before and after."""
+    return ["".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in f" {sign}\n") for sign in "-+"]
+
+
+def diff_with(word):
+    [diff] = [text for text in blocks_in("diff").values() if word in text]
+    return sides(diff)
+
+
+def test_every_diff_is_one_of_the_two_below():
+    assert ["import" in diff for diff in blocks_in("diff").values()] == [False, True]
+
+
+def test_yaml_diff_leads_from_the_stock_cell_to_this_one(tmp_path, monkeypatch):
+    cells = [
+        build_wrapper(read_yaml(side, tmp_path, monkeypatch).runner_wrapper.scale_sense)
+        for side in diff_with("runner_wrapper:")
+    ]
+    assert [type(cell) for cell in cells] == [nn.DynamicLossScaleUpdateCell, AdaptiveLossScaleUpdateCell]
+    assert [cell.get_loss_scale() for cell in cells] == [65536, 65536]
+
+
+def test_python_diff_leads_from_the_stock_cells_to_these():
+    steps = []
+    for side in diff_with("import"):
+        net = nn.Dense(3, 2)
+        optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        names = {"net_with_loss": nn.WithLossCell(net, nn.MSELoss()), "optimizer": optimizer}
+        exec(side, names)
+        steps.append(names["train_network"])
+    assert [type(step) for step in steps] == [
+        nn.TrainOneStepWithLossScaleCell,
+        wrapper.TrainOneStepWithLossScaleCell,
+    ]
+    loss, overflow, loss_scale = steps[1](mindspore.ops.ones((4, 3)), mindspore.ops.zeros((4, 2)))
+    assert (bool(overflow), float(loss_scale)) == (False, 2.0**16)
+    assert float(loss) > 0
+
+
+# Commands
+
+
+def commands(block):
+    """The commands of a bash block as lists of words, without comments and settings of variables."""
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"\w+=", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+        # What is in $( ) is a command too.
+        yield from (shlex.split(inner) for inner in re.findall(r"\$\(([^)]+)\)", line))
+
+
+def options_of(words):
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+@functools.cache
+def help_of(*arguments):
+    finished = subprocess.run(
+        [*arguments, "--help"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(re.findall(r"(?<![\w-])--[\w-]+", finished.stdout))
+
+
+def check_script(script, words):
+    """A script is there, and has the options."""
+    if script == "run_mindformer.py":
+        # MindFormers' own; the launcher has its options.
+        script = "scripts/run_mindformer.py"
+    assert (ROOT / script).is_file()
+    if options_of(words):
+        assert options_of(words) <= help_of(sys.executable, script), words
+
+
+def check_python(words):
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1])
+    else:
+        check_script(words[0], words[1:])
+
+
+def check_program(words):
+    command, *arguments = words
+    assert command in program.COMMANDS
+    if command in ("megatron", "simulate"):
+        assert program.main(words) == 0
+    else:
+        assert options_of(arguments) <= help_of(sys.executable, "-m", "mindformers_adaptive", command)
+
+
+def check_msrun(words):
+    place = next(place for place, word in enumerate(words) if word.endswith(".py"))
+    assert options_of(words[:place]) <= help_of(Path(sys.executable).parent / "msrun")
+    check_script(words[place], words[place + 1 :])
+
+
+def check_pip(words):
+    assert words[0] == "install"
+    extras = re.fullmatch(r"\.(?:\[(\w+)\])?", words[1])[1]
+    packaging = "".join((ROOT / name).read_text() for name in ("pyproject.toml", "setup.py") if (ROOT / name).exists())
+    assert extras is None or re.search(rf'^\W*{extras}"? ?[:=] ?\[', packaging, re.MULTILINE)
+
+
+def check_source(words):
+    assert words == [".venv/bin/activate"]
+    assert "venv .venv" in (ROOT / "scripts" / "make_venv.sh").read_text().replace("--clear ", "")
+
+
+CHECKS = {
+    "bash": lambda words: check_script(words[0], []),
+    "python": check_python,
+    "adaptive-loss-scale": check_program,
+    "msrun": check_msrun,
+    "pip": check_pip,
+    "source": check_source,
+}
+
+
+@pytest.mark.parametrize("name", blocks_in("bash"))
+def test_bash_block_is_bash_and_its_commands_exist(name):
+    block = blocks_in("bash")[name]
+    subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+    checked = list(commands(block))
+    assert checked
+    for words in checked:
+        # A command of another kind needs a check of its own.
+        CHECKS[words[0]](words[1:])
+
+
+def test_a_wrong_command_would_be_seen():
+    for block in (
+        "adaptive-loss-scale tune log --no-such-option",
+        "adaptive-loss-scale no-such-command",
+        "msrun --no_such_option=1 scripts/run_mindformer.py --config my.yaml",
+        "python scripts/run_mindformer.py --no_such_option",
+        "bash scripts/no_such_script.sh",
+        'python run_mindformer.py --register_path "$(python -m mindformers_adaptive.no_such_module)"',
+    ):
+        with pytest.raises(AssertionError):  # noqa: PT012
+            for words in commands(block):
+                CHECKS[words[0]](words[1:])
+
+
+def test_commands_of_the_program_are_those_of_its_help(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    [listed] = [text for _, text in blocks(DOCS / "lab.md") if text.lstrip().startswith("train ")]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
+        program.main(["--help"])
+    assert listed in printed.getvalue()
+
+
+# Figures and lists
+
+
+@pytest.mark.slow
+def test_figures_of_the_study_are_those_of_its_script():
+    by_policy = study.study(study.SAME_START, steps=10_000, seeds=5)
+    text = prose(DOCS / "study.md")
+    assert "\n".join(study.figures_table(by_policy)) in text
+    kinds = [kind for kind in by_policy[study.ADAPTIVE] if kind != study.MEAN]
+    rates = [study.cheapest_rates({policy: row[kind] for policy, row in by_policy.items()}) for kind in kinds]
+    prices = re.findall(r"between (\d+\.\d) and (\d+\.\d)", " ".join(text.split()))
+    assert prices == [(f"{low:.1f}", f"{high:.1f}") for low, high in filter(None, rates)]
+
+
+def test_tree_of_the_package_names_every_room():
+    [tree] = [text for _, text in blocks(DOCS / "contributing.md") if text.startswith("mindformers_adaptive/")]
+    package = ROOT / "mindformers_adaptive"
+    there = {path.name for path in package.glob("*.py")}
+    there |= {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    assert set(re.findall(r"^  (\S+)", tree, re.MULTILINE)) == there
+    rooms_of_the_lab = {f"{path.parent.name}/" for path in (package / "lab").glob("*/__init__.py")}
+    assert set(re.findall(r"\w+/", re.search(r"lab/ +(.*):", tree)[1])) == rooms_of_the_lab
+
+
+def test_list_of_policies_is_complete():
+    text = prose(DOCS / "lab.md")
+    section = text[text.index("## Policies") : text.index("## The program")]
+    assert set(POLICY_NAMES) <= set(re.findall(r"`(\w+)`", section))
+    assert f"has {len(POLICY_NAMES)} policies" in section

@@ -1,0 +1,67 @@
+"""Links between the pages lead somewhere, and so do the paths that the pages name."""
+
+import re
+
+import pytest
+from conftest import ROOT
+from pages import CHINESE, ENGLISH, anchors, links, name_of, tables
+
+PAGES = [*ENGLISH, *CHINESE]
+OTHER_PAGES = [ROOT / "CHANGELOG.md"]
+
+
+def broken_links(page):
+    """The links of a page that lead to no file or to no heading of it."""
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        if re.match(r"https?://", link):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=name_of)
+def test_links_lead_to_files_and_headings(page):
+    assert list(broken_links(page)) == []
+
+
+def test_a_broken_link_would_be_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `title`, here\n[1](page.md) [2](gone.md) [3](#a-title-here) [4](page.md#gone) ![5](gone.png)\n"
+    )
+    assert list(broken_links(page)) == ["gone.md", "page.md#gone", "gone.png"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_that_a_page_names_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"(?<![\w/])((?:scripts|configs|tests|mindformers_adaptive)/[\w./-]*\w)", text)
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("pages", [ENGLISH, CHINESE], ids=["english", "chinese"])
+def test_first_page_leads_to_every_other_and_each_leads_back(pages):
+    first, *others = pages
+    linked = {(first.parent / link).resolve() for link in links(first) if "#" not in link}
+    assert set(others) <= linked
+    for page in others:
+        assert first in {(page.parent / link).resolve() for link in links(page)}, page
+
+
+def test_every_picture_is_shown():
+    shown = {(page.parent / link).resolve() for page in PAGES for link in links(page)}
+    assert set((ROOT / "docs" / "images").iterdir()) <= shown
+
+
+def test_modules_that_the_changelog_moves_are_where_it_says():
+    [modules, _] = tables(ROOT / "CHANGELOG.md")
+    package = ROOT / "mindformers_adaptive"
+    for was, now in modules[2:]:
+        old, new = (
+            [package / name.replace(".", "/") for name in re.findall(r"`([\w.]+)`", cell)] for cell in (was, now)
+        )
+        assert not [path for path in old if path.with_suffix(".py").exists()]
+        assert [path for path in new if not path.with_suffix(".py").exists()] == []
+        assert len(new) == len(old) or "scripts/" in now
