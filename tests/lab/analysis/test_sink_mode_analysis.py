@@ -78,3 +78,10 @@ def test_the_rule_of_the_run_says_where_it_started(tmp_path):
     assert found.to_dict()["loss_scale"]["first"] == 2.0**32
     assert found.advice[0].change == "Start at 2^16 (loss_scale_value: 65536) instead of 2^32."
     assert found.advice[0].figures["saves_skipped_steps"] == 16
+
+
+def test_a_collapse_is_seen_by_the_last_step_of_each_line(tmp_path):
+    found, _ = analysis_of(tmp_path, [2.0**16] * 40 + [0.0] * 200, 4, start=2.0**16)
+    assert [advice.rule for advice in found.advice] == ["collapse"]
+    assert found.advice[0].figures["last_step"] == 240
+    assert "steps that the log shows were skipped" in found.advice[0].reason
