@@ -187,8 +187,8 @@ def _start(run: RecordedRun, trace: Trace, scale: NDArray[np.float64]) -> Advice
     figures["headroom_lost"] = float(np.log2(better / scale[:reached]).sum())
     reason = (
         f"{figures['raises']} raises without an overflow led to {as_power_of_two(better)}, at step "
-        f"{run.step[reached]}. The headroom lost on the way is worth {saved:.0f} skipped steps, at {1000 / DEFAULT_EXCHANGE_RATE:.0f} bits "
-        "for each."
+        f"{run.step[reached]}. The headroom lost on the way is worth {saved:.0f} skipped steps, at "
+        f"{1000 / DEFAULT_EXCHANGE_RATE:.0f} bits for a step."
     )
     return Advice("start higher", change, reason, figures, {"loss_scale_value": better})
 

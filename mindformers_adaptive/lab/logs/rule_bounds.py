@@ -11,8 +11,8 @@ from mindformers_adaptive.lab.policies import Policy
 
 __all__ = ["bounds_by_rule"]
 
-# More work than this, in states times steps, takes a minute: the bounds from there on are those of any rule.
-_MOST_WORK = 2e7
+# Following more states than this, summed over the steps, takes more than about half a minute.
+_MOST_STATES = 5e6
 
 _PRINTED = 1e-6  # eight digits are printed
 
@@ -44,14 +44,14 @@ def bounds_by_rule(policy: Policy, intervals: Sequence[Interval], notes: list[st
         )
     successors = _Successors(policy.rule)
     states = {_without_counters(policy.current): (0, 0)}
-    lines, step, work = [(0, 0, 0)], 0, 0
+    lines, step = [(0, 0, 0)], 0
     for interval in intervals:
         entry = interval.entry
         taken, fewest, most = lines[-1]
         if states and (entry.step - interval.steps != step or entry.after_restart):
             notes.append(f"{entry.where}: the rule is not followed from here on, after a gap or a restart.")
             states = {}
-        if states and work > _MOST_WORK:
+        if states and successors.followed > _MOST_STATES:
             notes.append(f"{entry.where}: the rule is not followed from here on, because it has too many states.")
             states = {}
         bounds = (fewest + interval.fewest, most + interval.most)
@@ -64,7 +64,6 @@ def bounds_by_rule(policy: Policy, intervals: Sequence[Interval], notes: list[st
                     "the rule out."
                 )
             bounds = (min(low for low, _ in states.values()), max(high for _, high in states.values()))
-            work += len(states) * interval.steps
         lines.append((taken + interval.steps, *bounds))
         step = entry.step
     return lines[1:]
@@ -76,6 +75,7 @@ class _Successors(dict[Any, tuple[Any, Any]]):
     def __init__(self, rule: Any) -> None:
         super().__init__()
         self.rule = rule
+        self.followed = 0
         growth: float = getattr(rule, "scale_factor", getattr(rule, "growth_factor", 1.0))
         backoff: float = getattr(rule, "backoff_factor", None) or 1.0 / growth
         self.largest_changes = (math.log2(growth), -math.log2(backoff))
@@ -104,6 +104,7 @@ def _follow(
         flags = (False, True) if left or entry.overflow is None else (entry.overflow,)
         reached: dict[Any, tuple[int, int]] = {}
         possible: dict[float, bool] = {}
+        successors.followed += len(states)
         for state, (low, high) in states.items():
             for overflow in flags:
                 after = successors[state][overflow]
