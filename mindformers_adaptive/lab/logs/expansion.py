@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mindformers_adaptive.lab.logs.entries import LogEntry
 from mindformers_adaptive.lab.logs.intervals import Interval, factors_of, intervals_of
 from mindformers_adaptive.lab.logs.rule_bounds import bounds_by_rule
-from mindformers_adaptive.lab.policies import Policy
+from mindformers_adaptive.lab.policies.policy import GuidedPolicy, Policy
 
 __all__ = ["Steps", "expand"]
 
@@ -66,7 +66,10 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None = None) -> Steps:
     factor, factor_bound = factors_of(entries)
     first_scale = _NAN if rule is None else rule.loss_scale
     intervals = intervals_of(entries, factor, factor_bound, first_scale, notes)
-    lines = None if rule is None else bounds_by_rule(rule, intervals, notes)
+    if isinstance(rule, GuidedPolicy):
+        # Its scale moves by several factors at once, and without an overflow: only flags count.
+        factor_bound, intervals = math.inf, list(map(_by_flag, intervals))
+    lines = None if rule is None or isinstance(rule, GuidedPolicy) else bounds_by_rule(rule, intervals, notes)
     steps = Steps([], [], [], [], [], [], [], _NAN, factor, factor_bound, notes)
     after, fewest, most = _NAN, 0, 0
     for interval in intervals:
@@ -86,6 +89,13 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None = None) -> Steps:
         fewest, most = fewest + interval.fewest, most + interval.most
         steps.lines.append((len(steps.step), fewest, most))
     return steps._replace(final_loss_scale=after, lines=lines or steps.lines)
+
+
+def _by_flag(interval: Interval) -> Interval:
+    if interval.steps == 1:
+        return interval
+    overflowed, clean = interval.entry.overflow is True, interval.entry.overflow is False
+    return interval._replace(fewest=int(overflowed), most=interval.steps - clean, guess=int(overflowed))
 
 
 def _scale_after(interval: Interval, factor: float) -> float:

@@ -8,8 +8,9 @@ after its last step and, in MindFormers' logs, the flag of that step. From two s
   overflow is at least one. Any other step may have been skipped without a trace: a raise may follow each drop where the
   window is 1, a tolerated overflow (hysteresis) leaves the scale as it is, and so does one at the floor.
 
-This holds for every rule that changes the scale by one factor and at most once a step: this package's, MindSpore's and
-MindFormers' cells, Megatron-LM's, with any window, hysteresis, floor and cap. The factor is the one between lines that
+This holds for every rule that changes the scale by one factor and at most once a step: the adaptive one, MindSpore's
+and MindFormers' cells, Megatron-LM's, with any window, hysteresis, floor and cap. It does not for the gradient-guided
+rule, which has to be given. The factor is the one between lines that
 are one step apart. Where no lines are, the bounds are those of the largest factor of which all scales are powers, times
 a constant; one change that does not fit may have led by way of a floor of up to 2^14. The guess is 2, where it fits. A
 printed number of skipped steps is exact, unless a fall of the scale shows that the log does not count them.

@@ -117,6 +117,16 @@ def test_a_rule_is_followed_up_to_a_gap(tmp_path):
     assert run.skipped_bounds()[0] <= sum(flags[:40] + flags[44:]) <= run.skipped_bounds()[1]
 
 
+def test_of_a_guided_run_only_the_flags_count(tmp_path):
+    # The scale falls by four factors without an overflow.
+    flags, scales = [False] * 8, [2.0**20] * 4 + [2.0**16] * 4
+    log = write_sink_log(tmp_path / "sink.log", flags, scales, 4)
+    assert read_log(log).skipped_bounds() == (1, 6)
+    run = read_log(log, rule=make_policy("guided", loss_scale_value=2.0**20))
+    assert run.skipped_bounds() == (0, 6)
+    assert run.to_trace().lower_bound.max() == 0
+
+
 def test_a_prefix_that_ends_within_a_line_has_bounds_too():
     arrays = np.arange(1, 9), np.full(8, 4.0), np.full(8, False), np.full(8, False)
     run = RecordedRun("run", (), "mindformers", *arrays, lines=np.array([[4, 2, 3], [8, 2, 7]]))
