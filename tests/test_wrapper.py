@@ -34,6 +34,11 @@ def test_every_cell_is_a_subclass_of_the_stock_one():
         assert issubclass(getattr(wrapper, name), stock)
 
 
+@pytest.mark.parametrize("name", [name for name in STOCK if not name.endswith("UpdateCell")])
+def test_arguments_are_those_of_the_stock_cell(name):
+    assert inspect.signature(getattr(wrapper, name)) == inspect.signature(STOCK[name])
+
+
 @pytest.mark.parametrize("cell", TRAIN_STEP_CELLS)
 @pytest.mark.parametrize("optimizer", ["Momentum", "Adam"])
 def test_skipped_step_changes_nothing_and_applied_step_is_that_of_fp32(mode, cell, optimizer):

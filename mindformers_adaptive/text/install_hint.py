@@ -35,7 +35,9 @@ def install_hint(purpose: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in _REMEDIES:
+        package = (error.name or "").partition(".")[0]
+        if package not in _REMEDIES:
             raise
-        remedy = _REMEDIES[error.name]
-        raise ImportError(f"{purpose} needs {error.name}, which is not installed. {remedy}", name=error.name) from error
+        raise ImportError(
+            f"{purpose} needs {package}, which is not installed. {_REMEDIES[package]}", name=package
+        ) from error

@@ -1,14 +1,18 @@
 """Replays and comparisons of policies: hand-made traces, means, and the Pareto front."""
 
+import dataclasses
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.replay.simulate import compare, pareto_front, replay
+from mindformers_adaptive.lab.traces.gradients import showing
+from mindformers_adaptive.lab.traces.synthetic import sudden_drop
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.table import text_table
 
@@ -97,6 +101,12 @@ def test_comparison_as_text_marks_the_front_and_aligns_its_columns():
     assert "skipped" in found.text()
 
 
+def test_a_known_share_of_0_is_shown():
+    trace = Trace("log", np.full(4, 16.0), np.zeros(4), np.full(4, np.inf))
+    heading, row = compare({"one": fixed(1.0)}, [trace]).text().splitlines()[-2:]
+    assert (heading.split()[-1], row.split()[-1]) == ("share", "0.00")
+
+
 def test_table_shows_what_is_missing_as_a_dash():
     rows = [
         {"name": "a", "seconds_lost": None},
@@ -133,3 +143,38 @@ def test_pareto_front_is_what_no_other_result_beats(results):
 def test_nothing_to_compare_is_refused(policies, traces, message):
     with pytest.raises(ValueError, match=message):
         compare(policies, traces)
+
+
+class Listener:
+    """A policy of a fixed scale that keeps what it was told."""
+
+    scale_window, loss_scale = None, 8.0
+
+    def __init__(self):
+        self.steps = []
+
+    def step(self, overflow, largest_gradient=None):
+        self.steps.append((overflow, largest_gradient))
+        return self.loss_scale
+
+    def state(self):
+        return {}
+
+
+def test_a_policy_is_given_the_largest_gradient_of_applied_steps_only():
+    trace = Trace.exact("made", [16.0, 4.0, 8.0])
+    listener = Listener()
+    replay(listener, trace)
+    assert listener.steps == [(False, None), (True, None), (False, None)]
+    listener = Listener()
+    replay(listener, showing(trace))
+    assert listener.steps == [(False, 65504 / 16), (True, None), (False, 65504 / 8)]
+
+
+def test_guided_follows_the_gradients_of_a_trace():
+    trace = sudden_drop(4000, seed=0)
+    guided = replay(make_policy("guided"), trace).measures
+    silent = replay(make_policy("guided"), dataclasses.replace(trace, largest_gradient=None)).measures
+    dynamic = replay(make_policy("dynamic", init_loss_scale=2**16, scale_window=1000), trace).measures
+    assert guided.skipped <= 8 < dynamic.skipped
+    assert guided.headroom_lost < silent.headroom_lost
