@@ -1,5 +1,6 @@
 """The study of policies: its figures are those of the lab, its verdicts follow from them, and it repeats itself."""
 
+import guided_study
 import numpy as np
 import pytest
 import study
@@ -7,7 +8,9 @@ from conftest import ROOT
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay.measures import cost
 from mindformers_adaptive.lab.replay.simulate import replay
+from mindformers_adaptive.lab.traces.gradients import showing
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 
@@ -91,3 +94,60 @@ def test_look_finds_failed_raises_and_throws():
     # Three raises, to the window 30, then a fall 15 steps after the last: three of six drops throw it to window 1.
     fall = study.look(Trace.exact("fall", [2.0**30] * 75 + [2.0**8] * 6))
     assert (fall["throws"], fall["after_raise"], fall["bits_at_500"]) == (1, pytest.approx(1 / 6), 0.0)
+
+
+# What the guided rule may cost at most at the rates 1 and 5, as a share of the fixed window that is best on all kinds
+# in the mean, and as the mean of its shares of the window that is best on each kind.
+BARS = {
+    guided_study.EXACT: ((0.76, 0.83), (0.82, 0.9)),
+    "hidden by 3 bits": ((0.92, 1.0), (0.92, 1.0)),
+    "hidden by 8 bits": ((0.92, 1.0), (0.92, 1.0)),
+    "2 too little": ((1.12, 1.3), (1.12, 1.3)),
+    guided_study.OWN: ((0.9, 0.9), (0.9, 0.9)),
+}
+
+
+def check_bars(results):
+    assert results.keys() == BARS.keys()
+    for group, (single, by_kind) in BARS.items():
+        for rate, most, most_by_kind in zip(guided_study.RATES, single, by_kind, strict=True):
+            mean = results[group][guided_study.MEAN][rate]
+            assert mean["share"] <= most, (group, rate)
+            assert mean["mean share"] <= most_by_kind, (group, rate)
+    shares = {kind: row[1.0]["share"] for kind, row in results[guided_study.EXACT].items()}
+    assert len(shares) == 9
+    assert max(shares.values()) <= 1.0, shares
+
+
+def test_guided_costs_less_than_the_best_fixed_window():
+    check_bars(guided_study.guided_study(steps=10_000, seeds=2))
+
+
+@pytest.mark.slow
+def test_guided_costs_less_than_the_best_fixed_window_on_all_seeds():
+    check_bars(guided_study.guided_study(steps=10_000, seeds=5))
+
+
+def test_figures_of_the_guided_study_are_those_of_direct_calls():
+    results = guided_study.guided_study(steps=600, seeds=2)
+    traces = [showing(synthetic_traces(600, seed)["spikes"], 3.0, 0.4, seed) for seed in (0, 1)]
+    measures = [replay(make_policy("guided", exchange_rate=5.0), trace).measures for trace in traces]
+    row = results["hidden by 3 bits"]["spikes"][5.0]
+    skipped, bits = row["guided"]
+    assert skipped == pytest.approx(np.mean([one.skipped for one in measures]) / 0.6)
+    assert bits == pytest.approx(np.mean([one.headroom_lost for one in measures]))
+
+    windows = {}
+    for window in guided_study.FIXED_WINDOWS:
+        policies = [make_policy("dynamic", init_loss_scale=2**16, scale_window=window) for _ in traces]
+        measures = [replay(policy, trace).measures for policy, trace in zip(policies, traces, strict=True)]
+        windows[window] = np.mean([cost(one, 5.0) for one in measures])
+    best = min(windows, key=windows.get)
+    assert row["window"] == best
+    assert row["share"] == pytest.approx((skipped + 5 * bits) / windows[best])
+
+    text = "\n".join(study.guided_report(results))
+    assert "| hidden by 3 bits | spikes | " in text
+    assert f"{skipped:.1f} / {bits:.2f} | {best}: " in text
+    means = [results["hidden by 3 bits"][guided_study.MEAN][rate]["mean share"] for rate in guided_study.RATES]
+    assert all(f"(by kind {mean:.2f})" in text for mean in means)

@@ -10,9 +10,11 @@ from typing import Any
 
 from mindformers_adaptive.lab.policies.arguments import positive
 from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
-from mindformers_adaptive.lab.policies.policy import FixedRule, FixedState, Policy
+from mindformers_adaptive.lab.policies.metaseq import METASEQ, MetaseqRule, MetaseqState
+from mindformers_adaptive.lab.policies.policy import FixedRule, FixedState, GuidedPolicy, Policy
 from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS, Parameter, Preset
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rule.guided_rule import GuidedRule
 
 __all__ = ["POLICY_NAMES", "make_policy"]
 
@@ -23,10 +25,12 @@ _FIXED = Preset(
     aliases={"loss_scale_value": "loss_scale"},
 )
 
-# The default of MindFormers' TrainingArguments; the others are those of AdaptiveRule.
-_ADAPTIVE_LOSS_SCALE = 2.0**16
+# The default of MindFormers' TrainingArguments; the others are those of AdaptiveRule and GuidedRule.
+_OWN_LOSS_SCALE = 2.0**16
 
-POLICY_NAMES = ("adaptive", "fixed", *DYNAMIC_PRESETS)
+_PRESETS = {"fixed": _FIXED, "metaseq": METASEQ, **DYNAMIC_PRESETS}
+
+POLICY_NAMES = ("adaptive", "guided", *_PRESETS)
 
 # Arguments of DynamicRule.start; what else a preset sets are the rule's own.
 _STARTS = ("loss_scale", "scale_window", "clean_steps", "overflows")
@@ -37,8 +41,11 @@ def make_policy(name: str, **params: Any) -> Policy:
 
     ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``:
     ``loss_scale_value`` (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the
-    smallest window) and all of :class:`~mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`. ``fixed`` keeps
-    ``loss_scale`` (default 128.0, as in MindSpore's ``FixedLossScaleManager``). The other policies are rows of
+    smallest window) and all of :class:`~mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`. ``guided`` is the one
+    that follows the largest gradients, with ``loss_scale_value`` (default 65536) and all arguments of
+    :class:`~mindformers_adaptive.rule.guided_rule.GuidedRule`. ``fixed`` keeps ``loss_scale`` (default 128.0, as in
+    MindSpore's ``FixedLossScaleManager``). ``metaseq`` is
+    :class:`~mindformers_adaptive.lab.policies.metaseq.MetaseqRule`. The other policies are rows of
     :data:`~mindformers_adaptive.lab.policies.presets.DYNAMIC_PRESETS`, each with its source, parameters and defaults.
 
     Args:
@@ -46,8 +53,9 @@ def make_policy(name: str, **params: Any) -> Policy:
         **params: the system's own parameters; what is left out has the system's own default.
 
     Returns:
-        Policy, before its first step. ``step(overflow)`` returns the loss scale for the next step. Where the system
-        would end the training with an error, ``stopped`` is True from then on and the replay goes on.
+        Policy, before its first step. ``step(overflow, largest_gradient=None)`` returns the loss scale for the next
+        step; only ``guided`` uses the largest gradient, unscaled, of a step that was applied. Where the system would
+        end the training with an error, ``stopped`` is True from then on and the replay goes on.
 
     Raises:
         TypeError: if the policy has no such parameter, or a value is not of its type.
@@ -59,6 +67,9 @@ def make_policy(name: str, **params: Any) -> Policy:
         [1024.0, 512.0, 512.0, 1024.0]
         >>> make_policy("adaptive", max_scale_window=1000, min_scale_window=20).scale_window
         20
+        >>> policy = make_policy("guided", loss_scale_value=2.0**32)
+        >>> [policy.step(True), policy.step(True), policy.step(False, largest_gradient=1.0)]
+        [2147483648.0, 536870912.0, 256.0]
     """
     if name not in POLICY_NAMES:
         raise ValueError(
@@ -66,11 +77,16 @@ def make_policy(name: str, **params: Any) -> Policy:
         )
     if name == "adaptive":
         return _make_adaptive(params)
-    preset = _FIXED if name == "fixed" else DYNAMIC_PRESETS[name]
+    if name == "guided":
+        return _make_guided(params)
+    preset = _PRESETS[name]
     values = _values_of(name, preset, params)
     settings = {parameter.sets: values[own] for own, parameter in preset.parameters.items() if parameter.sets}
     if name == "fixed":
         return Policy(name, FixedRule(), FixedState(settings["loss_scale"]))
+    if name == "metaseq":
+        state = MetaseqState(settings.pop("loss_scale"), settings.pop("scale_window"))
+        return Policy(name, MetaseqRule(**settings), state)
     _check_limits(preset, values)
     _check_counters(preset, values)
     start = {key: settings.pop(key) for key in _STARTS if key in settings}
@@ -83,8 +99,15 @@ def _make_adaptive(params: dict[str, Any]) -> Policy:
     of_rule = list(inspect.signature(AdaptiveRule).parameters)
     _refuse_unknown("adaptive", params, ["loss_scale_value", "scale_window", *of_rule])
     rule = AdaptiveRule(**{key: value for key, value in params.items() if key in of_rule})
-    state = rule.start(params.get("loss_scale_value", _ADAPTIVE_LOSS_SCALE), params.get("scale_window"))
+    state = rule.start(params.get("loss_scale_value", _OWN_LOSS_SCALE), params.get("scale_window"))
     return Policy("adaptive", rule, state)
+
+
+def _make_guided(params: dict[str, Any]) -> Policy:
+    of_rule = list(inspect.signature(GuidedRule).parameters)
+    _refuse_unknown("guided", params, ["loss_scale_value", *of_rule])
+    rule = GuidedRule(**{key: value for key, value in params.items() if key in of_rule})
+    return GuidedPolicy("guided", rule, rule.start(params.get("loss_scale_value", _OWN_LOSS_SCALE)))
 
 
 def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:

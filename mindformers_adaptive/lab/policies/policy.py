@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["FixedRule", "FixedState", "Policy", "Rule"]
+from mindformers_adaptive.rule.guided_rule import GuidedRule
+
+__all__ = ["FixedRule", "FixedState", "GuidedPolicy", "Policy", "Rule"]
 
 
 class Rule(Protocol):
@@ -56,8 +58,14 @@ class Policy:
         """
         return bool(getattr(self._state, "stopped", False))
 
-    def step(self, overflow: bool) -> float:
-        """Take a step that overflowed or was clean, and return the loss scale for the next one."""
+    def step(self, overflow: bool, largest_gradient: float | None = None) -> float:
+        """Take a step that overflowed or was clean, and return the loss scale for the next one.
+
+        Args:
+            overflow (bool): whether it overflowed.
+            largest_gradient (float, optional): the largest absolute value of its gradients, unscaled, if it was
+                applied. Only ``guided`` uses it. Default: None, not known.
+        """
         self._state = self.rule.step(self._state, bool(overflow))
         return self.loss_scale
 
@@ -67,6 +75,17 @@ class Policy:
 
     def __repr__(self) -> str:
         return f"<policy {self.name}: {self._state}>"
+
+
+class GuidedPolicy(Policy):
+    """The policy of a rule that sees the largest gradient of a step, too."""
+
+    rule: GuidedRule
+
+    def step(self, overflow: bool, largest_gradient: float | None = None) -> float:
+        """Take a step, as :meth:`Policy.step` does."""
+        self._state = self.rule.step(self._state, bool(overflow), largest_gradient)
+        return self.loss_scale
 
 
 class FixedState(NamedTuple):

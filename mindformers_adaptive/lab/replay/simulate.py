@@ -41,6 +41,8 @@ class Replay:
 def replay(policy: Policy, trace: Trace) -> Replay:
     """Take a policy through a trace, from the state that it is in.
 
+    Where the trace has ``largest_gradient``, the policy is given it for each step that is applied.
+
     Args:
         policy (Policy): is left in the state after the last step.
         trace (Trace): at least one step.
@@ -56,9 +58,10 @@ def replay(policy: Policy, trace: Trace) -> Replay:
     """
     require_steps(trace)
     scales, windows, flags = [float(policy.loss_scale)], [policy.scale_window], []
-    for ceiling in trace.ceiling.tolist():
+    gradients = itertools.repeat(None) if trace.largest_gradient is None else trace.largest_gradient.tolist()
+    for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=False):
         flags.append(overflows(scales[-1], ceiling))
-        scales.append(float(policy.step(flags[-1])))
+        scales.append(float(policy.step(flags[-1], None if flags[-1] else gradient)))
         windows.append(policy.scale_window)
     window = None if windows[0] is None else np.array(windows, np.int64)
     return Replay(

@@ -26,6 +26,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from mindformers_adaptive.lab.traces.gradients import showing
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rule.checks import require_integer
 
@@ -127,7 +128,7 @@ def _made(
     count = require_integer("steps", steps, 1, _PLAIN_INTEGER)
     noise = _generator(require_integer("seed", seed, 0, _PLAIN_INTEGER), "n_t").standard_normal(count)
     part = np.arange(count) / max(count - 1, 1)
-    return Trace.exact(name, np.exp2(np.clip(log2_ceiling(noise, part), *_EXPONENTS)))
+    return showing(Trace.exact(name, np.exp2(np.clip(log2_ceiling(noise, part), *_EXPONENTS))))
 
 
 def _generator(seed: int, symbol: str) -> np.random.Generator:

@@ -29,6 +29,8 @@ class Trace:
         loss_scale (NDArray, optional): float64 of shape (steps,), the scale that the recorded run used.
         overflow (NDArray, optional): bool of shape (steps,), whether the step of the recorded run overflowed.
         seconds (NDArray, optional): float64 of shape (steps,), how long each step of the recorded run took.
+        largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute value of the step's
+            gradients, unscaled; nan where it is not known. A policy is given it for the steps that are applied.
 
     Raises:
         ValueError: if the arrays do not have one length, or a ceiling lies outside its bounds.
@@ -46,10 +48,11 @@ class Trace:
     loss_scale: NDArray[np.float64] | None = None
     overflow: NDArray[np.bool_] | None = None
     seconds: NDArray[np.float64] | None = None
+    largest_gradient: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        arrays = (self.ceiling, self.lower_bound, self.upper_bound, self.loss_scale, self.overflow, self.seconds)
-        lengths = {array.shape for array in arrays if array is not None}
+        arrays = [self.ceiling, self.lower_bound, self.upper_bound, self.loss_scale, self.overflow, self.seconds]
+        lengths = {array.shape for array in [*arrays, self.largest_gradient] if array is not None}
         if len(lengths) > 1 or len(self.ceiling.shape) != 1:
             raise ValueError(
                 f"All arrays of the trace {self.name!r} must have one number for each step, but got shapes "

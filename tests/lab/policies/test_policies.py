@@ -9,6 +9,7 @@ import pytest
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rule.guided_rule import GuidedRule
 
 # What each system calls its scale and its window, to start every policy alike.
 NAMES = {
@@ -41,7 +42,7 @@ def replay(policy, steps):
 
 
 def test_all_policies_are_there():
-    assert set(POLICY_NAMES) == {"adaptive", "fixed", *NAMES}
+    assert set(POLICY_NAMES) == {"adaptive", "guided", "fixed", "metaseq", *NAMES}
     assert all(preset.source for preset in DYNAMIC_PRESETS.values())
 
 
@@ -49,7 +50,9 @@ def test_all_policies_are_there():
     ("name", "scale", "window", "scale_after_a_drop"),
     [
         ("adaptive", 2.0**16, 20, 2.0**15),
+        ("guided", 2.0**16, 500, 2.0**15),
         ("fixed", 128.0, None, 128.0),
+        ("metaseq", 4.0, 256, 2.0),
         ("dynamic", 2.0**24, 2000, 2.0**23),
         ("dynamic_scaler", 2.0**24, 2000, 2.0**23),
         ("torch", 2.0**16, 2000, 2.0**15),
@@ -287,7 +290,9 @@ def test_adaptive_is_the_rule():
 # Small settings, so that short sequences reach every branch.
 SMALL = {
     "adaptive": {"max_scale_window": 2, "min_scale_window": 1, "hysteresis": 2},
+    "guided": {"loss_scale_value": 4.0, "exchange_rate": 300},
     "fixed": {},
+    "metaseq": {"scale_window": 2},
     "deepspeed": {"init_scale": 4.0, "scale_window": 2, "delayed_shift": 2},
     "fairseq": {"init_scale": 4.0, "scale_window": 2, "tolerance": 0.6, "min_loss_scale": 1.0},
     "megatron": {"initial_scale": 4.0, "growth_interval": 2, "hysteresis": 2},
@@ -304,9 +309,60 @@ def test_state_is_all_that_a_policy_remembers(name):
         for step in steps:
             before = tuple(policy.state().items())
             policy.step(step == "!")
-            assert all(type(value) in (int, float, bool, type(None)) for value in policy.state().values())
+            assert all(type(value) in (int, float, bool, tuple, type(None)) for value in policy.state().values())
             assert after.setdefault((before, step), policy.state()) == policy.state()
     assert policy.state()["loss_scale"] == policy.loss_scale
+
+
+@pytest.mark.parametrize("name", [name for name in POLICY_NAMES if name != "guided"])
+def test_every_other_policy_ignores_the_largest_gradient(name):
+    told, other = make_policy(name), make_policy(name)
+    for overflow in (True, False, False, True):
+        assert told.step(overflow, 2.0**-20) == other.step(overflow)
+    assert told.state() == other.state()
+
+
+def test_guided_is_the_rule():
+    rule = GuidedRule(5.0, max_loss_scale=2.0**30)
+    policy = make_policy("guided", loss_scale_value=2.0**20, exchange_rate=5.0, max_loss_scale=2.0**30)
+    state = rule.start(2.0**20)
+    for step in range(300):
+        overflow, gradient = step % 50 == 0, 0.3 + 0.01 * (step % 7)
+        state = rule.step(state, overflow, gradient)
+        assert policy.step(overflow, gradient) == state.loss_scale
+    assert policy.state() == state._asdict()
+    assert policy.scale_window == 100
+
+
+# From 4 with a window of 4; a step is "." or "!", and each list has the scale and the window after it.
+@pytest.mark.parametrize(
+    ("steps", "params", "expected"),
+    [
+        # A raise doubles both, and does not start the count again: the next is due at step 8, not 12.
+        ("." * 4, {}, (8, 8)),
+        ("." * 7, {}, (8, 8)),
+        ("." * 8, {}, (16, 16)),
+        ("." * 16, {}, (32, 32)),
+        ("!", {}, (2, 2)),
+        ("!..", {}, (4, 4)),
+        ("!!!!", {}, (0.25, 1)),
+        ("!!!!.", {}, (0.5, 2)),
+        ("." * 8 + "!", {}, (8, 8)),
+        # A drop below the smallest scale is taken back, that of the window is not.
+        ("!!", {"min_loss_scale": 2.0}, (2, 1)),
+        ("!!!", {"threshold": 1.5}, (1.5, 1)),
+        # One overflow in two steps is tolerated at 0.6, two in three are not.
+        (".!", {"tolerance": 0.6}, (4, 4)),
+        (".!!", {"tolerance": 0.6}, (2, 2)),
+        ("...", {"scale_factor": 1.5, "scale_window": 3}, (6, 4.5)),
+        ("." * 9, {"scale_factor": 1.5, "scale_window": 3}, (9, 6.75)),
+        ("!", {"scale_factor": 1.5, "scale_window": 4}, (4 / 1.5, 2)),
+    ],
+)
+def test_window_of_metaseq_follows_its_scale(steps, params, expected):
+    policy = make_policy("metaseq", **{"scale_window": 4, **params})
+    replay(policy, steps)
+    assert (policy.loss_scale, policy.scale_window) == expected
 
 
 def test_overflow_may_be_a_numpy_bool():
@@ -316,8 +372,8 @@ def test_overflow_may_be_a_numpy_bool():
 @pytest.mark.parametrize(
     ("name", "params", "error", "message"),
     [
-        ("adaptiv", {}, ValueError, r"'name' must be one of adaptive, fixed, .*, but got 'adaptiv'. .* 'adaptive'\?"),
-        (None, {}, ValueError, r"'name' must be one of adaptive, fixed, .*, but got None."),
+        ("adaptiv", {}, ValueError, r"'name' must be one of adaptive, guided, .*, but got 'adaptiv'. .* 'adaptive'\?"),
+        (None, {}, ValueError, r"'name' must be one of adaptive, guided, .*, but got None."),
         (
             "torch",
             {"init_scal": 2},

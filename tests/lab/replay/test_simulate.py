@@ -1,5 +1,6 @@
 """Replays and comparisons of policies: hand-made traces, means, and the Pareto front."""
 
+import dataclasses
 import json
 from functools import partial
 
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.replay.simulate import compare, pareto_front, replay
+from mindformers_adaptive.lab.traces.gradients import showing
+from mindformers_adaptive.lab.traces.synthetic import sudden_drop
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.table import text_table
 
@@ -133,3 +136,38 @@ def test_pareto_front_is_what_no_other_result_beats(results):
 def test_nothing_to_compare_is_refused(policies, traces, message):
     with pytest.raises(ValueError, match=message):
         compare(policies, traces)
+
+
+class Listener:
+    """A policy of a fixed scale that keeps what it was told."""
+
+    scale_window, loss_scale = None, 8.0
+
+    def __init__(self):
+        self.steps = []
+
+    def step(self, overflow, largest_gradient=None):
+        self.steps.append((overflow, largest_gradient))
+        return self.loss_scale
+
+    def state(self):
+        return {}
+
+
+def test_a_policy_is_given_the_largest_gradient_of_applied_steps_only():
+    trace = Trace.exact("made", [16.0, 4.0, 8.0])
+    listener = Listener()
+    replay(listener, trace)
+    assert listener.steps == [(False, None), (True, None), (False, None)]
+    listener = Listener()
+    replay(listener, showing(trace))
+    assert listener.steps == [(False, 65504 / 16), (True, None), (False, 65504 / 8)]
+
+
+def test_guided_follows_the_gradients_of_a_trace():
+    trace = sudden_drop(4000, seed=0)
+    guided = replay(make_policy("guided"), trace).measures
+    silent = replay(make_policy("guided"), dataclasses.replace(trace, largest_gradient=None)).measures
+    dynamic = replay(make_policy("dynamic", init_loss_scale=2**16, scale_window=1000), trace).measures
+    assert guided.skipped <= 8 < dynamic.skipped
+    assert guided.headroom_lost < silent.headroom_lost

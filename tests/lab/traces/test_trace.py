@@ -36,3 +36,8 @@ def test_a_ceiling_outside_its_bounds_is_refused(ceiling, lower_bound, upper_bou
 def test_arrays_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match=r"All arrays of the trace 'log' must have one number for each step"):
         Trace("log", np.ones(2), np.ones(2), np.full(3, 2.0))
+
+
+def test_largest_gradients_must_be_one_for_each_step_too():
+    with pytest.raises(ValueError, match=r"All arrays of the trace 'log' must have one number for each step"):
+        Trace("log", np.ones(2), np.ones(2), np.full(2, 2.0), largest_gradient=np.ones(3))

@@ -1,0 +1,80 @@
+"""What the largest gradient of a step shows of its ceiling: all of it, or less."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rule.checks import require_integer
+from mindformers_adaptive.rule.shown_exponent import LARGEST_FLOAT16
+
+__all__ = ["OWN_CEILINGS", "own_ceiling", "showing"]
+
+# (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
+# everything else frozen, batch 64), the same with no memory, with batch 1, and where only the first of fourteen layers
+# was trained.
+OWN_CEILINGS = ((19.1, 1.4, 0.9, 0.95), (19.1, 1.4, 0.9, 0.0), (13.2, 5.4, 0.7, 0.3), (22.2, 14.4, 0.25, 0.5))
+
+_PLAIN_INTEGER = "Write it without quotes and without a decimal point."
+
+# How far the ceilings of own_ceiling() move from step to step, in bits: below 0.1 as measured.
+_OWN_SPREAD = 0.05
+
+
+def showing(trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0) -> Trace:
+    r"""Return a trace with gradients that show its ceilings, higher or lower ones.
+
+    :math:`largest\_gradient_t = 65504 / (c_t \cdot 2^{offset + spread \cdot n_t})`, where :math:`c_t` is the ceiling
+    and :math:`n_t` are independent standard normal numbers.
+
+    Args:
+        trace (Trace): the ceilings.
+        offset (float): bits by which the gradients show too much, as where activation gradients overflow first; a
+            negative one shows too little, as where a gradient is summed in float32. Default: 0, all of it.
+        spread (float): standard deviation of the offset, in bits. Default: 0.
+        seed (int): of the spread, at least 0. Default: 0.
+
+    Examples:
+        >>> showing(Trace.exact("calm", [2.0**16] * 3), offset=3.0).largest_gradient.tolist()
+        [0.12493896484375, 0.12493896484375, 0.12493896484375]
+    """
+    noise = _noise(seed, "offset", len(trace)) if spread else 0.0
+    with np.errstate(divide="ignore", over="ignore"):
+        gradients = LARGEST_FLOAT16 / trace.ceiling / np.exp2(offset + spread * noise)
+    return dataclasses.replace(trace, largest_gradient=np.broadcast_to(gradients, trace.ceiling.shape))
+
+
+def own_ceiling(steps: int, seed: int, level: float, offset: float, spread: float, memory: float) -> Trace:
+    r"""Return a ceiling that hardly moves, and gradients that say nothing of it: other gradients overflow first.
+
+    :math:`\log_2 c_t = level + 0.05\,n_t`, and the gradients show :math:`level + offset + x_t` with
+    :math:`x_t = memory \cdot x_{t-1} + \sqrt{1 - memory^2} \cdot spread \cdot n'_t`.
+
+    Args:
+        steps (int): how many, at least 1.
+        seed (int): at least 0; the same seed gives the same trace.
+        level (float): log2 of the ceiling.
+        offset (float), spread (float): mean and standard deviation of what the gradients show above it, in bits.
+        memory (float): correlation of what two steps in a row show, 0 to 1.
+
+    Examples:
+        >>> traces = [own_ceiling(1000, 0, *numbers) for numbers in OWN_CEILINGS]
+        >>> [round(float(np.log2(trace.ceiling).mean()), 1) for trace in traces]
+        [19.1, 19.1, 13.2, 22.2]
+    """
+    count = require_integer("steps", steps, 1, _PLAIN_INTEGER)
+    ceiling = np.exp2(level + _OWN_SPREAD * _noise(seed, "ceiling", count))
+    wander = _noise(seed, "shown", count)
+    wander[1:] *= np.sqrt(1 - memory**2)
+    for step in range(1, count):
+        wander[step] += memory * wander[step - 1]
+    gradients = LARGEST_FLOAT16 / np.exp2(level + offset + spread * wander)
+    return dataclasses.replace(Trace.exact("own ceiling", ceiling), largest_gradient=gradients)
+
+
+def _noise(seed: int, symbol: str, count: int) -> NDArray[np.float64]:
+    number = require_integer("seed", seed, 0, _PLAIN_INTEGER)
+    return np.random.default_rng([number, *symbol.encode()]).standard_normal(count)
