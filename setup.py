@@ -8,6 +8,13 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "mindformers_adaptive" / "__init__.py").read_text())[1]
 
+EXTRAS = {
+    # The tested pairs. Leave this extra out on Ascend: it would replace the MindSpore that fits the installed CANN.
+    "mindformers": ["mindspore>=2.7,<2.11", "mindformers>=1.6,<1.10", "numpy<2"],
+    "plot": ["matplotlib>=3.8"],
+    "tensorboard": ["tensorboardX>=2.5"],
+}
+
 setup(
     name="mindformers_adaptive",
     version=VERSION,
@@ -15,22 +22,19 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["mindformers_adaptive", "mindformers_adaptive.*"]),
-    install_requires=[
-        "mindspore>=2.7,<2.11",
-        "mindformers>=1.6,<1.10",
-        "numpy>=1.20,<2",
-        "pyyaml>=6",
-        "tensorboardX>=2.5",
-        "tqdm>=4.60",
-    ],
+    package_data={"mindformers_adaptive": ["py.typed"]},
+    # Neither MindSpore nor MindFormers: the lab and most of the program need none of them.
+    install_requires=["numpy>=1.21", "pyyaml>=6", "tqdm>=4.60"],
     entry_points={"console_scripts": ["adaptive-loss-scale=mindformers_adaptive.cli.program:main"]},
     extras_require={
-        "plot": ["matplotlib>=3.8"],
+        **EXTRAS,
         "dev": [
-            "matplotlib>=3.8",
+            *(requirement for extra in EXTRAS.values() for requirement in extra),
             "pytest>=8",
+            "pytest-xdist>=3.5",
             "hypothesis>=6",
             "ruff==0.17.6",
             "mypy==2.4.1",

@@ -1,6 +1,7 @@
 """Adaptive loss scaling for MindSpore and MindFormers.
 
-Importing this package does not import MindSpore: a name that needs it is loaded on first use.
+Importing this package does not import MindSpore: a name that needs it is loaded on first use, and raises an ImportError
+that says what to install where MindSpore or MindFormers is missing.
 """
 
 import importlib
@@ -73,7 +74,10 @@ _MODULE_OF = {
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    from mindformers_adaptive.text.install_hint import install_hint
+
+    with install_hint(f"{__name__}.{name}"):
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -4,8 +4,11 @@ A user changes one import line. On Ascend and GPU the cells compute what the sto
 carry the state of adaptive loss scaling through checkpoints.
 """
 
-import mindformers.wrapper
-from mindspore import nn
+from mindformers_adaptive.text.install_hint import install_hint
+
+with install_hint(__name__):
+    import mindformers.wrapper
+    from mindspore import nn
 
 from mindformers_adaptive.cells.no_loss_scale import NoLossScaleUpdateCell
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep

@@ -16,6 +16,10 @@ hypothesis.settings.load_profile("repeatable")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=2, help="how often each run that is killed while it saves is killed")
+
+
 @pytest.fixture(params=["graph", "pynative"])
 def mode(request):
     """Run the test in GRAPH_MODE and once more in PYNATIVE_MODE."""

@@ -5,6 +5,7 @@ import graphlib
 from pathlib import PurePath
 
 import pytest
+import tomllib
 from conftest import ROOT
 
 import mindformers_adaptive
@@ -17,7 +18,7 @@ MAY_IMPORT = {
     "text": set(),
     "rule": set(),
     "cells": {"rule"},
-    "wrapper": {"cells"},
+    "wrapper": {"text", "cells"},
     "amp": {"rule", "cells", "wrapper"},
     "checkpoint": {"text", "rule", "cells"},
     "gradients": {"text", "rule"},
@@ -46,16 +47,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "register_path": {""},
     "lab": set(),
-    "": set(),
-}
-
-# Everything else may import MindSpore.
-FREE_OF_MINDSPORE = {
-    "": ["__main__", "cli", "lab", "plots", "register_path.__main__", "rule", "text"],
-    "checkpoint": ["reader", "report", "sidecar"],
-    "gradients": ["recommendation", "report", "statistics"],
-    "integration": ["launcher", "workarounds"],
-    "monitor": ["arguments", "collapse", "record"],
+    "": {"text"},
 }
 
 
@@ -72,27 +64,32 @@ def room_of(module):
     return ".".join([first, rest.partition(".")[0]]) if first == "lab" and rest else first
 
 
-def imports_of(source):
-    """The names of all modules that a source imports, at its top or within a function."""
-    for node in ast.walk(ast.parse(source)):
+def imports_of(nodes):
+    """The names of all modules that nodes of a syntax tree import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_imports(source):
-    """The modules of this package that a source imports; "" is the package itself."""
-    for name in imports_of(source):
+def own_modules(names):
+    """Of imported names, the modules of this package; "" is the package itself."""
+    for name in names:
         first, _, rest = name.partition(".")
         if first == "mindformers_adaptive":
             yield rest if rest in MODULES else rest.rpartition(".")[0]
 
 
+def own_imports(source):
+    """The modules of this package that a source imports, at its top or within a function."""
+    return set(own_modules(imports_of(ast.walk(ast.parse(source)))))
+
+
 def imports_out_of_order(module, source):
     """The rooms that a module imports from and may not."""
     own = room_of(module)
-    return {room_of(name) for name in own_imports(source)} - MAY_IMPORT[own] - {own}
+    return {*map(room_of, own_imports(source))} - MAY_IMPORT[own] - {own}
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name])
@@ -100,7 +97,7 @@ def test_module_imports_only_from_rooms_below(module):
     assert imports_out_of_order(module, MODULES[module].read_text(encoding="utf-8")) == set()
 
 
-def test_the_package_itself_imports_nothing_and_names_its_doors_for_editors():
+def test_the_package_itself_names_its_doors_for_editors_and_imports_them_on_first_use():
     tree = ast.parse(MODULES[""].read_text(encoding="utf-8"))
     [for_editors] = [node for node in tree.body if isinstance(node, ast.If)]
     assert ast.unparse(for_editors.test) == "TYPE_CHECKING"
@@ -112,7 +109,8 @@ def test_the_package_itself_imports_nothing_and_names_its_doors_for_editors():
     assert named == mindformers_adaptive._MODULE_OF
     assert sorted(named) == sorted(mindformers_adaptive.__all__)
     tree.body.remove(for_editors)
-    assert not [name for name in imports_of(ast.unparse(tree)) if name.startswith("mindformers_adaptive")]
+    assert own_imports(ast.unparse(tree)) == {"text.install_hint"}
+    assert not [node for node in tree.body if isinstance(node, ast.ImportFrom) and "mindformers" in node.module]
 
 
 def test_rooms_stand_above_each_other():
@@ -122,9 +120,7 @@ def test_rooms_stand_above_each_other():
 
 def test_modules_within_a_room_import_each_other_one_way():
     graph = {
-        module: {name for name in own_imports(file.read_text(encoding="utf-8")) if name != module}
-        for module, file in MODULES.items()
-        if module
+        module: own_imports(file.read_text(encoding="utf-8")) - {module} for module, file in MODULES.items() if module
     }
     graphlib.TopologicalSorter(graph).prepare()
 
@@ -141,14 +137,42 @@ def test_the_top_level_holds_the_public_doors_only():
     assert {file.name for file in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "wrapper.py"}
 
 
-def is_below(module, root):
-    return root == module or module.startswith(f"{root}.")
+def nodes_at_import(tree):
+    """The nodes of a syntax tree that run when the module is imported."""
+    for node in ast.iter_child_nodes(tree):
+        for_editors = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not for_editors and not isinstance(node, ast.FunctionDef):
+            yield node
+            yield from nodes_at_import(node)
 
 
 def free_modules():
-    roots = [f"{room}.{name}" if room else name for room, names in FREE_OF_MINDSPORE.items() for name in names]
-    assert all(any(is_below(module, root) for module in MODULES) for root in roots), roots
-    return ["", *(module for module in MODULES if any(is_below(module, root) for root in roots))]
+    """The modules whose import does not lead to that of MindSpore or MindFormers, by their sources."""
+    imports = {
+        module: set(imports_of(nodes_at_import(ast.parse(file.read_text(encoding="utf-8")))))
+        for module, file in MODULES.items()
+    }
+    graph = {module: {*own_modules(names)} - {module} for module, names in imports.items()}
+    # Importing this one is how MindFormers registers the classes, which needs them all.
+    heavy = {"register_path.adaptive_loss_scaling"}
+    for module in graphlib.TopologicalSorter(graph).static_order():
+        outside = {name.partition(".")[0] for name in imports[module]}
+        if outside & {"mindspore", "mindformers"} or graph[module] & heavy:
+            heavy.add(module)
+    return MODULES.keys() - heavy
+
+
+def checked_by_mypy():
+    """The modules that the type checker is told to check, all that they are."""
+    with (ROOT / "pyproject.toml").open("rb") as settings:
+        paths = [ROOT / path for path in tomllib.load(settings)["tool"]["mypy"]["files"]]
+    assert all(path.exists() for path in paths)
+    return {name for name, file in MODULES.items() if any(path in (file, *file.parents) for path in paths)}
+
+
+def test_every_module_that_is_free_of_mindspore_is_checked_by_mypy():
+    empty = {module for module in MODULES if len(ast.parse(MODULES[module].read_text(encoding="utf-8")).body) == 1}
+    assert checked_by_mypy() - empty == free_modules() - empty
 
 
 # Imports modules one after the other and prints those after which a name is among the loaded modules.
@@ -165,7 +189,7 @@ for module in sys.argv[1:]:
 
 def test_plain_python_stays_free_of_mindspore(run_python):
     """One interpreter imports them all; the first after which MindSpore is there is named."""
-    modules = [f"mindformers_adaptive.{module}".rstrip(".") for module in free_modules()]
+    modules = [f"mindformers_adaptive.{module}".rstrip(".") for module in sorted(free_modules())]
     assert len(modules) > 60
     assert run_python("-c", REPORT, *modules).stdout == ""
 

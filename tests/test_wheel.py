@@ -1,16 +1,25 @@
 """The wheel, built and used as a user would, away from the checkout."""
 
-import importlib
+import importlib.metadata
 import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 
 import pytest
 from conftest import ROOT
 
-PACKAGE_FILES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "mindformers_adaptive").rglob("*.py")}
+import mindformers_adaptive
+
+PACKAGE_FILES = {
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.py", "py.typed")
+    for path in (ROOT / "mindformers_adaptive").rglob(pattern)
+}
+SAMPLES = ROOT / "tests" / "lab" / "samples"
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +28,10 @@ def wheel(tmp_path_factory):
     # A copy, because building leaves a build folder behind, and takes up an old one.
     source = folder / "source"
     source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     shutil.copytree(ROOT / "mindformers_adaptive", source / "mindformers_adaptive")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    command = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
     subprocess.run(command, check=True, capture_output=True)
     (file,) = folder.glob("*.whl")
     return file
@@ -34,18 +42,20 @@ def test_wheel_holds_the_whole_package_and_nothing_else(wheel):
     assert names == PACKAGE_FILES
 
 
-def test_wheel_names_the_supported_versions(wheel):
+def test_wheel_requires_no_mindspore_but_in_its_extra(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [name for name in archive.namelist() if name.endswith("METADATA")]
         lines = archive.read(metadata).decode().splitlines()
-    required = {line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")}
-    assert {"mindspore<2.11,>=2.7", "mindformers<1.10,>=1.6", "numpy<2,>=1.20"} <= {
-        line.replace(" ", "").replace("(", "").replace(")", "") for line in required
-    }
-    assert {line for line in lines if line.startswith("Provides-Extra")} == {
-        "Provides-Extra: dev",
-        "Provides-Extra: plot",
-    }
+        assert archive.read(metadata.replace("METADATA", "LICENSE")) == (ROOT / "LICENSE").read_bytes()
+    required = {}
+    for line in lines:
+        if line.startswith("Requires-Dist: "):
+            requirement, _, extra = line.removeprefix("Requires-Dist: ").replace("'", '"').partition("; extra == ")
+            required.setdefault(extra.strip('" '), set()).add(re.sub(r"[ ()]", "", requirement))
+    assert required[""] == {"numpy>=1.21", "pyyaml>=6", "tqdm>=4.60"}
+    assert required["mindformers"] == {"mindspore<2.11,>=2.7", "mindformers<1.10,>=1.6", "numpy<2"}
+    assert required.keys() == {"", "mindformers", "plot", "tensorboard", "dev"}
+    assert required["mindformers"] | required["plot"] | required["tensorboard"] < required["dev"]
 
 
 def test_wheel_installs_the_program(wheel):
@@ -58,9 +68,8 @@ def test_wheel_installs_the_program(wheel):
 
 def test_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):
     installed = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run(
-        [*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, capture_output=True
+        [*PIP, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, capture_output=True
     )
 
     def run(*arguments):
@@ -74,3 +83,97 @@ def test_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):
         "import mindformers_adaptive as m; print(m.__file__, m.AdaptiveLossScaleUpdateCell(1, 2, 20).get_loss_scale())"
     )
     assert run("-c", code) == f"{installed / 'mindformers_adaptive' / '__init__.py'} 1.0"
+
+
+@pytest.fixture(scope="module")
+def bare(wheel, tmp_path_factory):
+    """The programs of an environment that has this package and what it requires, but no MindSpore.
+
+    pip may download nothing, so it fails if the package requires more than the environment has.
+    """
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    [site_packages] = folder.glob("lib/python*/site-packages")
+    for name in ("numpy", "PyYAML", "tqdm"):
+        distribution = importlib.metadata.distribution(name)
+        for entry in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+            (site_packages / entry).symlink_to(distribution.locate_file(entry))
+    command = [*PIP, "--python", str(folder), "install", "--no-index", str(wheel)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "bin"
+
+
+@pytest.fixture
+def run_bare(bare, tmp_path):
+    def run(program, *arguments, expect_exit=0):
+        command = [str(bare / program), *map(str, arguments)]
+        finished = subprocess.run(
+            command, cwd=tmp_path, env={"PATH": str(bare), "HOME": str(tmp_path)}, capture_output=True, text=True
+        )
+        assert finished.returncode == expect_exit, finished.stdout + finished.stderr
+        return finished
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--help"], "commands:"),
+        (["inspect", "--help"], "checkpoint"),
+        (["find", "--help"], "--margin"),
+        (["simulate", "--policy", "torch", "synthetic:sudden drop"], "skipped"),
+        (["compare", "synthetic:sudden drop"], "megatron"),
+        (["analyze", SAMPLES / "megatron_gpt2_n4.log"], "skipped"),
+        (["megatron", "--fp16", "--loss-scale", "1024"], "type: FixedLossScaleUpdateCell"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_offline_commands_work_without_mindspore(run_bare, arguments, expected):
+    assert expected in run_bare("adaptive-loss-scale", *arguments).stdout
+
+
+@pytest.mark.parametrize("command", ["train", "probe", "find"])
+def test_commands_that_need_mindspore_say_what_to_install(run_bare, command):
+    config = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
+    finished = run_bare("adaptive-loss-scale", command, "--config", config, expect_exit=1)
+    assert f"error: '{command}' needs mind" in finished.stderr
+    assert "pip install mindformers_adaptive[mindformers]" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize(("ending", "package"), [("ckpt", "mindspore"), ("safetensors", "safetensors")])
+def test_checkpoints_that_need_a_package_say_what_to_install(run_bare, tmp_path, ending, package):
+    file = tmp_path / f"saved.{ending}"
+    file.write_bytes(b"any")
+    finished = run_bare("adaptive-loss-scale", "inspect", file, expect_exit=1)
+    assert f"A .{ending} file needs {package}, which is not installed." in finished.stdout + finished.stderr
+
+
+# Prints the public names that can be had, and the errors of the others; the wrapper is a module of its own.
+PUBLIC_NAMES = """
+import importlib
+import mindformers_adaptive
+for name in mindformers_adaptive.__all__:
+    try:
+        getattr(mindformers_adaptive, name)
+        print(name)
+    except ImportError as error:
+        print(error)
+try:
+    importlib.import_module("mindformers_adaptive.wrapper")
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_names_that_need_mindspore_say_what_to_install(run_bare):
+    printed = run_bare("python", "-c", PUBLIC_NAMES).stdout.splitlines()
+    free = {"AdaptiveRule", "LossScaleState", "make_policy", "megatron_state", "scale_sense_from_megatron"}
+    assert {line for line in printed if " " not in line} == {*free, "window_ladder"}
+    errors = [line for line in printed if " " in line]
+    assert len(errors) == len(mindformers_adaptive.__all__) - len(free)
+    for error in errors:
+        assert re.match(
+            r"mindformers_adaptive\.\w+ needs mind(spore|formers), which is not installed\. On Ascend", error
+        )

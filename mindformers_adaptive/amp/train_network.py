@@ -51,7 +51,9 @@ def build_train_network(network, optimizer, loss_fn=None, level="O0", boost_leve
         >>> bool(overflow), float(loss_scale)
         (True, 32768.0)
     """
-    manager = kwargs.get("loss_scale_manager", _default_manager(level))
+    # MindSpore's own default for its level O2.
+    default = amp.DynamicLossScaleManager() if level == "O2" else None
+    manager = kwargs.get("loss_scale_manager", default)
     _refuse_cell_as_manager(manager)
     get_update_cell = getattr(manager, "get_update_cell", lambda: None)
     update_cell = get_update_cell()
@@ -87,11 +89,6 @@ def enable_loss_scale_on_cpu():
     """
     amp.build_train_network = build_train_network
     mindspore.train.amp.build_train_network = build_train_network
-
-
-def _default_manager(level):
-    # MindSpore's own default for its level O2.
-    return amp.DynamicLossScaleManager() if level == "O2" else None
 
 
 def _refuse_cell_as_manager(manager):

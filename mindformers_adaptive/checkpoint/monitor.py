@@ -1,6 +1,8 @@
 """MindFormers' ``CheckpointMonitor`` with the state of loss scaling, and functions that restore that state."""
 
 import functools
+import os
+import shutil
 import warnings
 from pathlib import Path
 
@@ -15,21 +17,105 @@ __all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]
 
 # MindFormers before 1.7 has no `checkpoint:` format.
 _CommonInfo = getattr(stock, "CommonInfo", object)
+_AsyncSaveManager = getattr(stock, "AsyncSaveManager", object)
+# MindSpore then hands checkpoints to another service.
+_SAVES_ELSEWHERE = os.getenv("AITURBO") == "1"
 
 
 class CheckpointMonitor(stock.CheckpointMonitor):
-    """MindFormers' ``CheckpointMonitor``, which in the ``checkpoint:`` format writes ``loss_scale.json`` too.
+    """MindFormers' ``CheckpointMonitor``, which keeps the state of loss scaling and notices when ``async_save`` fails.
+
+    In the ``checkpoint:`` format it writes ``loss_scale.json`` too.
+
+    With ``async_save``, MindFormers takes a checkpoint for complete as soon as the thread or process that writes it has
+    ended, even if that failed, as on a full disk. This class checks that the files are there. If they are not, it warns
+    at the next step, and training resumes from the last complete checkpoint. In the ``checkpoint:`` format incomplete
+    folders do not count among the ``save_max`` that are kept, and a single process removes them.
 
     Arguments and everything else are those of the stock callback. After ``register()`` a YAML file that names
     ``CheckpointMonitor`` gets this one.
     """
 
     def _save_megatron_ckpt_file_format(self, cb_params):
+        if cb_params.cur_step_num == self._last_triggered_step:
+            return
         update_cell = getattr(cb_params.network, "loss_scaling_manager", None)
         if isinstance(update_cell, AdaptiveLossScaleUpdateCell):
             # MindFormers saves it as common.json, into the folder of this step, before it calls the step complete.
             self.common_info = _CommonInfoWithLossScale(cb_params.network)
+        if self._config.async_save:
+            if not isinstance(self.async_save_manager, _CheckedAsyncSaveManager):
+                self.async_save_manager = _CheckedAsyncSaveManager(self._config.async_save, self._finish_async_save)
+                self._complete_folders = []
+            self.async_save_manager.maybe_finalize(wait_finish=True)
+            # MindFormers would remove the oldest folder of this list while the newest is still being written.
+            self.current_ckpt_step_list = []
         super()._save_megatron_ckpt_file_format(cb_params)
+
+    def _finish_async_save(self, note_step):
+        # Rank 0 calls this when all ranks have ended a save. `note_step` makes its folder the one to resume from.
+        for folder in self.current_ckpt_step_list:
+            if missing := self._missing_files(Path(folder)):
+                _warn_of_failed_save(f"{folder} lacks {', '.join(missing)}")
+                if stock.get_real_group_size() == 1:
+                    shutil.rmtree(folder, ignore_errors=True)
+                return
+        try:
+            note_step()
+        except OSError as error:
+            _warn_of_failed_save(f"the step of the newest cannot be noted, {error}")
+        self._complete_folders += self.current_ckpt_step_list
+        for oldest in self._complete_folders[: -self._config.keep_checkpoint_max]:
+            shutil.rmtree(oldest, ignore_errors=True)
+            self._complete_folders.remove(oldest)
+
+    def _missing_files(self, folder):
+        from mindformers.checkpoint.utils import FileType, get_checkpoint_name
+
+        processes = stock.get_real_group_size()
+        if _SAVES_ELSEWHERE or (self.need_remove_redundancy and processes > 1):
+            # Which process writes which file depends on the parallel setting.
+            return []
+        kinds = [FileType.MODEL, *([FileType.OPTIMIZER] if self.save_optimizer else [])]
+        names = [
+            f"{get_checkpoint_name(None, self.origin_prefix, rank, processes, kind)}.safetensors"
+            for kind in kinds
+            for rank in range(processes)
+        ]
+        return [name for name in names if not (folder / name).is_file()]
+
+    def record_last_ckpt_to_json(self, epoch, step, ckpt_file):
+        """Note in ``meta.json`` the file to resume from, if an ``async_save`` has written it."""
+        if self._config.async_save and not _SAVES_ELSEWHERE and not Path(self._directory, ckpt_file).is_file():
+            _warn_of_failed_save(f"{Path(self._directory, ckpt_file)} is not there")
+            return
+        super().record_last_ckpt_to_json(epoch, step, ckpt_file)
+
+    def end(self, run_context):
+        """Save the last checkpoint, and note it when it is complete."""
+        super().end(run_context)
+        if self.use_legacy_format and self._config.async_save and not self.meta_updated:
+            self.record_last_ckpt_to_json(self.last_epoch_num, self.last_step_num_in_epoch, self.last_ckpoint_file)
+            self.meta_updated = True
+
+
+def _warn_of_failed_save(problem):
+    warnings.warn(
+        f"A checkpoint was not saved: {problem}. Look for the error in the log; the disk may be full. A resume starts "
+        "from the last complete checkpoint.",
+        stacklevel=3,
+    )
+
+
+class _CheckedAsyncSaveManager(_AsyncSaveManager):
+    """Calls ``finish`` with the function that MindFormers would call at the end of a save."""
+
+    def __init__(self, async_save, finish):
+        super().__init__(async_save)
+        self._finish = finish
+
+    def add_finalize_fn(self, finalize_fn):
+        super().add_finalize_fn(functools.partial(self._finish, finalize_fn))
 
 
 class _CommonInfoWithLossScale(_CommonInfo):

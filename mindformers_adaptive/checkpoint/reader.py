@@ -15,6 +15,7 @@ from typing import Any
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME as SIDECAR
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
+from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["FIELDS", "STATE_FIELDS", "Checkpoint", "differences_between_ranks", "latest_iteration", "read_checkpoints"]
 
@@ -26,6 +27,8 @@ FIELDS = ("step_num", "global_step", *STATE_FIELDS)
 
 # What a file holds, by key in the file or by field.
 _Values = dict[str, Any]
+# A file, and the function that reads it.
+_Source = tuple[Path, Callable[[Path], _Values]]
 
 # Each field's names in a file, the better one first: MindFormers writes `loss_scale` beside the Parameter itself.
 _NAMES: dict[str, tuple[str, ...]] = {name: (PARAMETER_NAMES.get(name, name),) for name in FIELDS}
@@ -78,7 +81,7 @@ class Checkpoint:
         if self.values["step_num"] is not None:
             return int(self.values["step_num"])
         # A file is named by epoch and step within the epoch, which is the step itself only in the first epoch.
-        match = re.fullmatch(r"iteration_(\d+)|.*-1_(\d+)\.\w+", self.path.name)
+        match = re.fullmatch(r"iteration_(\d+)|(?s:.*)-1_(\d+)\.\w+", self.path.name)
         return int(match[1] or match[2]) if match else None
 
     def _has(self, *names: str) -> bool:
@@ -181,12 +184,12 @@ def _read_file(file: Path) -> Checkpoint:
 
 def _read_iteration(folder: Path) -> Checkpoint:
     """Read a folder of MindFormers' ``checkpoint:`` format; the file that a resume reads comes first."""
-    sources = [(file, _read_safetensors) for file in sorted(folder.glob("*-opt-*.safetensors"))]
+    sources: list[_Source] = [(file, _read_safetensors) for file in sorted(folder.glob("*-opt-*.safetensors"))]
     sources += [(folder / name, read) for name, read in _SMALL_FILES.items() if (folder / name).exists()]
     return _read(folder, sources)
 
 
-def _read(path: Path, sources: list[tuple[Path, Callable[[Path], _Values]]]) -> Checkpoint:
+def _read(path: Path, sources: list[_Source]) -> Checkpoint:
     checkpoint = Checkpoint(path)
     origin: dict[str, str] = {}
     any_is_torn = False
@@ -233,7 +236,8 @@ def _by_field(content: Mapping[str, Any]) -> tuple[_Values, list[str]]:
 
 
 def _read_safetensors(file: Path) -> _Values:
-    from safetensors import safe_open
+    with install_hint("A .safetensors file"):
+        from safetensors import safe_open
 
     with safe_open(file, "np") as content:
         keys = [key for key in content.keys() if _is_wanted(key)]  # noqa: SIM118 - it is not a dict
@@ -242,7 +246,8 @@ def _read_safetensors(file: Path) -> _Values:
 
 
 def _read_ckpt(file: Path) -> _Values:
-    from mindspore import load_checkpoint
+    with install_hint("A .ckpt file"):
+        from mindspore import load_checkpoint
 
     keys: list[str] = []
 

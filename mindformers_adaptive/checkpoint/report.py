@@ -61,7 +61,8 @@ def report_text(report: dict[str, Any]) -> str:
     lines = [["file", *names, "note"]]
     for checkpoint in checkpoints:
         lines.append([checkpoint["file"], *(_cell(checkpoint[name]) for name in names), "; ".join(checkpoint["notes"])])
-    return "\n".join([align(lines, to_the_left=(0, len(names) + 1)), *report["notes"]])
+    lines = [[_printable(cell) for cell in line] for line in lines]
+    return "\n".join([align(lines, to_the_left=(0, len(names) + 1)), *map(_printable, report["notes"])])
 
 
 def why_no_state(report: dict[str, Any]) -> str:
@@ -70,10 +71,10 @@ def why_no_state(report: dict[str, Any]) -> str:
     if unreadable:
         reason = f"unreadable: {', '.join(unreadable)}"
     elif report["checkpoints"]:
-        reason = f"{len(report['checkpoints'])} checkpoints read, none has any"
+        reason = f"{len(report['checkpoints'])} checkpoints read, and they hold no state"
     else:
         reason = "; ".join(report["notes"]) or "no checkpoint there"
-    return f"No state of loss scaling in {report['path']}: {reason}."
+    return _printable(f"No state of loss scaling in {report['path']}: {reason}.")
 
 
 def _note_kinds(path: str | Path, checkpoints: list[Checkpoint]) -> list[str]:
@@ -120,6 +121,11 @@ def _cell(value: float | None) -> str:
         return "-"
     # A power of two is easier to recognise without an exponent, as long as it is short.
     return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e16 else str(value)
+
+
+def _printable(text: str) -> str:
+    """Escape what would move the cursor, change colours, or is not Unicode, as the name of a file may."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _name_below(path: str | Path, checkpoint: Checkpoint) -> str:

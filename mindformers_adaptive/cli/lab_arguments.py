@@ -180,5 +180,5 @@ def _read_folder(folder: Path, assume: str) -> list[Source]:
         except ValueError as error:
             print(f"{path} is left out: {error}", file=sys.stderr)
     if not sources:
-        raise ValueError(f"The folder {str(folder)!r} must hold at least one log, but none of its files is one.")
+        raise ValueError(f"The folder {str(folder)!r} must hold at least one log, but no file in it is recognised.")
     return sources

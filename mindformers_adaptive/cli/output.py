@@ -50,7 +50,7 @@ def print_json(content: Any) -> None:
 
 @contextmanager
 def progress_bar(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, and none elsewhere.
+    """Show a progress bar if the output is a terminal.
 
     Args:
         total (int, optional): the number of steps, None if it is not known beforehand.
@@ -69,6 +69,6 @@ class _ValueLoader(yaml.SafeLoader):
     """YAML in which 1e-4 is a number; YAML 1.1 wants 1.0e-4."""
 
 
-_ValueLoader.add_implicit_resolver(
+_ValueLoader.add_implicit_resolver(  # type: ignore[no-untyped-call]
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("+-.0123456789")
 )

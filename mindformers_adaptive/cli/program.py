@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindformers_adaptive.cli.output import UsageError
+from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["COMMANDS", "main"]
 
@@ -82,7 +83,8 @@ def _run(command: Any, words: list[str]) -> int:
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        command.run(options)
+        with install_hint(f"'{words[0]}'"):
+            command.run(options)
         sys.stdout.flush()
     except UsageError as error:
         parser.error(str(error))

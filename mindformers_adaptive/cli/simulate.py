@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, read_sources
 from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         for source in sources:
             replays.append(replay(make(), source.trace))
             progress(len(replays))
-    results = [
+    results: list[dict[str, Any]] = [
         {
             "policy": label,
             "source": source.describe(),

@@ -38,12 +38,14 @@ def load_config(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file's name does not end in .yaml or .yml, ``run_mode`` is not one of train, finetune, eval
-            and predict, or a key cannot be set.
+        TypeError: if :func:`mindformers_adaptive.integration.config_checks.check_config` raises it.
+        ValueError: likewise; and if the file's name does not end in .yaml or .yml, ``run_mode`` is not one of train,
+            finetune, eval and predict, or a key is unknown or cannot be set.
     """
     path = require_yaml_file(path)
     from mindformers.tools.register import MindFormerConfig
 
+    from mindformers_adaptive.integration.config_checks import check_config
     from mindformers_adaptive.integration.registration import register
 
     if register_path is not None:
@@ -51,17 +53,23 @@ def load_config(
     register()
     overrides = dict(overrides or {})
     # MindFormers fills in its template by the run mode, so it has to know it while it reads the file.
-    config = MindFormerConfig(path, **{key: value for key, value in overrides.items() if key == "run_mode"})
+    run_mode = {key: value for key, value in overrides.items() if key == "run_mode"}
+    try:
+        config = MindFormerConfig(path, **run_mode)
+    except KeyError as error:
+        # MindFormers' answer to an unknown key.
+        raise ValueError(f"{path}: {error.args[0]}") from error
     for key, value in overrides.items():
         if key == EVAL_NUM_SAMPLES and not (config.eval_dataset and config.eval_dataset.data_loader):
             continue
-        if not set_key(config, key, value) and key not in may_add:
+        if not set_key(config, key, value) and key not in (*may_add, EVAL_NUM_SAMPLES):
             warnings.warn(f"'{key}' was not in {path}; it is added, as {value!r}.", stacklevel=2)
     if config.run_mode not in _RUN_MODES:
         raise ValueError(
             f"'run_mode' must be one of {', '.join(_RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
             "or with --run-mode."
         )
+    check_config(config)
     return config
 
 
@@ -92,12 +100,14 @@ def set_key(config: Any, key: str, value: Any) -> bool:
     *sections, last = key.split(".")
     node = config
     for section in sections:
-        if _look_up(node, section, key) is None:
-            node[_key_or_place(node, section)] = type(config)()
-        node = _look_up(node, section, key)
-    was_there = _look_up(node, last, key) is not None or last in node
+        place = _place(node, section, key)
+        if isinstance(node, dict) and node.get(place) is None:
+            node[place] = type(config)()
+        node = node[place]
+    place = _place(node, last, key)
+    was_there = isinstance(node, list) or place in node
     # MindFormers reads the keys of a section as attributes, which a plain dict does not have.
-    node[_key_or_place(node, last)] = type(config)(**value) if isinstance(value, dict) else value
+    node[place] = type(config)(**value) if isinstance(value, dict) else value
     return was_there
 
 
@@ -131,19 +141,15 @@ def launch(config: Any) -> None:
         )
 
 
-def _look_up(node: Any, name: str, key: str) -> Any:
+def _place(node: Any, name: str, key: str) -> str | int:
     if isinstance(node, dict):
-        return node.get(name)
+        return name
     if isinstance(node, list) and name.isdigit() and int(name) < len(node):
-        return node[int(name)]
+        return int(name)
     raise ValueError(
         f"'{key}' leads to nothing in the YAML file: there is no {name!r} in {node!r}. Name a section by its key and a "
         "place in a list by its number, from 0."
     )
-
-
-def _key_or_place(node: Any, name: str) -> str | int:
-    return int(name) if isinstance(node, list) else name
 
 
 def _make_importable(folder: Path) -> None:

@@ -5,14 +5,18 @@ import warnings
 
 import mindformers
 import mindspore
+from mindformers import TrainingArguments
 from mindformers.models import PreTrainedModel
 from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
 
+from mindformers_adaptive.integration.config_checks import check_config
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.integration.workarounds import prepare
 
 __all__ = ["Trainer"]
+
+_DEFAULT_WINDOW = TrainingArguments.loss_scale_window
 
 
 class Trainer(mindformers.Trainer):
@@ -68,6 +72,15 @@ class Trainer(mindformers.Trainer):
                 loss_scale = MindFormerConfig(loss_scale_value=float(wrapper.scale_sense.asnumpy()))
                 self.config.runner_wrapper.scale_sense = loss_scale
 
+    @staticmethod
+    def _config_init(args=None, task_config=None):
+        # The configuration is complete here, and nothing has been built.
+        config = mindformers.Trainer._config_init(args, task_config)
+        if isinstance(args, TrainingArguments):
+            _start_at_smallest_window(args, config)
+        check_config(config)
+        return config
+
     def _check_config_rules(self):
         # Runs when the arguments of train() are known, and before MindFormers looks for a checkpoint.
         prepare(self.config)
@@ -85,6 +98,12 @@ class Trainer(mindformers.Trainer):
             if isinstance(restored, Tensor):
                 self.wrapper.scale_sense.set_data(Tensor(restored.asnumpy().item(), mindspore.float32))
         return self.wrapper
+
+
+def _start_at_smallest_window(args, config):
+    # MindFormers passes on its own default, the largest window, which a ladder with other bounds does not even have.
+    if args.scale_sense == "AdaptiveLossScaleUpdateCell" and args.loss_scale_window == _DEFAULT_WINDOW:
+        config.runner_wrapper.scale_sense.scale_window = args.min_scale_window
 
 
 def _check_train_step(wrapper):

@@ -18,16 +18,19 @@ _WHOLE_CHECKPOINT = "hyper_param.safetensors"
 def prepare(config: Any) -> None:
     """Change a configuration so that MindFormers can train on a CPU and resume.
 
-    On a CPU, sink mode is turned off and the barrier of several processes is replaced. A single process that resumes
-    from the safetensors of MindFormers' ``CheckpointMonitor`` is given a link to them under a name that MindFormers
-    accepts. A run in the ``checkpoint:`` format that was killed while it noted its newest checkpoint resumes from it.
+    On a CPU, sink mode is turned off and the barrier of several processes is replaced. ``resume_training: True`` works
+    with ``checkpoint.load_path`` alone, and is warned of without a checkpoint. A single process that resumes from the
+    safetensors of MindFormers' ``CheckpointMonitor`` is given a link to them under a name that MindFormers accepts. A
+    note of the newest checkpoint that is empty, damaged or wrong gives way to the newest checkpoint that is whole.
 
     Args:
         config (MindFormerConfig): the configuration of a trainer; changed in place.
 
     Raises:
         FileNotFoundError: if ``resume_training`` names a file that is not there.
+        ValueError: if it is True, and no file to resume from is whole.
     """
+    _keep_resume_training(config)
     if _runs_on_cpu():
         _turn_off_sink_mode(config.runner_config)
         if config.use_parallel:
@@ -40,6 +43,24 @@ def _runs_on_cpu() -> bool:
     import mindspore
 
     return bool(mindspore.get_context("device_target") == "CPU")
+
+
+def _keep_resume_training(config: Any) -> None:
+    """Make sure that ``resume_training: True`` has a checkpoint; MindFormers sets it to False otherwise."""
+    if config.resume_training is not True:
+        return
+    section = config.get("checkpoint") or {}
+    if not config.load_checkpoint and section.get("load_path"):
+        # Without this MindFormers would load the weights, but neither the optimizer nor the step.
+        config.load_checkpoint = section["load_path"]
+    folder = Path(config.load_checkpoint or "")
+    if not config.load_checkpoint or (folder.is_dir() and not any(folder.iterdir())):
+        reason = f"the folder {folder} is empty" if config.load_checkpoint else "'load_checkpoint' is empty"
+        warnings.warn(
+            f"'resume_training' must have a checkpoint to resume from, but {reason}: training starts at step 1. Give "
+            "'load_checkpoint' the folder of the checkpoints, or set 'resume_training' to False.",
+            stacklevel=4,
+        )
 
 
 def _turn_off_sink_mode(runner_config: Any) -> None:
@@ -71,7 +92,7 @@ def _link_single_process_safetensors(config: Any) -> None:
 
 
 def _file_to_resume_from(rank_folder: Path, resume_training: bool | str) -> Path | None:
-    """Return the file that ``resume_training`` names, or the newest that is complete; None if there is no file."""
+    """Return the file that is named by ``resume_training`` or ``meta.json``, else the newest whole one, if any."""
     if isinstance(resume_training, str):
         file = rank_folder / resume_training
         if not file.is_file():
@@ -79,37 +100,74 @@ def _file_to_resume_from(rank_folder: Path, resume_training: bool | str) -> Path
                 f"'resume_training' must name a file in {rank_folder}, but there is no {file.name}."
             )
         return file
+    named, problem = _file_of_meta(rank_folder)
+    if named is not None:
+        return named
+    files = sorted(rank_folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    whole = next(filter(_is_whole, files), None)
+    if whole is not None:
+        warnings.warn(f"{problem}: training resumes from the newest whole file, {whole.name}.", stacklevel=5)
+    elif files:
+        raise ValueError(f"{problem}, and none of the .safetensors files beside it is whole. Give another folder.")
+    return whole
+
+
+def _file_of_meta(rank_folder: Path) -> tuple[Path | None, str]:
+    """Return the file that ``meta.json`` names, or None and what is wrong with it."""
+    meta = rank_folder / "meta.json"
     try:
         # Written when a checkpoint is complete.
-        return Path(rank_folder, json.loads((rank_folder / "meta.json").read_text())["last_ckpt_file"])
-    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
-        files = sorted(rank_folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
-        if not files:
-            return None
-        warnings.warn(
-            f"{rank_folder / 'meta.json'} names no complete checkpoint: training resumes from the newest file, "
-            f"{files[-1].name}.",
-            stacklevel=5,
-        )
-        return files[-1]
+        name = json.loads(meta.read_text(encoding="utf-8"))["last_ckpt_file"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None, f"{meta} names no complete checkpoint"
+    if not isinstance(name, str) or not name or name != Path(name).name:
+        return None, f"{meta} must name a file beside it, but names {name!r}"
+    if not (rank_folder / name).is_file():
+        return None, f"{meta} names {name!r}, which is not there"
+    if not _is_whole(rank_folder / name):
+        return None, f"{meta} names {name!r}, which is not a whole file"
+    return rank_folder / name, ""
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a safetensors file has all the bytes that its head promises."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "np"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def _choose_newest_iteration(config: Any) -> None:
-    # MindFormers empties the note before it writes the step. It does so when that checkpoint is complete and before it
-    # writes anything of the next, so the folder with the newest common.json is the right one.
+    # MindFormers empties the note before it writes the step, so a kill may leave it empty. It does so when that
+    # checkpoint is complete and before it writes anything of the next.
     section, key = config.get("checkpoint") or {}, "load_path"
     if section.get(key) is None:
         section, key = config, "load_checkpoint"
     folder = Path(section.get(key) or "")
     note = folder / "latest_checkpointed_iteration.txt"
-    if not note.is_file() or note.read_text().strip():
+    if not note.is_file():
+        return
+    step = note.read_text(encoding="utf-8", errors="replace").strip()
+    if step and not (step.isdecimal() and not _is_complete(folder / f"iteration_{int(step):08d}")):
         return
     # By time, because who goes back to an older checkpoint may save beside folders of later steps.
-    complete = sorted(folder.glob("iteration_*/common.json"), key=lambda file: file.stat().st_mtime_ns)
+    complete = sorted(filter(_is_complete, folder.glob("iteration_*")), key=_time_of_common)
     if complete:
-        newest = complete[-1].parent
-        warnings.warn(f"{note} is empty: training resumes from the newest folder, {newest.name}.", stacklevel=4)
-        section[key] = str(newest)
+        problem = f"names step {step}, whose folder is not complete" if step else "is empty"
+        warnings.warn(f"{note} {problem}: training resumes from the newest folder, {complete[-1].name}.", stacklevel=4)
+        section[key] = str(complete[-1])
+
+
+def _is_complete(iteration: Path) -> bool:
+    files = list(iteration.glob("*.safetensors"))
+    return (iteration / "common.json").is_file() and bool(files) and all(map(_is_whole, files))
+
+
+def _time_of_common(iteration: Path) -> int:
+    return (iteration / "common.json").stat().st_mtime_ns
 
 
 def _patch_barrier() -> None:

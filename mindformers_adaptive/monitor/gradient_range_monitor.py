@@ -23,8 +23,9 @@ class GradientRangeMonitor(Callback):
     It works with ``mindspore.train.Model`` and, after ``register()``, as ``type: GradientRangeMonitor`` in the
     ``callbacks`` of a MindFormers YAML file. For each loss scale it runs a forward and backward pass on the batch of
     the step, see :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`; training takes the same steps as
-    without it. The record is a file of JSON lines, each with ``step`` and what ``GradientRanges.to_dict()`` returns. A
-    run that is resumed continues it, and steps that it takes again replace the old ones.
+    without it. The record is a file of JSON lines, each with ``step``, the ``loss_scale`` of the training and what
+    ``GradientRanges.to_dict()`` returns. A run that is resumed continues it, and steps that it takes again replace the
+    old ones.
 
     For TensorBoard, where the gradients are those at the loss scale of the training, divided by it:
 
@@ -123,7 +124,7 @@ class GradientRangeMonitor(Callback):
                 _add_histogram(writer, weight.name, to_numpy(weight), step)
         for tag, value in _scalars(ranges, loss_scale):
             self._output.add_scalar(tag, value, step)
-        self._output.append([{"step": step, **ranges.to_dict()}])
+        self._output.append([{"step": step, "loss_scale": loss_scale, **ranges.to_dict()}])
 
     def _warn_once(self, message):
         if not self._warned:

@@ -34,6 +34,7 @@ __all__ = [
     "power_of_two",
     "save",
     "say_instead",
+    "use_percent_axis",
     "use_power_of_two_axis",
     "use_step_axis",
 ]
@@ -174,6 +175,15 @@ def use_step_axis(axes: Axes, first: float, last: float) -> None:
     axes.set_xlabel("step", fontsize=_LABEL_SIZE)
     axes.locator_params(axis="x", integer=True)
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+
+
+def use_percent_axis(axes: Axes) -> None:
+    """Make the y axis one of percentages: logarithmic, but linear below 0.001 % so that 0 has a place."""
+    axes.set_yscale("symlog", linthresh=1e-3, linscale=0.6)
+    axes.set_ylim(-2e-4, 200)
+    ticks = [0, *(10.0**power for power in range(-3, 3))]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.yaxis.minorticks_off()
 
 
 def say_instead(axes: Axes, text: str) -> None:

@@ -22,18 +22,23 @@ from mindformers_adaptive.plots.canvas import (
     new_figure,
     percent,
     power_of_two,
+    use_percent_axis,
 )
 from mindformers_adaptive.plots.parameter_groups import parameter_group
-from mindformers_adaptive.plots.sweep_series import SweepSeries, series_of_sweep
+from mindformers_adaptive.plots.sweep_series import (
+    LARGEST,
+    NORMAL,
+    SUBNORMAL,
+    SweepSeries,
+    series_of_sweep,
+    subnormal_share,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["draw_histograms", "draw_underflow"]
-
-# FP16 as exponents of 2: the smallest subnormal number, the smallest normal one and the largest, 65504.
-_SUBNORMAL, _NORMAL, _LARGEST = -24.0, -14.0, math.log2(65504.0)
 
 # The exponents that have a bar: those of FP16 and a few beyond. Gradients in float32 further out count at the ends.
 _FIRST, _LAST = -30, 19
@@ -46,9 +51,6 @@ _SPECIAL = {_ZERO: WARNING, _INF: PURPLE}
 
 # Purple is too pale for letters.
 _DARK_PURPLE = "#9b3f76"
-
-# The axis of shares is linear below this share, in percent, and logarithmic above it.
-_LINEAR_BELOW = 1e-3
 
 
 def draw_histograms(
@@ -131,11 +133,7 @@ def draw_underflow(sweep: Mapping[str, Any], group: Callable[[str], str | None] 
     axes.plot(series.loss_scales, _percents(series.overall), label="all", gid="all", **style)
     axes.set_xscale("log", base=2)
     axes.minorticks_off()
-    axes.set_yscale("symlog", linthresh=_LINEAR_BELOW, linscale=0.6)
-    axes.set_ylim(-_LINEAR_BELOW / 5, 200)
-    ticks = [0, *(10.0**power for power in range(-3, 3))]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.yaxis.minorticks_off()
+    use_percent_axis(axes)
     _shade_overflow(axes, series)
     legend_above(axes)
     headline(figure, _underflow_finding(series))
@@ -150,10 +148,10 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics) -> list[float]:
     for exponent, number in counts.histogram.items():
         place = min(max(exponent, _FIRST), _LAST)
         numbers[place] = numbers.get(place, 0) + number
-    colours = [_SPECIAL.get(place, MAIN if place >= _NORMAL else FAINT) for place in numbers]
+    colours = [_SPECIAL.get(place, MAIN if place >= NORMAL else FAINT) for place in numbers]
     shares = [100.0 * (counts.share(number) or 0.0) for number in numbers.values()]
     axes.bar(list(numbers), shares, width=1.0, align="edge", color=colours, edgecolor="white", linewidth=0.4)
-    for limit in (_SUBNORMAL, _NORMAL, _LARGEST):
+    for limit in (SUBNORMAL, NORMAL, LARGEST):
         axes.axvline(limit, color=MUTED, linewidth=0.9, linestyle="dashed")
     axes.set_xticks(list(_TICKS), list(_TICKS.values()))
     axes.set_xlim(_ZERO - 1.5, _INF + 2.5)
@@ -229,7 +227,7 @@ def _underflow(counts: ArrayStatistics) -> str:
 
 
 def _subnormal(counts: ArrayStatistics) -> str:
-    return percent(counts.share(sum(many for exponent, many in counts.histogram.items() if exponent < _NORMAL)) or 0.0)
+    return percent(subnormal_share(counts))
 
 
 def _inf_or_nan(counts: ArrayStatistics) -> str:

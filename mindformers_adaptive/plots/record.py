@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_record", "draw_run"]
+__all__ = [
+    "draw_loss_scale",
+    "draw_record",
+    "draw_run",
+    "loss_line",
+    "mark_broken_loss",
+    "mark_skipped",
+    "use_loss_axis",
+    "use_loss_scale_axis",
+]
 
 # From so many steps on, a line of medians shows the loss without its noise.
 _SMOOTH_FROM = 200
@@ -108,59 +117,88 @@ def _draw(run: RunSeries, name: str) -> Figure:
 
 def _draw_loss(axes: Axes, run: RunSeries) -> None:
     dress(axes, title="loss", y_label="loss, unscaled")
-    # A log may have the loss of some steps only: lines break at gaps, not at each of the other steps.
-    step, loss = run.step[np.isfinite(run.loss)], run.loss[np.isfinite(run.loss)]
-    style: dict[str, Any] = {"color": MAIN}
-    if not len(loss):
-        say_instead(axes, "no finite loss in the record")
-    elif len(loss) < _SMOOTH_FROM:
-        axes.plot(*run.broken(step, loss), linewidth=1.4, label="loss", gid="loss", **style, **_points(loss))
-    else:
+    step, loss, block = loss_line(run)
+    style: dict[str, Any] = {"color": MAIN, "linewidth": 1.4, "label": "loss", "gid": "loss", **_points(loss)}
+    if block > 1:
+        known = np.isfinite(run.loss)
         faint: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
-        axes.plot(*run.broken(step, loss), **style, **faint)
-        blocks = min(len(loss) // 10, _MEDIANS)
-        gathered = gather(step, loss, blocks)
-        style.update(linewidth=1.8, label=f"median of {len(loss) // blocks:,} steps", gid="median loss")
-        axes.plot(*run.broken(gathered.middle, gathered.median), **style)
+        axes.plot(*run.broken(run.step[known], run.loss[known]), color=MAIN, **faint)
+        style.update(linewidth=1.8, label=f"median of {block:,} steps", gid="median loss")
+    axes.plot(step, loss, **style) if len(loss) else say_instead(axes, "no finite loss in the record")
+    use_loss_axis(axes, [run])
+    mark_broken_loss(axes, run, WARNING, f"inf or NaN ({np.isinf(run.loss).sum():,})")
+
+
+def loss_line(run: RunSeries) -> tuple[Floats, Floats, int]:
+    """Return the loss of a run to draw, x and y, and how many steps each point is the median of; 1 for short runs."""
+    # A log may have the loss of some steps only: lines break at gaps, not at each of the other steps.
+    known = np.isfinite(run.loss)
+    step, loss = run.step[known], run.loss[known]
+    if len(loss) < _SMOOTH_FROM:
+        return *run.broken(step, loss), 1
+    blocks = min(len(loss) // 10, _MEDIANS)
+    gathered = gather(step, loss, blocks)
+    return *run.broken(gathered.middle, gathered.median), len(loss) // blocks
+
+
+def use_loss_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
+    """Make the y axis logarithmic if the losses are positive and far apart."""
+    loss = np.concatenate([run.loss[np.isfinite(run.loss)] for run in runs])
     if len(loss) and 0 < loss.min() < loss.max() / _LOG_LOSS_FROM:
         axes.set_yscale("log")
+
+
+def mark_broken_loss(axes: Axes, run: RunSeries, colour: str, label: str) -> None:
+    """Mark the steps whose loss was inf or NaN at the upper edge."""
     broken = run.step[np.isinf(run.loss)]
     if len(broken):
         x = broken[one_per_column(broken)]
-        style = {"linestyle": "none", "marker": "v", "markersize": 6, "color": WARNING, "clip_on": False}
-        style.update(transform=axes.get_xaxis_transform(), label=f"inf or NaN ({len(broken):,})", gid="broken loss")
+        style: dict[str, Any] = {"linestyle": "none", "marker": "v", "markersize": 6, "clip_on": False}
+        style.update(transform=axes.get_xaxis_transform(), color=colour, label=label, gid="broken loss")
         axes.plot(x, np.ones(len(x)), **style)
 
 
 def _draw_loss_scale(axes: Axes, run: RunSeries) -> None:
     dress(axes, title="loss scale", y_label="loss scale, log2")
-    step, scale = np.append(run.step, run.last_step + 1), np.append(run.loss_scale, run.final_loss_scale)
-    scale = np.where((scale > 0) & np.isfinite(scale), scale, np.nan)
-    if np.isnan(scale).all():
+    use_loss_scale_axis(axes, [run])
+    draw_loss_scale(axes, run, MAIN, "loss scale")
+    if run.overflow.any() or run.all_skipped:
+        label = f"skipped step ({run.overflow.sum():,})"
+        if run.all_skipped is not None and run.all_skipped != run.overflow.sum():
+            label = f"skipped step ({run.overflow.sum():,} of {run.all_skipped:,} recorded)"
+        mark_skipped(axes, run, WARNING, label)
+
+
+def use_loss_scale_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
+    """Make the y axis one of loss scales, which holds those of all runs."""
+    scales = np.concatenate([run.scales[1] for run in runs])
+    if np.isnan(scales).all():
         say_instead(axes, "no loss scale in the record")
         axes.set_ylim(0.5, 2)
     else:
-        use_power_of_two_axis(axes, np.nanmin(scale), np.nanmax(scale))
-        style: dict[str, Any] = {"where": "post", "color": MAIN, "linewidth": 1.6}
-        axes.step(*run.broken(step, scale), label="loss scale", gid="loss scale", **style)
-    if run.overflow.any() or run.all_skipped:
-        # A skipped step of unknown scale is marked all the same, at the bottom.
-        _mark_skipped(axes, run, np.where(np.isnan(scale), axes.get_ylim()[0], scale)[:-1])
+        use_power_of_two_axis(axes, np.nanmin(scales), np.nanmax(scales))
 
 
-def _mark_skipped(axes: Axes, run: RunSeries, y: Floats) -> None:
-    step, y = run.step[run.overflow], y[run.overflow]
-    label = f"skipped step ({len(step):,})"
-    if run.all_skipped is not None and run.all_skipped != len(step):
-        label = f"skipped step ({len(step):,} of {run.all_skipped:,} recorded)"
-    style: dict[str, Any] = {"linestyle": "none", "color": WARNING, "label": label, "gid": "skipped steps"}
+def draw_loss_scale(axes: Axes, run: RunSeries, colour: str, label: str, dashes: str = "solid") -> None:
+    """Draw the scales of a run, up to the one after its last step."""
+    style: dict[str, Any] = {"where": "post", "color": colour, "linestyle": dashes, "linewidth": 1.6}
+    if np.isfinite(run.scales[1]).any():
+        axes.step(*run.broken(*run.scales), label=label, gid=label, **style)
+
+
+def mark_skipped(axes: Axes, run: RunSeries, colour: str, label: str, height: float = 0.96) -> None:
+    """Mark the skipped steps of a run, each at its scale; many of them as a strip at a height of the panel."""
+    # A skipped step of unknown scale is marked all the same, at the bottom.
+    scale = run.scales[1][:-1][run.overflow]
+    step, y = run.step[run.overflow], np.where(np.isnan(scale), axes.get_ylim()[0], scale)
+    style: dict[str, Any] = {"linestyle": "none", "color": colour, "label": label, "gid": "skipped steps"}
     if len(step) <= _FEW_MARKS:
         axes.plot(step, y, marker="x", markersize=6, markeredgewidth=1.4, zorder=3, **style)
     else:
-        # So many crosses would hide the line: a strip at the upper edge shows where they are dense.
+        # So many crosses would hide the line: a strip shows where they are dense.
         step = step[one_per_column(step)]
         style.update(marker="|", markersize=9, markeredgewidth=0.6, transform=axes.get_xaxis_transform())
-        axes.plot(step, np.full(len(step), 0.96), **style)
+        axes.plot(step, np.full(len(step), height), **style)
 
 
 def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:

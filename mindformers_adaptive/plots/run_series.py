@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.plots.canvas import count, power_of_two
 
-__all__ = ["Floats", "RunSeries", "series_of_record", "series_of_run"]
+__all__ = ["Floats", "RunSeries", "series_of", "series_of_record", "series_of_run"]
 
 Floats = NDArray[np.float64]
 
@@ -62,6 +62,12 @@ class RunSeries:
         gaps = np.column_stack([first, last])[first <= last]
         return gaps[:0] if len(gaps) > _GAPS_PER_STEP * len(self.step) else gaps
 
+    @property
+    def scales(self) -> tuple[Floats, Floats]:
+        """The steps up to the one after the last, and their loss scales; nan where a scale is not a number above 0."""
+        scale = np.append(self.loss_scale, self.final_loss_scale)
+        return np.append(self.step, self.last_step + 1), np.where((scale > 0) & np.isfinite(scale), scale, np.nan)
+
     def broken(self, x: Floats, y: Floats) -> tuple[Floats, Floats]:
         """Return the points of a line outside the gaps, with a nan that breaks the line at the start of each gap."""
         first, last = self.gaps.T
@@ -105,6 +111,11 @@ def _path(loss_scale: Floats) -> str:
     return f"{'rose' if last > first else 'fell'} from {power_of_two(first)} to {power_of_two(last)}"
 
 
+def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
+    """Return the series of a run that was read from its log or from its record."""
+    return series_of_run(run) if isinstance(run, RecordedRun) else series_of_record(run)
+
+
 def series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
     """Return the series of a record.
 
@@ -113,7 +124,7 @@ def series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
 
     Raises:
         TypeError: if a line is not a mapping, or a value is neither a number nor None.
-        ValueError: if the record has no step.
+        ValueError: if the record has no step, or is not one of loss scales.
     """
     if not isinstance(record, Sequence) or not all(isinstance(row, Mapping) for row in record):
         raise TypeError(
@@ -121,6 +132,11 @@ def series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
             f"{type(record).__name__}. Read the file with mindformers_adaptive.monitor.record.read_record."
         )
     rows = [row for row in record if "missing_steps" not in row]
+    if rows and not any("overflow" in row for row in rows):
+        raise ValueError(
+            f"The lines of a record must have 'overflow', but the first has {', '.join(map(str, rows[0]))}. Give the "
+            "record of LossScaleMonitor; draw_gradient_records draws that of GradientRangeMonitor."
+        )
     step = _column("step", rows)
     _require_steps(step)
     [first_step], [last_step] = _column("first_step", record[:1]), _column("last_step", record[-1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,10 @@ from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_sta
 from mindformers_adaptive.plots.parameter_groups import group_parameters
 from mindformers_adaptive.text.power_of_two import as_power_of_two
 
-__all__ = ["SweepSeries", "series_of_sweep"]
+__all__ = ["LARGEST", "NORMAL", "SUBNORMAL", "SweepSeries", "series_of_sweep", "subnormal_share"]
+
+# FP16 as exponents of 2: the smallest subnormal number, the smallest normal one and the largest, 65504.
+SUBNORMAL, NORMAL, LARGEST = -24.0, -14.0, math.log2(65504.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +24,8 @@ class SweepSeries:
     Attributes:
         loss_scales (tuple[float, ...]): the scales, in increasing order.
         overflowed (tuple[bool, ...]): for each scale whether a batch overflowed.
-        groups (dict[str, tuple[ArrayStatistics, ...]]): by group of Parameters the counts at each scale; largest,
-            smallest and norm are not set.
+        groups (dict[str, tuple[ArrayStatistics, ...]]): by group of Parameters the counts at each scale; smallest and
+            norm are not set.
     """
 
     loss_scales: tuple[float, ...]
@@ -81,11 +85,17 @@ def series_of_sweep(sweep: Mapping[str, Any], group: Callable[[str], str | None]
         ) from error
 
 
+def subnormal_share(counts: ArrayStatistics) -> float:
+    """Return the share of gradients that are below the smallest normal number of FP16, without those that are 0."""
+    return counts.share(sum(number for exponent, number in counts.histogram.items() if exponent < NORMAL)) or 0.0
+
+
 def _counts(statistics: Mapping[str, Any]) -> ArrayStatistics:
     return ArrayStatistics(
         size=statistics["size"],
         zeros=statistics["zeros"],
         infs_and_nans=statistics["infs_and_nans"],
+        largest=statistics.get("largest", 0.0),
         histogram={int(exponent): number for exponent, number in statistics["histogram"].items()},
         underflowed=statistics["underflowed"],
     )

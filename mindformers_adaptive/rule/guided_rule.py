@@ -200,7 +200,7 @@ class GuidedRule:
         Args:
             loss_scale_value (float): the initial scale, within ``[min_loss_scale, max_loss_scale]``. One that is no
                 power of two gives a warning, and the nearest one below is used that lies within the bounds.
-            argument (str): what the caller's own users call ``loss_scale_value``, for messages.
+            argument (str): the name of ``loss_scale_value`` in messages.
 
         Returns:
             GuidedState, with all counters at 0.
@@ -213,7 +213,7 @@ class GuidedRule:
         if not self.min_loss_scale <= loss_scale <= self.max_loss_scale:
             raise ValueError(
                 f"'{argument}' must lie between 'min_loss_scale' ({self.min_loss_scale}) and 'max_loss_scale' "
-                f"({self.max_loss_scale}), but got {loss_scale}. Move the value, or the bound that it passes."
+                f"({self.max_loss_scale}), but got {loss_scale}. Change the value or that bound."
             )
         exponent = max(_exponent(loss_scale), self.min_exponent)
         if 2.0**exponent != loss_scale:

@@ -55,8 +55,10 @@ def from_rule_state(rule: AdaptiveRule, state: LossScaleState, steps: int) -> di
         >>> to_rule_state(rule, 2.0**16, counters).clean_steps
         1
     """
+    steps = min(steps, STEP_LIMIT - 1)
     values = {**state._asdict(), "cur_iter": steps + 1, "last_overflow_iter": steps - state.clean_steps}
-    return {name: values[name] for name in PARAMETER_NAMES if name != "hysteresis_budget" or rule.hysteresis > 1}
+    names = [name for name in PARAMETER_NAMES if name != "hysteresis_budget" or rule.hysteresis > 1]
+    return {name: min(values[name], STEP_LIMIT) for name in names}
 
 
 def to_rule_state(rule: AdaptiveRule, loss_scale: float, counters: Mapping[str, int]) -> LossScaleState:
@@ -75,17 +77,6 @@ def holds_no_window(state: Mapping[str, int], start_window: int) -> bool:
     Args:
         state (dict[str, int]): as ``AdaptiveLossScaleUpdateCell.state()`` returns it.
         start_window (int): the window that the cell was made with, in steps.
-
-    Returns:
-        bool.
-
-    Examples:
-        >>> from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
-        >>> fresh = {"scale_window": 20, "growth_num": 0, "down_num": 0, "skipped_steps": 0}
-        >>> holds_no_window({**fresh, "cur_iter": 31, "last_overflow_iter": 16}, start_window=20)
-        True
-        >>> holds_no_window({**fresh, "cur_iter": 11, "last_overflow_iter": 0}, start_window=20)
-        False
     """
     untouched = state["growth_num"] == state["down_num"] == state["skipped_steps"] == 0
     clean_steps = state["cur_iter"] - 1 - state["last_overflow_iter"]

@@ -48,7 +48,7 @@ class LossScaleStateDict:
 
         Raises:
             RuntimeError: if an update cell took steps in a train-step cell of another package, and so does not know
-                the loss scale.
+                its loss scale.
         """
         if args or kwargs:
             return super().state_dict(*args, **kwargs)  # type: ignore[misc,no-any-return]
@@ -58,7 +58,7 @@ class LossScaleStateDict:
         return {"scale": loss_scale, "growth_tracker": clean_steps, "hysteresis_tracker": budget, **counters}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Go on from a state; in a train-step cell of another package, load it before the cell is given to that.
 
         Args:
             state_dict (dict): what ``state_dict()`` returned, a Megatron-LM checkpoint's ``grad_scaler``, or what

@@ -9,6 +9,7 @@ from dense_network import Dense
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive import AdaptiveLossScaleManager, AdaptiveLossScaler, AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.rule.restored_state import STEP_LIMIT
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 OVERFLOWS = (np.random.default_rng(5).random(60) < 0.3).tolist()
@@ -117,6 +118,17 @@ def test_counters_that_no_run_can_reach_are_changed_with_a_warning(kind, changes
     with pytest.warns(UserWarning, match=message):
         owner.load_state_dict({**before, **changes})
     assert all(owner.state_dict()[name] != value for name, value in changes.items())
+
+
+@pytest.mark.parametrize("kind", ["cell", "manager", "scaler"])
+def test_steps_are_counted_up_to_the_limit(graph_mode, kind):
+    stepped = Stepped(kind)
+    last = {"cur_iter": STEP_LIMIT - 1, "last_overflow_iter": STEP_LIMIT - 2}
+    stepped.state_owner.load_state_dict({**stepped.state_owner.state_dict(), **last})
+    *_, state = stepped.path([False, True, True, False])
+    assert (state["cur_iter"], state["scale"]) == (STEP_LIMIT, 2.0**20)
+    stepped.state_owner.load_state_dict(state)
+    assert stepped.state_owner.state_dict() == state
 
 
 @pytest.mark.parametrize("kind", ["cell", "manager", "scaler"])

@@ -1,10 +1,12 @@
 """The update cell equals the plain-Python rule bit for bit, and MindSpore's and MindFormers' own where it should."""
 
+import collections
+
 import numpy as np
 import pytest
 from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindspore import nn
-from scale_cells import SideBySide, StepFromState
+from scale_cells import HeldCell, SideBySide, StepFromState
 
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
@@ -44,30 +46,33 @@ LARGE = (
 )
 
 
+@pytest.mark.parametrize("arguments", SMALL)
+def test_every_sequence_of_length_12_in_graph_mode(graph_mode, arguments):
+    assert walk_every_sequence(arguments, length=12) == 2**12
+
+
+@pytest.mark.parametrize("arguments", SMALL)
+def test_every_sequence_of_length_4_in_both_modes(mode, arguments):
+    assert walk_every_sequence(arguments, length=4) == 2**4
+
+
 @pytest.mark.slow
-@pytest.mark.alone
-def test_every_sequence_of_length_12_in_graph_mode(graph_mode):
-    assert walk_every_sequence(SMALL, length=12) == 2**12
-
-
-def test_every_sequence_of_length_4_in_both_modes(mode):
-    assert walk_every_sequence(SMALL, length=4) == 2**4
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.parametrize("rate", [0.001, 0.01, 0.1, 0.5, 0.99, "bursts"])
-def test_ten_thousand_random_steps_in_graph_mode(graph_mode, rate):
-    random = np.random.default_rng(0)
-    shape = (10_000, len(LARGE))
-    overflows = bursts(random, *shape) if rate == "bursts" else random.random(shape) < rate
-    assert_follows_the_rule(LARGE, overflows)
+@pytest.mark.parametrize("kind", ["rare", "bursts", "rates in turn"])
+@pytest.mark.parametrize("place", range(len(LARGE)))
+def test_ten_thousand_random_steps_in_graph_mode(graph_mode, place, kind):
+    random, steps = np.random.default_rng(place), 10_000
+    if kind == "bursts":
+        overflows = bursts(random, steps)
+    else:
+        rates = [0.001] if kind == "rare" else np.resize(np.repeat([0.01, 0.1, 0.5, 0.99], 250), steps)
+        overflows = random.random(steps) < rates
+    assert_follows_the_rule(LARGE[place], overflows)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_random_steps_in_both_modes(mode, rate):
-    overflows = np.random.default_rng(1).random((100, 3)) < rate
-    assert_follows_the_rule(SMALL[:3], overflows)
+@pytest.mark.parametrize("arguments", SMALL[:3])
+def test_random_steps_in_both_modes(mode, arguments, rate):
+    assert_follows_the_rule(arguments, np.random.default_rng(1).random(100) < rate)
 
 
 @pytest.mark.parametrize(
@@ -163,62 +168,49 @@ def build(arguments):
     return AdaptiveLossScaleUpdateCell(INITIAL_SCALE, scale_window=arguments["min_scale_window"], **arguments)
 
 
-def expected_memory(rules, states, steps):
-    """What the Parameters of the cells hold after so many steps that led the rules to these states."""
-    return [
-        value
-        for rule, state in zip(rules, states, strict=True)
-        for value in from_rule_state(rule, state, steps).values()
-    ]
+def assert_follows_the_rule(arguments, overflows):
+    """Step cell and rule through flags of shape (steps,), and compare everything after every step."""
+    held, rule = HeldCell(build(arguments)), AdaptiveRule(**arguments)
+    state = rule.start(INITIAL_SCALE)
+    for steps, overflow in enumerate(overflows.tolist(), start=1):
+        state = rule.step(state, overflow)
+        assert held.step(overflow) == expected_step(rule, state, steps), steps
+    assert held.update_cell.state() == from_rule_state(rule, state, len(overflows))
 
 
-def assert_follows_the_rule(configurations, overflows):
-    """Step cells and rules through flags of shape (steps, cells), and compare everything after every step."""
-    cells = SideBySide([build(arguments) for arguments in configurations])
-    rules = [AdaptiveRule(**arguments) for arguments in configurations]
-    states = [rule.start(INITIAL_SCALE) for rule in rules]
-    for steps, flags in enumerate(overflows, start=1):
-        scales, memory = cells.step(flags)
-        states = [rule.step(state, bool(flag)) for rule, state, flag in zip(rules, states, flags, strict=True)]
-        assert scales == [state.loss_scale for state in states], steps
-        assert memory == expected_memory(rules, states, steps), steps
-    for cell, rule, state in zip(cells.update_cells, rules, states, strict=True):
-        assert cell.state() == from_rule_state(rule, state, len(overflows))
+def expected_step(rule, state, steps):
+    """The loss scale and what the Parameters of the cell hold after so many steps that led the rule to this state."""
+    return state.loss_scale, [*from_rule_state(rule, state, steps).values()]
 
 
-def walk_every_sequence(configurations, length):
-    """Take cells and rules through every overflow sequence of a length; return how many there were.
+def walk_every_sequence(arguments, length):
+    """Take cell and rule through every overflow sequence of a length; return how many there were.
 
-    The tree of sequences is walked level by level, so that they share their beginnings: every step starts from the
-    very outputs of the cells in the step before.
+    The tree of sequences is walked level by level, so that they share their beginnings, and sequences that have led to
+    the same state go on as one: every step starts from the very outputs of the cell in the step before.
     """
-    cells = SideBySide([build(arguments) for arguments in configurations])
-    one_step = StepFromState(cells)
-    rules = [AdaptiveRule(**arguments) for arguments in configurations]
-    states = [rule.start(INITIAL_SCALE) for rule in rules]
-    level = [([state.loss_scale for state in states], expected_memory(rules, states, 0), states)]
-    for steps in range(1, length + 1):
-        following = []
-        for scales, memory, states in level:
+    one_step, rule = StepFromState(HeldCell(build(arguments))), AdaptiveRule(**arguments)
+    sequences = {rule.start(INITIAL_SCALE): 1}
+    for steps in range(length):
+        following = collections.Counter()
+        for state, count in sequences.items():
             for overflow in (False, True):
-                next_scales, next_memory = one_step.step(scales, memory, [overflow] * len(rules))
-                next_states = [rule.step(state, overflow) for rule, state in zip(rules, states, strict=True)]
-                assert next_scales == [state.loss_scale for state in next_states]
-                assert next_memory == expected_memory(rules, next_states, steps)
-                following.append((next_scales, next_memory, next_states))
-        level = following
-    return len(level)
+                next_state = rule.step(state, overflow)
+                expected = expected_step(rule, next_state, steps + 1)
+                assert one_step.step(*expected_step(rule, state, steps), overflow) == expected
+                following[next_state] += count
+        sequences = following
+    return sequences.total()
 
 
-def bursts(random, steps, cells):
-    """Clean stretches broken by runs of overflows, bool of shape (steps, cells)."""
-    flags = np.zeros((steps, cells), bool)
-    for cell in range(cells):
-        start = 0
-        while start < steps:
-            length = int(random.integers(1, 12))
-            flags[start : start + length, cell] = True
-            start += length + int(random.integers(1, 300))
+def bursts(random, steps):
+    """Clean stretches broken by runs of overflows, bool of shape (steps,)."""
+    flags = np.zeros(steps, bool)
+    start = 0
+    while start < steps:
+        length = int(random.integers(1, 12))
+        flags[start : start + length] = True
+        start += length + int(random.integers(1, 300))
     return flags
 
 

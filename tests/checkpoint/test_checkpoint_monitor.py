@@ -86,3 +86,87 @@ def test_without_a_sidecar_or_an_adaptive_cell_nothing_changes(step, tmp_path):
     restores_sidecar(load_nothing)(str(tmp_path), step.network)
     restores_sidecar(load_nothing)(str(tmp_path), step.network, nn.SGD([mindspore.Parameter(1.0, name="w")]))
     assert step.loss_scaling_manager.state() == fresh
+
+
+FULL_DISK = """
+import json, os, resource, sys, warnings
+import numpy as np
+from mindspore import dataset, nn
+from mindspore.train import Callback, Model
+from mindformers_adaptive.checkpoint.monitor import CheckpointMonitor
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+
+legacy, async_save = json.loads(sys.argv[1])
+network = nn.WithLossCell(nn.Dense(3000, 20), nn.MSELoss())
+optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
+train_step = MFTrainOneStepCell(network, optimizer, scale_sense=AdaptiveLossScaleUpdateCell(1024, 2, 20))
+rows = []
+
+def read(path):
+    return open(path).read() if os.path.exists(path) else None
+
+class Disk(Callback):
+    # No file may grow beyond 128 KiB from step 5 to step 11, as if the disk were full then.
+    def on_train_step_end(self, run_context):
+        step = run_context.original_args().cur_step_num
+        if step in (5, 11):
+            limit = 2**17 if step == 5 else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        paths = [os.path.join(folder, name) for folder, _, names in os.walk("saved") for name in names]
+        files = sorted(os.path.relpath(path, "saved") for path in paths)
+        note = read("saved/latest_checkpointed_iteration.txt") or read("saved/checkpoint/rank_0/meta.json")
+        rows.append({"step": step, "files": files, "note": note, "warnings": [str(each.message) for each in caught]})
+        caught.clear()
+
+monitor = CheckpointMonitor(
+    prefix="a", directory="saved", save_checkpoint_steps=2, keep_checkpoint_max=2, integrated_save=False,
+    async_save=async_save, checkpoint_format="safetensors", use_legacy_format=legacy, global_batch_size=4,
+)
+data = dataset.NumpySlicesDataset((np.ones((56, 3000), np.float32), np.zeros((56, 20), np.float32))).batch(4)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    Model(train_step).train(1, data, callbacks=[monitor, Disk()], dataset_sink_mode=False)
+json.dump(rows, open("rows.json", "w"))
+"""
+
+
+def rows_on_a_full_disk(run_python, tmp_path, legacy, async_save):
+    """Save every second of 14 steps, and fail to save 6, 8 and 10; return what there was after each step."""
+    run_python("-c", FULL_DISK, json.dumps([legacy, async_save]))
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    return {row.pop("step"): row for row in rows}
+
+
+def folders_of(row):
+    """Return the steps of the folders that have all their files."""
+    complete = [name for name in row["files"] if name.endswith("a-opt-0000000-0000001.safetensors")]
+    return [int(name[len("iteration_") :].split("/")[0]) for name in complete]
+
+
+@pytest.mark.parametrize("async_save", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_a_failed_async_save_is_warned_of_at_once_and_the_complete_folders_stay(run_python, tmp_path, async_save):
+    rows = rows_on_a_full_disk(run_python, tmp_path, False, async_save)
+    for saved_at in (6, 8, 10):
+        warned = [
+            step for step in rows for text in rows[step]["warnings"] if f"/iteration_{saved_at:08d} lacks" in text
+        ]
+        assert len(warned) == 1
+        assert warned[0] - saved_at in (1, 2)
+    for step in range(7, 12):
+        assert {2, 4} <= set(folders_of(rows[step]))
+        assert rows[step]["note"] == "4"
+    # The last one is written after the row.
+    assert folders_of(rows[14])[:2] == [4, 12]
+    assert rows[14]["note"] == "12"
+
+
+def test_a_failed_async_save_of_a_file_is_warned_of_and_not_noted(run_python, tmp_path):
+    rows = rows_on_a_full_disk(run_python, tmp_path, True, "thread")
+    warned = "".join(text for step in rows for text in rows[step]["warnings"])
+    for saved_at in (6, 8, 10):
+        assert f"a_rank_0-1_{saved_at}.safetensors is not there" in warned
+    for step in range(7, 12):
+        assert "checkpoint/rank_0/a_rank_0-1_4.safetensors" in rows[step]["files"]
+        assert json.loads(rows[step]["note"])["last_ckpt_file"] == "a_rank_0-1_4.safetensors"
+    meta = json.loads((tmp_path / "saved" / "checkpoint" / "rank_0" / "meta.json").read_text())
+    assert meta["last_ckpt_file"] == "a_rank_0-1_14.safetensors"

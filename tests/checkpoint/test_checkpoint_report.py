@@ -119,7 +119,7 @@ def test_sound_file_without_state_is_said_to_have_none(tmp_path, inspect, file_f
     assert exit_code == 1
     assert "state: none" in printed.splitlines()
     assert str(file) in errors
-    assert "none has any" in errors
+    assert "they hold no state" in errors
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
@@ -299,6 +299,22 @@ def test_a_wrong_pointer_to_the_latest_iteration_is_reported(tmp_path, inspect_j
     assert exit_code == 0
     assert note in report["notes"][-1]
     assert report["checkpoints"][0]["notes"] == []
+
+
+@pytest.mark.parametrize("name", ["x\x1b[2J\x1b]0;owned\x07-1_20", "x\n20 30-1_20", "x\u202e-1_20", "x\udcff-1_20"])
+def test_control_characters_in_names_are_printed_as_escapes(tmp_path, inspect, inspect_json, name):
+    (tmp_path / f"{name}.ckpt").touch()
+    legacy(tmp_path / "x-1_30", 30, scale_window=20)
+    escaped = name.encode("unicode_escape").decode()
+    exit_code, printed, _ = inspect(tmp_path)
+    assert exit_code == 0
+    assert printed.splitlines()[1].startswith(f"{escaped}.ckpt  ")
+    assert f"state of {escaped}.ckpt: unreadable" in printed.splitlines()
+    exit_code, printed, errors = inspect(tmp_path / f"{name}.ckpt")
+    assert exit_code == 1
+    assert f"{escaped}.ckpt: unreadable: {escaped}.ckpt." in errors
+    assert all(line.isprintable() for line in (printed + errors).split("\n"))
+    assert inspect_json(tmp_path)[1]["checkpoints"][0]["file"] == f"{name}.ckpt"
 
 
 COMMAND = ["-m", "mindformers_adaptive", "inspect"]

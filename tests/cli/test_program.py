@@ -184,6 +184,13 @@ def test_program_is_what_the_package_runs_as(run_python):
     assert printed.startswith("usage: adaptive-loss-scale")
 
 
+def test_a_command_that_needs_mindspore_says_what_to_install(run_python):
+    code = "import sys; sys.modules['mindformers'] = None; from mindformers_adaptive.cli.program import main; {}"
+    arguments = ["train", "--config", str(ROOT / "configs" / "tiny_llama_cpu_fp16.yaml")]
+    error = run_python("-c", code.format(f"sys.exit(main({arguments}))"), expect_exit=1).stderr
+    assert "error: 'train' needs mindformers, which is not installed. On Ascend, install the MindSpore that" in error
+
+
 def test_lab_commands_do_not_import_mindspore(run_python):
     code = "import sys; from mindformers_adaptive.cli.program import main; {}; print('mindspore' in sys.modules)"
     for command in ("main(['compare', 'synthetic', '--steps', '50'])", "main(['megatron', '--fp16'])"):

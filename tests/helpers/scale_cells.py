@@ -1,58 +1,71 @@
-"""Cells that step several update cells in one graph, and read back all that they remember."""
+"""Update cells with loss scales of their own, stepped in graphs, which read back all that they remember."""
 
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 
-class SideBySide(nn.Cell):
-    """Steps several update cells at once, each with a loss scale and an overflow flag of its own.
+class HeldCell(nn.Cell):
+    """An update cell with its loss scale.
 
-    Calling it with the flags, bool of shape (cells,), returns the next loss scales, float32 of shape (cells,), and the
-    Parameters of all cells one after the other, int32: of each cell those that ``names`` lists or, without it, those
-    of its ``state()``.
+    Calling it with the overflow flag, bool of shape (), returns the Parameters that ``names`` lists or, without it,
+    those of the cell's ``state()``: int32 of shape (names,).
     """
 
-    def __init__(self, update_cells, names=None):
+    def __init__(self, update_cell, names=None):
         super().__init__()
-        self.update_cells = nn.CellList(update_cells)
-        self.loss_scales = ParameterTuple(
-            [
-                Parameter(Tensor(cell.get_loss_scale(), mstype.float32), name=f"loss_scale_{place}")
-                for place, cell in enumerate(update_cells)
-            ]
-        )
-        self.memory = ParameterTuple([getattr(cell, name) for cell in update_cells for name in names or cell.state()])
+        self.update_cell = update_cell
+        self.loss_scale = Parameter(Tensor(update_cell.get_loss_scale(), mstype.float32), name="loss_scale")
+        self.memory = ParameterTuple([getattr(update_cell, name) for name in names or update_cell.state()])
         self.stack = ops.Stack()
 
-    def construct(self, overflows):
-        for place in range(len(self.update_cells)):
-            self.update_cells[place](self.loss_scales[place], overflows[place])
-        return self.stack(self.loss_scales), self.stack(self.memory)
+    def construct(self, overflow):
+        self.update_cell(self.loss_scale, overflow)
+        return self.stack(self.memory)
 
-    def step(self, overflows):
-        """Return the next loss scales and the memory as lists."""
-        return [output.asnumpy().tolist() for output in self(Tensor(np.asarray(overflows)))]
+    def step(self, overflow):
+        """Return the next loss scale and the memory, a float and a list."""
+        memory = self(_FLAGS[bool(overflow)]).asnumpy().tolist()
+        return float(self.loss_scale.asnumpy()), memory
 
 
 class StepFromState(nn.Cell):
-    """One step of :class:`SideBySide` from loss scales and a memory that are given."""
+    """One step of a :class:`HeldCell` from a loss scale and a memory that are given."""
 
-    def __init__(self, side_by_side):
+    def __init__(self, held):
         super().__init__()
-        self.side_by_side = side_by_side
-        self.loss_scales = side_by_side.loss_scales
-        self.memory = side_by_side.memory
+        self.held = held
         self.assign = ops.Assign()
 
-    def construct(self, loss_scales, memory, overflows):
-        for place in range(len(self.loss_scales)):
-            self.assign(self.loss_scales[place], loss_scales[place])
-        for place in range(len(self.memory)):
-            self.assign(self.memory[place], memory[place])
-        return self.side_by_side(overflows)
+    def construct(self, loss_scale, memory, overflow):
+        self.assign(self.held.loss_scale, loss_scale)
+        for place in range(len(self.held.memory)):
+            self.assign(self.held.memory[place], memory[place])
+        return self.held(overflow)
 
-    def step(self, loss_scales, memory, overflows):
-        """Take lists, return the next loss scales and the memory as lists."""
-        inputs = np.array(loss_scales, np.float32), np.array(memory, np.int32), np.asarray(overflows)
-        return [output.asnumpy().tolist() for output in self(*map(Tensor, inputs))]
+    def step(self, loss_scale, memory, overflow):
+        """Take and return a loss scale and a memory, a float and a list."""
+        given = Tensor(loss_scale, mstype.float32), Tensor(np.array(memory, np.int32)), _FLAGS[bool(overflow)]
+        memory = self(*given).asnumpy().tolist()
+        return float(self.held.loss_scale.asnumpy()), memory
+
+
+class SideBySide:
+    """Several update cells, each in a graph of its own, with a loss scale and an overflow flag of its own.
+
+    In one graph they would be slower: MindSpore runs graphs of more than about a hundred kernels in several threads,
+    and these wait for each other most of the time.
+    """
+
+    def __init__(self, update_cells, names=None):
+        self.update_cells = update_cells
+        self._held = [HeldCell(cell, names) for cell in update_cells]
+        self.loss_scales = [held.loss_scale for held in self._held]
+
+    def step(self, overflows):
+        """Return the next loss scales and the memory of all cells one after the other, as lists."""
+        steps = [held.step(overflow) for held, overflow in zip(self._held, overflows, strict=True)]
+        return [loss_scale for loss_scale, _ in steps], [value for _, memory in steps for value in memory]
+
+
+_FLAGS = {flag: Tensor(flag) for flag in (False, True)}

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from conftest import ROOT
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
 
-_MODEL = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32}
+_MODEL = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32, "model.model_config.num_layers": 1}
 # Windows so small that in 40 steps the window, its index and every counter move; the run overflows for real.
 _SCALE_SENSE = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
 _BATCH_SIZE = 8
@@ -33,14 +34,13 @@ class Step(NamedTuple):
     global_norm: str
 
 
+@dataclass(frozen=True)
 class LegacyFormat:
     """A file a step, ``.ckpt`` or ``.safetensors``; ``meta.json`` names the last complete one."""
 
+    extension: str
+    async_save: bool = False
     optimizer_state = True
-
-    def __init__(self, extension, async_save=False):
-        self.extension = extension
-        self.async_save = async_save
 
     def save_options(self, output, every, keep):
         return {
@@ -79,12 +79,12 @@ class LegacyFormat:
         return _load(max(files, key=lambda file: file.stat().st_mtime_ns))
 
 
+@dataclass(frozen=True)
 class CheckpointSection:
     """MindFormers' ``checkpoint:`` format, a folder a step; ``latest_checkpointed_iteration.txt`` has the last."""
 
-    def __init__(self, async_save=False, optimizer_state=True):
-        self.async_save = async_save
-        self.optimizer_state = optimizer_state
+    async_save: bool = False
+    optimizer_state: bool = True
 
     def save_options(self, output, every, keep):
         options = {

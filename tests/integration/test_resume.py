@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import random
 import re
+import shutil
 import time
 
 import pytest
@@ -20,6 +21,10 @@ NEEDS_SECTION = pytest.mark.skipif(
     importlib.util.find_spec("mindformers.checkpoint") is None,
     reason="this version of MindFormers has no `checkpoint:` section",
 )
+
+# Tests that share references go to one worker.
+ONE_PROCESS = pytest.mark.xdist_group("resume")
+TWO_PROCESSES = pytest.mark.xdist_group("resume two processes")
 
 # A step at which the index, both counters and the overflows in a row are above 0, so that none may be lost.
 SAVED_AT, LAST = 14, 40
@@ -49,43 +54,66 @@ def uninterrupted(corpus, tmp_path_factory):
     return run
 
 
+@pytest.fixture(scope="module")
+def killed(corpus, tmp_path_factory):
+    """Return a function that returns a killed run and its output folder, for a form of checkpoints; each runs once.
+
+    Resume from a copy of the folder.
+    """
+
+    @functools.cache
+    def run(form, processes=1):
+        output = tmp_path_factory.mktemp("killed") / "output"
+        options = form.save_options(output, every=SAVED_AT, keep=5)
+        with TrainingRun(output, corpus, options, processes=processes) as run:
+            run.wait_until(lambda: all(form.newest_complete(output, rank) == SAVED_AT for rank in range(processes)))
+        assert SAVED_AT <= max(run.steps()) < LAST
+        return run, output
+
+    return run
+
+
+def resume(form, output, corpus, processes=1):
+    options = form.save_options(output, every=SAVED_AT, keep=5) | form.resume_options(output)
+    return TrainingRun(output, corpus, options, processes=processes).wait()
+
+
 @pytest.mark.parametrize(
     ("form", "processes"),
     [
-        pytest.param(LegacyFormat("ckpt"), 1, id="ckpt"),
-        pytest.param(LegacyFormat("ckpt", async_save=True), 1, id="ckpt, async"),
-        pytest.param(LegacyFormat("safetensors"), 1, id="safetensors"),
-        pytest.param(LegacyFormat("safetensors", async_save=True), 1, id="safetensors, async"),
-        pytest.param(CheckpointSection(), 1, id="checkpoint section", marks=NEEDS_SECTION),
-        pytest.param(CheckpointSection(async_save=True), 1, id="checkpoint section, async", marks=NEEDS_SECTION),
+        pytest.param(LegacyFormat("ckpt"), 1, id="ckpt", marks=ONE_PROCESS),
+        pytest.param(LegacyFormat("ckpt", async_save=True), 1, id="ckpt, async", marks=ONE_PROCESS),
+        pytest.param(LegacyFormat("safetensors"), 1, id="safetensors", marks=ONE_PROCESS),
+        pytest.param(LegacyFormat("safetensors", async_save=True), 1, id="safetensors, async", marks=ONE_PROCESS),
+        pytest.param(CheckpointSection(), 1, id="checkpoint section", marks=[NEEDS_SECTION, ONE_PROCESS]),
+        pytest.param(
+            CheckpointSection(async_save=True), 1, id="checkpoint section, async", marks=[NEEDS_SECTION, ONE_PROCESS]
+        ),
         pytest.param(
             CheckpointSection(optimizer_state=False),
             1,
             id="checkpoint section without optimizer state",
             marks=NEEDS_SECTION,
         ),
-        pytest.param(LegacyFormat("ckpt"), 2, id="ckpt, two processes"),
-        pytest.param(LegacyFormat("safetensors"), 2, id="safetensors, two processes"),
+        pytest.param(LegacyFormat("ckpt"), 2, id="ckpt, two processes", marks=TWO_PROCESSES),
+        pytest.param(LegacyFormat("safetensors"), 2, id="safetensors, two processes", marks=TWO_PROCESSES),
     ],
 )
 def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
-    uninterrupted, corpus, tmp_path, form, processes
+    uninterrupted, killed, corpus, tmp_path, form, processes
 ):
     reference, reference_output, reference_form = uninterrupted(
         processes=processes, optimizer_state=form.optimizer_state
     )
-    output = tmp_path / "output"
-    options = form.save_options(output, every=SAVED_AT, keep=5)
-    ranks = range(processes)
-    with TrainingRun(output, corpus, options, processes=processes) as killed:
-        killed.wait_until(lambda: all(form.newest_complete(output, rank) == SAVED_AT for rank in ranks))
-    assert SAVED_AT <= max(killed.steps()) < LAST
-    resumed = TrainingRun(output, corpus, options | form.resume_options(output), processes=processes).wait()
+    before, killed_output = killed(form, processes)
+    output = shutil.copytree(killed_output, tmp_path / "output")
+    resumed = resume(form, output, corpus, processes)
 
+    ranks = range(processes)
     for rank in ranks:
         expected = reference.steps(rank)
         assert list(expected) == list(range(1, LAST + 1))
-        assert killed.steps(rank) == {step: expected[step] for step in killed.steps(rank)}
+        assert before.steps(rank) == {step: expected[step] for step in before.steps(rank)}
         assert resumed.steps(rank) == {step: expected[step] for step in range(SAVED_AT + 1, LAST + 1)}
 
         saved, saved_by_reference = form.last_saved(output, rank), reference_form.last_saved(reference_output, rank)
@@ -142,15 +170,17 @@ def as_restored(state, cur_iter):
 
 
 @pytest.mark.parametrize(
-    ("form", "kills"),
+    "form",
     [
-        pytest.param(LegacyFormat("ckpt"), 8, id="ckpt"),
-        pytest.param(LegacyFormat("safetensors"), 6, id="safetensors"),
-        pytest.param(CheckpointSection(), 6, id="checkpoint section", marks=NEEDS_SECTION),
+        pytest.param(LegacyFormat("ckpt"), id="ckpt"),
+        pytest.param(LegacyFormat("safetensors"), id="safetensors"),
+        pytest.param(CheckpointSection(), id="checkpoint section", marks=NEEDS_SECTION),
     ],
 )
-def test_a_run_killed_again_and_again_while_it_saves_loses_nothing(uninterrupted, corpus, tmp_path, form, kills):
-    last = 200
+@pytest.mark.xdist_group("killed again and again")
+def test_a_run_killed_again_and_again_while_it_saves_loses_nothing(uninterrupted, corpus, tmp_path, form, request):
+    kills = request.config.getoption("--kills")
+    last = LAST + 25 * kills
     expected = uninterrupted(steps=last)[0].steps()
     delays = random.Random(0)
     output = tmp_path / "output"
@@ -199,20 +229,20 @@ def unfinished(output):
 
 
 @NEEDS_SECTION
-def test_a_run_killed_while_it_noted_its_newest_checkpoint_resumes_from_it(uninterrupted, corpus, tmp_path):
-    form, output = CheckpointSection(), tmp_path / "output"
-    options = form.save_options(output, every=SAVED_AT, keep=5)
-    with TrainingRun(output, corpus, options) as killed:
-        killed.wait_until(lambda: form.newest_complete(output) == SAVED_AT)
+@ONE_PROCESS
+def test_a_run_killed_while_it_noted_its_newest_checkpoint_resumes_from_it(uninterrupted, killed, corpus, tmp_path):
+    form = CheckpointSection()
+    output = shutil.copytree(killed(form)[1], tmp_path / "output")
     # MindFormers empties the file before it writes the number.
     form.note(output).write_text("")
     # The beginning of the next save.
     (output / "saved" / f"iteration_{SAVED_AT + 1:08d}").mkdir()
-    resumed = TrainingRun(output, corpus, options | form.resume_options(output)).wait()
+    resumed = resume(form, output, corpus)
     expected = uninterrupted()[0].steps()
     assert resumed.steps() == {step: expected[step] for step in range(SAVED_AT + 1, LAST + 1)}
 
 
+@ONE_PROCESS
 def test_a_resumed_run_with_a_shorter_ladder_goes_on_at_the_nearest_window(uninterrupted, corpus, tmp_path):
     reference, reference_output, form = uninterrupted()
     saved_at = 2 * SAVED_AT
@@ -238,6 +268,7 @@ def test_a_resumed_run_with_a_shorter_ladder_goes_on_at_the_nearest_window(unint
 
 
 @NEEDS_SECTION
+@TWO_PROCESSES
 def test_mindformers_cannot_save_its_checkpoint_section_from_two_processes_on_cpu(corpus, tmp_path):
     # When this fails, the README can promise one more format.
     output = tmp_path / "output"

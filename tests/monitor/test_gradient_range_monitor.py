@@ -97,7 +97,7 @@ def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path
     # Ones, less a quarter of the first gradients.
     assert second["weights"]["parameters"]["weight"]["largest"] == 0.75
     expected = gradient_ranges(HalfPrecisionSum(2), x[:1], [1, 2**10, 2**14]).to_dict()
-    assert first == {"step": 1, **expected}
+    assert first == {"step": 1, "loss_scale": 2**10, **expected}
 
 
 def test_record_is_a_trace_of_measured_ceilings(graph_mode, tmp_path):

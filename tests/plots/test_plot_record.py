@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from drawn import artist, artists, legend, overlap, points, title
+from records import record_of
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.synthetic import sudden_drop
@@ -14,16 +15,6 @@ from mindformers_adaptive.plots.record import draw_record, draw_run
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
 NAN = math.nan
-
-
-def record_of(scales, skipped=(), **others):
-    """A record with the scale of each step and of that after the last; steps count from 1."""
-    return [
-        {"step": step, "loss": 5.0 - step / len(scales), "overflow": step in skipped, "scale_window": 20}
-        | {"loss_scale": scales[step - 1], "next_loss_scale": scales[step]}
-        | {name: values[step - 1] for name, values in others.items()}
-        for step in range(1, len(scales))
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The LeNet5 examples: each way of scaling trains, and its scale follows the reference on the real overflows."""
 
+import ast
 import re
 
 import numpy as np
@@ -11,6 +12,7 @@ from mindspore import DynamicLossScaleManager, FixedLossScaleManager, Model, nn
 from mindspore.train.callback import LossMonitor
 
 from mindformers_adaptive import enable_loss_scale_on_cpu
+from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -98,3 +100,17 @@ def test_functional_example_follows_the_rule(run_python):
     assert printed_path == list(path_of(AdaptiveRule(2, 8, 1), 2.0**24, 1, overflows))
     assert set(overflows) == {True, False}
     assert len({window for _, window in printed_path}) > 1
+
+
+def test_block_of_mindformers_page_trains_by_the_rule(run_python, tmp_path):
+    finished = run_python(EXAMPLES / "mindformers_trainer_from_wrapper.py")
+    (tmp_path / "console.log").write_text(finished.stdout + finished.stderr)
+    run = read_log(tmp_path / "console.log")
+    # Three epochs of 64 samples, 4 a batch; nothing overflows at a scale that begins at 1.
+    assert (len(run), run.log_format) == (48, "mindformers")
+    assert run.loss[-1] < run.loss[0]
+    expected = [1.0, *(scale for scale, _ in path_of(AdaptiveRule(2, 1000, 20), 1.0, 20, run.overflow.tolist()))]
+    assert run.loss_scale.tolist() == expected[:-1]
+    assert set(expected) == {1.0, 2.0, 4.0}
+    state = ast.literal_eval(finished.stdout.splitlines()[-1])
+    assert (state["scale_window"], state["growth_num"], state["skipped_steps"]) == (20, 2, 0)

@@ -1,0 +1,43 @@
+"""Say what to install where a package is missing that only a part of this one needs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["install_hint"]
+
+_MINDFORMERS = (
+    "On Ascend, install the MindSpore that fits the installed CANN, and the MindFormers that fits this MindSpore; on a "
+    "CPU: pip install mindformers_adaptive[mindformers]"
+)
+_REMEDIES = {
+    "mindspore": _MINDFORMERS,
+    "mindformers": _MINDFORMERS,
+    "safetensors": "Install it: pip install safetensors",
+}
+
+
+@contextmanager
+def install_hint(purpose: str) -> Iterator[None]:
+    """Turn the error of an import in the block into one that says what to install.
+
+    Args:
+        purpose (str): what needs the imports, as the subject of the message.
+
+    Raises:
+        ImportError: if MindSpore, MindFormers or safetensors is not installed. Any other error passes as it is.
+
+    Examples:
+        >>> with install_hint("'find'"):
+        ...     raise ModuleNotFoundError("No module named 'safetensors'", name="safetensors")
+        Traceback (most recent call last):
+        ImportError: 'find' needs safetensors, which is not installed. Install it: pip install safetensors
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _REMEDIES:
+            raise
+        raise ImportError(
+            f"{purpose} needs {package}, which is not installed. {_REMEDIES[package]}", name=package
+        ) from error

@@ -1,0 +1,47 @@
+"""Lines of the records of runs and of gradients, for tests of what reads them."""
+
+import json
+
+import numpy as np
+
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows
+
+NAMES = ("layers.0.attention.wq.weight", "lm_head.weight")
+SIZE = 1000
+REFERENCE = 512.0
+
+
+def unscaled_gradients(step):
+    random = np.random.default_rng(step)
+    return dict(zip(NAMES, (random.normal(0, 2.0**-28, SIZE), random.normal(0, 2.0**-9, SIZE)), strict=True))
+
+
+def in_fp16(step, scale):
+    with np.errstate(over="ignore"):
+        return {name: (gradients * scale).astype(np.float16) for name, gradients in unscaled_gradients(step).items()}
+
+
+def gradient_line(step, scale, *others):
+    """A line of the monitor's record, as JSON holds it; scales below the reference count their underflows."""
+    ranges = []
+    for one in sorted({scale, *others}):
+        gradients, at_reference = in_fp16(step, one), in_fp16(step, REFERENCE)
+        counts = {
+            name: count_underflows(gradients[name], at_reference[name] == 0) if others and one <= REFERENCE else None
+            for name in NAMES
+        }
+        statistics = {name: array_statistics(gradients[name], counts[name]) for name in NAMES}
+        ranges.append(ScaleRanges(one, 1.0, statistics))
+    weights = {name: array_statistics([1.0]) for name in NAMES}
+    return json.loads(json.dumps({"step": step, **GradientRanges(weights, (tuple(ranges),)).to_dict()}))
+
+
+def record_of(scales, skipped=(), **others):
+    """A record with the scale of each step and of that after the last; steps count from 1."""
+    return [
+        {"step": step, "loss": 5.0 - step / len(scales), "overflow": step in skipped, "scale_window": 20}
+        | {"loss_scale": scales[step - 1], "next_loss_scale": scales[step]}
+        | {name: values[step - 1] for name, values in others.items()}
+        for step in range(1, len(scales))
+    ]

@@ -1,0 +1,155 @@
+"""What is changed before MindFormers trains, on real configurations and files; whole runs are in test_resume.py."""
+
+import json
+import os
+import warnings
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from examples.tiny_llama import build_model
+from mindformers import TrainingArguments
+from mindformers.tools.register import MindFormerConfig
+from safetensors.numpy import save_file
+
+from mindformers_adaptive.integration.launcher import load_config
+from mindformers_adaptive.integration.trainer import Trainer
+from mindformers_adaptive.integration.workarounds import prepare
+
+CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
+
+
+@pytest.fixture
+def rank_folder(tmp_path):
+    """A folder with three checkpoints of a single process, of which the last one is torn."""
+    folder = tmp_path / "checkpoint" / "rank_0"
+    folder.mkdir(parents=True)
+    for age, name in enumerate(("a-1_20", "a-1_40", "a-1_60")):
+        save_file({"weight": np.full(8, age, np.float32)}, folder / f"{name}.safetensors")
+        os.utime(folder / f"{name}.safetensors", (age, age))
+    last = folder / "a-1_60.safetensors"
+    last.write_bytes(last.read_bytes()[:-4])
+    os.utime(last, (9, 9))
+    return folder
+
+
+def resume(rank_folder, **changes):
+    """Prepare a run that resumes from the folder; return the file that it is going to read."""
+    changes = {"load_ckpt_format": "safetensors", "output_dir": str(rank_folder.parent.parent / "output"), **changes}
+    changes = {"load_checkpoint": str(rank_folder.parent), "resume_training": True, **changes}
+    config = load_config(CONFIG, changes, may_add=changes)
+    prepare(config)
+    assert config.resume_training is True
+    [link] = os.scandir(config.load_checkpoint)
+    return os.path.realpath(link.path)
+
+
+def test_the_file_that_meta_json_names_is_read(rank_folder):
+    (rank_folder / "meta.json").write_text(json.dumps({"last_ckpt_file": "a-1_20.safetensors"}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert resume(rank_folder) == str(rank_folder / "a-1_20.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("meta", "problem"),
+    [
+        (b'{"last_ckpt_file": "gone-1_80.safetensors"}', "names 'gone-1_80.safetensors', which is not there"),
+        (b'{"last_ckpt_file": "a-1_60.safetensors"}', "names 'a-1_60.safetensors', which is not a whole file"),
+        (b'{"last_ckpt_file": ""}', "must name a file beside it, but names ''"),
+        (b'{"last_ckpt_file": "."}', "must name a file beside it, but names '.'|names '.', which is not there"),
+        (b'{"last_ckpt_file": ".."}', "must name a file beside it, but names '..'|names '..', which is not there"),
+        (b'{"last_ckpt_file": "../../other.safetensors"}', "must name a file beside it, but names '../../other"),
+        (b'{"last_ckpt_file": "%s"}', "must name a file beside it, but names '/"),
+        (b'{"last_ckpt_file": 7}', "must name a file beside it, but names 7"),
+        (b'{"last_ckpt_file": "a\\u0000b"}', "names 'a.x00b', which is not there"),
+        (b'{"last_ckpt_file": "\xff\xfe.safetensors"}', "names no complete checkpoint"),
+        (b"[" * 100_000, "names no complete checkpoint"),
+        (b"{}", "names no complete checkpoint"),
+        (b"[]", "names no complete checkpoint"),
+        (b"", "names no complete checkpoint"),
+        (None, "names no complete checkpoint"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_where_meta_json_is_of_no_use_the_newest_whole_file_is_read(rank_folder, tmp_path, meta, problem):
+    outside = tmp_path / "other.safetensors"
+    save_file({"weight": np.ones(8, np.float32)}, outside)
+    if meta is not None:
+        (rank_folder / "meta.json").write_bytes(meta.replace(b"%s", str(outside).encode()))
+    resumes = "training resumes from the newest whole file, a-1_40.safetensors"
+    with pytest.warns(UserWarning, match=f"meta.json ({problem}).*: {resumes}"):
+        assert resume(rank_folder) == str(rank_folder / "a-1_40.safetensors")
+
+
+def test_a_folder_without_a_whole_file_is_refused(rank_folder):
+    for name in ("a-1_20", "a-1_40"):
+        (rank_folder / f"{name}.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"meta.json names no complete .* none of the .safetensors files .* is whole"):
+        resume(rank_folder)
+
+
+@pytest.mark.parametrize(("folder", "reason"), [("", "'load_.*' is empty"), ("empty", "the folder .*/empty is empty")])
+def test_resuming_without_a_checkpoint_is_warned_of(tmp_path, folder, reason):
+    (tmp_path / "empty").mkdir()
+    config = load_config(CONFIG, {"resume_training": True, "load_checkpoint": folder and str(tmp_path / folder)})
+    with pytest.warns(UserWarning, match=rf"'resume_training' must have .* {reason}: training starts at step 1"):
+        prepare(config)
+
+
+@pytest.mark.parametrize("changes", [{}, {"resume_training": False}, {"load_checkpoint": str(ROOT)}], ids=str)
+def test_other_starts_are_not_warned_of(changes):
+    config = load_config(CONFIG, changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        prepare(config)
+
+
+def save_iteration(folder, step, torn=False):
+    iteration = folder / f"iteration_{step:08d}"
+    iteration.mkdir(parents=True)
+    file = iteration / "a-model-0000000-0000001.safetensors"
+    save_file({"weight": np.ones(8, np.float32)}, file)
+    if torn:
+        file.write_bytes(file.read_bytes()[:-4])
+    (iteration / "common.json").write_text(json.dumps({"step_num": step}))
+    return iteration
+
+
+@pytest.mark.parametrize(
+    ("note", "problem"),
+    [
+        ("", "is empty"),
+        ("60", "names step 60, whose folder is not complete"),
+        ("80", "names step 80, whose folder is not"),
+    ],
+)
+def test_a_note_that_names_no_complete_iteration_gives_way_to_the_newest(tmp_path, note, problem):
+    complete = [save_iteration(tmp_path, step) for step in (20, 40)]
+    save_iteration(tmp_path, 60, torn=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(note)
+    config = load_config(CONFIG, {"checkpoint": {"load_path": str(tmp_path)}}, may_add=("checkpoint",))
+    with pytest.warns(UserWarning, match=f"iteration.txt {problem}.*: .* the newest folder, {complete[-1].name}"):
+        prepare(config)
+    assert config.checkpoint.load_path == str(complete[-1])
+
+
+@pytest.mark.parametrize("note", ["20", "release"])
+def test_a_note_that_mindformers_can_use_is_left_to_it(tmp_path, note):
+    for step in (20, 40):
+        save_iteration(tmp_path, step)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(note)
+    config = load_config(CONFIG, {"checkpoint": {"load_path": str(tmp_path)}}, may_add=("checkpoint",))
+    prepare(config)
+    assert config.checkpoint.load_path == str(tmp_path)
+
+
+def test_resume_training_with_a_load_path_alone_loads_the_optimizer_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "saved" / "iteration_00000004").mkdir(parents=True)
+    trainer = Trainer(TrainingArguments(output_dir="output", sink_mode=False), model=build_model())
+    trainer.config.resume_training = True
+    trainer.config.checkpoint = MindFormerConfig(load_path=str(tmp_path / "saved"))
+    trainer._check_config_rules()
+    assert trainer.config.checkpoint.no_load_optim is False
+    assert trainer.config.checkpoint.load_path == str(tmp_path / "saved")

@@ -1,0 +1,138 @@
+"""``adaptive-loss-scale plot`` draws each file as what it is, and never an empty picture."""
+
+import json
+
+import pytest
+from records import gradient_line, record_of
+
+from mindformers_adaptive.cli.program import main
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.gradient_record import draw_gradient_records
+from mindformers_adaptive.plots.record import draw_record
+from mindformers_adaptive.plots.runs import draw_runs
+
+RUNS = {"64": record_of([64.0] * 21), "512": record_of([512.0] * 21, [7])}
+GRADIENTS = {
+    name: [{**gradient_line(step, float(name), 1024.0), "loss_scale": float(name)} for step in (10, 20)]
+    for name in RUNS
+}
+
+
+@pytest.fixture
+def plot(tmp_path, monkeypatch, capsys):
+    """A function that plots files of a folder and returns the exit code, the picture and what was printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        try:
+            code = main(["plot", *arguments])
+        except SystemExit as stopped:
+            code = stopped.code
+        printed = capsys.readouterr()
+        picture = next(word for word in arguments[::-1] if word.endswith(".png"))
+        file = tmp_path / picture
+        return code, file.read_bytes() if file.exists() else None, printed.out + printed.err
+
+    return run
+
+
+@pytest.fixture
+def picture_of(tmp_path):
+    """A function that returns the bytes of a figure's picture."""
+    return lambda figure: save(figure, tmp_path / "expected.png").read_bytes()
+
+
+def write(path, lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
+def write_runs(folder, gradients=True):
+    for name in RUNS:
+        write(folder / name / "loss_scale_record.jsonl", RUNS[name])
+        if gradients:
+            write(folder / name / "gradient_ranges.jsonl", GRADIENTS[name])
+
+
+def test_record_of_gradients_is_drawn(plot, tmp_path, picture_of):
+    write(tmp_path / "gradient_ranges.jsonl", GRADIENTS["64"])
+    code, picture, printed = plot("gradient_ranges.jsonl", "out.png")
+    assert (code, printed) == (0, "written: out.png\n")
+    assert picture == picture_of(draw_gradient_records({"gradient_ranges.jsonl": GRADIENTS["64"]}))
+
+
+def test_record_of_gradients_with_one_line_is_no_sweep(plot, tmp_path, picture_of):
+    write(tmp_path / "gradient_ranges.jsonl", GRADIENTS["64"][:1])
+    code, picture, _ = plot("gradient_ranges.jsonl", "out.png")
+    assert code == 0
+    assert picture == picture_of(draw_gradient_records({"x": GRADIENTS["64"][:1]}))
+
+
+def test_records_of_gradients_are_drawn_side_by_side(plot, tmp_path, picture_of):
+    write_runs(tmp_path)
+    code, picture, _ = plot("64/gradient_ranges.jsonl", "512/gradient_ranges.jsonl", "out.png")
+    assert code == 0
+    assert picture == picture_of(draw_gradient_records(GRADIENTS))
+
+
+def test_one_run_is_drawn_as_before(plot, tmp_path, picture_of):
+    write_runs(tmp_path)
+    code, picture, _ = plot("512/loss_scale_record.jsonl", "out.png")
+    assert code == 0
+    assert picture == picture_of(draw_record(RUNS["512"]))
+
+
+def test_runs_are_drawn_side_by_side_with_the_gradients_that_lie_beside_them(plot, tmp_path, picture_of):
+    write_runs(tmp_path / "runs")
+    files = ["runs/64/loss_scale_record.jsonl", "runs/512/loss_scale_record.jsonl"]
+    code, picture, _ = plot(*files, "out.png")
+    assert code == 0
+    assert picture == picture_of(draw_runs(RUNS, GRADIENTS))
+    (tmp_path / "runs" / "64" / "gradient_ranges.jsonl").unlink()
+    assert plot(*files, "out.png")[1] == picture_of(draw_runs(RUNS, {"512": GRADIENTS["512"]}))
+
+
+def test_runs_are_drawn_with_the_gradients_that_are_given(plot, tmp_path, picture_of):
+    for name in RUNS:
+        write(tmp_path / f"{name}.jsonl", RUNS[name])
+        write(tmp_path / f"gradients_{name}.jsonl", GRADIENTS[name])
+    runs = {f"{name}.jsonl": record for name, record in RUNS.items()}
+    gradients = {f"{name}.jsonl": record for name, record in GRADIENTS.items()}
+    # One file that is beside both is that of neither.
+    write(tmp_path / "gradient_ranges.jsonl", GRADIENTS["64"])
+    assert plot("64.jsonl", "512.jsonl", "out.png")[1] == picture_of(draw_runs(runs))
+    code, picture, _ = plot("64.jsonl", "512.jsonl", "gradients_64.jsonl", "gradients_512.jsonl", "out.png")
+    assert code == 0
+    assert picture == picture_of(draw_runs(runs, gradients))
+    code, picture, printed = plot("64.jsonl", "512.jsonl", "gradients_64.jsonl", "none.png")
+    assert (code, picture) == (2, None)
+    assert "1 records of gradients are given for 2 runs: give one for each run" in printed
+
+
+def test_run_and_its_gradients_are_drawn_together(plot, tmp_path, picture_of):
+    write_runs(tmp_path)
+    code, picture, _ = plot("64/loss_scale_record.jsonl", "64/gradient_ranges.jsonl", "out.png")
+    assert code == 0
+    name = "loss_scale_record.jsonl"
+    assert picture == picture_of(draw_runs({name: RUNS["64"]}, {name: GRADIENTS["64"]}))
+
+
+def test_sweep_is_drawn_alone(plot, tmp_path):
+    sweep = {key: GRADIENTS["64"][0][key] for key in ("weights", "loss_scales", "batches")}
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep))
+    write_runs(tmp_path)
+    assert plot("sweep.json", "out.png", "--underflow")[0] == 0
+    for files in (["sweep.json", "64/loss_scale_record.jsonl"], ["64/loss_scale_record.jsonl", "sweep.json"]):
+        code, picture, printed = plot(*files, "none.png")
+        assert (code, picture) == (2, None)
+        assert "a file that 'probe --output' wrote is drawn alone, but several files are given" in printed
+    code, _, printed = plot("64/gradient_ranges.jsonl", "none.png", "--underflow")
+    assert code == 2
+    assert "--loss-scales and --underflow are for what 'probe --output' wrote" in printed
+
+
+def test_lines_without_scales_and_gradients_are_refused(plot, tmp_path):
+    write(tmp_path / "other.jsonl", [{"step": 1, "learning_rate": 0.1}])
+    code, picture, printed = plot("other.jsonl", "none.png")
+    assert (code, picture) == (1, None)
+    assert "must have 'overflow', but the first has step, learning_rate" in printed

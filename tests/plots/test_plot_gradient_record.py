@@ -1,0 +1,170 @@
+"""The picture of gradients over the steps shows where they lie, and what FP16 loses at the scale of the training."""
+
+import math
+
+import numpy as np
+import pytest
+from drawn import artist, artists, points, title
+from mindspore import Model, dataset, nn
+from records import NAMES, REFERENCE, gradient_line, in_fp16
+
+from mindformers_adaptive import GradientRangeMonitor
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import array_statistics
+from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.plots.gradient_record import draw_gradient_records
+from mindformers_adaptive.plots.gradient_series import series_of_gradients
+from mindformers_adaptive.plots.record import draw_record
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+
+STEPS = {10: 64.0, 20: 64.0, 30: 2.0**30}
+
+
+@pytest.fixture(scope="module")
+def record():
+    """Steps at 64, where some gradients underflow, and one at 2^30, which overflows; all measured at 512 as well."""
+    return [{**gradient_line(step, scale, REFERENCE), "loss_scale": scale} for step, scale in STEPS.items()]
+
+
+def test_bands_hold_the_shares_of_the_gradients_that_they_say(record):
+    series = series_of_gradients(record, lambda name: name)
+    for place, step in enumerate(STEPS):
+        for name in NAMES:
+            gradients = np.abs(in_fp16(step, REFERENCE)[name].astype(np.float64)) / REFERENCE
+            nonzero = gradients[gradients > 0]
+            expected = np.log2(np.quantile(nonzero, [0.05, 0.25, 0.5, 0.75, 0.95]))
+            # Histograms count by powers of two; within one, gradients are taken to be spread evenly.
+            np.testing.assert_allclose(series.groups[name].bands[:, place], expected, atol=0.2)
+            assert series.groups[name].largest[place] == pytest.approx(np.log2(nonzero.max()))
+
+
+def test_losses_are_those_at_the_scale_of_the_training(record):
+    series = series_of_gradients(record, lambda name: name)
+    assert series.loss_scale.tolist() == list(STEPS.values())
+    assert series.overflow.tolist() == [False, False, True]
+    for name in NAMES:
+        for place, step in enumerate((10, 20)):
+            at_64, at_512 = in_fp16(step, 64.0)[name], in_fp16(step, 512.0)[name]
+            assert series.groups[name].underflowed[place] == np.mean((at_64 == 0) & (at_512 != 0))
+            assert series.groups[name].subnormal[place] == np.mean((at_64 != 0) & (np.abs(at_64) < 2.0**-14))
+        assert np.isnan([series.groups[name].underflowed[2], series.groups[name].subnormal[2]]).all()
+    assert series.groups[NAMES[0]].underflowed[0] > 0.01
+
+
+def test_rows_are_groups_with_medians_and_largest_over_the_steps(record):
+    figure = draw_gradient_records({"run": record})
+    series = series_of_gradients(record, lambda name: "attention" if "attention" in name else "output")
+    assert [axes.get_ylabel() for axes in figure.axes] == ["attention\nmagnitude", "output\nmagnitude"]
+    for axes, group in zip(figure.axes, series.groups.values(), strict=True):
+        assert points(axes, "median") == ([10, 20, 30], group.bands[2].tolist())
+        assert points(axes, "largest") == ([10, 20, 30], group.largest.tolist())
+        assert points(axes, "overflowed")[0] == [30]
+        low, high = axes.get_ylim()
+        assert low < group.bands.min() < group.largest.max() < high
+    assert figure.axes[-1].get_xlabel() == "step"
+
+
+def test_limits_of_fp16_move_with_the_loss_scale(record):
+    [axes, _] = draw_gradient_records({"run": record}).axes
+    low, high = axes.get_ylim()
+    # By name the lower and the upper edge of the shade at a loss scale of 1.
+    limits = {"underflows to 0": (-math.inf, -24), "subnormal": (-24, -14), "overflows": (math.log2(65504), math.inf)}
+    for gid, edges in limits.items():
+        shade = artist(axes, gid).get_data()
+        assert shade.edges.tolist() == [9.5, 15, 25, 30.5]
+        for drawn, edge in zip((shade.baseline, shade.values), edges, strict=True):
+            assert drawn == pytest.approx(np.clip(edge - np.log2(list(STEPS.values())), low, high))
+    assert low < -30 < -20 < high
+
+
+def test_title_tells_the_worst_step(record):
+    both = {step: [np.concatenate(list(in_fp16(step, scale).values())) for scale in (64.0, 512.0)] for step in (10, 20)}
+    underflow = max(100 * np.mean((at_64 == 0) & (at_512 != 0)) for at_64, at_512 in both.values())
+    subnormal = max(100 * np.mean((at_64 != 0) & (np.abs(at_64) < 2.0**-14)) for at_64, _ in both.values())
+    worst = f"at most {underflow:.2g} % of the gradients underflow and {subnormal:.2g} % are subnormal"
+    worst += " at loss scale $2^{6}$"
+    assert title(draw_gradient_records({"run": record[:2]})) == worst.capitalize()
+    overflowed = title(draw_gradient_records({"run": record}))
+    assert overflowed == f"1 of 3 measured steps overflowed, in the others {worst}"
+    assert title(draw_gradient_records({"run": record[2:]})) == "1 of 1 measured step overflowed"
+    other = [{**gradient_line(10, 512.0), "loss_scale": 512.0}, {**gradient_line(20, 64.0), "loss_scale": 64.0}]
+    assert title(draw_gradient_records({"run": other})).endswith(" at loss scale $2^{6}$ to $2^{9}$")
+    two = draw_gradient_records({"a": record[:2], "b": record[2:]})
+    assert title(two) == f"a: {worst}; b: 1 of 1 measured step overflowed"
+
+
+def test_runs_have_columns_on_one_axis(record):
+    figure = draw_gradient_records({"a": record[:2], "b": record[2:]})
+    grid = np.array(figure.axes).reshape(2, 2)
+    assert [axes.get_title("left") for axes in grid[0]] == ["a", "b"]
+    assert len({axes.get_ylim() for axes in grid.flat}) == 1
+    assert points(grid[0, 1], "median")[0] == [30]
+
+
+@pytest.mark.parametrize(
+    ("lines", "scales"),
+    [
+        ([gradient_line(10, 64.0), gradient_line(20, 128.0)], [64.0, 128.0]),
+        ([gradient_line(10, 64.0, 512.0), gradient_line(20, 128.0, 512.0)], [64.0, 128.0]),
+        # 64 in both: nothing tells it from 512.
+        ([gradient_line(10, 64.0, 512.0), gradient_line(20, 64.0, 512.0)], [math.nan, math.nan]),
+    ],
+)
+def test_scale_of_the_training_is_inferred_where_the_record_lacks_it(lines, scales):
+    series = series_of_gradients(lines, lambda name: name)
+    np.testing.assert_array_equal(series.loss_scale, scales)
+    assert np.isfinite(series.overall.bands).all()
+    figure = draw_gradient_records({"run": lines})
+    if math.isnan(scales[0]):
+        assert title(figure) == "What FP16 loses is not known"
+        assert artists(figure.axes[0], "overflows") == []
+
+
+def test_steps_without_gradients_above_0_break_the_line():
+    zeros = array_statistics(np.zeros(4))
+    nothing = GradientRanges({"a": zeros}, ((ScaleRanges(64.0, 1.0, {"a": zeros}),),)).to_dict()
+    series = series_of_gradients([{"step": 1, **nothing}], lambda name: name)
+    assert np.isnan(series.groups["a"].bands).all()
+    assert title(draw_gradient_records({"run": [{"step": 1, **nothing}]})).startswith("At most 0 % of the gradients")
+
+
+def test_missing_steps_are_no_steps(record):
+    with_gaps = [{"missing_steps": 9, "first_step": 1, "last_step": 9}, *record]
+    assert series_of_gradients(with_gaps, lambda name: name).step.tolist() == [10, 20, 30]
+    with pytest.raises(ValueError, match="There must be at least 1 step with gradients to draw, but there is none"):
+        draw_gradient_records({"run": with_gaps[:1]})
+
+
+def test_record_of_a_training_is_drawn(tmp_path, graph_mode):
+    """A dynamic scale that drops at an overflow, measured at each step and at 2^4 as well."""
+    network = nn.WithLossCell(nn.Dense(3, 2), nn.MSELoss())
+    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9)
+    cell = AdaptiveLossScaleUpdateCell(2.0**120, 2.0, 20)
+    data = dataset.NumpySlicesDataset((np.full((16, 3), 9.0, np.float32), np.full((16, 2), 99.0, np.float32)))
+    monitor = GradientRangeMonitor(every_n_steps=1, loss_scales=[16.0], record_path=tmp_path / "gradients.jsonl")
+    train_step = TrainOneStepWithLossScaleCell(network, optimizer, cell)
+    Model(train_step).train(1, data.batch(2), callbacks=[monitor], dataset_sink_mode=False)
+    record = read_record(tmp_path / "gradients.jsonl")
+    series = series_of_gradients(record, lambda name: name)
+    assert series.step.tolist() == list(range(1, 9))
+    assert series.overflow[0]
+    assert series.loss_scale[-1] == 2.0 ** (120 - series.overflow.sum())
+    assert not series.overflow[-1]
+    # Gradients at 2^4 do not overflow, so the bands are known throughout.
+    assert np.isfinite(series.overall.bands).all()
+    figure = draw_gradient_records({"run": record})
+    assert title(figure).startswith(
+        f"{series.overflow.sum()} of 8 measured steps overflowed, in the others at most 0 %"
+    )
+
+
+def test_other_records_are_refused():
+    with pytest.raises(ValueError, match="'records' must have at least 1 entry, but it is empty"):
+        draw_gradient_records({})
+    with pytest.raises(TypeError, match="'sweep' must be what GradientRanges"):
+        draw_gradient_records({"run": [{"step": 1, "loss_scales": 64}]})
+
+
+def test_picture_of_a_run_refuses_a_record_of_gradients(record):
+    with pytest.raises(ValueError, match=r"must have 'overflow', but the first has step, .*draw_gradient_records"):
+        draw_record(record)
