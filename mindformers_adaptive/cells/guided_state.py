@@ -46,6 +46,7 @@ class GuidedCellState(SavedState):
     def _make_state(self, start):
         self.checked_state = None
         self.each_largest = None
+        self.is_fed = False
         values = {"largest_gradient": 0.0, "cur_iter": 1, "last_overflow_iter": 0, **_values(start)}
         for name, value in values.items():
             dtype = mstype.float32 if name in ("level", "overflow_rate", "largest_gradient") else mstype.int32
@@ -112,6 +113,17 @@ class GuidedCellState(SavedState):
             self._write({**start._asdict(), **kept})
         self.checked_state = self.state()
 
+    def add_flags_recursive(self, **flags):
+        """As in ``nn.Cell``; training with a train-step cell that does not feed this cell is refused."""
+        if flags.get("training") and not self.is_fed:
+            raise TypeError(
+                "GradientGuidedLossScaleUpdateCell needs a train-step cell that gives it the largest gradient of each "
+                "step. Use TrainOneStepWithLossScaleCell, MFTrainOneStepCell or MFPipelineWithLossScaleCell of "
+                "mindformers_adaptive.wrapper; for a train-step cell of your own, assign update_cell.largest_gradient "
+                "in each step and call update_cell.expect_largest_gradient(names) once."
+            )
+        return super().add_flags_recursive(**flags)
+
     def overflowed_parameters(self):
         """Return the names of the Parameters whose gradients had an inf or a NaN in the last step, in their order.
 
@@ -122,8 +134,15 @@ class GuidedCellState(SavedState):
         largest = self.each_largest.asnumpy()
         return [name for name, value in zip(self.parameter_names, largest, strict=True) if not math.isfinite(value)]
 
-    def watch_parameters(self, names):
-        """Make room for the largest gradient of each Parameter; the train-step cells of this package call this."""
+    def expect_largest_gradient(self, names):
+        """Take note that somebody assigns ``largest_gradient`` before each call, as the train-step cells here do.
+
+        Args:
+            names (Sequence[str]): those of the Parameters, in the order of their gradients.
+        """
+        self.is_fed = True
+        if not self.keep_each_largest:
+            return
         self.parameter_names = tuple(names)
         largest = Parameter(Tensor(np.zeros(len(names)), mstype.float32), name="each_largest", requires_grad=False)
         # Not through nn.Cell, which would put it into every checkpoint.
