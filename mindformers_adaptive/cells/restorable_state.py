@@ -18,7 +18,7 @@ __all__ = ["RestorableState"]
 
 
 class RestorableState(SavedState, LossScaleStateDict):
-    """Mixin of the update cell: all that does not belong into its graph."""
+    """Mixin of the update cell: everything that is not part of its graph."""
 
     @classmethod
     def from_rule(cls, rule, state, steps=0):
@@ -50,7 +50,8 @@ class RestorableState(SavedState, LossScaleStateDict):
             hysteresis=rule.hysteresis,
             shrink_from_min_window=rule.shrink_from_min_window,
         )
-        cell._write_state(state.loss_scale, from_rule_state(rule, state, steps))
+        if steps > 0:
+            cell._write_state(state.loss_scale, from_rule_state(rule, state, steps))
         return cell
 
     def _make_state(self, start):
@@ -74,7 +75,7 @@ class RestorableState(SavedState, LossScaleStateDict):
         parameter.set_data = set_data
 
     def state(self):
-        """Return all Parameters as dict[str, int] by attribute name, see the table above; this waits for the device."""
+        """Return all Parameters as dict[str, int] by attribute name; this waits for the device."""
         return {name: int(getattr(self, name).asnumpy()) for name in PARAMETER_NAMES if hasattr(self, name)}
 
     def _read_state(self):

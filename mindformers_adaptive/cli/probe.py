@@ -24,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_sweep_arguments(parser)
     parser.add_argument("--loss-scales", nargs="+", default=[], metavar="SCALE", help="default: 2^0 2^4 ... 2^32")
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        default=[],
+        metavar="LAYER",
+        help="measure the outputs of these layers too: names or classes",
+    )
     parser.add_argument("--parameters", metavar="SCALE", help="show each Parameter at this loss scale")
     parser.add_argument("--output", metavar="FILE", help="write everything to this JSON file")
     parser.add_argument(
@@ -48,20 +55,21 @@ def run(options: argparse.Namespace) -> None:
     scale_of_parameters = None if options.parameters is None else read_scale("--parameters", options.parameters)
     if scale_of_parameters is not None and scale_of_parameters not in scales:
         raise UsageError(f"'--parameters' must be one of the loss scales of the sweep, but got {options.parameters}.")
-    ranges = sweep(options, scales)
+    ranges = sweep(options, scales, options.layers)
     if options.json:
         print_json(ranges.to_dict())
     else:
-        print(
-            ranges.table(), *([] if scale_of_parameters is None else ["", ranges.table(scale_of_parameters)]), sep="\n"
-        )
+        tables = [ranges.table()]
+        tables += [] if scale_of_parameters is None else [ranges.table(scale_of_parameters)]
+        tables += [ranges.output_table()] if options.layers else []
+        print(*tables, sep="\n\n")
     if options.output:
         ranges.save(options.output)
     if options.plot:
         save(draw_histograms(ranges.to_dict()), options.plot)
 
 
-def sweep(options: argparse.Namespace, loss_scales):  # type: ignore[no-untyped-def]
+def sweep(options: argparse.Namespace, loss_scales, layers=()):  # type: ignore[no-untyped-def]
     """Run the sweep with a progress bar; what MindFormers prints goes to the standard error."""
     overrides = read_options(options.options)
     with contextlib.redirect_stdout(sys.stderr):
@@ -75,5 +83,6 @@ def sweep(options: argparse.Namespace, loss_scales):  # type: ignore[no-untyped-
                 loss_scales,
                 options.batches,
                 overrides=overrides,
+                layers=layers,
                 progress=progress,
             )

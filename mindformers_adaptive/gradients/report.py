@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_statistics
@@ -18,18 +18,21 @@ __all__ = ["GradientRanges", "ScaleRanges"]
 
 @dataclass(frozen=True)
 class ScaleRanges:
-    """The gradients of one batch at one loss scale, multiplied by the scale, as the backward pass returns them.
+    """The gradients of one batch at one loss scale, as the backward pass returns them: multiplied by the scale.
 
     Attributes:
         loss_scale (float): the scale.
         loss (float): the loss, without the scale.
         parameters (dict[str, ArrayStatistics]): by Parameter name; ``underflowed`` counts against the highest scale of
             the batch that did not overflow, and is None at the scales above it.
+        grad_scale_factor (float): what the train step divides the gradients by beside the loss scale: the number of
+            tokens with MindFormers' ``calculate_per_token_loss``, else 1.
     """
 
     loss_scale: float
     loss: float
     parameters: Mapping[str, ArrayStatistics]
+    grad_scale_factor: float = 1.0
 
     @property
     def overall(self) -> ArrayStatistics:
@@ -41,6 +44,11 @@ class ScaleRanges:
         """Whether any gradient is inf or NaN: such a step is skipped."""
         return any(statistics.infs_and_nans for statistics in self.parameters.values())
 
+    def unscaled(self) -> ScaleRanges:
+        """Return the gradients as the optimizer takes them, without histograms."""
+        divisor = self.loss_scale * self.grad_scale_factor
+        return replace(self, parameters={name: each.divided_by(divisor) for name, each in self.parameters.items()})
+
 
 @dataclass(frozen=True)
 class GradientRanges:
@@ -49,10 +57,13 @@ class GradientRanges:
     Attributes:
         weights (dict[str, ArrayStatistics]): the weights, by Parameter name.
         batches (tuple[tuple[ScaleRanges, ...], ...]): for each batch the scales, in increasing order.
+        outputs (dict[str, ArrayStatistics]): the outputs of the layers that were asked for, by their names, over all
+            batches; they do not depend on the loss scale.
     """
 
     weights: Mapping[str, ArrayStatistics]
     batches: tuple[tuple[ScaleRanges, ...], ...]
+    outputs: Mapping[str, ArrayStatistics] = field(default_factory=dict)
 
     @property
     def loss_scales(self) -> tuple[float, ...]:
@@ -63,24 +74,26 @@ class GradientRanges:
         """Return the highest loss scale that did not overflow in a batch, or None if every one did."""
         return max((ranges.loss_scale for ranges in self.batches[batch] if not ranges.overflow), default=None)
 
-    def parameters(self, loss_scale: float) -> dict[str, ArrayStatistics]:
-        """Return the statistics of each Parameter at a scale, over all batches.
+    def parameters(self, loss_scale: float, unscaled: bool = False) -> dict[str, ArrayStatistics]:
+        """Return the statistics of each Parameter's gradient at a scale, over all batches.
 
         Counts are added up, magnitudes are the extremes, and the norm is the root mean square over the batches.
 
         Args:
             loss_scale (float): one of ``loss_scales``.
+            unscaled (bool): whether the gradients are divided as the train step does; then there is no histogram.
+                Default: False, they are as the backward pass returns them.
 
         Raises:
-            KeyError: if the sweep does not have it.
+            KeyError: if the sweep does not have the scale.
         """
-        at_scale = self._at(loss_scale)
+        at_scale = self._at(loss_scale, unscaled)
         names = at_scale[0].parameters
         return {name: _over_batches([ranges.parameters[name] for ranges in at_scale]) for name in names}
 
-    def overall(self, loss_scale: float) -> ArrayStatistics:
-        """Return the statistics of all Parameters together at a scale, over all batches, as :meth:`parameters` does."""
-        return _over_batches([ranges.overall for ranges in self._at(loss_scale)])
+    def overall(self, loss_scale: float, unscaled: bool = False) -> ArrayStatistics:
+        """Return the statistics of all gradients together at a scale, over all batches, as :meth:`parameters` does."""
+        return _over_batches([ranges.overall for ranges in self._at(loss_scale, unscaled)])
 
     def overflowed_batches(self, loss_scale: float) -> int:
         """Return how many batches overflowed at a scale, one of ``loss_scales``."""
@@ -105,6 +118,7 @@ class GradientRanges:
             "batches": [
                 {
                     "reference_loss_scale": self.reference(place),
+                    "grad_scale_factor": batch[0].grad_scale_factor,
                     "loss_scales": [
                         {"loss_scale": ranges.loss_scale, "loss": ranges.loss, "overflow": ranges.overflow}
                         for ranges in batch
@@ -112,25 +126,29 @@ class GradientRanges:
                 }
                 for place, batch in enumerate(self.batches)
             ],
+            "outputs": {name: statistics.to_dict() for name, statistics in self.outputs.items()},
         }
 
     def table(self, loss_scale: float | None = None) -> str:
-        """Return a table to print; its largest, smallest and norm are without the loss scale.
+        """Return a table to print; its largest, smallest and norm are those that the optimizer takes, unscaled.
 
         Args:
             loss_scale (float, optional): a row for each Parameter at this scale. Default: None, a row for each scale.
         """
-        columns = ["largest", "smallest", "norm", "zeros", "underflowed", "inf/nan"]
         if loss_scale is None:
-            lines = [["loss scale", "overflowed", *columns]]
+            lines = [["loss scale", "overflowed", *_COLUMNS]]
             for scale in self.loss_scales:
                 overflowed = f"{self.overflowed_batches(scale)}/{len(self.batches)}"
-                lines.append([as_power_of_two(scale), overflowed, *_cells(self.overall(scale), scale)])
+                lines.append([as_power_of_two(scale), overflowed, *_cells(self.overall(scale, unscaled=True))])
         else:
-            rows = {**self.parameters(loss_scale), "all": self.overall(loss_scale)}
-            lines = [[f"at {as_power_of_two(loss_scale)}", *columns]]
-            lines += [[name, *_cells(statistics, loss_scale)] for name, statistics in rows.items()]
+            rows = {**self.parameters(loss_scale, unscaled=True), "all": self.overall(loss_scale, unscaled=True)}
+            lines = [[f"at {as_power_of_two(loss_scale)}", *_COLUMNS]]
+            lines += [[name, *_cells(statistics)] for name, statistics in rows.items()]
         return align(lines, to_the_left=[0])
+
+    def output_table(self) -> str:
+        """Return a table of the outputs of layers to print, a row for each layer."""
+        return align([["output of", *_COLUMNS], *([name, *_cells(it)] for name, it in self.outputs.items())], [0])
 
     def save(self, file: str | Path) -> None:
         """Write :meth:`to_dict` to a JSON file, which appears whole or not at all.
@@ -144,12 +162,15 @@ class GradientRanges:
         with atomic_write(file) as report:
             report.write(json_text(self.to_dict(), indent=2) + "\n")
 
-    def _at(self, loss_scale: float) -> list[ScaleRanges]:
+    def _at(self, loss_scale: float, unscaled: bool = False) -> list[ScaleRanges]:
         if loss_scale not in self.loss_scales:
             listed = ", ".join(map(as_power_of_two, self.loss_scales))
             raise KeyError(f"'loss_scale' must be one of the sweep's, {listed}, but got {loss_scale}.")
         place = self.loss_scales.index(loss_scale)
-        return [batch[place] for batch in self.batches]
+        return [batch[place].unscaled() if unscaled else batch[place] for batch in self.batches]
+
+
+_COLUMNS = ("largest", "smallest", "norm", "zeros", "underflowed", "inf/nan")
 
 
 def _over_batches(statistics: list[ArrayStatistics]) -> ArrayStatistics:
@@ -157,12 +178,11 @@ def _over_batches(statistics: list[ArrayStatistics]) -> ArrayStatistics:
     return replace(merged, norm=merged.norm / math.sqrt(len(statistics)))
 
 
-def _cells(statistics: ArrayStatistics, loss_scale: float) -> list[str]:
-    smallest = "-" if statistics.smallest is None else f"{statistics.smallest / loss_scale:.2e}"
+def _cells(statistics: ArrayStatistics) -> list[str]:
     shares = [statistics.share(n) for n in (statistics.zeros, statistics.underflowed, statistics.infs_and_nans)]
     return [
-        f"{statistics.largest / loss_scale:.2e}",
-        smallest,
-        f"{statistics.norm / loss_scale:.3g}",
+        f"{statistics.largest:.2e}",
+        "-" if statistics.smallest is None else f"{statistics.smallest:.2e}",
+        f"{statistics.norm:.3g}",
         *("-" if share is None else f"{share:.3%}" for share in shares),
     ]

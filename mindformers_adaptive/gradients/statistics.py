@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ArrayStatistics", "array_statistics", "count_underflows", "merge_statistics"]
+__all__ = ["ArrayStatistics", "array_statistics", "count_underflows", "merge_by_name", "merge_statistics"]
 
 # An array is read in pieces of this many elements, so that the float64 copies stay small.
 _PIECE = 2**20
@@ -50,6 +50,11 @@ class ArrayStatistics:
         if count is None:
             return None
         return count / self.size if self.size else 0.0
+
+    def divided_by(self, divisor: float) -> ArrayStatistics:
+        """Return the statistics of the array divided by a positive number, without the histogram."""
+        smallest = None if self.smallest is None else self.smallest / divisor
+        return replace(self, largest=self.largest / divisor, smallest=smallest, norm=self.norm / divisor, histogram={})
 
     def to_dict(self) -> dict[str, object]:
         """Return all attributes as JSON can hold them, and the counts as shares too."""
@@ -104,6 +109,11 @@ def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
         histogram=dict(sorted(histogram.items())),
         underflowed=sum(underflows) if len(underflows) == len(parts) else None,
     )
+
+
+def merge_by_name(parts: Sequence[Mapping[str, ArrayStatistics]]) -> dict[str, ArrayStatistics]:
+    """Return :func:`merge_statistics` for each name; all parts have the same names."""
+    return {name: merge_statistics(part[name] for part in parts) for name in parts[0]}
 
 
 def count_underflows(array: ArrayLike, reference_is_zero: ArrayLike) -> int:

@@ -4,6 +4,7 @@ import itertools
 import warnings
 
 import mindspore
+from mindspore import nn
 
 from mindformers_adaptive.checkpoint.reader import read_checkpoints
 from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, gradient_ranges
@@ -24,9 +25,12 @@ def probe(
     batches=DEFAULT_BATCHES,
     *,
     overrides=None,
+    layers=(),
     progress=None,
 ):
     """Sweep over loss scales with the model and the data of a MindFormers YAML file.
+
+    The backward pass is that of the train-step cell that a training would use.
 
     Args:
         config_path (str): the YAML file.
@@ -37,6 +41,8 @@ def probe(
         batches (int): how many batches of the training data. Default: 4.
         overrides (dict, optional): values by dotted key that replace those of the YAML file, ``{"seed": 1}``. Default:
             None.
+        layers (Iterable[str]): layers whose outputs are measured too, by name or by the name of their class. Default:
+            none.
         progress (Callable, optional): called with the number of backward passes done; there are
             ``batches * len(loss_scales)``. Default: None.
 
@@ -44,20 +50,23 @@ def probe(
         GradientRanges, for :func:`mindformers_adaptive.gradients.finder.recommend_loss_scale` as well.
 
     Raises:
-        TypeError: if ``batches`` is not an integer, or a loss scale not a number.
-        ValueError: if ``batches`` is below 1, or the checkpoint has none of the network's weights.
+        TypeError: if ``batches`` is not an integer, a loss scale not a number, or a layer not a string.
+        ValueError: if ``batches`` is below 1, the checkpoint has none of the network's weights, or the network has no
+            such layer.
         FileNotFoundError: if there is no such file, or no checkpoint in the folder.
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
-    network, dataset = build_training(config_path, train_dataset_dir, overrides)
+    train_step, dataset = build_training(config_path, train_dataset_dir, overrides)
     if checkpoint is not None:
-        load_weights(network, checkpoint)
+        load_weights(train_step.network, checkpoint)
     rows = itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches)
-    return gradient_ranges(network, rows, loss_scales, progress=progress)
+    return gradient_ranges(train_step, rows, loss_scales, layers=layers, progress=progress)
 
 
 def build_training(config_path, train_dataset_dir=None, overrides=None):
-    """Build the network and the training data of a YAML file as MindFormers' trainer does.
+    """Build the train-step cell and the training data of a YAML file as MindFormers' trainer does.
+
+    The optimizer is a stand-in, which has the Parameters and no state.
 
     Args:
         config_path (str): the YAML file.
@@ -65,7 +74,7 @@ def build_training(config_path, train_dataset_dir=None, overrides=None):
         overrides (dict, optional): values by dotted key that replace those of the YAML file. Default: None.
 
     Returns:
-        tuple[Cell, Dataset], the network, which returns its loss, and the data in batches.
+        tuple[Cell, Dataset], the train-step cell, which has the model as its ``network``, and the data in batches.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -73,7 +82,7 @@ def build_training(config_path, train_dataset_dir=None, overrides=None):
     from mindformers.core.context import build_context
     from mindformers.core.parallel_config import build_parallel_config
     from mindformers.dataset import build_dataset, check_dataset_config
-    from mindformers.models import build_network
+    from mindformers.trainer.base_trainer import BaseTrainer
 
     overrides = {"run_mode": "train", **(overrides or {})}
     if train_dataset_dir is not None:
@@ -81,17 +90,24 @@ def build_training(config_path, train_dataset_dir=None, overrides=None):
     config = load_config(config_path, overrides, may_add=("run_mode",))
     build_context(config)
     build_parallel_config(config)
+    order_of_inputs = config.train_dataset.pop("construct_args_key", None)
+    trainer = BaseTrainer()
+    trainer.set_config(config, is_full_config=True)
     check_dataset_config(config)
     dataset = build_dataset(config.train_dataset_task)
-    network = build_network(
-        config.model,
-        default_args={
+    network = trainer.create_network(
+        {
             "parallel_config": config.parallel_config,
             "moe_config": config.moe_config,
             "dataset_config": config.train_dataset,
-        },
+            "calculate_per_token_loss": getattr(config, "calculate_per_token_loss", False),
+            "batch_size": config.runner_config.mini_batch_size,
+        }
     )
-    return network, dataset
+    if order_of_inputs is not None:
+        network = trainer.warp_data_order_with_tool_cells(network, order_of_inputs)
+    network = trainer.wrap_network_with_tool_cells(network)
+    return trainer.create_model_wrapper(network, nn.SGD(network.trainable_params(), learning_rate=0.0)), dataset
 
 
 def load_weights(network, checkpoint):

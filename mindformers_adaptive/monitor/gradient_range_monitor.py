@@ -5,11 +5,12 @@ import math
 import numpy as np
 from mindformers.tools.logger import logger
 from mindspore import nn
-from mindspore.train import Callback
 
-from mindformers_adaptive.gradients.ranges import GradientSweep, checked_loss_scales, to_numpy
-from mindformers_adaptive.monitor.output import MonitorOutput
-from mindformers_adaptive.monitor.step_reader import steps_before_resume
+from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.gradients.layer_outputs import LayerOutputsError, checked_layers
+from mindformers_adaptive.gradients.ranges import GradientSweep, checked_loss_scales
+from mindformers_adaptive.monitor.output import MonitorOutput, RecordingCallback
+from mindformers_adaptive.monitor.step_reader import last_step_before
 from mindformers_adaptive.rule.checks import require_integer
 
 __all__ = ["FILE_NAME", "GradientRangeMonitor"]
@@ -17,7 +18,7 @@ __all__ = ["FILE_NAME", "GradientRangeMonitor"]
 FILE_NAME = "gradient_ranges.jsonl"
 
 
-class GradientRangeMonitor(Callback):
+class GradientRangeMonitor(RecordingCallback):
     """Callback that looks at the gradients every N steps, before the step is taken.
 
     It works with ``mindspore.train.Model`` and, after ``register()``, as ``type: GradientRangeMonitor`` in the
@@ -27,7 +28,8 @@ class GradientRangeMonitor(Callback):
     ``GradientRanges.to_dict()`` returns. A run that is resumed continues it, and steps that it takes again replace the
     old ones.
 
-    For TensorBoard, where the gradients are those at the loss scale of the training, divided by it:
+    The gradients come from the gradient function of the train-step cell itself. For TensorBoard they are those at the
+    loss scale of the training, divided as the cell divides them, so that their norm is the one that MindFormers logs:
 
     ========================================= ==================================================================
     tag                                       value
@@ -38,6 +40,7 @@ class GradientRangeMonitor(Callback):
     ``gradients/zeros_share``                 share of gradients that are exactly 0
     ``gradients/infs_and_nans_share``         share that is inf or NaN; the other values ignore these
     ``gradients/underflowed_share``           share that is 0 only at this scale; with ``loss_scales``
+    ``LAYER/output``, ``LAYER/output/norm``   histogram and norm of the output of a layer; with ``layers``
     ========================================= ==================================================================
 
     In data-sink mode the host does not see the batches: there the monitor warns once and does nothing.
@@ -53,6 +56,8 @@ class GradientRangeMonitor(Callback):
             with one, its folder is used. Default: None, no histograms without that section.
         all_ranks (bool): whether every process writes, each into files with its rank in the name, or only the first;
             all of them run the passes. Default: False, because with data parallel training the weights are the same.
+        layers (Iterable[str], optional): layers whose outputs are measured too, by name or by the name of their class,
+            by a forward pass in PyNative mode. Default: None, no layer.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -70,29 +75,41 @@ class GradientRangeMonitor(Callback):
         [2, 4]
     """
 
-    def __init__(self, every_n_steps=100, loss_scales=None, record_path=None, tensorboard_dir=None, all_ranks=False):
+    def __init__(
+        self,
+        every_n_steps=100,
+        loss_scales=None,
+        record_path=None,
+        tensorboard_dir=None,
+        all_ranks=False,
+        layers=None,
+    ):
         super().__init__()
         self._every_n_steps = require_integer(
             "every_n_steps", every_n_steps, 1, "The default is 100.", unit="number of steps"
         )
         self._loss_scales = [] if loss_scales is None else checked_loss_scales(loss_scales)
+        self._layers = () if layers is None else checked_layers(layers)
         self._output = MonitorOutput(
             "The range of gradients", FILE_NAME, record_path, tensorboard_dir, all_ranks, every_step=False
         )
+        self._last_step = 0
 
     def on_train_begin(self, run_context):
         """Look up the network, and the step to go on from."""
         params = run_context.original_args()
         self._train_step = _find_train_step(params.train_network)
-        self._sweep = GradientSweep(self._train_step.network)
-        self._steps_before = steps_before_resume(params)
-        self._warned = False
-        self._output.open(self._steps_before + params.cur_step_num)
+        self._sweep = GradientSweep(self._train_step, self._layers)
+        update_cell = getattr(self._train_step, "loss_scaling_manager", None)
+        self._last_step = last_step_before(params, update_cell, self._last_step)
+        self._ahead_of_model = self._last_step - params.cur_step_num
+        self._warned = set()
+        self._output.open(self._last_step)
 
     def on_train_step_begin(self, run_context):
         """Measure the gradients, if it is the turn of this step."""
         params = run_context.original_args()
-        step = self._steps_before + params.cur_step_num
+        self._last_step = step = self._ahead_of_model + params.cur_step_num
         if params.dataset_sink_mode or not params.train_dataset_element:
             self._warn_once(
                 "GradientRangeMonitor cannot see the batches in data-sink mode and writes nothing. Set "
@@ -105,9 +122,8 @@ class GradientRangeMonitor(Callback):
             else:
                 self._warn_once(f"GradientRangeMonitor looks at no gradients while the loss scale is {loss_scale}.")
 
-    def on_train_end(self, run_context):
-        """Close what was opened."""
-        self._output.close()
+    def _release(self):
+        super()._release()
         self._sweep = self._train_step = None
 
     def _look(self, step, batch, loss_scale):
@@ -116,9 +132,19 @@ class GradientRangeMonitor(Callback):
         def observe(scale, gradients):
             if writer is not None and scale == loss_scale:
                 for name, gradient in gradients.items():
-                    _add_histogram(writer, f"{name}/grad", gradient / np.float32(scale), step)
+                    _add_histogram(writer, f"{name}/grad", gradient, step)
 
-        ranges = self._sweep(batch, [loss_scale, *self._loss_scales], observe=observe)
+        def observe_output(name, output):
+            if writer is not None:
+                _add_histogram(writer, f"{name}/output", output, step)
+
+        scales = [loss_scale, *self._loss_scales]
+        try:
+            ranges = self._sweep(batch, scales, observe=observe, observe_output=observe_output)
+        except LayerOutputsError as error:
+            self._warn_once(f"{error} GradientRangeMonitor goes on without 'layers'.")
+            self._sweep = GradientSweep(self._train_step)
+            ranges = self._sweep(batch, scales, observe=observe)
         if writer is not None:
             for weight in self._sweep.weights:
                 _add_histogram(writer, weight.name, to_numpy(weight), step)
@@ -127,9 +153,9 @@ class GradientRangeMonitor(Callback):
         self._output.append([{"step": step, "loss_scale": loss_scale, **ranges.to_dict()}])
 
     def _warn_once(self, message):
-        if not self._warned:
+        if message not in self._warned:
             logger.warning("%s", message)
-        self._warned = True
+        self._warned.add(message)
 
 
 def _find_train_step(train_network):
@@ -156,13 +182,12 @@ def _add_histogram(writer, tag, array, step):
 
 
 def _scalars(ranges, loss_scale):
-    for name, statistics in ranges.weights.items():
-        yield f"{name}/norm", statistics.norm
-    for name, statistics in ranges.parameters(loss_scale).items():
-        yield f"{name}/grad/norm", statistics.norm / loss_scale
-    overall = ranges.overall(loss_scale)
+    gradients = ranges.parameters(loss_scale, unscaled=True)
+    for suffix, group in (("", ranges.weights), ("/grad", gradients), ("/output", ranges.outputs)):
+        for name, statistics in group.items():
+            yield f"{name}{suffix}/norm", statistics.norm
+    overall = ranges.overall(loss_scale, unscaled=True)
     for name in ("norm", "largest", "smallest"):
-        value = getattr(overall, name)
-        yield f"gradients/{name}", None if value is None else value / loss_scale
+        yield f"gradients/{name}", getattr(overall, name)
     for name in ("zeros", "infs_and_nans", "underflowed"):
         yield f"gradients/{name}_share", overall.share(getattr(overall, name))

@@ -1,13 +1,17 @@
 """``LossScaleMonitor``: what loss scaling did in every step, in a file, in TensorBoard and in the log."""
 
+from pathlib import Path
+
+from mindformers.core.callback import CheckpointMonitor
 from mindformers.tools.logger import logger
-from mindspore.train import Callback
+from mindspore.train import ModelCheckpoint
 
 from mindformers_adaptive.monitor.arguments import require_choice
 from mindformers_adaptive.monitor.collapse import CollapseDetector
-from mindformers_adaptive.monitor.output import MonitorOutput
+from mindformers_adaptive.monitor.output import MonitorOutput, RecordingCallback
 from mindformers_adaptive.monitor.record import FIELDS
-from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss, steps_before_resume
+from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, last_step_before, read_loss
+from mindformers_adaptive.monitor.stop_signals import StopSignals
 from mindformers_adaptive.rule.checks import require_integer
 
 __all__ = ["FILE_NAME", "TAG", "LossScaleMonitor"]
@@ -18,7 +22,7 @@ FILE_NAME = "loss_scale_record.jsonl"
 TAG = "loss_scaling"
 
 
-class LossScaleMonitor(Callback):
+class LossScaleMonitor(RecordingCallback):
     """Callback that records what loss scaling did in every step.
 
     It works with ``mindspore.train.Model`` and, after ``register()``, as ``type: LossScaleMonitor`` in the
@@ -44,9 +48,9 @@ class LossScaleMonitor(Callback):
     that are missing.
 
     A run that is resumed from a checkpoint continues the file, and steps that it takes again replace the old ones. A
-    new run keeps an older file under another name. In the list of callbacks of a ``Model`` the monitor should come
-    before the one that saves checkpoints, so that no checkpoint is ahead of the record. With ``every_n_steps`` above
-    1, save at multiples of it.
+    new run keeps an older file under another name; one that starts while another run writes the file takes a file with
+    ``_2`` in its name. The host looks at the device before each checkpoint too, so that none is ahead of the record.
+    When SIGTERM or SIGINT stops the process, a line of the log says at which step, and how to resume.
 
     Args:
         record_path (str, optional): the file. Default: None, ``loss_scale_record.jsonl`` in the output folder of
@@ -105,8 +109,10 @@ class LossScaleMonitor(Callback):
         )
         self._collapse = CollapseDetector(max_consecutive_overflows)
         self._on_collapse = require_choice("on_collapse", on_collapse, ("warn", "stop", "raise"))
+        self._signals = StopSignals(self._report_signal)
         self._reader = None
         self._looked_at = 0
+        self._savers = []
 
     def on_train_begin(self, run_context):
         """Look up the loss scaling, and the step to go on from."""
@@ -120,7 +126,8 @@ class LossScaleMonitor(Callback):
             )
             return
         self._reader = StepReader(train_step)
-        self._looked_at = self._last_step_before(params)
+        update_cell = getattr(train_step, "loss_scaling_manager", None)
+        self._looked_at = last_step_before(params, update_cell, self._looked_at)
         self._ahead_of_model = self._looked_at - params.cur_step_num
         self._ahead_of_cell = self._looked_at - (self._reader.steps_taken() or 0)
         self._called_at, self._losses = self._looked_at, {}
@@ -128,32 +135,64 @@ class LossScaleMonitor(Callback):
         # Before the first step, so that a folder that cannot be written to is reported at once.
         self._output.append([])
         self._reader.count_from(self._output.record.last_skipped_steps if self._looked_at else 0)
+        self._look_before_saving(run_context)
+        if self._output.writes:
+            self._signals.install()
 
     def on_train_step_end(self, run_context):
         """Record the steps since the last look, if it is the turn of this step."""
         if self._reader is None:
             return
-        params = run_context.original_args()
-        called_before, self._called_at = self._called_at, self._ahead_of_model + params.cur_step_num
-        outputs = params.net_outputs
-        self._losses[self._called_at] = outputs[0] if isinstance(outputs, tuple | list) else outputs
+        called_before = self._called_at
+        self._note_call(run_context)
         # A sink may step over a multiple.
         if self._called_at // self._every_n_steps > called_before // self._every_n_steps:
             self._look(run_context)
 
     def on_train_end(self, run_context):
         """Record the steps since the last look."""
-        if self._reader is None:
-            return
-        if self._losses:
+        if self._reader is not None and self._losses:
             self._look(run_context)
-        self._output.close()
+        super().on_train_end(run_context)
 
-    def _last_step_before(self, params):
-        by_model = params.cur_step_num + steps_before_resume(params)
-        # The count of the cell comes back with its state. Without one, this monitor goes on where it was.
-        by_cell = self._reader.steps_taken()
-        return max(by_model, self._looked_at if by_cell is None else by_cell)
+    def _release(self):
+        super()._release()
+        self._signals.restore()
+        for saver in self._savers:
+            # From then on the method of its class is called again.
+            del saver._check_save_ckpt
+        self._savers = []
+
+    def _note_call(self, run_context):
+        params = run_context.original_args()
+        self._called_at = self._ahead_of_model + params.cur_step_num
+        outputs = params.net_outputs
+        self._losses[self._called_at] = outputs[0] if isinstance(outputs, tuple | list) else outputs
+
+    def _look_before_saving(self, run_context):
+        # A run that is killed goes on after its last checkpoint, so the steps before have to be in the record by then.
+        for saver in run_context.original_args().list_callback:
+            if isinstance(saver, ModelCheckpoint) and "_check_save_ckpt" not in vars(saver):
+                saver._check_save_ckpt = self._looking_if_due(saver._check_save_ckpt, run_context)
+                self._savers.append(saver)
+
+    def _looking_if_due(self, is_due, run_context):
+        def look_if_due(*args, **kwargs):
+            due = is_due(*args, **kwargs)
+            if due:
+                self._note_call(run_context)
+                self._look(run_context)
+            return due
+
+        return look_if_due
+
+    def _report_signal(self, name):
+        logger.warning(
+            "Training was stopped by %s after step %s. %s",
+            name,
+            self._called_at,
+            _how_to_resume(self._savers),
+        )
 
     def _look(self, run_context):
         window = self._reader.window
@@ -209,3 +248,14 @@ class LossScaleMonitor(Callback):
             run_context.request_stop()
         if self._output.writes:
             logger.warning("%s", message)
+
+
+def _how_to_resume(savers):
+    for saver in savers:
+        if not getattr(saver, "use_legacy_format", True):
+            return f"To resume, start it again with 'checkpoint.load_path' set to {saver.directory}."
+        if isinstance(saver, CheckpointMonitor):
+            folder = Path(saver._directory).parent
+            return f"To resume, start it again with 'resume_training' True and 'load_checkpoint' set to {folder}."
+        return f"To resume, load the newest checkpoint in {saver._directory} before you train again."
+    return "It cannot be resumed, because it saves no checkpoint: add a CheckpointMonitor to the callbacks."

@@ -6,13 +6,37 @@ from pathlib import Path
 from mindformers.tools.logger import logger
 from mindformers.tools.utils import get_output_root_path, get_real_rank
 from mindformers.utils.tensorboard import get_tensorboard_writer
+from mindspore.train import Callback
 from tensorboardX import SummaryWriter
 
 from mindformers_adaptive.monitor.arguments import require_choice, require_path
 from mindformers_adaptive.monitor.record import RunRecord
 from mindformers_adaptive.rule.checks import require_flag
 
-__all__ = ["MonitorOutput"]
+__all__ = ["MonitorOutput", "RecordingCallback"]
+
+
+class RecordingCallback(Callback):
+    """A callback with a :class:`MonitorOutput`, which is closed however a training ends."""
+
+    _entered = 0
+
+    def __enter__(self):
+        self._entered += 1
+        return self
+
+    def __exit__(self, *error):
+        # Model.fit enters and leaves its callbacks in the midst of a training too, to evaluate.
+        self._entered -= 1
+        if self._entered == 0:
+            self._release()
+
+    def on_train_end(self, run_context):
+        """Close what was opened."""
+        self._release()
+
+    def _release(self):
+        self._output.close()
 
 
 class MonitorOutput:
@@ -84,7 +108,9 @@ class MonitorOutput:
             self.writer.add_scalar(tag, float(value), step)
 
     def close(self):
-        """Close what was opened."""
+        """Close what was opened; calling it again does nothing."""
+        if self.record is not None:
+            self.record.close()
         if self.writer is not None and self._owns_writer:
             self.writer.close()
         self.writer = None

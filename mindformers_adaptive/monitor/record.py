@@ -1,11 +1,13 @@
 """The record of a run: a file of JSON lines, one a step, that survives kills and resumes."""
 
+import itertools
 import json
 import os
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from mindformers_adaptive.monitor.run_lock import RunLock
 from mindformers_adaptive.text.atomic_file import atomic_write
 from mindformers_adaptive.text.json_text import NOT_FINITE, json_text
 
@@ -35,12 +37,16 @@ class RunRecord:
 
     A killed process loses no line that :meth:`append` has written; a machine that fails may lose the last ones.
 
+    From :meth:`resume` to :meth:`close` the process holds a lock, a hidden file beside the record. Another process that
+    resumes the same record meanwhile takes a file of its own, ``NAME_2.jsonl`` or the next number that is free. The
+    lock of a process that was killed does not count.
+
     Args:
         path (str): the file. Neither it nor its folder need exist.
         every_step (bool): whether missing steps leave a line. Default: True.
 
     Attributes:
-        path (Path): the file.
+        path (Path): the file that is written.
         last_step (int): the last step in the file, or the one that it continues from.
         last_skipped_steps (int, optional): ``skipped_steps`` of that step; None if the file does not have it.
 
@@ -61,6 +67,7 @@ class RunRecord:
         self.last_step = 0
         self.last_skipped_steps: int | None = None
         self._every_step = every_step
+        self._lock: RunLock | None = None
 
     def resume(self, last_step: int) -> list[str]:
         """Prepare the file to be continued after a step.
@@ -78,19 +85,20 @@ class RunRecord:
             OSError: if the file cannot be read or replaced; it is then unchanged.
         """
         self.last_step, self.last_skipped_steps = last_step, None
+        notes = self._take_lock()
         # A pipe or a device can be written to, but has no lines to continue.
         if not self.path.is_file():
-            return []
+            return notes
         lines, torn = _split(self.path.read_bytes())
         try:
             entries = _parse(lines)
         except ValueError as error:
-            return [f"{self.path} is no record of steps, {error}: it is kept as {self._move_aside()}."]
+            return [*notes, f"{self.path} is no record of steps, {error}: it is kept as {self._move_aside()}."]
         if last_step == 0 and entries:
-            return [f"{self.path} has the steps of an earlier run: it is kept as {self._move_aside()}."]
+            return [*notes, f"{self.path} has the steps of an earlier run: it is kept as {self._move_aside()}."]
         # A line for missing steps that ends later is removed too; append() writes a shorter one.
         kept = [line for line, entry in zip(lines, entries, strict=True) if _last_step(entry) <= last_step]
-        notes = []
+        before = len(notes)
         if torn:
             notes.append(f"{self.path} ended in an unfinished line, which is taken out: {_excerpt(torn)}")
         if len(kept) < len(lines):
@@ -98,7 +106,7 @@ class RunRecord:
                 f"{self.path} went on to step {_last_step(entries[-1])}: the steps after {last_step} are taken out, "
                 "because the run takes them again."
             )
-        if notes:
+        if len(notes) > before:
             self._replace(kept)
         if kept:
             last = json.loads(kept[-1])
@@ -133,6 +141,31 @@ class RunRecord:
                 self.last_step = step
         finally:
             os.close(file)
+
+    def close(self) -> None:
+        """Let other processes resume the record."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def _take_lock(self) -> list[str]:
+        if self._lock is not None or (self.path.exists() and not self.path.is_file()):
+            return []
+        wanted = self.path
+        for number in itertools.count(2):
+            try:
+                self._lock = RunLock(self.path)
+            except BlockingIOError:
+                self.path = wanted.with_name(f"{wanted.stem}_{number}{wanted.suffix}")
+            except OSError:
+                # append() reports a folder that cannot be written to. Without locks the record is written all the same.
+                self.path = wanted
+                return []
+            else:
+                break
+        if self.path == wanted:
+            return []
+        return [f"{wanted} is being written by another run: this run is recorded in {self.path.name}."]
 
     def _replace(self, lines: list[bytes]) -> None:
         permissions = stat.S_IMODE(self.path.stat().st_mode)

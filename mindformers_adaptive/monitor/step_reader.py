@@ -6,10 +6,14 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
 
-__all__ = ["StepReader", "find_train_step", "read_loss", "steps_before_resume"]
+__all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "steps_taken"]
 
 _ATTRIBUTES = {name: attribute for attribute, name in PARAMETER_NAMES.items()}
 _OF_WINDOW = ("scale_window", "window_index", "growth_num", "down_num")
+
+# Update cells from here count their steps.
+_COUNTING = ("mindspore", "mindformers", "mindformers_adaptive")
+_LARGEST_COUNT = 2**31 - 1
 
 
 def find_train_step(*networks):
@@ -21,16 +25,31 @@ def find_train_step(*networks):
     return None
 
 
-def steps_before_resume(params):
-    """Return how many steps the run took before it was resumed.
-
-    MindFormers then counts from 0 again, and its callback that prints the loss knows what to add.
+def last_step_before(params, update_cell, last_step):
+    """Return the number of the step before the first that a training takes.
 
     Args:
         params (dict): what MindSpore gives to a callback.
+        update_cell (Cell, optional): its count comes back with its state.
+        last_step (int): the last step of an earlier training with the same callback, or 0.
     """
+    # MindFormers counts from 0 again after a resume, and its callback that prints the loss knows what to add.
     counts = [params.get("initial_step"), *(getattr(callback, "initial_step", 0) for callback in params.list_callback)]
-    return max((count for count in counts if isinstance(count, int)), default=0)
+    by_model = params.cur_step_num + max((count for count in counts if isinstance(count, int)), default=0)
+    by_cell = steps_taken(update_cell)
+    return max(by_model, last_step if by_cell is None else by_cell)
+
+
+def steps_taken(update_cell):
+    """Return how many steps an update cell has counted, or None if it does not count. Waits for the device."""
+    count = _count(_state_parameters(update_cell))
+    # A user's own cell that inherits the count may leave it at its start.
+    counts = count != 1 or type(update_cell).construct.__module__.partition(".")[0] in _COUNTING
+    return count - 1 if counts and 1 <= count < _LARGEST_COUNT else None
+
+
+def _count(parameters):
+    return int(parameters["cur_iter"].asnumpy()) if "cur_iter" in parameters else 0
 
 
 def read_loss(loss):
@@ -57,16 +76,23 @@ class StepReader:
         self._parameters = _state_parameters(self._update_cell)
         self.window = tuple(map(self._state().get, _OF_WINDOW[:2]))
         self._loss_scale = self._read_loss_scale()
-        self._skipped_steps = self._consecutive_overflows = 0
+        self._skipped_steps = self._skipped_by_others = self._consecutive_overflows = 0
 
     def steps_taken(self):
         """Return how many steps the update cell has counted, or None if it does not count. Waits for the device."""
-        cur_iter = self._parameters.get("cur_iter")
-        return None if cur_iter is None else int(cur_iter.asnumpy()) - 1
+        # A count that is full, or damaged, is of no use from then on.
+        if not 1 <= _count(self._parameters) < _LARGEST_COUNT:
+            self._parameters.pop("cur_iter", None)
+        return steps_taken(self._update_cell) if "cur_iter" in self._parameters else None
 
     def count_from(self, skipped_steps):
-        """Set how many steps were skipped before, or None if unknown, for a cell that does not count them."""
+        """Set how many steps were skipped before, or None if unknown.
+
+        A cell that does not count them continues from there, and so does one that did not see all of them, because
+        another cell trained before.
+        """
         self._skipped_steps = skipped_steps
+        self._skipped_by_others = max((skipped_steps or 0) - self._state().get("skipped_steps", 0), 0)
 
     def read(self, step, count, outputs):
         """Return the last steps.
@@ -81,6 +107,8 @@ class StepReader:
             has a history that is long enough. Unknown values are None.
         """
         entries = self._read_history(step, count) or [self._read_last(step, count, outputs)]
+        if "skipped_steps" in self._parameters:
+            entries = [entry | {"skipped_steps": entry["skipped_steps"] + self._skipped_by_others} for entry in entries]
         self.window = tuple(map(entries[-1].get, _OF_WINDOW[:2]))
         self._loss_scale = entries[-1]["next_loss_scale"]
         return entries
@@ -89,6 +117,8 @@ class StepReader:
         if not hasattr(self._update_cell, "recent_steps"):
             return []
         last = self.steps_taken()
+        if last is None:
+            return []
         entries = self._update_cell.recent_steps(since=last - count)
         return [entry | {"step": entry["step"] - last + step} for entry in entries]
 

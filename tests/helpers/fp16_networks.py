@@ -4,8 +4,12 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
+from mindspore.ops.primitive import constexpr
 
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+
+# Of a batch of PerToken.
+TOKENS = 48
 
 
 class HalfPrecisionSum(nn.Cell):
@@ -21,6 +25,21 @@ class HalfPrecisionSum(nn.Cell):
     def construct(self, x):
         products = self.cast(self.weight, self.dtype) * self.cast(x, self.dtype)
         return self.cast(products, mstype.float32).sum() * self.factor
+
+
+class PerToken(nn.Cell):
+    """Returns the sum of the losses of the tokens and their number, as MindFormers' models do on demand."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.linspace(0.5, 1.5, 8), mstype.float32), name="weight")
+        self.cast = ops.Cast()
+        self.number = Tensor([TOKENS], mstype.float32)
+
+    def construct(self, x):
+        products = self.cast(self.weight, mstype.float16) * self.cast(x, mstype.float16)
+        losses = self.cast(products, mstype.float32).sum(axis=1)
+        return losses.sum().reshape((1,)), self.number
 
 
 def gradient_in_fp16(x, factor, loss_scale):
@@ -60,6 +79,44 @@ class OnlyLoss(nn.Cell):
 
     def construct(self, *inputs):
         return self.network(*inputs)[0]
+
+
+class Twice(nn.Cell):
+    """Calls a dense layer in FP16 twice, and one in FP32 that returns a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Dense(4, 4, "ones", has_bias=False).to_float(mstype.float16)
+        self.pair = Pair()
+        self.cast = ops.Cast()
+
+    def construct(self, x):
+        hidden = self.cast(self.shared(self.shared(x)), mstype.float32)
+        doubled, _, _ = self.pair(hidden)
+        return doubled.sum()
+
+
+class Pair(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(4, 4, "ones", has_bias=False)
+
+    def construct(self, x):
+        return self.dense(x), x, Tensor(3, mstype.int32)
+
+
+@constexpr
+def in_graph_mode():
+    return mindspore.get_context("mode") == mindspore.GRAPH_MODE
+
+
+class GraphOnly(Twice):
+    """A network that cannot run in PyNative mode."""
+
+    def construct(self, x):
+        if not in_graph_mode():
+            raise RuntimeError("a kernel is missing")
+        return super().construct(x)
 
 
 def seeded_train_step(**arguments):

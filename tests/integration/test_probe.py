@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from training_runs import TrainingRun
 
 from mindformers_adaptive.integration.probe import probe
 
@@ -23,7 +24,7 @@ small = {"model.model_config." + key: value for key, value in
 told = []
 fresh = probe(config, None, corpus, [2.0**4, 2.0**12, 2.0**30], 2, overrides=small, progress=told.append)
 
-network, _ = build_training(config, corpus, small)
+network = build_training(config, corpus, small)[0].network
 weights = network.parameters_dict()
 name = next(iter(weights))
 for weight in weights.values():
@@ -117,3 +118,41 @@ def test_a_checkpoint_of_another_model_is_refused_and_one_with_gaps_warned_of(fo
 def test_bad_input_is_refused(changes, error, message):
     with pytest.raises(error, match=message):
         probe(**{"config_path": str(CONFIG), **changes})
+
+
+FIND = """
+import json, sys
+from mindformers_adaptive.gradients.recommendation import recommend_loss_scale
+from mindformers_adaptive.integration.probe import probe
+
+config, corpus, overrides = sys.argv[1:]
+ranges = probe(config, None, corpus, [2.0**e for e in range(25)], 2, overrides=json.loads(overrides))
+json.dump(recommend_loss_scale(ranges).to_dict(), open("found.json", "w"))
+"""
+
+
+@pytest.mark.slow
+def test_scale_found_for_a_loss_per_token_trains_and_norms_are_those_that_mindformers_logs(
+    run_python, corpus, tmp_path
+):
+    model = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32}
+    overrides = {**model, "calculate_per_token_loss": True}
+    run_python("-c", FIND, CONFIG, corpus, json.dumps(overrides))
+    scale = json.loads((tmp_path / "found.json").read_text())["loss_scale_value"]
+    monitor = "{type: GradientRangeMonitor, every_n_steps: 1, loss_scales: [1]}"
+    options = {"calculate_per_token_loss": True, "callbacks.1": monitor}
+    options |= {"runner_wrapper.scale_sense.loss_scale_value": scale, "runner_wrapper.scale_sense.scale_window": 20}
+    options |= {"runner_wrapper.scale_sense.min_scale_window": 20, "runner_wrapper.scale_sense.max_scale_window": 1000}
+    with TrainingRun(tmp_path / "run", corpus, options, steps=8) as run:
+        steps = run.wait().steps()
+    assert sum(step.overflow for step in steps.values()) <= 1
+    lines = (tmp_path / "run" / "gradient_ranges.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines):
+        logged = steps[line["step"]]
+        [batch] = line["batches"]
+        # 8 samples of 32 tokens.
+        assert batch["grad_scale_factor"] == 256
+        for at_scale in line["loss_scales"]:
+            norm = at_scale["overall"]["norm"] / at_scale["loss_scale"] / batch["grad_scale_factor"]
+            assert logged.overflow or norm == pytest.approx(float(logged.global_norm.strip("[]")), rel=1e-3)
+    assert len(lines) == len(steps) == 8

@@ -3,9 +3,10 @@
 import json
 import struct
 
+import mindspore
 import numpy as np
 import pytest
-from fp16_networks import HalfPrecisionSum, rows, seeded_train_step
+from fp16_networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, rows, seeded_train_step
 from mindformers.tools.logger import get_logger
 from mindspore import Model, Tensor, dataset, nn
 from mindspore import dtype as mstype
@@ -16,7 +17,11 @@ from training_runs import TrainingRun
 from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.lab.traces.measured import from_gradient_ranges
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
-from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from mindformers_adaptive.wrapper import (
+    AdaptiveLossScaleUpdateCell,
+    MFTrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+)
 
 # No more: after five calls MindSpore's dropout on CPU settles on a number of threads, by the time they took, and draws
 # by thread.
@@ -70,7 +75,7 @@ def events_of(folder):
 
 @pytest.mark.filterwarnings("ignore:The loss of one batch")
 def test_training_takes_the_same_steps_with_it(mode, tmp_path):
-    with_it = train(GradientRangeMonitor(1, [1, 2**30], tmp_path / "record.jsonl", tmp_path))
+    with_it = train(GradientRangeMonitor(1, [1, 2**30], tmp_path / "record.jsonl", tmp_path, layers=["Dense"]))
     assert with_it == train()
     assert [line["step"] for line in lines_of(tmp_path / "record.jsonl")] == [1, 2, 3, 4, 5]
 
@@ -98,6 +103,87 @@ def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path
     assert second["weights"]["parameters"]["weight"]["largest"] == 0.75
     expected = gradient_ranges(HalfPrecisionSum(2), x[:1], [1, 2**10, 2**14]).to_dict()
     assert first == {"step": 1, "loss_scale": 2**10, **expected}
+
+
+def test_norm_in_tensorboard_is_that_of_mindformers_in_the_same_step(graph_mode, tmp_path):
+    norms = []
+
+    class Norms(Callback):
+        def on_train_step_end(self, run_context):
+            norms.append(float(run_context.original_args().net_outputs[4]))
+
+    network = PerToken()
+    step = MFTrainOneStepCell(
+        network,
+        nn.SGD(network.trainable_params(), 0.1),
+        use_clip_grad=True,
+        scale_sense=AdaptiveLossScaleUpdateCell(2**6, 2, 20),
+        calculate_per_token_loss=True,
+    )
+    monitor = GradientRangeMonitor(1, record_path=tmp_path / "record.jsonl", tensorboard_dir=tmp_path)
+    data = dataset.NumpySlicesDataset(np.random.default_rng(0).normal(size=(TOKENS * 3, 8)).astype(np.float32))
+    Model(step).train(1, data.batch(TOKENS), callbacks=[monitor, Norms()], dataset_sink_mode=False)
+    events = events_of(tmp_path)
+    assert len(norms) == 3
+    assert [events["gradients/norm", number] for number in (1, 2, 3)] == pytest.approx(norms, rel=1e-5)
+    for line, norm in zip(lines_of(tmp_path / "record.jsonl"), norms, strict=True):
+        [batch], [at_scale] = line["batches"], line["loss_scales"]
+        assert at_scale["overall"]["norm"] == pytest.approx(norm * 2**6 * batch["grad_scale_factor"], rel=1e-5)
+
+
+def test_outputs_of_layers_are_in_the_record_and_in_tensorboard(graph_mode, tmp_path):
+    network = nn.Dense(8, 2, "ones", has_bias=False)
+    model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
+    monitor = GradientRangeMonitor(2, None, tmp_path / "record.jsonl", tmp_path, layers=["Dense"])
+    data = dataset.NumpySlicesDataset((np.ones((8, 8), np.float32), np.zeros((8, 2), np.float32))).batch(4)
+    model.train(1, data, callbacks=[monitor], dataset_sink_mode=False)
+    [line] = lines_of(tmp_path / "record.jsonl")
+    weight = line["weights"]["parameters"]["weight"]["largest"]
+    [(name, output)] = line["outputs"].items()
+    assert (output["size"], output["largest"]) == (8, pytest.approx(8 * weight))
+    events = events_of(tmp_path)
+    assert events[f"{name}/output/norm", 2] == pytest.approx(output["norm"])
+    assert events[f"{name}/output", 2].num == 8
+
+
+def test_layers_that_cannot_be_measured_do_not_stop_the_training(graph_mode, tmp_path, mindformers_log):
+    network = GraphOnly()
+    step = TrainOneStepWithLossScaleCell(network, nn.SGD(network.trainable_params(), 0.1), Tensor(4.0, mstype.float32))
+    monitor = GradientRangeMonitor(1, record_path=tmp_path / "record.jsonl", layers=["Dense"])
+    data = dataset.NumpySlicesDataset(np.ones((3, 4), np.float32)).batch(1)
+    Model(step).train(1, data, callbacks=[monitor], dataset_sink_mode=False)
+    assert mindformers_log.text.count("a kernel is missing. GradientRangeMonitor goes on without 'layers'.") == 1
+    assert [line["outputs"] for line in lines_of(tmp_path / "record.jsonl")] == [{}] * 3
+
+
+def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):
+    record, checkpoint = tmp_path / "record.jsonl", str(tmp_path / "3.ckpt")
+
+    class Killed(Callback):
+        """Saves after step 3, and fails after step 5."""
+
+        def on_train_step_end(self, run_context):
+            params = run_context.original_args()
+            if params.cur_step_num == 3:
+                mindspore.save_checkpoint(params.train_network, checkpoint)
+            if params.cur_step_num == 5:
+                raise KeyboardInterrupt
+
+    def train_from(step, data, *callbacks):
+        callbacks = [GradientRangeMonitor(1, record_path=record), *callbacks]
+        Model(step).train(1, data, callbacks=callbacks, dataset_sink_mode=False)
+
+    with pytest.raises(KeyboardInterrupt):
+        train_from(seeded_train_step(), batches(8), Killed())
+    assert [line["step"] for line in lines_of(record)] == [1, 2, 3, 4, 5]
+    resumed = seeded_train_step()
+    mindspore.load_checkpoint(checkpoint, resumed)
+    train_from(resumed, batches(5))
+    assert [line["step"] for line in lines_of(record)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    # A new run keeps the old file.
+    train_from(seeded_train_step(), batches(2))
+    assert [line["step"] for line in lines_of(record)] == [1, 2]
+    assert len(lines_of(record.with_name("record.jsonl.1"))) == 8
 
 
 def test_record_is_a_trace_of_measured_ceilings(graph_mode, tmp_path):
@@ -205,6 +291,7 @@ def test_a_network_without_a_train_step_is_refused():
         ({"loss_scales": [-1]}, ValueError, "'loss_scales' must be finite and above 0"),
         ({"loss_scales": 2}, TypeError, "'loss_scales' must be a list"),
         ({"record_path": 3}, TypeError, "'record_path' must be a path"),
+        ({"layers": "Dense"}, TypeError, "'layers' must be a list of names"),
         ({"all_ranks": 1}, TypeError, "'all_ranks' must be True or False"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import math
 import resource
+import signal
 
 import mindspore
 import numpy as np
@@ -10,8 +11,8 @@ from event_files import read_scalars
 from mindformers.trainer import base_trainer
 from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindformers.wrapper import MFTrainOneStepCell as StockMFTrainOneStepCell
-from mindspore import Tensor, dataset, nn
-from mindspore.train import Callback, Model
+from mindspore import Tensor, dataset, nn, ops
+from mindspore.train import Callback, CheckpointConfig, Model, ModelCheckpoint
 
 from mindformers_adaptive.checkpoint.monitor import CheckpointMonitor
 from mindformers_adaptive.integration import registration
@@ -277,6 +278,156 @@ def test_with_mindformers_own_cells_all_is_recorded_that_there_is(path):
     assert lines == expected
 
 
+class OwnRule(nn.DynamicLossScaleUpdateCell):
+    """A user's update cell: it halves the scale on overflow, and leaves the inherited count of steps alone."""
+
+    def construct(self, loss_scale, overflow):
+        halved = self.select(overflow, loss_scale * self.reciprocal(self.scale_factor), loss_scale)
+        ops.assign(loss_scale, halved)
+        return overflow
+
+
+class OwnRuleThatCounts(OwnRule):
+    """The same, but it counts its steps."""
+
+    def construct(self, loss_scale, overflow):
+        ops.assign(self.cur_iter, self.cur_iter + 1)
+        return super().construct(loss_scale, overflow)
+
+
+@pytest.mark.parametrize("cell", [OwnRule, OwnRuleThatCounts])
+@pytest.mark.parametrize("every_n_steps", [1, 2])
+def test_with_a_users_update_cell_every_step_is_recorded(path, cell, every_n_steps):
+    flags = [True, False, False, True, False, True]
+    monitor, network = LossScaleMonitor(path, every_n_steps), build(cell(INITIAL_SCALE, 2, 3))
+    train(network, [monitor], flags)
+    train(network, [monitor], flags)
+    lines = read_record(path)
+    recorded = [line for line in lines if "step" in line]
+    assert [line["step"] for line in recorded] == list(range(every_n_steps, 13, every_n_steps))
+    assert [line["overflow"] for line in recorded] == (flags * 2)[every_n_steps - 1 :: every_n_steps]
+    assert recorded[-1]["next_loss_scale"] == INITIAL_SCALE / 2**6
+    if every_n_steps == 1:
+        assert [line["skipped_steps"] for line in lines] == np.cumsum(flags * 2).tolist()
+
+
+@pytest.mark.parametrize("count", [2**31 - 3, 2**31 - 1, 0, -(2**31), -5])
+def test_a_count_that_is_full_or_damaged_leaves_steps_that_go_on(path, count):
+    cell = nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, 3)
+    cell.cur_iter.set_data(Tensor(count, mindspore.int32))
+    train(build(cell), [LossScaleMonitor(path)], OVERFLOWS[:6])
+    steps = [line["step"] for line in read_record(path)]
+    first = count if count == 2**31 - 3 else 1
+    assert steps == list(range(first, first + 6))
+
+
+class SeesRecord(Callback):
+    """Notes how far the record goes at every save, and when the run would be killed then."""
+
+    def __init__(self, path, saver):
+        self.path, self.saver, self.ends = path, saver, []
+
+    def on_train_step_end(self, run_context):
+        if self.saver._last_triggered_step == run_context.original_args().cur_step_num:
+            self.ends.append(max(line.get("last_step", line.get("step")) for line in read_record(self.path)))
+
+
+@pytest.mark.parametrize("order", [["monitor", "saver"], ["saver", "monitor"]])
+@pytest.mark.parametrize("kind", ["MindSpore", "MindFormers"])
+def test_no_checkpoint_is_ahead_of_the_record(path, tmp_path, monkeypatch, kind, order):
+    monkeypatch.setenv("LOCAL_DEFAULT_PATH", str(tmp_path))
+    if kind == "MindSpore":
+        saver = ModelCheckpoint(directory=str(tmp_path), config=CheckpointConfig(save_checkpoint_steps=10))
+    else:
+        saver = CheckpointMonitor(directory=str(tmp_path), save_checkpoint_steps=10)
+    callbacks = {"monitor": LossScaleMonitor(path, every_n_steps=7), "saver": saver}
+    seen = SeesRecord(path, saver)
+    train(build(adaptive(history_size=7)), [*(callbacks[name] for name in order), seen], OVERFLOWS[:25])
+    assert seen.ends[:2] == [10, 20]
+    assert without_loss(read_record(path)) == replay(OVERFLOWS[:25])
+    assert all(line["loss"] is not None for line in read_record(path))
+    assert "_check_save_ckpt" not in vars(saver)
+
+
+def test_a_run_that_is_killed_after_a_checkpoint_between_two_looks_leaves_no_hole(path, tmp_path):
+    saver = ModelCheckpoint("at", str(tmp_path), CheckpointConfig(save_checkpoint_steps=10))
+
+    class Killed(Callback):
+        def on_train_step_end(self, run_context):
+            if run_context.original_args().cur_step_num == 12:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(build(adaptive(7)), [LossScaleMonitor(path, every_n_steps=7), saver, Killed()], OVERFLOWS[:20])
+    resumed = build(adaptive(history_size=7))
+    mindspore.load_checkpoint(str(tmp_path / "at-1_10.ckpt"), resumed)
+    train(resumed, [LossScaleMonitor(path, every_n_steps=7)], OVERFLOWS[10:])
+    assert without_loss(read_record(path)) == replay()
+
+
+def test_two_runs_at_once_write_two_records(path, messages):
+    class Second(Callback):
+        """Takes three steps of another training in the midst of this one."""
+
+        def on_train_step_end(self, run_context):
+            if run_context.original_args().cur_step_num == 2:
+                train(build(), [LossScaleMonitor(path)], OVERFLOWS[:3])
+
+    train(build(), [LossScaleMonitor(path), Second()], OVERFLOWS[:5])
+    assert without_loss(read_record(path)) == replay(OVERFLOWS[:5])
+    assert without_loss(read_record(path.with_name("record_2.jsonl"))) == replay(OVERFLOWS[:3])
+    [message] = [message for message in messages() if "another run" in message]
+    assert message == f"{path} is being written by another run: this run is recorded in record_2.jsonl."
+    assert sorted(file.name for file in path.parent.iterdir()) == ["record.jsonl", "record_2.jsonl"]
+
+
+def test_a_training_that_fails_lets_its_record_go(path):
+    monitor = LossScaleMonitor(path, max_consecutive_overflows=2, on_collapse="raise")
+    with pytest.raises(RuntimeError, match="collapsed"):
+        train(build(), [monitor], [True] * 3)
+    train(build(), [LossScaleMonitor(path)], [False])
+    assert sorted(file.name for file in path.parent.iterdir()) == ["record.jsonl", "record.jsonl.1"]
+
+
+def test_skipped_steps_do_not_fall_when_another_cell_goes_on(path, tmp_path):
+    dynamic = build(nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, 3))
+    train(dynamic, [LossScaleMonitor(path)], OVERFLOWS[:10])
+    mindspore.save_checkpoint(dynamic, str(tmp_path / "10.ckpt"))
+    resumed = build(adaptive(history_size=2))
+    mindspore.load_checkpoint(str(tmp_path / "10.ckpt"), resumed)
+    with pytest.warns(UserWarning, match="fresh"):
+        train(resumed, [LossScaleMonitor(path)], OVERFLOWS[10:16])
+    mindspore.save_checkpoint(resumed, str(tmp_path / "16.ckpt"))
+    again = build(adaptive())
+    mindspore.load_checkpoint(str(tmp_path / "16.ckpt"), again)
+    train(again, [LossScaleMonitor(path)], OVERFLOWS[16:])
+    lines = read_record(path)
+    assert [line["step"] for line in lines] == list(range(1, len(OVERFLOWS) + 1))
+    assert [line["skipped_steps"] for line in lines] == np.cumsum(OVERFLOWS).tolist()
+
+
+def test_an_evaluation_in_the_midst_of_a_training_changes_nothing(path):
+    network = build()
+    samples = [(np.ones((2, 3), np.float32), np.zeros((2, 2), np.float32))] * 4
+    data = dataset.GeneratorDataset(samples, ["features", "target"], shuffle=False)
+    model = Model(network, metrics={"loss": nn.Loss()}, eval_network=Evaluated(network.network), eval_indexes=[0, 1, 1])
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    model.fit(2, data, data, callbacks=[LossScaleMonitor(path)], dataset_sink_mode=False)
+    assert without_loss(read_record(path)) == replay([False] * 8)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+class Evaluated(nn.Cell):
+    """Returns the loss of a network, and two outputs that nobody needs."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, features, target):
+        return self.network(features, target), features, target
+
+
 def test_a_network_without_loss_scaling_is_told_and_trains_on(path, messages):
     net, losses = nn.Dense(3, 2), Losses()
     model = Model(net, nn.MSELoss(), nn.SGD(net.trainable_params(), learning_rate=0.1))
@@ -420,6 +571,7 @@ def test_a_record_that_could_not_be_resumed_at_first_has_no_step_twice(path):
     record = RunRecord(path)
     record.resume(10)
     record.append([{"step": step, "overflow": True} for step in range(11, 15)])
+    record.close()
 
     class MakesRoom(Callback):
         """Leaves no room for the record until step 13."""
@@ -461,8 +613,8 @@ def test_only_the_first_rank_writes_unless_told_otherwise(tmp_path, monkeypatch,
 def test_mindformers_trainer_calls_it_before_a_checkpoint_is_saved(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_DEFAULT_PATH", str(tmp_path))
     monkeypatch.setattr(base_trainer, "CALLBACK_HAS_SORT", list(base_trainer.CALLBACK_HAS_SORT))
-    registration._record_before_saving()
-    registration._record_before_saving()
+    registration._call_monitor_before_saving()
+    registration._call_monitor_before_saving()
     monitor, saving = LossScaleMonitor(), CheckpointMonitor(directory=str(tmp_path))
     assert base_trainer.BaseTrainer.sort_callbacks([saving, monitor]) == [monitor, saving]
 

@@ -44,9 +44,11 @@ def assert_is_what_happened(lines, printed):
         assert len({line[name] for line in lines}) > 1, f"{name} never moved"
 
 
-def test_a_killed_and_resumed_run_has_one_record_with_every_step_once(corpus, tmp_path):
+@pytest.mark.parametrize("every_n_steps", [1, 9])
+def test_a_killed_and_resumed_run_has_one_record_with_every_step_once(corpus, tmp_path, every_n_steps):
     output, form = tmp_path / "output", LegacyFormat("ckpt")
-    options = callbacks({"type": "LossScaleMonitor"})
+    options = callbacks({"type": "LossScaleMonitor", "every_n_steps": every_n_steps})
+    options |= {"runner_wrapper.scale_sense.history_size": every_n_steps}
     with TrainingRun(output, corpus, options) as killed:
         killed.wait_until(lambda: form.newest_complete(output) == SAVED_AT)
     record = output / "loss_scale_record.jsonl"

@@ -246,7 +246,7 @@ limit(size)
 try:
     record.resume(3)
 except OSError as error:
-    print(error.errno, path.read_bytes() == before, os.listdir(path.parent))
+    print(error.errno, path.read_bytes() == before, sorted(os.listdir(path.parent)))
 """
 
 
@@ -254,7 +254,11 @@ def test_a_disk_that_is_full_in_mid_line_leaves_whole_lines(run_python, path):
     """The limit on the size of a file cuts writes off as a full disk does."""
     printed = run_python("-c", FULL_DISK, path).stdout.splitlines()
     lines = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}, missing(3, 6), {"step": 7, "loss": 0.5}]
-    assert printed == [f"{errno.EFBIG} 2 True", str(lines), f"{errno.EFBIG} True ['record.jsonl']"]
+    assert printed == [
+        f"{errno.EFBIG} 2 True",
+        str(lines),
+        f"{errno.EFBIG} True ['.record.jsonl.lock', 'record.jsonl']",
+    ]
 
 
 @pytest.mark.parametrize("name", ["file/record.jsonl", "folder"])

@@ -1,0 +1,150 @@
+"""The backward pass of a train-step cell at any loss scale, without changing what is trained."""
+
+import contextlib
+import sys
+
+import mindspore
+import numpy as np
+from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import dtype as mstype
+
+__all__ = ["backward_pass", "to_numpy", "unchanged"]
+
+
+def backward_pass(network):
+    """Return a cell that takes the loss scale and a batch, and returns the loss, the gradients and a divisor.
+
+    The gradients are those that the train-step cell computes: multiplied by the loss scale, before it divides them by
+    the scale and by the divisor, which is the number of tokens if the cell calculates a loss for each token, else 1.
+
+    Args:
+        network (Cell): a train-step cell, a subclass of ``nn.TrainOneStepCell``, or a network that returns its loss, a
+            Tensor or a tuple whose first element is the loss.
+
+    Raises:
+        TypeError: if ``network`` is not a Cell.
+        ValueError: if it has no Parameter to train, or its gradients cannot be had from one pass.
+    """
+    if not isinstance(network, nn.Cell):
+        raise TypeError(
+            f"'network' must be a Cell that returns the loss, but got {network!r} of type {type(network).__name__}. "
+            "Give nn.WithLossCell(network, loss_fn), a model that has its loss inside, or a train-step cell."
+        )
+    if not network.trainable_params():
+        raise ValueError(
+            f"'network' must have a Parameter to train, but {type(network).__name__} has none with requires_grad. Give "
+            "the network before it is frozen."
+        )
+    if not isinstance(network, nn.TrainOneStepCell):
+        gradient = ops.GradOperation(get_by_list=True, sens_param=True)
+        return _OfOneLoss(_FirstOutput(network), ParameterTuple(network.trainable_params()), gradient)
+    if hasattr(network, "accu_grads") and not network.opt_shard:
+        raise ValueError(
+            f"'network' must return its gradients, but {type(network).__name__} adds them up in Parameters of its own. "
+            "Set 'parallel.enable_parallel_optimizer' to True in the YAML file, or measure without pipeline stages."
+        )
+    if hasattr(network, "grads_for_legacy"):
+        return _OfMindFormers(network)
+    if getattr(network, "calculate_per_token_loss", False):
+        raise ValueError(
+            "'calculate_per_token_loss' must be False before MindFormers 1.7, or its loss is not measured."
+        )
+    return _OfOneLoss(network.network, network.weights, network.grad)
+
+
+class _OfMindFormers(nn.Cell):
+    """By the function that MindFormers' train-step cells call themselves."""
+
+    def __init__(self, train_step):
+        super().__init__(auto_prefix=False)
+        self.train_step = train_step
+        self.weights = train_step.weights
+
+    def construct(self, loss_scale, *inputs):
+        if self.train_step.use_legacy:
+            return self.train_step.grads_for_legacy(loss_scale, *inputs)
+        return self.train_step.grads_for_mcore(loss_scale, *inputs)
+
+
+class _OfOneLoss(nn.Cell):
+    """As MindSpore's train-step cells compute it, which have no function for it."""
+
+    def __init__(self, network, weights, grad):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.weights = weights
+        self.grad = grad
+        self.cast = ops.Cast()
+        self.divisor = Tensor(1.0, mstype.float32)
+
+    def construct(self, loss_scale, *inputs):
+        loss = self.network(*inputs)
+        # In the dtype of the loss, as in training: a scale beyond FP16 overflows a loss in FP16.
+        sens = ops.ones_like(loss) * self.cast(loss_scale, ops.dtype(loss))
+        return loss, self.grad(self.network, self.weights)(*inputs, sens), self.divisor
+
+
+class _FirstOutput(nn.Cell):
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, *inputs):
+        outputs = self.network(*inputs)
+        if isinstance(outputs, tuple):
+            outputs = outputs[0]
+        return outputs
+
+
+@contextlib.contextmanager
+def unchanged(network):
+    """Put a network into training mode without dropout, and restore everything afterwards.
+
+    Args:
+        network (Cell): as in :func:`backward_pass`.
+
+    Yields:
+        Callable, restores the random states of MindSpore as they were on entry.
+    """
+    values = []
+    if isinstance(network, nn.TrainOneStepCell):
+        # MindFormers' cell adds up its losses in Parameters of its own.
+        not_written = {id(value) for value in (*network.weights, *getattr(network, "accu_grads", ()))}
+        values = [value for value in network.get_parameters(expand=False) if id(value) not in not_written]
+        network = network.network
+    # A forward pass may write to these, as BatchNorm does to its moving averages.
+    values += [value for value in network.get_parameters() if not value.requires_grad]
+    state = [(value, to_numpy(value).copy()) for value in values]
+    cells = [cell for _, cell in network.cells_and_names()]
+    modes = [(cell, cell.training, cell.phase) for cell in cells]
+    generator = mindspore.get_rng_state()
+    # By its name, because mindspore.common has a function called seed.
+    kernel_seeds = getattr(sys.modules["mindspore.common.seed"], "_KERNEL_SEED", {})
+    seeds = dict(kernel_seeds)
+
+    def restore_random_state():
+        mindspore.set_rng_state(generator)
+        kernel_seeds.clear()
+        kernel_seeds.update(seeds)
+
+    network.set_train(True)
+    for cell in cells:
+        # MindSpore and MindFormers have several classes of this name. One with cells inside is a network.
+        if "Dropout" in type(cell).__name__ and not cell.cells():
+            cell.set_train(False)
+    try:
+        yield restore_random_state
+    finally:
+        for cell, training, phase in modes:
+            cell.add_flags(training=training)
+            cell.phase = phase
+        for value, before in state:
+            if not np.array_equal(to_numpy(value), before, equal_nan=before.dtype.kind == "f"):
+                value.set_data(Tensor(before, value.dtype))
+        restore_random_state()
+
+
+def to_numpy(tensor):
+    """Return a Tensor as a NumPy array of the same dtype, bfloat16 as float32."""
+    # NumPy has no bfloat16.
+    return (tensor.astype(mstype.float32) if tensor.dtype == mstype.bfloat16 else tensor).asnumpy()

@@ -1,0 +1,142 @@
+"""The sweep measures the backward pass that is trained: its norm is the one that the train-step cell returns."""
+
+import numpy as np
+import pytest
+from fp16_networks import TOKENS, PerToken
+from mindformers.core.context.build_context import MFContextOperator
+from mindformers.tools.register import MindFormerConfig
+from mindformers.utils.parameter_register import parameter_register
+from mindspore import Tensor, nn
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.gradients.finder import find_loss_scale
+from mindformers_adaptive.gradients.ranges import GradientSweep, gradient_ranges
+from mindformers_adaptive.wrapper import (
+    AdaptiveLossScaleUpdateCell,
+    MFTrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+)
+
+LOSS_SCALE = 2.0**6
+
+
+class SeveralLosses(PerToken):
+    """Returns what MindFormers' mcore models return: four losses, or their sums with two numbers of tokens."""
+
+    def __init__(self, per_token):
+        super().__init__()
+        self.per_token = per_token
+
+    def get_gpt_transformer_config(self):
+        sizes = {"moe_aux_loss_coeff": 0.5, "moe_layer_freq": None, "num_layers": 2, "mtp_num_layers": 1}
+        return MindFormerConfig(**sizes)
+
+    def construct(self, x):
+        lm_loss, number = super().construct(x)
+        # None of them is small beside the others.
+        mtp_loss, aux_loss, indexer_loss = lm_loss * 3.0, lm_loss * lm_loss, lm_loss * 0.5
+        if self.per_token:
+            return lm_loss, number, mtp_loss, number, aux_loss, indexer_loss
+        return lm_loss, mtp_loss, aux_loss, indexer_loss
+
+
+@pytest.fixture
+def mcore():
+    """MindFormers without its legacy models, whose train-step cell then takes several losses."""
+    MFContextOperator.reset_instance()
+    MFContextOperator(MindFormerConfig(use_legacy=False, run_mode="train", model={"model_config": {}}))
+    yield
+    MFContextOperator.reset_instance()
+    # MindFormers keeps one Parameter of each name in a process.
+    for name in ("indexer_loss", "aux_loss", "mtp_loss", "lm_loss"):
+        parameter_register._params.pop(name, None)
+
+
+def batch(seed=0):
+    return Tensor(np.random.default_rng(seed).normal(size=(TOKENS, 8)), mstype.float32)
+
+
+def train_step_of(network, **arguments):
+    update_cell = AdaptiveLossScaleUpdateCell(LOSS_SCALE, 2, 20)
+    optimizer = nn.SGD(network.trainable_params(), 0.01)
+    return MFTrainOneStepCell(network, optimizer, use_clip_grad=True, scale_sense=update_cell, **arguments).set_train()
+
+
+def assert_norm_is_that_of_the_step(train_step, rel=1e-5):
+    sweep = GradientSweep(train_step)
+    for seed in range(2):
+        inputs = batch(seed)
+        ranges = sweep(inputs, [1, LOSS_SCALE])
+        loss, overflow, _, _, global_norm = train_step(inputs)
+        assert not overflow
+        for scale in ranges.loss_scales:
+            assert ranges.overall(scale, unscaled=True).norm == pytest.approx(float(global_norm), rel=rel)
+        assert ranges.batches[0][0].loss == pytest.approx(float(loss), rel=rel)
+    return ranges
+
+
+def test_norm_is_that_of_the_step_with_a_loss_per_token(mode):
+    ranges = assert_norm_is_that_of_the_step(train_step_of(PerToken(), calculate_per_token_loss=True))
+    # What FP16 has to hold is not divided by the tokens.
+    assert ranges.batches[0][0].grad_scale_factor == TOKENS
+    as_computed, unscaled = ranges.overall(LOSS_SCALE), ranges.overall(LOSS_SCALE, unscaled=True)
+    assert as_computed.largest == pytest.approx(unscaled.largest * LOSS_SCALE * TOKENS)
+    assert ranges.to_dict()["batches"][0]["grad_scale_factor"] == TOKENS
+    norm_in_the_table = ranges.table(LOSS_SCALE).splitlines()[-1].split()[3]
+    assert float(norm_in_the_table) == pytest.approx(unscaled.norm, rel=1e-2)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_norm_is_that_of_the_step_with_several_losses(mode, mcore, per_token):
+    step = train_step_of(SeveralLosses(per_token), calculate_per_token_loss=per_token, print_separate_loss=True)
+    assert not step.use_legacy
+    assert_norm_is_that_of_the_step(step)
+
+
+def test_sums_of_separate_losses_that_mindformers_prints_are_left_alone(graph_mode, mcore):
+    step = train_step_of(SeveralLosses(False), print_separate_loss=True)
+    step(batch())
+    before = {name: value.asnumpy().copy() for name, value in parameter_register.items()}
+    GradientSweep(step)(batch(1), [1, LOSS_SCALE])
+    assert {name: value.asnumpy() for name, value in parameter_register.items()} == before
+    assert all(before[name] != 0 for name in ("lm_loss", "mtp_loss", "aux_loss", "indexer_loss"))
+
+
+def test_norm_is_that_of_the_step_with_one_loss(mode):
+    network = nn.WithLossCell(nn.Dense(8, 2).to_float(mstype.float16), nn.MSELoss())
+    step = train_step_of(network)
+    inputs = batch(), Tensor(np.ones((TOKENS, 2)), mstype.float32)
+    ranges = gradient_ranges(step, inputs, [LOSS_SCALE])
+    *_, global_norm = step(*inputs)
+    assert ranges.overall(LOSS_SCALE, unscaled=True).norm == pytest.approx(float(global_norm), rel=1e-5)
+
+
+def test_stock_train_step_and_network_alone_give_the_same_ranges(mode):
+    network = nn.WithLossCell(nn.Dense(8, 2).to_float(mstype.float16), nn.MSELoss())
+    inputs = batch(), Tensor(np.ones((TOKENS, 2)), mstype.float32)
+    optimizer = nn.Adam(network.trainable_params())
+    step = TrainOneStepWithLossScaleCell(network, optimizer, Tensor(4.0, mstype.float32))
+    scales = [1, 2**10, 2**30]
+    assert gradient_ranges(step, inputs, scales).to_dict() == gradient_ranges(network, inputs, scales).to_dict()
+
+
+def test_loss_scale_that_is_found_for_a_loss_per_token_holds_in_training(graph_mode):
+    found = find_loss_scale(train_step_of(PerToken(), calculate_per_token_loss=True), batch(), margin=0)
+    assert found.ceiling < 2.0**32
+    for scale, overflows in ((found.ceiling, False), (found.ceiling * 2, True)):
+        step = train_step_of(PerToken(), calculate_per_token_loss=True)
+        step.scale_sense.set_data(Tensor(scale, mstype.float32))
+        assert bool(step(batch())[1]) == overflows
+
+
+def test_nothing_of_the_train_step_is_changed(mode):
+    step = train_step_of(PerToken(), calculate_per_token_loss=True)
+    step(batch())
+
+    def everything():
+        return {value.name: value.asnumpy().tobytes() for value in step.get_parameters()}
+
+    before, names = everything(), [name for name, _ in step.cells_and_names()]
+    GradientSweep(step)(batch(1), [1, 2.0**30])
+    assert everything() == before
+    assert [name for name, _ in step.cells_and_names()] == names

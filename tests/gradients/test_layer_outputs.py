@@ -1,0 +1,82 @@
+"""Outputs of layers: those of the network, by name or class, in both modes, and without a trace in the training."""
+
+import mindspore
+import numpy as np
+import pytest
+from fp16_networks import GraphOnly, OnlyLoss, Twice, WithStateAndDropout, rows
+from mindspore import Tensor
+
+from mindformers_adaptive.gradients.layer_outputs import LayerOutputs, LayerOutputsError
+from mindformers_adaptive.gradients.ranges import gradient_ranges
+from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
+
+X = np.array([[2.0**-12, 0.0, 1.0, 0.0]], np.float32)
+
+
+def test_outputs_of_all_calls_are_measured_in_their_own_dtype(mode):
+    before = mindspore.get_context("mode")
+    seen = []
+    network = Twice()
+    outputs = LayerOutputs(network, ["shared", "Pair"])((Tensor(X),), lambda name, array: seen.append((name, array)))
+    first = np.full((1, 4), X.sum(), np.float16)
+    second = np.full((1, 4), first.astype(np.float32).sum(), np.float16)
+    assert outputs["shared"] == merge_statistics([array_statistics(first), array_statistics(second)])
+    third = second.astype(np.float32)
+    assert outputs["pair"] == merge_statistics(
+        [array_statistics(np.full((1, 4), third.sum())), array_statistics(third)]
+    )
+    assert list(outputs) == ["shared", "pair"]
+    assert [(name, array.dtype) for name, array in seen] == [("shared", np.float16)] * 2 + [("pair", np.float32)] * 2
+    assert mindspore.get_context("mode") == before
+
+
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [
+        (["Dense"], {"shared", "pair.dense"}),
+        (["pair.dense"], {"pair.dense"}),
+        (["shared", "Dense", "pair"], {"shared", "pair", "pair.dense"}),
+        ([], set()),
+    ],
+)
+def test_layers_are_chosen_by_name_or_class(layers, names):
+    ranges = gradient_ranges(Twice(), [(Tensor(X),), (Tensor(2 * X),)], [1], layers=layers)
+    assert ranges.outputs.keys() == ranges.to_dict()["outputs"].keys() == names
+    if "shared" in names:
+        # Two calls for each of two batches.
+        assert ranges.outputs["shared"].size == 16
+        assert ranges.output_table().splitlines()[1].split()[:2] == ["shared", "8.00e+00"]
+
+
+def test_forward_pass_sees_no_dropout_and_leaves_the_network_alone(mode):
+    mindspore.set_seed(1)
+    network = OnlyLoss(WithStateAndDropout())
+    before = {value.name: value.asnumpy().tobytes() for value in network.get_parameters()}
+    states = [(cell.training, cell.phase) for _, cell in network.cells_and_names()]
+    ranges = gradient_ranges(network, rows(), [1, 2**10], layers=["Dense", "network.dropout", "network.norm"])
+    assert {value.name: value.asnumpy().tobytes() for value in network.get_parameters()} == before
+    assert [(cell.training, cell.phase) for _, cell in network.cells_and_names()] == states
+    assert ranges.outputs["network.dropout"] == ranges.outputs["network.norm"]
+    assert not any("construct" in vars(cell) for _, cell in network.cells_and_names())
+
+
+def test_a_network_that_cannot_run_in_pynative_mode_is_reported(graph_mode):
+    with pytest.raises(LayerOutputsError, match=r"need a forward pass in PyNative mode, where .* a kernel is missing"):
+        gradient_ranges(GraphOnly(), Tensor(X), [1], layers=["Dense"])
+    assert mindspore.get_context("mode") == mindspore.GRAPH_MODE
+    assert gradient_ranges(GraphOnly(), Tensor(X), [1]).outputs == {}
+
+
+@pytest.mark.parametrize(
+    ("layers", "error", "message"),
+    [
+        ("Dense", TypeError, r"'layers' must be a list of names, but got 'Dense' of type str. Write \['Dense'\]"),
+        (3, TypeError, "'layers' must be a list of names, but got 3 of type int"),
+        ([3], TypeError, "'layers' must be a list of names, but has 3 of type int"),
+        (["Dence"], ValueError, "but 'Dence' is neither. The nearest names are Dense"),
+        (["pair.dens"], ValueError, "The nearest names are pair.dense"),
+    ],
+)
+def test_bad_layers_are_refused(layers, error, message):
+    with pytest.raises(error, match=message):
+        gradient_ranges(Twice(), Tensor(X), [1], layers=layers)
