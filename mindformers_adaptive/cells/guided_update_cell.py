@@ -86,11 +86,11 @@ class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpda
         >>> from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
         >>> cell = GradientGuidedLossScaleUpdateCell(loss_scale_value=2**10)
         >>> loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
-        >>> for _ in range(10):
+        >>> for _ in range(50):
         ...     _ = ops.assign(cell.largest_gradient, Tensor(0.25))  # a train-step cell does this
         ...     _ = cell(loss_scale, Tensor(False))
-        >>> float(loss_scale)
-        65536.0
+        >>> float(loss_scale), cell.state()["skipped_steps"]
+        (8192.0, 0)
     """
 
     def __init__(
