@@ -47,8 +47,8 @@ class AdaptiveLossScaleUpdateCell(RestorableState, nn.DynamicLossScaleUpdateCell
         min_scale_window (int): the smallest window, in steps. Default: 20, MindFormers'.
         min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
         max_loss_scale (float, optional): the cap of the loss scale. Default: None, the largest finite float32.
-        hysteresis (int): overflows tolerated before the scale drops, refilled by a raise only (Megatron-LM).
-            Default: 1, every overflow drops.
+        hysteresis (int): how many overflows it takes to drop the scale; a raise starts the count anew, as in
+            Megatron-LM. Default: 1, which tolerates none.
         shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
             Default: False, MindFormers' rule.
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Checkpoints do not

@@ -80,8 +80,8 @@ class AdaptiveRule:
         min_loss_scale (float): the floor of the scale, above 0. Default: 1.0, MindSpore's.
         max_loss_scale (float, optional): the cap of the scale; a raise that would pass it leaves the scale as it is.
             Default: None, the largest finite float32.
-        hysteresis (int): overflows tolerated before the scale drops, refilled by a raise only, as in Megatron-LM.
-            Default: 1, every overflow drops, as in MindSpore.
+        hysteresis (int): how many overflows it takes to drop the scale; a raise starts the count anew, as in
+            Megatron-LM. Default: 1, which tolerates none, as in MindSpore.
         shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
             Default: False, MindFormers' rule; its first description had True.
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import guided_study
 import mindformers
 import mindspore.train
 import pytest
@@ -26,8 +27,9 @@ from mindspore import nn
 from pages import blocks, blocks_in, chinese, prose, tables
 
 import mindformers_adaptive
-from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register, wrapper
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell, register, wrapper
 from mindformers_adaptive.cli import program
+from mindformers_adaptive.integration.config_checks import check_config
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.rule import megatron
 
@@ -67,7 +69,7 @@ def one_liners(page):
 
 def test_lines_of_the_table_are_python_with_names_that_exist():
     rows = one_liners(DOCS / "choose.md")
-    assert len(rows) == 12
+    assert len(rows) == 14
     assert one_liners(chinese(DOCS / "choose.md")) == rows
     for line in (line for row in rows for line in row if not line.strip().startswith(("scale_sense:", "type:"))):
         names = re.findall(r"mfa\.(\w+)", line)
@@ -77,9 +79,13 @@ def test_lines_of_the_table_are_python_with_names_that_exist():
         ast.parse(line)
 
 
-def test_arguments_of_the_rule_page_are_those_of_the_cell():
-    parameters = inspect.signature(AdaptiveLossScaleUpdateCell).parameters
-    [rows] = [rows[2:] for rows in tables(DOCS / "rule.md") if "`loss_scale_value`" in rows[2][0]]
+@pytest.mark.parametrize(
+    ("page", "cell"),
+    [("rule.md", AdaptiveLossScaleUpdateCell), ("guided.md", GradientGuidedLossScaleUpdateCell)],
+)
+def test_arguments_of_a_page_are_those_of_its_cell(page, cell):
+    parameters = inspect.signature(cell).parameters
+    [rows] = [rows[2:] for rows in tables(DOCS / page) if "`loss_scale_value`" in rows[2][0]]
     assert [row[0].strip("`") for row in rows] == list(parameters)
     defaults = ["" if it.default is it.empty else str(it.default).lower() for it in parameters.values()]
     assert [row[1].lower() for row in rows] == defaults
@@ -95,9 +101,14 @@ def test_yaml_block_is_built_by_mindformers(name, tmp_path, monkeypatch):
         callbacks = build_callback(config.callbacks, default_args={"MFLossMonitor": {}})
         assert [type(callback).__name__ for callback in callbacks] == [entry["type"] for entry in config.callbacks]
     else:
+        check_config(config)
         cell = build_wrapper(config.runner_wrapper.scale_sense)
-        assert type(cell) is AdaptiveLossScaleUpdateCell
-        assert (cell.get_loss_scale(), cell.rule.ladder[0], cell.rule.ladder[-1]) == (2.0**32, 20, 1000)
+        if "guided.md" in name:
+            assert type(cell) is GradientGuidedLossScaleUpdateCell
+            assert (cell.get_loss_scale(), cell.rule.exchange_rate) == (2.0**16, 1.0)
+        else:
+            assert type(cell) is AdaptiveLossScaleUpdateCell
+            assert (cell.get_loss_scale(), cell.rule.ladder[0], cell.rule.ladder[-1]) == (2.0**32, 20, 1000)
 
 
 def read_yaml(text, tmp_path, monkeypatch):
@@ -171,6 +182,10 @@ def options_of(words):
     return {word.partition("=")[0] for word in words if word.startswith("--")}
 
 
+def with_hyphens(options):
+    return {f"--{option[2:].replace('_', '-')}" for option in options}
+
+
 @functools.cache
 def help_of(*arguments):
     finished = subprocess.run(
@@ -187,11 +202,12 @@ def help_of(*arguments):
 def check_script(script, words):
     """A script is there, and has the options."""
     if script == "run_mindformer.py":
-        # MindFormers' own; the launcher has its options.
+        # MindFormers' own; the launcher has its options, with hyphens.
+        assert "-" not in "".join(option[2:] for option in options_of(words))
         script = "scripts/run_mindformer.py"
     assert (ROOT / script).is_file()
     if options_of(words):
-        assert options_of(words) <= help_of(sys.executable, script), words
+        assert with_hyphens(options_of(words)) <= with_hyphens(help_of(sys.executable, script)), words
 
 
 def check_python(words):
@@ -207,7 +223,7 @@ def check_program(words):
     if command in ("megatron", "simulate"):
         assert program.main(words) == 0
     else:
-        assert options_of(arguments) <= help_of(sys.executable, "-m", "mindformers_adaptive", command)
+        assert options_of(arguments) <= help_of(sys.executable, "-m", "mindformers_adaptive", command), words
 
 
 def check_msrun(words):
@@ -283,6 +299,16 @@ def test_figures_of_the_study_are_those_of_its_script():
     rates = [study.cheapest_rates({policy: row[kind] for policy, row in by_policy.items()}) for kind in kinds]
     prices = re.findall(r"between (\d+\.\d) and (\d+\.\d)", " ".join(text.split()))
     assert prices == [(f"{low:.1f}", f"{high:.1f}") for low, high in filter(None, rates)]
+
+
+@pytest.mark.slow
+def test_figures_of_the_guided_rule_are_those_of_the_study():
+    columns, *rows = guided_study.guided_rows(guided_study.guided_study(steps=10_000, seeds=5))
+    # The rows of means, and below them those where the best window costs less at a rate of 1.
+    means = [row for row in rows if row[1] == guided_study.MEAN]
+    loses = [row for row in rows if row not in means and float(row[4]) > 1]
+    shown = [table for table in tables(DOCS / "study.md") if table[0] == columns]
+    assert [table[2:] for table in shown] == [means, loses]
 
 
 def test_tree_of_the_package_names_every_room():
