@@ -8,10 +8,16 @@ ruff check .
 ruff format --check .
 mypy
 if [ $# -gt 0 ]; then
-    python -m pytest "$@"
-else
-    status=0
-    python -m pytest -m alone || status=$?
-    python -m pytest -m "not alone" --numprocesses 2 --dist worksteal || status=$?
-    exit $status
+    exec python -m pytest "$@"
 fi
+# Two workers have two cores between them.
+export OMP_NUM_THREADS=1
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+status=0
+python -m pytest -m alone --durations=10 | tee "$log" || status=$?
+python -m pytest -m "not alone" --durations=10 --numprocesses 2 --dist loadgroup | tee --append "$log" || status=$?
+echo "The ten slowest:"
+grep -E '^[0-9.]+s (call|setup|teardown) ' "$log" | sort -rn | sed -n 1,10p
+echo "Everything took $SECONDS seconds."
+exit $status

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,44 @@ hypothesis.settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# How long a test, and each setup of its fixtures, may take on a busy machine; and one that is marked as slow.
+SECONDS, SLOW_SECONDS = 300, 900
+
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=2, help="how often each run that is killed while it saves is killed")
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Fail the test where it is when the block takes longer."""
+
+    def fail(*_):
+        pytest.fail(f"This took longer than its limit of {seconds} seconds.")
+
+    handler = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def limit_of(item):
+    return time_limit(SLOW_SECONDS if item.get_closest_marker("slow") else SECONDS)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    with limit_of(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with limit_of(item):
+        return (yield)
 
 
 @pytest.fixture(params=["graph", "pynative"])

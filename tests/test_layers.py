@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "monitor": {"text", "rule", "gradients"},
     "lab.traces": {"rule"},
     "lab.policies": {"rule"},
-    "lab.logs": {"lab.traces"},
+    "lab.logs": {"lab.traces", "lab.policies"},
     "lab.replay": {"text", "rule", "lab.traces", "lab.policies"},
     "lab.analysis": {"text", "rule", "lab.traces", "lab.policies", "lab.replay"},
     "integration": {"text", "rule", "wrapper", "cells", "checkpoint", "gradients", "monitor"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from mindformers_adaptive.cli.lab_arguments import policy_maker
 from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
 from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import FORMATS, read_log
@@ -16,6 +17,7 @@ EXAMPLES = """\
 examples:
   adaptive-loss-scale analyze output/log/rank_0/info.log
   adaptive-loss-scale analyze megatron_day_1.log megatron_day_2.log --plot run.png
+  adaptive-loss-scale analyze sink_mode.log --rule adaptive:loss_scale_value=2^32
 """
 
 
@@ -29,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", choices=FORMATS, help="format of the log; default: the one that its lines match")
     parser.add_argument(
+        "--rule",
+        metavar="NAME[:PARAMETER=VALUE,...]",
+        help="the rule that the run followed from its first step, as 'adaptive:loss_scale_value=2^32,scale_window=20'; "
+        "with it, a log of every k-th step bounds the number of skipped steps more narrowly",
+    )
+    parser.add_argument(
         "--plot", metavar="FILE", help="draw loss, loss scale and skipped steps to this PNG or SVG file"
     )
     add_json_argument(parser)
@@ -36,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Read the log, and print what happened."""
-    recorded = read_log(options.logs, options.format)
+    rule = None if options.rule is None else policy_maker(options.rule)[1]()
+    recorded = read_log(options.logs, options.format, rule=rule)
     with progress_bar(None, "replaying") as progress:
         analysis = analyze(recorded, progress=progress)
     if options.json:

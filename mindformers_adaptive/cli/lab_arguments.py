@@ -155,20 +155,25 @@ def _read_file(path: Path, assume: str) -> Source:
 
 
 def _holds_ceilings(path: Path) -> bool:
-    return not {"ceilings", "steps"}.isdisjoint(_keys(path.read_bytes()))
+    return not {"ceilings", "steps"}.isdisjoint(_keys(path, path.read_bytes()))
 
 
 def _holds_sweeps(path: Path) -> bool:
     with path.open("rb") as lines:
-        return "batches" in _keys(lines.readline())
+        return "batches" in _keys(path, lines.readline())
 
 
-def _keys(text: bytes) -> set[str]:
+def _keys(path: Path, text: bytes) -> set[str]:
     """The keys of a JSON object; an empty set if the text is not a JSON object."""
     try:
         content = json.loads(text)
     except ValueError:
         return set()
+    except RecursionError:
+        raise ValueError(
+            f"{path} must hold JSON of a few levels, but its brackets are nested too deeply to be read. Give a log, a "
+            "record or a file of ceilings."
+        ) from None
     return set(content) if isinstance(content, dict) else set()
 
 

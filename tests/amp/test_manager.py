@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from dense_network import Dense
-from mindspore import Parameter, Tensor, amp
+from mindspore import Parameter, Tensor, amp, int32, load_param_into_net
 
 from mindformers_adaptive import AdaptiveLossScaleManager, AdaptiveLossScaler, AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
@@ -45,6 +45,15 @@ def test_update_cell_goes_on_where_the_manager_is(graph_mode, steps, options):
         cell(loss_scale, Tensor(bool(overflow)))
         manager.update_loss_scale(overflow)
         assert float(loss_scale) == manager.get_loss_scale()
+
+
+def test_update_cell_of_a_fresh_manager_knows_a_checkpoint_of_dynamic_scaling():
+    cell = AdaptiveLossScaleManager().get_update_cell()
+    dynamic = {"current_iterator_step": 501, "last_overflow_iterator_step": 100}
+    load_param_into_net(cell, {name: Parameter(Tensor(value, int32)) for name, value in dynamic.items()})
+    with pytest.warns(UserWarning, match="has steps but no window, as one of dynamic loss scaling"):
+        cell.set_train()
+    assert cell.state()["last_overflow_iter"] == 500
 
 
 @pytest.mark.parametrize(

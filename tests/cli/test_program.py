@@ -99,6 +99,29 @@ def test_a_file_that_is_no_log_has_exit_code_1(run, tmp_path):
     assert "novel.txt" in error
 
 
+def test_json_that_is_nested_too_deeply_is_named(run, tmp_path):
+    for name in ("deep.json", "deep.jsonl"):
+        (tmp_path / name).write_text("[" * 200_000)
+        code, _, error = run("compare", str(tmp_path / name))
+        assert code == 1
+        assert f"{name} must hold JSON of a few levels, but its brackets are nested too deeply" in error
+
+
+def test_analyze_narrows_its_bounds_by_the_rule_of_the_run(run, tmp_path):
+    lines = LOGS.joinpath("mindformers_1_9_cpu.log").read_text().splitlines(keepends=True)
+    (tmp_path / "sink.log").write_text("".join(lines[3::4]))
+    loose, narrow = (
+        json.loads(run("analyze", "--json", str(tmp_path / "sink.log"), *rule)[1])["skipped"]
+        for rule in ([], ["--rule", "adaptive:loss_scale_value=2^24,min_scale_window=2,max_scale_window=4"])
+    )
+    # 11 of the 32 steps overflowed.
+    assert loose["at_least"] <= narrow["at_least"] <= 11 <= narrow["at_most"] < loose["at_most"]
+    assert loose["count"] is None
+    code, _, error = run("analyze", str(tmp_path / "sink.log"), "--rule", "adaptive:loss_scale=1")
+    assert code == 2
+    assert "loss_scale" in error
+
+
 def test_simulate_prints_what_the_lab_measures(run):
     code, printed, _ = run(
         "simulate", "--json", "--policy", "torch:init_scale=2^10", "synthetic:spikes", "--steps", "99"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,9 @@ _TOLERABLE = 2.0
 
 # Other windows have to save as much as usual settings pay: one skipped step in 1000, see cost().
 _TOLERABLE_SHARE = DEFAULT_EXCHANGE_RATE / 1000.0
+
+# Where Megatron-LM, DeepSpeed and MindFormers start by default.
+_LARGEST_START = 2.0**32
 
 # A scale held if it bore as many clean steps in a row as MindFormers' smallest window.
 _HELD = DEFAULT_MIN_SCALE_WINDOW
@@ -96,6 +99,8 @@ def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[l
     advice = [collapse, start]
     if collapse is not None or not len(usable):
         return [one for one in advice if one is not None], None
+    if start is None:
+        advice.append(_unseen_start(run, float(usable[0])))
     settings = {
         "loss_scale_value": float(usable[0]),
         "scale_factor": run.scale_factor,
@@ -115,7 +120,7 @@ def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[l
             settings |= hysteresis.settings
             tuning = tuning and tune([trace], [replace(one, **hysteresis.settings) for one in tuning.configurations])
     given = [one for one in advice if one is not None]
-    return given, (tuning or _best_windows(trace, settings)) if given else None
+    return given, (tuning or _best_windows(trace, settings, run)) if given else None
 
 
 def _lost(measures: Measures) -> float:
@@ -130,20 +135,23 @@ def _in_words(measures: Measures) -> str:
 
 def _collapse(run: RecordedRun) -> Advice | None:
     """Return the advice to look at the model, where overflows in a row show that no scale helps; else None."""
-    scale = run.loss_scale
-    for first, last in consecutive_runs(np.flatnonzero(run.overflow)).tolist():
+    places = np.flatnonzero(run.position_known)
+    step, scale = run.step[places], run.loss_scale[places]
+    for first, last in consecutive_runs(np.flatnonzero(run.overflow[places])).tolist():
         length = last - first + 1
         stays = bool((scale[last - _COLLAPSE_AT_ONE_SCALE + 1 : last + 1] == scale[last]).all())
         if length < _COLLAPSE and not (length >= _COLLAPSE_AT_ONE_SCALE and stays):
             continue
-        figures = {"steps": length, "first_step": int(run.step[first]), "last_step": int(run.step[last])}
-        loss_is_bad = run.loss is not None and bool(np.isinf(run.loss[first : last + 1]).any())
+        figures = {"steps": length, "first_step": int(step[first]), "last_step": int(step[last])}
+        is_row = step[last] - step[first] == last - first
+        loss_is_bad = run.loss is not None and bool(np.isinf(run.loss[places[first : last + 1]]).any())
         return Advice(
             "collapse",
             "Look at the model and the data, not at the loss scaling: learning rate, warm-up, gradient clipping, "
             "float32 for softmax and normalization, NaN or inf in data and weights.",
-            f"{length} steps in a row were skipped, {figures['first_step']} to {figures['last_step']}"
-            + (f", with the scale at {as_power_of_two(float(scale[last]))} to the last" if stays else "")
+            (f"{length} steps in a row" if is_row else f"All {length} steps that the log shows")
+            + f" were skipped, {step[first]} to {step[last]}"
+            + (f", with the scale at {as_power_of_two(float(scale[last]))} to the last" if stays and is_row else "")
             + ("; the loss itself was inf" if loss_is_bad else "")
             + ". A step that overflows at each of these scales would overflow at others too.",
             figures,
@@ -170,31 +178,64 @@ def _start(run: RecordedRun, trace: Trace, scale: NDArray[np.float64]) -> Advice
     saved = _lost(as_recorded) - _lost(instead)
     if saved <= _TOLERABLE:
         return None
-    skipped = run.overflow[:reached]
-    known, at = int((skipped & run.position_known[:reached]).sum()), int(run.step[reached])
-    figures = {"scale": better, "reached_at": at, "saves": saved, "saves_skipped_steps": int(skipped.sum())}
-    value = int(better) if better.is_integer() else better
-    change = f"Start at {as_power_of_two(better)} (loss_scale_value: {value}) instead of {as_power_of_two(first)}."
+    change = _start_at(better, None if math.isnan(run.loss_scale[0]) else first)
+    figures = {"scale": better, "reached_at": int(run.step[reached]), "saves": saved}
     if better < first:
-        inferred = "" if known == skipped.sum() else f" ({skipped.sum() - known} of them inferred)"
-        reason = (
-            f"{skipped.sum()} steps{inferred} were skipped before {as_power_of_two(better)}, from step {at} on, was "
-            "the first scale that held. If the earlier steps could have used this scale too, starting there avoids "
-            "these skips."
-        )
-        if run.step[0] != 1:
-            reason += (
-                f" The log begins at step {run.step[0]}: if the run was resumed there without its loss scale, resume "
-                "the loss scale too."
-            )
-        return Advice("start lower", change, reason, {**figures, "known": known}, {"loss_scale_value": better})
+        reason = _why_lower(run, reached, better, figures)
+        return Advice("start lower", change, reason, figures, {"loss_scale_value": better})
     figures["raises"] = int((np.diff(scale[: reached + 1]) > 0).sum())
     figures["headroom_lost"] = float(np.log2(better / scale[:reached]).sum())
     reason = (
-        f"{figures['raises']} raises without an overflow led to {as_power_of_two(better)}, at step {at}. The headroom "
-        f"lost on the way is worth {saved:.0f} skipped steps, at {1000 / DEFAULT_EXCHANGE_RATE:.0f} bits for a step."
+        f"{figures['raises']} raises without an overflow led to {as_power_of_two(better)}, at step "
+        f"{run.step[reached]}. The headroom lost on the way is worth {saved:.0f} skipped steps, at "
+        f"{1000 / DEFAULT_EXCHANGE_RATE:.0f} bits for a step."
     )
     return Advice("start higher", change, reason, figures, {"loss_scale_value": better})
+
+
+def _why_lower(run: RecordedRun, reached: int, better: float, figures: dict[str, Any]) -> str:
+    """The reason for a lower start; adds its figures."""
+    ends = run.line_ends()
+    # Where a line stands for several steps, what is known of them is known at its end.
+    end = reached if reached in ends else int(ends[np.searchsorted(ends, reached)])
+    fewest, most = run.skipped_bounds(end)
+    known = int((run.overflow & run.position_known)[:end].sum())
+    figures |= {"saves_skipped_steps": fewest, "saves_at_most": most, "known": known}
+    inferred = "" if known == fewest else f" ({fewest - known} of them inferred)"
+    count = f"{fewest}{inferred}" if fewest == most else f"At least {fewest}{inferred} and at most {most}"
+    reason = (
+        f"{count} steps were skipped before {as_power_of_two(better)}, from step {run.step[reached]} on, was the first "
+        "scale that held. If the earlier steps could have used this scale too, starting there avoids these skips."
+    )
+    if run.step[0] == 1:
+        return reason
+    return (
+        f"{reason} The log begins at step {run.step[0]}: if the run was resumed there without its loss scale, resume "
+        "the loss scale too."
+    )
+
+
+def _unseen_start(run: RecordedRun, scale: float) -> Advice | None:
+    """The advice for a log whose first line stands for several steps: what they started from is not in it."""
+    steps = int(run.line_ends()[0])
+    fewest, most = run.skipped_bounds(steps)
+    drops = math.log(_LARGEST_START / scale, run.scale_factor) if 0 < scale < _LARGEST_START else 0
+    if run.step[0] != 1 or not math.isnan(run.loss_scale[0]) or min(most, drops) <= _TOLERABLE:
+        return None
+    return Advice(
+        "start lower",
+        f"If the run started above {as_power_of_two(scale)}: {_start_at(scale, None)}",
+        f"The first line of the log stands for steps 1 to {steps}. It does not show the scale that they started from, "
+        f"nor which of them were skipped: at least {fewest} and at most {most}.",
+        {"scale": scale, "reached_at": int(run.step[steps - 1]), "saves_skipped_steps": fewest, "saves_at_most": most},
+        {"loss_scale_value": scale},
+    )
+
+
+def _start_at(scale: float, instead_of: float | None) -> str:
+    value = int(scale) if scale.is_integer() else scale
+    instead = "" if instead_of is None else f" instead of {as_power_of_two(instead_of)}"
+    return f"Start at {as_power_of_two(scale)} (loss_scale_value: {value}){instead}."
 
 
 def _hysteresis(
@@ -211,34 +252,27 @@ def _hysteresis(
     in_vain = int((tolerated & run.overflow[1:]).sum())
     first, last = consecutive_runs(np.flatnonzero(run.overflow)).T
     single = int((first == last).sum())
-    if (in_vain if tolerated.any() else single) <= _TOLERABLE:
+    if tolerated.any():
+        grounds, hysteresis, rule, change = in_vain, 1, "less hysteresis", "Do not tolerate overflows: hysteresis: 1."
+        reason = f"After {in_vain} of {tolerated.sum()} tolerated overflows, the next step overflowed too."
+    else:
+        grounds, hysteresis, rule, change = single, 2, "more hysteresis", "Tolerate single overflows: hysteresis: 2."
+        reason = f"{single} overflows were single steps."
+    if grounds <= _TOLERABLE:
         return None
     never = len(run) + 1
-
-    def with_hysteresis(hysteresis: int) -> Measures:
-        configuration = Configuration(
-            **settings,
-            min_scale_window=min(windows, default=never),
-            max_scale_window=max(windows, default=never),
-            max_loss_scale=max(min(float(np.nanmax(scale)), LARGEST_LOSS_SCALE), settings["loss_scale_value"]),
-            hysteresis=hysteresis,
-        )
-        return replay(make_policy("adaptive", **asdict(configuration)), trace).measures
-
-    if tolerated.any():
-        before, after = recorded or with_hysteresis(2), with_hysteresis(1)
-        hysteresis = 1
-        rule, change = "less hysteresis", "Do not tolerate overflows: hysteresis: 1."
-        reason = f"After {in_vain} of {tolerated.sum()} tolerated overflows, the next step overflowed too. "
-    else:
-        before, after = with_hysteresis(1), with_hysteresis(2)
-        hysteresis = 2
-        rule, change = "more hysteresis", "Tolerate single overflows: hysteresis: 2."
-        reason = f"{single} overflows were single steps. "
+    of_run = {"min_scale_window": min(windows, default=never), "max_scale_window": max(windows, default=never)}
+    of_run["max_loss_scale"] = max(min(float(np.nanmax(scale)), LARGEST_LOSS_SCALE), settings["loss_scale_value"])
+    before, after = (
+        replay(make_policy("adaptive", **settings, **of_run, hysteresis=one), trace).measures
+        for one in (3 - hysteresis, hysteresis)
+    )
+    if tolerated.any() and recorded is not None:
+        before = recorded
     saved = _lost(before) - _lost(after)
     if saved <= _TOLERABLE:
         return None
-    reason += f"With the same windows, this costs {_in_words(after)} instead of {_in_words(before)}."
+    reason += f" With the same windows, the change costs {_in_words(after)} instead of {_in_words(before)}."
     figures = {"single": single, "tolerated": int(tolerated.sum()), "in_vain": in_vain, "saves": saved}
     return Advice(rule, change, reason, figures, {"hysteresis": hysteresis})
 
@@ -283,10 +317,10 @@ def _direction(configuration: Configuration, window: int) -> str:
     return "smaller window" if largest <= window else "moving window"
 
 
-def _best_windows(trace: Trace, settings: dict[str, Any]) -> Tuning:
-    """The windows that cost least on the trace; the defaults where it is too short to show what windows cost."""
-    short = len(trace) < DEFAULT_MAX_SCALE_WINDOW
-    return tune([trace], [Configuration(**settings)] if short else _configurations(settings))
+def _best_windows(trace: Trace, settings: dict[str, Any], run: RecordedRun) -> Tuning:
+    """The windows that cost least on the trace; the defaults where it does not show what windows cost."""
+    shows_windows = len(trace) >= DEFAULT_MAX_SCALE_WINDOW and run.position_known.mean() >= _KNOWN
+    return tune([trace], _configurations(settings) if shows_windows else [Configuration(**settings)])
 
 
 def _configurations(settings: dict[str, Any]) -> list[Configuration]:

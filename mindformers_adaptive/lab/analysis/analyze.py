@@ -65,6 +65,7 @@ class Analysis:
                 "lines_read": run.lines_read,
                 "lines_used": run.lines_used,
                 "lines_ignored": run.lines_ignored,
+                "lines_superseded": run.lines_superseded,
                 "notes": list(run.notes),
                 "problems": list(run.problems),
             },
@@ -134,8 +135,11 @@ def _outcome_rows(
             if progress is not None:
                 progress(len(rows) * len(traces) + len(measures))
         named = {key: measures[0].as_dict()[key] for key in ("skipped", "headroom_lost", "known_share")}
-        skipped = [one.skipped for one in measures]
-        rows.append({"policy": name, **named, "fewest_skipped": min(skipped), "most_skipped": max(skipped)})
+        fewest, most = min(one.skipped for one in measures), max(one.skipped for one in measures)
+        if make is None:
+            fewest, most = run.skipped_bounds()
+            named = named if fewest == most else {**named, "skipped": None, "headroom_lost": None}
+        rows.append({"policy": name, **named, "fewest_skipped": fewest, "most_skipped": most})
     return rows
 
 

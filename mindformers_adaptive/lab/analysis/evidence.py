@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
@@ -26,51 +27,78 @@ def facts_of(run: RecordedRun) -> dict[str, Any]:
     Returns:
         dict with ``steps``, ``skipped``, ``start_up`` and ``loss_scale``, each a dict.
 
+    A number that the log does not give exactly is None, with its bounds in ``..._at_least`` and ``..._at_most``; those
+    of ``skipped`` are ``at_least`` and ``at_most``.
+
     Examples:
         >>> flags = np.array([True, False])
         >>> run = RecordedRun("run", (), "jsonl", np.array([1, 2]), np.array([4.0, 2.0]), flags, np.full(2, True))
-        >>> facts_of(run)["start_up"]
-        {'before_first_applied': 1, 'first_steps': 2, 'skipped_in_first_steps': 1}
+        >>> facts = facts_of(run)
+        >>> facts["skipped"]["at_least"], facts["skipped"]["at_most"], facts["start_up"]["before_first_applied"]
+        (1, 1, 1)
     """
     return {
         "steps": {"count": len(run), "first": int(run.step[0]), "last": int(run.step[-1])},
         "skipped": _skipped(run),
         "start_up": {
-            "before_first_applied": len(run) if run.overflow.all() else int(np.argmin(run.overflow)),
+            **_bounded("before_first_applied", *_before_first_applied(run)),
             "first_steps": min(_START_UP, len(run)),
-            "skipped_in_first_steps": int(run.overflow[:_START_UP].sum()),
+            **_bounded("skipped_in_first_steps", *run.skipped_bounds(min(_START_UP, len(run)))),
         },
         "loss_scale": _scales(run),
     }
 
 
 def _skipped(run: RecordedRun) -> dict[str, Any]:
-    runs = consecutive_runs(np.flatnonzero(run.overflow))
+    fewest, most = run.skipped_bounds()
+    known = run.overflow & run.position_known
+    runs = consecutive_runs(np.flatnonzero(known))
     longest = runs[np.argmax(runs[:, 1] - runs[:, 0])] if len(runs) else None
     return {
-        "count": run.skipped_steps,
-        "known": int((run.overflow & run.position_known).sum()),
-        "inferred": int((run.overflow & ~run.position_known).sum()),
-        "ranges": list(map(tuple, consecutive_runs(run.step[run.overflow]).tolist())),
+        "count": fewest if fewest == most else None,
+        "at_least": fewest,
+        "at_most": most,
+        "known": int(known.sum()),
+        "inferred": fewest - int(known.sum()),
+        "ranges": list(map(tuple, consecutive_runs(run.step[known]).tolist())),
         "longest_run": 0 if longest is None else int(longest[1] - longest[0] + 1),
         "longest_run_steps": None if longest is None else tuple(run.step[longest].tolist()),
-        **_seconds(run),
+        **_seconds(run, run.overflow if fewest == most else known),
     }
 
 
-def _seconds(run: RecordedRun) -> dict[str, Any]:
-    """The time of the skipped steps, and for how many of them the log states it."""
+def _bounded(name: str, fewest: int, most: int) -> dict[str, int | None]:
+    return {name: fewest if fewest == most else None, f"{name}_at_least": fewest, f"{name}_at_most": most}
+
+
+def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
+    """How many steps at least and at most were skipped before the first that was applied."""
+    surely_skipped, surely_applied = run.overflow & run.position_known, ~run.overflow & run.position_known
+    least = len(run) if surely_skipped.all() else int(np.argmin(surely_skipped))
+    most = int(np.argmax(surely_applied)) if surely_applied.any() else len(run)
+    while run.skipped_bounds(most)[1] < most:
+        most = run.skipped_bounds(most)[1]
+    return least, most
+
+
+def _seconds(run: RecordedRun, skipped: NDArray[np.bool_]) -> dict[str, Any]:
+    """The time of skipped steps, and for how many of them the log states it."""
     if run.seconds is None:
         return {"seconds_lost": None, "steps_with_seconds": 0}
-    lost = run.seconds[run.overflow]
+    lost = run.seconds[skipped]
     known = lost[~np.isnan(lost)]
     return {"seconds_lost": float(known.sum()) if len(known) else None, "steps_with_seconds": len(known)}
 
 
 def _scales(run: RecordedRun) -> dict[str, Any]:
-    known = run.loss_scale[~np.isnan(run.loss_scale)].tolist()
-    named = {"first": known[0], "final": known[-1], "smallest": min(known), "largest": max(known)}
-    return {name: None if math.isinf(scale) else scale for name, scale in named.items()}
+    """The scales at the ends of lines; the first is that before the first step."""
+    starts = np.append(0, run.line_ends()[:-1])
+    scales = np.append(run.loss_scale[starts], run.final_loss_scale)
+    known = scales[~np.isnan(scales)].tolist() or run.loss_scale[~np.isnan(run.loss_scale)].tolist()
+    named = {"first": float(scales[0]), "final": known[-1], "smallest": min(known), "largest": max(known)}
+    return {
+        name: None if math.isnan(scale) else scale if math.isfinite(scale) else "inf" for name, scale in named.items()
+    }
 
 
 def lifted(trace: Trace) -> Trace:

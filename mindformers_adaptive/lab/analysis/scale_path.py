@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.trace import consecutive_runs
@@ -25,16 +27,18 @@ class Change(NamedTuple):
 
     Attributes:
         step (int): the number of the step.
-        kind (str): "drop", after an overflow; "raise", after clean steps; "jump", at a restart, a gap in the log or
-            several raises between two of its lines.
+        kind (str): "drop", after an overflow; "raise", after clean steps; "fall" or "rise", all that happened in the
+            several steps of a line of the log; "jump", which no step can have made: at a restart or a gap in the log.
         before (tuple[float, int or None]): the scale and the window that the step used; None for an unknown window.
         after (tuple[float, int or None]): those for the next step.
+        first_step (int, optional): the first of several steps that the change lies in. Default: None, just ``step``.
     """
 
     step: int
     kind: str
     before: tuple[float, int | None]
     after: tuple[float, int | None]
+    first_step: int | None = None
 
 
 class Phase(NamedTuple):
@@ -72,14 +76,19 @@ def phases(changes: Iterable[Change]) -> list[Phase]:
         row = list(group)
         windows = [row[0].before[1], *(change.after[1] for change in row)]
         known = tuple(dict.fromkeys(window for window in windows if window is not None))
-        result.append(Phase(kind, len(row), row[0].step, row[-1].step, row[0].before[0], row[-1].after[0], known))
+        first = row[0].step if row[0].first_step is None else row[0].first_step
+        result.append(Phase(kind, len(row), first, row[-1].step, row[0].before[0], row[-1].after[0], known))
     return result
 
 
 def path_line(phase: Phase) -> str:
     """Return a phase as a line below ``PATH_HEADING``."""
     steps = as_range(phase.first_step, phase.last_step)
-    what = f"{phase.changes} {phase.kind}{'s' if phase.changes > 1 else ''}"
+    plural = "s" if phase.changes > 1 else ""
+    within_lines = {"fall": "fell", "rise": "rose"}.get(phase.kind)
+    what = (
+        f"{within_lines} over {phase.changes} line{plural}" if within_lines else f"{phase.changes} {phase.kind}{plural}"
+    )
     scales = f"{as_power_of_two(phase.scale_before)} -> {as_power_of_two(phase.scale_after)}"
     return f"   {steps:<10} {what:<28} {scales:<17} {' -> '.join(map(str, phase.windows))}".rstrip()
 
@@ -96,32 +105,52 @@ def changes_of(run: RecordedRun) -> list[Change]:
         >>> [(change.step, change.kind, change.after) for change in changes_of(run)]
         [(1, 'drop', (2.0, None)), (3, 'raise', (4.0, 2))]
     """
-    at = np.flatnonzero(~np.isnan(run.loss_scale))
-    scale, step, overflow = run.loss_scale[at], run.step[at], run.overflow[at]
+    first, last = _units(run)
+    scale = np.append(run.loss_scale[first], run.final_loss_scale)
+    follows = np.append(run.step[first[1:]] == run.step[last[:-1]] + 1, True)
+    known = np.flatnonzero(~np.isnan(scale))
     skipped = np.flatnonzero(run.overflow)
     changes, started = [], -1
-    for place in np.flatnonzero(scale[1:] != scale[:-1]).tolist():
-        before, after, here = float(scale[place]), float(scale[place + 1]), int(at[place])
-        kind = _kind(before, after, bool(overflow[place]), run.scale_factor)
-        if step[place + 1] != step[place] + 1:
-            kind = "jump"
+    for unit, following in itertools.pairwise(known.tolist()):
+        before, after = float(scale[unit]), float(scale[following])
+        if before == after:
+            continue
+        start, here = int(first[unit]), int(last[following - 1])
+        kind = _kind(before, after, run, start, here) if follows[unit:following].all() else "jump"
         window = None
         if kind == "raise":
             earlier = np.searchsorted(skipped, here)
-            last = max(started, int(skipped[earlier - 1]) if earlier else -1)
-            window = _clean_steps(run, last, here)
-        # The scale of a jump began at an unknown step.
-        started = here if kind != "jump" else len(run)
-        changes.append(Change(int(step[place]), kind, (before, window), (after, window)))
+            window = _clean_steps(run, max(started, int(skipped[earlier - 1]) if earlier else -1), here)
+        # The scale of a jump, a fall or a rise began at an unknown step.
+        started = here if kind in ("drop", "raise") else len(run)
+        first_step = int(run.step[start]) if here > start else None
+        changes.append(Change(int(run.step[here]), kind, (before, window), (after, window), first_step))
     return changes
 
 
-def _kind(before: float, after: float, overflow: bool, factor: float) -> str:
-    if overflow and before / factor * (1 - _NEAR) <= after < before:
-        return "drop"
-    if not overflow and before < after <= before * factor * (1 + _NEAR):
-        return "raise"
-    return "jump"
+def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first and the last place of each step that the log knows, and of each line with others."""
+    ends = run.line_ends()
+    lengths = np.diff(ends, prepend=0)
+    line = np.repeat(np.arange(len(ends)), lengths)
+    all_known = np.bincount(line, run.position_known) == lengths
+    last = np.flatnonzero(all_known[line] | np.isin(np.arange(len(run)), ends - 1))
+    return np.append(0, last[:-1] + 1), last
+
+
+def _kind(before: float, after: float, run: RecordedRun, first: int, last: int) -> str:
+    steps, factor = last - first + 1, (run.factor_bound or run.scale_factor) * (1 + _NEAR)
+    if (
+        min(before, after) <= 0
+        or math.isinf(max(before, after))
+        or abs(math.log2(after / before)) > steps * math.log2(factor)
+    ):
+        return "jump"
+    if steps > 1:
+        return "fall" if after < before else "rise"
+    if bool(run.overflow[first]) != (after < before):
+        return "jump"
+    return "drop" if after < before else "raise"
 
 
 def _clean_steps(run: RecordedRun, last: int, here: int) -> int | None:

@@ -34,6 +34,10 @@ def _log(analysis: Mapping[str, Any]) -> list[str]:
         f"Log       {log['name']} ({log['format']}): {log['lines_read']} lines read, {log['lines_used']} used, "
         f"{log['lines_ignored']} ignored, {len(log['problems'])} of them look like a step's and cannot be read"
     ]
+    if log["lines_superseded"]:
+        lines.append(
+            f"          {log['lines_superseded']} of the used lines were superseded by later ones; see the notes"
+        )
     for kind in ("problems", "notes"):
         lines += [f"  {entry}" for entry in _cut(log[kind], _PROBLEMS_SHOWN, f"  ... and {{}} more {kind}")]
     return lines
@@ -43,25 +47,36 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
     steps, skipped, start, scale = (analysis[key] for key in ("steps", "skipped", "start_up", "loss_scale"))
     ranges = [as_range(first, last) for first, last in skipped["ranges"]]
     where = ", ".join(_cut(ranges, _RANGES_SHOWN, "and {} more")) or "none"
+    share = f"{skipped['at_least'] / steps['count']:.1%}"
+    if skipped["count"] is None:
+        share += f" to {skipped['at_most'] / steps['count']:.1%}"
     lines = [
-        f"Steps     {steps['count']} ({steps['first']} to {steps['last']}), of which {skipped['count']} "
-        f"({skipped['count'] / steps['count']:.1%}) were skipped for an overflow: {where}"
+        f"Steps     {steps['count']} ({steps['first']} to {steps['last']}), of which "
+        f"{_between(skipped['at_least'], skipped['at_most'])} ({share}) were skipped for an overflow",
+        f"          {skipped['known']} known at their position, {skipped['inferred']} inferred; known: {where}",
     ]
-    if skipped["count"]:
-        first, last = skipped["longest_run_steps"]
-        lines += [
-            f"          {skipped['known']} known at their position, {skipped['inferred']} inferred",
-            f"          {start['before_first_applied']} before the first applied step, "
-            f"{start['skipped_in_first_steps']} in the first {start['first_steps']}; at most "
-            f"{skipped['longest_run']} in a row ({first} to {last})",
-        ]
+    if skipped["at_most"]:
+        before, in_first = (
+            _between(start[f"{name}_at_least"], start[f"{name}_at_most"])
+            for name in ("before_first_applied", "skipped_in_first_steps")
+        )
+        lines.append(
+            f"          {before} before the first applied step, {in_first} in the first {start['first_steps']}"
+        )
+    if skipped["longest_run_steps"]:
+        longest = as_range(*skipped["longest_run_steps"])
+        lines.append(f"          longest run of known skips: {skipped['longest_run']} ({longest})")
     if skipped["seconds_lost"] is not None:
         lines.append(
             f"Time      {skipped['seconds_lost']:.1f} s lost in {skipped['steps_with_seconds']} skipped step(s) of "
             "known time"
         )
     first, final, smallest, largest = (_power(scale[name]) for name in ("first", "final", "smallest", "largest"))
-    return [*lines, f"Scale     {first} at first, {final} in the last step; between {smallest} and {largest}"]
+    return [*lines, f"Scale     {first} at first, {final} at the end; between {smallest} and {largest}"]
+
+
+def _between(fewest: int, most: int) -> str:
+    return str(fewest) if fewest == most else f"at least {fewest} and at most {most}"
 
 
 def _path(path: Sequence[Phase]) -> list[str]:
@@ -86,7 +101,10 @@ def _outcomes(analysis: Mapping[str, Any]) -> list[str]:
 
 def _advice(analysis: Mapping[str, Any]) -> list[str]:
     if not analysis["advice"]:
-        return ["Nothing to change: the log gives no reason for it."]
+        lines = ["Nothing to change: the log gives no reason for it."]
+        if analysis["skipped"]["count"] is None:
+            lines.append("It does not show every step, so windows and hysteresis could not be judged.")
+        return lines
     lines = ["What to change"]
     for number, advice in enumerate(analysis["advice"], start=1):
         lines += textwrap.wrap(f"{number}. {advice['change']}", _WIDTH, subsequent_indent="   ")
@@ -96,8 +114,8 @@ def _advice(analysis: Mapping[str, Any]) -> list[str]:
         lines += [
             "",
             "For MindFormers' YAML, under runner_wrapper. The windows cost least in this run, or are the defaults",
-            f"where the run is too short to tell. How it would have done: {certainty['verdict']}: the log knows "
-            f"{certainty['known_share']:.0%} of its steps.",
+            f"where the run does not show what windows cost. How it would have done: "
+            f"{certainty['verdict']}, the log knows {certainty['known_share']:.0%} of its steps.",
             "",
             analysis["scale_sense"].rstrip(),
         ]
@@ -109,5 +127,5 @@ def _cut(entries: Sequence[str], at_most: int, rest: str) -> list[str]:
     return [*entries[:at_most], rest.format(left)] if left > 0 else list(entries)
 
 
-def _power(scale: float | None) -> str:
-    return "inf" if scale is None else as_power_of_two(scale)
+def _power(scale: float | str | None) -> str:
+    return "unknown" if scale is None else as_power_of_two(float(scale))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mindformers_adaptive.lab.logs.lines import LogLines
 from mindformers_adaptive.lab.logs.megatron import MegatronReader
 from mindformers_adaptive.lab.logs.mindformers import MindFormersReader
 from mindformers_adaptive.lab.logs.record import RecordReader
+from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 
 __all__ = ["FORMATS", "read_log"]
@@ -29,7 +31,9 @@ _READERS: tuple[type[Reader], ...] = (RecordReader, MindFormersReader, MegatronR
 FORMATS = tuple(reader.name for reader in _READERS)
 
 
-def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> RecordedRun:
+def read_log(
+    path: LogPath | Iterable[LogPath], format: str | None = None, *, rule: Policy | None = None
+) -> RecordedRun:
     """Read the log of one run.
 
     Every line counts as used or as ignored. A line that looks like a step's and cannot be read is a problem and
@@ -40,13 +44,17 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
         path (str, os.PathLike or an iterable of them): the log file, or files in the order in which they were written.
         format (str, optional): one of ``FORMATS``. Default: None, the first of them that a line matches.
 
+        rule (Policy, optional): the rule that the run followed, before its first step. Where lines stand for several
+            steps, as in sink mode, the bounds on the number of skipped ones are then those that this rule allows; it is
+            also what tells the scale of the first step. Default: None, any rule.
+
     Returns:
         RecordedRun, named after the first file.
 
     Raises:
         TypeError: if ``path`` or ``format`` is not of its type.
         ValueError: if there is no file, the format is unknown, no line is that of a step, or no such line names a loss
-            scale.
+            scale; if the log does not follow ``rule``.
         OSError: if a file cannot be read.
 
     Examples:
@@ -61,21 +69,29 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
     paths = _require_paths(path)
     reader = _reader_of(paths, format)()
     lines = LogLines(paths)
-    used = sum(reader.take(text, lines) for text in lines)
+    used, foreign = 0, Counter[str]()
+    for text in lines:
+        if reader.take(text, lines):
+            used += 1
+        else:
+            foreign.update(_other_format(text, reader))
     cut = not lines.complete
     entries = reader.finish()
     if not entries:
         raise ValueError(_nothing_found(paths, [reader], lines))
-    steps = expand(entries)
+    steps = expand(entries, rule)
     loss_scale = np.array(steps.loss_scale, dtype=np.float64)
     if np.isnan(loss_scale).all():
         raise ValueError(
             f"The log must name a loss scale, but none of the {used} lines of steps in {_names(paths)} does. Give a "
             "log of a training with loss scaling."
         )
+    reader.timeline.close()
     notes = [*steps.notes, *reader.timeline.notes]
-    if reader.timeline.merged:
-        notes.append(f"{reader.timeline.merged} line(s) of other ranks said the same of a step and were merged.")
+    notes += [
+        f"{count} line(s) are of another format, {name}, and were ignored; format={name!r} reads them instead."
+        for name, count in foreign.items()
+    ]
     if lines.undecodable:
         notes.append(f"{lines.undecodable} line(s) have bytes that are not UTF-8.")
     if cut:
@@ -96,6 +112,10 @@ def read_log(path: LogPath | Iterable[LogPath], format: str | None = None) -> Re
         lines.lines_read - used,
         tuple(notes),
         tuple(lines.problems),
+        np.array(steps.lines, dtype=np.int64),
+        steps.final_loss_scale,
+        steps.factor_bound,
+        reader.timeline.superseded,
     )
 
 
@@ -118,6 +138,12 @@ def _reader_of(paths: tuple[Path, ...], format: str | None) -> type[Reader]:
     if not last_seen:
         raise ValueError(_nothing_found(paths, _READERS, lines))
     return last
+
+
+def _other_format(text: str, reader: Reader) -> list[str]:
+    """The format of which a line is that the reader could not use; Megatron-DeepSpeed prints two."""
+    expected = {reader.name, DeepSpeedReader.name} if reader.name == MegatronReader.name else {reader.name}
+    return [other.name for other in _READERS if other.name not in expected and other.is_step_line(text)][:1]
 
 
 def _nothing_found(paths: tuple[Path, ...], readers: Iterable[Reader | type[Reader]], lines: LogLines) -> str:

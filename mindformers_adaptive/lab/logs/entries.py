@@ -19,6 +19,9 @@ LARGEST_STEP = 2**53
 # Lines of several ranks may come out of order by a few steps. A run that goes back by more was restarted.
 _RANKS_APART = 8
 
+# So many restarts have a note each.
+_RESTARTS_NAMED = 3
+
 
 class Overflow(NamedTuple):
     """One skipped step that has a line of its own: the scale that was tried, and the one after."""
@@ -64,21 +67,26 @@ class Timeline:
     Attributes:
         entries (list[LogEntry]): steps strictly increasing.
         merged (int): lines that said of a step what another line had said.
-        notes (list[str]): a sentence for each restart.
+        merged_with_other_loss (int): those of them whose loss is another one.
+        superseded (int): lines that said of a step something else than a later line.
+        notes (list[str]): what was merged or superseded, after :meth:`close`.
     """
 
     def __init__(self) -> None:
         self.entries: list[LogEntry] = []
-        self.merged = 0
+        self.merged = self.merged_with_other_loss = self.superseded = 0
         self.notes: list[str] = []
+        self._restarts: list[str] = []
 
     def add(self, entry: LogEntry) -> bool:
         """Take an entry; return False if another rank had said the same of its step."""
         if not self.entries or entry.step > self.entries[-1].step:
             self.entries.append(entry)
             return True
-        if any(_same(entry, earlier) for earlier in self.entries[-_RANKS_APART - 1 :]):
+        same = [earlier for earlier in self.entries[-_RANKS_APART - 1 :] if _same(entry, earlier)]
+        if same:
             self.merged += 1
+            self.merged_with_other_loss += repr(entry.loss) != repr(same[0].loss)
             return False
         self._restart(entry)
         return True
@@ -89,10 +97,32 @@ class Timeline:
             self.entries.pop()
             superseded += 1
         self.entries.append(entry._replace(after_restart=True))
-        self.notes.append(
+        self.superseded += superseded
+        self._restarts.append(
             f"{entry.where}: the run goes back from step {last} to step {entry.step}; what {superseded} earlier "
             "line(s) said of the steps from there on is superseded."
         )
+
+    def close(self) -> None:
+        """Add the notes on restarts and merged lines."""
+        self.notes += self._restarts[:_RESTARTS_NAMED]
+        if len(self._restarts) > _RESTARTS_NAMED:
+            self.notes.append(f"The run goes back {len(self._restarts)} times in all.")
+        if self.superseded > len(self.entries):
+            self.notes.append(
+                f"{self.superseded} step(s) cannot be placed: later lines give their numbers to others, and only "
+                f"{len(self.entries)} line(s) are left. If the run was not restarted, the log does not number its "
+                "steps."
+            )
+        if self.merged:
+            note = f"{self.merged} line(s) of other ranks said the same of a step and were merged."
+            if self.merged_with_other_loss:
+                note = (
+                    f"{self.merged} line(s) said the same of a step's overflow and scale as another and were merged, "
+                    f"as those of other ranks; {self.merged_with_other_loss} of them have another loss. If they are "
+                    "of another run, read each run from a file of its own."
+                )
+            self.notes.append(note)
 
 
 def _same(entry: LogEntry, earlier: LogEntry) -> bool:

@@ -1,62 +1,29 @@
 """From the lines of a log to its steps: which scale each used, whether it overflowed, and what of that is known.
 
-A line stands for one step or, in sink mode and where only every k-th step is printed, for several. It states the scale
-after its last step and, in MindFormers' logs, the flag of that step. From two such lines, N steps apart, follows:
-
-- Where the scale fell by d factors, at least d steps were skipped. A last step that overflowed is at least one.
-- Where it rose by r factors, at least r steps were clean, for a raise follows a clean step. A last step that did not
-  overflow is at least one. Any other step may have been skipped without a trace: a raise may follow each drop where the
-  window is 1, a tolerated overflow (hysteresis) leaves the scale as it is, and so does one at the floor.
-
-This holds for every rule that changes the scale by one factor and at most once a step: this package's, MindSpore's and
-MindFormers' cells, Megatron-LM's, with any window, hysteresis, floor and cap. The factor is the one between lines that
-are one step apart or else, for the bounds, the largest of which all scales of the log are powers, times a constant. A
-printed number of skipped steps is exact, unless a fall of the scale shows that the log does not count them.
-
 Which of the steps were skipped is a guess that agrees with this. Skipped steps come first, at the scale that the one
 before left; more skips than drops were tolerated at the scale before; where the scale did not fall, it was raised once
-before them; other raises come last. The scale before the first line, and after a gap or a restart, is that after it,
-taken back by a factor for each skip but never above 2^32, the largest scale that Megatron-LM, DeepSpeed and MindFormers
-start from by default.
+before them; other raises come last. The scale before the first line, and after a gap or a restart, is unknown. Where
+the number of skips is exact, it is that after it, taken back by a factor for each skip but never above 2^32, the
+largest scale that Megatron-LM, DeepSpeed and MindFormers start from by default.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from mindformers_adaptive.lab.logs.entries import LONGEST_INTERVAL, LogEntry
+from mindformers_adaptive.lab.logs.entries import LogEntry
+from mindformers_adaptive.lab.logs.intervals import Interval, factors_of, intervals_of
+from mindformers_adaptive.lab.logs.rule_bounds import bounds_by_rule
+from mindformers_adaptive.lab.policies.policy import GuidedPolicy, Policy
 
-__all__ = ["Interval", "Steps", "expand"]
+__all__ = ["Steps", "expand"]
 
 _LARGEST_START = 2.0**32
-_USUAL_FACTOR = 2.0  # MindSpore's, Megatron-LM's and DeepSpeed's
 _NEAR = 1e-3  # printed scales are rounded
-_SAME_BITS = 1e-4  # the same in bits: eight digits are printed, and float32 rounds at each change
-_FEWEST_BITS = 0.05  # no scale factor is this near to 1
 _NAN = math.nan
-
-
-class Interval(NamedTuple):
-    """The steps that one line speaks for.
-
-    Attributes:
-        entry (LogEntry): the line.
-        steps (int): how many there are.
-        before (float): the scale before them, nan where it is unknown.
-        fewest (int), most (int): how many of them were skipped.
-        guess (int): the number of skips to assume.
-    """
-
-    entry: LogEntry
-    steps: int
-    before: float
-    fewest: int
-    most: int
-    guess: int
 
 
 class Steps(NamedTuple):
@@ -67,7 +34,8 @@ class Steps(NamedTuple):
         lines (list[tuple[int, int, int]]): for each line the number of steps up to its last one, and the fewest and the
             most that may have been skipped up to there.
         final_loss_scale (float): the scale after the last step.
-        scale_factor (float): the commonest factor between the scales of neighbouring steps; 2 where there is none.
+        scale_factor (float): the commonest factor between the scales of neighbouring steps, or what the log allows.
+        factor_bound (float): the largest that the log allows.
         notes (list[str]): what had to be inferred, and where lines are missing or contradict each other.
     """
 
@@ -80,15 +48,29 @@ class Steps(NamedTuple):
     lines: list[tuple[int, int, int]]
     final_loss_scale: float
     scale_factor: float
+    factor_bound: float
     notes: list[str]
 
 
-def expand(entries: Sequence[LogEntry]) -> Steps:
-    """Return the steps of lines, whose step numbers increase; at least one line."""
+def expand(entries: Sequence[LogEntry], rule: Policy | None = None) -> Steps:
+    """Return the steps of lines.
+
+    Args:
+        entries (Sequence[LogEntry]): steps strictly increasing, at least one.
+        rule (Policy, optional): the rule that the run followed, with the state before step 1.
+
+    Raises:
+        ValueError: if the lines do not follow the rule.
+    """
     notes: list[str] = []
-    factor, largest_factor = _factors(entries)
-    intervals = _intervals(entries, factor, largest_factor, notes)
-    steps = Steps([], [], [], [], [], [], [], _NAN, factor, notes)
+    factor, factor_bound = factors_of(entries)
+    first_scale = _NAN if rule is None else rule.loss_scale
+    intervals = intervals_of(entries, factor, factor_bound, first_scale, notes)
+    if isinstance(rule, GuidedPolicy):
+        # Its scale moves by several factors at once, and without an overflow: only flags count.
+        factor_bound, intervals = math.inf, list(map(_by_flag, intervals))
+    lines = None if rule is None or isinstance(rule, GuidedPolicy) else bounds_by_rule(rule, intervals, notes)
+    steps = Steps([], [], [], [], [], [], [], _NAN, factor, factor_bound, notes)
     after, fewest, most = _NAN, 0, 0
     for interval in intervals:
         entry, count = interval.entry, interval.steps
@@ -106,71 +88,14 @@ def expand(entries: Sequence[LogEntry]) -> Steps:
         steps.seconds.extend([entry.seconds] * count)
         fewest, most = fewest + interval.fewest, most + interval.most
         steps.lines.append((len(steps.step), fewest, most))
-    return steps._replace(final_loss_scale=after)
+    return steps._replace(final_loss_scale=after, lines=lines or steps.lines)
 
 
-def _intervals(entries: Sequence[LogEntry], factor: float, largest_factor: float, notes: list[str]) -> list[Interval]:
-    usual = _usual_stride(entries)
-    spans = [_span(earlier, entry, usual, notes) for earlier, entry in zip([None, *entries[:-1]], entries, strict=True)]
-    have_lines = any(entry.overflows for entry in entries)
-    stated = [max(len(entry.overflows), entry.skips or 0) if have_lines else entry.skips for entry in entries]
-    rows = list(zip(entries, spans, stated, strict=True))
-    wrong = [
-        entry.where
-        for entry, (_, before), skips in rows
-        if skips is not None and _changes(before, entry.next_loss_scale, largest_factor) > skips
-    ]
-    if wrong:
-        notes.append(
-            f"{wrong[0]}: the scale fell although no skipped step is counted, here and on {len(wrong)} line(s) in "
-            "all: the printed numbers of skipped steps are not relied on."
-        )
-    intervals = []
-    for entry, (steps, before), skips in rows:
-        after = entry.next_loss_scale
-        if steps > 1 and _changes(before, after, factor) > steps:
-            notes.append(
-                f"{entry.where}: {steps} steps cannot lower the scale from {before:g} to {after:g}; the scale before "
-                "them is inferred."
-            )
-            before = _NAN
-        overflowed, clean = entry.overflow is True, entry.overflow is False
-        drops, raises = (_changes(*scales, largest_factor) for scales in ((before, after), (after, before)))
-        if steps == 1 and entry.overflow is not None:
-            fewest = most = guess = int(entry.overflow)
-        else:
-            at_most = steps - clean
-            fewest = min(max(skips or 0, drops, overflowed), at_most)
-            guess = min(max(skips or 0, _changes(before, after, factor), overflowed), at_most)
-            is_exact = skips is not None and not wrong and skips == fewest
-            most = fewest if is_exact else steps - max(raises, clean)
-            guess = min(max(guess, fewest), max(most, fewest))
-        intervals.append(Interval(entry, steps, before, fewest, max(most, fewest), guess))
-    return intervals
-
-
-def _span(earlier: LogEntry | None, entry: LogEntry, usual: int, notes: list[str]) -> tuple[int, float]:
-    """For how many steps a line speaks, and the scale before them, nan if that is unknown."""
-    steps = entry.steps or usual
-    if earlier is None:
-        return max(1, min(steps, entry.step, LONGEST_INTERVAL)), _NAN
-    apart = entry.step - earlier.step
-    steps = min(steps, apart, LONGEST_INTERVAL)
-    if apart > steps:
-        notes.append(
-            f"{entry.where}: {apart - steps} step(s) before this line, {earlier.step + 1} to {entry.step - steps}, "
-            "are not in the log."
-        )
-    same = earlier.next_loss_scale == entry.next_loss_scale
-    known = same or (apart == steps and not entry.after_restart)
-    return steps, earlier.next_loss_scale if known else _NAN
-
-
-def _changes(before: float, after: float, factor: float) -> int:
-    """How many drops at least lead from one scale to another; 0 where it did not fall, or one is unknown."""
-    if not 0 < after < before < math.inf:
-        return 0
-    return max(1, math.ceil(math.log2(before / after) / math.log2(factor) - _NEAR))
+def _by_flag(interval: Interval) -> Interval:
+    if interval.steps == 1:
+        return interval
+    overflowed, clean = interval.entry.overflow is True, interval.entry.overflow is False
+    return interval._replace(fewest=int(overflowed), most=interval.steps - clean, guess=int(overflowed))
 
 
 def _scale_after(interval: Interval, factor: float) -> float:
@@ -200,12 +125,15 @@ def _guessed_path(interval: Interval, after: float, factor: float, notes: list[s
             f"{entry.where}: the scales used in steps {entry.step - steps + 1} to {entry.step} are inferred from the "
             "one after them."
         )
+        if interval.fewest != interval.most:
+            at_last = after * factor if last_overflowed else after
+            return overflow, [_NAN] * (steps - 1) + [at_last if entry.overflow is not None else _NAN]
         highest = max(_LARGEST_START, after)
         left = accumulate(
             reversed(overflow), lambda scale, over: min(scale * factor, highest) if over else scale, initial=after
         )
         return overflow, list(left)[:0:-1]
-    if math.isnan(after):
+    if not (0 < before < math.inf and 0 < after < math.inf):
         return overflow, [before] * steps
     fall = round(math.log2(before / after) / math.log2(factor)) if before != after else 0
     raised_before = int(fall <= 0 < count and count + 1 - fall <= steps)
@@ -252,43 +180,3 @@ def _scale_used(entry: LogEntry, before: float, overflow: bool, factor: float, n
     else:
         notes.append(f"{entry.where}: the scale used in step {entry.step} is inferred from the one after it.")
     return min(after * factor, max(_LARGEST_START, after)) if overflow else after
-
-
-def _usual_stride(entries: Sequence[LogEntry]) -> int:
-    """The commonest number of steps from one line to the next, the smaller of two as common."""
-    strides = Counter(later.step - earlier.step for earlier, later in pairwise(entries))
-    strides = Counter({stride: count for stride, count in strides.items() if stride <= LONGEST_INTERVAL})
-    if not strides:
-        return max(1, min(entries[0].skips or 1, LONGEST_INTERVAL))
-    return min(strides, key=lambda stride: (-strides[stride], stride))
-
-
-def _factors(entries: Sequence[LogEntry]) -> tuple[float, float]:
-    """The usual factor of a change, and the largest that the scales of the log allow."""
-    neighbours: Counter[float] = Counter()
-    bits = []
-    for earlier, later in pairwise(entries):
-        before, after = earlier.next_loss_scale, later.next_loss_scale
-        if before == after or not (0 < before < math.inf and 0 < after < math.inf):
-            continue
-        bits.append(abs(math.log2(before / after)))
-        if later.step - earlier.step == 1:
-            neighbours[round(2 ** bits[-1], 3)] += 1
-    factor = neighbours.most_common(1)[0][0] if neighbours else 1.0
-    if factor > 1:
-        return factor, factor
-    divisor = _common_divisor(bits)
-    largest = 2.0**divisor if divisor else math.inf
-    return _USUAL_FACTOR if divisor is None or abs(divisor - round(divisor)) < _SAME_BITS else largest, largest
-
-
-def _common_divisor(bits: Iterable[float]) -> float | None:
-    """The largest number of bits that all of some are multiples of, nearly; None if there is no such number."""
-    divisor = 0.0
-    for number in bits:
-        larger, smaller = max(divisor, number), min(divisor, number)
-        while smaller > _SAME_BITS:
-            larger, smaller = smaller, larger % smaller
-            smaller = 0.0 if larger - smaller < _SAME_BITS else smaller
-        divisor = larger
-    return divisor if divisor >= _FEWEST_BITS else None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 __all__ = ["LogLines", "parse_number", "parse_scale"]
 
@@ -43,7 +46,7 @@ class LogLines:
             self._name, self._number = str(path), 0
             try:
                 with open(path, "rb") as file:
-                    yield from map(self._text, file)
+                    yield from map(self._text, _in_utf_8(file))
             except OSError as error:
                 reason = f"The log must be a file that can be read, but: {error.strerror}. Check the path"
                 raise OSError(error.errno, reason, str(path)) from error
@@ -69,6 +72,17 @@ class LogLines:
         if "\x1b" in text:
             text = _ANSI.sub("", text)
         return text.rstrip()
+
+
+def _in_utf_8(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file, re-encoded where it begins with the mark of UTF-16, as PowerShell writes it."""
+    mark = file.read(len(codecs.BOM_UTF8))
+    file.seek(len(mark) if mark == codecs.BOM_UTF8 else 0)
+    if not mark.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        yield from file
+        return
+    with io.TextIOWrapper(file, encoding="utf-16", errors="replace", newline="\n") as text:
+        yield from (line.encode("utf-8") for line in text)
 
 
 def parse_scale(text: str) -> float | None:

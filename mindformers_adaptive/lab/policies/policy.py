@@ -24,6 +24,9 @@ class Policy:
         rule (Rule): what a step does to the state.
         state (NamedTuple): the state before the first step.
 
+    Attributes:
+        current (NamedTuple): the state that it is in; do not change it.
+
     Examples:
         >>> from mindformers_adaptive.lab.policies import make_policy
         >>> policy = make_policy("torch", init_scale=1024.0, growth_interval=2)
@@ -36,17 +39,17 @@ class Policy:
     def __init__(self, name: str, rule: Rule, state: Any) -> None:
         self.name = name
         self.rule = rule
-        self._state = state
+        self.current = state
 
     @property
     def loss_scale(self) -> float:
         """float: the scale for the next step."""
-        return float(self._state.loss_scale)
+        return float(self.current.loss_scale)
 
     @property
     def scale_window(self) -> int | None:
         """int: the clean steps before a raise, as of now; None where the scale never changes."""
-        window: int | None = self._state.scale_window
+        window: int | None = self.current.scale_window
         return window
 
     @property
@@ -56,7 +59,7 @@ class Policy:
         fairseq does so at its smallest scale, and so does DeepSpeed's ``DynamicLossScaler`` with its default
         ``raise_error_at_min_scale``. A replay can go on: the scale then stays where it is until a raise.
         """
-        return bool(getattr(self._state, "stopped", False))
+        return bool(getattr(self.current, "stopped", False))
 
     def step(self, overflow: bool, largest_gradient: float | None = None) -> float:
         """Take a step that overflowed or was clean, and return the loss scale for the next one.
@@ -66,15 +69,15 @@ class Policy:
             largest_gradient (float, optional): the largest absolute value of its gradients, unscaled, if it was
                 applied. Only ``guided`` uses it. Default: None, not known.
         """
-        self._state = self.rule.step(self._state, bool(overflow))
+        self.current = self.rule.step(self.current, bool(overflow))
         return self.loss_scale
 
     def state(self) -> dict[str, Any]:
         """Return all that the policy remembers, as plain Python numbers by name."""
-        return dict(self._state._asdict())
+        return dict(self.current._asdict())
 
     def __repr__(self) -> str:
-        return f"<policy {self.name}: {self._state}>"
+        return f"<policy {self.name}: {self.current}>"
 
 
 class GuidedPolicy(Policy):
@@ -84,7 +87,7 @@ class GuidedPolicy(Policy):
 
     def step(self, overflow: bool, largest_gradient: float | None = None) -> float:
         """Take a step, as :meth:`Policy.step` does."""
-        self._state = self.rule.step(self._state, bool(overflow), largest_gradient)
+        self.current = self.rule.step(self.current, bool(overflow), largest_gradient)
         return self.loss_scale
 
 

@@ -125,12 +125,13 @@ class Comparison:
             for row in self.rows()
             if each_trace or len(self.traces) == 1 or row["trace"] is None
         ]
-        # The oracle's regret of headroom is the headroom lost; a column of zeros or of nothing tells nothing.
+        # The oracle's regret of headroom is the headroom lost. Columns of zeros are left out; but a known share of 0
+        # says that every outcome was assumed.
         names = [
             field.name
             for field in fields(Measures)
             if field.name != "headroom_regret"
-            and (field.name in ("skipped", "headroom_lost") or any(row[field.name] for row in rows))
+            and (field.name in ("skipped", "headroom_lost", "known_share") or any(row[field.name] for row in rows))
         ]
         return text_table(["policy", "trace", "front", *names], rows)
 

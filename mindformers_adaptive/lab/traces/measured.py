@@ -87,10 +87,10 @@ def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
         ([64.0], [512.0])
     """
     bounds = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         try:
             bounds.append(_bounds_of(json.loads(line)))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}:{number} is no sweep of GradientRangeMonitor ({type(error).__name__}: {error}). Take the line "
                 "out, or give another file."

@@ -27,7 +27,8 @@ class RecordedRun:
         step (NDArray): int64 of shape (steps,), the numbers of the steps, increasing; without those that are not in the
             log.
         loss_scale (NDArray): float64 of shape (steps,), the scale used in the step; nan where nothing is known of it.
-        overflow (NDArray): bool of shape (steps,), whether the step overflowed and was skipped.
+        overflow (NDArray): bool of shape (steps,), whether the step overflowed and was skipped. Where lines stand for
+            several steps, a guess that agrees with them.
         position_known (NDArray): bool of shape (steps,), whether the log says of just this step that it overflowed or
             was applied. False where it only says that some steps of an interval were skipped, and which is inferred.
         loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say.
@@ -36,6 +37,12 @@ class RecordedRun:
         lines_read (int), lines_used (int), lines_ignored (int): read is the sum of the other two.
         notes (tuple[str, ...]): what was inferred, merged, superseded or is missing.
         problems (tuple[str, ...]): lines that look like a step's and cannot be read, each as "file:line: why".
+        lines (NDArray, optional): int64 of shape (lines, 3), for each line of the log the number of steps up to its
+            last one, and the fewest and the most of them that may have been skipped. Default: None, a line for each
+            step, and ``overflow`` is exact.
+        final_loss_scale (float): the scale after the last step, nan where nothing is known of it.
+        factor_bound (float, optional): the largest ``scale_factor`` that the log allows. Default: None, that itself.
+        lines_superseded (int): used lines that speak of steps that later lines speak of otherwise.
 
     Raises:
         ValueError: if the arrays do not have one length, the steps do not increase, or the lines do not add up.
@@ -62,6 +69,10 @@ class RecordedRun:
     lines_ignored: int = 0
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    lines: NDArray[np.int64] | None = None
+    final_loss_scale: float = np.nan
+    factor_bound: float | None = None
+    lines_superseded: int = 0
 
     def __post_init__(self) -> None:
         arrays = (self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds)
@@ -78,21 +89,52 @@ class RecordedRun:
                 f"'lines_read' must be 'lines_used' + 'lines_ignored', but got {self.lines_read}, {self.lines_used} "
                 f"and {self.lines_ignored}. Count each line once."
             )
+        if self.lines is None:
+            exact = np.cumsum(self.overflow)
+            object.__setattr__(self, "lines", np.column_stack([np.arange(1, len(self) + 1), exact, exact]))
 
     def __len__(self) -> int:
         return len(self.step)
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps overflowed."""
+        """How many steps ``overflow`` names; :meth:`skipped_bounds` says how many it may have been."""
         return int(self.overflow.sum())
+
+    def line_ends(self) -> NDArray[np.int64]:
+        """Return the number of steps up to the last one of each line, int64 of shape (lines,)."""
+        ends: NDArray[np.int64] = np.asarray(self.lines)[:, 0]
+        return ends
+
+    def skipped_bounds(self, steps: int | None = None) -> tuple[int, int]:
+        """Return the fewest and the most of the first steps that may have been skipped.
+
+        Args:
+            steps (int, optional): how many. Default: None, all.
+
+        Examples:
+            >>> arrays = np.arange(1, 5), np.full(4, 8.0), np.full(4, False), np.full(4, False)
+            >>> run = RecordedRun("run", (), "mindformers", *arrays, lines=np.array([[4, 1, 3]]))
+            >>> run.skipped_bounds(), run.skipped_bounds(2)
+            ((1, 3), (0, 2))
+        """
+        count = len(self) if steps is None else steps
+        lines = np.concatenate([[[0, 0, 0]], np.asarray(self.lines)])
+        place = int(np.searchsorted(lines[:, 0], count, side="right")) - 1
+        taken, fewest, most = lines[place].tolist()
+        if taken < count:
+            length, fewest_inside, most_inside = (lines[place + 1] - lines[place]).tolist()
+            inside = count - taken
+            fewest, most = fewest + max(fewest_inside - (length - inside), 0), most + min(most_inside, inside)
+        return fewest, most
 
     def to_trace(self, assume: str = "interpolated") -> Trace:
         r"""Return the trace of ceilings that this run is evidence of.
 
         Bounds come from steps whose position and scale are known: a step that was applied at scale s has a ceiling of
-        at least s, one that was skipped has one below s. Of other steps nothing is known (0 and inf). The ceiling is
-        assumed, for inferred steps within the bounds that they would give:
+        at least s, one that was skipped has one below s. Of other steps nothing is known (0 and inf). Where only the
+        last of several steps of a line is known, s is the scale after it, taken back by the change that it may have
+        made. The ceiling is assumed, for inferred steps within the bounds that they would give:
 
         - ``"interpolated"``: at each row of skipped steps, with s the smallest scale that was skipped and a the scale
           of the next applied step, or s / scale_factor if that is smaller or there is none,
@@ -119,10 +161,18 @@ class RecordedRun:
         scale = np.maximum(filled(self.loss_scale), np.finfo(np.float64).tiny)
         lower = np.where(self.overflow, 0.0, scale)
         below = np.where(self.overflow, scale, np.inf)
+        known = self.position_known & ~np.isnan(self.loss_scale)
+        # The last step of a line that stands for several used the scale after it, or one that a change made it.
+        ends = self.line_ends()
+        last = ends[np.diff(ends, prepend=0) > 1] - 1
+        last = last[known[last] & ~known[last - 1]]
+        after = np.append(scale[1:], self.final_loss_scale)[last]
+        bound = self.factor_bound or self.scale_factor
+        lower[last] = np.where(self.overflow[last], 0.0, np.nan_to_num(after / bound))
+        below[last] = np.where(self.overflow[last], np.nan_to_num(after * bound, nan=np.inf), np.inf)
         assumed = {"interpolated": _interpolated, "lower_bound": _lower, "upper_bound": _upper}[assume]
         ceiling = assumed(scale, self.overflow, self.scale_factor)
         ceiling = np.maximum(np.minimum(ceiling, _just_below(below)), lower)
-        known = self.position_known & ~np.isnan(self.loss_scale)
         return Trace(
             self.name,
             ceiling,

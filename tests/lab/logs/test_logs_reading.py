@@ -26,7 +26,9 @@ def test_several_ranks_lines_of_a_step_are_one_step(tmp_path):
     assert run.loss_scale.tolist() == alone.loss_scale.tolist()
     assert (run.step.tolist(), run.overflow.tolist()) == (alone.step.tolist(), alone.overflow.tolist())
     assert (run.lines_read, run.lines_used) == (64, 64)
-    assert "32 line(s) of other ranks said the same of a step and were merged." in run.notes
+    (note,) = (note for note in run.notes if "were merged" in note)
+    assert note.startswith("32 line(s) said the same of a step's overflow and scale as another and were merged")
+    assert "32 of them have another loss. If they are of another run, read each run from a file of its own." in note
 
 
 def test_ranks_that_are_some_steps_apart_are_merged_too(tmp_path):
@@ -142,3 +144,33 @@ def test_bad_arguments_and_paths_are_refused(arguments, error, message):
 def test_the_format_is_found_in_the_second_of_two_lines_written_into_each_other(tmp_path):
     mixed = MINDFORMERS[0].replace("8388608.0", "0.0") + MINDFORMERS[1]
     assert read_log(write(tmp_path, [mixed])).step.tolist() == [2]
+
+
+def test_steps_that_go_back_again_and_again_cannot_be_placed(tmp_path):
+    again = [line.replace("8388608.0", f"{2**place}.0") for place in range(30) for line in MINDFORMERS[:4]]
+    run = read_log(write(tmp_path, again))
+    assert (len(run), run.lines_used, run.lines_superseded) == (4, 120, 116)
+    assert "The run goes back 29 times in all." in run.notes
+    assert [note for note in run.notes if note.startswith("116 step(s) cannot be placed: later lines give their")]
+    assert len(run.notes) < 8
+
+
+def test_lines_of_another_system_are_counted_and_named(tmp_path):
+    run = read_log(write(tmp_path, [*MINDFORMERS, *MEGATRON, *DEEPSPEED]))
+    assert run.log_format == "mindformers"
+    for name, count in (("megatron", len(MEGATRON)), ("deepspeed", len(DEEPSPEED))):
+        named = f"{count} line(s) are of another format, {name}, and were ignored; format='{name}' reads them instead."
+        assert named in run.notes
+    # Megatron-DeepSpeed prints the lines of both.
+    assert not [note for note in read_log(write(tmp_path, [*MEGATRON, *DEEPSPEED])).notes if "format" in note]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig"])
+def test_a_log_with_a_byte_order_mark_is_read(tmp_path, encoding):
+    text = "".join(f"{line}\r\n" for line in MINDFORMERS)
+    mark = b"\xfe\xff" if encoding == "utf-16-be" else b""
+    run = read_log(write(tmp_path, mark + text.encode(encoding)))
+    plain = read_log(LOGS / "mindformers_1_9_cpu.log")
+    assert run.loss_scale.tolist() == plain.loss_scale.tolist()
+    assert (run.lines_read, run.lines_used) == (32, 32)
+    assert not [note for note in run.notes if "UTF-8" in note]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +99,12 @@ def test_comparison_as_text_marks_the_front_and_aligns_its_columns():
     ends = {line.rindex(cell) + len(cell) for line, cell in zip(lines[-6:], ["1.00"] * 6, strict=True)}
     assert len(ends) == 1
     assert "skipped" in found.text()
+
+
+def test_a_known_share_of_0_is_shown():
+    trace = Trace("log", np.full(4, 16.0), np.zeros(4), np.full(4, np.inf))
+    heading, row = compare({"one": fixed(1.0)}, [trace]).text().splitlines()[-2:]
+    assert (heading.split()[-1], row.split()[-1]) == ("share", "0.00")
 
 
 def test_table_shows_what_is_missing_as_a_dash():

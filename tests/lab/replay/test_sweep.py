@@ -2,12 +2,10 @@
 
 import dataclasses
 import importlib
-import json
 import math
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale_cells import SideBySide
@@ -20,8 +18,6 @@ from mindformers_adaptive.lab.replay.sweep import sweep
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rule.adaptive_rule import LossScaleState
 from mindformers_adaptive.rule.ladder import window_ladder
-
-SCRIPT = ROOT / "scripts" / "bench_sweep.py"
 
 # Sums in another order: their last digits may differ.
 INEXACT = {"headroom_lost", "headroom_regret", "seconds_lost"}
@@ -161,39 +157,3 @@ def test_column_is_one_measure_of_all_configurations():
 def test_nothing_to_sweep_is_refused(tried, ceiling, message):
     with pytest.raises(ValueError, match=message):
         sweep(tried, Trace.exact("made", ceiling))
-
-
-def test_benchmark_compares_every_configuration_and_reports_what_it_measured(run_python):
-    # All configurations, as the speed comes from doing many at once.
-    printed = run_python(SCRIPT, "--compared_steps", 50, "--steps", 20_000, "--json").stdout
-    result = json.loads(printed)
-    assert result["missed"] == []
-    assert result["configurations"] == 1000
-    assert result["against_the_rule"]["different_configurations"] == 0
-    assert result["large"]["sweep_steps_a_second"] >= 1e7
-    assert 0 < result["large"]["peak_gibibytes"] < 2
-
-
-@pytest.mark.parametrize(("changed", "missing"), [("steps", "agrees"), ("speed", "10 million"), ("memory", "2 GiB")])
-def test_benchmark_names_what_is_missed(changed, missing):
-    import bench_sweep
-
-    result = {
-        "against_the_rule": {"different_configurations": int(changed == "steps")},
-        "large": {
-            "sweep_steps_a_second": 9e6 if changed == "speed" else 2e7,
-            "seconds": 10.0,
-            "peak_gibibytes": 2.5 if changed == "memory" else 0.1,
-        },
-    }
-    assert [missing in name for name in bench_sweep.missed(result)] == [True]
-
-
-def test_benchmark_would_see_a_result_that_differs():
-    import bench_sweep
-
-    result = sweep([Configuration()], bench_sweep.make_trace(2000))
-    measures = result.measures[0].as_dict()
-    assert bench_sweep.same_measures(measures, measures)
-    assert not bench_sweep.same_measures({**measures, "skipped": measures["skipped"] + 1}, measures)
-    assert not bench_sweep.same_measures({**measures, "headroom_lost": measures["headroom_lost"] + 1e-6}, measures)

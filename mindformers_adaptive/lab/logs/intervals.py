@@ -1,0 +1,171 @@
+"""For how many steps each line of a log speaks, and how many of them were skipped.
+
+A line stands for one step or, in sink mode and where only every k-th step is printed, for several. It states the scale
+after its last step and, in MindFormers' logs, the flag of that step. From two such lines, N steps apart, follows:
+
+- Where the scale fell by d factors, at least d steps were skipped. A last step that overflowed is at least one.
+- Where it rose by r factors, at least r steps were clean, for a raise follows a clean step. A last step that did not
+  overflow is at least one. Any other step may have been skipped without a trace: a raise may follow each drop where the
+  window is 1, a tolerated overflow (hysteresis) leaves the scale as it is, and so does one at the floor.
+
+This holds for every rule that changes the scale by one factor and at most once a step: the adaptive one, MindSpore's
+and MindFormers' cells, Megatron-LM's, with any window, hysteresis, floor and cap. It does not for the gradient-guided
+rule, which has to be given. The factor is the one between lines that are one step apart. Where no lines are, the bounds
+are those of the largest factor of which all scales are powers, times a constant; one change that does not fit may have
+led by way of a floor of up to 2^14. The guess is 2, where it fits. A printed number of skipped steps is exact, unless a
+fall of the scale shows that the log does not count them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from mindformers_adaptive.lab.logs.entries import LONGEST_INTERVAL, LogEntry
+
+__all__ = ["Interval", "factors_of", "intervals_of"]
+
+_NEAR = 1e-3  # printed scales are rounded
+_SAME_BITS = 1e-4  # the same in bits: eight digits are printed, and float32 rounds at each change
+_FEWEST_BITS = 0.05  # no scale factor is this near to 1
+_LARGEST_FLOOR_BITS = 14.0  # no floor is above 2^14
+
+
+class Interval(NamedTuple):
+    """The steps that one line speaks for.
+
+    Attributes:
+        entry (LogEntry): the line.
+        steps (int): how many there are.
+        before (float): the scale before them, nan where it is unknown.
+        fewest (int), most (int): how many of them were skipped.
+        guess (int): the number of skips to assume.
+    """
+
+    entry: LogEntry
+    steps: int
+    before: float
+    fewest: int
+    most: int
+    guess: int
+
+
+def factors_of(entries: Sequence[LogEntry]) -> tuple[float, float]:
+    """Return the usual factor of a change, and the largest that the scales of the log allow; inf if that is unknown."""
+    pairs = []
+    for earlier, later in pairwise(entries):
+        before, after = earlier.next_loss_scale, later.next_loss_scale
+        if before != after and not later.after_restart and 0 < before < math.inf and 0 < after < math.inf:
+            pairs.append((later.step - earlier.step, math.log2(before), math.log2(after)))
+    neighbours = Counter(round(2 ** abs(before - after), 3) for steps, before, after in pairs if steps == 1)
+    factor = neighbours.most_common(1)[0][0] if neighbours else 1.0
+    if factor > 1:
+        return factor, factor
+    bits = [abs(before - after) for _, before, after in pairs]
+    up_to, from_there = (list(accumulate(row, _common_divisor, initial=0.0)) for row in (bits, bits[::-1]))
+    divisor = largest = up_to[-1]
+    for (steps, before, after), *others in zip(pairs, up_to, from_there[-2::-1], strict=False):
+        # A change by way of a floor that is no power of the factor away need not fit the others.
+        without = _common_divisor(*others)
+        by_way_of_floor = max(before - _LARGEST_FLOOR_BITS, 0.0) + max(after - _LARGEST_FLOOR_BITS, 0.0)
+        if by_way_of_floor <= steps * without + _NEAR:
+            largest = max(largest, without)
+    powers_of_two = abs(divisor - round(divisor)) < _SAME_BITS
+    if len(pairs) == 1 and not powers_of_two:
+        largest = 0.0
+    usual = [1.0] if powers_of_two else []
+    fits = (one for one in (*usual, divisor, largest) if all(abs(a - b) <= n * one + _NEAR for n, a, b in pairs))
+    return 2.0 ** next(fits, 1.0), 2.0**largest if largest >= _FEWEST_BITS else math.inf
+
+
+def _common_divisor(first: float, second: float) -> float:
+    """The largest number of which two are multiples, nearly."""
+    larger, smaller = max(first, second), min(first, second)
+    while smaller > _SAME_BITS:
+        rest = larger % smaller
+        larger, smaller = smaller, 0.0 if smaller - rest < _SAME_BITS else rest
+    return larger
+
+
+def intervals_of(
+    entries: Sequence[LogEntry], factor: float, factor_bound: float, first_scale: float, notes: list[str]
+) -> list[Interval]:
+    """Return what each line says of its steps.
+
+    Args:
+        entries (Sequence[LogEntry]): steps strictly increasing, at least one.
+        factor (float), factor_bound (float): of :func:`factors_of`.
+        first_scale (float): the scale before step 1, nan where it is unknown.
+        notes (list[str]): gets a sentence for what is missing or contradicts itself.
+    """
+    usual = _usual_stride(entries)
+    start = LogEntry(0, "the start", next_loss_scale=first_scale)
+    spans = [_span(earlier, entry, usual, notes) for earlier, entry in pairwise([start, *entries])]
+    have_lines = any(entry.overflows for entry in entries)
+    stated = [max(len(entry.overflows), entry.skips or 0) if have_lines else entry.skips for entry in entries]
+    rows = list(zip(entries, spans, stated, strict=True))
+    wrong = [
+        entry.where
+        for entry, (_, before), skips in rows
+        if skips is not None and _drops(before, entry.next_loss_scale, factor_bound) > skips
+    ]
+    if wrong:
+        notes.append(
+            f"{wrong[0]}: the scale fell although no skipped step is counted, here and on {len(wrong)} line(s) in "
+            "all: the printed numbers of skipped steps are not relied on."
+        )
+    intervals = []
+    for entry, (steps, before), skips in rows:
+        after = entry.next_loss_scale
+        if steps > 1 and _drops(before, after, factor) > steps:
+            notes.append(
+                f"{entry.where}: {steps} steps cannot lower the scale from {before:g} to {after:g}; the scale before "
+                "them is inferred."
+            )
+            before = math.nan
+        overflowed, clean = entry.overflow is True, entry.overflow is False
+        drops, raises = (_drops(*scales, factor_bound) for scales in ((before, after), (after, before)))
+        if steps == 1 and entry.overflow is not None:
+            fewest = most = guess = int(entry.overflow)
+        else:
+            at_most = steps - clean
+            fewest = min(max(skips or 0, drops, overflowed), at_most)
+            guess = min(max(skips or 0, _drops(before, after, factor), overflowed), at_most)
+            is_exact = skips is not None and not wrong and skips == fewest
+            most = fewest if is_exact else steps - max(raises, clean)
+            guess = min(max(guess, fewest), max(most, fewest))
+        intervals.append(Interval(entry, steps, before, fewest, max(most, fewest), guess))
+    return intervals
+
+
+def _span(earlier: LogEntry, entry: LogEntry, usual: int, notes: list[str]) -> tuple[int, float]:
+    """For how many steps a line speaks, and the scale before them, nan if that is unknown."""
+    apart = max(entry.step - earlier.step, 1)
+    steps = min(entry.steps or usual, apart, LONGEST_INTERVAL)
+    if apart > steps and earlier.step:
+        notes.append(
+            f"{entry.where}: {apart - steps} step(s) before this line, {earlier.step + 1} to {entry.step - steps}, "
+            "are not in the log."
+        )
+    same = earlier.next_loss_scale == entry.next_loss_scale and earlier.step > 0
+    known = same or (apart == steps and not entry.after_restart)
+    return steps, earlier.next_loss_scale if known else math.nan
+
+
+def _drops(before: float, after: float, factor: float) -> int:
+    """How many drops at least lead from one scale to another; 0 where it did not fall, or one is unknown."""
+    if not 0 < after < before < math.inf:
+        return 0
+    return max(1, math.ceil(math.log2(before / after) / math.log2(factor) - _NEAR))
+
+
+def _usual_stride(entries: Sequence[LogEntry]) -> int:
+    """The commonest number of steps from one line to the next, the smaller of two as common."""
+    strides = Counter(later.step - earlier.step for earlier, later in pairwise(entries))
+    strides = Counter({stride: count for stride, count in strides.items() if stride <= LONGEST_INTERVAL})
+    if not strides:
+        return max(1, min(entries[0].skips or 1, LONGEST_INTERVAL))
+    return min(strides, key=lambda stride: (-strides[stride], stride))
