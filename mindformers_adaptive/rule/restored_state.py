@@ -173,7 +173,3 @@ def _place_on_the_ladder(rule: AdaptiveRule, window: int, index: int) -> tuple[i
     if on_the_ladder:
         return index, f"{restored}, and a window is at least 1: the index is kept, with its window."
     return 0, f"{restored}, and neither can be used: training goes on at the smallest window, {ladder[0]} (index 0)."
-
-
-def _replaced(name: str, state: Mapping[str, int], reason: str, value: int) -> str:
-    return f"The checkpoint has '{PARAMETER_NAMES[name]}' {state[name]}, which {reason}: {value} is used."
