@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mindformers_adaptive.amp.manager import AdaptiveLossScaleManager
     from mindformers_adaptive.amp.scaler import AdaptiveLossScaler
     from mindformers_adaptive.amp.train_network import build_train_network, enable_loss_scale_on_cpu
+    from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
     from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
     from mindformers_adaptive.gradients.finder import find_loss_scale
     from mindformers_adaptive.gradients.ranges import gradient_ranges
@@ -32,6 +33,7 @@ __all__ = [
     "AdaptiveLossScaler",
     "AdaptiveRule",
     "FixedScaleTrainOneStepCell",
+    "GradientGuidedLossScaleUpdateCell",
     "GradientRangeMonitor",
     "LossScaleMonitor",
     "LossScaleState",
@@ -53,6 +55,7 @@ _MODULE_OF = {
     "AdaptiveLossScaler": "amp.scaler",
     "AdaptiveRule": "rule.adaptive_rule",
     "FixedScaleTrainOneStepCell": "amp.fixed_scale",
+    "GradientGuidedLossScaleUpdateCell": "cells.guided_update_cell",
     "GradientRangeMonitor": "monitor.gradient_range_monitor",
     "LossScaleMonitor": "monitor.loss_scale_monitor",
     "LossScaleState": "rule.adaptive_rule",

@@ -10,12 +10,14 @@ with install_hint(__name__):
     import mindformers.wrapper
     from mindspore import nn
 
+from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.no_loss_scale import NoLossScaleUpdateCell
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 
 __all__ = [
     "AdaptiveLossScaleUpdateCell",
+    "GradientGuidedLossScaleUpdateCell",
     "MFPipelineWithLossScaleCell",
     "MFTrainOneStepCell",
     "NoLossScaleUpdateCell",
@@ -76,3 +78,5 @@ class MFPipelineWithLossScaleCell(LossScaleTrainStep, mindformers.wrapper.MFPipe
           pipeline_stage: 2
           micro_batch_num: 8
     """
+
+    clips_before_detection = True

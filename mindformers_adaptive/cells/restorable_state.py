@@ -5,6 +5,7 @@ import warnings
 from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.cells.saved_state import SavedState
 from mindformers_adaptive.rule.restored_state import (
     PARAMETER_NAMES,
     from_rule_state,
@@ -16,7 +17,7 @@ from mindformers_adaptive.rule.state_dict import LossScaleStateDict
 __all__ = ["RestorableState"]
 
 
-class RestorableState(LossScaleStateDict):
+class RestorableState(SavedState, LossScaleStateDict):
     """Mixin of the update cell: everything that is not part of its graph."""
 
     @classmethod
@@ -56,7 +57,6 @@ class RestorableState(LossScaleStateDict):
     def _make_state(self, start):
         self.start_window = start.scale_window
         self.written_state = self.checked_state = None
-        self.bind_loss_scale(None)
         for name, value in from_rule_state(self.rule, start, steps=0).items():
             # The base class has a constant scale_window; here the window moves.
             parameter = Parameter(Tensor(value, mstype.int32), name=PARAMETER_NAMES[name], requires_grad=False)
@@ -78,14 +78,6 @@ class RestorableState(LossScaleStateDict):
         """Return all Parameters as dict[str, int] by attribute name; this waits for the device."""
         return {name: int(getattr(self, name).asnumpy()) for name in PARAMETER_NAMES if hasattr(self, name)}
 
-    def bind_loss_scale(self, parameter):
-        """Tell the cell which Parameter is its first input, for ``state_dict()`` and ``load_state_dict()``.
-
-        The train-step cells of this package do it.
-        """
-        # Not through nn.Cell, which would make it a child of this cell too.
-        object.__setattr__(self, "bound_loss_scale", parameter)
-
     def _read_state(self):
         counters = self.state()
         if self.bound_loss_scale is not None:
@@ -98,25 +90,13 @@ class RestorableState(LossScaleStateDict):
         return float(self.loss_scale_value), counters
 
     def _write_state(self, loss_scale, counters):
-        self.loss_scale_value = loss_scale
-        if self.bound_loss_scale is not None:
-            self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))
+        self._write_scale(loss_scale)
         self.written_state = self.checked_state = dict(counters)
         self._set_counters(counters)
 
     def _set_counters(self, counters):
         for name, value in counters.items():
             getattr(self, name).set_data(Tensor(value, mstype.int32))
-
-    def add_flags_recursive(self, **flags):
-        """As in ``nn.Cell``; the start of training also checks a restored state.
-
-        ``set_train()`` of this cell or of one that contains it calls this, and so does ``Model.train``.
-        """
-        super().add_flags_recursive(**flags)
-        if flags.get("training"):
-            self.check_state()
-        return self
 
     def check_state(self):
         """Repair a restored state that this cell cannot go on with.
@@ -130,6 +110,7 @@ class RestorableState(LossScaleStateDict):
             >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
             >>> _ = cell.window_index.set_data(Tensor(99, mstype.int32))
             >>> with warnings.catch_warnings(record=True) as caught:
+            ...     warnings.simplefilter("always")
             ...     cell.check_state()
             >>> cell.state()["window_index"], len(caught)
             (0, 1)

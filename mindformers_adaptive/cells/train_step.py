@@ -7,7 +7,9 @@ from mindformers.tools.logger import logger
 from mindspore import Parameter, Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.cells.largest_gradient import ClipAfter, LargestGradient
+from mindformers_adaptive.cells.saved_state import SavedState
 from mindformers_adaptive.rule.restored_state import repair_loss_scale
 
 __all__ = ["LossScaleTrainStep", "refuse_dividing_optimizer"]
@@ -42,6 +44,7 @@ class LossScaleTrainStep:
         ...     pass
         >>> net = nn.Dense(3, 2)
         >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell
         >>> update_cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**12, scale_factor=2, scale_window=20)
         >>> train_step = TrainStep(nn.WithLossCell(net, nn.MSELoss()), optimizer, update_cell)
         >>> "list_index" in optimizer.parameters_dict()
@@ -49,6 +52,9 @@ class LossScaleTrainStep:
     """
 
     __signature__ = _StockSignature()
+
+    # Whether construct() clips the gradients before it calls get_overflow_status().
+    clips_before_detection = False
 
     def __init__(self, *args, **kwargs):
         stock_init = super().__init__
@@ -61,6 +67,8 @@ class LossScaleTrainStep:
         stock_detection = nn.TrainOneStepWithLossScaleCell.get_overflow_status
         if _runs_on_cpu() and type(self).get_overflow_status is stock_detection:
             self.get_overflow_status = self.get_overflow_status_on_cpu
+        if isinstance(self.loss_scaling_manager, GradientGuidedLossScaleUpdateCell):
+            self._feed_largest_gradient()
         self._is_running = False
         self._reported_start = None
         if _is_adaptive(self):
@@ -78,6 +86,27 @@ class LossScaleTrainStep:
                 f"{type(self).__name__} {error}. Its arguments are {names}. In a MindFormers YAML file use the type "
                 "MFTrainOneStepCell under 'runner_wrapper'."
             ) from error
+
+    def _feed_largest_gradient(self):
+        update_cell = self.loss_scaling_manager
+        update_cell.expect_largest_gradient([weight.name for weight in self.weights])
+        self.measure_largest_gradient = LargestGradient(update_cell, self.is_distributed)
+        if self.clips_before_detection and self.use_clip_grad:
+            self.clip_grad_norm = ClipAfter(self.measure_largest_gradient, self.clip_grad_norm)
+        elif _runs_on_cpu() and self.get_overflow_status == self.get_overflow_status_on_cpu:
+            self.get_overflow_status = self.get_overflow_status_by_largest_gradient
+        else:
+            self.detect_overflow = self.get_overflow_status
+            self.get_overflow_status = self.get_overflow_status_and_largest_gradient
+
+    def get_overflow_status_by_largest_gradient(self, status, compute_output):
+        """As ``get_overflow_status_on_cpu``, in the same pass over the gradients as their largest value."""
+        return self.measure_largest_gradient(compute_output)
+
+    def get_overflow_status_and_largest_gradient(self, status, compute_output):
+        """As the detection of the stock cell, or of a subclass; the largest gradient is measured beside it."""
+        self.measure_largest_gradient(compute_output)
+        return self.detect_overflow(status, compute_output)
 
     def __call__(self, *args, **kwargs):
         # A checkpoint may be loaded after set_train(), or set_train() may never be called.
@@ -116,7 +145,7 @@ def _runs_on_cpu():
 
 
 def _is_adaptive(train_step):
-    return isinstance(train_step.loss_scaling_manager, AdaptiveLossScaleUpdateCell)
+    return isinstance(train_step.loss_scaling_manager, SavedState)
 
 
 def refuse_dividing_optimizer(optimizer):
@@ -177,7 +206,7 @@ def _check_and_report(train_step):
     global_step = getattr(train_step.optimizer, "global_step", None)
     applied_steps = 0 if global_step is None else int(global_step.asnumpy().max())
     if state["cur_iter"] > 1:
-        counters = ", ".join(f"{name} {value}" for name, value in state.items())
+        counters = ", ".join(f"{name} {value}" for name, value in state.items() if not isinstance(value, tuple))
         logger.info(f"Loss scaling goes on from: loss_scale {loss_scale}, {counters}")
     elif applied_steps > 0:
         warnings.warn(

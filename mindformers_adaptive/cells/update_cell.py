@@ -4,6 +4,7 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.restorable_state import RestorableState
+from mindformers_adaptive.cells.saved_state import read_restored_scale
 from mindformers_adaptive.cells.scale_history import ScaleHistory, require_history_size
 from mindformers_adaptive.rule.adaptive_rule import HIDDEN_INDEX, AdaptiveRule
 from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
@@ -103,7 +104,7 @@ class AdaptiveLossScaleUpdateCell(RestorableState, nn.DynamicLossScaleUpdateCell
             shrink_from_min_window=shrink_from_min_window,
         )
         if isinstance(loss_scale_value, Tensor):
-            loss_scale_value = _restored_loss_scale(loss_scale_value, rule)
+            loss_scale_value = repair_loss_scale(rule, read_restored_scale(loss_scale_value), "loss_scale_value")
         start = rule.start(loss_scale_value, scale_window)
         super().__init__(start.loss_scale, rule.scale_factor, start.scale_window)
         self.rule = rule
@@ -173,32 +174,6 @@ class AdaptiveLossScaleUpdateCell(RestorableState, nn.DynamicLossScaleUpdateCell
         self.assign(self.consecutive_overflows, consecutive_overflows)
         return overflow
 
-    def recent_steps(self, since=0):
-        """Return the steps after ``since``, oldest first, at most the last ``history_size``.
-
-        Args:
-            since (int): the number of a step, counted from 1 as ``cur_iter`` is. Default: 0.
-
-        Returns:
-            list[dict], one for each step, without gaps up to the last step: ``step`` (int), ``overflow`` (bool),
-            ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), and the values after the step of
-            ``scale_window``, ``window_index``, ``growth_num``, ``down_num``, ``skipped_steps`` and
-            ``consecutive_overflows`` (int). Steps from before a checkpoint was loaded are missing. Reading waits for
-            the device.
-
-        Examples:
-            >>> from mindspore import Parameter, Tensor
-            >>> cell = AdaptiveLossScaleUpdateCell(2**16, 2, 20, history_size=2)
-            >>> loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
-            >>> for overflow in (True, True, False):
-            ...     _ = cell(loss_scale, Tensor(overflow))
-            >>> [(step["step"], step["overflow"], step["loss_scale"]) for step in cell.recent_steps()]
-            [(2, True, 32768.0), (3, False, 16384.0)]
-        """
-        if not self.keeps_history:
-            return []
-        return self.history.steps(since, last=int(self.cur_iter.asnumpy()) - 1)
-
     def _overflow_row(self):
         if not self.tolerates_overflows:
             return self.drop_row
@@ -208,13 +183,3 @@ class AdaptiveLossScaleUpdateCell(RestorableState, nn.DynamicLossScaleUpdateCell
         spent = self.max(self.hysteresis_budget - self.one, self.zero)
         refilled = self.select(window_is_full, self.full_budget, self.hysteresis_budget)
         self.assign(self.hysteresis_budget, self.select(overflow, spent, refilled))
-
-
-def _restored_loss_scale(loss_scale_value, rule):
-    # Kept as it is, a Parameter would become a trainable child of the cell.
-    if loss_scale_value.size != 1:
-        raise ValueError(
-            f"'loss_scale_value' must hold one number, but got a Tensor of shape {loss_scale_value.shape}. Give a "
-            "number, or a Tensor of shape () or (1,)."
-        )
-    return repair_loss_scale(rule, float(loss_scale_value.asnumpy().item()), "loss_scale_value")

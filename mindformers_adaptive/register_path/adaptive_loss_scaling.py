@@ -4,8 +4,8 @@ MindFormers copies this file into ``./modules`` of the working folder and import
 from the installed package: a class defined here would exist twice.
 """
 
-from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell, register
 
-__all__ = ["AdaptiveLossScaleUpdateCell"]
+__all__ = ["AdaptiveLossScaleUpdateCell", "GradientGuidedLossScaleUpdateCell"]
 
 register()

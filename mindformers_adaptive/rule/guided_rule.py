@@ -64,7 +64,7 @@ class GuidedState(NamedTuple):
             that the record looks at.
         bound (bool): whether the limit, and not the gradients, decided the scale for the next step.
         trial (bool): whether the limit has risen since it was last set.
-        clean_steps (int): applied steps since the last overflow or rise of the scale.
+        clean_steps (int): applied steps since the last overflow or rise of the scale, counted up to the largest window.
         contradictions (int): how often a step was applied at a scale above what its gradients showed, up to 6; less
             two for each fall of the limit.
         first_exponent (int): log2 of the scale at the first overflow of the last row of overflows.
@@ -256,7 +256,7 @@ class GuidedRule:
         fall = unexplained and state.clean_steps < self.recent
         if shown is not None:
             state = self._observe(state, shown)
-        state = state._replace(clean_steps=1 if after_overflow else state.clean_steps + 1)
+        state = state._replace(clean_steps=1 if after_overflow else min(state.clean_steps + 1, self.largest_window))
         state = self._move_limit(state, exponent, fall)
 
         cap = NO_CAP if state.observed_steps == 0 else self._cheapest_place(state.overflow_rate)

@@ -169,7 +169,7 @@ def test_demo_started_from_the_found_scale_skips_at_most_one_of_100_steps(run_py
     # The demo itself but for the start, and cut off after 100 of its 400 steps.
     in_the_file = yaml.safe_load(config.read_text())
     model, scale_sense = in_the_file["model"]["model_config"], in_the_file["runner_wrapper"]["scale_sense"]
-    options = {f"model.model_config.{key}": model[key] for key in ("seq_length", "hidden_size")}
+    options = {f"model.model_config.{key}": model[key] for key in ("seq_length", "hidden_size", "num_layers")}
     options |= {f"runner_wrapper.scale_sense.{key}": value for key, value in scale_sense.items()}
     options |= {"runner_wrapper.scale_sense.loss_scale_value": found["loss_scale_value"]}
     options |= {"lr_schedule.total_steps": 400}

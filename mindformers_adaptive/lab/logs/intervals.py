@@ -10,10 +10,10 @@ after its last step and, in MindFormers' logs, the flag of that step. From two s
 
 This holds for every rule that changes the scale by one factor and at most once a step: the adaptive one, MindSpore's
 and MindFormers' cells, Megatron-LM's, with any window, hysteresis, floor and cap. It does not for the gradient-guided
-rule, which has to be given. The factor is the one between lines that
-are one step apart. Where no lines are, the bounds are those of the largest factor of which all scales are powers, times
-a constant; one change that does not fit may have led by way of a floor of up to 2^14. The guess is 2, where it fits. A
-printed number of skipped steps is exact, unless a fall of the scale shows that the log does not count them.
+rule, which has to be given. The factor is the one between lines that are one step apart. Where no lines are, the bounds
+are those of the largest factor of which all scales are powers, times a constant; one change that does not fit may have
+led by way of a floor of up to 2^14. The guess is 2, where it fits. A printed number of skipped steps is exact, unless a
+fall of the scale shows that the log does not count them.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def _in_utf_8(file: BinaryIO) -> Iterator[bytes]:
     if not mark.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         yield from file
         return
-    for line in io.TextIOWrapper(file, encoding="utf-16", errors="replace", newline="\n"):
-        yield line.encode("utf-8")
+    with io.TextIOWrapper(file, encoding="utf-16", errors="replace", newline="\n") as text:
+        yield from (line.encode("utf-8") for line in text)
 
 
 def parse_scale(text: str) -> float | None:

@@ -1,0 +1,196 @@
+"""The state of the gradient-guided update cell in Parameters: made, read, written, and checked when training starts."""
+
+import math
+import warnings
+from collections.abc import Mapping
+
+import numpy as np
+from mindspore import Parameter, Tensor
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.cells.saved_state import SavedState
+from mindformers_adaptive.rule.guided_rule import GuidedState
+from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_scale
+
+__all__ = ["COUNTERS", "PARAMETER_NAMES", "GuidedCellState"]
+
+# The integers that only this rule has, in the order in which one Parameter holds them.
+COUNTERS = (
+    "scale_window",
+    "base",
+    "observed_steps",
+    "limit",
+    "bound",
+    "trial",
+    "clean_steps",
+    "contradictions",
+    "first_exponent",
+)
+
+# The Parameters of the cell by attribute, and their names in a checkpoint.
+PARAMETER_NAMES = {
+    "counters": "guided_counters",
+    "level": "guided_level",
+    "overflow_rate": "guided_overflow_rate",
+    "largest_gradient": "largest_gradient",
+    "cur_iter": "current_iterator_step",
+    "last_overflow_iter": "last_overflow_iterator_step",
+    "skipped_steps": "skipped_steps",
+    "consecutive_overflows": "consecutive_overflows",
+}
+
+
+class GuidedCellState(SavedState):
+    """Mixin of the gradient-guided update cell: all that does not belong into its graph."""
+
+    def _make_state(self, start):
+        self.checked_state = None
+        self.each_largest = None
+        self.is_fed = False
+        values = {"largest_gradient": 0.0, "cur_iter": 1, "last_overflow_iter": 0, **_values(start)}
+        for name, value in values.items():
+            dtype = mstype.float32 if name in ("level", "overflow_rate", "largest_gradient") else mstype.int32
+            parameter = Parameter(Tensor(value, dtype), name=PARAMETER_NAMES[name], requires_grad=False)
+            setattr(self, name, parameter)
+
+    def state(self):
+        """Return the state as numbers by the names of ``GuidedState``, ``overflow_rate`` as a tuple.
+
+        Also ``cur_iter``, ``last_overflow_iter`` and ``largest_gradient``. Reading waits for the device.
+        """
+        values = {name: getattr(self, name).asnumpy().tolist() for name in PARAMETER_NAMES}
+        counters = dict(zip(COUNTERS, values.pop("counters"), strict=True))
+        rates = tuple(values.pop("overflow_rate"))
+        return {**counters, "overflow_rate": rates, **values}
+
+    def rule_state(self):
+        """Return the state as the rule has it, :class:`~mindformers_adaptive.rule.guided_rule.GuidedState`."""
+        state = self.state()
+        known = {name: state[name] for name in GuidedState._fields if name in state}
+        flags = {name: bool(state[name]) for name in ("bound", "trial")}
+        return GuidedState(loss_scale=self._bound_scale(self.loss_scale_value), **{**known, **flags})
+
+    def state_dict(self, *args, **kwargs):
+        """Return the state and the loss scale, ``scale``, as numbers.
+
+        With arguments, which a parent cell gives, it is ``nn.Cell.state_dict``.
+        """
+        if args or kwargs:
+            return super().state_dict(*args, **kwargs)
+        return {"scale": self._bound_scale(self.loss_scale_value), **self.state()}
+
+    def load_state_dict(self, state_dict):
+        """Go on from what ``state_dict()`` returned.
+
+        Raises:
+            KeyError: if something is missing.
+            ValueError: if the loss scale is not finite and above 0.
+        """
+        missing = [name for name in ("scale", *self.state()) if name not in state_dict]
+        if missing:
+            raise KeyError(f"The state has no {', '.join(missing)}. Give what state_dict() returned.")
+        self._write_scale(self._power_of_two(float(state_dict["scale"]), "scale"))
+        self._write(state_dict)
+        self.check_state()
+
+    def check_state(self):
+        """Repair a restored state that this cell cannot go on with, with a warning.
+
+        A checkpoint may come from another cell. The start of training calls this; call it yourself if you load a
+        checkpoint without calling ``set_train()`` afterwards.
+        """
+        state = self.state()
+        if state == self.checked_state:
+            return
+        scale = self._power_of_two(self._bound_scale(self.loss_scale_value), "scale_sense")
+        self._write_scale(scale)
+        problem = self._problem(state)
+        if problem:
+            warnings.warn(f"{problem}: gradient-guided scaling starts afresh at loss scale {scale:g}.", stacklevel=3)
+            steps = min(max(state["cur_iter"], 1), STEP_LIMIT)
+            start = self.rule.start(scale)._replace(skipped_steps=min(max(state["skipped_steps"], 0), steps - 1))
+            kept = {"cur_iter": steps, "last_overflow_iter": steps - 1, "largest_gradient": 0.0}
+            self._write({**start._asdict(), **kept})
+        self.checked_state = self.state()
+
+    def add_flags_recursive(self, **flags):
+        """As in ``nn.Cell``; training with a train-step cell that does not feed this cell is refused."""
+        if flags.get("training") and not self.is_fed:
+            raise TypeError(
+                "GradientGuidedLossScaleUpdateCell needs a train-step cell that gives it the largest gradient of each "
+                "step. Use TrainOneStepWithLossScaleCell, MFTrainOneStepCell or MFPipelineWithLossScaleCell of "
+                "mindformers_adaptive.wrapper; for a train-step cell of your own, assign update_cell.largest_gradient "
+                "in each step and call update_cell.expect_largest_gradient(names) once."
+            )
+        return super().add_flags_recursive(**flags)
+
+    def overflowed_parameters(self):
+        """Return the names of the Parameters whose gradients had an inf or a NaN in the last step, in their order.
+
+        Needs ``keep_each_largest=True``; without it the list is empty. Reading waits for the device.
+        """
+        if self.each_largest is None:
+            return []
+        largest = self.each_largest.asnumpy()
+        return [name for name, value in zip(self.parameter_names, largest, strict=True) if not math.isfinite(value)]
+
+    def expect_largest_gradient(self, names):
+        """Take note that somebody assigns ``largest_gradient`` before each call, as the train-step cells here do.
+
+        Args:
+            names (Sequence[str]): those of the Parameters, in the order of their gradients.
+        """
+        self.is_fed = True
+        if not self.keep_each_largest:
+            return
+        self.parameter_names = tuple(names)
+        largest = Parameter(Tensor(np.zeros(len(names)), mstype.float32), name="each_largest", requires_grad=False)
+        # Not through nn.Cell, which would put it into every checkpoint.
+        object.__setattr__(self, "each_largest", largest)
+
+    def _problem(self, state):
+        """Say why the rule cannot go on from a state, or return None."""
+        steps, rule = state["cur_iter"] - 1, self.rule
+        if not 0 <= steps < STEP_LIMIT or not 0 <= state["consecutive_overflows"] <= state["skipped_steps"] <= steps:
+            return "The checkpoint has step counters that no run can reach"
+        own = ("observed_steps", "clean_steps", "first_exponent", "contradictions")
+        if steps and not any(state[name] for name in own):
+            return f"The checkpoint has {steps} steps but no state of gradient-guided scaling"
+        sound = (
+            math.isfinite(state["level"])
+            and all(0.0 <= rate <= 1.0 for rate in state["overflow_rate"])
+            and 0 <= state["observed_steps"] <= rule.patience
+            and rule.smallest_window <= state["scale_window"] <= rule.largest_window
+            and 0 <= state["clean_steps"] <= rule.largest_window
+            and 0 <= state["contradictions"] <= 6
+            and all(-512 <= state[name] <= 512 for name in ("base", "limit", "first_exponent"))
+            and {state["bound"], state["trial"]} <= {0, 1}
+        )
+        return None if sound else "The checkpoint has a state of gradient-guided scaling that this cell cannot have"
+
+    def _power_of_two(self, loss_scale, name):
+        bounded = repair_loss_scale(self.rule, loss_scale, name)
+        exponent = max(math.frexp(bounded)[1] - 1, self.rule.min_exponent)
+        if 2.0**exponent != bounded:
+            warnings.warn(
+                f"The checkpoint has '{name}' {bounded}, and this cell needs a power of two: {2.0**exponent} is used.",
+                stacklevel=4,
+            )
+        return 2.0**exponent
+
+    def _write(self, state: Mapping):
+        values = {**state, **_values(GuidedState(**{name: state.get(name) for name in GuidedState._fields}))}
+        for name in PARAMETER_NAMES:
+            parameter = getattr(self, name)
+            parameter.set_data(Tensor(values[name], parameter.dtype))
+
+
+def _values(state):
+    """The Parameters that a state of the rule fills, by attribute."""
+    return {
+        "counters": [int(getattr(state, name)) for name in COUNTERS],
+        "level": state.level,
+        "overflow_rate": state.overflow_rate,
+        "skipped_steps": state.skipped_steps,
+        "consecutive_overflows": state.consecutive_overflows,
+    }

@@ -1,0 +1,99 @@
+"""The largest absolute gradient of a step, for an update cell that follows the gradients."""
+
+from mindspore import Tensor, context, nn, ops
+from mindspore import dtype as mstype
+from mindspore.communication import get_group_size
+
+from mindformers_adaptive.rule.checks import LARGEST_FLOAT32
+
+__all__ = ["ClipAfter", "LargestGradient"]
+
+_largest = ops.MultitypeFuncGraph("largest")
+
+
+@_largest.register("Tensor")
+def _largest_magnitude(gradient):
+    return ops.ReduceMax()(ops.Abs()(ops.cast(gradient, mstype.float32)))
+
+
+class LargestGradient(nn.Cell):
+    """Assigns the largest absolute value of the gradients to an update cell, in one pass over them.
+
+    Args:
+        update_cell (Cell): has the Parameter ``largest_gradient`` and, if it keeps the largest gradient of each
+            Parameter, ``each_largest``.
+        is_distributed (bool): whether several processes train together; the largest value of all counts then.
+
+    Inputs:
+        - **gradients** (tuple[Tensor]) - unscaled, of any shapes and floating-point dtypes.
+
+    Outputs:
+        Tensor, bool of shape (), whether any gradient is an inf or a NaN.
+    """
+
+    def __init__(self, update_cell, is_distributed=False):
+        super().__init__(auto_prefix=False)
+        # Not through nn.Cell: the update cell is a child of the train-step cell.
+        object.__setattr__(self, "largest_gradient", update_cell.largest_gradient)
+        self.keeps_each = update_cell.each_largest is not None
+        if self.keeps_each:
+            object.__setattr__(self, "each_largest", update_cell.each_largest)
+        self.is_distributed = is_distributed
+        self.on_cpu = context.get_context("device_target") == "CPU"
+        self.hyper_map = ops.HyperMap()
+        self.stack = ops.Stack()
+        self.reduce_max = ops.ReduceMax()
+        self.less_equal = ops.LessEqual()
+        self.logic_not = ops.LogicalNot()
+        self.select = ops.Select()
+        self.assign = ops.Assign()
+        self.reshape = ops.Reshape()
+        self.largest_float32 = Tensor(LARGEST_FLOAT32, mstype.float32)
+        self.infinite = Tensor(float("inf"), mstype.float32)
+        if is_distributed:
+            # AllReduce on CPU takes sums only.
+            self.collect = ops.AllGather() if self.on_cpu else ops.AllReduce(ops.ReduceOp.MAX)
+            self.processes = get_group_size()
+
+    def construct(self, gradients):
+        each = self.stack(self.hyper_map(_largest, gradients))
+        # NaN becomes inf: a maximum over processes may drop a NaN.
+        each = self.select(self.less_equal(each, self.largest_float32), each, self._full_like(each))
+        if not self.keeps_each:
+            each = self.reshape(self.reduce_max(each), (1,))
+        if self.is_distributed:
+            each = self.collect(each)
+            if self.on_cpu:
+                each = self.reduce_max(self.reshape(each, (self.processes, -1)), 0)
+        if self.keeps_each:
+            self.assign(self.each_largest, each)
+        largest = self.reduce_max(each)
+        self.assign(self.largest_gradient, largest)
+        return self.logic_not(self.less_equal(largest, self.largest_float32))
+
+    def _full_like(self, each):
+        return ops.broadcast_to(self.infinite, each.shape)
+
+
+class ClipAfter(nn.Cell):
+    """Clips the gradients as another cell does, after it has measured them.
+
+    Args:
+        measure (LargestGradient): measures them.
+        clip (Cell): clips them.
+
+    Inputs:
+        - **gradients** (tuple[Tensor]) - unscaled.
+
+    Outputs:
+        what ``clip`` returns.
+    """
+
+    def __init__(self, measure, clip):
+        super().__init__(auto_prefix=False)
+        self.measure = measure
+        self.clip = clip
+
+    def construct(self, gradients):
+        self.measure(gradients)
+        return self.clip(gradients)
