@@ -130,6 +130,7 @@ class RestorableState(LossScaleStateDict):
             >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
             >>> _ = cell.window_index.set_data(Tensor(99, mstype.int32))
             >>> with warnings.catch_warnings(record=True) as caught:
+            ...     warnings.simplefilter("always")
             ...     cell.check_state()
             >>> cell.state()["window_index"], len(caught)
             (0, 1)
