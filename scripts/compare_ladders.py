@@ -32,15 +32,10 @@ def main():
 
 def count(largest_minimum, largest_maximum):
     """Return the number of pairs, of well-formed ladders of MindFormers, and of those that equal ours."""
-    pairs = well_formed = same = 0
-    for smallest in range(1, largest_minimum + 1):
-        for largest in range(smallest, largest_maximum + 1):
-            theirs = mindformers_ladder(largest, smallest)
-            pairs += 1
-            if is_well_formed(theirs, largest, smallest):
-                well_formed += 1
-                same += theirs == window_ladder(largest, smallest)
-    return pairs, well_formed, same
+    minima = range(1, largest_minimum + 1)
+    pairs = [(largest, smallest) for smallest in minima for largest in range(smallest, largest_maximum + 1)]
+    well_formed = [pair for pair in pairs if is_well_formed(mindformers_ladder(*pair), *pair)]
+    return len(pairs), len(well_formed), sum(mindformers_ladder(*pair) == window_ladder(*pair) for pair in well_formed)
 
 
 def mindformers_ladder(largest, smallest):

@@ -93,54 +93,54 @@ def report(same, own, steps, seeds):
         row["unavoidable"] for results in (same, own) for on_kinds in results.values() for row in on_kinds.values()
     )
     start = f"2^{math.log2(SAME_SCALE):g}"
+    oracle = "skips and loses nothing: both numbers are the regret as well."
+    if most:
+        oracle = f"loses no headroom and skips up to {most:g} steps of a trace."
     yield f"Made traces: {len(kinds)} kinds, {seeds} seeds (0 to {seeds - 1}) of {steps} steps each. A cell has means"
     yield "over the seeds: skipped steps in 1000 / headroom lost in bits, log2(ceiling / scale) at the applied steps."
-    if most:
-        yield f"The oracle, which knows the ceilings, loses no headroom and skips up to {most:g} steps of a trace."
-    else:
-        yield "The oracle, which knows the ceilings, skips and loses nothing: both numbers are the regret as well."
-    yield ""
-    yield f"All from the initial scale {start} (the ceilings are about 2^18 in the middle):"
-    yield ""
-    yield from figures_table(same)
-    yield ""
-    yield "Each with its system's own initial scale and window (2^16; 2^24 and 2000; 2^32 and 1000; 2^16 and 2000):"
-    yield ""
-    yield from figures_table(own)
-    yield ""
-    yield f"Who is best from {start} (PyTorch is dynamic {WINDOWS[-1]} there). Cost: skipped steps in 1000, and so many"
-    yield "more for a bit of headroom. The last column: at which of these prices the adaptive rule costs least."
-    yield ""
-    yield from best_table({policy: row for policy, row in same.items() if policy != "PyTorch"})
-    yield ""
-    yield "Where the adaptive rule is worse, and why, from its replays (means over the seeds):"
-    yield ""
-    yield from reason_table(same, steps, seeds)
-    yield ""
-    yield "Sample logs: skipped steps / headroom lost in bits / share of steps whose outcome the log knows; that of the"
-    yield "others is assumed, with ceilings interpolated. Such short logs tell of the start, and of windows nothing."
-    yield ""
-    yield f"From {start}:"
-    yield ""
-    yield from logs_table(SAME_START)
-    yield ""
-    yield "Each with its own defaults:"
-    yield ""
-    yield from logs_table(OWN_DEFAULTS)
+    yield f"The oracle, which knows the ceilings, {oracle}"
+    yield from section(
+        figures_table(same), f"All from the initial scale {start} (the ceilings are about 2^18 in the middle):"
+    )
+    yield from section(
+        figures_table(own),
+        "Each with its system's own initial scale and window (2^16; 2^24 and 2000; 2^32 and 1000; 2^16 and 2000):",
+    )
+    yield from section(
+        best_table({policy: row for policy, row in same.items() if policy != "PyTorch"}),
+        f"Who is best from {start} (PyTorch is dynamic {WINDOWS[-1]} there). Cost: skipped steps in 1000, and so many",
+        "more for a bit of headroom. The last column: at which of these prices the adaptive rule costs least.",
+    )
+    yield from section(
+        reason_table(same, steps, seeds),
+        "Where the adaptive rule is worse, and why, from its replays (means over the seeds):",
+    )
+    yield from section(
+        logs_table(SAME_START),
+        "Sample logs: skipped steps / headroom lost in bits / share of steps whose outcome the log knows; that of the",
+        "others is assumed, with ceilings interpolated. Such short logs tell of the start, and of windows nothing.",
+        "",
+        f"From {start}:",
+    )
+    yield from section(logs_table(OWN_DEFAULTS), "Each with its own defaults:")
+
+
+def section(rows, *lines):
+    yield from ["", *lines, "", *rows]
 
 
 def guided_report(results):
     """The report on gradient-guided scaling, as lines of Markdown."""
     rates = " and ".join(f"{rate:g}" for rate in RATES)
-    yield ""
-    yield "Gradient-guided scaling against fixed windows of 20, 100, 200, 500, 1000 and 2000, where the gradients show"
-    yield "the ceiling and where they do not: skipped steps in 1000 / headroom lost in bits, at exchange rates of"
-    yield f"{rates} skipped steps in 1000 for a bit. The best window costs least; the share is the guided rule's cost"
-    yield "as a part of that. A mean is against the one window that is best for all kinds together, and 'by kind' the"
-    yield "mean of the shares above it."
-    yield ""
     columns, *rows = guided_rows(results)
-    yield from table(columns, rows)
+    return section(
+        table(columns, rows),
+        "Gradient-guided scaling against fixed windows of 20, 100, 200, 500, 1000 and 2000, where the gradients show",
+        "the ceiling and where they do not: skipped steps in 1000 / headroom lost in bits, at exchange rates of",
+        f"{rates} skipped steps in 1000 for a bit. The best window costs least; the share is the guided rule's cost",
+        "as a part of that. A mean is against the one window that is best for all kinds together, and 'by kind' the",
+        "mean of the shares above it.",
+    )
 
 
 def table(columns, rows):
@@ -214,15 +214,8 @@ def reason_table(same, steps, seeds):
         rows.append(
             [kind, f"{mean['window']:.0f}", *(worse(on_kind, name) for name in reasons(mean)), *reasons(mean).values()]
         )
-    columns = [
-        "trace",
-        "mean window",
-        "skips more than",
-        "loses more headroom than",
-        "why it skips",
-        "why it loses headroom",
-    ]
-    return table(columns, rows)
+    columns = ["trace", "mean window", "skips more than", "loses more headroom than", "why it skips"]
+    return table([*columns, "why it loses headroom"], rows)
 
 
 def worse(on_kind, name):

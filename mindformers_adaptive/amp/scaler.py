@@ -26,9 +26,7 @@ class AdaptiveLossScaler(LossScaleStateDict, amp.LossScaler):
         scale_factor (float): what the scale is multiplied or divided by, above 1. Default: 2, as
             ``amp.DynamicLossScaleManager``.
         scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
-        max_scale_window (int): the largest window, in steps. Default: 1000, MindFormers'.
-        min_scale_window (int): the smallest window, in steps. Default: 20, MindFormers'.
-        min_loss_scale, max_loss_scale, hysteresis, shrink_from_min_window: as in
+        max_scale_window, min_scale_window, min_loss_scale, max_loss_scale, hysteresis, shrink_from_min_window: as in
             :class:`~mindformers_adaptive.cells.update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
 
     Raises:

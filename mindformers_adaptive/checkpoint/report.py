@@ -5,13 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.checkpoint.reader import (
-    FIELDS,
-    Checkpoint,
-    differences_between_ranks,
-    latest_iteration,
-    read_checkpoints,
-)
+from mindformers_adaptive.checkpoint import reader
 from mindformers_adaptive.text.table import align
 
 __all__ = ["build_report", "report_text", "why_no_state"]
@@ -29,7 +23,7 @@ def build_report(path: str | Path) -> dict[str, Any]:
         not have; ``notes``, a list of str, which says why if the path cannot be read.
     """
     try:
-        checkpoints = read_checkpoints(path)
+        checkpoints = reader.read_checkpoints(path)
     except OSError as error:
         return {"path": str(path), "found": False, "checkpoints": [], "notes": [f"cannot be read: {error}"]}
     notes_of = {checkpoint: list(checkpoint.problems) for checkpoint in checkpoints}
@@ -57,7 +51,7 @@ def report_text(report: dict[str, Any]) -> str:
     """Return a report with at least one checkpoint as a table with its notes."""
     checkpoints = report["checkpoints"]
     has_budget = any(checkpoint["hysteresis_budget"] is not None for checkpoint in checkpoints)
-    names = [name for name in FIELDS if name != "hysteresis_budget" or has_budget]
+    names = [name for name in reader.FIELDS if name != "hysteresis_budget" or has_budget]
     lines = [["file", *names, "note"]]
     for checkpoint in checkpoints:
         lines.append([checkpoint["file"], *(_cell(checkpoint[name]) for name in names), "; ".join(checkpoint["notes"])])
@@ -77,7 +71,7 @@ def why_no_state(report: dict[str, Any]) -> str:
     return _printable(f"No state of loss scaling in {report['path']}: {reason}.")
 
 
-def _note_kinds(path: str | Path, checkpoints: list[Checkpoint]) -> list[str]:
+def _note_kinds(path: str | Path, checkpoints: list[reader.Checkpoint]) -> list[str]:
     files_of: dict[str, list[str]] = {}
     for checkpoint in checkpoints:
         files_of.setdefault(checkpoint.kind, []).append(_name_below(path, checkpoint))
@@ -86,10 +80,12 @@ def _note_kinds(path: str | Path, checkpoints: list[Checkpoint]) -> list[str]:
     return [f"state of {', '.join(files)}: {kind}" for kind, files in files_of.items()]
 
 
-def _note_latest(path: str | Path, checkpoints: list[Checkpoint], notes_of: dict[Checkpoint, list[str]]) -> list[str]:
+def _note_latest(
+    path: str | Path, checkpoints: list[reader.Checkpoint], notes_of: dict[reader.Checkpoint, list[str]]
+) -> list[str]:
     """Mark the checkpoint that MindFormers would resume from; return notes if there is no such checkpoint."""
     try:
-        latest = latest_iteration(path)
+        latest = reader.latest_iteration(path)
     except ValueError as error:
         return [str(error)]
     if latest is None:
@@ -102,9 +98,9 @@ def _note_latest(path: str | Path, checkpoints: list[Checkpoint], notes_of: dict
     return [f"the latest iteration should be {latest}, but there is no folder {folder}"]
 
 
-def _note_ranks(checkpoints: list[Checkpoint], notes_of: dict[Checkpoint, list[str]]) -> list[str]:
+def _note_ranks(checkpoints: list[reader.Checkpoint], notes_of: dict[reader.Checkpoint, list[str]]) -> list[str]:
     """Mark the checkpoints that differ from the first rank's at their step; return notes on all ranks."""
-    compared = differences_between_ranks(checkpoints)
+    compared = reader.differences_between_ranks(checkpoints)
     for checkpoint, first, differences in compared:
         if differences:
             listed = ", ".join(f"{name} {_cell(ours)}, not {_cell(its)}" for name, (ours, its) in differences.items())
@@ -128,6 +124,6 @@ def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def _name_below(path: str | Path, checkpoint: Checkpoint) -> str:
+def _name_below(path: str | Path, checkpoint: reader.Checkpoint) -> str:
     root = Path(path).resolve()
     return checkpoint.path.name if root == checkpoint.path else str(checkpoint.path.relative_to(root))

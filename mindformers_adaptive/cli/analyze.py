@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mindformers_adaptive.cli.lab_arguments import policy_maker
-from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
+from mindformers_adaptive.cli.output import add_json_argument, print_result, progress_bar
 from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import FORMATS, read_log
 from mindformers_adaptive.plots.canvas import save
@@ -24,10 +24,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "logs",
-        nargs="+",
-        metavar="LOG",
-        help="the log or record of one run; several files in order of writing",
+        "logs", nargs="+", metavar="LOG", help="the log or record of one run; several files in order of writing"
     )
     parser.add_argument("--format", choices=FORMATS, help="format of the log; default: the one that its lines match")
     parser.add_argument(
@@ -48,9 +45,6 @@ def run(options: argparse.Namespace) -> None:
     recorded = read_log(options.logs, options.format, rule=rule)
     with progress_bar(None, "replaying") as progress:
         analysis = analyze(recorded, progress=progress)
-    if options.json:
-        print_json(analysis.to_dict())
-    else:
-        print(analysis.text())
+    print_result(options, analysis.to_dict, analysis.text)
     if options.plot:
         save(draw_run(recorded), options.plot)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, read_sources
-from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
+from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, print_sources, read_sources
+from mindformers_adaptive.cli.output import add_json_argument, progress_bar
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_replays
@@ -53,11 +53,8 @@ def run(options: argparse.Namespace) -> None:
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)
-    if options.json:
-        described = [source.describe() for source in sources]
-        print_json({"sources": described, "rows": comparison.rows(), "pareto_front": comparison.pareto_front()})
-    else:
-        print("\n".join(source.text() for source in sources), comparison.text(options.each_trace), sep="\n\n")
+    content = {"rows": comparison.rows(), "pareto_front": comparison.pareto_front()}
+    print_sources(options, sources, content, comparison.text(options.each_trace))
     if options.plot and len(traces) == 1:
         replays = {label: replay(make(), traces[0]) for label, make in makers.items()}
         save(draw_replays(traces[0], replays), options.plot)

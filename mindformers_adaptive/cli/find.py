@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.output import print_json
+from mindformers_adaptive.cli.output import print_result
 from mindformers_adaptive.cli.probe import add_sweep_arguments, sweep
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
@@ -29,14 +29,12 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         RuntimeError: if no loss scale can be recommended.
     """
+    from mindformers_adaptive.gradients.finder import LOSS_SCALES
     from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN, check_margin, recommend_loss_scale
 
     margin = DEFAULT_MARGIN if options.margin is None else options.margin
     check_margin(margin)
-    recommendation = recommend_loss_scale(sweep(options, [2.0**exponent for exponent in range(33)]), margin)
-    if options.json:
-        print_json(recommendation.to_dict())
-    else:
-        print(recommendation)
+    recommendation = recommend_loss_scale(sweep(options, LOSS_SCALES), margin)
+    print_result(options, recommendation.to_dict, recommendation.__str__)
     if recommendation.loss_scale_value is None:
         raise RuntimeError("no loss scale can be recommended")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from mindformers_adaptive.checkpoint.report import build_report, report_text, why_no_state
-from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_json
+from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -35,9 +35,7 @@ def run(options: argparse.Namespace) -> None:
     if not options.path:
         raise UsageError("argument PATH: must name a file or folder, but is empty")
     report = build_report(options.path)
-    if options.json:
-        print_json(report)
-    elif report["checkpoints"]:
-        print(report_text(report))
+    if options.json or report["checkpoints"]:
+        print_result(options, lambda: report, lambda: report_text(report))
     if not report["found"]:
         raise RuntimeError(why_no_state(report))

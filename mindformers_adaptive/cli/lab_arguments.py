@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.cli.output import UsageError, read_value
+from mindformers_adaptive.cli.output import UsageError, print_result, read_value
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.traces.measured import from_ceilings, from_gradient_ranges
@@ -19,7 +19,7 @@ from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRu
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 
-__all__ = ["Source", "add_trace_arguments", "policy_maker", "read_sources"]
+__all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources"]
 
 _SYNTHETIC = "synthetic"
 
@@ -40,12 +40,12 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """Return what was read and how much of it is known, for JSON."""
-        if self.run is None:
-            return {"trace": self.trace.name, "steps": len(self.trace), "ceilings": self.ceilings}
+        described = {"trace": self.trace.name, "steps": len(self.trace), "ceilings": self.ceilings}
         run = self.run
+        if run is None:
+            return described
         return {
-            "trace": self.trace.name,
-            "steps": len(self.trace),
+            **described,
             "ceilings": "within bounds",
             "format": run.log_format,
             "lines_read": run.lines_read,
@@ -108,6 +108,15 @@ def read_sources(options: argparse.Namespace) -> list[Source]:
     return sources
 
 
+def print_sources(
+    options: argparse.Namespace, sources: Sequence[Source], content: Mapping[str, Any], text: str
+) -> None:
+    """Print where the traces came from and what was made of them."""
+    described = [source.describe() for source in sources]
+    lines = [*(source.text() for source in sources), "", text]
+    print_result(options, lambda: {"sources": described, **content}, lambda: "\n".join(lines))
+
+
 def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:
     """Return a policy's label and a function that makes it, from ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE``.
 
@@ -146,16 +155,12 @@ def _make(word: str, steps: int, seed: int) -> list[Source]:
 
 
 def _read_file(path: Path, assume: str) -> Source:
-    if path.suffix == ".json" and _holds_ceilings(path):
+    if path.suffix == ".json" and not {"ceilings", "steps"}.isdisjoint(_keys(path, path.read_bytes())):
         return Source(from_ceilings(path))
     if path.suffix == ".jsonl" and _holds_sweeps(path):
         return Source(from_gradient_ranges(path), ceilings="known between the scales of a sweep")
     run = read_log(path)
     return Source(run.to_trace(assume), run)
-
-
-def _holds_ceilings(path: Path) -> bool:
-    return not {"ceilings", "steps"}.isdisjoint(_keys(path, path.read_bytes()))
 
 
 def _holds_sweeps(path: Path) -> bool:

@@ -12,7 +12,7 @@ import yaml
 
 from mindformers_adaptive.text.json_text import json_text
 
-__all__ = ["UsageError", "add_json_argument", "print_json", "progress_bar", "read_scale", "read_value"]
+__all__ = ["UsageError", "add_json_argument", "print_result", "progress_bar", "read_scale", "read_value"]
 
 
 class UsageError(argparse.ArgumentTypeError):
@@ -43,9 +43,12 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
 
 
-def print_json(content: Any) -> None:
-    """Print a value as JSON; a number that is not finite becomes the string "nan", "inf" or "-inf"."""
-    print(json_text(content, indent=2))
+def print_result(options: argparse.Namespace, content: Callable[[], Any], text: Callable[[], str]) -> None:
+    """Print a result as text or, with ``--json``, its content as JSON.
+
+    A number that is not finite becomes the string "nan", "inf" or "-inf".
+    """
+    print(json_text(content(), indent=2) if options.json else text())
 
 
 @contextmanager

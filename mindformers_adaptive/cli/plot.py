@@ -7,12 +7,17 @@ import json
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindformers_adaptive.cli.output import UsageError, read_scale
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.gradient_record import draw_gradient_records
+from mindformers_adaptive.plots.gradient_series import is_gradient_record
+from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
+from mindformers_adaptive.plots.record import draw_record, draw_run
+from mindformers_adaptive.plots.runs import draw_runs
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -53,8 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Draw the files as what they are."""
-    from mindformers_adaptive.plots.canvas import save
-
     sweeps = [_read_sweep(Path(source)) for source in options.sources]
     [sweep, *others] = sweeps
     if sweep is None and (options.loss_scales or options.underflow):
@@ -75,21 +78,14 @@ def _read_sweep(file: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and "loss_scales" in content and "step" not in content else None
 
 
-def _draw_sweep(sweep: dict[str, Any], options: argparse.Namespace) -> Figure:
-    from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
-
+def _draw_sweep(sweep: dict[str, Any], options: argparse.Namespace) -> Any:
     if options.underflow:
         return draw_underflow(sweep)
     scales = options.loss_scales and [read_scale("--loss-scales", text) for text in options.loss_scales]
     return draw_histograms(sweep, scales)
 
 
-def _draw_runs(sources: Sequence[str]) -> Figure:
-    from mindformers_adaptive.plots.gradient_record import draw_gradient_records
-    from mindformers_adaptive.plots.gradient_series import is_gradient_record
-    from mindformers_adaptive.plots.record import draw_record, draw_run
-    from mindformers_adaptive.plots.runs import draw_runs
-
+def _draw_runs(sources: Sequence[str]) -> Any:
     read = {source: _read_run(source) for source in sources}
     gradients = {file: one for file, one in read.items() if isinstance(one, list) and is_gradient_record(one)}
     runs = {file: one for file, one in read.items() if file not in gradients}
@@ -107,9 +103,6 @@ def _draw_runs(sources: Sequence[str]) -> Figure:
 
 def _read_run(file: str) -> Any:
     """Return the lines of a record, or the run that another log holds."""
-    from mindformers_adaptive.lab.logs import read_log
-    from mindformers_adaptive.monitor.record import read_record
-
     try:
         return read_record(file)
     except ValueError:
@@ -118,8 +111,6 @@ def _read_run(file: str) -> Any:
 
 def _gradients_beside(names: dict[str, str]) -> dict[str, Any]:
     """Return by the runs' names the records of gradients in their folders, unless several runs share a folder."""
-    from mindformers_adaptive.monitor.record import read_record
-
     files = {name: Path(file).with_name(_GRADIENTS) for file, name in names.items()}
     beside = list(files.values())
     return {name: read_record(file) for name, file in files.items() if beside.count(file) == 1 and file.is_file()}

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 
-from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_json, progress_bar, read_scale
+from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result, progress_bar, read_scale
 from mindformers_adaptive.cli.yaml_arguments import add_yaml_arguments, read_options
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms
@@ -56,13 +56,10 @@ def run(options: argparse.Namespace) -> None:
     if scale_of_parameters is not None and scale_of_parameters not in scales:
         raise UsageError(f"'--parameters' must be one of the loss scales of the sweep, but got {options.parameters}.")
     ranges = sweep(options, scales, options.layers)
-    if options.json:
-        print_json(ranges.to_dict())
-    else:
-        tables = [ranges.table()]
-        tables += [] if scale_of_parameters is None else [ranges.table(scale_of_parameters)]
-        tables += [ranges.output_table()] if options.layers else []
-        print(*tables, sep="\n\n")
+    tables = [ranges.table()]
+    tables += [] if scale_of_parameters is None else [ranges.table(scale_of_parameters)]
+    tables += [ranges.output_table()] if options.layers else []
+    print_result(options, ranges.to_dict, lambda: "\n\n".join(tables))
     if options.output:
         ranges.save(options.output)
     if options.plot:

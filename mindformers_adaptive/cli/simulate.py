@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, read_sources
-from mindformers_adaptive.cli.output import add_json_argument, print_json, progress_bar
+from mindformers_adaptive.cli.lab_arguments import Source, add_trace_arguments, policy_maker, read_sources
+from mindformers_adaptive.cli.output import add_json_argument, print_result, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.plots.canvas import save
@@ -45,24 +45,19 @@ def run(options: argparse.Namespace) -> None:
         for source in sources:
             replays.append(replay(make(), source.trace))
             progress(len(replays))
-    results: list[dict[str, Any]] = [
-        {
-            "policy": label,
-            "source": source.describe(),
-            "measures": run.measures.as_dict(),
-            "final_state": run.final_state,
-        }
-        for source, run in zip(sources, replays, strict=True)
-    ]
-    if options.json:
-        print_json(results)
-    else:
-        for source, result in zip(sources, results, strict=True):
-            print(source.text())
-            values = {**result["measures"], **result["final_state"]}
-            print("\n".join(f"  {name:<24}{_cell(value)}" for name, value in values.items()))
+    rows = [{"measures": one.measures.as_dict(), "final_state": one.final_state} for one in replays]
+    pairs = list(zip(sources, rows, strict=True))
+    print_result(
+        options,
+        lambda: [{"policy": label, "source": source.describe(), **row} for source, row in pairs],
+        lambda: "\n".join(_text(source, {**row["measures"], **row["final_state"]}) for source, row in pairs),
+    )
     if options.plot:
         save(draw_replays(sources[0].trace, {label: replays[0]}), options.plot)
+
+
+def _text(source: Source, values: dict[str, Any]) -> str:
+    return "\n".join([source.text(), *(f"  {name:<24}{_cell(value)}" for name, value in values.items())])
 
 
 def _cell(value: object) -> str:

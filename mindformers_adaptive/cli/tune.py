@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, read_sources
-from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_json, progress_bar, read_value
+from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, print_sources, read_sources
+from mindformers_adaptive.cli.output import UsageError, add_json_argument, progress_bar, read_value
 from mindformers_adaptive.lab.replay.configuration import grid
 from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE
 from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, tune
@@ -62,17 +62,9 @@ def run(options: argparse.Namespace) -> None:
             assumptions=assumptions,
             progress=progress,
         )
-    if options.json:
-        print_json(
-            {
-                "sources": [source.describe() for source in sources],
-                "rows": tuning.rows(options.rows),
-                "certainty": tuning.certainty(),
-                "scale_sense": tuning.recommended.scale_sense(),
-            }
-        )
-    else:
-        print("\n".join(source.text() for source in sources), tuning.text(options.rows), sep="\n\n")
+    content = {"rows": tuning.rows(options.rows), "certainty": tuning.certainty()}
+    content["scale_sense"] = tuning.recommended.scale_sense()
+    print_sources(options, sources, content, tuning.text(options.rows))
 
 
 def _read_tried(text: str) -> tuple[str, list[object]]:

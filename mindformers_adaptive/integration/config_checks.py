@@ -53,8 +53,12 @@ def check_config(config: Any) -> None:
         if isinstance(config.get(key), dict) and config[key].get("type"):
             _find_class(config[key], key, module_type)
     for place, callback in enumerate(config.callbacks or []):
-        if isinstance(callback, dict):
-            _check_callback(callback, f"callbacks.{place}")
+        if isinstance(callback, dict) and callback.get("type"):
+            path = f"callbacks.{place}"
+            cls = _find_class(callback, path, "callback")
+            # One that takes any argument may ignore some: with MindFormers' own callbacks people rely on that.
+            if cls is not None and not _takes_any(cls):
+                _check_keys(callback, path, cls)
 
 
 def _check_values(config: Any) -> None:
@@ -121,13 +125,6 @@ def _check_scale_sense(scale_sense: Any) -> None:
                 f"'runner_wrapper.scale_sense' must have all of {', '.join(required)}, which {cls.__name__} requires, "
                 f"but lacks {', '.join(missing)}. Add {'it' if len(missing) == 1 else 'them'}."
             )
-
-
-def _check_callback(section: dict[str, Any], path: str) -> None:
-    cls = _find_class(section, path, "callback") if section.get("type") else None
-    # One that takes any argument may ignore some: with MindFormers' own callbacks people rely on that.
-    if cls is not None and not _takes_any(cls):
-        _check_keys(section, path, cls)
 
 
 def _find_class(section: dict[str, Any], path: str, module_type: str) -> Callable[..., Any] | None:

@@ -16,8 +16,6 @@ from mindformers_adaptive.integration.workarounds import prepare
 
 __all__ = ["Trainer"]
 
-_DEFAULT_WINDOW = TrainingArguments.loss_scale_window
-
 
 class Trainer(mindformers.Trainer):
     """``mindformers.Trainer`` that finds this package's classes and can train with a train-step cell of the user.
@@ -76,8 +74,10 @@ class Trainer(mindformers.Trainer):
     def _config_init(args=None, task_config=None):
         # The configuration is complete here, and nothing has been built.
         config = mindformers.Trainer._config_init(args, task_config)
-        if isinstance(args, TrainingArguments):
-            _start_at_smallest_window(args, config)
+        # MindFormers passes on its own default, the largest window, which a ladder with other bounds does not have.
+        names_cell = isinstance(args, TrainingArguments) and args.scale_sense == "AdaptiveLossScaleUpdateCell"
+        if names_cell and args.loss_scale_window == TrainingArguments.loss_scale_window:
+            config.runner_wrapper.scale_sense.scale_window = args.min_scale_window
         check_config(config)
         return config
 
@@ -98,12 +98,6 @@ class Trainer(mindformers.Trainer):
             if isinstance(restored, Tensor):
                 self.wrapper.scale_sense.set_data(Tensor(restored.asnumpy().item(), mindspore.float32))
         return self.wrapper
-
-
-def _start_at_smallest_window(args, config):
-    # MindFormers passes on its own default, the largest window, which a ladder with other bounds does not even have.
-    if args.scale_sense == "AdaptiveLossScaleUpdateCell" and args.loss_scale_window == _DEFAULT_WINDOW:
-        config.runner_wrapper.scale_sense.scale_window = args.min_scale_window
 
 
 def _check_train_step(wrapper):

@@ -154,7 +154,8 @@ def _choose_newest_iteration(config: Any) -> None:
     if step and not (step.isdecimal() and not _is_complete(folder / f"iteration_{int(step):08d}")):
         return
     # By time, because who goes back to an older checkpoint may save beside folders of later steps.
-    complete = sorted(filter(_is_complete, folder.glob("iteration_*")), key=_time_of_common)
+    folders = filter(_is_complete, folder.glob("iteration_*"))
+    complete = sorted(folders, key=lambda iteration: (iteration / "common.json").stat().st_mtime_ns)
     if complete:
         problem = f"names step {step}, whose folder is not complete" if step else "is empty"
         warnings.warn(f"{note} {problem}: training resumes from the newest folder, {complete[-1].name}.", stacklevel=4)
@@ -164,10 +165,6 @@ def _choose_newest_iteration(config: Any) -> None:
 def _is_complete(iteration: Path) -> bool:
     files = list(iteration.glob("*.safetensors"))
     return (iteration / "common.json").is_file() and bool(files) and all(map(_is_whole, files))
-
-
-def _time_of_common(iteration: Path) -> int:
-    return (iteration / "common.json").stat().st_mtime_ns
 
 
 def _patch_barrier() -> None:

@@ -76,13 +76,7 @@ class GradientRangeMonitor(RecordingCallback):
     """
 
     def __init__(
-        self,
-        every_n_steps=100,
-        loss_scales=None,
-        record_path=None,
-        tensorboard_dir=None,
-        all_ranks=False,
-        layers=None,
+        self, every_n_steps=100, loss_scales=None, record_path=None, tensorboard_dir=None, all_ranks=False, layers=None
     ):
         super().__init__()
         self._every_n_steps = require_integer(

@@ -188,10 +188,7 @@ class LossScaleMonitor(RecordingCallback):
 
     def _report_signal(self, name):
         logger.warning(
-            "Training was stopped by %s after step %s. %s",
-            name,
-            self._called_at,
-            _how_to_resume(self._savers),
+            "Training was stopped by %s after step %s. %s", name, self._called_at, _how_to_resume(self._savers)
         )
 
     def _look(self, run_context):

@@ -155,13 +155,12 @@ class RunRecord:
         for number in itertools.count(2):
             try:
                 self._lock = RunLock(self.path)
+                break
             except BlockingIOError:
                 self.path = wanted.with_name(f"{wanted.stem}_{number}{wanted.suffix}")
             except OSError:
                 # append() reports a folder that cannot be written to. Without locks the record is written all the same.
                 self.path = wanted
-                return []
-            else:
                 break
         if self.path == wanted:
             return []

@@ -2,8 +2,8 @@
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
-from mindspore import dtype as mstype
 
+from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
 
 __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "steps_taken"]
@@ -56,8 +56,7 @@ def read_loss(loss):
     """Return the mean of a loss as a float, or None if it is no number. Waits for the device."""
     if not isinstance(loss, Tensor):
         return float(loss) if isinstance(loss, int | float) else None
-    # NumPy has no bfloat16.
-    return float(np.mean((loss.astype(mstype.float32) if loss.dtype == mstype.bfloat16 else loss).asnumpy()))
+    return float(np.mean(to_numpy(loss)))
 
 
 class StepReader:

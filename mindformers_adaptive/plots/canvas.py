@@ -15,29 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "CONTEXT",
-    "FAINT",
-    "LINE_STYLES",
-    "MAIN",
-    "MUTED",
-    "PURPLE",
-    "SECOND",
-    "WARNING",
-    "as_text",
-    "count",
-    "dress",
-    "headline",
-    "legend_above",
-    "new_figure",
-    "percent",
-    "power_of_two",
-    "save",
-    "say_instead",
-    "use_percent_axis",
-    "use_power_of_two_axis",
-    "use_step_axis",
-]
+__all__ = ["CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "as_text"]
+__all__ += ["count", "dress", "headline", "legend_above", "new_figure", "percent", "power_of_two", "save"]
+__all__ += ["say_instead", "use_percent_axis", "use_power_of_two_axis", "use_step_axis"]
 
 # The colours of Okabe and Ito, https://jfly.uni-koeln.de/color, which people with colour blindness can distinguish.
 MAIN, SECOND, WARNING = "#0072b2", "#009e73", "#d55e00"

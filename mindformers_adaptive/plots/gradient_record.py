@@ -7,20 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindformers_adaptive.plots.canvas import (
-    CONTEXT,
-    MAIN,
-    MUTED,
-    WARNING,
-    as_text,
-    count,
-    dress,
-    headline,
-    new_figure,
-    percent,
-    power_of_two,
-    use_step_axis,
-)
+from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.gradient_series import GradientSeries, GroupSeries, series_of_gradients
 from mindformers_adaptive.plots.parameter_groups import parameter_group
 from mindformers_adaptive.plots.sweep_series import LARGEST, NORMAL, SUBNORMAL
@@ -74,26 +61,26 @@ def draw_gradient_records(
         raise ValueError("'records' must have at least 1 entry, but it is empty. Read a record of gradients first.")
     runs = {name: series_of_gradients(record, group) for name, record in records.items()}
     kinds = list(dict.fromkeys(kind for run in runs.values() for kind in run.groups))
-    figure = new_figure(max(10.0, 5.0 * len(runs)), 2.0 + 1.7 * len(kinds))
+    figure = canvas.new_figure(max(10.0, 5.0 * len(runs)), 2.0 + 1.7 * len(kinds))
     panels = figure.subplots(len(kinds), len(runs), sharex="col", sharey=True, squeeze=False)
     panels[0, 0].set_ylim(*_limits(runs.values()))
     for column, (name, run) in zip(panels.T, runs.items(), strict=True):
         for axes, kind in zip(column, kinds, strict=True):
-            dress(axes)
+            canvas.dress(axes)
             _shade_limits(axes, run)
             if kind in run.groups:
                 _draw_group(axes, run, run.groups[kind])
         if len(runs) > 1:
-            column[0].set_title(as_text(name), loc="left", fontsize=11, color=MUTED)
-        use_step_axis(column[-1], run.step[0], run.step[-1])
+            column[0].set_title(canvas.as_text(name), loc="left", fontsize=11, color=canvas.MUTED)
+        canvas.use_step_axis(column[-1], run.step[0], run.step[-1])
     for axes, kind in zip(panels[:, 0], kinds, strict=True):
-        axes.set_ylabel(f"{as_text(kind)}\nmagnitude", fontsize=10.5)
+        axes.set_ylabel(f"{canvas.as_text(kind)}\nmagnitude", fontsize=10.5)
         axes.yaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:g}}}$")
     handles = {handle.get_label(): handle for axes in panels.flat for handle in axes.get_legend_handles_labels()[0]}
     place: dict[str, Any] = {"loc": "outside lower center", "ncols": len(handles)}
     figure.legend(handles=list(handles.values()), frameon=False, fontsize=10, **place)
     figure.align_ylabels()
-    headline(figure, _finding(runs))
+    canvas.headline(figure, _finding(runs))
     return figure
 
 
@@ -122,7 +109,7 @@ def _shade_limits(axes: Axes, run: GradientSeries) -> None:
     for low, high, colour, label in (
         (np.full(len(scale), bottom), SUBNORMAL - scale, _WARNING, "underflows to 0"),
         (SUBNORMAL - scale, NORMAL - scale, _PALE_WARNING, "subnormal"),
-        (LARGEST - scale, np.full(len(scale), top), CONTEXT, "overflows"),
+        (LARGEST - scale, np.full(len(scale), top), canvas.CONTEXT, "overflows"),
     ):
         low, high = np.clip(low, bottom, top), np.clip(high, bottom, top)
         if (high > low).any():
@@ -131,30 +118,32 @@ def _shade_limits(axes: Axes, run: GradientSeries) -> None:
 
 def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries) -> None:
     low, lower, median, upper, high = group.bands
-    axes.fill_between(run.step, low, high, color=MAIN, alpha=0.2, linewidth=0, label="90 % of the gradients")
-    axes.fill_between(run.step, lower, upper, color=MAIN, alpha=0.4, linewidth=0, label="50 %")
+    axes.fill_between(run.step, low, high, color=canvas.MAIN, alpha=0.2, linewidth=0, label="90 % of the gradients")
+    axes.fill_between(run.step, lower, upper, color=canvas.MAIN, alpha=0.4, linewidth=0, label="50 %")
     marker = "." if len(run.step) <= _FEW_POINTS else ""
-    axes.plot(run.step, median, color=MAIN, linewidth=1.6, marker=marker, label="median", gid="median")
-    axes.plot(run.step, group.largest, color=MUTED, linewidth=0.9, marker=marker, label="largest", gid="largest")
+    axes.plot(run.step, median, color=canvas.MAIN, linewidth=1.6, marker=marker, label="median", gid="median")
+    axes.plot(run.step, group.largest, color=canvas.MUTED, linewidth=0.9, marker=marker, label="largest", gid="largest")
     skipped = run.step[run.overflow]
     if len(skipped):
-        style: dict[str, Any] = {"linestyle": "none", "marker": "v", "color": WARNING, "clip_on": False}
+        style: dict[str, Any] = {"linestyle": "none", "marker": "v", "color": canvas.WARNING, "clip_on": False}
         top = axes.get_xaxis_transform()
         axes.plot(skipped, np.ones(len(skipped)), transform=top, label="overflowed", gid="overflowed", **style)
     worst = ", ".join(_worst(group))
-    axes.set_title(worst and f"at most {worst}", loc="right", fontsize=10, color=MUTED, pad=3)
+    axes.set_title(worst and f"at most {worst}", loc="right", fontsize=10, color=canvas.MUTED, pad=3)
 
 
 def _worst(group: GroupSeries) -> list[str]:
     """Say what FP16 lost in the worst step, as far as it is known."""
     known = {"underflow": group.underflowed, "are subnormal": group.subnormal}
-    return [f"{percent(float(np.nanmax(share)))} {what}" for what, share in known.items() if np.isfinite(share).any()]
+    return [
+        f"{canvas.percent(float(np.nanmax(share)))} {what}" for what, share in known.items() if np.isfinite(share).any()
+    ]
 
 
 def _scales(run: GradientSeries) -> str:
     """Say at which loss scales the steps were that did not overflow."""
     applied = run.loss_scale[~run.overflow & np.isfinite(run.loss_scale)]
-    return " to ".join(map(power_of_two, sorted({applied.min(), applied.max()})))
+    return " to ".join(map(canvas.power_of_two, sorted({applied.min(), applied.max()})))
 
 
 def _finding(runs: Mapping[str, GradientSeries]) -> str:
@@ -163,7 +152,7 @@ def _finding(runs: Mapping[str, GradientSeries]) -> str:
         worst = " and ".join(_worst(run.overall))
         finding = f"at most {worst} at loss scale {_scales(run)}" if worst else "what FP16 loses is not known"
         if run.overflow.any():
-            finding = f"{run.overflow.sum():,} of {count(len(run.step), 'measured step')} overflowed"
+            finding = f"{run.overflow.sum():,} of {canvas.count(len(run.step), 'measured step')} overflowed"
             finding += f", in the others at most {worst} at loss scale {_scales(run)}" if worst else ""
-        findings.append(f"{as_text(name)}: {finding}" if len(runs) > 1 else finding[0].upper() + finding[1:])
+        findings.append(f"{canvas.as_text(name)}: {finding}" if len(runs) > 1 else finding[0].upper() + finding[1:])
     return "; ".join(findings).replace(" %", " % of the gradients", 1)

@@ -8,22 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from mindformers_adaptive.gradients.statistics import ArrayStatistics
-from mindformers_adaptive.plots.canvas import (
-    FAINT,
-    LINE_STYLES,
-    MAIN,
-    MUTED,
-    PURPLE,
-    WARNING,
-    as_text,
-    dress,
-    headline,
-    legend_above,
-    new_figure,
-    percent,
-    power_of_two,
-    use_percent_axis,
-)
+from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.parameter_groups import parameter_group
 from mindformers_adaptive.plots.sweep_series import (
     LARGEST,
@@ -47,7 +32,7 @@ _FIRST, _LAST = -30, 19
 _ZERO, _INF = _FIRST - 3, _LAST + 3
 _TICKS = {_ZERO + 0.5: "0", -24: "$2^{-24}$", -14: "$2^{-14}$", 0: "1", 16: "$2^{16}$", _INF + 0.5: "inf"}
 
-_SPECIAL = {_ZERO: WARNING, _INF: PURPLE}
+_SPECIAL = {_ZERO: canvas.WARNING, _INF: canvas.PURPLE}
 
 # Purple is too pale for letters.
 _DARK_PURPLE = "#9b3f76"
@@ -87,21 +72,23 @@ def draw_histograms(
     """
     series = series_of_sweep(sweep, group)
     chosen = series.places(loss_scales)
-    figure = new_figure(max(10.0, 4.2 * len(chosen)), 2.0 + 1.5 * len(series.groups))
+    figure = canvas.new_figure(max(10.0, 4.2 * len(chosen)), 2.0 + 1.5 * len(series.groups))
     panels = figure.subplots(len(series.groups), len(chosen), sharex=True, sharey="row", squeeze=False)
     for row, (name, at_scales) in zip(panels, series.groups.items(), strict=True):
         bars = [_draw_histogram(axes, at_scales[place]) for axes, place in zip(row, chosen, strict=True)]
-        row[0].set_ylabel(f"{as_text(name)}\nshare, %", fontsize=10.5)
+        row[0].set_ylabel(f"{canvas.as_text(name)}\nshare, %", fontsize=10.5)
         # Room above the bars for the text.
         row[0].set_ylim(0, (max(map(max, bars)) or 1.0) * 1.45)
     for axes, place in zip(panels[0], chosen, strict=True):
         scale = series.loss_scales[place]
-        axes.set_title(f"loss scale {power_of_two(scale)} = {scale:,.10g}", loc="left", fontsize=11, color=MUTED)
+        axes.set_title(
+            f"loss scale {canvas.power_of_two(scale)} = {scale:,.10g}", loc="left", fontsize=11, color=canvas.MUTED
+        )
     for axes in panels[-1]:
         axes.set_xlabel("magnitude of gradient times loss scale, log2", fontsize=10.5)
     _legend_of_histograms(figure)
     figure.align_ylabels()
-    headline(figure, _histogram_finding(series, chosen))
+    canvas.headline(figure, _histogram_finding(series, chosen))
     return figure
 
 
@@ -122,44 +109,46 @@ def draw_underflow(sweep: Mapping[str, Any], group: Callable[[str], str | None] 
         TypeError: if ``sweep`` is not a sweep.
     """
     series = series_of_sweep(sweep, group)
-    figure = new_figure(10, 5.5)
+    figure = canvas.new_figure(10, 5.5)
     axes = figure.subplots()
-    dress(axes, x_label="loss scale, log2", y_label="underflowed share of the gradients, %")
-    for row, ((name, counts), (colour, dashes)) in enumerate(zip(series.groups.items(), LINE_STYLES, strict=False)):
+    canvas.dress(axes, x_label="loss scale, log2", y_label="underflowed share of the gradients, %")
+    for row, ((name, counts), (colour, dashes)) in enumerate(
+        zip(series.groups.items(), canvas.LINE_STYLES, strict=False)
+    ):
         # Where lines cover each other, the marks of all of them are visible.
         style: dict[str, Any] = {"marker": "o", "markersize": 10 - 1.5 * row, "color": colour, "linestyle": dashes}
-        axes.plot(series.loss_scales, _percents(counts), label=as_text(name), gid=name, **style)
+        axes.plot(series.loss_scales, _percents(counts), label=canvas.as_text(name), gid=name, **style)
     style = {"color": "black", "linewidth": 2.6, "zorder": 1.9}
     axes.plot(series.loss_scales, _percents(series.overall), label="all", gid="all", **style)
     axes.set_xscale("log", base=2)
     axes.minorticks_off()
-    use_percent_axis(axes)
+    canvas.use_percent_axis(axes)
     _shade_overflow(axes, series)
-    legend_above(axes)
-    headline(figure, _underflow_finding(series))
+    canvas.legend_above(axes)
+    canvas.headline(figure, _underflow_finding(series))
     return figure
 
 
 def _draw_histogram(axes: Axes, counts: ArrayStatistics) -> list[float]:
     """Draw the bars of a histogram, and return their heights in percent."""
-    dress(axes)
+    canvas.dress(axes)
     axes.grid(visible=False, axis="x")
     numbers: dict[int, int] = {_ZERO: counts.underflowed or 0, _INF: counts.infs_and_nans}
     for exponent, number in counts.histogram.items():
         place = min(max(exponent, _FIRST), _LAST)
         numbers[place] = numbers.get(place, 0) + number
-    colours = [_SPECIAL.get(place, MAIN if place >= NORMAL else FAINT) for place in numbers]
+    colours = [_SPECIAL.get(place, canvas.MAIN if place >= NORMAL else canvas.FAINT) for place in numbers]
     shares = [100.0 * (counts.share(number) or 0.0) for number in numbers.values()]
     axes.bar(list(numbers), shares, width=1.0, align="edge", color=colours, edgecolor="white", linewidth=0.4)
     for limit in (SUBNORMAL, NORMAL, LARGEST):
-        axes.axvline(limit, color=MUTED, linewidth=0.9, linestyle="dashed")
+        axes.axvline(limit, color=canvas.MUTED, linewidth=0.9, linestyle="dashed")
     axes.set_xticks(list(_TICKS), list(_TICKS.values()))
     axes.set_xlim(_ZERO - 1.5, _INF + 2.5)
-    text, colour = f"underflow {_underflow(counts)}, subnormal {_subnormal(counts)}", MUTED
+    text, colour = f"underflow {_underflow(counts)}, subnormal {_subnormal(counts)}", canvas.MUTED
     if counts.infs_and_nans:
         text, colour = f"inf or NaN {_inf_or_nan(counts)}", _DARK_PURPLE
     elif counts.underflowed:
-        colour = WARNING
+        colour = canvas.WARNING
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     axes.text(0.01, 0.97, text, transform=axes.transAxes, va="top", fontsize=10, color=colour, bbox=box, gid="lost")
     return shares
@@ -170,11 +159,13 @@ def _legend_of_histograms(figure: Figure) -> None:
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(color=WARNING, label="underflowed to 0"),
-        Patch(color=FAINT, label="subnormal or below"),
-        Patch(color=MAIN, label="normal"),
-        Patch(color=PURPLE, label="inf or NaN"),
-        Line2D([], [], color=MUTED, linewidth=0.9, linestyle="dashed", label="FP16: $2^{-24}$, $2^{-14}$, 65504"),
+        Patch(color=canvas.WARNING, label="underflowed to 0"),
+        Patch(color=canvas.FAINT, label="subnormal or below"),
+        Patch(color=canvas.MAIN, label="normal"),
+        Patch(color=canvas.PURPLE, label="inf or NaN"),
+        Line2D(
+            [], [], color=canvas.MUTED, linewidth=0.9, linestyle="dashed", label="FP16: $2^{-24}$, $2^{-14}$, 65504"
+        ),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=10)
 
@@ -192,7 +183,7 @@ def _shade_overflow(axes: Axes, series: SweepSeries) -> None:
     label = "a batch overflowed"
     for place, overflowed in enumerate(series.overflowed):
         if overflowed:
-            axes.axvspan(edges[place], edges[place + 1], color=WARNING, alpha=0.15, linewidth=0, label=label)
+            axes.axvspan(edges[place], edges[place + 1], color=canvas.WARNING, alpha=0.15, linewidth=0, label=label)
             axes.patches[-1].set_gid("overflow")
             label = "_"
 
@@ -200,7 +191,7 @@ def _shade_overflow(axes: Axes, series: SweepSeries) -> None:
 def _histogram_finding(series: SweepSeries, chosen: Sequence[int]) -> str:
     findings = []
     for place in chosen:
-        counts, scale = series.overall[place], power_of_two(series.loss_scales[place])
+        counts, scale = series.overall[place], canvas.power_of_two(series.loss_scales[place])
         lost = f"{_subnormal(counts)} are subnormal"
         if counts.infs_and_nans:
             lost = f"{_inf_or_nan(counts)} are inf or NaN"
@@ -213,7 +204,7 @@ def _histogram_finding(series: SweepSeries, chosen: Sequence[int]) -> str:
 
 def _underflow_finding(series: SweepSeries) -> str:
     fits = [place for place, overflowed in enumerate(series.overflowed) if not overflowed]
-    scales = [power_of_two(scale) for scale in series.loss_scales]
+    scales = [canvas.power_of_two(scale) for scale in series.loss_scales]
     if not fits:
         return f"Every loss scale from {scales[0]} to {scales[-1]} overflows"
     ends = [f"{_underflow(series.overall[place])} at {scales[place]}" for place in sorted({fits[0], fits[-1]})]
@@ -223,12 +214,12 @@ def _underflow_finding(series: SweepSeries) -> str:
 
 def _underflow(counts: ArrayStatistics) -> str:
     share = counts.share(counts.underflowed)
-    return "not known" if share is None else percent(share)
+    return "not known" if share is None else canvas.percent(share)
 
 
 def _subnormal(counts: ArrayStatistics) -> str:
-    return percent(subnormal_share(counts))
+    return canvas.percent(subnormal_share(counts))
 
 
 def _inf_or_nan(counts: ArrayStatistics) -> str:
-    return percent(counts.share(counts.infs_and_nans) or 0.0)
+    return canvas.percent(counts.share(counts.infs_and_nans) or 0.0)

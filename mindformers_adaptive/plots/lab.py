@@ -11,18 +11,7 @@ import numpy as np
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures
 from mindformers_adaptive.lab.replay.simulate import Replay
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.plots.canvas import (
-    CONTEXT,
-    LINE_STYLES,
-    as_text,
-    count,
-    dress,
-    headline,
-    legend_above,
-    new_figure,
-    use_power_of_two_axis,
-    use_step_axis,
-)
+from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.labels import listed
 from mindformers_adaptive.plots.run_series import Floats
 from mindformers_adaptive.plots.thinning import gather, one_per_column
@@ -65,27 +54,29 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
         'sudden drop: fixed skipped 2 of 4 steps and lost 1.0 bits of headroom'
     """
     _require_replays(trace, replays)
-    figure = new_figure(10, 5.2 + 0.32 * len(replays))
+    figure = canvas.new_figure(10, 5.2 + 0.32 * len(replays))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4.2, 0.6 + 0.32 * len(replays)])
     _draw_ceiling(upper, trace, replays)
-    dress(upper, y_label="loss scale, log2")
-    dress(lower, title="skipped steps")
-    for row, ((name, result), (colour, dashes)) in enumerate(zip(replays.items(), LINE_STYLES, strict=False)):
+    canvas.dress(upper, y_label="loss scale, log2")
+    canvas.dress(lower, title="skipped steps")
+    for row, ((name, result), (colour, dashes)) in enumerate(zip(replays.items(), canvas.LINE_STYLES, strict=False)):
         # Where lines cover each other, the first is the widest, so that all of them are visible.
         width = 1.2 + 2.6 * (1 - (row + 1) / len(replays))
-        line = {"color": colour, "linestyle": dashes, "linewidth": width, "label": as_text(name), "gid": name}
+        line = {"color": colour, "linestyle": dashes, "linewidth": width, "label": canvas.as_text(name), "gid": name}
         _draw_steps(upper, result.loss_scale, **line)
         skipped = np.flatnonzero(result.overflow) + 1
         skipped = skipped[one_per_column(skipped)]
         style: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 11, "markeredgewidth": 1.0}
         lower.plot(skipped, np.full(len(skipped), row), color=colour, gid=name, **style)
-    names = [f"{as_text(name)} ({result.measures.skipped:,})" for name, result in replays.items()]
+    names = [f"{canvas.as_text(name)} ({result.measures.skipped:,})" for name, result in replays.items()]
     lower.set_yticks(range(len(replays)), names)
     lower.set_ylim(len(replays) - 0.4, -0.6)
     lower.grid(visible=False, axis="y")
-    use_step_axis(lower, 1, len(trace))
-    legend_above(upper)
-    headline(figure, f"{as_text(trace.name)}: {_finding({name: one.measures for name, one in replays.items()})}")
+    canvas.use_step_axis(lower, 1, len(trace))
+    canvas.legend_above(upper)
+    canvas.headline(
+        figure, f"{canvas.as_text(trace.name)}: {_finding({name: one.measures for name, one in replays.items()})}"
+    )
     return figure
 
 
@@ -95,7 +86,7 @@ def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> No
     scales = np.concatenate([bounded, *(result.loss_scale for result in replays.values())])
     scales = scales[(scales > 0) & np.isfinite(scales)]
     lowest, highest = (float(scales.min()), float(scales.max())) if len(scales) else (1.0, 2.0)
-    use_power_of_two_axis(axes, lowest, highest)
+    canvas.use_power_of_two_axis(axes, lowest, highest)
     bottom, top = axes.get_ylim()
     shown = np.clip(trace.ceiling, bottom, top)
     # Known exactly: a scale at the ceiling does not overflow, and the next number above it does.
@@ -103,7 +94,9 @@ def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> No
     label = "ceiling" if exact.all() else "ceiling, partly assumed"
     step, edge = _draw_steps(axes, shown, label=label, gid="ceiling", color=_CEILING, linewidth=0.8, zorder=1.5)
     drawn: Literal["post"] | None = "post" if len(step) == len(trace) else None
-    axes.fill_between(step, edge, top, step=drawn, color=CONTEXT, linewidth=0, label="overflows", gid="overflows")
+    axes.fill_between(
+        step, edge, top, step=drawn, color=canvas.CONTEXT, linewidth=0, label="overflows", gid="overflows"
+    )
 
 
 def _draw_steps(axes: Axes, values: Floats, **style: Any) -> tuple[Floats, Floats]:
@@ -122,7 +115,7 @@ def _draw_steps(axes: Axes, values: Floats, **style: Any) -> tuple[Floats, Float
 def _finding(measures: Mapping[str, Measures]) -> str:
     if len(measures) == 1:
         [(name, only)] = measures.items()
-        finding = f"{as_text(name)} skipped {only.skipped:,} of {count(only.steps, 'step')}"
+        finding = f"{canvas.as_text(name)} skipped {only.skipped:,} of {canvas.count(only.steps, 'step')}"
         lost = only.headroom_lost
         return finding if math.isnan(lost) else f"{finding} and lost {lost:.1f} bits of headroom"
     skipped = {name: one.skipped for name, one in measures.items()}

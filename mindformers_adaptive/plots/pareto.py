@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,8 @@ def draw_comparison(comparison: Comparison) -> Figure:
         ImportError: if matplotlib is missing.
     """
     means = comparison.means()
-    skipped, headroom = ([_number(mean[what]) for mean in means.values()] for what in ("skipped", "headroom_lost"))
+    # An array has nan for None.
+    skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
     where = comparison.traces[0] if len(comparison.traces) == 1 else f"mean of {len(comparison.traces)} traces"
     return draw_pareto_front(skipped, headroom, list(means), where=where, kind="policies")
 
@@ -131,7 +131,3 @@ def _front_finding(front: NDArray[np.bool_], names: Sequence[str], kind: str) ->
     if 1 <= len(best) <= 3:
         subject = f"{listed(best)} {'is' if len(best) == 1 else 'are'}"
     return f"{subject} on the Pareto front of skipped steps and headroom lost"
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

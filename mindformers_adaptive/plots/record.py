@@ -8,20 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
-from mindformers_adaptive.plots.canvas import (
-    CONTEXT,
-    MAIN,
-    SECOND,
-    WARNING,
-    as_text,
-    dress,
-    headline,
-    legend_above,
-    new_figure,
-    say_instead,
-    use_power_of_two_axis,
-    use_step_axis,
-)
+from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.run_series import Floats, RunSeries, series_of_record, series_of_run
 from mindformers_adaptive.plots.thinning import gather, one_per_column
 
@@ -29,16 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "draw_loss_scale",
-    "draw_record",
-    "draw_run",
-    "loss_line",
-    "mark_broken_loss",
-    "mark_skipped",
-    "use_loss_axis",
-    "use_loss_scale_axis",
-]
+__all__ = ["draw_loss_scale", "draw_record", "draw_run", "loss_line", "mark_broken_loss", "mark_skipped"]
+__all__ += ["use_loss_axis", "use_loss_scale_axis"]
 
 # From so many steps on, a line of medians shows the loss without its noise.
 _SMOOTH_FROM = 200
@@ -95,7 +74,7 @@ def draw_run(run: RecordedRun) -> Figure:
 
 def _draw(run: RunSeries, name: str) -> Figure:
     heights = [3.0, 3.0] if run.scale_window is None else [3.0, 3.0, 2.2]
-    figure = new_figure(10, 6 if run.scale_window is None else 7.8)
+    figure = canvas.new_figure(10, 6 if run.scale_window is None else 7.8)
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     _draw_loss(panels[0], run)
     _draw_loss_scale(panels[1], run)
@@ -105,28 +84,30 @@ def _draw(run: RunSeries, name: str) -> Figure:
         if len(run.gaps):
             spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
             everywhere = axes.get_xaxis_transform()
-            axes.broken_barh(spans, (0, 1), transform=everywhere, color=CONTEXT, label="not recorded", gid="gaps")
-        legend_above(axes)
-    use_step_axis(panels[-1], run.step[0] if not len(run.gaps) else run.first_step, run.last_step)
+            axes.broken_barh(
+                spans, (0, 1), transform=everywhere, color=canvas.CONTEXT, label="not recorded", gid="gaps"
+            )
+        canvas.legend_above(axes)
+    canvas.use_step_axis(panels[-1], run.step[0] if not len(run.gaps) else run.first_step, run.last_step)
     if not run.complete:
         panels[-1].set_xlabel(f"step ({len(run.step):,} recorded)")
     figure.align_ylabels()
-    headline(figure, f"{as_text(name)}: {run.finding()}" if name else run.finding())
+    canvas.headline(figure, f"{canvas.as_text(name)}: {run.finding()}" if name else run.finding())
     return figure
 
 
 def _draw_loss(axes: Axes, run: RunSeries) -> None:
-    dress(axes, title="loss", y_label="loss, unscaled")
+    canvas.dress(axes, title="loss", y_label="loss, unscaled")
     step, loss, block = loss_line(run)
-    style: dict[str, Any] = {"color": MAIN, "linewidth": 1.4, "label": "loss", "gid": "loss", **_points(loss)}
+    style: dict[str, Any] = {"color": canvas.MAIN, "linewidth": 1.4, "label": "loss", "gid": "loss", **_points(loss)}
     if block > 1:
         known = np.isfinite(run.loss)
         faint: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
-        axes.plot(*run.broken(run.step[known], run.loss[known]), color=MAIN, **faint)
+        axes.plot(*run.broken(run.step[known], run.loss[known]), color=canvas.MAIN, **faint)
         style.update(linewidth=1.8, label=f"median of {block:,} steps", gid="median loss")
-    axes.plot(step, loss, **style) if len(loss) else say_instead(axes, "no finite loss in the record")
+    axes.plot(step, loss, **style) if len(loss) else canvas.say_instead(axes, "no finite loss in the record")
     use_loss_axis(axes, [run])
-    mark_broken_loss(axes, run, WARNING, f"inf or NaN ({np.isinf(run.loss).sum():,})")
+    mark_broken_loss(axes, run, canvas.WARNING, f"inf or NaN ({np.isinf(run.loss).sum():,})")
 
 
 def loss_line(run: RunSeries) -> tuple[Floats, Floats, int]:
@@ -137,8 +118,8 @@ def loss_line(run: RunSeries) -> tuple[Floats, Floats, int]:
     if len(loss) < _SMOOTH_FROM:
         return *run.broken(step, loss), 1
     blocks = min(len(loss) // 10, _MEDIANS)
-    gathered = gather(step, loss, blocks)
-    return *run.broken(gathered.middle, gathered.median), len(loss) // blocks
+    middle, _, median, _ = gather(step, loss, blocks)
+    return *run.broken(middle, median), len(loss) // blocks
 
 
 def use_loss_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
@@ -159,24 +140,24 @@ def mark_broken_loss(axes: Axes, run: RunSeries, colour: str, label: str) -> Non
 
 
 def _draw_loss_scale(axes: Axes, run: RunSeries) -> None:
-    dress(axes, title="loss scale", y_label="loss scale, log2")
+    canvas.dress(axes, title="loss scale", y_label="loss scale, log2")
     use_loss_scale_axis(axes, [run])
-    draw_loss_scale(axes, run, MAIN, "loss scale")
+    draw_loss_scale(axes, run, canvas.MAIN, "loss scale")
     if run.overflow.any() or run.all_skipped:
         label = f"skipped step ({run.overflow.sum():,})"
         if run.all_skipped is not None and run.all_skipped != run.overflow.sum():
             label = f"skipped step ({run.overflow.sum():,} of {run.all_skipped:,} recorded)"
-        mark_skipped(axes, run, WARNING, label)
+        mark_skipped(axes, run, canvas.WARNING, label)
 
 
 def use_loss_scale_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
     """Make the y axis one of loss scales, which holds those of all runs."""
     scales = np.concatenate([run.scales[1] for run in runs])
     if np.isnan(scales).all():
-        say_instead(axes, "no loss scale in the record")
+        canvas.say_instead(axes, "no loss scale in the record")
         axes.set_ylim(0.5, 2)
     else:
-        use_power_of_two_axis(axes, np.nanmin(scales), np.nanmax(scales))
+        canvas.use_power_of_two_axis(axes, np.nanmin(scales), np.nanmax(scales))
 
 
 def draw_loss_scale(axes: Axes, run: RunSeries, colour: str, label: str, dashes: str = "solid") -> None:
@@ -202,8 +183,8 @@ def mark_skipped(axes: Axes, run: RunSeries, colour: str, label: str, height: fl
 
 
 def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
-    dress(axes, title="scale window: clean steps before the loss scale is raised", y_label="scale window, steps")
-    style: dict[str, Any] = {"color": SECOND, "linewidth": 1.6, **_points(scale_window)}
+    canvas.dress(axes, title="scale window: clean steps before the loss scale is raised", y_label="scale window, steps")
+    style: dict[str, Any] = {"color": canvas.SECOND, "linewidth": 1.6, **_points(scale_window)}
     axes.step(*run.broken(run.step, scale_window), where="post", gid="scale window", **style)
     windows = np.unique(scale_window[np.isfinite(scale_window)])
     # From the largest down, those windows have a label that have room for it.

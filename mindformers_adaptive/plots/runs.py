@@ -9,26 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
-from mindformers_adaptive.plots.canvas import (
-    LINE_STYLES,
-    as_text,
-    dress,
-    headline,
-    legend_above,
-    new_figure,
-    percent,
-    use_percent_axis,
-    use_step_axis,
-)
+from mindformers_adaptive.plots import canvas, record
 from mindformers_adaptive.plots.gradient_series import GradientSeries, series_of_gradients
-from mindformers_adaptive.plots.record import (
-    draw_loss_scale,
-    loss_line,
-    mark_broken_loss,
-    mark_skipped,
-    use_loss_axis,
-    use_loss_scale_axis,
-)
 from mindformers_adaptive.plots.run_series import Floats, RunSeries, series_of
 
 if TYPE_CHECKING:
@@ -79,50 +61,52 @@ def draw_runs(
             f"{list(gradients or {})}. Give both the names of the same runs."
         )
     series = {name: series_of(run) for name, run in runs.items()}
-    measured = {name: series_of_gradients(record, lambda _: "all") for name, record in (gradients or {}).items()}
-    figure = new_figure(10, 8.6 if measured else 6)
+    measured = {name: series_of_gradients(lines, lambda _: "all") for name, lines in (gradients or {}).items()}
+    figure = canvas.new_figure(10, 8.6 if measured else 6)
     panels = figure.subplots(3 if measured else 2, 1, sharex=True)
-    styles = {name: LINE_STYLES[place % len(LINE_STYLES)] for place, name in enumerate(series)}
+    styles = {name: canvas.LINE_STYLES[place % len(canvas.LINE_STYLES)] for place, name in enumerate(series)}
     _draw_losses(panels[0], series, styles)
     _draw_loss_scales(panels[1], series, styles)
     if measured:
         _draw_underflow(panels[2], measured, styles)
     for axes in panels[:2]:
-        legend_above(axes)
+        canvas.legend_above(axes)
     first, last = min(run.first_step for run in series.values()), max(run.last_step for run in series.values())
-    use_step_axis(panels[-1], first, last)
+    canvas.use_step_axis(panels[-1], first, last)
     figure.align_ylabels()
-    headline(figure, _finding(series, measured))
+    canvas.headline(figure, _finding(series, measured))
     return figure
 
 
 def _draw_losses(axes: Axes, runs: Mapping[str, RunSeries], styles: _Styles) -> None:
-    blocks = {loss_line(run)[2] for run in runs.values()}
+    blocks = {record.loss_line(run)[2] for run in runs.values()}
     medians = " or ".join(f"{block:,}" for block in sorted(blocks))
-    dress(axes, title="loss" if blocks == {1} else f"loss, medians of {medians} steps", y_label="loss, unscaled")
-    use_loss_axis(axes, list(runs.values()))
+    canvas.dress(axes, title="loss" if blocks == {1} else f"loss, medians of {medians} steps", y_label="loss, unscaled")
+    record.use_loss_axis(axes, list(runs.values()))
     for name, run in runs.items():
         colour, dashes = styles[name]
-        step, loss, _ = loss_line(run)
+        step, loss, _ = record.loss_line(run)
         marker = "." if len(step) == 1 else ""
         style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.8, "marker": marker}
-        axes.plot(step, loss, label=as_text(name), gid=name, **style)
-        mark_broken_loss(axes, run, colour, "inf or NaN")
+        axes.plot(step, loss, label=canvas.as_text(name), gid=name, **style)
+        record.mark_broken_loss(axes, run, colour, "inf or NaN")
 
 
 def _draw_loss_scales(axes: Axes, runs: Mapping[str, RunSeries], styles: _Styles) -> None:
-    dress(axes, title="loss scale, with skipped steps marked", y_label="loss scale, log2")
-    use_loss_scale_axis(axes, list(runs.values()))
+    canvas.dress(axes, title="loss scale, with skipped steps marked", y_label="loss scale, log2")
+    record.use_loss_scale_axis(axes, list(runs.values()))
     for place, (name, run) in enumerate(runs.items()):
         colour, dashes = styles[name]
-        draw_loss_scale(axes, run, colour, "_" + name, dashes)
-        mark_skipped(axes, run, colour, f"{as_text(name)}: {_skipped(run):,} skipped", height=0.96 - 0.07 * place)
+        record.draw_loss_scale(axes, run, colour, "_" + name, dashes)
+        record.mark_skipped(
+            axes, run, colour, f"{canvas.as_text(name)}: {_skipped(run):,} skipped", height=0.96 - 0.07 * place
+        )
 
 
 def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], styles: _Styles) -> None:
     what, shares = _lost(runs)
-    dress(axes, title=f"{what}, share of all gradients", y_label="share, %")
-    use_percent_axis(axes)
+    canvas.dress(axes, title=f"{what}, share of all gradients", y_label="share, %")
+    canvas.use_percent_axis(axes)
     for name, share in shares.items():
         colour, dashes = styles[name]
         style: dict[str, Any] = {"color": colour, "linestyle": dashes, "marker": ".", "linewidth": 1.2}
@@ -151,7 +135,7 @@ def _finding(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientSeri
     ends = _listed({name: words.get(str(losses[name]), f"{losses[name]:.2f}") for name in order})
     what, shares = _lost(gradients)
     most = {name: share[np.isfinite(share)] for name, share in shares.items()}
-    known = {name: percent(float(most[name].max())) for name in order if name in most and len(most[name])}
+    known = {name: canvas.percent(float(most[name].max())) for name in order if name in most and len(most[name])}
     if known:
         return f"Loss {end}: {ends}; {what} at most {_listed(known)}"
     return f"Loss {end}: {ends}; skipped steps: {_listed({name: f'{_skipped(runs[name]):,}' for name in order})}"
@@ -164,5 +148,5 @@ def _end_loss(run: RunSeries, last: int) -> float:
 
 
 def _listed(values: Mapping[str, str]) -> str:
-    named = [f"{value} ({as_text(name)})" for name, value in values.items()]
+    named = [f"{value} ({canvas.as_text(name)})" for name, value in values.items()]
     return ", ".join(named if len(named) <= _MOST_NAMED else [named[0], "...", named[-1]])

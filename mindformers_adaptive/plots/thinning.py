@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Blocks", "gather", "one_per_column"]
+__all__ = ["gather", "one_per_column"]
 
 # About twice the pixels of a panel that is 1200 dots wide.
 _COLUMNS = 2000
+
+_Floats = NDArray[np.float64]
 
 
 def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> NDArray[np.intp]:
@@ -36,21 +37,7 @@ def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> NDArray[np.intp]:
     return kept
 
 
-class Blocks(NamedTuple):
-    """Points gathered into blocks; each attribute is a float64 array of shape (blocks,).
-
-    Attributes:
-        middle (NDArray): the middle of each block in x.
-        lowest (NDArray), median (NDArray), highest (NDArray): of y, nan where a block has no finite number.
-    """
-
-    middle: NDArray[np.float64]
-    lowest: NDArray[np.float64]
-    median: NDArray[np.float64]
-    highest: NDArray[np.float64]
-
-
-def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> Blocks:
+def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[_Floats, _Floats, _Floats, _Floats]:
     """Gather the points of a line into blocks; their medians show it without its noise.
 
     Args:
@@ -58,9 +45,13 @@ def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> Blocks:
         y (ArrayLike): of shape (points,); inf and nan do not count.
         blocks (int): how many, of equal numbers of points to within one; at most as many as there are points.
 
+    Returns:
+        tuple of four float64 arrays of shape (blocks,): the middle of each block in x, and the lowest, the median and
+        the highest y in it, nan where a block has no finite number.
+
     Examples:
-        >>> gathered = gather([1, 2, 3, 4, 5, 6], [1, 2, 900, 5, float("nan"), 7], 2)
-        >>> gathered.middle.tolist(), gathered.median.tolist(), gathered.highest.tolist()
+        >>> middle, _, median, highest = gather([1, 2, 3, 4, 5, 6], [1, 2, 900, 5, float("nan"), 7], 2)
+        >>> middle.tolist(), median.tolist(), highest.tolist()
         ([2.0, 5.0], [2.0, 6.0], [900.0, 7.0])
     """
     rows = []
@@ -68,4 +59,5 @@ def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> Blocks:
         finite = values[np.isfinite(values)]
         extremes = (finite.min(), np.median(finite), finite.max()) if len(finite) else (math.nan,) * 3
         rows.append(((across[0] + across[-1]) / 2, *extremes))
-    return Blocks(*np.array(rows, np.float64).T)
+    middle, lowest, median, highest = np.array(rows, np.float64).T
+    return middle, lowest, median, highest

@@ -110,15 +110,9 @@ class AdaptiveRule:
         shrink_from_min_window: bool = False,
     ) -> None:
         self.ladder = window_ladder(max_scale_window, min_scale_window)
-        self.scale_factor = as_float32(
-            require_number(
-                "scale_factor",
-                scale_factor,
-                "a finite number above 1",
-                lambda factor: factor > 1,
-                "The usual value is 2.",
-            )
-        )
+        wanted, remedy = "a finite number above 1", "The usual value is 2."
+        factor = require_number("scale_factor", scale_factor, wanted, lambda number: number > 1, remedy)
+        self.scale_factor = as_float32(factor)
         self.backoff_factor = to_float32(1.0 / self.scale_factor)
         self.min_loss_scale = require_positive("min_loss_scale", min_loss_scale)
         self.max_loss_scale = (

@@ -8,6 +8,7 @@ from typing import SupportsFloat
 
 __all__ = [
     "LARGEST_FLOAT32",
+    "SMALLEST_FLOAT32",
     "as_float32",
     "require_flag",
     "require_integer",
@@ -16,7 +17,8 @@ __all__ = [
     "to_float32",
 ]
 
-_SMALLEST_FLOAT32 = 2.0**-126
+# The normal numbers.
+SMALLEST_FLOAT32 = 2.0**-126
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
@@ -90,7 +92,7 @@ def require_positive(name: str, value: object) -> float:
             "text, and 65536 or 6.5536e+4 as numbers."
         )
     rounded = as_float32(value)
-    if not _SMALLEST_FLOAT32 <= rounded <= LARGEST_FLOAT32:
+    if not SMALLEST_FLOAT32 <= rounded <= LARGEST_FLOAT32:
         raise ValueError(
             f"'{name}' must be finite and above 0 in float32, but got {value!r}. Give a positive number; loss scales "
             "are usually powers of two from 1 to 4294967296."

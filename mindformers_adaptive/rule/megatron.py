@@ -9,12 +9,6 @@ from mindformers_adaptive.rule.checks import require_positive
 
 __all__ = ["scale_sense_from_megatron"]
 
-# Those of megatron/arguments.py.
-_INITIAL_LOSS_SCALE = 2.0**32
-_MIN_LOSS_SCALE = 1.0
-_LOSS_SCALE_WINDOW = 1000.0
-_HYSTERESIS = 2
-
 
 def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
     """Return the ``scale_sense`` section that scales as Megatron-LM does with these arguments.
@@ -71,11 +65,12 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False)
     for flag in ("--fp16", "--bf16", "--use-distributed-optimizer"):
         parser.add_argument(flag, action="store_true")
+    # The defaults are those of megatron/arguments.py.
     parser.add_argument("--loss-scale", type=float)
-    parser.add_argument("--initial-loss-scale", type=float, default=_INITIAL_LOSS_SCALE)
-    parser.add_argument("--min-loss-scale", type=float, default=_MIN_LOSS_SCALE)
-    parser.add_argument("--loss-scale-window", type=float, default=_LOSS_SCALE_WINDOW)
-    parser.add_argument("--hysteresis", type=int, default=_HYSTERESIS)
+    parser.add_argument("--initial-loss-scale", type=float, default=2.0**32)
+    parser.add_argument("--min-loss-scale", type=float, default=1.0)
+    parser.add_argument("--loss-scale-window", type=float, default=1000.0)
+    parser.add_argument("--hysteresis", type=int, default=2)
     return parser.parse_known_args(words)[0]
 
 

@@ -2,13 +2,12 @@
 
 import math
 
-from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, as_float32
+from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, as_float32
 
 __all__ = ["LARGEST_FLOAT16", "shown_exponent"]
 
 LARGEST_FLOAT16 = 65504.0
 _FRACTION, _EXPONENT = math.frexp(LARGEST_FLOAT16)
-_SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 
 
 def shown_exponent(largest_gradient: float | None) -> int | None:
@@ -29,7 +28,7 @@ def shown_exponent(largest_gradient: float | None) -> int | None:
     if largest_gradient is None:
         return None
     gradient = as_float32(largest_gradient)
-    if not _SMALLEST_NORMAL_FLOAT32 <= gradient <= LARGEST_FLOAT32:
+    if not SMALLEST_FLOAT32 <= gradient <= LARGEST_FLOAT32:
         return None
     fraction, exponent = math.frexp(gradient)
     return _EXPONENT - exponent - (fraction > _FRACTION)

@@ -10,13 +10,13 @@ from typing import Any
 __all__ = ["align", "text_table"]
 
 
-def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], digits: int = 2) -> str:
+def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows as aligned text, columns of text to the left; the words of a heading stand one below the other.
 
     Args:
         columns (Sequence[str]): the keys to show, in this order. A heading is broken at each ``_``.
-        rows (Sequence[Mapping]): each row by column; None and nan become ``-``.
-        digits (int): decimals of numbers that are not integers. Default: 2.
+        rows (Sequence[Mapping]): each row by column; None and nan become ``-``, and
+            a float has 2 decimals.
 
     Examples:
         >>> print(text_table(["policy", "headroom_lost"], [{"policy": "fixed", "headroom_lost": 1.5}]))
@@ -24,7 +24,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], digits
         policy      lost
         fixed       1.50
     """
-    cells = [[_cell(row[column], digits) for column in columns] for row in rows]
+    cells = [[_cell(row[column]) for column in columns] for row in rows]
     headings = [column.split("_") for column in columns]
     # Headings of fewer words stand at the bottom.
     upside_down = list(zip_longest(*(words[::-1] for words in headings), fillvalue=""))
@@ -56,7 +56,7 @@ def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:
     )
 
 
-def _cell(value: Any, digits: int) -> str:
+def _cell(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
-    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,11 +1,13 @@
 """``LossScaleMonitor`` from a MindFormers YAML file: runs of the launcher, killed and resumed too."""
 
 import json
+import re
+import signal
 
 import pytest
 from conftest import write_corpus
 from event_files import read_scalars
-from training_runs import LegacyFormat, TrainingRun
+from training_runs import CheckpointSection, LegacyFormat, TrainingRun
 
 from mindformers_adaptive.monitor.record import FIELDS, read_record
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
@@ -78,3 +80,22 @@ def test_a_run_that_is_looked_at_every_7th_step_leaves_every_step(corpus, tmp_pa
     assert written["loss_scaling/scale_window"] == windows
     changes = sum(windows[step] != windows.get(step - 1, 1) for step in windows)
     assert 0 < changes <= run.text().count("Loss scaling: at step")
+
+
+@pytest.mark.parametrize("form", [LegacyFormat("ckpt"), CheckpointSection()], ids=["legacy", "checkpoint section"])
+def test_a_run_that_is_stopped_says_how_to_resume_and_that_works(corpus, tmp_path, form):
+    output = tmp_path / "output"
+    options = {"callbacks.2": "{type: LossScaleMonitor, every_n_steps: 9}", **form.save_options(output, 10, 2)}
+    options |= {"runner_wrapper.scale_sense.history_size": 9}
+    with TrainingRun(output, corpus, options) as stopped:
+        stopped.wait_until(lambda: form.newest_complete(output) == 10)
+        stopped.process.send_signal(signal.SIGTERM)
+        assert stopped.process.wait(60) == -signal.SIGTERM
+    [(step, remedy)] = re.findall(r"Training was stopped by SIGTERM after step (\d+)\. (.*)", stopped.text())
+    assert 10 <= int(step) <= LAST
+    asked_for = {key: str(value) for key, value in form.resume_options(output).items() if key != "load_ckpt_format"}
+    for key, value in asked_for.items():
+        assert f"'{key}'" in remedy
+        assert value in remedy
+    resumed = TrainingRun(output, corpus, options | form.resume_options(output)).wait()
+    assert_is_what_happened(read_record(output / "loss_scale_record.jsonl"), stopped.steps() | resumed.steps())

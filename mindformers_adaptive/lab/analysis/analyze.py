@@ -116,10 +116,7 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
 
 
 def _outcome_rows(
-    run: RecordedRun,
-    trace: Trace,
-    recommended: Configuration | None,
-    progress: Callable[[int], None] | None,
+    run: RecordedRun, trace: Trace, recommended: Configuration | None, progress: Callable[[int], None] | None
 ) -> list[dict[str, Any]]:
     """What the run and some policies from its first scale on do, under each assumption about the ceilings."""
     used = filled(run.loss_scale)

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,16 +160,14 @@ def _names(paths: tuple[Path, ...]) -> str:
 
 
 def _require_paths(path: object) -> tuple[Path, ...]:
-    if isinstance(path, str | os.PathLike):
-        return (Path(path),)
-    paths = [] if isinstance(path, bytes) or not isinstance(path, Iterable) else list(path)
-    wrong = [one for one in paths if not isinstance(one, str | os.PathLike)]
-    if wrong or not isinstance(path, Iterable) or isinstance(path, bytes):
-        bad = wrong[0] if wrong else path
-        raise TypeError(
-            f"'path' must be a path or an iterable of paths, but got {bad!r} of type {type(bad).__name__}. Give the "
-            "name of the log."
-        )
+    several = isinstance(path, Iterable) and not isinstance(path, str | bytes | os.PathLike)
+    paths: list[Any] = list(path) if several else [path]  # type: ignore[call-overload]
+    for one in paths:
+        if not isinstance(one, str | os.PathLike):
+            raise TypeError(
+                f"'path' must be a path or an iterable of paths, but got {one!r} of type {type(one).__name__}. Give "
+                "the name of the log."
+            )
     if not paths:
         raise ValueError("'path' must name at least one log, but got none. Give the name of the log.")
     return tuple(map(Path, paths))

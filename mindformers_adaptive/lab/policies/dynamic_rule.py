@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mindformers_adaptive.rule.checks import to_float32
+from mindformers_adaptive.rule.checks import SMALLEST_FLOAT32, to_float32
 
 __all__ = ["FLOAT32", "FLOAT32_FLOAT64_FACTORS", "FLOAT32_FLUSHED_FLOAT64_FACTORS", "FLOAT64", "Arithmetic"]
 __all__ += ["DynamicRule", "DynamicState"]
-
-_SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Arithmetic:
     def scale(self, value: float) -> float:
         """Round to the type of the scale; beyond its largest number that is inf."""
         rounded = to_float32(value) if self.float32_scale else value
-        if self.flushes_subnormals and rounded < _SMALLEST_NORMAL_FLOAT32:
+        if self.flushes_subnormals and rounded < SMALLEST_FLOAT32:
             return 0.0
         return rounded
 

@@ -8,11 +8,10 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
-from mindformers_adaptive.lab.policies.arguments import positive
 from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
 from mindformers_adaptive.lab.policies.metaseq import METASEQ, MetaseqRule, MetaseqState
 from mindformers_adaptive.lab.policies.policy import FixedRule, FixedState, GuidedPolicy, Policy
-from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS, Parameter, Preset
+from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS, Parameter, Preset, positive
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.guided_rule import GuidedRule
 
@@ -28,9 +27,15 @@ _FIXED = Preset(
 # The default of MindFormers' TrainingArguments; the others are those of AdaptiveRule and GuidedRule.
 _OWN_LOSS_SCALE = 2.0**16
 
+# Rule, policy and arguments of the rule's start.
+_OWN_RULES: dict[str, tuple[Any, type[Policy], tuple[str, ...]]] = {
+    "adaptive": (AdaptiveRule, Policy, ("loss_scale_value", "scale_window")),
+    "guided": (GuidedRule, GuidedPolicy, ("loss_scale_value",)),
+}
+
 _PRESETS = {"fixed": _FIXED, "metaseq": METASEQ, **DYNAMIC_PRESETS}
 
-POLICY_NAMES = ("adaptive", "guided", *_PRESETS)
+POLICY_NAMES = (*_OWN_RULES, *_PRESETS)
 
 # Arguments of DynamicRule.start; what else a preset sets are the rule's own.
 _STARTS = ("loss_scale", "scale_window", "clean_steps", "overflows")
@@ -75,10 +80,8 @@ def make_policy(name: str, **params: Any) -> Policy:
         raise ValueError(
             f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}.{_did_you_mean(name, POLICY_NAMES)}"
         )
-    if name == "adaptive":
-        return _make_adaptive(params)
-    if name == "guided":
-        return _make_guided(params)
+    if name in _OWN_RULES:
+        return _make_own(name, params)
     preset = _PRESETS[name]
     values = _values_of(name, preset, params)
     settings = {parameter.sets: values[own] for own, parameter in preset.parameters.items() if parameter.sets}
@@ -88,26 +91,19 @@ def make_policy(name: str, **params: Any) -> Policy:
         state = MetaseqState(settings.pop("loss_scale"), settings.pop("scale_window"))
         return Policy(name, MetaseqRule(**settings), state)
     _check_limits(preset, values)
-    _check_counters(preset, values)
     start = {key: settings.pop(key) for key in _STARTS if key in settings}
     settings = {key: value for key, value in settings.items() if value is not None}
     rule = DynamicRule(**preset.constants, **settings)
     return Policy(name, rule, rule.start(**start))
 
 
-def _make_adaptive(params: dict[str, Any]) -> Policy:
-    of_rule = list(inspect.signature(AdaptiveRule).parameters)
-    _refuse_unknown("adaptive", params, ["loss_scale_value", "scale_window", *of_rule])
-    rule = AdaptiveRule(**{key: value for key, value in params.items() if key in of_rule})
-    state = rule.start(params.get("loss_scale_value", _OWN_LOSS_SCALE), params.get("scale_window"))
-    return Policy("adaptive", rule, state)
-
-
-def _make_guided(params: dict[str, Any]) -> Policy:
-    of_rule = list(inspect.signature(GuidedRule).parameters)
-    _refuse_unknown("guided", params, ["loss_scale_value", *of_rule])
-    rule = GuidedRule(**{key: value for key, value in params.items() if key in of_rule})
-    return GuidedPolicy("guided", rule, rule.start(params.get("loss_scale_value", _OWN_LOSS_SCALE)))
+def _make_own(name: str, params: dict[str, Any]) -> Policy:
+    rule_class, policy_class, of_start = _OWN_RULES[name]
+    of_rule = inspect.signature(rule_class).parameters
+    _refuse_unknown(name, params, [*of_start, *of_rule])
+    rule = rule_class(**{key: value for key, value in params.items() if key in of_rule})
+    start = {key: value for key, value in params.items() if key in of_start}
+    return policy_class(name, rule, rule.start(**{"loss_scale_value": _OWN_LOSS_SCALE, **start}))
 
 
 def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:
@@ -144,19 +140,13 @@ def _did_you_mean(word: object, known: Collection[str]) -> str:
 
 def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
     named = {parameter.sets: own for own, parameter in preset.parameters.items()}
-    floor = values.get(named.get("floor", ""))
-    if floor is None:
-        return
+    floor = values[named["floor"]] if "floor" in named else None
     for upper in ("cap", "loss_scale"):
-        if upper in named and values[named[upper]] < floor:
+        if floor is not None and upper in named and values[named[upper]] < floor:
             raise ValueError(
                 f"'{named[upper]}' must be at least '{named['floor']}' ({floor}), but got {values[named[upper]]}. "
                 "Raise the first or lower the second."
             )
-
-
-def _check_counters(preset: Preset, values: dict[str, Any]) -> None:
-    named = {parameter.sets: own for own, parameter in preset.parameters.items()}
     for counter, limit in (("clean_steps", "scale_window"), ("overflows", "tolerance")):
         if counter in named and values[named[counter]] >= values[named[limit]]:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mindformers_adaptive.lab.policies.arguments import factor_above_one, not_negative, optional, positive, steps
+from mindformers_adaptive.lab.policies import presets
 from mindformers_adaptive.lab.policies.presets import Parameter, Preset
 
 __all__ = ["METASEQ", "MetaseqRule", "MetaseqState"]
@@ -13,12 +13,12 @@ __all__ = ["METASEQ", "MetaseqRule", "MetaseqState"]
 METASEQ = Preset(
     "facebookresearch/metaseq optim.dynamic_loss_scaler.DynamicLossScaler",
     {
-        "init_scale": Parameter("loss_scale", 4.0, positive),
-        "scale_factor": Parameter("scale_factor", 2.0, factor_above_one),
-        "scale_window": Parameter("scale_window", 256, steps),
-        "tolerance": Parameter("tolerated_share", 0.0, not_negative),
-        "threshold": Parameter("floor", None, optional(not_negative)),
-        "min_loss_scale": Parameter("min_loss_scale", 2.0**-5, not_negative),
+        "init_scale": Parameter("loss_scale", 4.0, presets.positive),
+        "scale_factor": Parameter("scale_factor", 2.0, presets.factor_above_one),
+        "scale_window": Parameter("scale_window", 256, presets.steps),
+        "tolerance": Parameter("tolerated_share", 0.0, presets.not_negative),
+        "threshold": Parameter("floor", None, presets.optional(presets.not_negative)),
+        "min_loss_scale": Parameter("min_loss_scale", 2.0**-5, presets.not_negative),
     },
     {},
 )

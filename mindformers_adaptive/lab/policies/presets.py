@@ -5,31 +5,40 @@ A row names its source. Where a system has no default of its own, the row says w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from mindformers_adaptive.lab.policies.arguments import (
-    Check,
-    at_least_one,
-    count,
-    factor_above_one,
-    not_negative,
-    optional,
-    positive,
-    ratio_below_one,
-    ratio_up_to_one,
-    steps,
-)
-from mindformers_adaptive.lab.policies.dynamic_rule import (
-    FLOAT32,
-    FLOAT32_FLOAT64_FACTORS,
-    FLOAT32_FLUSHED_FLOAT64_FACTORS,
-    FLOAT64,
-)
-from mindformers_adaptive.rule.checks import require_flag
+from mindformers_adaptive.lab.policies import dynamic_rule
+from mindformers_adaptive.lab.policies.dynamic_rule import FLOAT32, FLOAT64
+from mindformers_adaptive.rule.checks import require_flag, require_integer, require_number
 
 __all__ = ["DYNAMIC_PRESETS", "Parameter", "Preset"]
+__all__ += ["factor_above_one", "not_negative", "optional", "positive", "steps"]
+
+# Takes the name of a parameter and a value; returns the value as its type, or raises.
+_Check = Callable[[str, object], object]
+
+
+def _number(wanted: str, accepts: Callable[[float], bool], remedy: str) -> _Check:
+    return lambda name, value: require_number(name, value, wanted, accepts, remedy)
+
+
+def optional(check: _Check) -> _Check:
+    """Return a check that accepts None, and whatever ``check`` accepts."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+_FACTOR_REMEDY, _RATIO_REMEDY = "The usual value is 2.", "The usual value is 0.5."
+
+positive = _number("a finite number above 0", lambda number: number > 0, "Loss scales are usually 1 to 2^32.")
+not_negative = _number("a finite number of at least 0", lambda number: number >= 0, "0 means no limit.")
+factor_above_one = _number("a finite number above 1", lambda number: number > 1, _FACTOR_REMEDY)
+_at_least_one = _number("a finite number of at least 1", lambda number: number >= 1, _FACTOR_REMEDY)
+_ratio_below_one = _number("a number between 0 and 1", lambda number: 0 < number < 1, _RATIO_REMEDY)
+_ratio_up_to_one = _number("a number above 0 and at most 1", lambda number: 0 < number <= 1, _RATIO_REMEDY)
+steps: _Check = partial(require_integer, least=1, remedy="Give a positive number of steps.")
+_count: _Check = partial(require_integer, least=0, remedy="A fresh counter is 0.")
 
 
 class Parameter(NamedTuple):
@@ -39,12 +48,12 @@ class Parameter(NamedTuple):
         sets (str, optional): what it is called in ``DynamicRule`` or in its ``start``; None where the system takes it
             and does not use it.
         default (object): its value where it is left out.
-        check (Check): takes its name and a value, returns the value as its type or raises.
+        check (Callable): takes its name and a value, returns the value as its type or raises.
     """
 
     sets: str | None
     default: Any
-    check: Check
+    check: _Check
 
 
 class Preset(NamedTuple):
@@ -66,17 +75,24 @@ class Preset(NamedTuple):
 # What most systems have, by its default.
 _scale = partial(Parameter, "loss_scale", check=positive)
 _window = partial(Parameter, "scale_window", check=steps)
-_factor = partial(Parameter, "growth_factor", check=factor_above_one)
-_backoff = partial(Parameter, "backoff_factor", check=ratio_below_one)
+_factor = Parameter("growth_factor", 2.0, factor_above_one)
+_backoff = partial(Parameter, "backoff_factor", check=_ratio_below_one)
 _floor = partial(Parameter, "floor", check=not_negative)
 _tolerance = partial(Parameter, "tolerance", check=steps)
 
-_DEEPSPEED_OPTIMIZER = {"arithmetic": FLOAT64, "first_clean_step_counts": False}
+
+def _deepspeed_optimizer(name: str, scale: Parameter, floor: Parameter) -> Preset:
+    return Preset(
+        f"DeepSpeed runtime.fp16.{name} without dynamic_loss_args; its scale_factor is fixed at 2",
+        {"init_scale": scale, "scale_factor": _factor, "scale_window": _window(1000), "min_scale": floor},
+        {"arithmetic": FLOAT64, "first_clean_step_counts": False},
+    )
+
 
 DYNAMIC_PRESETS: dict[str, Preset] = {
     "dynamic": Preset(
         "MindSpore nn.DynamicLossScaleUpdateCell; defaults and the name 'init_loss_scale': DynamicLossScaleManager",
-        {"init_loss_scale": _scale(2.0**24), "scale_factor": _factor(2.0), "scale_window": _window(2000)},
+        {"init_loss_scale": _scale(2.0**24), "scale_factor": _factor, "scale_window": _window(2000)},
         {"arithmetic": FLOAT32, "reciprocal": True, "floor": 1.0},
         aliases={"loss_scale_value": "init_loss_scale"},
     ),
@@ -84,9 +100,9 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
         "MindSpore amp.DynamicLossScaler, which has no defaults: those of DynamicLossScaleManager",
         {
             "scale_value": _scale(2.0**24),
-            "scale_factor": _factor(2.0),
+            "scale_factor": _factor,
             "scale_window": _window(2000),
-            "initial_counter": Parameter("clean_steps", 0, count),
+            "initial_counter": Parameter("clean_steps", 0, _count),
         },
         {"arithmetic": FLOAT32, "floor": 1.0, "stays_finite": True},
     ),
@@ -94,11 +110,11 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
         "PyTorch torch.amp.GradScaler and the kernel of _amp_update_scale_",
         {
             "init_scale": _scale(2.0**16),
-            "growth_factor": _factor(2.0),
+            "growth_factor": _factor,
             "backoff_factor": _backoff(0.5),
             "growth_interval": _window(2000),
         },
-        {"arithmetic": FLOAT32_FLOAT64_FACTORS, "stays_finite": True},
+        {"arithmetic": dynamic_rule.FLOAT32_FLOAT64_FACTORS, "stays_finite": True},
     ),
     "megatron": Preset(
         "Megatron-LM core DynamicGradScaler, which has no defaults: those of OptimizerConfig, and the factors that "
@@ -106,7 +122,7 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
         {
             "initial_scale": _scale(2.0**32),
             "min_scale": Parameter("floor", 1.0, positive),
-            "growth_factor": _factor(2.0),
+            "growth_factor": _factor,
             "backoff_factor": _backoff(0.5),
             "growth_interval": _window(1000),
             "hysteresis": _tolerance(2),
@@ -117,7 +133,7 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
         "DeepSpeed runtime.fp16.loss_scaler.DynamicLossScaler, of the ZeRO optimizers",
         {
             "init_scale": _scale(2.0**32),
-            "scale_factor": _factor(2.0),
+            "scale_factor": _factor,
             "scale_window": _window(1000),
             "min_scale": _floor(1.0),
             "delayed_shift": _tolerance(1),
@@ -126,28 +142,8 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT64},
     ),
-    "deepspeed_fused": Preset(
-        "DeepSpeed runtime.fp16.fused_optimizer.FP16_Optimizer without dynamic_loss_args; its scale_factor is fixed "
-        "at 2",
-        {
-            "init_scale": _scale(2.0**32),
-            "scale_factor": _factor(2.0),
-            "scale_window": _window(1000),
-            "min_scale": _floor(1.0),
-        },
-        _DEEPSPEED_OPTIMIZER,
-    ),
-    "deepspeed_unfused": Preset(
-        "DeepSpeed runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer without dynamic_loss_args; its scale_factor is "
-        "fixed at 2",
-        {
-            "init_scale": _scale(2.0**16),
-            "scale_factor": _factor(2.0),
-            "scale_window": _window(1000),
-            "min_scale": _floor(0.25),
-        },
-        _DEEPSPEED_OPTIMIZER,
-    ),
+    "deepspeed_fused": _deepspeed_optimizer("fused_optimizer.FP16_Optimizer", _scale(2.0**32), _floor(1.0)),
+    "deepspeed_unfused": _deepspeed_optimizer("unfused_optimizer.FP16_UnfusedOptimizer", _scale(2.0**16), _floor(0.25)),
     "apex": Preset(
         "Apex amp.scaler.LossScaler, which takes a scale_factor and always doubles and halves",
         {
@@ -164,18 +160,18 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
         "GradScaler, which calls it",
         {
             "init_scale": _scale(2.0**16),
-            "growth_factor": Parameter("growth_factor", 2.0, at_least_one),
-            "backoff_factor": Parameter("backoff_factor", 0.5, ratio_up_to_one),
+            "growth_factor": Parameter("growth_factor", 2.0, _at_least_one),
+            "backoff_factor": Parameter("backoff_factor", 0.5, _ratio_up_to_one),
             "growth_interval": _window(2000),
             "hysteresis": _tolerance(1),
         },
-        {"arithmetic": FLOAT32_FLUSHED_FLOAT64_FACTORS, "stays_finite": True, "clean_step_forgives": True},
+        {"arithmetic": dynamic_rule.FLOAT32_FLUSHED_FLOAT64_FACTORS, "stays_finite": True, "clean_step_forgives": True},
     ),
     "fairseq": Preset(
         "fairseq optim.dynamic_loss_scaler.DynamicLossScaler",
         {
             "init_scale": _scale(2.0**15),
-            "scale_factor": _factor(2.0),
+            "scale_factor": _factor,
             "scale_window": _window(2000),
             "tolerance": Parameter("tolerated_share", 0.0, not_negative),
             "threshold": Parameter("floor", None, optional(not_negative)),
@@ -188,7 +184,7 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
         {
             "initial_loss_scale": _scale(2.0**15),
             "increment_period": _window(2000),
-            "multiplier": _factor(2.0),
+            "multiplier": _factor,
             "min_scale": _floor(1.0),
         },
         {"arithmetic": FLOAT32, "stays_finite": True},
@@ -200,7 +196,7 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
             "init_loss_scale": _scale(2.0**15),
             "incr_every_n_steps": _window(2000),
             "decr_every_n_nan_or_inf": _tolerance(2),
-            "incr_ratio": _factor(2.0),
+            "incr_ratio": _factor,
             "decr_ratio": _backoff(0.8),
             "min_scale": _floor(1.0),
         },
@@ -222,9 +218,9 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
         "JMP DynamicLossScale, which has no default for the scale: that of its example",
         {
             "loss_scale": _scale(2.0**15),
-            "counter": Parameter("clean_steps", 0, count),
+            "counter": Parameter("clean_steps", 0, _count),
             "period": _window(2000),
-            "factor": _factor(2.0),
+            "factor": _factor,
             "min_loss_scale": _floor(1.0),
         },
         {"arithmetic": FLOAT64, "stays_finite": True},
@@ -234,19 +230,13 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
         "static.amp.decorate",
         {
             "init_loss_scaling": _scale(2.0**16),
-            "incr_ratio": _factor(2.0),
+            "incr_ratio": _factor,
             "decr_ratio": _backoff(0.5),
             "incr_every_n_steps": _window(2000),
             "decr_every_n_nan_or_inf": _tolerance(1),
-            "initial_good_steps": Parameter("clean_steps", 0, count),
-            "initial_bad_steps": Parameter("overflows", 0, count),
+            "initial_good_steps": Parameter("clean_steps", 0, _count),
+            "initial_bad_steps": Parameter("overflows", 0, _count),
         },
-        {
-            "arithmetic": FLOAT32,
-            "floor": 1.0,
-            "stays_finite": True,
-            "clean_step_forgives": True,
-            "drop_forgives": True,
-        },
+        {"arithmetic": FLOAT32, "floor": 1.0, "stays_finite": True, "clean_step_forgives": True, "drop_forgives": True},
     ),
 }

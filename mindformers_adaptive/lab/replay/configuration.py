@@ -24,15 +24,9 @@ class Configuration:
     Args:
         loss_scale_value (float): the initial loss scale. Default: 2**16, the usual start where the scale is known
             roughly, as in MindFormers' ``TrainingArguments``.
-        scale_factor (float): what the scale is multiplied or divided by. Default: 2, MindSpore's.
         scale_window (int, optional): the window to start with, in steps. Default: None, the smallest.
-        max_scale_window (int): the largest window, in steps. Default: 1000, MindFormers'.
-        min_scale_window (int): the smallest window, in steps. Default: 20, MindFormers'.
-        min_loss_scale (float): the floor of the scale. Default: 1.0, MindSpore's.
-        max_loss_scale (float, optional): the cap of the scale. Default: None, the largest finite float32.
-        hysteresis (int): overflows tolerated before the scale drops. Default: 1, MindSpore's.
-        shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
-            Default: False, MindFormers' rule.
+        scale_factor, max_scale_window, min_scale_window, min_loss_scale, max_loss_scale, hysteresis,
+        shrink_from_min_window: as in :class:`~mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`, with its defaults.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -57,19 +51,13 @@ class Configuration:
     shrink_from_min_window: bool = False
 
     def __post_init__(self) -> None:
+        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
+        of_start = arguments.pop("loss_scale_value"), arguments.pop("scale_window")
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             try:
-                rule = AdaptiveRule(
-                    self.scale_factor,
-                    self.max_scale_window,
-                    self.min_scale_window,
-                    min_loss_scale=self.min_loss_scale,
-                    max_loss_scale=self.max_loss_scale,
-                    hysteresis=self.hysteresis,
-                    shrink_from_min_window=self.shrink_from_min_window,
-                )
-                start = rule.start(self.loss_scale_value, self.scale_window)
+                rule = AdaptiveRule(**arguments)
+                start = rule.start(*of_start)
             except UserWarning as warning:
                 raise ValueError(f"{warning} A configuration must not rely on that: give windows that fit.") from None
         object.__setattr__(self, "_rule", rule)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -52,7 +51,7 @@ def guided_sweep(rules: Sequence[GuidedRule], traces: Sequence[Trace], loss_scal
             "'rules' and 'traces' must have one entry for each other, and all traces one length, but got "
             f"{len(rules)} rules and traces of {[len(trace) for trace in traces]} steps. Sweep others by themselves."
         )
-    lanes = _Lanes.at_start(rules, loss_scale_value)
+    lanes = _Lanes(rules, loss_scale_value)
     ceilings = np.array([trace.ceiling for trace in traces]).T
     shown, informed = zip(*(_shown(trace) for trace in traces), strict=True)
     scales = [np.ldexp(1.0, lanes.exponent)]
@@ -69,48 +68,26 @@ def _shown(trace: Trace) -> tuple[Integers, Flags]:
     return np.array([exponent or 0 for exponent in exponents], np.int32), np.array([e is not None for e in exponents])
 
 
-@dataclass
 class _Lanes:
-    """The state of every lane, arrays of shape (lanes,); the names are those of ``GuidedState``."""
+    """The state of every lane, arrays of shape (lanes,), none changed in place; named as in ``GuidedState``."""
 
-    patience: Integers
-    exponent: Integers
-    lowest: Integers
-    highest: Integers
-    base: Integers
-    level: Floats
-    rates: Floats  # (lanes, 16)
-    window: Integers
-    observed: Integers = field(init=False)
-    limit: Integers = field(init=False)
-    bound: Flags = field(init=False)
-    trial: Flags = field(init=False)
-    clean: Integers = field(init=False)
-    contradictions: Integers = field(init=False)
-    first: Integers = field(init=False)
-    consecutive: Integers = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name in ("observed", "limit", "clean", "contradictions", "first", "consecutive"):
-            setattr(self, name, np.zeros_like(self.base))
-        self.bound = self.trial = self.base < self.base
-        self.memory = np.array(1 / self.patience, np.float32)
-        self.recent = self.patience // 10
-        self.smallest_window = np.maximum(self.patience // 2, 1)
-
-    @classmethod
-    def at_start(cls, rules: Sequence[GuidedRule], loss_scale_value: float) -> _Lanes:
+    def __init__(self, rules: Sequence[GuidedRule], loss_scale_value: float) -> None:
         starts = [rule.start(loss_scale_value) for rule in rules]
-        return cls(
-            _integers([rule.patience for rule in rules]),
-            _integers(np.log2([start.loss_scale for start in starts])),
-            _integers([rule.min_exponent for rule in rules]),
-            _integers([rule.max_exponent for rule in rules]),
-            _integers([start.base for start in starts]),
-            np.array([start.level for start in starts], np.float32),
-            np.array([start.overflow_rate for start in starts], np.float32),
-            _integers([start.scale_window for start in starts]),
-        )
+        self.patience = _integers([rule.patience for rule in rules])
+        self.lowest = _integers([rule.min_exponent for rule in rules])
+        self.highest = _integers([rule.max_exponent for rule in rules])
+        self.memory: Floats = np.array(1 / self.patience, np.float32)
+        self.recent: Integers = self.patience // 10
+        self.smallest_window = np.maximum(self.patience // 2, 1)
+        self.exponent = _integers(np.log2([start.loss_scale for start in starts]))
+        self.base = _integers([start.base for start in starts])
+        self.level: Floats = np.array([start.level for start in starts], np.float32)
+        self.rates: Floats = np.array([start.overflow_rate for start in starts], np.float32)  # (lanes, 16)
+        self.window = _integers([start.scale_window for start in starts])
+        self.observed = self.limit = self.clean = self.contradictions = np.zeros_like(self.base)
+        self.first = self.consecutive = np.zeros_like(self.base)
+        self.bound: Flags = self.base < self.base
+        self.trial = self.bound
 
     def step(self, overflow: Flags, shown: Integers, informed: Flags) -> None:
         """Take a step in every lane; ``shown`` counts where a lane is informed and did not overflow."""

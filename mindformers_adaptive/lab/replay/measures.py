@@ -11,17 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
 
-__all__ = [
-    "DEFAULT_EXCHANGE_RATE",
-    "LARGEST_LOSS_SCALE",
-    "SMALLEST_LOSS_SCALE",
-    "Measures",
-    "cost",
-    "longest_run",
-    "measure",
-    "overflows",
-    "require_steps",
-]
+__all__ = ["DEFAULT_EXCHANGE_RATE", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "Measures", "cost"]
+__all__ += ["longest_run", "measure", "overflows", "require_steps"]
 
 # The normal float32 numbers. A step with a ceiling above them never overflows, and one with a ceiling below always.
 SMALLEST_LOSS_SCALE = float(np.finfo(np.float32).tiny)
@@ -60,19 +51,12 @@ class Measures:
     ``headroom_lost``. (A scale bound to powers of two loses at least half a bit on average where the ceilings are
     spread evenly in log2.)
 
+    ``steps``, the length of the trace, and all other counts are integers.
+
     Attributes:
-        steps (int): the length of the trace.
-        skipped (int): skipped steps.
-        unavoidable (int): steps that the oracle skips.
-        skipped_regret (int): skipped steps that the oracle applies.
-        seconds_lost (float, optional): seconds of the skipped steps; None where the trace has no seconds.
-        headroom_lost (float): bits; nan where no step counts.
-        headroom_regret (float): bits; nan where no step counts.
-        unbounded (int): steps at which no loss scale overflows.
-        longest_skip_run (int): steps.
-        steps_to_first_applied (int): steps; all steps where none is applied.
-        scale_changes (int): changes of the loss scale.
-        window_changes (int): changes of the window.
+        seconds_lost (float, optional): None where the trace has no seconds.
+        headroom_lost (float), headroom_regret (float): bits; nan where no step counts.
+        steps_to_first_applied (int): all steps where none is applied.
         known_share (float): from 0 to 1.
 
     Examples:

@@ -92,10 +92,9 @@ class Comparison:
     def pareto_front(self) -> list[str]:
         """Return the policies for which no other is better in both skipped steps and headroom, in the mean."""
         means = self.means()
-        front = pareto_front(
-            [_number(mean["skipped"]) for mean in means.values()],
-            [_number(mean["headroom_lost"]) for mean in means.values()],
-        )
+        # An array has nan for None.
+        skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
+        front = pareto_front(skipped, headroom)
         return [policy for policy, on_front in zip(means, front.tolist(), strict=True) if on_front]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -213,7 +212,3 @@ def _means(on_traces: Sequence[Measures]) -> dict[str, float | None]:
         there = [float(value) for value in (row[name] for row in rows) if value is not None]
         means[name] = sum(there) / len(there) if there else None
     return means
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

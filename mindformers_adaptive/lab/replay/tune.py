@@ -160,14 +160,9 @@ class Tuning:
         rows = []
         for place, result in enumerate(self.sweeps):
             chosen = int(np.argmin(np.delete(self.costs, place, axis=1).mean(axis=1)))
-            above = self.costs[chosen, place] - self.costs[:, place].min()
-            rows.append(
-                {
-                    "trace": result.trace.name,
-                    "recommended": self.configurations[chosen].label,
-                    "above_smallest": float(above),
-                }
-            )
+            above = float(self.costs[chosen, place] - self.costs[:, place].min())
+            label = self.configurations[chosen].label
+            rows.append({"trace": result.trace.name, "recommended": label, "above_smallest": above})
         return rows
 
     def _under(self, costs: NDArray[np.float64]) -> dict[str, Any]:

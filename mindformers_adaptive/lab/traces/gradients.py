@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rule.checks import require_integer
 from mindformers_adaptive.rule.shown_exponent import LARGEST_FLOAT16
 
-__all__ = ["OWN_CEILINGS", "own_ceiling", "showing"]
+__all__ = ["OWN_CEILINGS", "own_ceiling", "random_of", "require_steps", "showing"]
 
 # (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
 # everything else frozen, batch 64), the same with no memory, with batch 1, and where only the first of fourteen layers
@@ -41,7 +40,7 @@ def showing(trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 
         >>> showing(Trace.exact("calm", [2.0**16] * 3), offset=3.0).largest_gradient.tolist()
         [0.12493896484375, 0.12493896484375, 0.12493896484375]
     """
-    noise = _noise(seed, "offset", len(trace)) if spread else 0.0
+    noise = random_of(seed, "offset").standard_normal(len(trace)) if spread else 0.0
     with np.errstate(divide="ignore", over="ignore"):
         gradients = LARGEST_FLOAT16 / trace.ceiling / np.exp2(offset + spread * noise)
     return dataclasses.replace(trace, largest_gradient=np.broadcast_to(gradients, trace.ceiling.shape))
@@ -65,9 +64,9 @@ def own_ceiling(steps: int, seed: int, level: float, offset: float, spread: floa
         >>> [round(float(np.log2(trace.ceiling).mean()), 1) for trace in traces]
         [19.1, 19.1, 13.2, 22.2]
     """
-    count = require_integer("steps", steps, 1, _PLAIN_INTEGER)
-    ceiling = np.exp2(level + _OWN_SPREAD * _noise(seed, "ceiling", count))
-    wander = _noise(seed, "shown", count)
+    count = require_steps(steps)
+    ceiling = np.exp2(level + _OWN_SPREAD * random_of(seed, "ceiling").standard_normal(count))
+    wander = random_of(seed, "shown").standard_normal(count)
     wander[1:] *= np.sqrt(1 - memory**2)
     for step in range(1, count):
         wander[step] += memory * wander[step - 1]
@@ -75,6 +74,11 @@ def own_ceiling(steps: int, seed: int, level: float, offset: float, spread: floa
     return dataclasses.replace(Trace.exact("own ceiling", ceiling), largest_gradient=gradients)
 
 
-def _noise(seed: int, symbol: str, count: int) -> NDArray[np.float64]:
-    number = require_integer("seed", seed, 0, _PLAIN_INTEGER)
-    return np.random.default_rng([number, *symbol.encode()]).standard_normal(count)
+def random_of(seed: int, symbol: str) -> np.random.Generator:
+    """Return a generator for one symbol of a formula; its numbers are independent of the other symbols'."""
+    return np.random.default_rng([require_integer("seed", seed, 0, _PLAIN_INTEGER), *symbol.encode()])
+
+
+def require_steps(steps: int) -> int:
+    """Return a number of steps of at least 1, or raise."""
+    return require_integer("steps", steps, 1, _PLAIN_INTEGER)

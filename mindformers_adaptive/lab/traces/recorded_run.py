@@ -201,17 +201,14 @@ def bound_shares(trace: Trace) -> dict[str, float]:
         {'both': 1.0, 'lower_bound': 0.0, 'upper_bound': 0.0, 'neither': 0.0}
     """
     # A ceiling that is exactly 0 is bounded from below by 0 as well as any can be.
-    lower, upper = (
-        (trace.lower_bound > 0) | (trace.upper_bound <= np.nextafter(0.0, 1.0)),
-        np.isfinite(trace.upper_bound),
-    )
-    shares = {
-        "both": lower & upper,
-        "lower_bound": lower & ~upper,
-        "upper_bound": ~lower & upper,
-        "neither": ~lower & ~upper,
+    lower = (trace.lower_bound > 0) | (trace.upper_bound <= np.nextafter(0.0, 1.0))
+    upper = np.isfinite(trace.upper_bound)
+    return {
+        "both": float((lower & upper).mean()),
+        "lower_bound": float((lower & ~upper).mean()),
+        "upper_bound": float((upper & ~lower).mean()),
+        "neither": float((~lower & ~upper).mean()),
     }
-    return {which: float(steps.mean()) for which, steps in shares.items()}
 
 
 def filled(scale: Floats) -> Floats:

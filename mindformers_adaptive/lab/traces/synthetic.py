@@ -26,26 +26,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.traces.gradients import showing
+from mindformers_adaptive.lab.traces.gradients import random_of, require_steps, showing
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rule.checks import require_integer
 
-__all__ = [
-    "heavy_tailed",
-    "random_walk",
-    "slowly_falling",
-    "slowly_rising",
-    "spikes",
-    "stationary",
-    "sudden_drop",
-    "sudden_rise",
-    "synthetic_traces",
-]
+__all__ = ["heavy_tailed", "random_walk", "slowly_falling", "slowly_rising", "spikes", "stationary"]
+__all__ += ["sudden_drop", "sudden_rise", "synthetic_traces"]
 
 # A small Llama trained in FP16 on CPU kept its dynamic loss scale between 2^16 and 2^20.
 _LEVEL = 18.0
-
-_PLAIN_INTEGER = "Write it without quotes and without a decimal point."
 
 # The ceilings stay within the exponents of normal float32 numbers, as loss scales do.
 _EXPONENTS = (-126.0, 127.0)
@@ -87,7 +75,7 @@ def spikes(
     """Return ceilings with single low steps; ``every`` is by default 100, a tenth of the largest window of 1000."""
 
     def low(noise: NDArray[np.float64]) -> NDArray[np.bool_]:
-        return _generator(seed, "b_t").random(len(noise)) < 1.0 / every
+        return random_of(seed, "b_t").random(len(noise)) < 1.0 / every
 
     return _made("spikes", steps, seed, lambda noise, _: level - bits * low(noise) + spread * noise)
 
@@ -96,7 +84,7 @@ def heavy_tailed(steps: int, seed: int, level: float = _LEVEL, spread: float = 0
     """Return ceilings with rare far outliers."""
 
     def log2_ceiling(noise: NDArray[np.float64], _: NDArray[np.float64]) -> NDArray[np.float64]:
-        return level + spread * _generator(seed, "s_t").standard_t(2, len(noise))
+        return level + spread * random_of(seed, "s_t").standard_t(2, len(noise))
 
     return _made("heavy-tailed", steps, seed, log2_ceiling)
 
@@ -125,15 +113,10 @@ def _made(
     log2_ceiling: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]],
 ) -> Trace:
     """A trace from its formula, which takes the normal numbers and the part of the run that is over, 0 to 1."""
-    count = require_integer("steps", steps, 1, _PLAIN_INTEGER)
-    noise = _generator(require_integer("seed", seed, 0, _PLAIN_INTEGER), "n_t").standard_normal(count)
+    count = require_steps(steps)
+    noise = random_of(seed, "n_t").standard_normal(count)
     part = np.arange(count) / max(count - 1, 1)
     return showing(Trace.exact(name, np.exp2(np.clip(log2_ceiling(noise, part), *_EXPONENTS))))
-
-
-def _generator(seed: int, symbol: str) -> np.random.Generator:
-    """Independent numbers for each symbol of a formula."""
-    return np.random.default_rng([int(seed), *symbol.encode()])
 
 
 def _second_half(noise: NDArray[np.float64]) -> NDArray[np.float64]:
