@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindformers_adaptive.cli.output import UsageError, read_scale
 from mindformers_adaptive.lab.logs import read_log
@@ -18,6 +18,9 @@ from mindformers_adaptive.plots.gradient_series import is_gradient_record
 from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
 from mindformers_adaptive.plots.record import draw_record, draw_run
 from mindformers_adaptive.plots.runs import draw_runs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -78,14 +81,14 @@ def _read_sweep(file: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and "loss_scales" in content and "step" not in content else None
 
 
-def _draw_sweep(sweep: dict[str, Any], options: argparse.Namespace) -> Any:
+def _draw_sweep(sweep: dict[str, Any], options: argparse.Namespace) -> Figure:
     if options.underflow:
         return draw_underflow(sweep)
     scales = options.loss_scales and [read_scale("--loss-scales", text) for text in options.loss_scales]
     return draw_histograms(sweep, scales)
 
 
-def _draw_runs(sources: Sequence[str]) -> Any:
+def _draw_runs(sources: Sequence[str]) -> Figure:
     read = {source: _read_run(source) for source in sources}
     gradients = {file: one for file, one in read.items() if isinstance(one, list) and is_gradient_record(one)}
     runs = {file: one for file, one in read.items() if file not in gradients}

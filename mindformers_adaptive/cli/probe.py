@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Iterator
 
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result, progress_bar, read_scale
 from mindformers_adaptive.cli.yaml_arguments import add_yaml_arguments, read_options
@@ -56,10 +57,15 @@ def run(options: argparse.Namespace) -> None:
     if scale_of_parameters is not None and scale_of_parameters not in scales:
         raise UsageError(f"'--parameters' must be one of the loss scales of the sweep, but got {options.parameters}.")
     ranges = sweep(options, scales, options.layers)
-    tables = [ranges.table()]
-    tables += [] if scale_of_parameters is None else [ranges.table(scale_of_parameters)]
-    tables += [ranges.output_table()] if options.layers else []
-    print_result(options, ranges.to_dict, lambda: "\n\n".join(tables))
+
+    def tables() -> Iterator[str]:
+        yield ranges.table()
+        if scale_of_parameters is not None:
+            yield ranges.table(scale_of_parameters)
+        if options.layers:
+            yield ranges.output_table()
+
+    print_result(options, ranges.to_dict, lambda: "\n\n".join(tables()))
     if options.output:
         ranges.save(options.output)
     if options.plot:

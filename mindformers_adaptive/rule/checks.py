@@ -6,16 +6,8 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import SupportsFloat
 
-__all__ = [
-    "LARGEST_FLOAT32",
-    "SMALLEST_FLOAT32",
-    "as_float32",
-    "require_flag",
-    "require_integer",
-    "require_number",
-    "require_positive",
-    "to_float32",
-]
+__all__ = ["LARGEST_FLOAT32", "SMALLEST_FLOAT32", "as_float32", "require_flag", "require_integer"]
+__all__ += ["require_number", "require_positive", "to_float32"]
 
 # The normal numbers.
 SMALLEST_FLOAT32 = 2.0**-126

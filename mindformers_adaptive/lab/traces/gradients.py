@@ -10,7 +10,7 @@ from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rule.checks import require_integer
 from mindformers_adaptive.rule.shown_exponent import LARGEST_FLOAT16
 
-__all__ = ["OWN_CEILINGS", "own_ceiling", "random_of", "require_steps", "showing"]
+__all__ = ["OWN_CEILINGS", "checked_steps", "own_ceiling", "random_of", "showing"]
 
 # (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
 # everything else frozen, batch 64), the same with no memory, with batch 1, and where only the first of fourteen layers
@@ -64,7 +64,7 @@ def own_ceiling(steps: int, seed: int, level: float, offset: float, spread: floa
         >>> [round(float(np.log2(trace.ceiling).mean()), 1) for trace in traces]
         [19.1, 19.1, 13.2, 22.2]
     """
-    count = require_steps(steps)
+    count = checked_steps(steps)
     ceiling = np.exp2(level + _OWN_SPREAD * random_of(seed, "ceiling").standard_normal(count))
     wander = random_of(seed, "shown").standard_normal(count)
     wander[1:] *= np.sqrt(1 - memory**2)
@@ -79,6 +79,6 @@ def random_of(seed: int, symbol: str) -> np.random.Generator:
     return np.random.default_rng([require_integer("seed", seed, 0, _PLAIN_INTEGER), *symbol.encode()])
 
 
-def require_steps(steps: int) -> int:
+def checked_steps(steps: int) -> int:
     """Return a number of steps of at least 1, or raise."""
     return require_integer("steps", steps, 1, _PLAIN_INTEGER)

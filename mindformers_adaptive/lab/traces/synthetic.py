@@ -26,7 +26,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.traces.gradients import random_of, require_steps, showing
+from mindformers_adaptive.lab.traces.gradients import checked_steps, random_of, showing
 from mindformers_adaptive.lab.traces.trace import Trace
 
 __all__ = ["heavy_tailed", "random_walk", "slowly_falling", "slowly_rising", "spikes", "stationary"]
@@ -113,7 +113,7 @@ def _made(
     log2_ceiling: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]],
 ) -> Trace:
     """A trace from its formula, which takes the normal numbers and the part of the run that is over, 0 to 1."""
-    count = require_steps(steps)
+    count = checked_steps(steps)
     noise = random_of(seed, "n_t").standard_normal(count)
     part = np.arange(count) / max(count - 1, 1)
     return showing(Trace.exact(name, np.exp2(np.clip(log2_ceiling(noise, part), *_EXPONENTS))))
