@@ -20,6 +20,7 @@ STOCK = {
     "TrainOneStepWithLossScaleCell": nn.TrainOneStepWithLossScaleCell,
     "MFTrainOneStepCell": mindformers.wrapper.MFTrainOneStepCell,
     "MFPipelineWithLossScaleCell": mindformers.wrapper.MFPipelineWithLossScaleCell,
+    "GradientGuidedLossScaleUpdateCell": nn.DynamicLossScaleUpdateCell,
     "NoLossScaleUpdateCell": nn.FixedLossScaleUpdateCell,
 }
 TRAIN_STEP_CELLS = [wrapper.TrainOneStepWithLossScaleCell, wrapper.MFTrainOneStepCell]
@@ -32,11 +33,6 @@ def test_every_cell_is_a_subclass_of_the_stock_one():
     assert set(wrapper.__all__) == set(STOCK)
     for name, stock in STOCK.items():
         assert issubclass(getattr(wrapper, name), stock)
-
-
-@pytest.mark.parametrize("name", [name for name in STOCK if not name.endswith("UpdateCell")])
-def test_arguments_are_those_of_the_stock_cell(name):
-    assert inspect.signature(getattr(wrapper, name)) == inspect.signature(STOCK[name])
 
 
 @pytest.mark.parametrize("cell", TRAIN_STEP_CELLS)
