@@ -20,6 +20,7 @@ STOCK = {
     "TrainOneStepWithLossScaleCell": nn.TrainOneStepWithLossScaleCell,
     "MFTrainOneStepCell": mindformers.wrapper.MFTrainOneStepCell,
     "MFPipelineWithLossScaleCell": mindformers.wrapper.MFPipelineWithLossScaleCell,
+    "GradientGuidedLossScaleUpdateCell": nn.DynamicLossScaleUpdateCell,
     "NoLossScaleUpdateCell": nn.FixedLossScaleUpdateCell,
 }
 TRAIN_STEP_CELLS = [wrapper.TrainOneStepWithLossScaleCell, wrapper.MFTrainOneStepCell]
