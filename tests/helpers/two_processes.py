@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mindspore
 import numpy as np
+from exported_graph import export_graph
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank, init
 
@@ -43,7 +44,8 @@ def overflow_of_one(kind):
         changed = not np.array_equal(before, weight_of(step))
         record.append({"overflow": bool(overflow), "loss_scale": float(step.scale_sense), "changed": changed})
     state = step.loss_scaling_manager.state()
-    return {"steps": record, "state": state, "weight": weight_of(step).tolist()}
+    graph = export_graph(step, Tensor(features), Tensor(np.zeros((2, 3), np.float32)))
+    return {"steps": record, "state": state, "weight": weight_of(step).tolist(), "collectives": graph.collectives}
 
 
 def fixed_scale():
