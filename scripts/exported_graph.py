@@ -104,7 +104,7 @@ class ExportedGraph:
 
     @property
     def collectives(self):
-        """list[tuple[str, str, tuple[int, ...]]]: what processes exchange: primitive, dtype and shape of each output."""
+        """list[tuple[str, str, tuple[int, ...]]]: what processes exchange: primitive, dtype and shape of an output."""
         found = []
         for node in self._nodes:
             if self._kind(node) in _COLLECTIVES:

@@ -221,6 +221,14 @@ class TrainingRun:
                     process.kill()
             self.process.wait()
 
+    def kill_one(self, rank):
+        """SIGKILL one process of several, and see that all others end with it."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        [worker] = (process for process in started if _is_worker(process, rank))
+        worker.kill()
+        assert self.process.wait(timeout=120) != 0
+        assert [process for process in started if process.is_running()] == []
+
     def text(self, rank=0):
         """Return what a process printed so far."""
         return self.logs[rank].read_text() if self.logs[rank].exists() else ""
@@ -241,6 +249,13 @@ class TrainingRun:
         [listed] = re.findall("Loss scaling goes on from: (.*)", self.text(rank))
         pairs = dict(item.split() for item in listed.split(", "))
         return {name: float(value) if name == "loss_scale" else int(value) for name, value in pairs.items()}
+
+
+def _is_worker(process, rank):
+    environment = process.environ()
+    # msrun also starts a `tail` of each log, with the same environment.
+    role = environment.get("MS_ROLE"), environment.get("RANK_ID")
+    return role == ("MS_WORKER", str(rank)) and process.name() != "tail"
 
 
 def _free_port():

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 
-import psutil
 import pytest
 import yaml
 from conftest import ROOT, write_corpus
@@ -41,27 +40,6 @@ def four_processes(corpus, tmp_path_factory):
     arguments = ["--register-path", str(PLANTED_FOLDER)]
     TrainingRun(output, corpus, {"callbacks": as_text}, STEPS, processes=4, arguments=arguments).wait()
     return output
-
-
-@pytest.fixture(scope="module")
-def killed(corpus, tmp_path_factory):
-    """What was seen of a run of two processes, of which the second was killed once it had saved."""
-    output = tmp_path_factory.mktemp("killed") / "output"
-    options = FORM.save_options(output, every=10, keep=5)
-    with TrainingRun(output, corpus, options, STEPS, processes=2) as run:
-        run.wait_until(lambda: all(FORM.newest_complete(output, rank) == 10 for rank in range(2)))
-        started = psutil.Process(run.process.pid).children(recursive=True)
-        [second] = [process for process in started if is_worker(process, rank=1)]
-        second.kill()
-        exit_code = run.process.wait(120)
-        alive = [process for process in started if process.is_running()]
-    return run, output, exit_code, alive
-
-
-def is_worker(process, rank):
-    environment = process.environ()
-    role = environment.get("MS_ROLE"), environment.get("RANK_ID")
-    return role == ("MS_WORKER", str(rank)) and "tail" not in process.name()
 
 
 def records(output, processes):
@@ -111,24 +89,6 @@ def test_two_processes_go_on_from_a_checkpoint_of_four(four_processes, corpus, t
     assert [step.loss_scale for step in resumed.steps(0).values()] == [
         step.loss_scale for step in resumed.steps(1).values()
     ]
-
-
-def test_a_killed_process_stops_all(killed):
-    _, _, exit_code, alive = killed
-    assert exit_code != 0
-    assert alive == []
-
-
-def test_two_processes_resume_after_one_was_killed(killed, corpus):
-    before, output, *_ = killed
-    last = max(before.steps(0))
-    assert last >= 10
-    options = FORM.save_options(output, every=10, keep=5) | FORM.resume_options(output)
-    resumed = TrainingRun(output, corpus, options, 14, processes=2).wait()
-    again = {step: seen for step, seen in before.steps(0).items() if 10 < step <= 14}
-    assert list(resumed.steps(0)) == [11, 12, 13, 14]
-    assert again.items() <= resumed.steps(0).items()
-    assert resumed.restored_state(1) == resumed.restored_state(0)
 
 
 def test_launch_many_on_several_machines():
