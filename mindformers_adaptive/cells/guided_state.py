@@ -10,34 +10,10 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.saved_state import SavedState
 from mindformers_adaptive.rule.guided_rule import GuidedState
+from mindformers_adaptive.rule.restored_guided_state import COUNTERS, PARAMETER_NAMES, problem_of
 from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_scale
 
-__all__ = ["COUNTERS", "PARAMETER_NAMES", "GuidedCellState"]
-
-# The integers that only this rule has, in the order in which one Parameter holds them.
-COUNTERS = (
-    "scale_window",
-    "base",
-    "observed_steps",
-    "limit",
-    "bound",
-    "trial",
-    "clean_steps",
-    "contradictions",
-    "first_exponent",
-)
-
-# The Parameters of the cell by attribute, and their names in a checkpoint.
-PARAMETER_NAMES = {
-    "counters": "guided_counters",
-    "level": "guided_level",
-    "overflow_rate": "guided_overflow_rate",
-    "largest_gradient": "largest_gradient",
-    "cur_iter": "current_iterator_step",
-    "last_overflow_iter": "last_overflow_iterator_step",
-    "skipped_steps": "skipped_steps",
-    "consecutive_overflows": "consecutive_overflows",
-}
+__all__ = ["GuidedCellState"]
 
 
 class GuidedCellState(SavedState):
@@ -104,7 +80,7 @@ class GuidedCellState(SavedState):
             return
         scale = self._power_of_two(self._bound_scale(self.loss_scale_value), "scale_sense")
         self._write_scale(scale)
-        problem = self._problem(state)
+        problem = problem_of(self.rule, state)
         if problem:
             warnings.warn(f"{problem}: gradient-guided scaling starts afresh at loss scale {scale:g}.", stacklevel=3)
             steps = min(max(state["cur_iter"], 1), STEP_LIMIT)
@@ -147,26 +123,6 @@ class GuidedCellState(SavedState):
         largest = Parameter(Tensor(np.zeros(len(names)), mstype.float32), name="each_largest", requires_grad=False)
         # Not through nn.Cell, which would put it into every checkpoint.
         object.__setattr__(self, "each_largest", largest)
-
-    def _problem(self, state):
-        """Say why the rule cannot go on from a state, or return None."""
-        steps, rule = state["cur_iter"] - 1, self.rule
-        if not 0 <= steps < STEP_LIMIT or not 0 <= state["consecutive_overflows"] <= state["skipped_steps"] <= steps:
-            return "The checkpoint has step counters that no run can reach"
-        own = ("observed_steps", "clean_steps", "first_exponent", "contradictions")
-        if steps and not any(state[name] for name in own):
-            return f"The checkpoint has {steps} steps but no state of gradient-guided scaling"
-        sound = (
-            math.isfinite(state["level"])
-            and all(0.0 <= rate <= 1.0 for rate in state["overflow_rate"])
-            and 0 <= state["observed_steps"] <= rule.patience
-            and rule.smallest_window <= state["scale_window"] <= rule.largest_window
-            and 0 <= state["clean_steps"] <= rule.largest_window
-            and 0 <= state["contradictions"] <= 6
-            and all(-512 <= state[name] <= 512 for name in ("base", "limit", "first_exponent"))
-            and {state["bound"], state["trial"]} <= {0, 1}
-        )
-        return None if sound else "The checkpoint has a state of gradient-guided scaling that this cell cannot have"
 
     def _power_of_two(self, loss_scale, name):
         bounded = repair_loss_scale(self.rule, loss_scale, name)

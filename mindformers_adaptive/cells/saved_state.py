@@ -42,9 +42,9 @@ class SavedState:
 
         Returns:
             list[dict], one for each step, without gaps up to the last step: ``step`` (int), ``overflow`` (bool),
-            ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), and the values after the step of
-            the cell's counters (int). Steps from before a checkpoint was loaded are missing. Reading waits for the
-            device.
+            ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), the values after the step of the
+            cell's counters (int) and, if the cell follows the gradients, ``largest_gradient`` (float) of the step.
+            Steps from before a checkpoint was loaded are missing. Reading waits for the device.
 
         Examples:
             >>> from mindspore import Parameter
