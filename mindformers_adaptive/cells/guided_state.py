@@ -9,11 +9,16 @@ from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.saved_state import SavedState
-from mindformers_adaptive.rule.guided_rule import GuidedState
+from mindformers_adaptive.rule.checks import to_float32
+from mindformers_adaptive.rule.guided_rule import PLACES, GuidedState
 from mindformers_adaptive.rule.restored_guided_state import COUNTERS, PARAMETER_NAMES, problem_of
 from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_scale
+from mindformers_adaptive.rule.state_dict import to_integer, to_number
 
 __all__ = ["GuidedCellState"]
+
+# The overflow rates in a state dict.
+_RATES = tuple(f"overflow_rate_{place}" for place in range(PLACES))
 
 
 class GuidedCellState(SavedState):
@@ -44,30 +49,52 @@ class GuidedCellState(SavedState):
         state = self.state()
         known = {name: state[name] for name in GuidedState._fields if name in state}
         flags = {name: bool(state[name]) for name in ("bound", "trial")}
-        return GuidedState(loss_scale=self._bound_scale(self.loss_scale_value), **{**known, **flags})
+        return GuidedState(loss_scale=self.present_loss_scale, **{**known, **flags})
 
     def state_dict(self, *args, **kwargs):
-        """Return the state and the loss scale, ``scale``, as numbers.
+        """Return the state as numbers, which ``mindspore.save_checkpoint(..., append_dict=)`` and JSON take.
 
         With arguments, which a parent cell gives, it is ``nn.Cell.state_dict``.
+
+        Returns:
+            dict[str, Union[int, float]], with ``scale``, the loss scale; what ``state()`` returns; and the overflow
+            rates one by one, ``overflow_rate_0`` to ``overflow_rate_15``.
         """
         if args or kwargs:
             return super().state_dict(*args, **kwargs)
-        return {"scale": self._bound_scale(self.loss_scale_value), **self.state()}
+        state = self.state()
+        rates = state.pop("overflow_rate")
+        return {"scale": self.present_loss_scale, **state, **dict(zip(_RATES, rates, strict=True))}
 
     def load_state_dict(self, state_dict):
-        """Go on from what ``state_dict()`` returned.
+        """Go on from a state. One that no run can reach gives a warning, and only its loss scale is kept.
+
+        Args:
+            state_dict (dict): what ``state_dict()`` returned, or what ``mindspore.load_checkpoint`` returned of it.
+                Values are numbers or tensors of one element; other keys are ignored.
 
         Raises:
             KeyError: if something is missing.
+            TypeError: if a counter is not an integer.
             ValueError: if the loss scale is not finite and above 0.
         """
-        missing = [name for name in ("scale", *self.state()) if name not in state_dict]
+        missing = [name for name in self.state_dict() if name not in state_dict]
         if missing:
-            raise KeyError(f"The state has no {', '.join(missing)}. Give what state_dict() returned.")
-        self._write_scale(self._power_of_two(float(state_dict["scale"]), "scale"))
-        self._write(state_dict)
+            raise KeyError(
+                f"The state has no {', '.join(missing)}. Give what state_dict() of a gradient-guided cell, manager or "
+                "scaler returned."
+            )
+        state = {name: float(to_number(state_dict[name])) for name in ("level", "largest_gradient", *_RATES)}
+        state["overflow_rate"] = [state.pop(name) for name in _RATES]
+        state |= {name: to_integer(name, state_dict[name]) for name in self.state() if name not in state}
+        self._write_scale(self._power_of_two(float(to_number(state_dict["scale"])), "scale"))
+        self._write(state)
         self.check_state()
+
+    @property
+    def inv_scale(self):
+        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
+        return to_float32(1.0 / self.present_loss_scale)
 
     def check_state(self):
         """Repair a restored state that this cell cannot go on with, with a warning.
@@ -78,7 +105,7 @@ class GuidedCellState(SavedState):
         state = self.state()
         if state == self.checked_state:
             return
-        scale = self._power_of_two(self._bound_scale(self.loss_scale_value), "scale_sense")
+        scale = self._power_of_two(self.present_loss_scale, "scale_sense")
         self._write_scale(scale)
         problem = problem_of(self.rule, state)
         if problem:

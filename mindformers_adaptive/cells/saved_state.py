@@ -60,9 +60,10 @@ class SavedState:
             return []
         return self.history.steps(since, last=int(self.cur_iter.asnumpy()) - 1)
 
-    def _bound_scale(self, default):
-        """Return the loss scale as a float, or a default where no train-step cell has told of it."""
-        return default if self.bound_loss_scale is None else float(self.bound_loss_scale.asnumpy())
+    @property
+    def present_loss_scale(self):
+        """float: that of the next step, or the initial one where no train-step cell has bound its own."""
+        return self.loss_scale_value if self.bound_loss_scale is None else float(self.bound_loss_scale.asnumpy())
 
     def _write_scale(self, loss_scale):
         self.loss_scale_value = loss_scale
