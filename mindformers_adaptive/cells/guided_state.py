@@ -10,8 +10,9 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.saved_state import SavedState
 from mindformers_adaptive.rule.checks import to_float32
-from mindformers_adaptive.rule.guided_rule import PLACES, GuidedState
-from mindformers_adaptive.rule.restored_guided_state import COUNTERS, PARAMETER_NAMES, problem_of
+from mindformers_adaptive.rule.guided_names import COUNTERS, PARAMETER_NAMES, PLACES
+from mindformers_adaptive.rule.guided_rule import GuidedState
+from mindformers_adaptive.rule.restored_guided_state import problem_of
 from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_scale
 from mindformers_adaptive.rule.state_dict import to_integer, to_number
 
@@ -70,14 +71,17 @@ class GuidedCellState(SavedState):
         """Go on from a state. One that no run can reach gives a warning, and only its loss scale is kept.
 
         Args:
-            state_dict (dict): what ``state_dict()`` returned, or what ``mindspore.load_checkpoint`` returned of it.
-                Values are numbers or tensors of one element; other keys are ignored.
+            state_dict (dict): what ``state_dict()`` returned, or what ``mindspore.load_checkpoint`` returned of it; or
+                ``scale`` and what ``state()`` returned. Values are numbers or tensors of one element; other keys are
+                ignored.
 
         Raises:
             KeyError: if something is missing.
             TypeError: if a counter is not an integer.
             ValueError: if the loss scale is not finite and above 0.
         """
+        if "overflow_rate" in state_dict:
+            state_dict = {**state_dict, **dict(zip(_RATES, state_dict["overflow_rate"], strict=True))}
         missing = [name for name in self.state_dict() if name not in state_dict]
         if missing:
             raise KeyError(

@@ -8,6 +8,7 @@ from mindformers_adaptive.cells.guided_state import GuidedCellState
 from mindformers_adaptive.cells.saved_state import read_restored_scale
 from mindformers_adaptive.cells.scale_history import ScaleHistory, require_history_size
 from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, require_flag
+from mindformers_adaptive.rule.guided_names import COUNTERS
 from mindformers_adaptive.rule.guided_rule import (
     CONTRADICTIONS_PER_BIT,
     DROPS,
@@ -21,7 +22,6 @@ from mindformers_adaptive.rule.guided_rule import (
     WINDOW_FACTOR,
     GuidedRule,
 )
-from mindformers_adaptive.rule.restored_guided_state import COUNTERS
 from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_scale
 from mindformers_adaptive.rule.shown_exponent import LARGEST_FLOAT16
 

@@ -4,13 +4,13 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.rule import restored_guided_state, restored_state
+from mindformers_adaptive.rule import guided_names, restored_state
 
 __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "steps_taken"]
 
 _ATTRIBUTES = {
     name: attribute
-    for names in (restored_state.PARAMETER_NAMES, restored_guided_state.PARAMETER_NAMES)
+    for names in (restored_state.PARAMETER_NAMES, guided_names.PARAMETER_NAMES)
     for attribute, name in names.items()
     if attribute not in ("level", "overflow_rate")
 }
@@ -161,7 +161,7 @@ class StepReader:
         for name, parameter in self._parameters.items():
             value = parameter.asnumpy()
             if name == "counters":
-                state |= zip(restored_guided_state.COUNTERS, value.tolist(), strict=True)
+                state |= zip(guided_names.COUNTERS, value.tolist(), strict=True)
             else:
                 state[name] = float(value) if name == "largest_gradient" else int(value)
         # The window of MindSpore's own dynamic cell is a constant.

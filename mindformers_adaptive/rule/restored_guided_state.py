@@ -1,38 +1,14 @@
-"""The state of the gradient-guided update cell: its names in a checkpoint, and what is wrong with a restored one."""
+"""What is wrong with a restored state of the gradient-guided update cell."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from mindformers_adaptive.rule.guided_rule import MOST_CONTRADICTIONS, PLACES, GuidedRule
+from mindformers_adaptive.rule.guided_names import PLACES
+from mindformers_adaptive.rule.guided_rule import MOST_CONTRADICTIONS, GuidedRule
 from mindformers_adaptive.rule.restored_state import STEP_LIMIT
 
-__all__ = ["COUNTERS", "PARAMETER_NAMES", "problem_of"]
-
-# The integers that only this rule has, in the order in which one Parameter holds them.
-COUNTERS = (
-    "scale_window",
-    "base",
-    "observed_steps",
-    "limit",
-    "bound",
-    "trial",
-    "clean_steps",
-    "contradictions",
-    "first_exponent",
-)
-
-# The Parameters of the cell by attribute, and their names in a checkpoint. The adaptive cell has the last four too.
-PARAMETER_NAMES = {
-    "counters": "guided_counters",
-    "level": "guided_level",
-    "overflow_rate": "guided_overflow_rate",
-    "largest_gradient": "largest_gradient",
-    "cur_iter": "current_iterator_step",
-    "last_overflow_iter": "last_overflow_iterator_step",
-    "skipped_steps": "skipped_steps",
-    "consecutive_overflows": "consecutive_overflows",
-}
+__all__ = ["problem_of"]
 
 # Far beyond log2 of any float32 number.
 _LARGEST_EXPONENT = 512
