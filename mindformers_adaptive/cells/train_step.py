@@ -90,7 +90,13 @@ class LossScaleTrainStep:
     def _feed_largest_gradient(self):
         update_cell = self.loss_scaling_manager
         update_cell.expect_largest_gradient([weight.name for weight in self.weights])
-        self.measure_largest_gradient = LargestGradient(update_cell, self.is_distributed)
+        per_token = getattr(self, "calculate_per_token_loss", False)
+        self.measure_largest_gradient = LargestGradient(update_cell, self.is_distributed, is_divided=per_token)
+        if per_token:
+            # What overflows is the gradient of the sum over the tokens, which is divided by their number afterwards.
+            name = "grads_for_legacy" if self.use_legacy else "grads_for_mcore"
+            self.stock_grads = getattr(self, name)
+            setattr(self, name, self.grads_with_divisor)
         if self.clips_before_detection and self.use_clip_grad:
             self.clip_grad_norm = ClipAfter(self.measure_largest_gradient, self.clip_grad_norm)
         elif _runs_on_cpu() and self.get_overflow_status == self.get_overflow_status_on_cpu:
@@ -98,6 +104,12 @@ class LossScaleTrainStep:
         else:
             self.detect_overflow = self.get_overflow_status
             self.get_overflow_status = self.get_overflow_status_and_largest_gradient
+
+    def grads_with_divisor(self, scaling_sens, *inputs):
+        """As the method of the stock cell; what the gradients will be divided by is remembered."""
+        loss, grads, divisor = self.stock_grads(scaling_sens, *inputs)
+        self.measure_largest_gradient.keep_divisor(divisor)
+        return loss, grads, divisor
 
     def get_overflow_status_by_largest_gradient(self, status, compute_output):
         """As ``get_overflow_status_on_cpu``, in the same pass over the gradients as their largest value."""

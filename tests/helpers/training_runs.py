@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mindspore
+import numpy as np
 import psutil
 from conftest import ROOT
 
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
+from mindformers_adaptive.rule import guided_names
 from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
 
 _MODEL = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32, "model.model_config.num_layers": 1}
@@ -124,7 +126,7 @@ class CheckpointSection:
         for file in folder.glob("*.safetensors"):
             saved |= _load(file)
         loss_scale, state = read_sidecar(folder)
-        sidecar = {"scale_sense": loss_scale} | {PARAMETER_NAMES[name]: value for name, value in state.items()}
+        sidecar = {"scale_sense": loss_scale} | _as_parameters(state)
         for name in saved.keys() & sidecar.keys():
             assert saved[name] == sidecar[name], name
         assert json.loads((folder / "common.json").read_text())["loss_scale"] == loss_scale
@@ -136,6 +138,15 @@ def _load(file):
     loaded = mindspore.load_checkpoint(str(file), format=file.suffix[1:])
     arrays = {name: value.asnumpy() if hasattr(value, "asnumpy") else value for name, value in loaded.items()}
     return {name: array.item() if getattr(array, "size", 0) == 1 else array.tobytes() for name, array in arrays.items()}
+
+
+def _as_parameters(state):
+    """Return a state from ``loss_scale.json`` as :func:`_load` returns its Parameters."""
+    if "overflow_rate" not in state:
+        return {PARAMETER_NAMES[name]: value for name, value in state.items()}
+    counters = np.int32([state.pop(name) for name in guided_names.COUNTERS])
+    values = {"counters": counters.tobytes(), "overflow_rate": np.float32(state.pop("overflow_rate")).tobytes()}
+    return {guided_names.PARAMETER_NAMES[name]: value for name, value in {**state, **values}.items()}
 
 
 class TrainingRun:
@@ -248,7 +259,8 @@ class TrainingRun:
         """Return the numbers in the line that says from where loss scaling goes on."""
         [listed] = re.findall("Loss scaling goes on from: (.*)", self.text(rank))
         pairs = dict(item.split() for item in listed.split(", "))
-        return {name: float(value) if name == "loss_scale" else int(value) for name, value in pairs.items()}
+        of_floats = ("loss_scale", "level", "largest_gradient")
+        return {name: float(value) if name in of_floats else int(value) for name, value in pairs.items()}
 
 
 def _is_worker(process, rank):
