@@ -81,9 +81,9 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
     parser.add_argument(
         "--assume",
         choices=ASSUMPTIONS,
-        default="interpolated",
-        help="ceilings that a log does not bound: interpolated between neighbouring skips (default), or the lowest or "
-        "highest that the bounds allow",
+        help="ceilings that a log does not bound: those that the gradients show, where the log has them (then the "
+        "default), interpolated between neighbouring skips (else the default), or the lowest or highest that the "
+        "bounds allow",
     )
     parser.add_argument("--steps", type=int, default=10_000, help="of a synthetic trace; default: 10000")
     parser.add_argument("--seed", type=int, default=0, help="of a synthetic trace; default: 0")
@@ -154,7 +154,7 @@ def _make(word: str, steps: int, seed: int) -> list[Source]:
     return [Source(traces[kind])]
 
 
-def _read_file(path: Path, assume: str) -> Source:
+def _read_file(path: Path, assume: str | None) -> Source:
     if path.suffix == ".json" and not {"ceilings", "steps"}.isdisjoint(_keys(path, path.read_bytes())):
         return Source(from_ceilings(path))
     if path.suffix == ".jsonl" and _holds_sweeps(path):
@@ -182,7 +182,7 @@ def _keys(path: Path, text: bytes) -> set[str]:
     return set(content) if isinstance(content, dict) else set()
 
 
-def _read_folder(folder: Path, assume: str) -> list[Source]:
+def _read_folder(folder: Path, assume: str | None) -> list[Source]:
     sources = []
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         try:

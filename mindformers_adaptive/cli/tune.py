@@ -49,10 +49,11 @@ def run(options: argparse.Namespace) -> None:
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     sources = read_sources(options)
+    runs = [source.run for source in sources if source.run is not None]
     assumptions = {
         name: [source.trace if source.run is None else source.run.to_trace(name) for source in sources]
         for name in ASSUMPTIONS
-        if name != options.assume and any(source.run for source in sources)
+        if any(name in run.assumptions and name != (options.assume or run.assumptions[0]) for run in runs)
     }
     with progress_bar(len(sources) * (1 + len(assumptions)), "sweeping") as progress:
         tuning = tune(

@@ -20,7 +20,7 @@ from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, measure, require_steps
 from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.replay.tune import Tuning
-from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRun, filled
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, filled
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.power_of_two import as_power_of_two
 
@@ -35,9 +35,10 @@ class Analysis:
         run (RecordedRun): what was analyzed.
         phases (tuple[Phase, ...]): the path of the loss scale.
         outcomes (tuple[dict, ...]): a row for the run itself and for each policy that was replayed on it, ready for
-            JSON: ``policy``, ``skipped``, ``headroom_lost`` (bits) and ``known_share`` with ceilings interpolated and
-            :func:`~mindformers_adaptive.lab.analysis.evidence.lifted`, and ``fewest_skipped`` and ``most_skipped`` with
-            these and the ceilings of each of ``ASSUMPTIONS``.
+            JSON: ``policy``, ``skipped``, ``headroom_lost`` (bits) and ``known_share`` with the ceilings that gradients
+            show, or where none are known with interpolated ones,
+            :func:`~mindformers_adaptive.lab.analysis.evidence.lifted`; and ``fewest_skipped`` and ``most_skipped`` with
+            these and the ceilings of each of ``run.assumptions``.
         advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for anything.
         tuning (Tuning, optional): the settings that follow the advice, with how sure they are; None without any.
     """
@@ -104,7 +105,9 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
         >>> analysis.advice[0].change
         'Start at 2^16 (loss_scale_value: 65536) instead of 2^32.'
     """
-    trace = lifted(run.to_trace())
+    trace = run.to_trace()
+    if trace.largest_gradient is None:
+        trace = lifted(trace)
     require_steps(trace)
     if np.isnan(run.loss_scale).all():
         raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that names it.")
@@ -123,7 +126,7 @@ def _outcome_rows(
     policies = _policies(used)
     if recommended is not None:
         policies["as advised"] = partial(make_policy, "adaptive", **dataclasses.asdict(recommended))
-    traces = [trace, *(run.to_trace(assume) for assume in ASSUMPTIONS)]
+    traces = [trace, *(run.to_trace(assume) for assume in run.assumptions)]
     rows: list[dict[str, Any]] = []
     for name, make in {"as recorded": None, **policies}.items():
         measures = []
