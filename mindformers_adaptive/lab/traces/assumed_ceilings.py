@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from mindformers_adaptive.lab.traces.gradients import shown_ceilings
 from mindformers_adaptive.lab.traces.trace import consecutive_runs
-from mindformers_adaptive.rule.checks import SMALLEST_FLOAT32
-from mindformers_adaptive.rule.shown_exponent import LARGEST_FLOAT16
 
 __all__ = ["ASSUMPTIONS", "BY_GRADIENTS", "assumed_ceiling", "just_below"]
 
@@ -39,8 +38,10 @@ def assumed_ceiling(
         >>> assumed_ceiling("gradients", scale, overflow, 2.0, 65504.0 / np.array([np.nan, 8.0, 4.0])).tolist()
         [8.0, 8.0, 4.0]
     """
-    if assume == BY_GRADIENTS and largest_gradient is not None and (largest_gradient >= SMALLEST_FLOAT32).any():
-        return _by_gradients(scale, overflow, largest_gradient)
+    if assume == BY_GRADIENTS and largest_gradient is not None:
+        shown = shown_ceilings(largest_gradient)
+        if not np.isnan(shown).all():
+            return _by_gradients(scale, overflow, shown)
     assumed = {"lower_bound": _lower, "upper_bound": _upper}.get(assume, _interpolated)
     return assumed(scale, overflow, factor)
 
@@ -84,10 +85,9 @@ def _interpolated(scale: Floats, overflow: NDArray[np.bool_], factor: float) -> 
     return interpolated
 
 
-def _by_gradients(scale: Floats, overflow: NDArray[np.bool_], largest_gradient: Floats) -> Floats:
-    known = np.flatnonzero(largest_gradient >= SMALLEST_FLOAT32)
-    shown = np.log2(LARGEST_FLOAT16 / largest_gradient[known])
-    exponents = np.interp(np.arange(len(scale)), known, shown)
+def _by_gradients(scale: Floats, overflow: NDArray[np.bool_], shown: Floats) -> Floats:
+    known = np.flatnonzero(~np.isnan(shown))
+    exponents = np.interp(np.arange(len(scale)), known, np.log2(shown[known]))
     if overflow.any():
         starts, last = consecutive_runs(np.flatnonzero(overflow)).T
         smallest = np.minimum.reduceat(np.append(scale, np.inf), np.column_stack([starts, last + 1]).ravel())[::2]

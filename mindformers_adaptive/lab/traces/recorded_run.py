@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.assumed_ceilings import ASSUMPTIONS, BY_GRADIENTS, assumed_ceiling, just_below
+from mindformers_adaptive.lab.traces.gradients import shown_ceilings
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rule.checks import SMALLEST_FLOAT32
 
 __all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares", "filled"]
 
@@ -134,10 +134,21 @@ class RecordedRun:
             fewest, most = fewest + max(fewest_inside - (length - inside), 0), most + min(most_inside, inside)
         return fewest, most
 
+    def applied_gradients(self) -> Floats | None:
+        """Return the largest gradients of the applied steps, nan where they are not known; None if none shows anything.
+
+        Returns:
+            NDArray, optional: float64 of shape (steps,), unscaled.
+        """
+        if self.largest_gradient is None:
+            return None
+        gradients = np.where(~self.overflow & self.position_known, self.largest_gradient, np.nan)
+        return None if np.isnan(shown_ceilings(gradients)).all() else np.where(np.isinf(gradients), np.nan, gradients)
+
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What :meth:`to_trace` can assume of this run, the default first."""
-        return ASSUMPTIONS[:-1] if self._applied_gradients() is None else (BY_GRADIENTS, *ASSUMPTIONS[:-1])
+        return ASSUMPTIONS[:-1] if self.applied_gradients() is None else (BY_GRADIENTS, *ASSUMPTIONS[:-1])
 
     def to_trace(self, assume: str | None = None) -> Trace:
         r"""Return the trace of ceilings that this run is evidence of.
@@ -188,7 +199,7 @@ class RecordedRun:
         bound = self.factor_bound or self.scale_factor
         lower[last] = np.where(self.overflow[last], 0.0, np.nan_to_num(after / bound))
         below[last] = np.where(self.overflow[last], np.nan_to_num(after * bound, nan=np.inf), np.inf)
-        ceiling = assumed_ceiling(assume, scale, self.overflow, self.scale_factor, self._applied_gradients())
+        ceiling = assumed_ceiling(assume, scale, self.overflow, self.scale_factor, self.applied_gradients())
         ceiling = np.maximum(np.minimum(ceiling, just_below(below)), lower)
         return Trace(
             self.name,
@@ -198,16 +209,8 @@ class RecordedRun:
             self.loss_scale,
             self.overflow,
             self.seconds,
-            self._applied_gradients(),
+            self.applied_gradients(),
         )
-
-    def _applied_gradients(self) -> Floats | None:
-        """The largest gradients of the applied steps, nan where they are not known; None if none shows anything."""
-        if self.largest_gradient is None:
-            return None
-        known = np.isfinite(self.largest_gradient) & ~self.overflow & self.position_known
-        gradients = np.where(known, self.largest_gradient, np.nan)
-        return gradients if (gradients >= SMALLEST_FLOAT32).any() else None
 
 
 def bound_shares(trace: Trace) -> dict[str, float]:
