@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,15 +48,18 @@ class Analysis:
     phases: tuple[Phase, ...]
     outcomes: tuple[dict[str, Any], ...]
     advice: tuple[Advice, ...]
-    tuning: Tuning | None
+    tuning: Tuning[Configuration] | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON: None stands for what is not known.
 
         Returns:
             dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``start_up``,
-            ``loss_scale`` (with ``phases``), ``outcomes``, ``advice``, ``scale_sense`` (the YAML section as text) and
-            ``certainty``, see :meth:`~mindformers_adaptive.lab.replay.tune.Tuning.certainty`.
+            ``loss_scale`` (with ``phases``), ``overflowed_parameters``, ``outcomes``, ``advice``, ``scale_sense`` (the
+            YAML section as text) and ``certainty``, see
+            :meth:`~mindformers_adaptive.lab.replay.tune.Tuning.certainty`. ``overflowed_parameters`` has
+            ``known_steps``, of how many skipped steps they are known, ``steps_without``, in how many of those no
+            gradient of a Parameter overflowed, and ``counts``, in how many each did, by name, the most frequent first.
         """
         run, facts = self.run, facts_of(self.run)
         return {
@@ -123,7 +127,7 @@ def _outcome_rows(
 ) -> list[dict[str, Any]]:
     """What the run and some policies from its first scale on do, under each assumption about the ceilings."""
     used = filled(run.loss_scale)
-    policies = _policies(used)
+    policies = _policies(used, trace.largest_gradient is not None)
     if recommended is not None:
         policies["as advised"] = partial(make_policy, "adaptive", **dataclasses.asdict(recommended))
     traces = [trace, *(run.to_trace(assume) for assume in run.assumptions)]
@@ -143,16 +147,20 @@ def _outcome_rows(
     return rows
 
 
-def _policies(used: NDArray[np.float64]) -> dict[str, Callable[[], Policy]]:
+def _policies(used: NDArray[np.float64], gradients: bool) -> dict[str, Callable[[], Policy]]:
     """Policies from the first scale that all can start from: known, and within the floor and the numbers they have."""
     usable = used[(used >= 1.0) & (used <= LARGEST_LOSS_SCALE)]
     if not len(usable):
         return {}
     start = float(usable[0])
     at_start = f"from {as_power_of_two(start)}"
-    return {
+    policies: dict[str, Callable[[], Policy]] = {
         f"adaptive 20-1000 {at_start}": partial(make_policy, "adaptive", loss_scale_value=start),
         f"dynamic 20 {at_start}": partial(make_policy, "dynamic", init_loss_scale=start, scale_window=20),
         f"dynamic 1000 {at_start}": partial(make_policy, "dynamic", init_loss_scale=start, scale_window=1000),
         f"megatron {at_start}": partial(make_policy, "megatron", initial_scale=start),
     }
+    if gradients:
+        at_power = 2.0 ** math.floor(math.log2(start))
+        policies[f"guided from {as_power_of_two(at_power)}"] = partial(make_policy, "guided", loss_scale_value=at_power)
+    return policies
