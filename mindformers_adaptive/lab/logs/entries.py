@@ -44,6 +44,8 @@ class LogEntry(NamedTuple):
         steps (int, optional): for how many steps the line speaks; None for as many as the others do.
         placed (bool): whether ``step`` stood in the log; False where it was counted.
         loss (float), seconds (float): the step's loss, and how long a step took; nan where the line does not say.
+        largest_gradient (float): the largest absolute gradient of the step, unscaled; nan where the line does not say.
+        overflowed_parameters (tuple[str, ...], optional): whose gradients overflowed; None where that is not known.
         after_restart (bool): whether the run was restarted between the line before and this one.
     """
 
@@ -58,6 +60,8 @@ class LogEntry(NamedTuple):
     placed: bool = True
     loss: float = math.nan
     seconds: float = math.nan
+    largest_gradient: float = math.nan
+    overflowed_parameters: tuple[str, ...] | None = None
     after_restart: bool = False
 
 
