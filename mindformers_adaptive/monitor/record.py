@@ -25,6 +25,7 @@ FIELDS = (
     "growth_num",
     "down_num",
     "skipped_steps",
+    "dropped_by_norm",
 )
 
 

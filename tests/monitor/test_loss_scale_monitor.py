@@ -79,7 +79,7 @@ def replay(overflows=OVERFLOWS, **arguments):
         line = {"step": step, "overflow": overflow, "loss_scale": before.loss_scale}
         line |= {"next_loss_scale": state.loss_scale, "scale_window": state.scale_window}
         line |= {name: getattr(state, name) for name in ("window_index", "growth_num", "down_num", "skipped_steps")}
-        lines.append(line)
+        lines.append(line | {"dropped_by_norm": False})
     return lines
 
 
@@ -257,7 +257,7 @@ def test_with_a_fixed_scale_all_is_recorded_that_there_is(path, scale_sense):
     train(network, [monitor], [True, False])
     train(network, [monitor], [False, False, True])
     unknown = dict.fromkeys(["scale_window", "window_index", "growth_num", "down_num", "skipped_steps"])
-    common = {"loss_scale": 8.0, "next_loss_scale": 8.0, **unknown}
+    common = {"loss_scale": 8.0, "next_loss_scale": 8.0, **unknown, "dropped_by_norm": False}
     assert without_loss(read_record(path)) == [
         missing(1, 1),
         {"step": 2, "overflow": False, **common},
