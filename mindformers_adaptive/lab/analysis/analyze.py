@@ -52,9 +52,9 @@ class Analysis:
         """Return everything, ready for JSON: None stands for what is not known.
 
         Returns:
-            dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``start_up``,
-            ``loss_scale`` (with ``phases``), ``outcomes``, ``advice``, ``scale_sense`` (the YAML section as text) and
-            ``certainty``, see :meth:`~mindformers_adaptive.lab.replay.tune.Tuning.certainty`.
+            dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``dropped_by_norm``,
+            ``start_up``, ``loss_scale`` (with ``phases``), ``outcomes``, ``advice``, ``scale_sense`` (the YAML section
+            as text) and ``certainty``, see :meth:`~mindformers_adaptive.lab.replay.tune.Tuning.certainty`.
         """
         run, facts = self.run, facts_of(self.run)
         return {

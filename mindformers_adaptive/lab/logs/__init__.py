@@ -117,6 +117,7 @@ def read_log(
         steps.final_loss_scale,
         steps.factor_bound,
         reader.timeline.superseded,
+        tuple(entry.step for entry in entries if entry.dropped_by_norm),
     )
 
 
