@@ -8,7 +8,7 @@ from typing import Any
 
 from mindformers_adaptive.rule.checks import require_integer
 
-__all__ = ["check_features", "value_at"]
+__all__ = ["check_features", "given_to_train_step", "value_at"]
 
 _SKIP = "use_skip_data_by_global_norm"
 _PER_TOKEN = "calculate_per_token_loss"
@@ -44,8 +44,8 @@ def value_at(config: Any, key: str) -> Any:
     return config
 
 
-def _of_train_step(config: Any, name: str) -> Any:
-    """What the train-step cell is given: by its own section, or else by the top of the file."""
+def given_to_train_step(config: Any, name: str) -> Any:
+    """Return what MindFormers gives to a train-step cell: from the cell's own section, or else from the top."""
     own = value_at(config, f"runner_wrapper.{name}")
     return value_at(config, name) if own is None else own
 
@@ -57,7 +57,7 @@ def _check_dropping(config: Any) -> None:
             f"'monitor_config.global_norm_spike_threshold' must be a float, but got {threshold!r}. Write it with a "
             "decimal point, as in 3.0."
         )
-    if not _of_train_step(config, _SKIP):
+    if not given_to_train_step(config, _SKIP):
         return
     if not value_at(config, "runner_wrapper.use_clip_grad"):
         raise ValueError(
@@ -75,7 +75,11 @@ def _check_dropping(config: Any) -> None:
 
 def _advise_on_loss_per_token(config: Any) -> None:
     scale_sense = value_at(config, "runner_wrapper.scale_sense")
-    if not _of_train_step(config, _PER_TOKEN) or config.get("resume_training") or not isinstance(scale_sense, dict):
+    if (
+        not given_to_train_step(config, _PER_TOKEN)
+        or config.get("resume_training")
+        or not isinstance(scale_sense, dict)
+    ):
         return
     scale = scale_sense.get("loss_scale_value")
     guided = scale_sense.get("type") == "GradientGuidedLossScaleUpdateCell"

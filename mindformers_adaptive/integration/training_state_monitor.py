@@ -25,16 +25,16 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
 
     Examples:
         >>> import numpy as np
-        >>> from mindspore.train._utils import _InternalCallbackParam
+        >>> from mindformers.tools.register import MindFormerConfig
         >>> monitor = TrainingStateMonitor(10, check_for_nan_in_loss_and_grad=True)
         >>> inf = Tensor(np.float32(np.inf))
         >>> loss, overflow, loss_scale, rate = Tensor(2.5), Tensor(True), Tensor(65536.0), Tensor(0.001)
         >>> outputs = (loss, overflow, loss_scale, rate, inf)
-        >>> monitor._boundary_check(_InternalCallbackParam(net_outputs=outputs, cur_step_num=1))
-        >>> monitor._boundary_check(_InternalCallbackParam(net_outputs=(inf, *outputs[1:]), cur_step_num=1))
+        >>> monitor._boundary_check(MindFormerConfig(net_outputs=outputs, cur_step_num=1))
+        >>> monitor._boundary_check(MindFormerConfig(net_outputs=(inf, *outputs[1:]), cur_step_num=1))
         Traceback (most recent call last):
             ...
-        ValueError: The loss of step 1 is inf. No loss scale causes that, so training ends here: ...
+        ValueError: The loss of step 1 is inf. No loss scale causes that, so training ends here: look at the data of ...
     """
 
     def abnormal_global_norm_check(self, cb_params):
