@@ -54,9 +54,9 @@ class Analysis:
         """Return everything, ready for JSON: None stands for what is not known.
 
         Returns:
-            dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``start_up``,
-            ``loss_scale`` (with ``phases``), ``overflowed_parameters``, ``outcomes``, ``advice``, ``scale_sense`` (the
-            YAML section as text) and ``certainty``, see
+            dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``dropped_by_norm``,
+            ``start_up``, ``loss_scale`` (with ``phases``), ``overflowed_parameters``, ``outcomes``, ``advice``,
+            ``scale_sense`` (the YAML section as text) and ``certainty``, see
             :meth:`~mindformers_adaptive.lab.replay.tune.Tuning.certainty`. ``overflowed_parameters`` has
             ``known_steps``, of how many skipped steps they are known, ``steps_without``, in how many of those no
             gradient of a Parameter overflowed, and ``counts``, in how many each did, by name, the most frequent first.

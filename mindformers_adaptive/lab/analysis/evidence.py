@@ -26,7 +26,8 @@ def facts_of(run: RecordedRun) -> dict[str, Any]:
         run (RecordedRun): at least one step, and a known loss scale.
 
     Returns:
-        dict with ``steps``, ``skipped``, ``start_up``, ``loss_scale`` and ``overflowed_parameters``, each a dict.
+        dict with ``steps``, ``skipped``, ``dropped_by_norm``, ``start_up``, ``loss_scale`` and
+        ``overflowed_parameters``, each a dict.
 
     A number that the log does not give exactly is None, with its bounds in ``..._at_least`` and ``..._at_most``; those
     of ``skipped`` are ``at_least`` and ``at_most``.
@@ -41,6 +42,10 @@ def facts_of(run: RecordedRun) -> dict[str, Any]:
     return {
         "steps": {"count": len(run), "first": int(run.step[0]), "last": int(run.step[-1])},
         "skipped": _skipped(run),
+        "dropped_by_norm": {
+            "count": len(run.dropped_by_norm),
+            "ranges": list(map(tuple, consecutive_runs(np.array(run.dropped_by_norm, dtype=np.int64)).tolist())),
+        },
         "start_up": {
             **_bounded("before_first_applied", *_before_first_applied(run)),
             "first_steps": min(_START_UP, len(run)),

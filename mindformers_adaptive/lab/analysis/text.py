@@ -51,6 +51,7 @@ def _log(analysis: Mapping[str, Any]) -> list[str]:
 
 def _steps(analysis: Mapping[str, Any]) -> list[str]:
     steps, skipped, start, scale = (analysis[key] for key in ("steps", "skipped", "start_up", "loss_scale"))
+    dropped = analysis["dropped_by_norm"]
     ranges = [as_range(first, last) for first, last in skipped["ranges"]]
     where = ", ".join(_cut(ranges, _RANGES_SHOWN, "and {} more")) or "none"
     share = f"{skipped['at_least'] / steps['count']:.1%}"
@@ -72,6 +73,12 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
     if skipped["longest_run_steps"]:
         longest = as_range(*skipped["longest_run_steps"])
         lines.append(f"          longest run of known skips: {skipped['longest_run']} ({longest})")
+    if dropped["count"]:
+        spans = [as_range(first, last) for first, last in dropped["ranges"]]
+        lines.append(
+            f"Dropped   {dropped['count']} without an overflow, for the size of their gradients: "
+            f"{', '.join(_cut(spans, _RANGES_SHOWN, 'and {} more'))}"
+        )
     if skipped["seconds_lost"] is not None:
         lines.append(
             f"Time      {skipped['seconds_lost']:.1f} s lost in {skipped['steps_with_seconds']} skipped step(s) of "

@@ -119,6 +119,7 @@ def read_log(
         reader.timeline.superseded,
         _or_none(steps.largest_gradient),
         tuple(steps.overflowed_parameters),
+        tuple(entry.step for entry in entries if entry.dropped_by_norm),
     )
 
 

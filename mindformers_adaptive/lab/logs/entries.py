@@ -46,6 +46,7 @@ class LogEntry(NamedTuple):
         loss (float), seconds (float): the step's loss, and how long a step took; nan where the line does not say.
         largest_gradient (float): the largest absolute gradient of the step, unscaled; nan where the line does not say.
         overflowed_parameters (tuple[str, ...], optional): whose gradients overflowed; None where that is not known.
+        dropped_by_norm (bool): whether the step was dropped for the size of its gradients, which is no overflow.
         after_restart (bool): whether the run was restarted between the line before and this one.
     """
 
@@ -62,6 +63,7 @@ class LogEntry(NamedTuple):
     seconds: float = math.nan
     largest_gradient: float = math.nan
     overflowed_parameters: tuple[str, ...] | None = None
+    dropped_by_norm: bool = False
     after_restart: bool = False
 
 

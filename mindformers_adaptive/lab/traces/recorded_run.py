@@ -47,6 +47,8 @@ class RecordedRun:
             unscaled, nan where the log does not say; None where it never does.
         overflowed_parameters (tuple[tuple[str, ...], ...]): for each skipped step of which it is known, the Parameters
             whose gradients overflowed.
+        dropped_by_norm (tuple[int, ...]): numbers of the steps that did not overflow and were dropped all the same, for
+            the size of their gradients, as far as the log says.
 
     Raises:
         ValueError: if the arrays do not have one length, the steps do not increase, or the lines do not add up.
@@ -79,6 +81,7 @@ class RecordedRun:
     lines_superseded: int = 0
     largest_gradient: Floats | None = None
     overflowed_parameters: tuple[tuple[str, ...], ...] = ()
+    dropped_by_norm: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]
