@@ -21,8 +21,8 @@ def report(result):
     yield f"MindSpore {result['mindspore']}, MindFormers {result['mindformers']}, CPU, graph mode; means over {means} ±"
     yield f"standard deviations. Skipped at the start: before {SETTLED} steps in a row were applied. Headroom lost:"
     yield "log2(ceiling / loss scale), the ceiling found by bisection on the real backward pass. Underflow: gradients"
-    yield "that are 0, and not at the ceiling. Both are means over applied steps, every 10th, and every 30th of the Llama."
-    yield f"The last column: steps until the result that FP32 has after {REACHED_AT:.0%} of its steps."
+    yield "that are 0, and not at the ceiling. Both are means over applied steps, every 10th, and every 30th of the"
+    yield f"Llama. The last column: steps until the result that FP32 has after {REACHED_AT:.0%} of its steps."
     for task in result["tasks"]:
         yield ""
         yield f"### {task['name']}: {task['about']}, {task['steps']} steps"
