@@ -92,11 +92,12 @@ class LossScaleTrainStep:
     def _feed_largest_gradient(self):
         update_cell = self.loss_scaling_manager
         update_cell.expect_largest_gradient([weight.name for weight in self.weights])
-        per_token = getattr(self, "calculate_per_token_loss", False)
+        name = "grads_for_legacy" if getattr(self, "use_legacy", True) else "grads_for_mcore"
+        # Older versions of MindFormers have no such method.
+        per_token = getattr(self, "calculate_per_token_loss", False) and hasattr(self, name)
         self.measure_largest_gradient = LargestGradient(update_cell, self.is_distributed, is_divided=per_token)
         if per_token:
             # What overflows is the gradient of the sum over the tokens, which is divided by their number afterwards.
-            name = "grads_for_legacy" if self.use_legacy else "grads_for_mcore"
             self.stock_grads = getattr(self, name)
             setattr(self, name, self.grads_with_divisor)
         if self.clips_before_detection and self.use_clip_grad:
@@ -176,7 +177,9 @@ def _require_update_cell(scale_sense):
     if isinstance(scale_sense, amp.LossScaleManager):
         remedy = "Give manager.get_update_cell(), or give the manager to Model(..., loss_scale_manager=manager)."
     elif isinstance(scale_sense, amp.LossScaler):
-        remedy = "A loss scaler is for functional training; give AdaptiveLossScaleUpdateCell with the same arguments."
+        own_cell = getattr(scale_sense, "update_cell", None)
+        name = "AdaptiveLossScaleUpdateCell" if own_cell is None else type(own_cell).__name__
+        remedy = f"A loss scaler is for functional training; give {name} with the same arguments."
     elif scale_sense is None:
         remedy = (
             "FixedLossScaleManager(..., drop_overflow_update=False) has no update cell; for a fixed scale without "

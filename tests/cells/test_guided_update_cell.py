@@ -5,6 +5,7 @@ import math
 import random
 import warnings
 
+import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from test_exported_graph import control_flow, forbidden_tensors, plain_outputs, 
 from test_wrapper import Regression
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.cells.largest_gradient import LargestGradient
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
 from mindformers_adaptive.rule.guided_rule import GuidedRule
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
@@ -61,15 +63,21 @@ def equal(ours, theirs):
 def test_cell_equals_the_rule_in_every_step(mode, exchange_rate, start):
     rule = GuidedRule(exchange_rate)
     state = rule.start(start)
-    fed = Fed(GradientGuidedLossScaleUpdateCell(start, exchange_rate=exchange_rate))
+    fed = Fed(GradientGuidedLossScaleUpdateCell(start, exchange_rate=exchange_rate, history_size=7))
     steps = 400 if mode == "graph" else 25
-    overflows = 0
+    overflows, history = 0, []
     for number, (ceiling, gradient, spike) in enumerate(made_up_steps(7, steps), start=1):
         overflow = spike or state.loss_scale > ceiling
-        state = rule.step(state, overflow, gradient)
+        before, state = state, rule.step(state, overflow, gradient)
         fed(Tensor(bool(overflow)), Tensor(np.float32(gradient)))
         assert all(map(equal, fed.update_cell.rule_state(), state)), number
         overflows += overflow
+        scales = {"loss_scale": before.loss_scale, "next_loss_scale": state.loss_scale, "largest_gradient": gradient}
+        counts = {name: getattr(state, name) for name in ("scale_window", "skipped_steps", "consecutive_overflows")}
+        history.append({"step": number, "overflow": bool(overflow), **scales, **counts})
+    for ours, theirs in zip(fed.update_cell.recent_steps(), history[-7:], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(equal(ours[name], theirs[name]) for name in theirs)
     assert fed.update_cell.state()["cur_iter"] == steps + 1
     assert fed.update_cell.state()["skipped_steps"] == overflows > 0
 
@@ -93,6 +101,34 @@ def test_graph_is_one_for_ascend(graph_mode):
     assert undocumented_on_ascend(graph) == set()
     # The bound is what it has today; the adaptive cell has at most 30.
     assert 100 < len(graph.kernels) <= 150
+
+
+class Pass(nn.Cell):
+    """The pass over two gradients."""
+
+    def __init__(self, update_cell):
+        super().__init__(auto_prefix=False)
+        self.update_cell = update_cell
+        update_cell.expect_largest_gradient(["first", "second"])
+        self.measure = LargestGradient(update_cell, is_divided=True)
+        if update_cell.each_largest is not None:
+            # Only for the export, which takes no Parameter that belongs to no cell.
+            self.insert_param_to_cell("each_largest", update_cell.each_largest)
+        self.insert_param_to_cell("gradient_divisor", self.measure.divisor)
+
+    def construct(self, first, second):
+        return self.measure((first, second))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_pass_over_the_gradients_is_one_for_ascend(graph_mode, keeps):
+    cell = GradientGuidedLossScaleUpdateCell(2**16, keep_each_largest=keeps)
+    gradients = Tensor(np.ones((3, 2), np.float16)), Tensor(np.ones(4, np.float32))
+    graph = export_graph(Pass(cell), *gradients)
+    assert control_flow(graph) == set()
+    # The gradient itself; it is cast first.
+    assert forbidden_tensors(graph) == {("FLOAT16", "first")}
+    assert undocumented_on_ascend(graph) == set()
 
 
 def trained(train_step_class, update_cell, batches, **arguments):
@@ -150,6 +186,9 @@ def test_gradients_are_measured_before_they_are_clipped(graph_mode):
     assert largest[0] == largest[1] > 1e-4
 
 
+@pytest.mark.skipif(
+    not hasattr(mindformers.wrapper.MFTrainOneStepCell, "grads_for_legacy"), reason="an older version of MindFormers"
+)
 @pytest.mark.parametrize("clip", [False, True])
 def test_with_a_loss_per_token_the_gradient_that_overflows_is_measured(mode, clip):
     network = PerToken()

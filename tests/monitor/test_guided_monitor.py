@@ -5,6 +5,7 @@ import math
 import mindspore
 import numpy as np
 import pytest
+from event_files import read_scalars
 from mindspore import Parameter, Tensor, nn
 from test_loss_scale_monitor import train
 
@@ -61,10 +62,13 @@ def named(messages):
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 6])
-def test_record_is_the_rule_with_the_gradients(path, every_n_steps):
+def test_record_is_the_rule_with_the_gradients(path, tmp_path, every_n_steps):
     history_size = every_n_steps if every_n_steps > 1 else 0
-    train(build(history_size=history_size), [LossScaleMonitor(path, every_n_steps)], OVERFLOWS)
+    monitor = LossScaleMonitor(path, every_n_steps, tensorboard_dir=tmp_path / "scalars")
+    train(build(history_size=history_size), [monitor], OVERFLOWS)
     lines = read_record(path)
+    applied = [step for step, overflow in enumerate(OVERFLOWS, start=1) if not overflow]
+    assert read_scalars(tmp_path / "scalars")["loss_scaling/largest_gradient"] == dict.fromkeys(applied, 2.0)
     rule = GuidedRule()
     state = rule.start(2.0**10)
     for step, (line, overflow) in enumerate(zip(lines, OVERFLOWS, strict=True), start=1):
