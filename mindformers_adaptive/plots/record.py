@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["draw_loss_scale", "draw_record", "draw_run", "loss_line", "mark_broken_loss", "mark_skipped"]
-__all__ += ["use_loss_axis", "use_loss_scale_axis"]
+__all__ += ["draw_shown_ceiling", "use_loss_axis", "use_loss_scale_axis"]
 
 # From so many steps on, a line of medians shows the loss without its noise.
 _SMOOTH_FROM = 200
@@ -147,9 +147,7 @@ def mark_broken_loss(axes: Axes, run: RunSeries, colour: str, label: str) -> Non
 def _draw_loss_scale(axes: Axes, run: RunSeries) -> None:
     canvas.dress(axes, title="loss scale", y_label="loss scale, log2")
     use_loss_scale_axis(axes, [run])
-    if run.ceiling is not None:
-        known = np.isfinite(run.ceiling)
-        draw_ceiling(axes, run.step[known], run.ceiling[known], "ceiling that gradients show")
+    draw_shown_ceiling(axes, run, "ceiling that gradients show")
     draw_loss_scale(axes, run, canvas.MAIN, "loss scale")
     if run.overflow.any() or run.all_skipped:
         label = f"skipped step ({run.overflow.sum():,})"
@@ -169,6 +167,13 @@ def use_loss_scale_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
         ceilings = [np.nanmax(run.ceiling) for run in runs if run.ceiling is not None]
         # A single tiny gradient must not squeeze everything else.
         canvas.use_power_of_two_axis(axes, lowest, max([highest, *np.minimum(ceilings, _CEILINGS_UP_TO * highest)]))
+
+
+def draw_shown_ceiling(axes: Axes, run: RunSeries, label: str) -> None:
+    """Shade the scales above the ceiling that the gradients of a run show, if they are known."""
+    if run.ceiling is not None:
+        known = np.isfinite(run.ceiling)
+        draw_ceiling(axes, run.step[known], run.ceiling[known], label)
 
 
 def draw_loss_scale(axes: Axes, run: RunSeries, colour: str, label: str, dashes: str = "solid") -> None:
