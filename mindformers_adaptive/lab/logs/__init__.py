@@ -117,6 +117,7 @@ def read_log(
         steps.final_loss_scale,
         steps.factor_bound,
         reader.timeline.superseded,
+        smallest_window=min((entry.scale_window for entry in entries if entry.scale_window >= 1), default=np.nan),
     )
 
 

@@ -44,6 +44,7 @@ class LogEntry(NamedTuple):
         steps (int, optional): for how many steps the line speaks; None for as many as the others do.
         placed (bool): whether ``step`` stood in the log; False where it was counted.
         loss (float), seconds (float): the step's loss, and how long a step took; nan where the line does not say.
+        scale_window (float): the window after the step, in steps; nan where the line does not say.
         after_restart (bool): whether the run was restarted between the line before and this one.
     """
 
@@ -58,6 +59,7 @@ class LogEntry(NamedTuple):
     placed: bool = True
     loss: float = math.nan
     seconds: float = math.nan
+    scale_window: float = math.nan
     after_restart: bool = False
 
 

@@ -43,6 +43,7 @@ class RecordedRun:
         final_loss_scale (float): the scale after the last step, nan where nothing is known of it.
         factor_bound (float, optional): the largest ``scale_factor`` that the log allows. Default: None, that itself.
         lines_superseded (int): used lines that speak of steps that later lines speak of otherwise.
+        smallest_window (float): the smallest scale window that the log names, in steps; nan where it names none.
 
     Raises:
         ValueError: if the arrays do not have one length, the steps do not increase, or the lines do not add up.
@@ -73,6 +74,7 @@ class RecordedRun:
     final_loss_scale: float = np.nan
     factor_bound: float | None = None
     lines_superseded: int = 0
+    smallest_window: float = np.nan
 
     def __post_init__(self) -> None:
         arrays = (self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds)
