@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from mindformers_adaptive.integration.feature_checks import check_features, value_at
+from mindformers_adaptive.integration.precision import warn_of_needless_scaling
 from mindformers_adaptive.rule.checks import require_flag, require_integer, require_number
 
 __all__ = ["check_config"]
@@ -54,6 +55,7 @@ def check_config(config: Any) -> None:
     if isinstance(train_step, dict) and train_step:
         _check_train_step(train_step)
         _check_scale_sense(train_step.get("scale_sense"))
+        warn_of_needless_scaling(config)
     for key, module_type in (("optimizer", "optimizer"), ("lr_schedule", "lr")):
         if isinstance(config.get(key), dict) and config[key].get("type"):
             _find_class(config[key], key, module_type)

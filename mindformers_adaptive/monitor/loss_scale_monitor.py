@@ -11,6 +11,7 @@ from mindformers_adaptive.monitor.collapse import CollapseDetector
 from mindformers_adaptive.monitor.output import MonitorOutput, RecordingCallback
 from mindformers_adaptive.monitor.overflow_names import HOW_TO_NAME, OverflowNames, overflowed_in
 from mindformers_adaptive.monitor.record import FIELDS
+from mindformers_adaptive.monitor.short_run import too_short_for_window
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, last_step_before, read_loss
 from mindformers_adaptive.monitor.stop_signals import StopSignals
 from mindformers_adaptive.rule.checks import require_integer
@@ -146,6 +147,8 @@ class LossScaleMonitor(RecordingCallback):
         self._output.append([])
         self._reader.count_from(self._output.record.last_skipped_steps if self._looked_at else 0)
         self._look_before_saving(run_context)
+        if message := too_short_for_window(params, self._reader.window[0], self._looked_at, update_cell):
+            logger.warning("%s", message)
         if self._output.writes:
             self._signals.install()
 

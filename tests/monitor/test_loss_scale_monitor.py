@@ -116,6 +116,16 @@ def test_record_is_the_rule_step_by_step(path, train_step_class, history_size):
     assert {math.isfinite(loss) for loss in losses.seen} == {True, False}
 
 
+def test_a_training_shorter_than_its_window_is_warned_of(path, messages):
+    too_short = "The loss scale cannot rise in this training: it has 25 steps, and the scale rises after 30 steps"
+    for window in (25, 30):
+        assert not [message for message in messages() if message.startswith("The loss scale cannot rise")]
+        cell = nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, window)
+        train(build(cell), [LossScaleMonitor(path)], [False] * 25)
+    [message] = [message for message in messages() if message.startswith("The loss scale cannot rise")]
+    assert message.startswith(too_short)
+
+
 def test_record_is_the_rule_in_pynative_mode(path):
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     train(build(adaptive(history_size=4)), [LossScaleMonitor(path, every_n_steps=4)], OVERFLOWS[:9])

@@ -62,7 +62,7 @@ class Advice:
 
     Attributes:
         rule (str): "start lower", "start higher", "larger window", "smaller window", "moving window", "more
-            hysteresis", "less hysteresis" or "collapse".
+            hysteresis", "less hysteresis", "short run" or "collapse".
         change (str): what to change.
         reason (str): why, with figures.
         figures (dict): the figures by name, ready for JSON.
@@ -98,7 +98,7 @@ def advise(
         scale = np.append(np.full(reached, start.settings["loss_scale_value"]), scale[reached:])
     recorded = measure(trace, np.append(scale, scale[-1]))
     usable = scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
-    advice = [collapse, start]
+    advice = [collapse, start, _short_run(run, changes)]
     if collapse is not None or not len(usable):
         return [one for one in advice if one is not None], None
     if start is None:
@@ -214,6 +214,19 @@ def _why_lower(run: RecordedRun, reached: int, better: float, figures: dict[str,
     return (
         f"{reason} The log begins at step {run.step[0]}: if the run was resumed there without its loss scale, resume "
         "the loss scale too."
+    )
+
+
+def _short_run(run: RecordedRun, changes: Sequence[Change]) -> Advice | None:
+    """The advice for a run that is shorter than its window, in which the scale cannot rise."""
+    steps, window = int(run.step[-1]), run.smallest_window
+    if run.step[0] != 1 or not steps < window or any(change.kind == "raise" for change in changes):
+        return None
+    return Advice(
+        "short run",
+        f"In {steps} steps rely on the start: take the scale that 'find' says, or a window below {steps} steps.",
+        f"The scale rises after {window:g} steps without an overflow, and the run has {steps}: it can only fall.",
+        {"steps": steps, "window": int(window)},
     )
 
 

@@ -47,6 +47,7 @@ class LogEntry(NamedTuple):
         largest_gradient (float): the largest absolute gradient of the step, unscaled; nan where the line does not say.
         overflowed_parameters (tuple[str, ...], optional): whose gradients overflowed; None where that is not known.
         dropped_by_norm (bool): whether the step was dropped for the size of its gradients, which is no overflow.
+        scale_window (float): the window after the step, in steps; nan where the line does not say.
         after_restart (bool): whether the run was restarted between the line before and this one.
     """
 
@@ -64,6 +65,7 @@ class LogEntry(NamedTuple):
     largest_gradient: float = math.nan
     overflowed_parameters: tuple[str, ...] | None = None
     dropped_by_norm: bool = False
+    scale_window: float = math.nan
     after_restart: bool = False
 
 

@@ -49,6 +49,7 @@ class RecordedRun:
             whose gradients overflowed.
         dropped_by_norm (tuple[int, ...]): numbers of the steps that did not overflow and were dropped all the same, for
             the size of their gradients, as far as the log says.
+        smallest_window (float): the smallest scale window that the log names, in steps; nan where it names none.
 
     Raises:
         ValueError: if the arrays do not have one length, the steps do not increase, or the lines do not add up.
@@ -82,6 +83,7 @@ class RecordedRun:
     largest_gradient: Floats | None = None
     overflowed_parameters: tuple[tuple[str, ...], ...] = ()
     dropped_by_norm: tuple[int, ...] = ()
+    smallest_window: float = np.nan
 
     def __post_init__(self) -> None:
         arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]

@@ -398,3 +398,37 @@ def test_without_names_nothing_is_said_of_parameters():
     found = analyze(run_of([8, 4], [1, 0]))
     assert found.to_dict()["overflowed_parameters"] == {"known_steps": 0, "steps_without": 0, "counts": {}}
     assert "Overflow " not in found.text()
+
+
+def short_run(steps, window, first_step=1, scales=None):
+    scales = [65536.0] * steps if scales is None else scales
+    return run_of(scales, [False] * steps, first_step=first_step, smallest_window=float(window))
+
+
+def test_a_run_shorter_than_its_window_is_told_so():
+    [advice] = analyze(short_run(25, 1000)).advice
+    assert (advice.rule, advice.figures) == ("short run", {"steps": 25, "window": 1000})
+    assert "a window below 25 steps" in advice.change
+    assert "after 1000 steps without an overflow, and the run has 25" in advice.reason
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        short_run(25, 25),
+        short_run(25, np.nan),
+        short_run(25, 1000, first_step=2),
+        short_run(25, 1000, scales=[65536.0] * 20 + [131072.0] * 5),
+    ],
+)
+def test_others_are_not(run):
+    assert "short run" not in rules(run)
+
+
+def test_the_window_of_a_record_is_read(tmp_path):
+    log = tmp_path / "run.jsonl"
+    line = '{"step": %d, "overflow": false, "loss_scale": 65536.0, "next_loss_scale": 65536.0, "scale_window": %s}\n'
+    log.write_text("".join(line % (step, "null" if step < 3 else 1000) for step in range(1, 26)))
+    run = read_log(log)
+    assert run.smallest_window == 1000
+    assert rules(run) == ["short run"]
