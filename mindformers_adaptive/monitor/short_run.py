@@ -1,9 +1,16 @@
 """A warning for a training that is shorter than its scale window."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 __all__ = ["too_short_for_window"]
 
 
-def too_short_for_window(params, scale_window, steps_before, update_cell):
+def too_short_for_window(
+    params: Mapping[str, Any], scale_window: int | None, steps_before: int, update_cell: object
+) -> str | None:
     """Return a warning for a training that ends before its loss scale can rise, else None.
 
     Args:
