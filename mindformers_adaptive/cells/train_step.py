@@ -37,7 +37,8 @@ class LossScaleTrainStep:
       names.
     - When training starts, the restored loss scale is checked, and the log says from where loss scaling goes on.
     - Construction raises TypeError if ``scale_sense`` is a loss-scale manager, a loss scaler, a class, a dict, a str, a
-      bool or None, and ValueError if the optimizer divides the gradients too.
+      bool or None, and ValueError if the optimizer divides the gradients too, or if steps are to be dropped by a norm
+      that is not calculated.
 
     Examples:
         >>> class TrainStep(LossScaleTrainStep, nn.TrainOneStepWithLossScaleCell):
@@ -63,6 +64,7 @@ class LossScaleTrainStep:
             _require_update_cell(arguments["scale_sense"])
         refuse_dividing_optimizer(arguments.get("optimizer"))
         stock_init(*args, **kwargs)
+        _require_norm(self)
         # Chosen per instance: in a graph super().get_overflow_status() resolves to the override itself, without end.
         stock_detection = nn.TrainOneStepWithLossScaleCell.get_overflow_status
         if _runs_on_cpu() and type(self).get_overflow_status is stock_detection:
@@ -198,6 +200,14 @@ def _require_update_cell(scale_sense):
         f"'scale_sense' must be an update cell or a Tensor, but got {scale_sense!r} of type "
         f"{type(scale_sense).__name__}. {remedy}"
     )
+
+
+def _require_norm(train_step):
+    if getattr(train_step, "use_skip_data_by_global_norm", False) and not train_step.use_clip_grad:
+        raise ValueError(
+            "'use_clip_grad' must be True with 'use_skip_data_by_global_norm', because only clipping calculates the "
+            "norm of the gradients, but got False. Set it to True; a large 'max_grad_norm' clips nothing."
+        )
 
 
 def _rename_returned_learning_rate(train_step):

@@ -9,8 +9,11 @@ from mindformers import TrainingArguments
 from mindformers.models import PreTrainedModel
 from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
+from mindspore.dataset.engine.datasets import Dataset
 
+from mindformers_adaptive.integration.accumulation import accumulate, take_accumulation_steps
 from mindformers_adaptive.integration.config_checks import check_config
+from mindformers_adaptive.integration.cpu_checks import check_cpu
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.integration.workarounds import prepare
 
@@ -84,6 +87,24 @@ class Trainer(mindformers.Trainer):
         prepare(self.config)
         super()._check_config_rules()
 
+    def _init_model(self, is_train=False):
+        super()._init_model(is_train)
+        if is_train and mindspore.get_context("device_target") == "CPU":
+            check_cpu(self.config, self.model.config if self.is_model_instance else None)
+            self._accumulate()
+
+    def _accumulate(self):
+        steps = take_accumulation_steps(self.config) if self.wrapper is None else 1
+        if steps > 1:
+            _require_whole_micro_batches(self.train_dataset, steps)
+            accumulate(self.trainer, steps)
+        elif (given := self.config.runner_config.gradient_accumulation_steps or 1) > 1:
+            warnings.warn(
+                f"'runner_config.gradient_accumulation_steps' must be 1 with 'wrapper', which is trained as it is, but "
+                f"got {given}: nothing is accumulated. Put nn.GradAccumulationCell around the model in the wrapper.",
+                stacklevel=4,
+            )
+
     def _give_wrapper(self, network, optimizer):
         if network is not self.model:
             warnings.warn(
@@ -112,6 +133,15 @@ def _fit_window(args, scale_sense):
                 "its window itself. Leave it out.",
                 stacklevel=2,
             )
+
+
+def _require_whole_micro_batches(dataset, steps):
+    if isinstance(dataset, Dataset) and dataset.get_batch_size() % steps:
+        raise ValueError(
+            f"'train_dataset' must have batches that can be cut into {steps} micro batches, as "
+            f"'gradient_accumulation_steps' says, but its batches have {dataset.get_batch_size()} samples. Make them "
+            "larger, or leave the batching to MindFormers."
+        )
 
 
 def _check_train_step(wrapper):

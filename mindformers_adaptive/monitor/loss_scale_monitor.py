@@ -11,6 +11,7 @@ from mindformers_adaptive.monitor.collapse import CollapseDetector
 from mindformers_adaptive.monitor.output import MonitorOutput, RecordingCallback
 from mindformers_adaptive.monitor.overflow_names import HOW_TO_NAME, OverflowNames, overflowed_in
 from mindformers_adaptive.monitor.record import FIELDS
+from mindformers_adaptive.monitor.short_run import too_short_for_window
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, last_step_before, read_loss
 from mindformers_adaptive.monitor.stop_signals import StopSignals
 from mindformers_adaptive.rule.checks import require_integer
@@ -21,6 +22,9 @@ FILE_NAME = "loss_scale_record.jsonl"
 
 # Scalars for TensorBoard are named TAG/KEY, where KEY is that of the record.
 TAG = "loss_scaling"
+
+# Of the norm of the gradients, in what MindFormers' train-step cells return.
+_PLACE_OF_NORM = 4
 
 
 class LossScaleMonitor(RecordingCallback):
@@ -43,6 +47,8 @@ class LossScaleMonitor(RecordingCallback):
     ``skipped_steps``                overflowed steps so far
     ``largest_gradient``             largest absolute gradient of the step, unscaled and before clipping
     ``overflowed_parameters``        only if it can be known: the Parameters whose gradients had an inf or a NaN
+    ``dropped_by_norm``              whether MindFormers dropped the step for the size of its gradients, with
+                                     ``use_skip_data_by_global_norm``; that is no overflow, and the scale stays
     ================================ ===========================================================================
 
     A value is null where it is unknown: the window of another update cell, the largest gradient where the cell does not
@@ -135,12 +141,14 @@ class LossScaleMonitor(RecordingCallback):
         self._looked_at = last_step_before(params, update_cell, self._looked_at)
         self._ahead_of_model = self._looked_at - params.cur_step_num
         self._ahead_of_cell = self._looked_at - (self._reader.steps_taken() or 0)
-        self._called_at, self._losses = self._looked_at, {}
+        self._called_at, self._seen = self._looked_at, {}
         self._output.open(self._looked_at)
         # Before the first step, so that a folder that cannot be written to is reported at once.
         self._output.append([])
         self._reader.count_from(self._output.record.last_skipped_steps if self._looked_at else 0)
         self._look_before_saving(run_context)
+        if message := too_short_for_window(params, self._reader.window[0], self._looked_at, update_cell):
+            logger.warning("%s", message)
         if self._output.writes:
             self._signals.install()
 
@@ -156,7 +164,7 @@ class LossScaleMonitor(RecordingCallback):
 
     def on_train_end(self, run_context):
         """Record the steps since the last look."""
-        if self._reader is not None and self._losses:
+        if self._reader is not None and self._seen:
             self._look(run_context)
         super().on_train_end(run_context)
 
@@ -172,7 +180,8 @@ class LossScaleMonitor(RecordingCallback):
         params = run_context.original_args()
         self._called_at = self._ahead_of_model + params.cur_step_num
         outputs = params.net_outputs
-        self._losses[self._called_at] = outputs[0] if isinstance(outputs, tuple | list) else outputs
+        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        self._seen[self._called_at] = outputs[0], outputs[_PLACE_OF_NORM] if len(outputs) > _PLACE_OF_NORM else None
 
     def _look_before_saving(self, run_context):
         # A run that is killed goes on after its last checkpoint, so the steps before have to be in the record by then.
@@ -222,10 +231,10 @@ class LossScaleMonitor(RecordingCallback):
         return f" {HOW_TO_NAME}" if self._reader.measures_gradients else ""
 
     def _read_entries(self, outputs):
-        """Return the steps since the last look, oldest first, with the losses that the host has seen."""
+        """Return the steps since the last look, oldest first, with the losses and norms that the host has seen."""
         taken = self._reader.steps_taken()
         step = self._called_at if taken is None else self._ahead_of_cell + taken
-        losses, self._losses = self._losses, {}
+        seen, self._seen = self._seen, {}
         if step == self._looked_at:
             return []
         went_back = step < self._looked_at
@@ -235,9 +244,11 @@ class LossScaleMonitor(RecordingCallback):
             self._output.restart(entries[0]["step"] - 1)
         # Where one call of the network takes several steps, its loss is that of the last.
         if step != self._called_at:
-            losses = {step: losses[self._called_at]}
+            seen = {step: seen[self._called_at]}
         for entry in entries:
-            entry["loss"] = read_loss(losses.get(entry["step"]))
+            loss, norm = seen.get(entry["step"], (None, None))
+            entry["loss"] = read_loss(loss)
+            entry["dropped_by_norm"] = self._reader.dropped_by_norm(entry["overflow"], norm)
         self._looked_at = step
         return entries
 

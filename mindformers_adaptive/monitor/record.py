@@ -26,6 +26,7 @@ FIELDS = (
     "down_num",
     "skipped_steps",
     "largest_gradient",
+    "dropped_by_norm",
 )
 
 

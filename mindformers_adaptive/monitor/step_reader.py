@@ -126,6 +126,22 @@ class StepReader:
         self._loss_scale = entries[-1]["next_loss_scale"]
         return entries
 
+    def dropped_by_norm(self, overflow, norm):
+        """Return whether MindFormers dropped a step for the size of its gradients; None if unknown.
+
+        Waits for the device.
+
+        Args:
+            overflow (bool, optional): whether the step overflowed, and was skipped for that.
+            norm (Tensor, optional): of the step's gradients, float32 of shape () or (1,).
+        """
+        if overflow or not getattr(self._train_step, "use_skip_data_by_global_norm", False):
+            return False
+        if overflow is None or not isinstance(norm, Tensor):
+            return None
+        # As in the graph, where a NaN is not below the threshold either.
+        return not float(norm.asnumpy().item()) < self._train_step.global_norm_spike_threshold
+
     def _read_history(self, step, count):
         if not hasattr(self._update_cell, "recent_steps"):
             return []

@@ -158,11 +158,12 @@ class TrainingRun:
         options (dict): keys of the YAML file and their values.
         steps (int): how long it trains.
         processes (int): more than 1 starts it under msrun, in data parallel.
+        arguments (Sequence[str]): further options of the launcher.
     """
 
     _started = 0
 
-    def __init__(self, output, corpus, options, steps=40, processes=1):
+    def __init__(self, output, corpus, options, steps=40, processes=1, arguments=()):
         TrainingRun._started += 1
         logs = output.with_name(f"{output.name}.{TrainingRun._started}.logs")
         logs.mkdir(parents=True)
@@ -178,17 +179,14 @@ class TrainingRun:
             **options,
         }
         programs = Path(sys.executable).parent
-        command = [sys.executable]
+        command, environment = [sys.executable, ROOT / "scripts" / "run_mindformer.py"], {"PYTHONPATH": str(ROOT)}
+        config = "tiny_llama_cpu_fp16.yaml"
         if processes > 1:
-            options |= {"use_parallel": True, "parallel_config.data_parallel": processes}
-            command = [
-                programs / "msrun",
-                f"--worker_num={processes}",
-                f"--local_worker_num={processes}",
-                "--join=True",
-            ]
-            command += [f"--master_port={_free_port()}", f"--log_dir={logs}"]
-        command += [ROOT / "scripts" / "run_mindformer.py", "--config", ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"]
+            command = ["bash", ROOT / "scripts" / "launch_many.sh", processes]
+            environment |= {"MASTER_PORT": str(_free_port()), "LOG_DIR": str(logs)}
+            config = "tiny_llama_cpu_fp16_parallel.yaml"
+            options["parallel_config.data_parallel"] = processes
+        command += ["--config", ROOT / "configs" / config, *arguments]
         command += ["--options", *(f"{key}={value}" for key, value in options.items())]
         # msrun starts whatever `python` it finds on the PATH.
         path = f"{programs}{os.pathsep}{os.environ['PATH']}"
@@ -196,7 +194,7 @@ class TrainingRun:
             self.process = subprocess.Popen(
                 list(map(str, command)),
                 cwd=logs,
-                env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **environment, "PATH": path},
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -234,6 +232,14 @@ class TrainingRun:
                     process.kill()
             self.process.wait()
 
+    def kill_one(self, rank):
+        """SIGKILL one process of several, and see that all others end with it."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        [worker] = (process for process in started if _is_worker(process, rank))
+        worker.kill()
+        assert self.process.wait(timeout=120) != 0
+        assert [process for process in started if process.is_running()] == []
+
     def text(self, rank=0):
         """Return what a process printed so far."""
         return self.logs[rank].read_text() if self.logs[rank].exists() else ""
@@ -255,6 +261,13 @@ class TrainingRun:
         pairs = dict(item.split() for item in listed.split(", "))
         of_floats = ("loss_scale", "level", "largest_gradient")
         return {name: float(value) if name in of_floats else int(value) for name, value in pairs.items()}
+
+
+def _is_worker(process, rank):
+    environment = process.environ()
+    # msrun also starts a `tail` of each log, with the same environment.
+    role = environment.get("MS_ROLE"), environment.get("RANK_ID")
+    return role == ("MS_WORKER", str(rank)) and process.name() != "tail"
 
 
 def _free_port():

@@ -28,8 +28,15 @@ def test_overflow_in_one_process_is_skipped_by_both(kind, tmp_path):
     assert second["steps"] == expected
     assert first["state"] == second["state"]
     assert first["state"]["skipped_steps"] == 1
+    # The detection adds 4 bytes to what the processes exchange.
+    # The detection adds 4 bytes to what the processes exchange.
+    detection = ["AllReduce", "FLOAT", []]
     if kind == "data_parallel":
         assert first["weight"] == second["weight"]
+        gradients = [["AllReduce", "FLOAT", [3, 4]], ["AllReduce", "FLOAT", [3]]]
+        assert first["collectives"] == [*gradients, detection]
+    else:
+        assert first["collectives"] == [detection]
     assert_both_are_guided_by_the_largest_gradient_of_all(kind, first["guided"], second["guided"])
 
 
@@ -62,7 +69,8 @@ def run_two_processes(kind, folder):
         port = free.getsockname()[1]
     # msrun starts whatever `python` it finds on the PATH.
     programs = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"
     worker = ROOT / "tests" / "helpers" / "two_processes.py"
     command = [programs / "msrun", "--worker_num=2", "--local_worker_num=2", "--join=True", f"--log_dir={folder}"]
     command += [f"--master_port={port}", worker, kind, folder]

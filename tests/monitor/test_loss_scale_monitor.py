@@ -79,8 +79,7 @@ def replay(overflows=OVERFLOWS, **arguments):
         line = {"step": step, "overflow": overflow, "loss_scale": before.loss_scale}
         line |= {"next_loss_scale": state.loss_scale, "scale_window": state.scale_window}
         line |= {name: getattr(state, name) for name in ("window_index", "growth_num", "down_num", "skipped_steps")}
-        line["largest_gradient"] = None
-        lines.append(line)
+        lines.append(line | {"largest_gradient": None, "dropped_by_norm": False})
     return lines
 
 
@@ -115,6 +114,16 @@ def test_record_is_the_rule_step_by_step(path, train_step_class, history_size):
     assert str([line["loss"] for line in lines]) == str(losses.seen)
     assert len({line["scale_window"] for line in lines}) == 3
     assert {math.isfinite(loss) for loss in losses.seen} == {True, False}
+
+
+def test_a_training_shorter_than_its_window_is_warned_of(path, messages):
+    too_short = "The loss scale cannot rise in this training: it has 25 steps, and the scale rises after 30 steps"
+    for window in (25, 30):
+        assert not [message for message in messages() if message.startswith("The loss scale cannot rise")]
+        cell = nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, 2, window)
+        train(build(cell), [LossScaleMonitor(path)], [False] * 25)
+    [message] = [message for message in messages() if message.startswith("The loss scale cannot rise")]
+    assert message.startswith(too_short)
 
 
 def test_record_is_the_rule_in_pynative_mode(path):
@@ -257,8 +266,8 @@ def test_with_a_fixed_scale_all_is_recorded_that_there_is(path, scale_sense):
     monitor, network = LossScaleMonitor(path, every_n_steps=2), build(scale_sense)
     train(network, [monitor], [True, False])
     train(network, [monitor], [False, False, True])
-    unknown = dict.fromkeys(FIELDS[5:])
-    common = {"loss_scale": 8.0, "next_loss_scale": 8.0, **unknown}
+    unknown = dict.fromkeys(FIELDS[5:-1])
+    common = {"loss_scale": 8.0, "next_loss_scale": 8.0, **unknown, "dropped_by_norm": False}
     assert without_loss(read_record(path)) == [
         missing(1, 1),
         {"step": 2, "overflow": False, **common},
@@ -460,7 +469,8 @@ def test_every_number_is_a_scalar_for_tensorboard(path, tmp_path):
         f"loss_scaling/{field}": {
             line["step"]: float(line[field]) for line in read_record(path) if math.isfinite(line[field])
         }
-        for field in FIELDS[1:-1]
+        for field in FIELDS[1:]
+        if field != "largest_gradient"
     }
     scalars = read_scalars(folder)
     assert scalars.keys() == expected.keys()

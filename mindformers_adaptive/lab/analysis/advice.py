@@ -62,7 +62,7 @@ class Advice:
 
     Attributes:
         rule (str): "start lower", "start higher", "larger window", "smaller window", "moving window", "more
-            hysteresis", "less hysteresis" or "collapse".
+            hysteresis", "less hysteresis", "short run" or "collapse".
         change (str): what to change.
         reason (str): why, with figures.
         figures (dict): the figures by name, ready for JSON.
@@ -76,7 +76,9 @@ class Advice:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[list[Advice], Tuning | None]:
+def advise(
+    run: RecordedRun, trace: Trace, changes: Sequence[Change]
+) -> tuple[list[Advice], Tuning[Configuration] | None]:
     """Return what to change, and the settings that follow from it.
 
     Args:
@@ -96,7 +98,7 @@ def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[l
         scale = np.append(np.full(reached, start.settings["loss_scale_value"]), scale[reached:])
     recorded = measure(trace, np.append(scale, scale[-1]))
     usable = scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
-    advice = [collapse, start]
+    advice = [collapse, start, _short_run(run, changes)]
     if collapse is not None or not len(usable):
         return [one for one in advice if one is not None], None
     if start is None:
@@ -215,6 +217,19 @@ def _why_lower(run: RecordedRun, reached: int, better: float, figures: dict[str,
     )
 
 
+def _short_run(run: RecordedRun, changes: Sequence[Change]) -> Advice | None:
+    """The advice for a run that is shorter than its window, in which the scale cannot rise."""
+    steps, window = int(run.step[-1]), run.smallest_window
+    if run.step[0] != 1 or not steps < window or any(change.kind == "raise" for change in changes):
+        return None
+    return Advice(
+        "short run",
+        f"In {steps} steps rely on the start: take the scale that 'find' says, or a window below {steps} steps.",
+        f"The scale rises after {window:g} steps without an overflow, and the run has {steps}: it can only fall.",
+        {"steps": steps, "window": int(window)},
+    )
+
+
 def _unseen_start(run: RecordedRun, scale: float) -> Advice | None:
     """The advice for a log whose first line stands for several steps: what they started from is not in it."""
     steps = int(run.line_ends()[0])
@@ -279,7 +294,7 @@ def _hysteresis(
 
 def _windows(
     trace: Trace, recorded: Measures, largest: int, settings: dict[str, Any]
-) -> tuple[Advice | None, Tuning | None]:
+) -> tuple[Advice | None, Tuning[Configuration] | None]:
     """Judge larger windows than the largest of the run, smaller ones, and those on both sides of it."""
     tried = _configurations(settings)
     costs = tune([trace], tried).costs[:, 0] * len(trace) / 1000.0
@@ -317,7 +332,7 @@ def _direction(configuration: Configuration, window: int) -> str:
     return "smaller window" if largest <= window else "moving window"
 
 
-def _best_windows(trace: Trace, settings: dict[str, Any], run: RecordedRun) -> Tuning:
+def _best_windows(trace: Trace, settings: dict[str, Any], run: RecordedRun) -> Tuning[Configuration]:
     """The windows that cost least on the trace; the defaults where it does not show what windows cost."""
     shows_windows = len(trace) >= DEFAULT_MAX_SCALE_WINDOW and run.position_known.mean() >= _KNOWN
     return tune([trace], _configurations(settings) if shows_windows else [Configuration(**settings)])

@@ -1,0 +1,55 @@
+"""The benchmark of a whole step: what it says of times that are known, and that it measures."""
+
+import json
+import math
+
+import pytest
+from bench_detection import ALL_FINITE, EMPTY, LARGEST, NUMPY, PLAIN, detection_table
+from bench_step import DYNAMIC, GRADIENTS, QUICK_NAMES, extra_percent, report
+from conftest import ROOT
+
+SCRIPT = ROOT / "scripts" / "bench_step.py"
+
+
+def times(**others):
+    return {DYNAMIC: [100.0, 200.0, 100.0, 400.0], "adaptive": [101.0, 202.0, 101.0, 404.0], **others}
+
+
+def test_extra_cost_is_that_of_paired_steps():
+    # The rounds differ fourfold, as on a busy machine; within each the difference is the same.
+    extra, error = extra_percent(times(), "adaptive")
+    assert (extra, error) == (pytest.approx(1.0), pytest.approx(0.0))
+    assert extra_percent(times(), DYNAMIC)[0] == 0.0
+    noisy, error = extra_percent(times(guided=[90.0, 220.0, 110.0, 360.0]), "guided")
+    assert (noisy, error > 1) == (pytest.approx(0.0), True)
+
+
+def test_a_look_every_100_steps_costs_a_hundredth_of_it():
+    extra, _ = extra_percent(times(**{GRADIENTS: [300.0, 300.0]}), GRADIENTS)
+    assert extra == pytest.approx(1.0 + 100 * 300.0 / 100 / 150.0)
+
+
+def test_detection_is_compared_with_a_plain_pass_above_an_empty_call():
+    taken = {EMPTY: 1.0, PLAIN: 3.0, ALL_FINITE: 7.0, LARGEST: 4.0, NUMPY: 1.0}
+    assert list(detection_table({50: taken}))[-1] == "| 50 | 3.0 | 1.5 | 0.5 |"
+
+
+@pytest.mark.slow
+def test_quick_run_prints_what_it_measured(run_python, tmp_path):
+    printed = run_python(SCRIPT, "--quick", "--seq-length", 32, "--json", "step.json").stdout
+    result = json.loads((tmp_path / "step.json").read_text())
+    taken = result["modes"]["graph"]
+    assert list(taken) == [*QUICK_NAMES, GRADIENTS]
+    assert all(len(taken[name]) == 4 and min(taken[name]) > 0 for name in QUICK_NAMES)
+    assert 0 < result["parts"]["forward"] < result["parts"]["whole step, dynamic"]
+    assert all(math.isfinite(extra_percent(taken, name)[0]) for name in taken)
+    assert printed.splitlines() == list(report({**result, "detection": by_count(result["detection"])}))
+
+
+def by_count(detection):
+    return {int(count): taken for count, taken in detection.items()}
+
+
+def test_bad_arguments_are_refused_before_anything_is_measured(run_python):
+    assert "must be at least 1, but got 0" in run_python(SCRIPT, "--rounds", "0", expect_exit=2).stderr
+    assert "there is no folder 'missing'" in run_python(SCRIPT, "--json", "missing/a.json", expect_exit=2).stderr
