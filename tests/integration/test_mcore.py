@@ -12,7 +12,11 @@ from mindformers_adaptive.gradients.finder import find_loss_scale
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
-from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+from mindformers_adaptive.wrapper import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    MFTrainOneStepCell,
+)
 
 START, STEPS = 2.0**24, 30
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 2}
@@ -139,3 +143,15 @@ def test_an_overflow_in_any_of_the_four_losses_skips_the_step(per_token):
         for weight, value in zip(train_step.weights, before, strict=True):
             assert np.array_equal(weight.asnumpy(), value) is (wrong is not None)
     assert state.skipped_steps == 4
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_guided_cell_sees_the_gradient_that_overflows(per_token):
+    network = FourLosses(per_token)
+    optimizer = nn.SGD(network.trainable_params(), 0.01)
+    update_cell = GradientGuidedLossScaleUpdateCell(2.0**10)
+    arguments = {"use_clip_grad": True, "calculate_per_token_loss": per_token}
+    train_step = MFTrainOneStepCell(network, optimizer, scale_sense=update_cell, **arguments).set_train()
+    train_step(Tensor(np.float32([8, 4, 2, 1])))
+    # Before it is divided by the number of tokens.
+    assert update_cell.state()["largest_gradient"] == 8.0
