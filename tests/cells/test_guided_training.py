@@ -6,13 +6,14 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import mindspore_mode
-from guided_training import CELLS, Training, counts
+from guided_training import CELLS, STARTS, Training, counts, table, write_record
 from guided_training import CONFIG as DEMO
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from prepare_corpus import cut_into_samples, read_standard_library
 from yaml import safe_load
 
+from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.rule.guided_rule import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.xdist_group("guided training")
 
 FEATURES = 16
 BATCH = 8
+LLAMA_STEPS = 60
 
 
 class HalfPrecisionLayers(nn.Cell):
@@ -206,17 +208,14 @@ def small_llama():
     sections = safe_load(DEMO.read_text(encoding="utf-8"))
     config = {**sections["model"]["model_config"], "seq_length": 32, "hidden_size": 32, "num_layers": 1}
     del config["type"]
-    return {name: Training(config, sections, make, STEPS) for name, make in CELLS.items()}
-
-
-STEPS = 60
+    return {name: Training(config, sections, make, LLAMA_STEPS) for name, make in CELLS.items()}
 
 
 @pytest.mark.parametrize(("start", "before", "after"), [(2**32, 6, 1), (2**10, 0, 0)])
 def test_a_small_llama_loses_the_search_for_its_scale_only(small_llama, start, before, after):
     samples = cut_into_samples(read_standard_library(), 33)
-    order = np.random.default_rng(0).permutation(len(samples))[: STEPS * 8]
-    batches_of_text = samples[order].reshape(STEPS, 8, -1)
+    order = np.random.default_rng(0).permutation(len(samples))[: LLAMA_STEPS * 8]
+    batches_of_text = samples[order].reshape(LLAMA_STEPS, 8, -1)
     records = {name: training.run(start, 0, batches_of_text) for name, training in small_llama.items()}
     lost = {name: counts(record) for name, record in records.items()}
     assert_follows_the_rule(records["guided"])
@@ -224,3 +223,18 @@ def test_a_small_llama_loses_the_search_for_its_scale_only(small_llama, start, b
     assert lost["guided"][1] <= after
     assert lost["adaptive"][0] >= 2 * lost["guided"][0]
     assert lost["guided"][2] <= lost["adaptive"][2] + 0.05
+
+
+def test_the_script_prints_what_its_records_hold(tmp_path):
+    def record(marks, loss):
+        rows = [{"step": step, "overflow": mark == "!", "loss": loss} for step, mark in enumerate(marks, start=1)]
+        return [row | {"loss_scale": 2.0, "next_loss_scale": 2.0, "largest_gradient": math.inf} for row in rows]
+
+    runs = {(name, start): [record("!!.!.", 2.0), record(".....", 3.0)] for name in CELLS for start in STARTS}
+    assert counts(runs["guided", 2**32][0]) == (2, 1, 2.0)
+    assert list(table(runs))[2:4] == [
+        f"| 2^32 | {name} | 2, 0 | 1, 0 | 2.000, 3.000 | 2.500 |" for name in ("guided", "adaptive")
+    ]
+    write_record(tmp_path / "runs" / "guided.jsonl", runs["guided", 2**32][0])
+    run = read_log(tmp_path / "runs" / "guided.jsonl")
+    assert (run.skipped_steps, run.largest_gradient.tolist()) == (3, [math.inf] * 5)
