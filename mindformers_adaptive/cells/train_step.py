@@ -37,7 +37,8 @@ class LossScaleTrainStep:
       names.
     - When training starts, the restored loss scale is checked, and the log says from where loss scaling goes on.
     - Construction raises TypeError if ``scale_sense`` is a loss-scale manager, a loss scaler, a class, a dict, a str, a
-      bool or None, and ValueError if the optimizer divides the gradients too.
+      bool or None, and ValueError if the optimizer divides the gradients too, or if steps are to be dropped by a norm
+      that is not calculated.
 
     Examples:
         >>> class TrainStep(LossScaleTrainStep, nn.TrainOneStepWithLossScaleCell):
@@ -63,6 +64,7 @@ class LossScaleTrainStep:
             _require_update_cell(arguments["scale_sense"])
         refuse_dividing_optimizer(arguments.get("optimizer"))
         stock_init(*args, **kwargs)
+        _require_norm(self)
         # Chosen per instance: in a graph super().get_overflow_status() resolves to the override itself, without end.
         stock_detection = nn.TrainOneStepWithLossScaleCell.get_overflow_status
         if _runs_on_cpu() and type(self).get_overflow_status is stock_detection:
@@ -90,7 +92,14 @@ class LossScaleTrainStep:
     def _feed_largest_gradient(self):
         update_cell = self.loss_scaling_manager
         update_cell.expect_largest_gradient([weight.name for weight in self.weights])
-        self.measure_largest_gradient = LargestGradient(update_cell, self.is_distributed)
+        name = "grads_for_legacy" if getattr(self, "use_legacy", True) else "grads_for_mcore"
+        # Older versions of MindFormers have no such method.
+        per_token = getattr(self, "calculate_per_token_loss", False) and hasattr(self, name)
+        self.measure_largest_gradient = LargestGradient(update_cell, self.is_distributed, is_divided=per_token)
+        if per_token:
+            # What overflows is the gradient of the sum over the tokens, which is divided by their number afterwards.
+            self.stock_grads = getattr(self, name)
+            setattr(self, name, self.grads_with_divisor)
         if self.clips_before_detection and self.use_clip_grad:
             self.clip_grad_norm = ClipAfter(self.measure_largest_gradient, self.clip_grad_norm)
         elif _runs_on_cpu() and self.get_overflow_status == self.get_overflow_status_on_cpu:
@@ -98,6 +107,12 @@ class LossScaleTrainStep:
         else:
             self.detect_overflow = self.get_overflow_status
             self.get_overflow_status = self.get_overflow_status_and_largest_gradient
+
+    def grads_with_divisor(self, scaling_sens, *inputs):
+        """As the method of the stock cell; what the gradients will be divided by is remembered."""
+        loss, grads, divisor = self.stock_grads(scaling_sens, *inputs)
+        self.measure_largest_gradient.keep_divisor(divisor)
+        return loss, grads, divisor
 
     def get_overflow_status_by_largest_gradient(self, status, compute_output):
         """As ``get_overflow_status_on_cpu``, in the same pass over the gradients as their largest value."""
@@ -162,7 +177,9 @@ def _require_update_cell(scale_sense):
     if isinstance(scale_sense, amp.LossScaleManager):
         remedy = "Give manager.get_update_cell(), or give the manager to Model(..., loss_scale_manager=manager)."
     elif isinstance(scale_sense, amp.LossScaler):
-        remedy = "A loss scaler is for functional training; give AdaptiveLossScaleUpdateCell with the same arguments."
+        own_cell = getattr(scale_sense, "update_cell", None)
+        name = "AdaptiveLossScaleUpdateCell" if own_cell is None else type(own_cell).__name__
+        remedy = f"A loss scaler is for functional training; give {name} with the same arguments."
     elif scale_sense is None:
         remedy = (
             "FixedLossScaleManager(..., drop_overflow_update=False) has no update cell; for a fixed scale without "
@@ -183,6 +200,14 @@ def _require_update_cell(scale_sense):
         f"'scale_sense' must be an update cell or a Tensor, but got {scale_sense!r} of type "
         f"{type(scale_sense).__name__}. {remedy}"
     )
+
+
+def _require_norm(train_step):
+    if getattr(train_step, "use_skip_data_by_global_norm", False) and not train_step.use_clip_grad:
+        raise ValueError(
+            "'use_clip_grad' must be True with 'use_skip_data_by_global_norm', because only clipping calculates the "
+            "norm of the gradients, but got False. Set it to True; a large 'max_grad_norm' clips nothing."
+        )
 
 
 def _rename_returned_learning_rate(train_step):

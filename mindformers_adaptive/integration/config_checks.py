@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
+from mindformers_adaptive.integration.feature_checks import check_features, value_at
 from mindformers_adaptive.integration.precision import warn_of_needless_scaling
 from mindformers_adaptive.rule.checks import require_flag, require_integer, require_number
 
@@ -16,6 +17,8 @@ __all__ = ["check_config"]
 _FLAGS = (
     "use_parallel",
     "calculate_per_token_loss",
+    "use_skip_data_by_global_norm",
+    "check_for_nan_in_loss_and_grad",
     "runner_config.sink_mode",
     "runner_wrapper.use_clip_grad",
     "runner_wrapper.local_norm",
@@ -32,6 +35,7 @@ _OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 def check_config(config: Any) -> None:
     """Check what a configuration says about the training loop, the train step, loss scaling and callbacks.
 
+    So does :func:`mindformers_adaptive.integration.feature_checks.check_features`, which is called here.
     Keys are compared with the arguments of the class that ``type`` names. A class that ``auto_register`` is still to
     load is not checked, and for a user's class with ``**kwargs`` a doubtful key is only warned of.
 
@@ -46,6 +50,7 @@ def check_config(config: Any) -> None:
     if config.run_mode in ("eval", "predict"):
         return
     _check_values(config)
+    check_features(config)
     train_step = config.runner_wrapper
     if isinstance(train_step, dict) and train_step:
         _check_train_step(train_step)
@@ -65,7 +70,7 @@ def check_config(config: Any) -> None:
 
 def _check_values(config: Any) -> None:
     for key in _FLAGS:
-        if (value := _value_at(config, key)) is not None:
+        if (value := value_at(config, key)) is not None:
             require_flag(key, value)
     resume = config.resume_training
     if isinstance(resume, str) and resume.lower() in ("true", "false"):
@@ -73,19 +78,13 @@ def _check_values(config: Any) -> None:
             f"'resume_training' must be True, False or the name of a checkpoint file, but got the text {resume!r}. "
             "Write it without quotation marks."
         )
-    if (epochs := _value_at(config, "runner_config.epochs")) is not None:
+    if (epochs := value_at(config, "runner_config.epochs")) is not None:
         # The default of TrainingArguments is 3.0.
         epochs = int(epochs) if isinstance(epochs, float) and epochs.is_integer() else epochs
         require_integer("runner_config.epochs", epochs, 1, "Give how often to go through the data.")
-    if (norm := _value_at(config, "runner_wrapper.max_grad_norm")) is not None:
+    if (norm := value_at(config, "runner_wrapper.max_grad_norm")) is not None:
         remedy = "YAML reads '1.0' in quotation marks and 1e-3 as text, and 1.0 and 1.0e-3 as numbers."
         require_number("runner_wrapper.max_grad_norm", norm, "a finite number above 0", lambda value: value > 0, remedy)
-
-
-def _value_at(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = config.get(name) if isinstance(config, dict) else None
-    return config
 
 
 def _check_train_step(section: dict[str, Any]) -> None:

@@ -39,13 +39,15 @@ def load_config(
     Raises:
         FileNotFoundError: if there is no such file.
         TypeError: if :func:`mindformers_adaptive.integration.config_checks.check_config` raises it.
-        ValueError: likewise; and if the file's name does not end in .yaml or .yml, ``run_mode`` is not one of train,
-            finetune, eval and predict, or a key is unknown or cannot be set.
+        ValueError: likewise, and by :func:`mindformers_adaptive.integration.cpu_checks.check_cpu`; and if the file's
+            name does not end in .yaml or .yml, ``run_mode`` is not one of train, finetune, eval and predict, or a key
+            is unknown or cannot be set.
     """
     path = require_yaml_file(path)
     from mindformers.tools.register import MindFormerConfig
 
     from mindformers_adaptive.integration.config_checks import check_config
+    from mindformers_adaptive.integration.cpu_checks import check_cpu
     from mindformers_adaptive.integration.registration import register
 
     if register_path is not None:
@@ -70,6 +72,8 @@ def load_config(
             "or with --run-mode."
         )
     check_config(config)
+    if config.run_mode in ("train", "finetune") and config.context and config.context.device_target == "CPU":
+        check_cpu(config)
     return config
 
 

@@ -8,6 +8,7 @@ from mindspore import nn
 
 from mindformers_adaptive.checkpoint.reader import read_checkpoints
 from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, gradient_ranges
+from mindformers_adaptive.integration.accumulation import accumulate, take_accumulation_steps
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.rule.checks import require_integer
 
@@ -92,6 +93,8 @@ def build_training(config_path, train_dataset_dir=None, overrides=None):
     build_parallel_config(config)
     order_of_inputs = config.train_dataset.pop("construct_args_key", None)
     trainer = BaseTrainer()
+    if mindspore.get_context("device_target") == "CPU" and (steps := take_accumulation_steps(config)) > 1:
+        accumulate(trainer, steps)
     trainer.set_config(config, is_full_config=True)
     check_dataset_config(config)
     dataset = build_dataset(config.train_dataset_task)

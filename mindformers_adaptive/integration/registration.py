@@ -5,6 +5,7 @@ from mindformers.trainer import base_trainer
 
 from mindformers_adaptive import wrapper
 from mindformers_adaptive.checkpoint.monitor import CheckpointMonitor, CommonInfo, restores_sidecar
+from mindformers_adaptive.integration.training_state_monitor import TrainingStateMonitor
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 
@@ -22,10 +23,11 @@ def register():
     """Put this package's classes into MindFormers' registry under the stock names.
 
     From then on ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell`` and
-    ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`, and
-    ``CheckpointMonitor`` that of :mod:`mindformers_adaptive.checkpoint.monitor`. MindFormers' trainer restores the
-    state of loss scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor``, which the trainer calls
-    before it saves a checkpoint, and ``GradientRangeMonitor`` are registered. Calling it again changes nothing.
+    ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`,
+    ``CheckpointMonitor`` that of :mod:`mindformers_adaptive.checkpoint.monitor`, and ``TrainingStateMonitor`` that of
+    :mod:`mindformers_adaptive.integration.training_state_monitor`. MindFormers' trainer restores the state of loss
+    scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor``, which the trainer calls before it saves
+    a checkpoint, and ``GradientRangeMonitor`` are registered. Calling it again changes nothing.
 
     Examples:
         >>> from mindformers.tools.register import MindFormerRegister
@@ -37,7 +39,7 @@ def register():
     wrappers = {name: getattr(wrapper, name) for name in wrapper.__all__} | _STOCK_ALIASES
     for name, cell in wrappers.items():
         MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
-    for callback in (CheckpointMonitor, GradientRangeMonitor, LossScaleMonitor):
+    for callback in (CheckpointMonitor, GradientRangeMonitor, LossScaleMonitor, TrainingStateMonitor):
         MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
     _call_monitor_before_saving()
     _patch_load_checkpoint()

@@ -9,8 +9,11 @@ from mindformers import TrainingArguments
 from mindformers.models import PreTrainedModel
 from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
+from mindspore.dataset.engine.datasets import Dataset
 
+from mindformers_adaptive.integration.accumulation import accumulate, take_accumulation_steps
 from mindformers_adaptive.integration.config_checks import check_config
+from mindformers_adaptive.integration.cpu_checks import check_cpu
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.integration.workarounds import prepare
 
@@ -74,10 +77,8 @@ class Trainer(mindformers.Trainer):
     def _config_init(args=None, task_config=None):
         # The configuration is complete here, and nothing has been built.
         config = mindformers.Trainer._config_init(args, task_config)
-        # MindFormers passes on its own default, the largest window, which a ladder with other bounds does not have.
-        names_cell = isinstance(args, TrainingArguments) and args.scale_sense == "AdaptiveLossScaleUpdateCell"
-        if names_cell and args.loss_scale_window == TrainingArguments.loss_scale_window:
-            config.runner_wrapper.scale_sense.scale_window = args.min_scale_window
+        if isinstance(args, TrainingArguments):
+            _fit_window(args, config.runner_wrapper.scale_sense)
         check_config(config)
         return config
 
@@ -85,6 +86,24 @@ class Trainer(mindformers.Trainer):
         # Runs when the arguments of train() are known, and before MindFormers looks for a checkpoint.
         prepare(self.config)
         super()._check_config_rules()
+
+    def _init_model(self, is_train=False):
+        super()._init_model(is_train)
+        if is_train and mindspore.get_context("device_target") == "CPU":
+            check_cpu(self.config, self.model.config if self.is_model_instance else None)
+            self._accumulate()
+
+    def _accumulate(self):
+        steps = take_accumulation_steps(self.config) if self.wrapper is None else 1
+        if steps > 1:
+            _require_whole_micro_batches(self.train_dataset, steps)
+            accumulate(self.trainer, steps)
+        elif (given := self.config.runner_config.gradient_accumulation_steps or 1) > 1:
+            warnings.warn(
+                f"'runner_config.gradient_accumulation_steps' must be 1 with 'wrapper', which is trained as it is, but "
+                f"got {given}: nothing is accumulated. Put nn.GradAccumulationCell around the model in the wrapper.",
+                stacklevel=4,
+            )
 
     def _give_wrapper(self, network, optimizer):
         if network is not self.model:
@@ -98,6 +117,31 @@ class Trainer(mindformers.Trainer):
             if isinstance(restored, Tensor):
                 self.wrapper.scale_sense.set_data(Tensor(restored.asnumpy().item(), mindspore.float32))
         return self.wrapper
+
+
+def _fit_window(args, scale_sense):
+    """Change the window in the section of the update cell that ``args`` names, where MindFormers' default is none."""
+    is_default = args.loss_scale_window == TrainingArguments.loss_scale_window
+    if args.scale_sense == "AdaptiveLossScaleUpdateCell" and is_default:
+        # Its default, the largest window, is not on a ladder with other bounds.
+        scale_sense.scale_window = args.min_scale_window
+    if args.scale_sense == "GradientGuidedLossScaleUpdateCell":
+        scale_sense.pop("scale_window", None)
+        if not is_default:
+            warnings.warn(
+                f"'loss_scale_window' {args.loss_scale_window} is not used: GradientGuidedLossScaleUpdateCell finds "
+                "its window itself. Leave it out.",
+                stacklevel=2,
+            )
+
+
+def _require_whole_micro_batches(dataset, steps):
+    if isinstance(dataset, Dataset) and dataset.get_batch_size() % steps:
+        raise ValueError(
+            f"'train_dataset' must have batches that can be cut into {steps} micro batches, as "
+            f"'gradient_accumulation_steps' says, but its batches have {dataset.get_batch_size()} samples. Make them "
+            "larger, or leave the batching to MindFormers."
+        )
 
 
 def _check_train_step(wrapper):

@@ -14,7 +14,7 @@ def too_short_for_window(
     """Return a warning for a training that ends before its loss scale can rise, else None.
 
     Args:
-        params (dict): what MindSpore gives to a callback; ``epoch_num`` and ``batch_num`` tell the number of steps.
+        params (Mapping): what MindSpore gives to a callback; ``epoch_num`` and ``batch_num`` tell the number of steps.
         scale_window (int, optional): steps without overflow before the scale rises; None if unknown.
         steps_before (int): steps taken before; after a resume nothing is said, because the window began earlier.
         update_cell (Cell): one that is given the largest gradient raises its scale without a window.

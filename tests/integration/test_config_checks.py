@@ -38,6 +38,7 @@ def load(changes):
 
 EPOCHS, NORM, CLIP = "runner_config.epochs", "runner_wrapper.max_grad_norm", "runner_wrapper.use_clip_grad"
 SINK = "runner_config.sink_mode"
+DROPS, PER_TOKEN = "use_skip_data_by_global_norm", "calculate_per_token_loss"
 # changes of the YAML file, error, message
 MISTAKES = [
     (
@@ -75,6 +76,14 @@ MISTAKES = [
     ({CLIP: "False"}, TypeError, f"'{CLIP}' must be True or False, but got 'False'"),
     ({SINK: "False"}, TypeError, f"'{SINK}' must be True or False, but got 'False'"),
     ({"use_parallel": "no"}, TypeError, "'use_parallel' must be True or False, but got 'no'"),
+    ({DROPS: True, CLIP: False}, ValueError, f"'{DROPS}' must come with 'runner_wrapper.use_clip_grad: True'"),
+    ({DROPS: 1}, TypeError, f"'{DROPS}' must be True or False, but got 1"),
+    ({"monitor_config": {"global_norm_spike_threshold": 3}}, TypeError, "must be a float, but got 3.*as in 3.0"),
+    (
+        {DROPS: True, "monitor_config": {"monitor_on": True, "check_for_global_norm": True}},
+        ValueError,
+        f"'{DROPS}' must not be True beside 'monitor_config.check_for_global_norm'",
+    ),
     ({"resume_training": "true"}, TypeError, "'resume_training' must be True, False or the name .* text 'true'"),
 ]
 
@@ -102,12 +111,25 @@ def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message)
         {"callbacks.0": {"type": "SummaryMonitor", "keep_default_action": True}},
         {"resume_training": "last.ckpt"},
         {"run_mode": "predict", "runner_config.epochs": 0},
+        {DROPS: True, "monitor_config": {"global_norm_spike_threshold": 3.0}},
+        # The demo has 8 * 128 tokens a batch.
+        {PER_TOKEN: True, f"{SCALE_SENSE}.loss_scale_value": 2**22},
+        {PER_TOKEN: True, "resume_training": True},
+        {PER_TOKEN: True, SCALE_SENSE: {"type": "GradientGuidedLossScaleUpdateCell", "loss_scale_value": 2**32}},
     ],
     ids=str,
 )
 def test_what_mindformers_accepts_is_accepted(changes):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
+        load(changes)
+
+
+@pytest.mark.parametrize(("accumulated", "bits"), [(1, 10), (4, 12)])
+def test_a_high_start_with_a_loss_per_token_is_advised_to_ask_find(accumulated, bits):
+    changes = {PER_TOKEN: True, "runner_config.gradient_accumulation_steps": accumulated}
+    message = rf"lower by log2\({2**bits}\) = {bits} bits.* from 2\^32 skips about {bits} .*adaptive-loss-scale find"
+    with pytest.warns(UserWarning, match=message):
         load(changes)
 
 

@@ -1,0 +1,74 @@
+"""The pipeline cell as far as a CPU lets it: micro batches, clipping, and both ways in which gradients come to it."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from pipeline_cell import MAX_NORM, OVERFLOWS, SCALE
+
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipeline")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # msrun starts whatever `python` it finds on the PATH.
+    programs = Path(sys.executable).parent
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    helpers = ROOT / "tests" / "helpers"
+    command = [programs / "msrun", "--worker_num=1", "--local_worker_num=1", "--join=True", f"--log_dir={folder}"]
+    command += [f"--master_port={port}", helpers / "pipeline_cell.py", folder]
+    finished = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    logs = "".join(log.read_text() for log in folder.glob("worker_*.log"))
+    assert finished.returncode == 0, finished.stderr[-2000:] + logs[-3000:]
+    return json.loads((folder / "seen.json").read_text())
+
+
+KINDS = ["sharded 1", "sharded 2", "sharded 4", "plain"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_in_one_micro_batch_skips_the_step_and_scale_and_window_follow_the_rule(seen, kind):
+    rule = AdaptiveRule(max_scale_window=2, min_scale_window=2)
+    state = rule.start(SCALE)
+    for place, step in zip(OVERFLOWS, seen[kind], strict=True):
+        state = rule.step(state, place is not None)
+        assert (step["overflow"], step["loss_scale"]) == (place is not None, state.loss_scale)
+        assert step["unchanged"] is step["overflow"]
+    assert {step["overflow"] for step in seen[kind]} == {True, False}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_comes_first_and_does_not_hide_an_inf(seen, kind):
+    for step in seen[kind]:
+        assert math.isfinite(step["norm"]) is not step["overflow"]
+        # Of the gradients before clipping, which has work to do.
+        assert step["overflow"] or step["norm"] > MAX_NORM
+        assert kind == "plain" or step["finite_loss"]
+
+
+def test_accumulated_gradients_are_cleared_in_applied_and_in_skipped_steps(seen):
+    assert [step["accumulated"] for kind in KINDS for step in seen[kind]] == [0.0] * len(KINDS) * len(OVERFLOWS)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_weights_are_those_of_accumulation_in_the_ordinary_train_step_cell(seen, kind):
+    for step in seen[kind]:
+        np.testing.assert_allclose(step["weight"], step["control"], rtol=2.0**-9)
