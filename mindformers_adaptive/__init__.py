@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mindformers_adaptive.amp.fixed_scale import FixedScaleTrainOneStepCell
+    from mindformers_adaptive.amp.guided_manager import GradientGuidedLossScaleManager
+    from mindformers_adaptive.amp.guided_scaler import GradientGuidedLossScaler
     from mindformers_adaptive.amp.manager import AdaptiveLossScaleManager
     from mindformers_adaptive.amp.scaler import AdaptiveLossScaler
     from mindformers_adaptive.amp.train_network import build_train_network, enable_loss_scale_on_cpu
@@ -33,7 +35,9 @@ __all__ = [
     "AdaptiveLossScaler",
     "AdaptiveRule",
     "FixedScaleTrainOneStepCell",
+    "GradientGuidedLossScaleManager",
     "GradientGuidedLossScaleUpdateCell",
+    "GradientGuidedLossScaler",
     "GradientRangeMonitor",
     "LossScaleMonitor",
     "LossScaleState",
@@ -55,6 +59,8 @@ _MODULE_OF = {
     "AdaptiveLossScaler": "amp.scaler",
     "AdaptiveRule": "rule.adaptive_rule",
     "FixedScaleTrainOneStepCell": "amp.fixed_scale",
+    "GradientGuidedLossScaleManager": "amp.guided_manager",
+    "GradientGuidedLossScaler": "amp.guided_scaler",
     "GradientGuidedLossScaleUpdateCell": "cells.guided_update_cell",
     "GradientRangeMonitor": "monitor.gradient_range_monitor",
     "LossScaleMonitor": "monitor.loss_scale_monitor",

@@ -26,6 +26,7 @@ STEPS_PER_OVERFLOW = 25
 
 EMPTY = "empty"
 HISTORY = "ours_history"
+GUIDED_HISTORY = "guided_history"
 MINDFORMERS = "mindformers_adaptive"
 LABELS = {
     EMPTY: "empty call",
@@ -34,6 +35,8 @@ LABELS = {
     "ours": "AdaptiveLossScaleUpdateCell",
     "ours_hysteresis": "AdaptiveLossScaleUpdateCell, hysteresis=2",
     HISTORY: "AdaptiveLossScaleUpdateCell, history_size=100",
+    "guided": "GradientGuidedLossScaleUpdateCell",
+    GUIDED_HISTORY: "GradientGuidedLossScaleUpdateCell, history_size=100",
 }
 
 
@@ -104,7 +107,9 @@ def measure(rounds, calls):
         "cells": {
             name: {
                 # MindSpore exports no graph with a history, whose Parameters are no cell's.
-                "kernels": None if name == HISTORY else len(export_graph(cell, mindspore.Tensor(True)).kernels),
+                "kernels": None
+                if name in (HISTORY, GUIDED_HISTORY)
+                else len(export_graph(cell, mindspore.Tensor(True)).kernels),
                 "microseconds": times[name],
                 "above_empty": above_empty[name],
                 "ratio": above_empty[name] / above_empty[MINDFORMERS],
@@ -120,6 +125,7 @@ def build_cells():
     from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
     from mindspore import nn, ops
 
+    from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
     from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 
     class EmptyUpdateCell(nn.Cell):
@@ -138,6 +144,8 @@ def build_cells():
         "ours": AdaptiveLossScaleUpdateCell(**ARGUMENTS),
         "ours_hysteresis": AdaptiveLossScaleUpdateCell(**ARGUMENTS, hysteresis=2),
         HISTORY: AdaptiveLossScaleUpdateCell(**ARGUMENTS, history_size=100),
+        "guided": GradientGuidedLossScaleUpdateCell(ARGUMENTS["loss_scale_value"]),
+        GUIDED_HISTORY: GradientGuidedLossScaleUpdateCell(ARGUMENTS["loss_scale_value"], history_size=100),
     }
     return {name: LossScaleHolder(cell, ARGUMENTS["loss_scale_value"]) for name, cell in update_cells.items()}
 
@@ -179,11 +187,11 @@ def as_table(result):
         f"MindSpore {result['mindspore']}, MindFormers {result['mindformers']}, {result['device']}; "
         f"medians of {result['rounds']} rounds of {result['calls']} updates"
     )
-    lines = [title, "", f"{'update cell':<45} {'ratio':>6} {'above empty':>12} {'update':>10} {'kernels':>8}"]
+    lines = [title, "", f"{'update cell':<51} {'ratio':>6} {'above empty':>12} {'update':>10} {'kernels':>8}"]
     for name, label in LABELS.items():
         cell = result["cells"][name]
         lines.append(
-            f"{label:<45} {cell['ratio']:>6.2f} {cell['above_empty']:>9.1f} us {cell['microseconds']:>7.1f} us "
+            f"{label:<51} {cell['ratio']:>6.2f} {cell['above_empty']:>9.1f} us {cell['microseconds']:>7.1f} us "
             f"{'unknown' if cell['kernels'] is None else cell['kernels']:>8}"
         )
     ours = result["cells"]["ours"]["ratio"]

@@ -22,6 +22,7 @@ _CALL = "Call"
 # Types of values that only order side effects.
 _MONADS = frozenset({"UMONAD", "IOMONAD"})
 
+_COLLECTIVES = frozenset({"AllGather", "AllReduce", "AlltoAll", "Broadcast", "ReduceScatter"})
 _CONTROL_FLOW = frozenset({_CALL, "Partial", "Switch", "SwitchLayer"})
 
 
@@ -100,6 +101,16 @@ class ExportedGraph:
     def control_flow(self):
         """list[str]: the nodes that choose, bind or call a graph; ``Call`` is a call."""
         return [kind for kind in map(self._kind, self._nodes) if kind in _CONTROL_FLOW]
+
+    @property
+    def collectives(self):
+        """list[tuple[str, str, tuple[int, ...]]]: what processes exchange: primitive, dtype and shape of an output."""
+        found = []
+        for node in self._nodes:
+            if self._kind(node) in _COLLECTIVES:
+                [tensor] = _find(node.attribute[0], TensorProto)
+                found.append((self._kind(node), TensorProto.DataType.Name(tensor.data_type), tuple(tensor.dims)))
+        return found
 
     @property
     def tensor_types(self):

@@ -70,6 +70,18 @@ def graph_mode():
         yield
 
 
+@pytest.fixture
+def scaling_on_cpu(monkeypatch):
+    """Run the test after ``enable_loss_scale_on_cpu()``, which is undone."""
+    import mindspore.train.amp
+
+    from mindformers_adaptive import enable_loss_scale_on_cpu
+
+    for module in (mindspore.amp, mindspore.train.amp):
+        monkeypatch.setattr(module, "build_train_network", module.build_train_network)
+    enable_loss_scale_on_cpu()
+
+
 @contextlib.contextmanager
 def mindspore_mode(name):
     import mindspore

@@ -10,6 +10,7 @@ import yaml
 from conftest import ROOT
 
 AUTO_REGISTER = "adaptive_loss_scaling.AdaptiveLossScaleUpdateCell"
+GUIDED = "GradientGuidedLossScaleUpdateCell"
 
 
 @pytest.fixture
@@ -67,9 +68,40 @@ registered = MindFormerRegister.get_cls("wrapper", "AdaptiveLossScaleUpdateCell"
 assert registered is mindformers_adaptive.AdaptiveLossScaleUpdateCell
 """
 
+BUILD_AND_TRAIN = """
+import sys
+
+import mindformers
+import numpy as np
+from mindformers.wrapper import build_wrapper
+from mindspore import Tensor, nn
+
+network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+scale_sense = {"type": sys.argv[1], "loss_scale_value": 2**20, "auto_register": f"adaptive_loss_scaling.{sys.argv[1]}"}
+cell = build_wrapper(
+    {"type": "MFTrainOneStepCell", "scale_sense": scale_sense, "use_clip_grad": True},
+    default_args={
+        "network": nn.WithLossCell(network, nn.MSELoss()),
+        "optimizer": nn.SGD(network.trainable_params(), learning_rate=0.1),
+        "parallel_config": None,
+    },
+)
+cell.set_train()
+for factor in (np.inf, 1.0):
+    cell(Tensor(np.full((2, 2), factor, np.float32)), Tensor(np.zeros((2, 1), np.float32)))
+state = cell.loss_scaling_manager.state()
+print(state["skipped_steps"], state["largest_gradient"])
+"""
+
 
 def test_auto_register_gives_the_installed_class_and_the_train_step_cell_around_it(run_python, register_path):
     run_python("-c", BUILD, AUTO_REGISTER, REGISTER_PATH=register_path)
+
+
+def test_auto_register_gives_the_gradient_guided_cell_which_is_fed(run_python, register_path):
+    printed = run_python("-c", BUILD_AND_TRAIN, GUIDED, REGISTER_PATH=register_path).stdout
+    # Of the mean of squares of 1 + 1: 2 * 2 * 1, before clipping.
+    assert printed.splitlines()[-1] == "1 4.0"
 
 
 @pytest.mark.slow
@@ -78,9 +110,12 @@ def test_auto_register_gives_the_installed_class_and_the_train_step_cell_around_
     reason="set MINDFORMERS_HOME to a source tree of MindFormers, of the version installed: its run_mindformer.py is "
     "not in the wheel",
 )
-def test_the_unmodified_script_of_mindformers_trains_on_cpu(run_python, register_path, corpus, tmp_path):
+@pytest.mark.parametrize("cell", ["AdaptiveLossScaleUpdateCell", GUIDED])
+def test_the_unmodified_script_of_mindformers_trains_on_cpu(run_python, register_path, corpus, tmp_path, cell):
     config = yaml.safe_load((ROOT / "configs" / "tiny_llama_cpu_fp16.yaml").read_text())
-    config["runner_wrapper"]["scale_sense"]["auto_register"] = AUTO_REGISTER
+    if cell == GUIDED:
+        config["runner_wrapper"]["scale_sense"] = {"type": GUIDED, "loss_scale_value": 2**32}
+    config["runner_wrapper"]["scale_sense"]["auto_register"] = f"adaptive_loss_scaling.{cell}"
     config["model"]["model_config"].update(seq_length=32, hidden_size=32)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
 
@@ -89,9 +124,14 @@ def test_the_unmodified_script_of_mindformers_trains_on_cpu(run_python, register
     run = run_python(script, *(f"--{name}={value}" for name, value in options.items()), "--num_samples=64")
 
     steps = re.findall(r"step:\[ *(\d+)/ *8\].*overflow cond: (\w+), loss_scale: (\S+),", run.stdout + run.stderr)
-    # From 2^32 this model overflows for more than eight steps. The skips are counted by this package's cell only.
-    assert [(int(number), overflow, float(scale)) for number, overflow, scale in steps] == [
-        (number, "True", pytest.approx(2.0 ** (32 - number), rel=1e-6)) for number in range(1, 9)
+    # From 2^32 this model overflows for more than eight steps if each halves the scale.
+    exponents = [31, 29, 25, 17] if cell == GUIDED else range(31, 23, -1)
+    assert [int(number) for number, *_ in steps] == list(range(1, 9))
+    assert [(overflow, float(scale)) for _, overflow, scale in steps[: len(exponents)]] == [
+        ("True", pytest.approx(2.0**exponent, rel=1e-6)) for exponent in exponents
     ]
+    # The skips are counted by this package's cells only.
     [checkpoint] = tmp_path.glob("output/checkpoint/rank_0/*.ckpt")
-    assert mindspore.load_checkpoint(str(checkpoint))["skipped_steps"].asnumpy() == 8
+    skipped = sum(overflow == "True" for _, overflow, _ in steps)
+    assert mindspore.load_checkpoint(str(checkpoint))["skipped_steps"].asnumpy() == skipped
+    assert skipped <= 6 if cell == GUIDED else skipped == 8

@@ -1,9 +1,8 @@
 """``AdaptiveLossScaleManager``: adaptive loss scaling for ``mindspore.train.Model``."""
 
-import sys
-
 from mindspore import amp, context
 
+from mindformers_adaptive.amp.stock_caller import is_called_by_stock_amp
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
@@ -103,8 +102,7 @@ class AdaptiveLossScaleManager(LossScaleStateDict, amp.LossScaleManager):
             AdaptiveLossScaleUpdateCell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
         """
         # MindSpore's own function asks for the cell, and on CPU refuses it with a message that has no remedy.
-        caller = sys._getframe(1).f_globals.get("__name__")
-        if caller == "mindspore.train.amp" and context.get_context("device_target") == "CPU":
+        if is_called_by_stock_amp() and context.get_context("device_target") == "CPU":
             raise ValueError(
                 "'loss_scale_manager' must be None on CPU, as MindSpore is, but got AdaptiveLossScaleManager. Call "
                 "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made."

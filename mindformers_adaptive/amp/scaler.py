@@ -1,9 +1,9 @@
 """``AdaptiveLossScaler``: adaptive loss scaling for functional training."""
 
-from mindspore import Parameter, Tensor, amp, jit, ops
+from mindspore import Parameter, Tensor, jit, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.amp.scaling import multiply_in_float32
+from mindformers_adaptive.amp.scaling import ParameterScaler
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
@@ -11,10 +11,8 @@ from mindformers_adaptive.rule.state_dict import LossScaleStateDict
 
 __all__ = ["AdaptiveLossScaler"]
 
-_map = ops.HyperMap()
 
-
-class AdaptiveLossScaler(LossScaleStateDict, amp.LossScaler):
+class AdaptiveLossScaler(LossScaleStateDict, ParameterScaler):
     """Loss scaler of adaptive loss scaling, for training with ``mindspore.value_and_grad``.
 
     It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
@@ -88,28 +86,6 @@ class AdaptiveLossScaler(LossScaleStateDict, amp.LossScaler):
         self.update_cell.bind_loss_scale(self.scale_value)
         # Compiled, because launched one by one its small operations can take longer than a whole training step.
         self._update = jit(self.update_cell.construct)
-
-    def scale(self, inputs):
-        """Multiply a loss, or gradients, by the loss scale.
-
-        Args:
-            inputs (Union[Tensor, tuple[Tensor]]): of any shapes and floating-point dtypes.
-
-        Returns:
-            Union[Tensor, tuple[Tensor]], shapes and dtypes of `inputs`. A float16 loss can be scaled to 65504 only.
-        """
-        return _map(ops.partial(multiply_in_float32, self.scale_value), inputs)
-
-    def unscale(self, inputs):
-        """Divide gradients, or a loss, by the loss scale.
-
-        Args:
-            inputs (Union[Tensor, tuple[Tensor]]): of any shapes and floating-point dtypes.
-
-        Returns:
-            Union[Tensor, tuple[Tensor]], shapes and dtypes of `inputs`.
-        """
-        return _map(ops.partial(multiply_in_float32, ops.reciprocal(self.scale_value)), inputs)
 
     def adjust(self, grads_finite):
         """Set the loss scale, its window and the counters for the next step.

@@ -76,7 +76,7 @@ def enable_loss_scale_on_cpu():
     """Let ``mindspore.train.Model`` and ``mindspore.amp`` scale losses on CPU, with no other change to a program.
 
     From then on both build their train-step cells with :func:`build_train_network`. Calling it again changes nothing.
-    Call it before the first ``Model`` is made.
+    Call it before the first ``Model`` is made. With ``GradientGuidedLossScaleManager`` it is needed on every device.
 
     Examples:
         >>> from mindspore import nn
@@ -95,14 +95,18 @@ def _refuse_cell_as_manager(manager):
     if isinstance(manager, nn.Cell):
         raise TypeError(
             f"'loss_scale_manager' must be a loss-scale manager, but got the update cell {type(manager).__name__}. "
-            "Give AdaptiveLossScaleManager with the same arguments, or give the cell to "
+            f"Give {_manager_like(manager)} with the same arguments, or give the cell to "
             "TrainOneStepWithLossScaleCell(..., scale_sense=cell) and that to Model."
         )
     if isinstance(manager, amp.LossScaler):
         raise TypeError(
             f"'loss_scale_manager' must be a loss-scale manager, but got the loss scaler {type(manager).__name__}, "
-            "which is for functional training. Give AdaptiveLossScaleManager with the same arguments."
+            f"which is for functional training. Give {_manager_like(manager)} with the same arguments."
         )
+
+
+def _manager_like(given):
+    return f"{'GradientGuided' if 'GradientGuided' in type(given).__name__ else 'Adaptive'}LossScaleManager"
 
 
 def _what_needs_a_stock_cell(network, boost_level):

@@ -9,35 +9,17 @@ from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.saved_state import SavedState
+from mindformers_adaptive.rule.checks import to_float32
+from mindformers_adaptive.rule.guided_names import COUNTERS, PARAMETER_NAMES, PLACES
 from mindformers_adaptive.rule.guided_rule import GuidedState
+from mindformers_adaptive.rule.restored_guided_state import problem_of
 from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_scale
+from mindformers_adaptive.rule.state_dict import to_integer, to_number
 
-__all__ = ["COUNTERS", "PARAMETER_NAMES", "GuidedCellState"]
+__all__ = ["GuidedCellState"]
 
-# The integers that only this rule has, in the order in which one Parameter holds them.
-COUNTERS = (
-    "scale_window",
-    "base",
-    "observed_steps",
-    "limit",
-    "bound",
-    "trial",
-    "clean_steps",
-    "contradictions",
-    "first_exponent",
-)
-
-# The Parameters of the cell by attribute, and their names in a checkpoint.
-PARAMETER_NAMES = {
-    "counters": "guided_counters",
-    "level": "guided_level",
-    "overflow_rate": "guided_overflow_rate",
-    "largest_gradient": "largest_gradient",
-    "cur_iter": "current_iterator_step",
-    "last_overflow_iter": "last_overflow_iterator_step",
-    "skipped_steps": "skipped_steps",
-    "consecutive_overflows": "consecutive_overflows",
-}
+# The overflow rates in a state dict.
+_RATES = tuple(f"overflow_rate_{place}" for place in range(PLACES))
 
 
 class GuidedCellState(SavedState):
@@ -68,30 +50,55 @@ class GuidedCellState(SavedState):
         state = self.state()
         known = {name: state[name] for name in GuidedState._fields if name in state}
         flags = {name: bool(state[name]) for name in ("bound", "trial")}
-        return GuidedState(loss_scale=self._bound_scale(self.loss_scale_value), **{**known, **flags})
+        return GuidedState(loss_scale=self.present_loss_scale, **{**known, **flags})
 
     def state_dict(self, *args, **kwargs):
-        """Return the state and the loss scale, ``scale``, as numbers.
+        """Return the state as numbers, which ``mindspore.save_checkpoint(..., append_dict=)`` and JSON take.
 
         With arguments, which a parent cell gives, it is ``nn.Cell.state_dict``.
+
+        Returns:
+            dict[str, Union[int, float]], with ``scale``, the loss scale; what ``state()`` returns; and the overflow
+            rates one by one, ``overflow_rate_0`` to ``overflow_rate_15``.
         """
         if args or kwargs:
             return super().state_dict(*args, **kwargs)
-        return {"scale": self._bound_scale(self.loss_scale_value), **self.state()}
+        state = self.state()
+        rates = state.pop("overflow_rate")
+        return {"scale": self.present_loss_scale, **state, **dict(zip(_RATES, rates, strict=True))}
 
     def load_state_dict(self, state_dict):
-        """Go on from what ``state_dict()`` returned.
+        """Go on from a state. One that no run can reach gives a warning, and only its loss scale is kept.
+
+        Args:
+            state_dict (dict): what ``state_dict()`` returned, or what ``mindspore.load_checkpoint`` returned of it; or
+                ``scale`` and what ``state()`` returned. Values are numbers or tensors of one element; other keys are
+                ignored.
 
         Raises:
             KeyError: if something is missing.
+            TypeError: if a counter is not an integer.
             ValueError: if the loss scale is not finite and above 0.
         """
-        missing = [name for name in ("scale", *self.state()) if name not in state_dict]
+        if "overflow_rate" in state_dict:
+            state_dict = {**state_dict, **dict(zip(_RATES, state_dict["overflow_rate"], strict=True))}
+        missing = [name for name in self.state_dict() if name not in state_dict]
         if missing:
-            raise KeyError(f"The state has no {', '.join(missing)}. Give what state_dict() returned.")
-        self._write_scale(self._power_of_two(float(state_dict["scale"]), "scale"))
-        self._write(state_dict)
+            raise KeyError(
+                f"The state has no {', '.join(missing)}. Give what state_dict() of a gradient-guided cell, manager or "
+                "scaler returned."
+            )
+        state = {name: float(to_number(state_dict[name])) for name in ("level", "largest_gradient", *_RATES)}
+        state["overflow_rate"] = [state.pop(name) for name in _RATES]
+        state |= {name: to_integer(name, state_dict[name]) for name in self.state() if name not in state}
+        self._write_scale(self._power_of_two(float(to_number(state_dict["scale"])), "scale"))
+        self._write(state)
         self.check_state()
+
+    @property
+    def inv_scale(self):
+        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
+        return to_float32(1.0 / self.present_loss_scale)
 
     def check_state(self):
         """Repair a restored state that this cell cannot go on with, with a warning.
@@ -102,9 +109,9 @@ class GuidedCellState(SavedState):
         state = self.state()
         if state == self.checked_state:
             return
-        scale = self._power_of_two(self._bound_scale(self.loss_scale_value), "scale_sense")
+        scale = self._power_of_two(self.present_loss_scale, "scale_sense")
         self._write_scale(scale)
-        problem = self._problem(state)
+        problem = problem_of(self.rule, state)
         if problem:
             warnings.warn(f"{problem}: gradient-guided scaling starts afresh at loss scale {scale:g}.", stacklevel=3)
             steps = min(max(state["cur_iter"], 1), STEP_LIMIT)
@@ -147,26 +154,6 @@ class GuidedCellState(SavedState):
         largest = Parameter(Tensor(np.zeros(len(names)), mstype.float32), name="each_largest", requires_grad=False)
         # Not through nn.Cell, which would put it into every checkpoint.
         object.__setattr__(self, "each_largest", largest)
-
-    def _problem(self, state):
-        """Say why the rule cannot go on from a state, or return None."""
-        steps, rule = state["cur_iter"] - 1, self.rule
-        if not 0 <= steps < STEP_LIMIT or not 0 <= state["consecutive_overflows"] <= state["skipped_steps"] <= steps:
-            return "The checkpoint has step counters that no run can reach"
-        own = ("observed_steps", "clean_steps", "first_exponent", "contradictions")
-        if steps and not any(state[name] for name in own):
-            return f"The checkpoint has {steps} steps but no state of gradient-guided scaling"
-        sound = (
-            math.isfinite(state["level"])
-            and all(0.0 <= rate <= 1.0 for rate in state["overflow_rate"])
-            and 0 <= state["observed_steps"] <= rule.patience
-            and rule.smallest_window <= state["scale_window"] <= rule.largest_window
-            and 0 <= state["clean_steps"] <= rule.largest_window
-            and 0 <= state["contradictions"] <= 6
-            and all(-512 <= state[name] <= 512 for name in ("base", "limit", "first_exponent"))
-            and {state["bound"], state["trial"]} <= {0, 1}
-        )
-        return None if sound else "The checkpoint has a state of gradient-guided scaling that this cell cannot have"
 
     def _power_of_two(self, loss_scale, name):
         bounded = repair_loss_scale(self.rule, loss_scale, name)

@@ -4,10 +4,11 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.guided_state import COUNTERS, GuidedCellState
+from mindformers_adaptive.cells.guided_state import GuidedCellState
 from mindformers_adaptive.cells.saved_state import read_restored_scale
 from mindformers_adaptive.cells.scale_history import ScaleHistory, require_history_size
 from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, require_flag
+from mindformers_adaptive.rule.guided_names import COUNTERS
 from mindformers_adaptive.rule.guided_rule import (
     CONTRADICTIONS_PER_BIT,
     DROPS,
@@ -25,6 +26,8 @@ from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_sca
 from mindformers_adaptive.rule.shown_exponent import LARGEST_FLOAT16
 
 __all__ = ["GradientGuidedLossScaleUpdateCell"]
+
+_HISTORY = ("overflow", "scale_window", "skipped_steps", "consecutive_overflows")
 
 # The exponents n for which 65504 * 2**-n is a normal float32 number: what the largest gradient can show.
 _SHOWN = range(-112, 142)
@@ -64,7 +67,8 @@ class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpda
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0, as in
             MindSpore's cells.
         keep_each_largest (bool): whether to keep the largest gradient of each Parameter of the last step, for
-            :meth:`overflowed_parameters`. Default: False.
+            :meth:`overflowed_parameters` and for ``LossScaleMonitor``, which then names the Parameters with inf or NaN
+            when a step overflows. Default: False.
 
     Inputs:
         - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
@@ -117,7 +121,7 @@ class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpda
         self._make_state(start)
         self.keeps_history = history_size > 0
         if self.keeps_history:
-            self.history = ScaleHistory(history_size)
+            self.history = ScaleHistory(history_size, _HISTORY, measures=("largest_gradient",))
         self._make_constants(rule)
         self.min = ops.Minimum()
         self.less = ops.Less()
@@ -260,10 +264,8 @@ class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpda
         in_a_row = in_a_row * overflowed + counted_overflow
         if self.keeps_history:
             # Before the assignments, because the step's loss scale and number are read from Parameters.
-            counts = overflowed, self.gather(counters, self.zero, 0), self.zero, self.zero, self.zero
-            self.history(
-                loss_scale, next_loss_scale, self.cur_iter, (*counts, self.skipped_steps + counted_overflow, in_a_row)
-            )
+            counts = overflowed, self.gather(counters, self.zero, 0), self.skipped_steps + counted_overflow, in_a_row
+            self.history(loss_scale, next_loss_scale, self.cur_iter, counts, (gradient,))
         is_event = self.logic_or(overflow, self.less(exponent, next_exponent))
         last_event = self.select(is_event, self.cur_iter, self.last_overflow_iter)
         self.assign(loss_scale, next_loss_scale)

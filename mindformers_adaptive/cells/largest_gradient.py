@@ -1,6 +1,6 @@
 """The largest absolute gradient of a step, for an update cell that follows the gradients."""
 
-from mindspore import Tensor, context, nn, ops
+from mindspore import Parameter, Tensor, context, nn, ops
 from mindspore import dtype as mstype
 from mindspore.communication import get_group_size
 
@@ -23,6 +23,8 @@ class LargestGradient(nn.Cell):
         update_cell (Cell): has the Parameter ``largest_gradient`` and, if it keeps the largest gradient of each
             Parameter, ``each_largest``.
         is_distributed (bool): whether several processes train together; the largest value of all counts then.
+        is_divided (bool): whether the gradients were divided by more than the loss scale. Then :meth:`keep_divisor` is
+            called first in each step, and the largest gradient is that before this division. Default: False.
 
     Inputs:
         - **gradients** (tuple[Tensor]) - unscaled, of any shapes and floating-point dtypes.
@@ -31,13 +33,17 @@ class LargestGradient(nn.Cell):
         Tensor, bool of shape (), whether any gradient is an inf or a NaN.
     """
 
-    def __init__(self, update_cell, is_distributed=False):
+    def __init__(self, update_cell, is_distributed=False, is_divided=False):
         super().__init__(auto_prefix=False)
         # Not through nn.Cell: the update cell is a child of the train-step cell.
         object.__setattr__(self, "largest_gradient", update_cell.largest_gradient)
         self.keeps_each = update_cell.each_largest is not None
         if self.keeps_each:
             object.__setattr__(self, "each_largest", update_cell.each_largest)
+        self.is_divided = is_divided
+        if is_divided:
+            divisor = Parameter(Tensor(1.0, mstype.float32), name="gradient_divisor", requires_grad=False)
+            object.__setattr__(self, "divisor", divisor)
         self.is_distributed = is_distributed
         self.on_cpu = context.get_context("device_target") == "CPU"
         self.hyper_map = ops.HyperMap()
@@ -57,6 +63,8 @@ class LargestGradient(nn.Cell):
 
     def construct(self, gradients):
         each = self.stack(self.hyper_map(_largest, gradients))
+        if self.is_divided:
+            each = each * self.divisor
         # NaN becomes inf: a maximum over processes may drop a NaN.
         each = self.select(self.less_equal(each, self.largest_float32), each, self._full_like(each))
         if not self.keeps_each:
@@ -70,6 +78,10 @@ class LargestGradient(nn.Cell):
         largest = self.reduce_max(each)
         self.assign(self.largest_gradient, largest)
         return self.logic_not(self.less_equal(largest, self.largest_float32))
+
+    def keep_divisor(self, divisor):
+        """Remember what the gradients of this step are divided by, a Tensor of one element."""
+        self.assign(self.divisor, self.reshape(ops.cast(divisor, mstype.float32), ()))
 
     def _full_like(self, each):
         return ops.broadcast_to(self.infinite, each.shape)

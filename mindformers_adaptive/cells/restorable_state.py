@@ -61,15 +61,17 @@ class RestorableState(SavedState, LossScaleStateDict):
             # The base class has a constant scale_window; here the window moves.
             parameter = Parameter(Tensor(value, mstype.int32), name=PARAMETER_NAMES[name], requires_grad=False)
             setattr(self, name, parameter)
-        self.window_was_restored = False
-        self._notice_a_restored_window()
+        # By its values, a state of MindFormers' own cell can be that of a dynamic or a gradient-guided one, neither of
+        # which has a place on the ladder.
+        self.restored = set()
+        self._notice_when_restored("window_index")
+        self._notice_when_restored("cur_iter")
 
-    def _notice_a_restored_window(self):
-        # By its values, a state of MindFormers' own cell can be that of a dynamic one, which has no window.
-        parameter = self.window_index
+    def _notice_when_restored(self, name):
+        parameter = getattr(self, name)
 
         def set_data(*args, **kwargs):
-            self.window_was_restored = True
+            self.restored.add(name)
             return type(parameter).set_data(parameter, *args, **kwargs)
 
         parameter.set_data = set_data
@@ -119,14 +121,22 @@ class RestorableState(SavedState, LossScaleStateDict):
         if state == self.checked_state:
             return
         repaired, problems = repair_state(self.rule, state)
-        if not problems and not self.window_was_restored and holds_no_window(state, self.start_window):
+        if not problems and self._lacks_window(state):
             repaired["last_overflow_iter"] = repaired["cur_iter"] - 1
             problems = [
-                "The checkpoint has steps but no window, as one of dynamic loss scaling: the ladder starts afresh at "
-                f"window {self.start_window}."
+                "The checkpoint has steps but no window, as one of dynamic or gradient-guided loss scaling: the ladder "
+                f"starts afresh at window {self.start_window}."
             ]
         for problem in problems:
             warnings.warn(problem, stacklevel=2)
         self._set_counters({name: value for name, value in repaired.items() if value != state[name]})
         # Warn once: a repaired state may still look foreign when it is checked again.
         self.checked_state = repaired
+        self.restored.discard("cur_iter")
+
+    def _lacks_window(self, state):
+        if "window_index" in self.restored:
+            return False
+        # The gradient-guided cell counts skipped steps as this one does, and then the other counters do not tell.
+        skipped_by_another = "cur_iter" in self.restored and state["skipped_steps"] > 0
+        return skipped_by_another or holds_no_window(state, self.start_window)

@@ -42,9 +42,9 @@ class SavedState:
 
         Returns:
             list[dict], one for each step, without gaps up to the last step: ``step`` (int), ``overflow`` (bool),
-            ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), and the values after the step of
-            the cell's counters (int). Steps from before a checkpoint was loaded are missing. Reading waits for the
-            device.
+            ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), the values after the step of the
+            cell's counters (int) and, if the cell follows the gradients, ``largest_gradient`` (float) of the step.
+            Steps from before a checkpoint was loaded are missing. Reading waits for the device.
 
         Examples:
             >>> from mindspore import Parameter
@@ -60,9 +60,10 @@ class SavedState:
             return []
         return self.history.steps(since, last=int(self.cur_iter.asnumpy()) - 1)
 
-    def _bound_scale(self, default):
-        """Return the loss scale as a float, or a default where no train-step cell has told of it."""
-        return default if self.bound_loss_scale is None else float(self.bound_loss_scale.asnumpy())
+    @property
+    def present_loss_scale(self):
+        """float: that of the next step, or the initial one where no train-step cell has bound its own."""
+        return self.loss_scale_value if self.bound_loss_scale is None else float(self.bound_loss_scale.asnumpy())
 
     def _write_scale(self, loss_scale):
         self.loss_scale_value = loss_scale

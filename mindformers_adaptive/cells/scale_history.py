@@ -11,16 +11,6 @@ from mindformers_adaptive.rule.checks import require_integer
 __all__ = ["ScaleHistory", "require_history_size"]
 
 _SCALES = ("loss_scale", "next_loss_scale")
-_COUNTS = (
-    "step",
-    "overflow",
-    "scale_window",
-    "window_index",
-    "growth_num",
-    "down_num",
-    "skipped_steps",
-    "consecutive_overflows",
-)
 
 # In a graph, Parameters that belong to no cell need distinct names.
 _numbers = itertools.count()
@@ -34,24 +24,27 @@ class ScaleHistory(nn.Cell):
 
     Args:
         size (int): how many steps are kept, at least 1.
+        counts (Sequence[str]): the names of the counts, which are int32; ``overflow`` comes back as a bool.
+        measures (Sequence[str]): the names of further values, which are float32. Default: none.
 
     Inputs:
         - **loss_scale** (Parameter) - the loss scale that the step used, float32 of shape ().
         - **next_loss_scale** (Tensor) - the loss scale for the next step, float32 of shape ().
         - **step** (Parameter) - the number of the step, int32 of shape ().
-        - **counts** (tuple[Tensor]) - ``overflow``, ``scale_window``, ``window_index``, ``growth_num``, ``down_num``,
-          ``skipped_steps`` and ``consecutive_overflows`` after the step, int32 of shape ().
+        - **counts** (tuple[Tensor]) - after the step, int32 of shape ().
+        - **measures** (tuple[Parameter]) - of the step, float32 of shape (). Default: none.
 
     Outputs:
         Tensor, `next_loss_scale`.
     """
 
-    def __init__(self, size):
+    def __init__(self, size, counts, measures=()):
         super().__init__(auto_prefix=False)
         self.size = size
+        self.names_of_counts, self.names_of_floats = ("step", *counts), (*_SCALES, *measures)
         self.number = next(_numbers)
-        self._own("scales", np.zeros((size, len(_SCALES)), np.float32))
-        self._own("counts", np.zeros((size, len(_COUNTS)), np.int32))
+        self._own("scales", np.zeros((size, len(self.names_of_floats)), np.float32))
+        self._own("counts", np.zeros((size, len(self.names_of_counts)), np.int32))
         self._own("place", np.zeros(1, np.int32))
         self.place_after = Tensor(np.roll(np.arange(size), -1), mstype.int32)
         self.no_scale = Tensor(0.0, mstype.float32)
@@ -62,9 +55,12 @@ class ScaleHistory(nn.Cell):
         self.gather = ops.Gather()
         self.assign = ops.Assign()
 
-    def construct(self, loss_scale, next_loss_scale, step, counts):
+    def construct(self, loss_scale, next_loss_scale, step, counts, measures=()):
         # PyNative mode does not stack Parameters with Tensors; a sum is a Tensor.
-        scales = self.stack((loss_scale + self.no_scale, next_loss_scale))
+        scales = (loss_scale + self.no_scale, next_loss_scale)
+        for measure in measures:
+            scales = (*scales, measure + self.no_scale)
+        scales = self.stack(scales)
         counts = self.stack((step + self.no_steps, *counts))
         self.scatter_update(self.scales, self.place, self.expand_dims(scales, 0))
         self.scatter_update(self.counts, self.place, self.expand_dims(counts, 0))
@@ -79,11 +75,11 @@ class ScaleHistory(nn.Cell):
         # Backwards while the numbers match: after the state was set back, older rows are steps that were undone.
         for step in range(last, max(since, last - self.size), -1):
             place = (place - 1) % self.size
-            row = dict(zip(_COUNTS, counts[place].tolist(), strict=True))
+            row = dict(zip(self.names_of_counts, counts[place].tolist(), strict=True))
             if row["step"] != step:
                 break
             row["overflow"] = bool(row["overflow"])
-            newest_first.append(row | dict(zip(_SCALES, scales[place].tolist(), strict=True)))
+            newest_first.append(row | dict(zip(self.names_of_floats, scales[place].tolist(), strict=True)))
         return newest_first[::-1]
 
     def _own(self, name, values):

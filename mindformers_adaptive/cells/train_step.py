@@ -92,7 +92,14 @@ class LossScaleTrainStep:
     def _feed_largest_gradient(self):
         update_cell = self.loss_scaling_manager
         update_cell.expect_largest_gradient([weight.name for weight in self.weights])
-        self.measure_largest_gradient = LargestGradient(update_cell, self.is_distributed)
+        name = "grads_for_legacy" if getattr(self, "use_legacy", True) else "grads_for_mcore"
+        # Older versions of MindFormers have no such method.
+        per_token = getattr(self, "calculate_per_token_loss", False) and hasattr(self, name)
+        self.measure_largest_gradient = LargestGradient(update_cell, self.is_distributed, is_divided=per_token)
+        if per_token:
+            # What overflows is the gradient of the sum over the tokens, which is divided by their number afterwards.
+            self.stock_grads = getattr(self, name)
+            setattr(self, name, self.grads_with_divisor)
         if self.clips_before_detection and self.use_clip_grad:
             self.clip_grad_norm = ClipAfter(self.measure_largest_gradient, self.clip_grad_norm)
         elif _runs_on_cpu() and self.get_overflow_status == self.get_overflow_status_on_cpu:
@@ -100,6 +107,12 @@ class LossScaleTrainStep:
         else:
             self.detect_overflow = self.get_overflow_status
             self.get_overflow_status = self.get_overflow_status_and_largest_gradient
+
+    def grads_with_divisor(self, scaling_sens, *inputs):
+        """As the method of the stock cell; what the gradients will be divided by is remembered."""
+        loss, grads, divisor = self.stock_grads(scaling_sens, *inputs)
+        self.measure_largest_gradient.keep_divisor(divisor)
+        return loss, grads, divisor
 
     def get_overflow_status_by_largest_gradient(self, status, compute_output):
         """As ``get_overflow_status_on_cpu``, in the same pass over the gradients as their largest value."""
@@ -164,7 +177,9 @@ def _require_update_cell(scale_sense):
     if isinstance(scale_sense, amp.LossScaleManager):
         remedy = "Give manager.get_update_cell(), or give the manager to Model(..., loss_scale_manager=manager)."
     elif isinstance(scale_sense, amp.LossScaler):
-        remedy = "A loss scaler is for functional training; give AdaptiveLossScaleUpdateCell with the same arguments."
+        own_cell = getattr(scale_sense, "update_cell", None)
+        name = "AdaptiveLossScaleUpdateCell" if own_cell is None else type(own_cell).__name__
+        remedy = f"A loss scaler is for functional training; give {name} with the same arguments."
     elif scale_sense is None:
         remedy = (
             "FixedLossScaleManager(..., drop_overflow_update=False) has no update cell; for a fixed scale without "

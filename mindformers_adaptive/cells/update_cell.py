@@ -13,6 +13,16 @@ from mindformers_adaptive.rule.transition_tables import EVENTS, transition_table
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
 
+_HISTORY = (
+    "overflow",
+    "scale_window",
+    "window_index",
+    "growth_num",
+    "down_num",
+    "skipped_steps",
+    "consecutive_overflows",
+)
+
 
 class AdaptiveLossScaleUpdateCell(RestorableState, nn.DynamicLossScaleUpdateCell):
     r"""Update cell of adaptive loss scaling: the scale follows the overflows, and the window follows the scale.
@@ -116,7 +126,7 @@ class AdaptiveLossScaleUpdateCell(RestorableState, nn.DynamicLossScaleUpdateCell
 
         self.keeps_history = history_size > 0
         if self.keeps_history:
-            self.history = ScaleHistory(history_size)
+            self.history = ScaleHistory(history_size, _HISTORY)
 
         self.minimum_loss_scale = Tensor(rule.min_loss_scale, mstype.float32)
         self.maximum_loss_scale = Tensor(rule.max_loss_scale, mstype.float32)

@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME as SIDECAR
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
+from mindformers_adaptive.rule import guided_names
+from mindformers_adaptive.rule.guided_names import COUNTERS, PLACES
 from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
 from mindformers_adaptive.text.install_hint import install_hint
 
-__all__ = ["FIELDS", "STATE_FIELDS", "Checkpoint", "differences_between_ranks", "latest_iteration", "read_checkpoints"]
+__all__ = [
+    "FIELDS",
+    "GUIDED_FIELDS",
+    "STATE_FIELDS",
+    "Checkpoint",
+    "differences_between_ranks",
+    "latest_iteration",
+    "read_checkpoints",
+]
 
 COMMON = "common.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 
-STATE_FIELDS = ("loss_scale", *PARAMETER_NAMES)
+# What only gradient-guided scaling has; it has a window too.
+GUIDED_FIELDS = (*(name for name in COUNTERS if name != "scale_window"), "level", "overflow_rate", "largest_gradient")
+STATE_FIELDS = ("loss_scale", *PARAMETER_NAMES, *GUIDED_FIELDS)
 FIELDS = ("step_num", "global_step", *STATE_FIELDS)
 
 # What a file holds, by key in the file or by field.
@@ -33,7 +45,13 @@ _Source = tuple[Path, Callable[[Path], _Values]]
 # Each field's names in a file, the better one first: MindFormers writes `loss_scale` beside the Parameter itself.
 _NAMES: dict[str, tuple[str, ...]] = {name: (PARAMETER_NAMES.get(name, name),) for name in FIELDS}
 _NAMES["loss_scale"] = ("scale_sense", "loss_scale")
-_WANTED = frozenset(name for names in _NAMES.values() for name in names)
+_NAMES |= {name: (guided_names.PARAMETER_NAMES[name],) for name in ("level", "overflow_rate", "largest_gradient")}
+# An array that holds several fields.
+_COUNTERS_NAME = guided_names.PARAMETER_NAMES["counters"]
+_NAMES |= {name: () for name in GUIDED_FIELDS if name in COUNTERS}
+_SIZES = {_COUNTERS_NAME: len(COUNTERS), guided_names.PARAMETER_NAMES["overflow_rate"]: PLACES}
+_WANTED = frozenset(name for names in _NAMES.values() for name in names) | {_COUNTERS_NAME}
+_FLOATS = ("loss_scale", "level", "largest_gradient")
 
 
 @dataclass(eq=False)
@@ -42,7 +60,8 @@ class Checkpoint:
 
     Attributes:
         path (Path): the file or folder.
-        values (dict[str, int | float | None]): by the names in ``FIELDS``; None where there is no such value.
+        values (dict[str, int | float | list[float] | None]): by the names in ``FIELDS``; None where there is no such
+            value.
         problems (list[str]): what could not be read, and what contradicts itself.
         unreadable (bool): whether there is no state, and something could not be read.
     """
@@ -57,6 +76,8 @@ class Checkpoint:
         """The kind of state: "none" if the checkpoint has no state, "unreadable" if that cannot be known."""
         if self.unreadable:
             return "unreadable"
+        if self._has("level", "overflow_rate"):
+            return "guided"
         if self._has("scale_window", "window_index", "growth_num", "down_num"):
             of_this_package = self._has("skipped_steps", "consecutive_overflows", "hysteresis_budget")
             return "adaptive" if of_this_package else "adaptive (MindFormers' own cell)"
@@ -226,12 +247,15 @@ def _by_field(content: Mapping[str, Any]) -> tuple[_Values, list[str]]:
         if not places:
             continue
         key = places[0][2]
-        values[name] = float(content[key]) if name == "loss_scale" else int(content[key])
+        value = content[key]
+        values[name] = value if isinstance(value, list) else float(value) if name in _FLOATS else int(value)
         problems += [
             f"{key} is {content[key]} but {other} is {content[other]}; {key} is shown"
             for *like, other in places[1:]
             if like == list(places[0][:2]) and content[other] != content[key]
         ]
+    for counters in (content[key] for key in sorted(content) if _last_part(key) == _COUNTERS_NAME):
+        values |= zip(COUNTERS, counters, strict=True)
     return values, problems
 
 
@@ -241,8 +265,8 @@ def _read_safetensors(file: Path) -> _Values:
 
     with safe_open(file, "np") as content:
         keys = [key for key in content.keys() if _is_wanted(key)]  # noqa: SIM118 - it is not a dict
-        keys = [key for key in keys if set(content.get_slice(key).get_shape()) <= {1}]
-        return {key: content.get_tensor(key).item() for key in keys}
+        arrays = {key: content.get_tensor(key) for key in keys if _fits(key, content.get_slice(key).get_shape())}
+        return {key: _to_python(key, array) for key, array in arrays.items()}
 
 
 def _read_ckpt(file: Path) -> _Values:
@@ -266,7 +290,7 @@ def _read_ckpt(file: Path) -> _Values:
         return {}
     # What the user appended may be text.
     numbers = {key: value for key, value in parameters.items() if not isinstance(value, str)}
-    return {key: value.asnumpy().item() for key, value in numbers.items() if value.size == 1}
+    return {key: _to_python(key, value.asnumpy()) for key, value in numbers.items() if _fits(key, value.shape)}
 
 
 def _read_common(file: Path) -> _Values:
@@ -276,9 +300,11 @@ def _read_common(file: Path) -> _Values:
 
 def _read_sidecar(file: Path) -> _Values:
     loss_scale, state = read_sidecar(file.parent) or (None, {})
-    return {"scale_sense": loss_scale} | {
-        PARAMETER_NAMES[name]: state[name] for name in PARAMETER_NAMES if name in state
-    }
+    values: _Values = {"scale_sense": loss_scale}
+    if set(COUNTERS) <= state.keys():
+        values[_COUNTERS_NAME] = [state.pop(name) for name in COUNTERS]
+    names = guided_names.PARAMETER_NAMES | PARAMETER_NAMES
+    return values | {names[name]: state[name] for name in names if name in state}
 
 
 def _refuse(file: Path) -> _Values:
@@ -287,6 +313,16 @@ def _refuse(file: Path) -> _Values:
 
 def _is_wanted(key: str) -> bool:
     return _last_part(key) in _WANTED
+
+
+def _fits(key: str, shape: Sequence[int]) -> bool:
+    """Whether an array of a wanted name has the shape that it has in a state of loss scaling."""
+    size = _SIZES.get(_last_part(key))
+    return set(shape) <= {1} if size is None else list(shape) == [size]
+
+
+def _to_python(key: str, array: Any) -> Any:
+    return array.tolist() if _last_part(key) in _SIZES else array.item()
 
 
 def _last_part(key: str) -> str:

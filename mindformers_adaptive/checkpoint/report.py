@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,7 @@ def build_report(path: str | Path) -> dict[str, Any]:
 def report_text(report: dict[str, Any]) -> str:
     """Return a report with at least one checkpoint as a table with its notes."""
     checkpoints = report["checkpoints"]
-    has_budget = any(checkpoint["hysteresis_budget"] is not None for checkpoint in checkpoints)
-    names = [name for name in reader.FIELDS if name != "hysteresis_budget" or has_budget]
+    names = [name for name in reader.FIELDS if _has_column(name, checkpoints)]
     lines = [["file", *names, "note"]]
     for checkpoint in checkpoints:
         lines.append([checkpoint["file"], *(_cell(checkpoint[name]) for name in names), "; ".join(checkpoint["notes"])])
@@ -112,9 +112,22 @@ def _note_ranks(checkpoints: list[reader.Checkpoint], notes_of: dict[reader.Chec
     return ["ranks: they agree wherever several saved the same step"]
 
 
-def _cell(value: float | None) -> str:
+def _has_column(name: str, checkpoints: list[dict[str, Any]]) -> bool:
+    if name == "overflow_rate":
+        # 16 numbers; they are in the JSON.
+        return False
+    if any(checkpoint[name] is not None for checkpoint in checkpoints):
+        return True
+    of_the_ladder = ("window_index", "growth_num", "down_num")
+    is_rare = name == "hysteresis_budget" or name in reader.GUIDED_FIELDS
+    return not is_rare and not (name in of_the_ladder and all(it["kind"] == "guided" for it in checkpoints))
+
+
+def _cell(value: float | list[float] | None) -> str:
     if value is None:
         return "-"
+    if isinstance(value, float) and not value.is_integer() and math.isfinite(value):
+        return f"{value:.9g}"
     # A power of two is easier to recognise without an exponent, as long as it is short.
     return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e16 else str(value)
 

@@ -7,10 +7,12 @@ of loss scaling is small, so it is written beside them with every checkpoint, wh
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mindformers_adaptive.text.atomic_file import atomic_write
+from mindformers_adaptive.text.json_text import NOT_FINITE, json_text
 
 __all__ = ["FILE_NAME", "read_sidecar", "write_sidecar"]
 
@@ -18,13 +20,13 @@ FILE_NAME = "loss_scale.json"
 _FORMAT = 1
 
 
-def write_sidecar(folder: str | Path, loss_scale: float, state: Mapping[str, int]) -> None:
+def write_sidecar(folder: str | Path, loss_scale: float, state: Mapping[str, float | Sequence[float]]) -> None:
     """Write ``loss_scale.json``.
 
     Args:
         folder (str): the checkpoint of one step.
         loss_scale (float): the loss scale for the next step.
-        state (dict[str, int]): as ``AdaptiveLossScaleUpdateCell.state()`` returns it.
+        state (dict): as ``state()`` of an update cell returns it, numbers and lists of numbers.
 
     Examples:
         >>> import tempfile
@@ -33,19 +35,19 @@ def write_sidecar(folder: str | Path, loss_scale: float, state: Mapping[str, int
         >>> read_sidecar(folder)
         (1024.0, {'scale_window': 20})
     """
-    text = json.dumps({"format": _FORMAT, "loss_scale": loss_scale, "state": state}, indent=2) + "\n"
+    text = json_text({"format": _FORMAT, "loss_scale": loss_scale, "state": state}, indent=2) + "\n"
     with atomic_write(Path(folder) / FILE_NAME) as sidecar:
         sidecar.write(text)
 
 
-def read_sidecar(folder: str | Path) -> tuple[float, dict[str, int]] | None:
+def read_sidecar(folder: str | Path) -> tuple[float, dict[str, Any]] | None:
     """Read ``loss_scale.json``.
 
     Args:
         folder (str): the checkpoint of one step.
 
     Returns:
-        tuple[float, dict[str, int]], the loss scale and the state, or None where there is no such file.
+        tuple[float, dict], the loss scale and the state, or None where there is no such file.
 
     Raises:
         ValueError: if the file is not one that :func:`write_sidecar` wrote.
@@ -60,8 +62,17 @@ def read_sidecar(folder: str | Path) -> tuple[float, dict[str, int]] | None:
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}, and this version reads {_FORMAT}")
         loss_scale, state = float(content["loss_scale"]), content["state"]
-        if not all(type(value) is int for value in state.values()):
-            raise ValueError(f"its state must be integers, but is {state!r}")
+        state = {name: _numbers(value) for name, value in state.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} cannot be used: {error or type(error).__name__}") from error
     return loss_scale, state
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(map(_numbers, value))
+    if isinstance(value, str) and value in NOT_FINITE:
+        return NOT_FINITE[value]
+    if type(value) not in (int, float):
+        raise ValueError(f"its state must be numbers, but has {value!r}")
+    return value

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, print_sources, read_sources
+from mindformers_adaptive.cli.lab_arguments import (
+    add_trace_arguments,
+    policy_maker,
+    print_sources,
+    read_sources,
+    warn_without_gradients,
+)
 from mindformers_adaptive.cli.output import add_json_argument, progress_bar
+from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_replays
@@ -17,6 +24,7 @@ EXAMPLES = """\
 examples:
   adaptive-loss-scale compare output/log/rank_0/info.log
   adaptive-loss-scale compare synthetic --policies adaptive torch megatron dynamic:scale_window=20
+  adaptive-loss-scale compare synthetic --policies guided guided:exchange_rate=5 metaseq:init_scale=2^16
 """
 
 # The adaptive rule, the fixed windows that people set by hand, and the two defaults that most have met.
@@ -37,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policies",
         nargs="+",
-        default=_DEFAULT_POLICIES,
         metavar="NAME[:PARAMETER=VALUE,...]",
-        help=f"default: {' '.join(_DEFAULT_POLICIES)}",
+        help=f"default: {' '.join(_DEFAULT_POLICIES)}, and guided where all traces have largest gradients; all names: "
+        f"{', '.join(POLICY_NAMES)}",
     )
     parser.add_argument("--each-trace", action="store_true", help="show each trace, not only the means of several")
     parser.add_argument("--plot", metavar="FILE", help="draw ceiling, scales and skips, or the Pareto front, to a file")
@@ -48,8 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compare, and print the table."""
-    makers = dict(policy_maker(text) for text in options.policies)
+    makers = dict(policy_maker(text) for text in options.policies or _DEFAULT_POLICIES)
     sources = read_sources(options)
+    if not options.policies and all(source.trace.largest_gradient is not None for source in sources):
+        makers |= [policy_maker("guided")]
+    warn_without_gradients(makers, sources)
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)

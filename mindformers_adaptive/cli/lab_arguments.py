@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mindformers_adaptive.cli.output import UsageError, print_result, read_value
 from mindformers_adaptive.lab.logs import read_log
@@ -19,7 +21,7 @@ from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRu
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 
-__all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources"]
+__all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources", "warn_without_gradients"]
 
 _SYNTHETIC = "synthetic"
 
@@ -38,9 +40,20 @@ class Source:
     run: RecordedRun | None = None
     ceilings: str = "known"
 
+    @property
+    def gradients_known(self) -> float:
+        """The share of the steps whose largest gradient is known."""
+        gradients = self.trace.largest_gradient
+        return 0.0 if gradients is None else float((~np.isnan(gradients)).mean())
+
     def describe(self) -> dict[str, Any]:
         """Return what was read and how much of it is known, for JSON."""
-        described = {"trace": self.trace.name, "steps": len(self.trace), "ceilings": self.ceilings}
+        described = {
+            "trace": self.trace.name,
+            "steps": len(self.trace),
+            "ceilings": self.ceilings,
+            "gradients_known": self.gradients_known,
+        }
         run = self.run
         if run is None:
             return described
@@ -57,13 +70,14 @@ class Source:
 
     def text(self) -> str:
         """Return the same as a line or two for a terminal."""
+        shown = f"; largest gradients known at {self.gradients_known:.1%} of the steps" if self.gradients_known else ""
         if self.run is None:
-            return f"{self.trace.name}: {len(self.trace)} steps, ceilings {self.ceilings}"
+            return f"{self.trace.name}: {len(self.trace)} steps, ceilings {self.ceilings}{shown}"
         run, shares = self.run, bound_shares(self.trace)
         lines = [
             f"{self.trace.name}: {len(self.trace)} steps from {run.lines_read} lines ({run.log_format}), of which "
             f"{run.lines_used} were used and {run.lines_ignored} ignored; ceilings known from below at "
-            f"{shares['lower_bound']:.1%} of the steps, from above at {shares['upper_bound']:.1%}, else assumed"
+            f"{shares['lower_bound']:.1%} of the steps, from above at {shares['upper_bound']:.1%}, else assumed{shown}"
         ]
         return "\n".join([*lines, *(f"  {problem}" for problem in run.problems)])
 
@@ -81,9 +95,9 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
     parser.add_argument(
         "--assume",
         choices=ASSUMPTIONS,
-        default="interpolated",
-        help="ceilings that a log does not bound: interpolated between neighbouring skips (default), or the lowest or "
-        "highest that the bounds allow",
+        help="ceilings that a log does not bound: those that the gradients show, where the log has them (then the "
+        "default), interpolated between neighbouring skips (else the default), or the lowest or highest that the "
+        "bounds allow",
     )
     parser.add_argument("--steps", type=int, default=10_000, help="of a synthetic trace; default: 10000")
     parser.add_argument("--seed", type=int, default=0, help="of a synthetic trace; default: 0")
@@ -106,6 +120,23 @@ def read_sources(options: argparse.Namespace) -> list[Source]:
         else:
             sources.append(_read_file(Path(word), options.assume))
     return sources
+
+
+def warn_without_gradients(policies: Iterable[str], sources: Sequence[Source]) -> None:
+    """Say on the error output where the guided policy will not see any gradient.
+
+    Args:
+        policies (Iterable[str]): names of policies, with or without parameters.
+        sources (Sequence[Source]): what they are replayed on.
+    """
+    if any(policy.partition(":")[0] == "guided" for policy in policies):
+        for source in sources:
+            if source.trace.largest_gradient is None:
+                print(
+                    f"{source.trace.name} has no largest gradients: there 'guided' sees overflows only, and works as "
+                    "an adaptive scaler. A record of GradientGuidedLossScaleUpdateCell has them.",
+                    file=sys.stderr,
+                )
 
 
 def print_sources(
@@ -154,7 +185,7 @@ def _make(word: str, steps: int, seed: int) -> list[Source]:
     return [Source(traces[kind])]
 
 
-def _read_file(path: Path, assume: str) -> Source:
+def _read_file(path: Path, assume: str | None) -> Source:
     if path.suffix == ".json" and not {"ceilings", "steps"}.isdisjoint(_keys(path, path.read_bytes())):
         return Source(from_ceilings(path))
     if path.suffix == ".jsonl" and _holds_sweeps(path):
@@ -182,7 +213,7 @@ def _keys(path: Path, text: bytes) -> set[str]:
     return set(content) if isinstance(content, dict) else set()
 
 
-def _read_folder(folder: Path, assume: str) -> list[Source]:
+def _read_folder(folder: Path, assume: str | None) -> list[Source]:
     sources = []
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         try:

@@ -49,8 +49,9 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Sweep, and print the table."""
+    """Sweep, and print the tables and what the lowest scale loses."""
     from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES
+    from mindformers_adaptive.gradients.verdict import judge, table_of_groups
 
     scales = [read_scale("--loss-scales", text) for text in options.loss_scales] or DEFAULT_LOSS_SCALES
     scale_of_parameters = None if options.parameters is None else read_scale("--parameters", options.parameters)
@@ -60,6 +61,11 @@ def run(options: argparse.Namespace) -> None:
 
     def tables() -> Iterator[str]:
         yield ranges.table()
+        lowest = judge(ranges, ranges.loss_scales[0])
+        if lowest.groups:
+            fits = [scale for scale in ranges.loss_scales if not ranges.overflowed_batches(scale)]
+            yield table_of_groups([judge(ranges, scale) for scale in fits])
+            yield str(lowest)
         if scale_of_parameters is not None:
             yield ranges.table(scale_of_parameters)
         if options.layers:

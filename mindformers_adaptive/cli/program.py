@@ -25,7 +25,7 @@ COMMANDS = {
     "analyze": "say what the loss scale did in a run, from its log, and what to change",
     "simulate": "replay one policy on a trace",
     "compare": "replay several policies on traces, and compare them",
-    "tune": "find the windows, factor and hysteresis that would have cost least on traces",
+    "tune": "find the settings that would have cost least on traces",
     "plot": "draw the record of a run or a sweep over loss scales",
     "megatron": "turn Megatron-LM's arguments into a scale_sense section",
 }

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mindformers_adaptive.cli.lab_arguments import Source, add_trace_arguments, policy_maker, read_sources
+from mindformers_adaptive.cli.lab_arguments import (
+    Source,
+    add_trace_arguments,
+    policy_maker,
+    read_sources,
+    warn_without_gradients,
+)
 from mindformers_adaptive.cli.output import add_json_argument, print_result, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.lab.replay.simulate import replay
@@ -17,6 +23,7 @@ __all__ = ["EXAMPLES", "add_arguments", "run"]
 EXAMPLES = """\
 examples:
   adaptive-loss-scale simulate --policy adaptive:loss_scale_value=2^20,max_scale_window=500 output/log/rank_0/info.log
+  adaptive-loss-scale simulate --policy guided:exchange_rate=5 output/loss_scale_record.jsonl --plot guided.png
   adaptive-loss-scale simulate --policy torch "synthetic:sudden drop" --plot torch.png
 """
 
@@ -27,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         default="adaptive",
         metavar="NAME[:PARAMETER=VALUE,...]",
-        help=f"one of {', '.join(POLICY_NAMES)}, with its own system's parameters; default: adaptive",
+        help=f"one of {', '.join(POLICY_NAMES)}, with its own system's parameters, as guided:exchange_rate=5 or "
+        "metaseq:init_scale=2^16,scale_window=100; default: adaptive",
     )
     add_trace_arguments(parser, several=False)
     parser.add_argument("--plot", metavar="FILE", help="draw ceiling, scale and skipped steps to this PNG or SVG file")
@@ -38,6 +46,7 @@ def run(options: argparse.Namespace) -> None:
     """Replay the policy on each trace, and print its measures."""
     label, make = policy_maker(options.policy)
     sources = read_sources(options)
+    warn_without_gradients([label], sources)
     if options.plot and len(sources) > 1:
         raise ValueError(f"'--plot' draws one trace, but got {len(sources)}. Name one of them.")
     replays = []

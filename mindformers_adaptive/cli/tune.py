@@ -1,21 +1,35 @@
-"""Find the windows, factor and hysteresis that would have cost least on traces, and print the YAML to paste."""
+"""Find the settings of adaptive or guided loss scaling that would have cost least, and print the YAML to paste."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 
-from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, print_sources, read_sources
+from mindformers_adaptive.cli.lab_arguments import (
+    add_trace_arguments,
+    print_sources,
+    read_sources,
+    warn_without_gradients,
+)
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, progress_bar, read_value
-from mindformers_adaptive.lab.replay.configuration import grid
+from mindformers_adaptive.lab.replay.configuration import Configuration, grid
+from mindformers_adaptive.lab.replay.guided_configuration import GuidedConfiguration, guided_grid
 from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE
-from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, tune
+from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, DEFAULT_GUIDED_GRID, AnyConfiguration, tune
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
+_GRIDS: dict[str, tuple[type, Callable[..., Sequence[AnyConfiguration]], Mapping[str, Sequence[float]]]] = {
+    "adaptive": (Configuration, grid, DEFAULT_GRID),
+    "guided": (GuidedConfiguration, guided_grid, DEFAULT_GUIDED_GRID),
+}
+
 EXAMPLES = """\
 examples:
   adaptive-loss-scale tune output/log/rank_0/info.log
+  adaptive-loss-scale tune --policy both --try exchange_rate=0.5,1,2 output/loss_scale_record.jsonl
   adaptive-loss-scale tune my_logs/ --exchange-rate 0.2 --try hysteresis=1,2,4 --try max_scale_window=200,500,1000
 """
 
@@ -23,6 +37,13 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_trace_arguments(parser)
+    parser.add_argument(
+        "--policy",
+        choices=[*_GRIDS, "both"],
+        default="adaptive",
+        help="whose settings to try: windows, factor and hysteresis of 'adaptive' (the default), exchange_rate of "
+        "'guided', or 'both' in one table",
+    )
     parser.add_argument(
         "--exchange-rate",
         type=float,
@@ -44,15 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Search, and print the best settings."""
-    try:
-        configurations = grid(**{**DEFAULT_GRID, **dict(_read_tried(text) for text in options.tried)})
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
+    policies = list(_GRIDS) if options.policy == "both" else [options.policy]
+    configurations = _configurations(policies, dict(_read_tried(text) for text in options.tried))
     sources = read_sources(options)
+    warn_without_gradients(policies, sources)
+    runs = [source.run for source in sources if source.run is not None]
     assumptions = {
         name: [source.trace if source.run is None else source.run.to_trace(name) for source in sources]
         for name in ASSUMPTIONS
-        if name != options.assume and any(source.run for source in sources)
+        if any(name in run.assumptions and name != (options.assume or run.assumptions[0]) for run in runs)
     }
     with progress_bar(len(sources) * (1 + len(assumptions)), "sweeping") as progress:
         tuning = tune(
@@ -65,6 +86,22 @@ def run(options: argparse.Namespace) -> None:
     content = {"rows": tuning.rows(options.rows), "certainty": tuning.certainty()}
     content["scale_sense"] = tuning.recommended.scale_sense()
     print_sources(options, sources, content, tuning.text(options.rows))
+
+
+def _configurations(policies: Sequence[str], tried: dict[str, list[object]]) -> list[AnyConfiguration]:
+    """All combinations of each policy; an argument that only one of them has is tried with that one."""
+    known = {name: {field.name for field in fields(_GRIDS[name][0])} for name in policies}
+    # An argument that none of them has goes to all, whose grids refuse it.
+    anywhere = set(tried).difference(*known.values())
+    configurations: list[AnyConfiguration] = []
+    try:
+        for name, arguments in known.items():
+            _, make, default = _GRIDS[name]
+            own = {key: values for key, values in tried.items() if key in arguments | anywhere}
+            configurations += make(**{**default, **own})
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    return configurations
 
 
 def _read_tried(text: str) -> tuple[str, list[object]]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mindformers_adaptive.gradients.report import GradientRanges
+from mindformers_adaptive.gradients.verdict import Verdict, judge, table_of_groups
 from mindformers_adaptive.rule.checks import require_integer
 from mindformers_adaptive.text.power_of_two import as_power_of_two
 
@@ -25,10 +26,13 @@ class LossScaleRecommendation:
         ceiling (float, optional): the largest scale up to which no batch overflows; None likewise.
         margin (int): how many powers of two ``loss_scale_value`` stays below the ceiling, if there is room.
         ceiling_is_highest (bool): whether the ceiling is the highest scale of the sweep; the true one may be higher.
-        needs_scaling (bool, optional): whether any gradient underflows at a scale up to the ceiling; None if there is
-            no ceiling, or no underflow and no scale of 1 or less in the sweep.
+        needs_scaling (bool, optional): whether too much of a Parameter's gradient is lost without loss scaling, see
+            :class:`mindformers_adaptive.gradients.verdict.Verdict`; None if there is no ceiling, or no scale of 1 or
+            less in the sweep that can be judged.
         loss_is_finite (bool): whether the loss itself is finite in every batch.
         ranges (GradientRanges): the sweep.
+        verdicts (tuple[Verdict, ...]): on the lowest scale of the sweep and on ``loss_scale_value``, or the highest
+            scale of the sweep below it; empty if there is no ceiling.
     """
 
     loss_scale_value: float | None
@@ -38,6 +42,7 @@ class LossScaleRecommendation:
     needs_scaling: bool | None
     loss_is_finite: bool
     ranges: GradientRanges
+    verdicts: tuple[Verdict, ...] = ()
 
     @property
     def yaml(self) -> str:
@@ -61,13 +66,20 @@ class LossScaleRecommendation:
         lines = [f"No overflow up to {as_power_of_two(self.ceiling)}, in {len(self.ranges.batches)} batches."]
         if self.ceiling_is_highest:
             lines = [f"No overflow at any loss scale up to {as_power_of_two(scales[-1])}, the highest that was tried."]
-        if self.needs_scaling:
-            highest = max(scale for scale in scales if scale <= self.loss_scale_value)
-            ends = {scale: self.ranges.overall(scale) for scale in (scales[0], highest)}
+        lowest, start = self.verdicts[0], self.verdicts[-1]
+        judged = [lowest.loss_scale] if start == lowest else [lowest.loss_scale, start.loss_scale]
+        ends = {scale: self.ranges.overall(scale) for scale in judged}
+        if all(it.underflowed is not None for it in ends.values()):
             shares = [f"{it.share(it.underflowed):.3%} at {as_power_of_two(scale)}" for scale, it in ends.items()]
             lines.append(f"Gradients that underflow: {', '.join(shares)}.")
+        if lowest.groups:
+            lines += ["", table_of_groups([lowest] if start == lowest else [lowest, start]), "", str(lowest)]
+        if self.needs_scaling:
+            lines.append("FP16 needs loss scaling here.")
         if self.needs_scaling is False:
-            lines.append("Nothing underflows at any scale: FP16 needs no loss scaling here, 1 would do as well.")
+            lines.append("FP16 needs no loss scaling here, 1 would do as well.")
+        if start.is_harmful and start != lowest:
+            lines.append(f"No scale holds them all: {start}")
         below = round(math.log2(self.ceiling / self.loss_scale_value))
         lines.append(f"Start from {as_power_of_two(self.loss_scale_value)}, which leaves a margin of 2^{below}:")
         return "\n".join([*lines, "", self.yaml])
@@ -86,7 +98,8 @@ class LossScaleRecommendation:
 
     def to_dict(self) -> dict[str, object]:
         """Return everything but the sweep, with the YAML as ``yaml``, as JSON can hold it."""
-        return {**{name: value for name, value in vars(self).items() if name != "ranges"}, "yaml": self.yaml}
+        plain = {name: value for name, value in vars(self).items() if name not in ("ranges", "verdicts")}
+        return {**plain, "verdicts": [verdict.to_dict() for verdict in self.verdicts], "yaml": self.yaml}
 
 
 def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -> LossScaleRecommendation:
@@ -109,22 +122,18 @@ def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -
     if not safe:
         return LossScaleRecommendation(None, None, margin, False, None, loss_is_finite, ranges)
     ceiling = safe[-1]
+    start = max(ceiling / 2.0**margin, scales[0])
+    lowest = judge(ranges, scales[0])
     return LossScaleRecommendation(
-        loss_scale_value=max(ceiling / 2.0**margin, scales[0]),
+        loss_scale_value=start,
         ceiling=ceiling,
         margin=margin,
         ceiling_is_highest=not overflowing,
-        needs_scaling=_needs_scaling(ranges, safe),
+        needs_scaling=lowest.is_harmful if scales[0] <= 1 else None,
         loss_is_finite=loss_is_finite,
         ranges=ranges,
+        verdicts=(lowest, judge(ranges, max(scale for scale in scales if scale <= start))),
     )
-
-
-def _needs_scaling(ranges: GradientRanges, safe: list[float]) -> bool | None:
-    underflows = [ranges.overall(scale).underflowed for scale in safe]
-    if any(underflows):
-        return True
-    return False if safe[0] <= 1 and None not in underflows else None
 
 
 def check_margin(margin: object) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_statistics
 from mindformers_adaptive.text.atomic_file import atomic_write
@@ -13,7 +14,19 @@ from mindformers_adaptive.text.json_text import json_text
 from mindformers_adaptive.text.power_of_two import as_power_of_two
 from mindformers_adaptive.text.table import align
 
-__all__ = ["GradientRanges", "ScaleRanges"]
+__all__ = ["GradientRanges", "LostGradient", "ScaleRanges"]
+
+
+class LostGradient(NamedTuple):
+    """What FP16 lost of a gradient at a loss scale, by underflow and by the coarseness of subnormal numbers.
+
+    Attributes:
+        lost (float): the norm of the difference to the reference, both divided as the train step does.
+        norm (float): the norm of the reference, the gradient at the highest scale of the batch that did not overflow.
+    """
+
+    lost: float
+    norm: float
 
 
 @dataclass(frozen=True)
@@ -27,12 +40,14 @@ class ScaleRanges:
             the batch that did not overflow, and is None at the scales above it.
         grad_scale_factor (float): what the train step divides the gradients by beside the loss scale: the number of
             tokens with MindFormers' ``calculate_per_token_loss``, else 1.
+        lost (dict[str, LostGradient]): by Parameter name what the scale loses; empty without a reference.
     """
 
     loss_scale: float
     loss: float
     parameters: Mapping[str, ArrayStatistics]
     grad_scale_factor: float = 1.0
+    lost: Mapping[str, LostGradient] = field(default_factory=dict)
 
     @property
     def overall(self) -> ArrayStatistics:
@@ -99,6 +114,28 @@ class GradientRanges:
         """Return how many batches overflowed at a scale, one of ``loss_scales``."""
         return sum(ranges.overflow for ranges in self._at(loss_scale))
 
+    def lost_share(self, loss_scale: float, names: Iterable[str] | None = None) -> float | None:
+        """Return the norm of what a scale loses of gradients, as a share of their norm, over all batches.
+
+        0 is nothing; 1 is everything. What is lost is the difference to the highest scale that did not overflow:
+        gradients that became 0, and the rounding of those that became subnormal numbers.
+
+        Args:
+            loss_scale (float): one of ``loss_scales``.
+            names (Iterable[str], optional): of some Parameters. Default: None, all of them.
+
+        Returns:
+            float; None where it is not known, because a batch has no reference at or above the scale, or because all
+            these gradients are 0 at every scale.
+        """
+        at_scale = self._at(loss_scale)
+        chosen = list(at_scale[0].parameters if names is None else names)
+        if not all(ranges.lost for ranges in at_scale):
+            return None
+        parts = [ranges.lost[name] for ranges in at_scale for name in chosen]
+        norm = math.hypot(*(part.norm for part in parts))
+        return math.hypot(*(part.lost for part in parts)) / norm if norm > 0 else None
+
     def to_dict(self) -> dict[str, object]:
         """Return everything as dicts, lists and numbers."""
         return {
@@ -110,8 +147,11 @@ class GradientRanges:
                 {
                     "loss_scale": scale,
                     "overflowed_batches": self.overflowed_batches(scale),
-                    "overall": self.overall(scale).to_dict(),
-                    "parameters": {name: each.to_dict() for name, each in self.parameters(scale).items()},
+                    "overall": {**self.overall(scale).to_dict(), "lost_share": self.lost_share(scale)},
+                    "parameters": {
+                        name: {**each.to_dict(), "lost_share": self.lost_share(scale, [name])}
+                        for name, each in self.parameters(scale).items()
+                    },
                 }
                 for scale in self.loss_scales
             ],
@@ -132,18 +172,25 @@ class GradientRanges:
     def table(self, loss_scale: float | None = None) -> str:
         """Return a table to print; its largest, smallest and norm are those that the optimizer takes, unscaled.
 
+        The last column is :meth:`lost_share`.
+
         Args:
             loss_scale (float, optional): a row for each Parameter at this scale. Default: None, a row for each scale.
         """
         if loss_scale is None:
-            lines = [["loss scale", "overflowed", *_COLUMNS]]
+            lines = [["loss scale", "overflowed", *_COLUMNS, "lost"]]
             for scale in self.loss_scales:
                 overflowed = f"{self.overflowed_batches(scale)}/{len(self.batches)}"
-                lines.append([as_power_of_two(scale), overflowed, *_cells(self.overall(scale, unscaled=True))])
+                cells = _cells(self.overall(scale, unscaled=True))
+                lines.append([as_power_of_two(scale), overflowed, *cells, _percent(self.lost_share(scale))])
         else:
-            rows = {**self.parameters(loss_scale, unscaled=True), "all": self.overall(loss_scale, unscaled=True)}
-            lines = [[f"at {as_power_of_two(loss_scale)}", *_COLUMNS]]
-            lines += [[name, *_cells(statistics)] for name, statistics in rows.items()]
+            rows = self.parameters(loss_scale, unscaled=True)
+            lines = [[f"at {as_power_of_two(loss_scale)}", *_COLUMNS, "lost"]]
+            lines += [
+                [name, *_cells(each), _percent(self.lost_share(loss_scale, [name]))] for name, each in rows.items()
+            ]
+            overall = _cells(self.overall(loss_scale, unscaled=True))
+            lines.append(["all", *overall, _percent(self.lost_share(loss_scale))])
         return align(lines, to_the_left=[0])
 
     def output_table(self) -> str:
@@ -184,5 +231,9 @@ def _cells(statistics: ArrayStatistics) -> list[str]:
         f"{statistics.largest:.2e}",
         "-" if statistics.smallest is None else f"{statistics.smallest:.2e}",
         f"{statistics.norm:.3g}",
-        *("-" if share is None else f"{share:.3%}" for share in shares),
+        *map(_percent, shares),
     ]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.3%}"

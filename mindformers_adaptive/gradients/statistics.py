@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ArrayStatistics", "array_statistics", "count_underflows", "merge_by_name", "merge_statistics"]
+__all__ = ["ArrayStatistics", "array_statistics", "count_underflows", "lost_norm", "merge_by_name", "merge_statistics"]
 
 # An array is read in pieces of this many elements, so that the float64 copies stay small.
 _PIECE = 2**20
@@ -128,6 +128,26 @@ def count_underflows(array: ArrayLike, reference_is_zero: ArrayLike) -> int:
         1
     """
     return int(np.count_nonzero((np.asarray(array) == 0) & ~np.asarray(reference_is_zero)))
+
+
+def lost_norm(array: ArrayLike, reference: ArrayLike, ratio: float) -> float:
+    """Return the norm of what an array lacks of ``ratio`` times the reference, in float64.
+
+    Args:
+        array (ArrayLike): of any shape, finite.
+        reference (ArrayLike): of the same shape.
+        ratio (float): what the array would be as a multiple of the reference, if nothing were lost.
+
+    Examples:
+        >>> lost_norm([0.0, 1.0], [6.0, 2.0], 0.5)
+        3.0
+    """
+    flat, expected = np.asarray(array).reshape(-1), np.asarray(reference).reshape(-1)
+    squares = 0.0
+    for start in range(0, flat.size, _PIECE):
+        piece = slice(start, start + _PIECE)
+        squares += float(np.sum(np.square(flat[piece].astype(np.float64) - ratio * expected[piece].astype(np.float64))))
+    return math.sqrt(squares)
 
 
 def _piece_statistics(piece: NDArray[Any]) -> ArrayStatistics:

@@ -77,10 +77,8 @@ class Trainer(mindformers.Trainer):
     def _config_init(args=None, task_config=None):
         # The configuration is complete here, and nothing has been built.
         config = mindformers.Trainer._config_init(args, task_config)
-        # MindFormers passes on its own default, the largest window, which a ladder with other bounds does not have.
-        names_cell = isinstance(args, TrainingArguments) and args.scale_sense == "AdaptiveLossScaleUpdateCell"
-        if names_cell and args.loss_scale_window == TrainingArguments.loss_scale_window:
-            config.runner_wrapper.scale_sense.scale_window = args.min_scale_window
+        if isinstance(args, TrainingArguments):
+            _fit_window(args, config.runner_wrapper.scale_sense)
         check_config(config)
         return config
 
@@ -119,6 +117,22 @@ class Trainer(mindformers.Trainer):
             if isinstance(restored, Tensor):
                 self.wrapper.scale_sense.set_data(Tensor(restored.asnumpy().item(), mindspore.float32))
         return self.wrapper
+
+
+def _fit_window(args, scale_sense):
+    """Change the window in the section of the update cell that ``args`` names, where MindFormers' default is none."""
+    is_default = args.loss_scale_window == TrainingArguments.loss_scale_window
+    if args.scale_sense == "AdaptiveLossScaleUpdateCell" and is_default:
+        # Its default, the largest window, is not on a ladder with other bounds.
+        scale_sense.scale_window = args.min_scale_window
+    if args.scale_sense == "GradientGuidedLossScaleUpdateCell":
+        scale_sense.pop("scale_window", None)
+        if not is_default:
+            warnings.warn(
+                f"'loss_scale_window' {args.loss_scale_window} is not used: GradientGuidedLossScaleUpdateCell finds "
+                "its window itself. Leave it out.",
+                stacklevel=2,
+            )
 
 
 def _require_whole_micro_batches(dataset, steps):

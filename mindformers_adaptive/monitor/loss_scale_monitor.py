@@ -9,6 +9,7 @@ from mindspore.train import ModelCheckpoint
 from mindformers_adaptive.monitor.arguments import require_choice
 from mindformers_adaptive.monitor.collapse import CollapseDetector
 from mindformers_adaptive.monitor.output import MonitorOutput, RecordingCallback
+from mindformers_adaptive.monitor.overflow_names import HOW_TO_NAME, OverflowNames, overflowed_in
 from mindformers_adaptive.monitor.record import FIELDS
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, last_step_before, read_loss
 from mindformers_adaptive.monitor.stop_signals import StopSignals
@@ -43,14 +44,17 @@ class LossScaleMonitor(RecordingCallback):
     ``scale_window, window_index``   window after the step, in steps, and its place on the ladder
     ``growth_num, down_num``         counts of raises and drops after the step
     ``skipped_steps``                overflowed steps so far
+    ``largest_gradient``             largest absolute gradient of the step, unscaled and before clipping
+    ``overflowed_parameters``        only if it can be known: the Parameters whose gradients had an inf or a NaN
     ``dropped_by_norm``              whether MindFormers dropped the step for the size of its gradients, with
                                      ``use_skip_data_by_global_norm``; that is no overflow, and the scale stays
     ================================ ===========================================================================
 
-    A value is null where it is unknown: the window of another update cell, or the loss of a step inside a sink. The
-    host looks at the device every ``every_n_steps`` steps, or once a sink. If ``history_size`` of
-    ``AdaptiveLossScaleUpdateCell`` is at least as large, the record has every step; otherwise one line counts those
-    that are missing.
+    A value is null where it is unknown: the window of another update cell, the largest gradient where the cell does not
+    follow it, or the loss of a step inside a sink. ``overflowed_parameters`` needs a gradient-guided cell with
+    ``keep_each_largest=True``, and that the host looks at just this step; a line of the log names them too. The host
+    looks at the device every ``every_n_steps`` steps, or once a sink. If ``history_size`` of the update cell is at
+    least as large, the record has every step; otherwise one line counts those that are missing.
 
     A run that is resumed from a checkpoint continues the file, and steps that it takes again replace the old ones. A
     new run keeps an older file under another name; one that starts while another run writes the file takes a file with
@@ -131,6 +135,7 @@ class LossScaleMonitor(RecordingCallback):
             )
             return
         self._reader = StepReader(train_step)
+        self._overflows = OverflowNames()
         update_cell = getattr(train_step, "loss_scaling_manager", None)
         self._looked_at = last_step_before(params, update_cell, self._looked_at)
         self._ahead_of_model = self._looked_at - params.cur_step_num
@@ -202,14 +207,25 @@ class LossScaleMonitor(RecordingCallback):
         entries = self._read_entries(run_context.original_args().net_outputs)
         if not entries:
             return
-        self._output.append([{field: entry[field] for field in FIELDS} for entry in entries])
+        kept = (*FIELDS, "overflowed_parameters")
+        self._output.append([{field: entry[field] for field in kept if field in entry} for entry in entries])
         for entry in entries:
             for field in FIELDS[1:]:
                 self._output.add_scalar(f"{TAG}/{field}", entry[field], entry["step"])
             window = self._report_window(window, entry)
         # After the record, which is then complete for whoever looks for the cause.
-        for message in filter(None, map(self._collapse.check, entries)):
-            self._react_to_collapse(message, run_context)
+        for entry in entries:
+            if (line := self._overflows.check(entry)) and self._output.writes:
+                logger.info("%s", line)
+            if message := self._collapse.check(entry):
+                self._react_to_collapse(f"{message}{self._name_overflows(entries[-1])}", run_context)
+
+    def _name_overflows(self, last_entry):
+        """What a collapse message says of the Parameters; only of the last step is it known which they are."""
+        if self._reader.names_parameters:
+            sentence = overflowed_in(last_entry)
+            return f" {sentence[0].upper()}{sentence[1:]}" if sentence else ""
+        return f" {HOW_TO_NAME}" if self._reader.measures_gradients else ""
 
     def _read_entries(self, outputs):
         """Return the steps since the last look, oldest first, with the losses and norms that the host has seen."""
@@ -236,11 +252,11 @@ class LossScaleMonitor(RecordingCallback):
     def _report_window(self, before, entry):
         after = (entry["scale_window"], entry["window_index"])
         if after != before and self._output.writes:
+            (window, index), (next_window, next_index) = before, after
+            places = "" if index is next_index is None else f" (index {index} to {next_index})"
             logger.info(
-                "Loss scaling: at step %s the window goes from %s to %s (index %s to %s), at loss scale %s.",
-                entry["step"],
-                *(value for pair in zip(before, after, strict=True) for value in pair),
-                entry["next_loss_scale"],
+                "Loss scaling: at step %s the window goes from %s to %s%s, at loss scale %s.",
+                *(entry["step"], window, next_window, places, entry["next_loss_scale"]),
             )
         return after
 

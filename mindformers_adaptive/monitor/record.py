@@ -13,7 +13,7 @@ from mindformers_adaptive.text.json_text import NOT_FINITE, json_text
 
 __all__ = ["FIELDS", "RunRecord", "read_record"]
 
-# Fields of one record line. From scale_window on, values are those after the step; null means unknown.
+# Fields of one record line; null means unknown. From scale_window to skipped_steps, values are those after the step.
 FIELDS = (
     "step",
     "loss",
@@ -25,6 +25,7 @@ FIELDS = (
     "growth_num",
     "down_num",
     "skipped_steps",
+    "largest_gradient",
     "dropped_by_norm",
 )
 

@@ -4,12 +4,19 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
+from mindformers_adaptive.rule import guided_names, restored_state
 
 __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "steps_taken"]
 
-_ATTRIBUTES = {name: attribute for attribute, name in PARAMETER_NAMES.items()}
-_OF_WINDOW = ("scale_window", "window_index", "growth_num", "down_num")
+_ATTRIBUTES = {
+    name: attribute
+    for names in (restored_state.PARAMETER_NAMES, guided_names.PARAMETER_NAMES)
+    for attribute, name in names.items()
+    if attribute not in ("level", "overflow_rate")
+}
+_OF_WINDOW = ("scale_window", "window_index")
+# What not every update cell has.
+_UNKNOWN = dict.fromkeys((*_OF_WINDOW, "growth_num", "down_num", "largest_gradient"))
 
 # Update cells from here count their steps.
 _COUNTING = ("mindspore", "mindformers", "mindformers_adaptive")
@@ -67,13 +74,17 @@ class StepReader:
 
     Attributes:
         window (tuple): the window in steps and its index; None if unknown.
+        measures_gradients (bool): whether the update cell is told the largest gradient of each step.
+        names_parameters (bool): whether it keeps that of each Parameter, and so can name those that overflowed.
     """
 
     def __init__(self, train_step):
         self._train_step = train_step
         self._update_cell = getattr(train_step, "loss_scaling_manager", None)
         self._parameters = _state_parameters(self._update_cell)
-        self.window = tuple(map(self._state().get, _OF_WINDOW[:2]))
+        self.measures_gradients = "largest_gradient" in self._parameters
+        self.names_parameters = getattr(self._update_cell, "each_largest", None) is not None
+        self.window = tuple(map(self._state().get, _OF_WINDOW))
         self._loss_scale = self._read_loss_scale()
         self._skipped_steps = self._skipped_by_others = self._consecutive_overflows = 0
 
@@ -103,12 +114,15 @@ class StepReader:
 
         Returns:
             list[dict], oldest first and without gaps: the last step at least, and all ``count`` if the update cell
-            has a history that is long enough. Unknown values are None.
+            has a history that is long enough. Unknown values are None. If the last step overflowed and the update cell
+            keeps the largest gradient of each Parameter, it has ``overflowed_parameters`` too, list[str].
         """
         entries = self._read_history(step, count) or [self._read_last(step, count, outputs)]
+        if entries[-1]["overflow"] and self.names_parameters:
+            entries[-1]["overflowed_parameters"] = self._update_cell.overflowed_parameters()
         if "skipped_steps" in self._parameters:
             entries = [entry | {"skipped_steps": entry["skipped_steps"] + self._skipped_by_others} for entry in entries]
-        self.window = tuple(map(entries[-1].get, _OF_WINDOW[:2]))
+        self.window = tuple(map(entries[-1].get, _OF_WINDOW))
         self._loss_scale = entries[-1]["next_loss_scale"]
         return entries
 
@@ -135,7 +149,7 @@ class StepReader:
         if last is None:
             return []
         entries = self._update_cell.recent_steps(since=last - count)
-        return [entry | {"step": entry["step"] - last + step} for entry in entries]
+        return [{**_UNKNOWN, **entry, "step": entry["step"] - last + step} for entry in entries]
 
     def _read_last(self, step, count, outputs):
         state = self._state()
@@ -153,13 +167,19 @@ class StepReader:
             # Unknown if several steps were taken since, unless the scale never moves.
             "loss_scale": self._loss_scale if count == 1 else next_loss_scale if is_fixed else None,
             "next_loss_scale": next_loss_scale,
-            **{name: state.get(name) for name in _OF_WINDOW},
+            **{name: state.get(name) for name in _UNKNOWN},
             "skipped_steps": state.get("skipped_steps", self._skipped_steps),
             "consecutive_overflows": state.get("consecutive_overflows", self._consecutive_overflows),
         }
 
     def _state(self):
-        state = {name: int(parameter.asnumpy()) for name, parameter in self._parameters.items()}
+        state = {}
+        for name, parameter in self._parameters.items():
+            value = parameter.asnumpy()
+            if name == "counters":
+                state |= zip(guided_names.COUNTERS, value.tolist(), strict=True)
+            else:
+                state[name] = float(value) if name == "largest_gradient" else int(value)
         # The window of MindSpore's own dynamic cell is a constant.
         window = getattr(self._update_cell, "scale_window", None)
         if "scale_window" not in state and isinstance(window, Tensor):

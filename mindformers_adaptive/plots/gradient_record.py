@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindformers_adaptive.gradients.parameter_groups import parameter_group
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.gradient_series import GradientSeries, GroupSeries, series_of_gradients
-from mindformers_adaptive.plots.parameter_groups import parameter_group
 from mindformers_adaptive.plots.sweep_series import LARGEST, NORMAL, SUBNORMAL
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def draw_gradient_records(
         records (Mapping[str, Sequence[Mapping]]): by the runs' names the lines of ``GradientRangeMonitor``'s record, as
             :func:`mindformers_adaptive.monitor.record.read_record` returns them; at least one.
         group (Callable): from a Parameter's name to its group, or None for its first component. Default:
-            :func:`mindformers_adaptive.plots.parameter_groups.parameter_group`.
+            :func:`mindformers_adaptive.gradients.parameter_groups.parameter_group`.
 
     Returns:
         Figure, at least 1200 pixels wide; the title says what each run loses at worst.

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from mindformers_adaptive.gradients.parameter_groups import parameter_group
 from mindformers_adaptive.gradients.statistics import ArrayStatistics
 from mindformers_adaptive.plots import canvas
-from mindformers_adaptive.plots.parameter_groups import parameter_group
 from mindformers_adaptive.plots.sweep_series import (
     LARGEST,
     NORMAL,
@@ -54,7 +54,7 @@ def draw_histograms(
         loss_scales (Sequence[float], optional): scales of the sweep. Default: None, the lowest and the highest that did
             not overflow.
         group (Callable): from a Parameter's name to its group, or None for its first component. Default:
-            :func:`mindformers_adaptive.plots.parameter_groups.parameter_group`.
+            :func:`mindformers_adaptive.gradients.parameter_groups.parameter_group`.
 
     Returns:
         Figure, at least 1200 pixels wide; the title gives the shares of underflows and subnormal numbers at each scale.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures
 from mindformers_adaptive.lab.replay.simulate import Replay
+from mindformers_adaptive.lab.traces.gradients import shown_ceilings
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.plots import canvas
+from mindformers_adaptive.plots.ceilings import draw_ceiling, draw_steps
 from mindformers_adaptive.plots.labels import listed
 from mindformers_adaptive.plots.run_series import Floats
-from mindformers_adaptive.plots.thinning import gather, one_per_column
+from mindformers_adaptive.plots.thinning import one_per_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,16 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_replays"]
 
-# The lines of more steps than that would fill the panel; they are gathered into blocks.
-_BAND_FROM, _BLOCKS = 8000, 400
-
-_CEILING = "#9a9a9a"
+# Ceilings whose log2 differ by less are drawn as one line.
+_SAME_BITS = 0.05
 
 
 def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     """Draw what policies did on a trace: its ceiling, the loss scale of each policy, and the steps that each skipped.
 
-    On a long trace each line becomes medians within a band from the lowest to the highest value.
+    On a long trace each line becomes medians within a band from the lowest to the highest value. A trace with largest
+    gradients has a line for the ceiling that they show, where it is another one.
 
     Args:
         trace (Trace): what was replayed.
@@ -58,12 +59,19 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4.2, 0.6 + 0.32 * len(replays)])
     _draw_ceiling(upper, trace, replays)
     canvas.dress(upper, y_label="loss scale, log2")
+    steps = np.arange(1, len(trace) + 1, dtype=np.float64)
     canvas.dress(lower, title="skipped steps")
     for row, ((name, result), (colour, dashes)) in enumerate(zip(replays.items(), canvas.LINE_STYLES, strict=False)):
         # Where lines cover each other, the first is the widest, so that all of them are visible.
         width = 1.2 + 2.6 * (1 - (row + 1) / len(replays))
-        line = {"color": colour, "linestyle": dashes, "linewidth": width, "label": canvas.as_text(name), "gid": name}
-        _draw_steps(upper, result.loss_scale, **line)
+        line: dict[str, Any] = {
+            "color": colour,
+            "linestyle": dashes,
+            "linewidth": width,
+            "label": canvas.as_text(name),
+            "gid": name,
+        }
+        draw_steps(upper, steps, result.loss_scale, **line)
         skipped = np.flatnonzero(result.overflow) + 1
         skipped = skipped[one_per_column(skipped)]
         style: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 11, "markeredgewidth": 1.0}
@@ -82,34 +90,31 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
 
 def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> None:
     """Shade where steps overflow, and fit the axis to all scales and to the ceilings that FP32 can hold."""
-    bounded = trace.ceiling[(trace.ceiling >= SMALLEST_LOSS_SCALE) & (trace.ceiling <= LARGEST_LOSS_SCALE)]
+    shown = None if trace.largest_gradient is None else shown_ceilings(trace.largest_gradient)
+    ceilings = trace.ceiling if shown is None else np.append(trace.ceiling, shown)
+    bounded = ceilings[(ceilings >= SMALLEST_LOSS_SCALE) & (ceilings <= LARGEST_LOSS_SCALE)]
     scales = np.concatenate([bounded, *(result.loss_scale for result in replays.values())])
     scales = scales[(scales > 0) & np.isfinite(scales)]
     lowest, highest = (float(scales.min()), float(scales.max())) if len(scales) else (1.0, 2.0)
     canvas.use_power_of_two_axis(axes, lowest, highest)
-    bottom, top = axes.get_ylim()
-    shown = np.clip(trace.ceiling, bottom, top)
     # Known exactly: a scale at the ceiling does not overflow, and the next number above it does.
     exact = (trace.ceiling <= trace.lower_bound) & (trace.upper_bound <= np.nextafter(trace.ceiling, np.inf))
     label = "ceiling" if exact.all() else "ceiling, partly assumed"
-    step, edge = _draw_steps(axes, shown, label=label, gid="ceiling", color=_CEILING, linewidth=0.8, zorder=1.5)
-    drawn: Literal["post"] | None = "post" if len(step) == len(trace) else None
-    axes.fill_between(
-        step, edge, top, step=drawn, color=canvas.CONTEXT, linewidth=0, label="overflows", gid="overflows"
-    )
+    steps = np.arange(1, len(trace) + 1, dtype=np.float64)
+    draw_ceiling(axes, steps, trace.ceiling, label)
+    if shown is not None:
+        _draw_shown(axes, steps, shown, trace)
 
 
-def _draw_steps(axes: Axes, values: Floats, **style: Any) -> tuple[Floats, Floats]:
-    """Draw values over the steps, those of a long trace as medians within a band; return the upper edge, x and y."""
-    step = np.arange(1, len(values) + 1, dtype=np.float64)
-    if len(values) <= _BAND_FROM:
-        axes.step(step, values, where="post", **style)
-        return step, values
-    middle, lowest, median, highest = gather(step, values, _BLOCKS)
-    axes.plot(middle, median, **{**style, "linewidth": max(1.6, style["linewidth"])})
-    opacity = 0.15 if style["color"] == _CEILING else 0.25
-    axes.fill_between(middle, lowest, highest, color=style["color"], alpha=opacity, linewidth=0)
-    return middle, highest
+def _draw_shown(axes: Axes, steps: Floats, shown: Floats, trace: Trace) -> None:
+    """Draw what the gradients show of the ceilings, unless it is the same."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        differs = np.abs(np.log2(shown / trace.ceiling)) >= _SAME_BITS
+    if differs.any():
+        known = np.isfinite(shown)
+        style: dict[str, Any] = {"color": canvas.MUTED, "linestyle": "dotted", "linewidth": 1.0, "gid": "shown"}
+        values = np.clip(shown[known], *axes.get_ylim())
+        draw_steps(axes, steps[known], values, opacity=0.1, label="what the gradients show", **style)
 
 
 def _finding(measures: Mapping[str, Measures]) -> str:

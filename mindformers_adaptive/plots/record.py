@@ -9,6 +9,7 @@ import numpy as np
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.plots import canvas
+from mindformers_adaptive.plots.ceilings import draw_ceiling
 from mindformers_adaptive.plots.run_series import Floats, RunSeries, series_of_record, series_of_run
 from mindformers_adaptive.plots.thinning import gather, one_per_column
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["draw_loss_scale", "draw_record", "draw_run", "loss_line", "mark_broken_loss", "mark_skipped"]
-__all__ += ["use_loss_axis", "use_loss_scale_axis"]
+__all__ += ["draw_shown_ceiling", "use_loss_axis", "use_loss_scale_axis"]
 
 # From so many steps on, a line of medians shows the loss without its noise.
 _SMOOTH_FROM = 200
@@ -27,6 +28,9 @@ _MEDIANS = 100
 _FEW_POINTS = 50
 _FEW_MARKS = 300
 
+# Ceilings fit the axis up to so many times the highest loss scale.
+_CEILINGS_UP_TO = 2.0**8
+
 # A loss that falls to less than one part in so many is drawn on a logarithmic axis.
 _LOG_LOSS_FROM = 50.0
 
@@ -34,7 +38,8 @@ _LOG_LOSS_FROM = 50.0
 def draw_record(record: Sequence[Mapping[str, object]], name: str = "") -> Figure:
     """Draw the record of a run: its loss, its loss scale with the skipped steps marked, and its window.
 
-    Steps that are missing in the record are shaded, unless most are missing.
+    Steps that are missing in the record are shaded, unless most are missing. Where the record has largest gradients,
+    so are the loss scales above the ceiling that they show.
 
     Args:
         record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.monitor.record.read_record` returns them.
@@ -142,6 +147,7 @@ def mark_broken_loss(axes: Axes, run: RunSeries, colour: str, label: str) -> Non
 def _draw_loss_scale(axes: Axes, run: RunSeries) -> None:
     canvas.dress(axes, title="loss scale", y_label="loss scale, log2")
     use_loss_scale_axis(axes, [run])
+    draw_shown_ceiling(axes, run, "ceiling that gradients show")
     draw_loss_scale(axes, run, canvas.MAIN, "loss scale")
     if run.overflow.any() or run.all_skipped:
         label = f"skipped step ({run.overflow.sum():,})"
@@ -157,7 +163,17 @@ def use_loss_scale_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
         canvas.say_instead(axes, "no loss scale in the record")
         axes.set_ylim(0.5, 2)
     else:
-        canvas.use_power_of_two_axis(axes, np.nanmin(scales), np.nanmax(scales))
+        lowest, highest = np.nanmin(scales), np.nanmax(scales)
+        ceilings = [np.nanmax(run.ceiling) for run in runs if run.ceiling is not None]
+        # A single tiny gradient must not squeeze everything else.
+        canvas.use_power_of_two_axis(axes, lowest, max([highest, *np.minimum(ceilings, _CEILINGS_UP_TO * highest)]))
+
+
+def draw_shown_ceiling(axes: Axes, run: RunSeries, label: str) -> None:
+    """Shade the scales above the ceiling that the gradients of a run show, if they are known."""
+    if run.ceiling is not None:
+        known = np.isfinite(run.ceiling)
+        draw_ceiling(axes, run.step[known], run.ceiling[known], label)
 
 
 def draw_loss_scale(axes: Axes, run: RunSeries, colour: str, label: str, dashes: str = "solid") -> None:
@@ -183,7 +199,8 @@ def mark_skipped(axes: Axes, run: RunSeries, colour: str, label: str, height: fl
 
 
 def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
-    canvas.dress(axes, title="scale window: clean steps before the loss scale is raised", y_label="scale window, steps")
+    what = "the loss scale" if run.ceiling is None else "the limit of the loss scale"
+    canvas.dress(axes, title=f"scale window: clean steps before {what} is raised", y_label="scale window, steps")
     style: dict[str, Any] = {"color": canvas.SECOND, "linewidth": 1.6, **_points(scale_window)}
     axes.step(*run.broken(run.step, scale_window), where="post", gid="scale window", **style)
     windows = np.unique(scale_window[np.isfinite(scale_window)])

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mindformers_adaptive.lab.traces.gradients import shown_ceilings
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.plots.canvas import count, power_of_two
+from mindformers_adaptive.plots.ceilings import headroom_text
 
 __all__ = ["Floats", "RunSeries", "series_of", "series_of_record", "series_of_run"]
 
@@ -32,11 +34,14 @@ class RunSeries:
         loss (NDArray): float64; nan where it is not known, inf where it was inf or NaN.
         loss_scale (NDArray): float64, the scale used in the step; nan where it is not known.
         overflow (NDArray): bool, whether the step is known to have been skipped.
-        scale_window (NDArray, optional): float64, the window after the step; None where no window is known.
+        scale_window (NDArray, optional): float64, the window after the step; None where no window is known, and where
+            the scale follows the gradients and the window of its limit never moves.
         final_loss_scale (float): the scale after the last step.
         first_step (int), last_step (int): where the record begins and ends; those steps may be missing in it.
         all_skipped (int, optional): how many of the steps 1 to ``last_step`` were skipped, missing ones included; None
             where only those in ``overflow`` are known.
+        ceiling (NDArray, optional): float64, what the largest gradient of the step shows of its ceiling; nan where it
+            is not known, None where it never is.
     """
 
     step: Floats
@@ -48,6 +53,7 @@ class RunSeries:
     first_step: int
     last_step: int
     all_skipped: int | None = None
+    ceiling: Floats | None = None
 
     @property
     def complete(self) -> bool:
@@ -90,7 +96,8 @@ class RunSeries:
         elif skipped == steps > 1:
             number = "All"
         path = _path(np.append(self.loss_scale, self.final_loss_scale))
-        return f"{number} {whole} skipped" + (f"; loss scale {path}" if path else "")
+        below = "" if self.ceiling is None else headroom_text(self.loss_scale, self.ceiling)
+        return "".join([f"{number} {whole} skipped", f"; loss scale {path}" if path else "", below and f", {below}"])
 
 
 def _path(loss_scale: Floats) -> str:
@@ -144,16 +151,19 @@ def series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
     [all_skipped], [final_loss_scale] = _column("skipped_steps", record[-1:]), _column("next_loss_scale", record[-1:])
     loss, window = _column("loss", rows), _column("scale_window", rows)
     there = np.array([row.get("loss") is not None for row in rows])
+    overflow = _column("overflow", rows) == 1
+    ceiling = _shown(np.where(overflow, np.nan, _column("largest_gradient", rows)))
     return RunSeries(
         step=step,
         loss=np.where(there & ~np.isfinite(loss), np.inf, loss),
         loss_scale=_column("loss_scale", rows),
-        overflow=_column("overflow", rows) == 1,
-        scale_window=window if np.isfinite(window).any() else None,
+        overflow=overflow,
+        scale_window=window if len(np.unique(window[np.isfinite(window)])) > (ceiling is not None) else None,
         final_loss_scale=float(final_loss_scale),
         first_step=int(first_step),
         last_step=int(last_step),
         all_skipped=int(all_skipped) if first_step == 1 and not np.isnan(all_skipped) else None,
+        ceiling=ceiling,
     )
 
 
@@ -176,7 +186,13 @@ def series_of_run(run: RecordedRun) -> RunSeries:
         final_loss_scale=float(run.loss_scale[-1]),
         first_step=int(run.step[0]),
         last_step=int(run.step[-1]),
+        ceiling=_shown(run.applied_gradients()),
     )
+
+
+def _shown(largest_gradient: Floats | None) -> Floats | None:
+    ceiling = None if largest_gradient is None else shown_ceilings(largest_gradient)
+    return None if ceiling is None or np.isnan(ceiling).all() else ceiling
 
 
 def _require_steps(steps: Sequence[object] | NDArray[np.generic]) -> None:

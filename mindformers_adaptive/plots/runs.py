@@ -34,6 +34,9 @@ def draw_runs(
 ) -> Figure:
     """Draw several runs over the same steps: loss, loss scale with the skipped steps marked, and underflow.
 
+    Where the record of just one of them has largest gradients, the loss scales above the ceiling that they show are
+    shaded.
+
     Args:
         runs (Mapping): by name the record of each run, as :func:`mindformers_adaptive.monitor.record.read_record`
             returns it, or the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it; at least one.
@@ -95,6 +98,10 @@ def _draw_losses(axes: Axes, runs: Mapping[str, RunSeries], styles: _Styles) -> 
 def _draw_loss_scales(axes: Axes, runs: Mapping[str, RunSeries], styles: _Styles) -> None:
     canvas.dress(axes, title="loss scale, with skipped steps marked", y_label="loss scale, log2")
     record.use_loss_scale_axis(axes, list(runs.values()))
+    shown = [(name, run) for name, run in runs.items() if run.ceiling is not None]
+    # The ceilings of several runs would hide each other.
+    if len(shown) == 1:
+        record.draw_shown_ceiling(axes, shown[0][1], f"ceiling that gradients show ({canvas.as_text(shown[0][0])})")
     for place, (name, run) in enumerate(runs.items()):
         colour, dashes = styles[name]
         record.draw_loss_scale(axes, run, colour, "_" + name, dashes)

@@ -10,12 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, require_number, require_positive, to_float32
+from mindformers_adaptive.rule.guided_names import PLACES
 from mindformers_adaptive.rule.shown_exponent import shown_exponent
 
 __all__ = ["PLACES", "GuidedRule", "GuidedState"]
-
-# Powers of two that the record of overflow rates looks at.
-PLACES = 16
 
 # By how much the n-th overflow in a row lowers log2 of the scale; the last number holds from there on. A drop too far
 # costs one step of headroom, because the next applied step shows where the ceiling is.

@@ -9,7 +9,7 @@ from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.checks import to_float32
 from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES, repair_loss_scale, repair_state
 
-__all__ = ["LossScaleStateDict"]
+__all__ = ["LossScaleStateDict", "to_integer", "to_number"]
 
 # Megatron-LM's name, and those of a checkpoint and of AdaptiveLossScaler.state().
 _SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
@@ -73,7 +73,7 @@ class LossScaleStateDict:
         """
         present = self._read_state()[1]
         counters = {
-            name: _integer(name, state_dict[key])
+            name: to_integer(name, state_dict[key])
             for name in present
             for key in (name, PARAMETER_NAMES[name])
             if key in state_dict
@@ -86,7 +86,7 @@ class LossScaleStateDict:
         scale_name = next((name for name in _SCALE_NAMES if name in state_dict), None)
         if scale_name is None:
             raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
-        loss_scale = repair_loss_scale(self.rule, float(_number(state_dict[scale_name])), scale_name)
+        loss_scale = repair_loss_scale(self.rule, float(to_number(state_dict[scale_name])), scale_name)
         repaired, problems = repair_state(self.rule, {**present, **counters})
         for problem in problems:
             warnings.warn(problem, stacklevel=2)
@@ -101,7 +101,7 @@ def _counters_of_megatron(state_dict: Mapping[str, Any], hysteresis: int) -> dic
             f"{', '.join(map(repr, missing))} is missing. Give what state_dict() returned, or the checkpoint's "
             "'grad_scaler'; that of a constant scaler is empty."
         )
-    growth_tracker, tracker = (_integer(name, state_dict[name]) for name in ("growth_tracker", "hysteresis_tracker"))
+    growth_tracker, tracker = (to_integer(name, state_dict[name]) for name in ("growth_tracker", "hysteresis_tracker"))
     if growth_tracker < 0 or tracker > hysteresis:
         raise ValueError(
             f"'growth_tracker' must not be negative, nor 'hysteresis_tracker' above hysteresis={hysteresis}, but got "
@@ -112,13 +112,14 @@ def _counters_of_megatron(state_dict: Mapping[str, Any], hysteresis: int) -> dic
     return {"cur_iter": growth_tracker + 1, "last_overflow_iter": 0, **budget}
 
 
-def _integer(name: str, value: Any) -> int:
-    number = _number(value)
+def to_integer(name: str, value: Any) -> int:
+    """Return a counter of a state as an int, whether it is a number or a tensor of one element; raise TypeError."""
+    number = to_number(value)
     if isinstance(number, bool) or not isinstance(number, Integral):
         raise TypeError(f"'{name}' must be an integer, but got {value!r}. Give what state_dict() returned.")
     return int(number)
 
 
-def _number(value: Any) -> Any:
-    """A tensor of one element, of whatever library, as its number."""
+def to_number(value: Any) -> Any:
+    """Return a tensor of one element, of whatever library, as its number, and a number as it is."""
     return value.item() if hasattr(value, "item") else value

@@ -51,7 +51,7 @@ def test_update_cell_of_a_fresh_manager_knows_a_checkpoint_of_dynamic_scaling():
     cell = AdaptiveLossScaleManager().get_update_cell()
     dynamic = {"current_iterator_step": 501, "last_overflow_iterator_step": 100}
     load_param_into_net(cell, {name: Parameter(Tensor(value, int32)) for name, value in dynamic.items()})
-    with pytest.warns(UserWarning, match="has steps but no window, as one of dynamic loss scaling"):
+    with pytest.warns(UserWarning, match="has steps but no window, as one of dynamic or gradient-guided loss scaling"):
         cell.set_train()
     assert cell.state()["last_overflow_iter"] == 500
 

@@ -66,7 +66,8 @@ def test_training_skips_overflows_and_takes_the_other_steps_as_fp32_does(mode, c
         assert float(scaler.scale_value) == state.loss_scale
 
 
-def functional_step(dense, scaler, compiled):
+def functional_step(dense, scaler, compiled, needs_grads=False):
+    """Return a train step that takes a batch; without a scaler, one without loss scaling."""
     optimizer = dense.optimizer()
 
     def forward(features, target):
@@ -84,7 +85,7 @@ def functional_step(dense, scaler, compiled):
         grads_finite = amp.all_finite(grads)
         if grads_finite:
             optimizer(grads)
-        scaler.adjust(grads_finite)
+        scaler.adjust(grads_finite, grads) if needs_grads else scaler.adjust(grads_finite)
         return scaler.unscale(loss), grads_finite
 
     return mindspore.jit(step) if compiled else step

@@ -68,14 +68,6 @@ class StepRecorder(Callback):
         self.before = self.weight()
 
 
-@pytest.fixture
-def scaling_on_cpu(monkeypatch):
-    """``enable_loss_scale_on_cpu()``, undone after the test."""
-    for module in (mindspore.amp, mindspore.train.amp):
-        monkeypatch.setattr(module, "build_train_network", module.build_train_network)
-    enable_loss_scale_on_cpu()
-
-
 def batches(count):
     random = np.random.default_rng(0)
     features = random.standard_normal((count * 3, 4)).astype(np.float32)

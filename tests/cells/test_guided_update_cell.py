@@ -1,18 +1,23 @@
 """The gradient-guided update cell equals its rule bit for bit, and the train-step cells give it what it needs."""
 
+import collections
 import math
 import random
 import warnings
 
+import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
 from exported_graph import LossScaleHolder, export_graph
+from fp16_networks import TOKENS, PerToken
 from mindspore import Parameter, Tensor, nn, ops
 from test_exported_graph import control_flow, forbidden_tensors, plain_outputs, undocumented_on_ascend
 from test_wrapper import Regression
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.cells.largest_gradient import LargestGradient
+from mindformers_adaptive.cells.train_step import LossScaleTrainStep
 from mindformers_adaptive.rule.guided_rule import GuidedRule
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
@@ -58,15 +63,21 @@ def equal(ours, theirs):
 def test_cell_equals_the_rule_in_every_step(mode, exchange_rate, start):
     rule = GuidedRule(exchange_rate)
     state = rule.start(start)
-    fed = Fed(GradientGuidedLossScaleUpdateCell(start, exchange_rate=exchange_rate))
+    fed = Fed(GradientGuidedLossScaleUpdateCell(start, exchange_rate=exchange_rate, history_size=7))
     steps = 400 if mode == "graph" else 25
-    overflows = 0
+    overflows, history = 0, []
     for number, (ceiling, gradient, spike) in enumerate(made_up_steps(7, steps), start=1):
         overflow = spike or state.loss_scale > ceiling
-        state = rule.step(state, overflow, gradient)
+        before, state = state, rule.step(state, overflow, gradient)
         fed(Tensor(bool(overflow)), Tensor(np.float32(gradient)))
         assert all(map(equal, fed.update_cell.rule_state(), state)), number
         overflows += overflow
+        scales = {"loss_scale": before.loss_scale, "next_loss_scale": state.loss_scale, "largest_gradient": gradient}
+        counts = {name: getattr(state, name) for name in ("scale_window", "skipped_steps", "consecutive_overflows")}
+        history.append({"step": number, "overflow": bool(overflow), **scales, **counts})
+    for ours, theirs in zip(fed.update_cell.recent_steps(), history[-7:], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(equal(ours[name], theirs[name]) for name in theirs)
     assert fed.update_cell.state()["cur_iter"] == steps + 1
     assert fed.update_cell.state()["skipped_steps"] == overflows > 0
 
@@ -90,6 +101,34 @@ def test_graph_is_one_for_ascend(graph_mode):
     assert undocumented_on_ascend(graph) == set()
     # The bound is what it has today; the adaptive cell has at most 30.
     assert 100 < len(graph.kernels) <= 150
+
+
+class Pass(nn.Cell):
+    """The pass over two gradients."""
+
+    def __init__(self, update_cell):
+        super().__init__(auto_prefix=False)
+        self.update_cell = update_cell
+        update_cell.expect_largest_gradient(["first", "second"])
+        self.measure = LargestGradient(update_cell, is_divided=True)
+        if update_cell.each_largest is not None:
+            # Only for the export, which takes no Parameter that belongs to no cell.
+            self.insert_param_to_cell("each_largest", update_cell.each_largest)
+        self.insert_param_to_cell("gradient_divisor", self.measure.divisor)
+
+    def construct(self, first, second):
+        return self.measure((first, second))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_pass_over_the_gradients_is_one_for_ascend(graph_mode, keeps):
+    cell = GradientGuidedLossScaleUpdateCell(2**16, keep_each_largest=keeps)
+    gradients = Tensor(np.ones((3, 2), np.float16)), Tensor(np.ones(4, np.float32))
+    graph = export_graph(Pass(cell), *gradients)
+    assert control_flow(graph) == set()
+    # The gradient itself; it is cast first.
+    assert forbidden_tensors(graph) == {("FLOAT16", "first")}
+    assert undocumented_on_ascend(graph) == set()
 
 
 def trained(train_step_class, update_cell, batches, **arguments):
@@ -147,9 +186,50 @@ def test_gradients_are_measured_before_they_are_clipped(graph_mode):
     assert largest[0] == largest[1] > 1e-4
 
 
-def test_other_cells_pay_nothing(graph_mode):
-    _, _, step = trained(TrainOneStepWithLossScaleCell, AdaptiveLossScaleUpdateCell(2**8, 2, 20), batches(1))
-    assert not hasattr(step, "measure_largest_gradient")
+@pytest.mark.skipif(
+    not hasattr(mindformers.wrapper.MFTrainOneStepCell, "grads_for_legacy"), reason="an older version of MindFormers"
+)
+@pytest.mark.parametrize("clip", [False, True])
+def test_with_a_loss_per_token_the_gradient_that_overflows_is_measured(mode, clip):
+    network = PerToken()
+    optimizer = nn.SGD(network.trainable_params(), learning_rate=0.01)
+    cell = GradientGuidedLossScaleUpdateCell(2.0**8, keep_each_largest=True)
+    arguments = {"calculate_per_token_loss": True, "use_clip_grad": clip, "max_grad_norm": 1e-4}
+    step = MFTrainOneStepCell(network, optimizer, scale_sense=cell, **arguments).set_train()
+    inputs = np.random.default_rng(0).standard_normal((TOKENS, 8)).astype(np.float16)
+    # What the weight gets before it is divided by the number of tokens, in FP16 as the backward pass has it.
+    largest = np.abs(inputs.astype(np.float32).sum(axis=0)).max()
+    _, overflow, *_ = step(Tensor(inputs))
+    assert not bool(overflow)
+    assert cell.state()["largest_gradient"] == pytest.approx(largest, rel=1e-2)
+    assert float(cell.each_largest.asnumpy()[0]) == cell.state()["largest_gradient"]
+
+
+class CheckedOnCpu(nn.TrainOneStepWithLossScaleCell):
+    """The stock cell with the detection that a CPU needs, and nothing else of this package."""
+
+    get_overflow_status = LossScaleTrainStep.get_overflow_status_on_cpu
+
+
+def kernels_of(train_step_class, update_cell):
+    """The kernels of a whole train step, as often as each occurs."""
+    network = nn.Dense(3, 2)
+    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.1, momentum=0.9)
+    step = train_step_class(nn.WithLossCell(network, nn.MSELoss()), optimizer, scale_sense=update_cell).set_train()
+    inputs = Tensor(np.ones((4, 3), np.float32)), Tensor(np.zeros((4, 2), np.float32))
+    return collections.Counter(export_graph(step, *inputs).kernels)
+
+
+def test_the_graph_of_a_train_step_with_another_cell_is_what_it_was(graph_mode):
+    adaptive, guided = (
+        kernels_of(TrainOneStepWithLossScaleCell, cell)
+        for cell in (AdaptiveLossScaleUpdateCell(2**8, 2, 20), GradientGuidedLossScaleUpdateCell(2**8))
+    )
+    assert adaptive == kernels_of(CheckedOnCpu, AdaptiveLossScaleUpdateCell(2**8, 2, 20))
+    of_the_pass = ("Abs", "ReduceMax", "AllGather", "AllReduce")
+    assert [adaptive[name] for name in of_the_pass] == [0, 0, 0, 0]
+    # One Abs for each of the two gradients, and no other look at them.
+    assert (guided["Abs"], guided["IsFinite"], adaptive["IsFinite"]) == (2, 0, 2)
 
 
 def test_stock_train_step_is_refused():

@@ -75,7 +75,7 @@ def test_the_sidecar_does_not_replace_what_came_with_the_optimizer(graph_mode, s
 def test_a_torn_sidecar_is_named_and_never_loaded(step, tmp_path):
     fresh = step.loss_scaling_manager.state()
     (tmp_path / FILE_NAME).write_text('{"format": 1, "loss_scale"')
-    with pytest.warns(UserWarning, match=rf"{tmp_path}/{FILE_NAME} cannot be used: .* The ladder starts afresh."):
+    with pytest.warns(UserWarning, match=rf"{tmp_path}/{FILE_NAME} cannot be used: .* Loss scaling starts afresh."):
         restores_sidecar(load_nothing)(str(tmp_path), step.network, step.optimizer)
     assert step.loss_scaling_manager.state() == fresh
 

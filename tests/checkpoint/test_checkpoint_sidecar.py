@@ -15,6 +15,13 @@ def test_what_was_written_is_read(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [FILE_NAME]
 
 
+def test_floats_and_lists_are_kept_bit_for_bit_in_strict_json(tmp_path):
+    state = {"level": 17.46875, "overflow_rate": [0.5, 0.1, 1 / 3], "largest_gradient": float("inf")}
+    write_sidecar(tmp_path, 2.0**17, state)
+    json.loads((tmp_path / FILE_NAME).read_text(), parse_constant=pytest.fail)
+    assert read_sidecar(tmp_path) == (2.0**17, state)
+
+
 def test_an_earlier_file_stays_when_writing_fails(tmp_path):
     write_sidecar(tmp_path, 2.0**17, STATE)
     with pytest.raises(TypeError):
@@ -39,9 +46,10 @@ def test_every_torn_file_is_refused(tmp_path):
     ("content", "message"),
     [
         ({"format": 2, "loss_scale": 1.0, "state": {}}, "its format is 2, and this version reads 1"),
-        ({"format": 1, "loss_scale": 1.0, "state": {"scale_window": 1.5}}, "its state must be integers"),
+        ({"format": 1, "loss_scale": 1.0, "state": {"scale_window": "20"}}, "its state must be numbers, but has '20'"),
+        ({"format": 1, "loss_scale": 1.0, "state": {"bound": True}}, "its state must be numbers, but has True"),
         ({"format": 1, "loss_scale": 1.0}, "'state'"),
-        ({"format": 1, "loss_scale": 1.0, "state": [1]}, "no attribute 'values'"),
+        ({"format": 1, "loss_scale": 1.0, "state": [1]}, "no attribute 'items'"),
         ([], "list indices"),
     ],
 )

@@ -71,6 +71,16 @@ def test_options_may_have_underscores_or_hyphens(run):
         (["simulate", "--policy", "torch:foo=1", "synthetic:spikes"], "foo"),
         (["simulate", "synthetic:nonsense"], "must be one of stationary, .*'nonsense'"),
         (["tune", "synthetic:spikes", "--try", "windows=1"], "must name arguments of the rule"),
+        (
+            ["tune", "synthetic:spikes", "--policy", "guided", "--try", "hysteresis=2"],
+            "loss_scale_value, exchange_rate",
+        ),
+        (["tune", "synthetic:spikes", "--policy", "both", "--try", "windows=2"], "must name arguments of the rule"),
+        (["tune", "synthetic:spikes", "--policy", "torch"], "invalid choice: 'torch'"),
+        (["tune", "synthetic:spikes", "--policy", "guided", "--try", "exchange_rate=0"], "from 0.001 to 1000"),
+        (["simulate", "--policy", "guided:scale_window=20", "synthetic:spikes"], "no parameter 'scale_window'"),
+        (["compare", "synthetic", "--policies", "guided:exchange_rate=fast"], "'exchange_rate' must be"),
+        (["compare", "synthetic", "--policies", "metaseq:scale_window=0"], "'scale_window' must be at least 1"),
         (["tune", "synthetic:spikes", "--try", "hysteresis"], "ARGUMENT=VALUE,VALUE"),
         (["probe", "--config", "nothere.yaml"], "there is no file 'nothere.yaml'"),
         (["find"], "required: --config"),
@@ -192,6 +202,59 @@ def test_tune_recommends_yaml_that_builds_the_cell(run):
     text = run("tune", "synthetic:random walk", "--steps", "3000", *tried)[1]
     assert found["scale_sense"] in text
     assert "How sure: known." in text
+
+
+def test_tune_tries_exchange_rates_of_the_guided_rule(run):
+    tried = ["--try", "exchange_rate=0.5,5", "--try", "loss_scale_value=2^10", "--try", "hysteresis=2"]
+    arguments = ["tune", "--json", "synthetic:random walk", "--steps", "500", "--policy"]
+    found = json.loads(run(*arguments, "guided", *tried[:4])[1])
+    section = yaml.safe_load(found["scale_sense"])["scale_sense"]
+    assert section.pop("type") == "GradientGuidedLossScaleUpdateCell"
+    assert len(found["rows"]) == 2
+    best = replay(make_policy("guided", **section), synthetic_traces(500, seed=0)["random walk"])
+    assert best.measures.headroom_lost == found["rows"][0]["headroom_lost"]
+    both = [*tried, "--try", "scale_factor=2", "--try", "min_scale_window=20", "--try", "max_scale_window=100,200"]
+    labels = {row["configuration"] for row in json.loads(run(*arguments, "both", *both)[1])["rows"]}
+    adaptive = {f"adaptive 20-{largest} loss_scale_value=1024 hysteresis=2" for largest in (100, 200)}
+    assert labels == adaptive | {f"guided loss_scale_value=1024 exchange_rate={rate}" for rate in ("0.5", "5")}
+
+
+@pytest.fixture
+def guided_record(tmp_path):
+    """The record of a run whose gradients show a ceiling of 2^16 and two thirds of it."""
+    scales = [2.0**20, 2.0**19, *[2.0**15] * 98]
+    lines = [
+        {"step": step, "loss": 2.0, "overflow": step < 3, "loss_scale": scale, "next_loss_scale": scale}
+        | {"largest_gradient": "inf" if step < 3 else 65504 / 2.0 ** (16 + step % 3)}
+        for step, scale in enumerate(scales, start=1)
+    ]
+    lines[0]["overflowed_parameters"] = ["lm_head.weight"]
+    (tmp_path / "record.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return str(tmp_path / "record.jsonl")
+
+
+def test_a_record_with_gradients_is_compared_with_the_guided_rule(run, guided_record, tmp_path):
+    code, printed, error = run("compare", "--json", guided_record, "--plot", str(tmp_path / "policies.png"))
+    assert (code, error) == (0, "")
+    found = json.loads(printed)
+    rows = {row["policy"]: row for row in found["rows"]}
+    assert rows["guided"]["skipped"] == 0 < rows["dynamic:scale_window=20"]["skipped"]
+    assert found["sources"][0]["gradients_known"] == 0.98
+    assert (tmp_path / "policies.png").stat().st_size > 10_000
+    text = run("simulate", guided_record)[1]
+    assert "; largest gradients known at 98.0% of the steps" in text
+    assert "lm_head.weight (1)" in run("analyze", guided_record)[1]
+    assert json.loads(run("tune", "--json", "--policy", "guided", guided_record)[1])["rows"][0]["skipped"] == 0
+
+
+def test_the_guided_policy_without_gradients_is_a_warning(run):
+    for command in (["simulate", "--policy", "guided:exchange_rate=5"], ["tune", "--policy", "guided"]):
+        code, printed, error = run(*command, MINDFORMERS_LOG)
+        assert code == 0
+        assert printed
+        assert "mindformers_1_9_cpu.log has no largest gradients: there 'guided' sees overflows only" in error
+    assert run("compare", MINDFORMERS_LOG)[2] == ""
+    assert "guided" not in run("compare", MINDFORMERS_LOG)[1]
 
 
 def test_megatron_prints_the_section(run):

@@ -69,7 +69,7 @@ def one_liners(page):
 
 def test_lines_of_the_table_are_python_with_names_that_exist():
     rows = one_liners(DOCS / "choose.md")
-    assert len(rows) == 14
+    assert len(rows) == 16
     assert one_liners(chinese(DOCS / "choose.md")) == rows
     for line in (line for row in rows for line in row if not line.strip().startswith(("scale_sense:", "type:"))):
         names = re.findall(r"mfa\.(\w+)", line)

@@ -85,11 +85,17 @@ def test_nothing_that_underflows_is_said(dtype, ceiling):
     assert ("the highest that was tried" in str(found)) == found.ceiling_is_highest == (dtype == mstype.float32)
 
 
-def test_what_underflows_is_said():
-    found = find_loss_scale(HalfPrecisionSum(2, factor=2.0**-20), np.array([1.0, 2.0**-5], np.float32))
-    assert found.needs_scaling
+@pytest.mark.parametrize(("small", "lost", "needs_scaling"), [(2.0**-5, "3.12", False), (2.0**-3, "12.40", True)])
+def test_what_underflows_needs_scaling_if_much_of_the_norm_is_lost(small, lost, needs_scaling):
+    # At a scale of 1 the second gradient is 0: half of the gradients underflow, however small it is.
+    found = find_loss_scale(HalfPrecisionSum(2, factor=2.0**-22), np.array([1.0, small], np.float32))
     assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in str(found)
-    assert "needs no" not in str(found)
+    assert found.needs_scaling is needs_scaling
+    assert f"At 2^0 FP16 loses {lost}% of the gradient of weight, by its norm" in str(found)
+    assert ("needs loss scaling here" in str(found), "needs no loss scaling" in str(found)) == (
+        needs_scaling,
+        not needs_scaling,
+    )
 
 
 def test_a_coarse_sweep_serves_as_well():
@@ -108,7 +114,7 @@ def test_a_sweep_that_cannot_tell_of_underflow_does_not_say_that_there_is_none(l
 
 def test_yaml_to_paste_makes_the_update_cell():
     found = find_loss_scale(HalfPrecisionSum(2), ONES, margin=2)
-    pasted = yaml.safe_load(str(found).partition("\n\n")[2])["runner_wrapper"]
+    pasted = yaml.safe_load(str(found).rpartition("\n\n")[2])["runner_wrapper"]
     assert pasted["type"] == "MFTrainOneStepCell"
     assert pasted["scale_sense"].pop("type") == "AdaptiveLossScaleUpdateCell"
     assert AdaptiveLossScaleUpdateCell(**pasted["scale_sense"]).get_loss_scale() == 2.0**13

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mindspore
+import numpy as np
 import psutil
 from conftest import ROOT
 
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
+from mindformers_adaptive.rule import guided_names
 from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
 
 _MODEL = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32, "model.model_config.num_layers": 1}
@@ -124,7 +126,7 @@ class CheckpointSection:
         for file in folder.glob("*.safetensors"):
             saved |= _load(file)
         loss_scale, state = read_sidecar(folder)
-        sidecar = {"scale_sense": loss_scale} | {PARAMETER_NAMES[name]: value for name, value in state.items()}
+        sidecar = {"scale_sense": loss_scale} | _as_parameters(state)
         for name in saved.keys() & sidecar.keys():
             assert saved[name] == sidecar[name], name
         assert json.loads((folder / "common.json").read_text())["loss_scale"] == loss_scale
@@ -138,6 +140,15 @@ def _load(file):
     return {name: array.item() if getattr(array, "size", 0) == 1 else array.tobytes() for name, array in arrays.items()}
 
 
+def _as_parameters(state):
+    """Return a state from ``loss_scale.json`` as :func:`_load` returns its Parameters."""
+    if "overflow_rate" not in state:
+        return {PARAMETER_NAMES[name]: value for name, value in state.items()}
+    counters = np.int32([state.pop(name) for name in guided_names.COUNTERS])
+    values = {"counters": counters.tobytes(), "overflow_rate": np.float32(state.pop("overflow_rate")).tobytes()}
+    return {guided_names.PARAMETER_NAMES[name]: value for name, value in {**state, **values}.items()}
+
+
 class TrainingRun:
     """A run of the launcher, in one process or in several, that has been started.
 
@@ -147,11 +158,12 @@ class TrainingRun:
         options (dict): keys of the YAML file and their values.
         steps (int): how long it trains.
         processes (int): more than 1 starts it under msrun, in data parallel.
+        arguments (Sequence[str]): further options of the launcher.
     """
 
     _started = 0
 
-    def __init__(self, output, corpus, options, steps=40, processes=1):
+    def __init__(self, output, corpus, options, steps=40, processes=1, arguments=()):
         TrainingRun._started += 1
         logs = output.with_name(f"{output.name}.{TrainingRun._started}.logs")
         logs.mkdir(parents=True)
@@ -167,17 +179,14 @@ class TrainingRun:
             **options,
         }
         programs = Path(sys.executable).parent
-        command = [sys.executable]
+        command, environment = [sys.executable, ROOT / "scripts" / "run_mindformer.py"], {"PYTHONPATH": str(ROOT)}
+        config = "tiny_llama_cpu_fp16.yaml"
         if processes > 1:
-            options |= {"use_parallel": True, "parallel_config.data_parallel": processes}
-            command = [
-                programs / "msrun",
-                f"--worker_num={processes}",
-                f"--local_worker_num={processes}",
-                "--join=True",
-            ]
-            command += [f"--master_port={_free_port()}", f"--log_dir={logs}"]
-        command += [ROOT / "scripts" / "run_mindformer.py", "--config", ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"]
+            command = ["bash", ROOT / "scripts" / "launch_many.sh", processes]
+            environment |= {"MASTER_PORT": str(_free_port()), "LOG_DIR": str(logs)}
+            config = "tiny_llama_cpu_fp16_parallel.yaml"
+            options["parallel_config.data_parallel"] = processes
+        command += ["--config", ROOT / "configs" / config, *arguments]
         command += ["--options", *(f"{key}={value}" for key, value in options.items())]
         # msrun starts whatever `python` it finds on the PATH.
         path = f"{programs}{os.pathsep}{os.environ['PATH']}"
@@ -185,7 +194,7 @@ class TrainingRun:
             self.process = subprocess.Popen(
                 list(map(str, command)),
                 cwd=logs,
-                env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **environment, "PATH": path},
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -223,6 +232,14 @@ class TrainingRun:
                     process.kill()
             self.process.wait()
 
+    def kill_one(self, rank):
+        """SIGKILL one process of several, and see that all others end with it."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        [worker] = (process for process in started if _is_worker(process, rank))
+        worker.kill()
+        assert self.process.wait(timeout=120) != 0
+        assert [process for process in started if process.is_running()] == []
+
     def text(self, rank=0):
         """Return what a process printed so far."""
         return self.logs[rank].read_text() if self.logs[rank].exists() else ""
@@ -242,7 +259,15 @@ class TrainingRun:
         """Return the numbers in the line that says from where loss scaling goes on."""
         [listed] = re.findall("Loss scaling goes on from: (.*)", self.text(rank))
         pairs = dict(item.split() for item in listed.split(", "))
-        return {name: float(value) if name == "loss_scale" else int(value) for name, value in pairs.items()}
+        of_floats = ("loss_scale", "level", "largest_gradient")
+        return {name: float(value) if name in of_floats else int(value) for name, value in pairs.items()}
+
+
+def _is_worker(process, rank):
+    environment = process.environ()
+    # msrun also starts a `tail` of each log, with the same environment.
+    role = environment.get("MS_ROLE"), environment.get("RANK_ID")
+    return role == ("MS_WORKER", str(rank)) and process.name() != "tail"
 
 
 def _free_port():

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import mindspore
 import numpy as np
+from exported_graph import export_graph
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank, init
 
 from mindformers_adaptive import FixedScaleTrainOneStepCell
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
     MFPipelineWithLossScaleCell,
     TrainOneStepWithLossScaleCell,
 )
@@ -31,8 +33,15 @@ def main(kind, folder):
 
 
 def overflow_of_one(kind):
-    step = {"data_parallel": data_parallel_step, "pipeline": pipeline_step}[kind]()
+    make_step = {"data_parallel": data_parallel_step, "pipeline": pipeline_step}[kind]
+    adaptive = AdaptiveLossScaleUpdateCell(4096, 2, 2, max_scale_window=2, min_scale_window=2)
+    guided = GradientGuidedLossScaleUpdateCell(4096, keep_each_largest=True)
+    return {**five_steps(make_step(adaptive)), "guided": five_steps(make_step(guided))}
+
+
+def five_steps(step):
     step.set_train()
+    update_cell = step.loss_scaling_manager
     record = []
     for number in range(1, 6):
         features = np.full((2, 4), 1.0 + get_rank(), np.float32)
@@ -42,8 +51,15 @@ def overflow_of_one(kind):
         overflow = step(Tensor(features), Tensor(np.zeros((2, 3), np.float32)))[1]
         changed = not np.array_equal(before, weight_of(step))
         record.append({"overflow": bool(overflow), "loss_scale": float(step.scale_sense), "changed": changed})
-    state = step.loss_scaling_manager.state()
-    return {"steps": record, "state": state, "weight": weight_of(step).tolist()}
+        if isinstance(update_cell, GradientGuidedLossScaleUpdateCell):
+            names = update_cell.overflowed_parameters()
+            record[-1] |= {"largest": update_cell.state()["largest_gradient"], "overflowed": names}
+    seen = {"steps": record, "state": update_cell.state(), "weight": weight_of(step).tolist()}
+    # MindSpore exports no Parameter that belongs to no cell, as each_largest.
+    if isinstance(update_cell, AdaptiveLossScaleUpdateCell):
+        graph = export_graph(step, Tensor(features), Tensor(np.zeros((2, 3), np.float32)))
+        seen["collectives"] = graph.collectives
+    return seen
 
 
 def fixed_scale():
@@ -59,19 +75,19 @@ def fixed_scale():
     return {"weight": scaled, "plain": plain}
 
 
-def data_parallel_step():
+def data_parallel_step(update_cell):
     """Gradients are averaged over the processes."""
     mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-    return TrainOneStepWithLossScaleCell(*network_and_optimizer(), scale_sense=update_cell())
+    return TrainOneStepWithLossScaleCell(*network_and_optimizer(), scale_sense=update_cell)
 
 
-def pipeline_step():
+def pipeline_step(update_cell):
     """Gradients stay where they are: one process learns of the other's overflow from the detection alone.
 
     The cell insists on semi-automatic parallelism, whose compiler refuses CPU, so that is left before it compiles.
     """
     mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
-    step = MFPipelineWithLossScaleCell(*network_and_optimizer(), scale_sense=update_cell())
+    step = MFPipelineWithLossScaleCell(*network_and_optimizer(), scale_sense=update_cell)
     mindspore.reset_auto_parallel_context()
     return step
 
@@ -80,10 +96,6 @@ def network_and_optimizer():
     network = nn.Dense(4, 3, weight_init="ones", bias_init="zeros")
     optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9)
     return nn.WithLossCell(network, nn.MSELoss()), optimizer
-
-
-def update_cell():
-    return AdaptiveLossScaleUpdateCell(4096, 2, 2, max_scale_window=2, min_scale_window=2)
 
 
 def weight_of(step):

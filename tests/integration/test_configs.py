@@ -4,10 +4,14 @@ import copy
 import inspect
 import logging
 
+import mindspore
 import numpy as np
 import pytest
 from conftest import ROOT
+from mindformers.core.context.parallel import ParallelOperator
+from mindformers.core.parallel_config import build_parallel_config
 from mindformers.models.llama import LlamaConfig
+from mindformers.tools.check_rules import check_rules
 from mindformers.tools.logger import get_logger
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.wrapper import build_wrapper
@@ -22,10 +26,13 @@ FILES = sorted(file.relative_to(FOLDER).as_posix() for file in FOLDER.rglob("*.y
 
 DEFAULT_LADDER = (20, 30, 40, 50, 100, 200, 500, 1000)
 PRETRAIN = "ascend/pretrain_llama2_7b_fp16.yaml"
+CLUSTER = "ascend/cluster_llama2_7b_fp16.yaml"
 # file: (initial loss scale, ladder, hysteresis)
 PROMISED = {
     "tiny_llama_cpu_fp16.yaml": (2.0**32, DEFAULT_LADDER, 1),
+    "tiny_llama_cpu_fp16_parallel.yaml": (2.0**32, DEFAULT_LADDER, 1),
     PRETRAIN: (2.0**32, DEFAULT_LADDER, 1),
+    CLUSTER: (2.0**32, DEFAULT_LADDER, 1),
     "ascend/finetune_llama2_7b_fp16.yaml": (2.0**16, DEFAULT_LADDER, 1),
     "ascend/resume_llama2_7b_fp16.yaml": (2.0**32, DEFAULT_LADDER, 1),
     "ascend/megatron_like_llama2_7b_fp16.yaml": (2.0**32, (1000,), 2),
@@ -112,7 +119,27 @@ def test_ascend_file_is_for_graph_mode_fp16_flash_attention_and_data_sinking(fil
     assert (config.model.model_config.compute_dtype, config.model.model_config.use_flash_attention) == ("float16", True)
     assert (config.runner_config.sink_mode, config.runner_config.sink_size) == (True, 2)
     split = config.parallel_config
-    assert split.data_parallel * split.model_parallel * split.pipeline_stage == 8
+    assert split.data_parallel * split.model_parallel * split.pipeline_stage == (16 if file == CLUSTER else 8)
+
+
+@pytest.mark.parametrize("devices", [16, 12])
+def test_mindformers_checks_of_the_parallel_sizes_of_a_cluster(devices, monkeypatch):
+    monkeypatch.setenv("RANK_SIZE", str(devices))
+    config = load(CLUSTER)
+    ParallelOperator(config)
+    assert config.parallel.pipeline_stages == 2
+    build_parallel_config(config)
+    # As MindFormers' Trainer has it by then.
+    config.metric = [config.metric]
+    mindspore.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+    try:
+        if devices == 16:
+            check_rules(config, "train")
+        else:
+            with pytest.raises(ValueError, match="4\\*2\\*1\\*2 = 16 != device_num\\(12\\)"):
+                check_rules(config, "train")
+    finally:
+        mindspore.reset_auto_parallel_context()
 
 
 @pytest.mark.parametrize("file", FILES)

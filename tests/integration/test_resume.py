@@ -26,6 +26,9 @@ NEEDS_SECTION = pytest.mark.skipif(
 ONE_PROCESS = pytest.mark.xdist_group("resume")
 TWO_PROCESSES = pytest.mark.xdist_group("resume two processes")
 
+# Of this run only the second process is killed, which ends the first.
+KILLED_IN_PART = (LegacyFormat("ckpt"), 2)
+
 # A step at which the index, both counters and the overflows in a row are above 0, so that none may be lost.
 SAVED_AT, LAST = 14, 40
 
@@ -67,6 +70,8 @@ def killed(corpus, tmp_path_factory):
         options = form.save_options(output, every=SAVED_AT, keep=5)
         with TrainingRun(output, corpus, options, processes=processes) as run:
             run.wait_until(lambda: all(form.newest_complete(output, rank) == SAVED_AT for rank in range(processes)))
+            if (form, processes) == KILLED_IN_PART:
+                run.kill_one(rank=1)
         assert SAVED_AT <= max(run.steps()) < LAST
         return run, output
 

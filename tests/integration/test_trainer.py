@@ -18,6 +18,7 @@ from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.integration.trainer import Trainer
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rule.guided_rule import GuidedRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -141,6 +142,24 @@ def test_exactly_the_given_cell_is_trained_with_its_own_optimizer_and_clipping()
     for before, after in zip(seen.weights, seen.weights[1:], strict=False):
         np.testing.assert_allclose(np.linalg.norm(after - before), 0.01, rtol=0.01)
     assert train_step.loss_scaling_manager.state()["cur_iter"] == 3
+
+
+@pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
+def test_arguments_that_name_the_gradient_guided_cell_train_by_its_rule():
+    arguments = training_arguments(
+        scale_sense="GradientGuidedLossScaleUpdateCell", loss_scale_value=2**24, loss_scale_window=50
+    )
+    record = LossScaleMonitor(record_path="record.jsonl")
+    with pytest.warns(UserWarning, match="'loss_scale_window' 50 is not used: GradientGuidedLossScaleUpdateCell finds"):
+        trainer = Trainer(arguments, model=build_model(), train_dataset=build_dataset().take(6), callbacks=[record])
+    trainer.train()
+    lines = read_record("record.jsonl")
+    rule = GuidedRule()
+    state = rule.start(2.0**24)
+    for line in lines:
+        assert line["loss_scale"] == state.loss_scale
+        state = rule.step(state, line["overflow"], line["largest_gradient"])
+    assert {line["overflow"] for line in lines} == {True, False}
 
 
 class NotOfMindFormers(nn.Cell):

@@ -1,6 +1,7 @@
 """Two processes on CPU: an overflow of one is an overflow of both, and their states stay the same."""
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from conftest import ROOT
 
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rule.guided_rule import GuidedRule
 
 
 @pytest.mark.slow
@@ -26,8 +28,32 @@ def test_overflow_in_one_process_is_skipped_by_both(kind, tmp_path):
     assert second["steps"] == expected
     assert first["state"] == second["state"]
     assert first["state"]["skipped_steps"] == 1
+    # The detection adds 4 bytes to what the processes exchange.
+    # The detection adds 4 bytes to what the processes exchange.
+    detection = ["AllReduce", "FLOAT", []]
     if kind == "data_parallel":
         assert first["weight"] == second["weight"]
+        gradients = [["AllReduce", "FLOAT", [3, 4]], ["AllReduce", "FLOAT", [3]]]
+        assert first["collectives"] == [*gradients, detection]
+    else:
+        assert first["collectives"] == [detection]
+    assert_both_are_guided_by_the_largest_gradient_of_all(kind, first["guided"], second["guided"])
+
+
+def assert_both_are_guided_by_the_largest_gradient_of_all(kind, first, second):
+    assert first["steps"] == second["steps"]
+    assert first["state"] == second["state"]
+    rule = GuidedRule()
+    state = rule.start(4096.0)
+    for step in first["steps"]:
+        state = rule.step(state, step["overflow"], step["largest"])
+        assert step["loss_scale"] == state.loss_scale
+    assert [step["overflow"] for step in first["steps"]] == [False, False, True, False, False]
+    assert [math.isinf(step["largest"]) for step in first["steps"]] == [False, False, True, False, False]
+    assert [len(step["overflowed"]) for step in first["steps"]] == [0, 0, 2, 0, 0]
+    # At the first step the largest gradient is 8 / 3 in the first process, and 32 / 3 in the second.
+    largest = {"data_parallel": (8 / 3 + 32 / 3) / 2, "pipeline": 32 / 3}[kind]
+    assert first["steps"][0]["largest"] == pytest.approx(largest)
 
 
 @pytest.mark.slow
@@ -43,7 +69,8 @@ def run_two_processes(kind, folder):
         port = free.getsockname()[1]
     # msrun starts whatever `python` it finds on the PATH.
     programs = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"
     worker = ROOT / "tests" / "helpers" / "two_processes.py"
     command = [programs / "msrun", "--worker_num=2", "--local_worker_num=2", "--join=True", f"--log_dir={folder}"]
     command += [f"--master_port={port}", worker, kind, folder]

@@ -10,7 +10,6 @@ MODULES = (
     "gradients",
     "lab",
     "labels",
-    "parameter_groups",
     "pareto",
     "record",
     "run_series",

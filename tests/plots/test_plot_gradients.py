@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from drawn import artist, artists, legend, points, title
 
+from mindformers_adaptive.gradients.parameter_groups import group_parameters, parameter_group
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows
 from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
-from mindformers_adaptive.plots.parameter_groups import group_parameters, parameter_group
 
 SCALES = (1.0, 64.0, 512.0, 2.0**30)
 NAMES = ("model.layers.0.attention.wq.weight", "model.layers.1.attention.wo.weight", "lm_head.weight")

@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -251,3 +252,65 @@ def test_text_in_place_of_a_number_is_refused():
         TypeError, match=r"'loss_scale' must be a number or None in each line of the record, but: .*many"
     ):
         draw_record(record_of(["many", 2.0]))
+
+
+GUIDED_SCALES = [64.0, 32.0, 8.0, 8.0, 16.0]
+
+
+def guided_record(gradients, **others):
+    return record_of(GUIDED_SCALES, [1, 2], largest_gradient=gradients, **others)
+
+
+def test_ceilings_that_gradients_show_are_drawn_above_the_scale():
+    gradients = ["inf", float("inf"), 65504.0 / 32, 65504.0 / 40]
+    figure = draw_record(guided_record(gradients))
+    loss, scale = figure.axes  # A window that never moves has no panel.
+    assert points(scale, "ceiling") == ([3.0, 4.0], [32.0, 40.0])
+    assert scale.get_ylim()[1] > 64.0
+    assert legend(scale)[:2] == ["ceiling that gradients show", "overflows"]
+    assert title(figure).endswith("loss scale fell from $2^{6}$ to $2^{4}$, 2.2 bits below the ceiling")
+    assert artists(loss, "ceiling") == []
+    moving = guided_record(gradients, scale_window=[500, 500, 500, 4000])
+    assert draw_record(moving).axes[2].get_title("left").endswith("before the limit of the loss scale is raised")
+
+
+@pytest.mark.parametrize("gradients", [[None] * 4, [0.0] * 4, ["inf", 1.0, "nan", None], [NAN] * 4])
+def test_without_gradients_that_show_anything_the_picture_is_as_before(gradients):
+    figure, before = draw_record(guided_record(gradients)), draw_record(record_of(GUIDED_SCALES, [1, 2]))
+    assert title(figure) == title(before)
+    assert len(figure.axes) == 3
+    assert artists(figure.axes[1], "ceiling") == artists(figure.axes[1], "overflows") == []
+    assert figure.axes[1].get_ylim() == before.axes[1].get_ylim()
+
+
+def test_one_tiny_gradient_does_not_squeeze_the_picture():
+    scale = draw_record(guided_record([None, None, 65504.0 / 2.0**80, 65504.0 / 32])).axes[1]
+    assert scale.get_ylim()[1] < 2.0**20
+    assert points(scale, "ceiling")[1] == [scale.get_ylim()[1], 32.0]
+
+
+def test_the_run_that_was_read_from_its_record_has_the_ceilings_too():
+    none = np.full(4, NAN)
+    run = RecordedRun(
+        "run",
+        (),
+        "jsonl",
+        np.arange(1, 5),
+        np.array(GUIDED_SCALES[:4]),
+        np.array([True, True, False, False]),
+        np.full(4, True),
+        largest_gradient=np.array([math.inf, math.inf, 65504.0 / 32, 65504.0 / 64]),
+    )
+    figure = draw_run(run)
+    assert points(figure.axes[1], "ceiling") == ([3.0, 4.0], [32.0, 64.0])
+    assert title(figure).endswith("2.5 bits below the ceiling")
+    assert artists(draw_run(replace(run, largest_gradient=none)).axes[1], "ceiling") == []
+
+
+def test_a_long_run_has_a_band_of_ceilings():
+    steps = 9000
+    record = record_of([8.0] * (steps + 1), largest_gradient=(65504.0 / np.tile([32.0, 64.0], steps // 2)).tolist())
+    scale = draw_record(record).axes[1]
+    x, y = points(scale, "ceiling")
+    assert len(x) == 400
+    assert set(y) <= {32.0, 48.0, 64.0}

@@ -108,3 +108,15 @@ def test_many_skipped_steps_become_strips_of_their_own():
 def test_what_belongs_to_no_run_is_refused(runs, names, gradients):
     with pytest.raises(ValueError, match="'runs' must have at least 1 entry, and one for each of 'gradients'"):
         draw_runs({name: runs[name] for name in names}, gradients)
+
+
+def test_the_ceiling_of_the_one_run_that_shows_it_is_shaded(runs):
+    gradients = [65504.0 / 2048.0] * 40
+    shown = {"64": runs["64"], "512": [{**row, "largest_gradient": 65504.0 / 2048.0} for row in runs["512"]]}
+    scale = draw_runs(shown).axes[1]
+    steps, ceilings = points(scale, "ceiling")
+    assert set(ceilings) == {2048.0}
+    assert set(range(1, 41)) - set(steps) == {5, 6}
+    assert legend(scale)[0] == "ceiling that gradients show (512)"
+    both = {name: record_of([64.0] * 41, largest_gradient=gradients) for name in ("a", "b")}
+    assert artists(draw_runs(both).axes[1], "ceiling") == []

@@ -7,6 +7,7 @@ from conftest import ROOT
 
 SCRIPT = ROOT / "scripts" / "bench_update_cell.py"
 CELLS = {"empty", "mindspore_dynamic", "mindformers_adaptive", "ours", "ours_hysteresis", "ours_history"}
+CELLS |= {"guided", "guided_history"}
 
 
 @pytest.mark.slow

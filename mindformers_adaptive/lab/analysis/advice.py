@@ -76,7 +76,9 @@ class Advice:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[list[Advice], Tuning | None]:
+def advise(
+    run: RecordedRun, trace: Trace, changes: Sequence[Change]
+) -> tuple[list[Advice], Tuning[Configuration] | None]:
     """Return what to change, and the settings that follow from it.
 
     Args:
@@ -279,7 +281,7 @@ def _hysteresis(
 
 def _windows(
     trace: Trace, recorded: Measures, largest: int, settings: dict[str, Any]
-) -> tuple[Advice | None, Tuning | None]:
+) -> tuple[Advice | None, Tuning[Configuration] | None]:
     """Judge larger windows than the largest of the run, smaller ones, and those on both sides of it."""
     tried = _configurations(settings)
     costs = tune([trace], tried).costs[:, 0] * len(trace) / 1000.0
@@ -317,7 +319,7 @@ def _direction(configuration: Configuration, window: int) -> str:
     return "smaller window" if largest <= window else "moving window"
 
 
-def _best_windows(trace: Trace, settings: dict[str, Any], run: RecordedRun) -> Tuning:
+def _best_windows(trace: Trace, settings: dict[str, Any], run: RecordedRun) -> Tuning[Configuration]:
     """The windows that cost least on the trace; the defaults where it does not show what windows cost."""
     shows_windows = len(trace) >= DEFAULT_MAX_SCALE_WINDOW and run.position_known.mean() >= _KNOWN
     return tune([trace], _configurations(settings) if shows_windows else [Configuration(**settings)])

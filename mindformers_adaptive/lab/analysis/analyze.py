@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, measure, require_steps
 from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.replay.tune import Tuning
-from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRun, filled
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, filled
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.power_of_two import as_power_of_two
 
@@ -35,9 +36,10 @@ class Analysis:
         run (RecordedRun): what was analyzed.
         phases (tuple[Phase, ...]): the path of the loss scale.
         outcomes (tuple[dict, ...]): a row for the run itself and for each policy that was replayed on it, ready for
-            JSON: ``policy``, ``skipped``, ``headroom_lost`` (bits) and ``known_share`` with ceilings interpolated and
-            :func:`~mindformers_adaptive.lab.analysis.evidence.lifted`, and ``fewest_skipped`` and ``most_skipped`` with
-            these and the ceilings of each of ``ASSUMPTIONS``.
+            JSON: ``policy``, ``skipped``, ``headroom_lost`` (bits) and ``known_share`` with the ceilings that gradients
+            show, or where none are known with interpolated ones,
+            :func:`~mindformers_adaptive.lab.analysis.evidence.lifted`; and ``fewest_skipped`` and ``most_skipped`` with
+            these and the ceilings of each of ``run.assumptions``.
         advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for anything.
         tuning (Tuning, optional): the settings that follow the advice, with how sure they are; None without any.
     """
@@ -46,15 +48,18 @@ class Analysis:
     phases: tuple[Phase, ...]
     outcomes: tuple[dict[str, Any], ...]
     advice: tuple[Advice, ...]
-    tuning: Tuning | None
+    tuning: Tuning[Configuration] | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON: None stands for what is not known.
 
         Returns:
             dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``dropped_by_norm``,
-            ``start_up``, ``loss_scale`` (with ``phases``), ``outcomes``, ``advice``, ``scale_sense`` (the YAML section
-            as text) and ``certainty``, see :meth:`~mindformers_adaptive.lab.replay.tune.Tuning.certainty`.
+            ``start_up``, ``loss_scale`` (with ``phases``), ``overflowed_parameters``, ``outcomes``, ``advice``,
+            ``scale_sense`` (the YAML section as text) and ``certainty``, see
+            :meth:`~mindformers_adaptive.lab.replay.tune.Tuning.certainty`. ``overflowed_parameters`` has
+            ``known_steps``, of how many skipped steps they are known, ``steps_without``, in how many of those no
+            gradient of a Parameter overflowed, and ``counts``, in how many each did, by name, the most frequent first.
         """
         run, facts = self.run, facts_of(self.run)
         return {
@@ -104,7 +109,9 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
         >>> analysis.advice[0].change
         'Start at 2^16 (loss_scale_value: 65536) instead of 2^32.'
     """
-    trace = lifted(run.to_trace())
+    trace = run.to_trace()
+    if trace.largest_gradient is None:
+        trace = lifted(trace)
     require_steps(trace)
     if np.isnan(run.loss_scale).all():
         raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that names it.")
@@ -120,10 +127,10 @@ def _outcome_rows(
 ) -> list[dict[str, Any]]:
     """What the run and some policies from its first scale on do, under each assumption about the ceilings."""
     used = filled(run.loss_scale)
-    policies = _policies(used)
+    policies = _policies(used, trace.largest_gradient is not None)
     if recommended is not None:
         policies["as advised"] = partial(make_policy, "adaptive", **dataclasses.asdict(recommended))
-    traces = [trace, *(run.to_trace(assume) for assume in ASSUMPTIONS)]
+    traces = [trace, *(run.to_trace(assume) for assume in run.assumptions)]
     rows: list[dict[str, Any]] = []
     for name, make in {"as recorded": None, **policies}.items():
         measures = []
@@ -140,16 +147,20 @@ def _outcome_rows(
     return rows
 
 
-def _policies(used: NDArray[np.float64]) -> dict[str, Callable[[], Policy]]:
+def _policies(used: NDArray[np.float64], gradients: bool) -> dict[str, Callable[[], Policy]]:
     """Policies from the first scale that all can start from: known, and within the floor and the numbers they have."""
     usable = used[(used >= 1.0) & (used <= LARGEST_LOSS_SCALE)]
     if not len(usable):
         return {}
     start = float(usable[0])
     at_start = f"from {as_power_of_two(start)}"
-    return {
+    policies: dict[str, Callable[[], Policy]] = {
         f"adaptive 20-1000 {at_start}": partial(make_policy, "adaptive", loss_scale_value=start),
         f"dynamic 20 {at_start}": partial(make_policy, "dynamic", init_loss_scale=start, scale_window=20),
         f"dynamic 1000 {at_start}": partial(make_policy, "dynamic", init_loss_scale=start, scale_window=1000),
         f"megatron {at_start}": partial(make_policy, "megatron", initial_scale=start),
     }
+    if gradients:
+        at_power = 2.0 ** math.floor(math.log2(start))
+        policies[f"guided from {as_power_of_two(at_power)}"] = partial(make_policy, "guided", loss_scale_value=at_power)
+    return policies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,8 @@ def facts_of(run: RecordedRun) -> dict[str, Any]:
         run (RecordedRun): at least one step, and a known loss scale.
 
     Returns:
-        dict with ``steps``, ``skipped``, ``dropped_by_norm``, ``start_up`` and ``loss_scale``, each a dict.
+        dict with ``steps``, ``skipped``, ``dropped_by_norm``, ``start_up``, ``loss_scale`` and
+        ``overflowed_parameters``, each a dict.
 
     A number that the log does not give exactly is None, with its bounds in ``..._at_least`` and ``..._at_most``; those
     of ``skipped`` are ``at_least`` and ``at_most``.
@@ -50,6 +52,7 @@ def facts_of(run: RecordedRun) -> dict[str, Any]:
             **_bounded("skipped_in_first_steps", *run.skipped_bounds(min(_START_UP, len(run)))),
         },
         "loss_scale": _scales(run),
+        "overflowed_parameters": _overflowed_parameters(run),
     }
 
 
@@ -68,6 +71,16 @@ def _skipped(run: RecordedRun) -> dict[str, Any]:
         "longest_run": 0 if longest is None else int(longest[1] - longest[0] + 1),
         "longest_run_steps": None if longest is None else tuple(run.step[longest].tolist()),
         **_seconds(run, run.overflow if fewest == most else known),
+    }
+
+
+def _overflowed_parameters(run: RecordedRun) -> dict[str, Any]:
+    """Of how many skipped steps the Parameters are known whose gradients overflowed, and how often each did."""
+    counts = Counter(name for names in run.overflowed_parameters for name in dict.fromkeys(names))
+    return {
+        "known_steps": len(run.overflowed_parameters),
+        "steps_without": sum(not names for names in run.overflowed_parameters),
+        "counts": dict(sorted(counts.items(), key=lambda item: -item[1])),
     }
 
 

@@ -13,7 +13,7 @@ from mindformers_adaptive.text.table import text_table
 __all__ = ["analysis_text"]
 
 # What fits on a screen.
-_RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN = 20, 30, 10
+_RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN, _PARAMETERS_SHOWN = 20, 30, 10, 10
 _WIDTH = 110
 
 
@@ -24,7 +24,13 @@ def analysis_text(analysis: Mapping[str, Any], path: Sequence[Phase]) -> str:
         analysis (Mapping): :meth:`Analysis.to_dict() <mindformers_adaptive.lab.analysis.analyze.Analysis.to_dict>`.
         path (Sequence[Phase]): the phases of the loss scale.
     """
-    parts = [_log(analysis), _steps(analysis), _path(path), _outcomes(analysis), _advice(analysis)]
+    parts = [
+        _log(analysis),
+        [*_steps(analysis), *_overflowed(analysis)],
+        _path(path),
+        _outcomes(analysis),
+        _advice(analysis),
+    ]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -80,6 +86,23 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         )
     first, final, smallest, largest = (_power(scale[name]) for name in ("first", "final", "smallest", "largest"))
     return [*lines, f"Scale     {first} at first, {final} at the end; between {smallest} and {largest}"]
+
+
+def _overflowed(analysis: Mapping[str, Any]) -> list[str]:
+    """Whose gradients overflowed, the most frequent first."""
+    overflowed = analysis["overflowed_parameters"]
+    known, without, counts = overflowed["known_steps"], overflowed["steps_without"], overflowed["counts"]
+    if not known:
+        return []
+    named = [f"{name} ({count})" for name, count in counts.items()]
+    lines = [
+        f"Overflow  known of {known} skipped step(s): in so many of them the gradient of each Parameter overflowed"
+    ]
+    listed = ", ".join(_cut(named, _PARAMETERS_SHOWN, "and {} more Parameter(s)"))
+    lines += textwrap.wrap(listed, _WIDTH, initial_indent=" " * 10, subsequent_indent=" " * 10)
+    if without:
+        lines.append(f"          in {without} of them none did: something else overflowed")
+    return lines
 
 
 def _between(fewest: int, most: int) -> str:

@@ -117,6 +117,8 @@ def read_log(
         steps.final_loss_scale,
         steps.factor_bound,
         reader.timeline.superseded,
+        _or_none(steps.largest_gradient),
+        tuple(steps.overflowed_parameters),
         tuple(entry.step for entry in entries if entry.dropped_by_norm),
     )
 

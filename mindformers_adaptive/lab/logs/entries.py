@@ -44,6 +44,8 @@ class LogEntry(NamedTuple):
         steps (int, optional): for how many steps the line speaks; None for as many as the others do.
         placed (bool): whether ``step`` stood in the log; False where it was counted.
         loss (float), seconds (float): the step's loss, and how long a step took; nan where the line does not say.
+        largest_gradient (float): the largest absolute gradient of the step, unscaled; nan where the line does not say.
+        overflowed_parameters (tuple[str, ...], optional): whose gradients overflowed; None where that is not known.
         dropped_by_norm (bool): whether the step was dropped for the size of its gradients, which is no overflow.
         after_restart (bool): whether the run was restarted between the line before and this one.
     """
@@ -59,6 +61,8 @@ class LogEntry(NamedTuple):
     placed: bool = True
     loss: float = math.nan
     seconds: float = math.nan
+    largest_gradient: float = math.nan
+    overflowed_parameters: tuple[str, ...] | None = None
     dropped_by_norm: bool = False
     after_restart: bool = False
 

@@ -30,7 +30,8 @@ class Steps(NamedTuple):
     """The steps of a log.
 
     Attributes:
-        step, loss_scale, overflow, position_known, loss, seconds (list): an element for each step.
+        step, loss_scale, overflow, position_known, loss, seconds, largest_gradient (list): an element for each step.
+        overflowed_parameters (list[tuple[str, ...]]): for each step that names them.
         lines (list[tuple[int, int, int]]): for each line the number of steps up to its last one, and the fewest and the
             most that may have been skipped up to there.
         final_loss_scale (float): the scale after the last step.
@@ -45,6 +46,8 @@ class Steps(NamedTuple):
     position_known: list[bool]
     loss: list[float]
     seconds: list[float]
+    largest_gradient: list[float]
+    overflowed_parameters: list[tuple[str, ...]]
     lines: list[tuple[int, int, int]]
     final_loss_scale: float
     scale_factor: float
@@ -70,7 +73,7 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None = None) -> Steps:
         # Its scale moves by several factors at once, and without an overflow: only flags count.
         factor_bound, intervals = math.inf, list(map(_by_flag, intervals))
     lines = None if rule is None or isinstance(rule, GuidedPolicy) else bounds_by_rule(rule, intervals, notes)
-    steps = Steps([], [], [], [], [], [], [], _NAN, factor, factor_bound, notes)
+    steps = Steps([], [], [], [], [], [], [], [], [], _NAN, factor, factor_bound, notes)
     after, fewest, most = _NAN, 0, 0
     for interval in intervals:
         entry, count = interval.entry, interval.steps
@@ -86,6 +89,9 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None = None) -> Steps:
         steps.position_known.extend([known] * (count - 1) + [known or entry.overflow is not None])
         steps.loss.extend([_NAN] * (count - 1) + [entry.loss])
         steps.seconds.extend([entry.seconds] * count)
+        steps.largest_gradient.extend([_NAN] * (count - 1) + [entry.largest_gradient])
+        if entry.overflowed_parameters is not None:
+            steps.overflowed_parameters.append(entry.overflowed_parameters)
         fewest, most = fewest + interval.fewest, most + interval.most
         steps.lines.append((len(steps.step), fewest, most))
     return steps._replace(final_loss_scale=after, lines=lines or steps.lines)

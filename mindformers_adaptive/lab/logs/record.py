@@ -15,8 +15,8 @@ class RecordReader(Reader):
     """Reads {"step": 1, "overflow": false, "loss_scale": 65536.0, "next_loss_scale": 65536.0, ...}.
 
     ``step``, ``overflow`` and ``loss_scale`` (used in the step) must be there, the last two may be null;
-    ``next_loss_scale``, ``loss``, ``seconds`` and ``dropped_by_norm`` are used where they are, and other keys are
-    ignored.
+    ``next_loss_scale``, ``loss``, ``seconds``, ``largest_gradient``, ``overflowed_parameters`` and ``dropped_by_norm``
+    are used where they are, and other keys are ignored.
     {"missing_steps": 3, "first_step": 5, "last_step": 7} says that steps were not recorded.
     """
 
@@ -72,8 +72,14 @@ def _entry_of(record: dict[str, object], where: str) -> LogEntry | None:
         steps=1,
         loss=_number(record.get("loss")),
         seconds=_number(record.get("seconds")),
+        largest_gradient=_number(record.get("largest_gradient")),
+        overflowed_parameters=_names(record.get("overflowed_parameters")),
         dropped_by_norm=record.get("dropped_by_norm") is True,
     )
+
+
+def _names(value: object) -> tuple[str, ...] | None:
+    return tuple(map(str, value)) if isinstance(value, list) else None
 
 
 def _number(value: object) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
 from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW, window_ladder
 
-__all__ = ["Configuration", "grid"]
+__all__ = ["Configuration", "grid", "yaml_number"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Configuration:
             if field.name in usual or getattr(self, field.name) != field.default
         }
         values["scale_window"] = self.start.scale_window
-        lines = [f"  {name}: {_as_yaml(value)}" for name, value in values.items()]
+        lines = [f"  {name}: {yaml_number(value)}" for name, value in values.items()]
         return "\n".join(["scale_sense:", "  type: AdaptiveLossScaleUpdateCell", *lines, ""])
 
 
@@ -175,7 +175,13 @@ def _windows_fit(
     return scale_window is None or scale_window in window_ladder(max_scale_window, min_scale_window)
 
 
-def _as_yaml(value: float | bool) -> str:
+def yaml_number(value: float | bool) -> str:
+    """Return a number or a bool as YAML 1.1 reads it.
+
+    Examples:
+        >>> yaml_number(65536.0), yaml_number(1e-05), yaml_number(True)
+        ('65536', '1.0e-05', 'True')
+    """
     if isinstance(value, (bool, Integral)):
         return str(value)
     if float(value).is_integer():

@@ -23,7 +23,9 @@ _PLACE = np.arange(PLACES, dtype=np.float32)
 _DROPS = np.array(guided_rule.DROPS, np.int32)
 
 
-def guided_sweep(rules: Sequence[GuidedRule], traces: Sequence[Trace], loss_scale_value: float) -> list[Measures]:
+def guided_sweep(
+    rules: Sequence[GuidedRule], traces: Sequence[Trace], loss_scale_value: float | Sequence[float]
+) -> list[Measures]:
     """Replay rules on traces, the first on the first and so on, all at once.
 
     The loss scales are exactly those of replaying :class:`~mindformers_adaptive.rule.guided_rule.GuidedRule` step by
@@ -32,7 +34,7 @@ def guided_sweep(rules: Sequence[GuidedRule], traces: Sequence[Trace], loss_scal
     Args:
         rules (Sequence[GuidedRule]): one for each trace.
         traces (Sequence[Trace]): all of one length; without ``largest_gradient`` nothing is shown.
-        loss_scale_value (float): the initial scale of all.
+        loss_scale_value (float or Sequence[float]): the initial scale of all, or of each.
 
     Returns:
         list[Measures], one for each trace.
@@ -71,8 +73,9 @@ def _shown(trace: Trace) -> tuple[Integers, Flags]:
 class _Lanes:
     """The state of every lane, arrays of shape (lanes,), none changed in place; named as in ``GuidedState``."""
 
-    def __init__(self, rules: Sequence[GuidedRule], loss_scale_value: float) -> None:
-        starts = [rule.start(loss_scale_value) for rule in rules]
+    def __init__(self, rules: Sequence[GuidedRule], loss_scale_value: float | Sequence[float]) -> None:
+        initial = np.broadcast_to(loss_scale_value, len(rules)).tolist()
+        starts = [rule.start(scale) for rule, scale in zip(rules, initial, strict=True)]
         self.patience = _integers([rule.patience for rule in rules])
         self.lowest = _integers([rule.min_exponent for rule in rules])
         self.highest = _integers([rule.max_exponent for rule in rules])

@@ -31,7 +31,7 @@ from mindformers_adaptive.lab.replay.sweep_tables import (
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rule.adaptive_rule import LossScaleState
 
-__all__ = ["SweepResult", "sweep"]
+__all__ = ["SweepResult", "TraceMeasures", "sweep"]
 
 # Steps of a trace that are tabulated at once: large enough that little is spent at the ends of chunks, small enough
 # that the tables of hundreds of loss scales (48 KiB each, and at most some 6000) stay in tens of megabytes.
@@ -45,24 +45,34 @@ _Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class SweepResult:
-    """The measures of every configuration of a sweep.
+class TraceMeasures:
+    """The measures of several configurations on a trace.
 
     Attributes:
-        configurations (tuple[Configuration, ...]): what was replayed.
-        trace (Trace): what it was replayed on.
+        trace (Trace): what they were replayed on.
         measures (tuple[Measures, ...]): of each configuration.
-        final_states (tuple[LossScaleState, ...]): of each configuration after the last step.
     """
 
-    configurations: tuple[Configuration, ...]
     trace: Trace
     measures: tuple[Measures, ...]
-    final_states: tuple[LossScaleState, ...]
 
     def column(self, name: str) -> _Floats:
         """Return one measure of all configurations, float64 of shape (configurations,); nan where there is none."""
         return np.array([getattr(one, name) for one in self.measures], np.float64)
+
+
+@dataclass(frozen=True)
+class SweepResult(TraceMeasures):
+    """The measures of every configuration of a sweep.
+
+    Attributes:
+        trace (Trace), measures (tuple[Measures, ...]): as there.
+        configurations (tuple[Configuration, ...]): what was replayed.
+        final_states (tuple[LossScaleState, ...]): of each configuration after the last step.
+    """
+
+    configurations: tuple[Configuration, ...]
+    final_states: tuple[LossScaleState, ...]
 
 
 def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
@@ -101,7 +111,7 @@ def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
         lanes.step[:] = 0
         _cross(lanes, chunk, windows, scales)
     measures, final_states = _measures(lanes, trace), _final_states(lanes, windows, scales)
-    return SweepResult(tuple(configurations), trace, tuple(measures), tuple(final_states))
+    return SweepResult(trace, tuple(measures), tuple(configurations), tuple(final_states))
 
 
 @dataclass

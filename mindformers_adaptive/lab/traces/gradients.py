@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rule.checks import require_integer
+from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, require_integer
 from mindformers_adaptive.rule.shown_exponent import LARGEST_FLOAT16
 
-__all__ = ["OWN_CEILINGS", "checked_steps", "own_ceiling", "random_of", "showing"]
+__all__ = ["OWN_CEILINGS", "checked_steps", "own_ceiling", "random_of", "showing", "shown_ceilings"]
 
 # (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
 # everything else frozen, batch 64), the same with no memory, with batch 1, and where only the first of fourteen layers
@@ -21,6 +22,23 @@ _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
 
 # How far the ceilings of own_ceiling() move from step to step, in bits: below 0.1 as measured.
 _OWN_SPREAD = 0.05
+
+
+def shown_ceilings(largest_gradient: ArrayLike) -> NDArray[np.float64]:
+    """Return the ceilings that largest gradients show: 65504 / largest_gradient, and nan where one shows nothing.
+
+    Args:
+        largest_gradient (ArrayLike): absolute values, unscaled, of any shape. 0, what is not a normal float32 number,
+            and nan show nothing.
+
+    Examples:
+        >>> shown_ceilings([1.0, 65504.0, 0.0, float("inf")]).tolist()
+        [65504.0, 1.0, nan, nan]
+    """
+    gradients = np.asarray(largest_gradient, np.float64)
+    shows = (gradients >= SMALLEST_FLOAT32) & (gradients <= LARGEST_FLOAT32)
+    ceilings: NDArray[np.float64] = LARGEST_FLOAT16 / np.where(shows, gradients, np.nan)
+    return ceilings
 
 
 def showing(trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0) -> Trace:

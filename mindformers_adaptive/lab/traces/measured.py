@@ -65,7 +65,8 @@ def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
     """Return the trace of the steps at which ``GradientRangeMonitor`` swept over loss scales.
 
     A sweep bounds the ceiling of its step: at least the largest scale below all that overflowed, and below the smallest
-    that did. The lower bound is assumed. Steps between the sweeps are not in the trace.
+    that did. The lower bound is assumed. The largest gradient is that of the largest scale that fits, unscaled. Steps
+    between the sweeps are not in the trace.
 
     Args:
         path (str or os.PathLike): ``gradient_ranges.jsonl`` of a monitor with ``loss_scales``.
@@ -86,25 +87,29 @@ def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
         >>> trace.lower_bound.tolist(), trace.upper_bound.tolist()
         ([64.0], [512.0])
     """
-    bounds = []
+    sweeps = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         try:
-            bounds.append(_bounds_of(json.loads(line)))
+            sweeps.append(_bounds_and_gradient_of(json.loads(line)))
         except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}:{number} is no sweep of GradientRangeMonitor ({type(error).__name__}: {error}). Take the line "
                 "out, or give another file."
             ) from error
-    if not bounds:
+    if not sweeps:
         raise ValueError(f"{path} must have at least 1 sweep, but is empty. Give the record of a GradientRangeMonitor.")
-    lower, upper = np.array(bounds, dtype=np.float64).T
-    return Trace(Path(path).name, lower, lower, upper)
+    lower, upper, gradients = np.array(sweeps, dtype=np.float64).T
+    known = None if np.isnan(gradients).all() else gradients
+    return Trace(Path(path).name, lower, lower, upper, largest_gradient=known)
 
 
-def _bounds_of(sweep: Mapping[str, Any]) -> tuple[float, float]:
+def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, float]:
     tried = [(float(one["loss_scale"]), one["overflow"]) for batch in sweep["batches"] for one in batch["loss_scales"]]
     upper = min((scale for scale, overflow in tried if overflow), default=math.inf)
-    return max((scale for scale, overflow in tried if not overflow and scale < upper), default=0.0), upper
+    lower = max((scale for scale, overflow in tried if not overflow and scale < upper), default=0.0)
+    # Multiplied by the scale, and by nothing else.
+    largest = [one["overall"]["largest"] for one in sweep.get("loss_scales", []) if float(one["loss_scale"]) == lower]
+    return lower, upper, float(largest[0]) / lower if largest else math.nan
 
 
 def _increasing(steps: object) -> bool:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
+from mindformers_adaptive.lab.traces.assumed_ceilings import ASSUMPTIONS, BY_GRADIENTS, assumed_ceiling, just_below
+from mindformers_adaptive.lab.traces.gradients import shown_ceilings
+from mindformers_adaptive.lab.traces.trace import Trace
 
 __all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares", "filled"]
 
 Floats = NDArray[np.float64]
-
-ASSUMPTIONS = ("interpolated", "lower_bound", "upper_bound")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,10 @@ class RecordedRun:
         final_loss_scale (float): the scale after the last step, nan where nothing is known of it.
         factor_bound (float, optional): the largest ``scale_factor`` that the log allows. Default: None, that itself.
         lines_superseded (int): used lines that speak of steps that later lines speak of otherwise.
+        largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute gradient of the step,
+            unscaled, nan where the log does not say; None where it never does.
+        overflowed_parameters (tuple[tuple[str, ...], ...]): for each skipped step of which it is known, the Parameters
+            whose gradients overflowed.
         dropped_by_norm (tuple[int, ...]): numbers of the steps that did not overflow and were dropped all the same, for
             the size of their gradients, as far as the log says.
 
@@ -75,11 +79,13 @@ class RecordedRun:
     final_loss_scale: float = np.nan
     factor_bound: float | None = None
     lines_superseded: int = 0
+    largest_gradient: Floats | None = None
+    overflowed_parameters: tuple[tuple[str, ...], ...] = ()
     dropped_by_norm: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        arrays = (self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds)
-        shapes = {array.shape for array in arrays if array is not None}
+        arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]
+        shapes = {array.shape for array in [*arrays, self.largest_gradient] if array is not None}
         if len(shapes) != 1 or len(self.step.shape) != 1:
             raise ValueError(
                 f"All arrays of the run {self.name!r} must have one number for each step, but got shapes "
@@ -131,7 +137,23 @@ class RecordedRun:
             fewest, most = fewest + max(fewest_inside - (length - inside), 0), most + min(most_inside, inside)
         return fewest, most
 
-    def to_trace(self, assume: str = "interpolated") -> Trace:
+    def applied_gradients(self) -> Floats | None:
+        """Return the largest gradients of the applied steps, nan where they are not known; None if none shows anything.
+
+        Returns:
+            NDArray, optional: float64 of shape (steps,), unscaled.
+        """
+        if self.largest_gradient is None:
+            return None
+        gradients = np.where(~self.overflow & self.position_known, self.largest_gradient, np.nan)
+        return None if np.isnan(shown_ceilings(gradients)).all() else np.where(np.isinf(gradients), np.nan, gradients)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What :meth:`to_trace` can assume of this run, the default first."""
+        return ASSUMPTIONS[:-1] if self.applied_gradients() is None else (BY_GRADIENTS, *ASSUMPTIONS[:-1])
+
+    def to_trace(self, assume: str | None = None) -> Trace:
         r"""Return the trace of ceilings that this run is evidence of.
 
         Bounds come from steps whose position and scale are known: a step that was applied at scale s has a ceiling of
@@ -148,18 +170,25 @@ class RecordedRun:
           the nearest applied steps before and after it.
         - ``"upper_bound"``: a skipped step has the largest c below s; an applied one the larger of those of the
           nearest skipped steps before and after it, at least s; inf if no step was skipped.
+        - ``"gradients"``: an applied step has the c that its largest gradient g shows, 65504 / g; between two of them
+          :math:`\log_2 c` is linear, for skipped steps and for those that show nothing. If after more than half of the
+          rows of skipped steps the gradients show more than the scale that was skipped, then something else overflows
+          first, and all c are lower by the median of what they show too much. Without gradients as ``"interpolated"``.
 
         Args:
-            assume (str): one of ``ASSUMPTIONS``. Default: "interpolated", which errs to both sides.
+            assume (str, optional): one of ``ASSUMPTIONS``. Default: None, "gradients" where any are known, else
+                "interpolated", which errs to both sides.
 
         Returns:
-            Trace, with this run's name, scales, overflows and times.
+            Trace, with this run's name, scales, overflows, times, and the gradients of its applied steps.
 
         Raises:
             ValueError: if ``assume`` is none of these.
         """
+        if assume is None:
+            assume = self.assumptions[0]
         if assume not in ASSUMPTIONS:
-            raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave it out for the first.")
+            raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave it out.")
         # A rule without a floor can get to a scale of 0, below which no ceiling lies.
         scale = np.maximum(filled(self.loss_scale), np.finfo(np.float64).tiny)
         lower = np.where(self.overflow, 0.0, scale)
@@ -173,9 +202,8 @@ class RecordedRun:
         bound = self.factor_bound or self.scale_factor
         lower[last] = np.where(self.overflow[last], 0.0, np.nan_to_num(after / bound))
         below[last] = np.where(self.overflow[last], np.nan_to_num(after * bound, nan=np.inf), np.inf)
-        assumed = {"interpolated": _interpolated, "lower_bound": _lower, "upper_bound": _upper}[assume]
-        ceiling = assumed(scale, self.overflow, self.scale_factor)
-        ceiling = np.maximum(np.minimum(ceiling, _just_below(below)), lower)
+        ceiling = assumed_ceiling(assume, scale, self.overflow, self.scale_factor, self.applied_gradients())
+        ceiling = np.maximum(np.minimum(ceiling, just_below(below)), lower)
         return Trace(
             self.name,
             ceiling,
@@ -184,6 +212,7 @@ class RecordedRun:
             self.loss_scale,
             self.overflow,
             self.seconds,
+            self.applied_gradients(),
         )
 
 
@@ -222,41 +251,3 @@ def filled(scale: Floats) -> Floats:
     before = np.searchsorted(known, np.arange(len(scale)), side="right") - 1
     filled: Floats = scale[known[np.maximum(before, 0)]]
     return filled
-
-
-def _just_below(scale: Floats) -> Floats:
-    return np.where(np.isinf(scale), np.inf, np.nextafter(scale, 0.0))
-
-
-def _nearest(values: Floats, chosen: NDArray[np.bool_], missing: float) -> tuple[Floats, Floats]:
-    """For each step the value at the nearest chosen step before, and after it; itself where it is chosen."""
-    at = np.flatnonzero(chosen)
-    padded = np.concatenate([[missing], values[at], [missing]])
-    places = np.arange(len(values))
-    return padded[np.searchsorted(at, places, side="right")], padded[np.searchsorted(at, places, side="left") + 1]
-
-
-def _lower(scale: Floats, overflow: NDArray[np.bool_], factor: float) -> Floats:
-    before, after = _nearest(scale, ~overflow, np.inf)
-    return np.where(overflow, np.minimum(np.minimum(before, after), scale / factor), scale)
-
-
-def _upper(scale: Floats, overflow: NDArray[np.bool_], factor: float) -> Floats:
-    if not overflow.any():
-        return np.full_like(scale, np.inf)
-    before, after = _nearest(_just_below(scale), overflow, 0.0)
-    return np.maximum(before, after)
-
-
-def _interpolated(scale: Floats, overflow: NDArray[np.bool_], factor: float) -> Floats:
-    if not overflow.any():
-        return np.full_like(scale, scale.max(initial=0.0))
-    starts, last = consecutive_runs(np.flatnonzero(overflow)).T
-    ends = last + 1
-    padded = np.append(scale, np.inf)
-    smallest, following = np.minimum.reduceat(padded, np.column_stack([starts, ends]).ravel())[::2], padded[ends]
-    anchors = (np.log2(smallest) + np.log2(np.minimum(following, smallest / factor))) / 2
-    # Each row of skipped steps has one value, from its first step to its last.
-    places = np.column_stack([starts, last]).ravel()
-    interpolated: Floats = np.exp2(np.interp(np.arange(len(scale)), places, np.repeat(anchors, 2)))
-    return interpolated

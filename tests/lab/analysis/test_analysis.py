@@ -13,6 +13,7 @@ from mindformers_adaptive.lab.analysis.scale_path import changes_of, phases, ran
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.simulate import replay
+from mindformers_adaptive.lab.traces.gradients import showing
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.power_of_two import as_power_of_two
@@ -353,3 +354,47 @@ def test_numbers_are_shown_short():
     assert ranges([]) == "none"
     assert [as_power_of_two(scale) for scale in (2.0**-3, 3.0, 0.0, float("inf"))] == ["2^-3", "3", "0", "inf"]
     assert phases([]) == []
+
+
+def guided_run(**others):
+    """What the guided rule makes of a ceiling of 2^16 that its gradients show, from 2^20."""
+    trace = showing(Trace.exact("made", [2.0**16] * 300))
+    found = replay(make_policy("guided", loss_scale_value=2.0**20), trace)
+    assert 0 < found.measures.skipped < 6
+    gradients = np.where(found.overflow, np.inf, trace.largest_gradient)
+    return trace, run_of(found.loss_scale, found.overflow, largest_gradient=gradients, **others)
+
+
+def test_a_run_with_gradients_is_judged_by_the_ceilings_that_they_show():
+    trace, run = guided_run()
+    outcomes = {row["policy"]: row for row in analyze(run).outcomes}
+    applied = ~run.overflow
+    expected = np.log2(trace.ceiling[applied] / run.loss_scale[applied]).mean()
+    assert outcomes["as recorded"]["headroom_lost"] == pytest.approx(expected)
+    assert outcomes["guided from 2^20"]["skipped"] == run.skipped_steps
+    # Without gradients nobody knows that there was room above.
+    without = {row["policy"]: row for row in analyze(dataclasses.replace(run, largest_gradient=None)).outcomes}
+    assert without["as recorded"]["headroom_lost"] < expected - 0.5
+    assert not any(name.startswith("guided") for name in without)
+
+
+def test_parameters_that_overflowed_are_counted_with_the_most_frequent_first():
+    names = (("wq",), ("wk", "wq"), ())
+    found = analyze(run_of([8, 4, 2, 2], [1, 1, 1, 0], overflowed_parameters=names))
+    assert found.to_dict()["overflowed_parameters"] == {
+        "known_steps": 3,
+        "steps_without": 1,
+        "counts": {"wq": 2, "wk": 1},
+    }
+    assert list(found.to_dict()["overflowed_parameters"]["counts"]) == ["wq", "wk"]
+    json.dumps(found.to_dict(), allow_nan=False)
+    assert "          wq (2), wk (1)\n          in 1 of them none did: something else overflowed" in found.text()
+    many = (tuple(f"layers.{number}" for number in range(15)),)
+    text = analyze(run_of([8, 4], [1, 0], overflowed_parameters=many)).text()
+    assert "layers.9 (1), and 5 more Parameter(s)" in text
+
+
+def test_without_names_nothing_is_said_of_parameters():
+    found = analyze(run_of([8, 4], [1, 0]))
+    assert found.to_dict()["overflowed_parameters"] == {"known_steps": 0, "steps_without": 0, "counts": {}}
+    assert "Overflow " not in found.text()

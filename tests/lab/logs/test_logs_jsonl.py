@@ -68,6 +68,28 @@ def test_numbers_that_json_has_no_sign_for_may_be_text_or_absent(tmp_path):
     assert run.to_trace("lower_bound").upper_bound.tolist() == [float("inf")]
 
 
+def test_largest_gradients_and_the_parameters_that_overflowed_are_read(tmp_path):
+    lines = [
+        record(1, True, 2048.0, largest_gradient="inf", overflowed_parameters=["wq", "wk"]),
+        record(2, largest_gradient=0.5),
+        record(3, largest_gradient=None),
+    ]
+    run = read_log(write(tmp_path, *lines))
+    assert run.largest_gradient.tolist() == pytest.approx([float("inf"), 0.5, float("nan")], nan_ok=True)
+    assert run.overflowed_parameters == (("wq", "wk"),)
+    assert run.to_trace().largest_gradient.tolist() == pytest.approx([float("nan"), 0.5, float("nan")], nan_ok=True)
+    # Steps that a restart repeats count once.
+    again = [record(step, True, 64.0, overflowed_parameters=["wv"]) for step in (1, 2)]
+    run = read_log(write(tmp_path, *lines, *map(record, range(4, 20)), *again))
+    assert run.overflowed_parameters == (("wv",), ("wv",))
+    assert run.largest_gradient is None
+
+
+def test_a_record_without_gradients_is_read_as_before(tmp_path):
+    run = read_log(write(tmp_path, record(1), record(2, overflowed_parameters="wq")))
+    assert (run.largest_gradient, run.overflowed_parameters, run.problems) == (None, (), ())
+
+
 def test_what_was_null_is_inferred_from_the_scales_around_it(tmp_path):
     run = read_log(write(tmp_path, record(1), record(2, loss_scale=8.0, next_loss_scale=512.0).replace("8.0", "null")))
     assert run.loss_scale.tolist() == [1024.0, 512.0]

@@ -9,9 +9,12 @@ import yaml
 
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.configuration import Configuration, grid
+from mindformers_adaptive.lab.replay.guided_configuration import GuidedConfiguration, guided_grid
 from mindformers_adaptive.lab.replay.measures import cost
 from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, tune
+from mindformers_adaptive.lab.traces.gradients import showing
+from mindformers_adaptive.lab.traces.synthetic import random_walk
 from mindformers_adaptive.lab.traces.trace import Trace
 
 CALM = Trace.exact("calm", [2.0**16] * 2000)
@@ -172,3 +175,52 @@ def test_grid_leaves_out_windows_that_do_not_fit():
 def test_bad_arguments_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_guided_configurations_are_tuned_beside_adaptive_ones():
+    trace = showing(random_walk(1500, seed=2))
+    tried = [Configuration.dynamic(100), *guided_grid(loss_scale_value=[2.0**16, 2.0**24], exchange_rate=[0.5, 5])]
+    found = tune([trace, CALM], [tried[1], tried[0], *tried[2:]], exchange_rate=3.0)
+    for place, one in enumerate(found.configurations):
+        name = "adaptive" if isinstance(one, Configuration) else "guided"
+        policies = [make_policy(name, **dataclasses.asdict(one)) for _ in range(2)]
+        expected = [cost(replay(policy, on).measures, 3.0) for policy, on in zip(policies, (trace, CALM), strict=True)]
+        assert found.costs[place].tolist() == pytest.approx(expected), one.label
+    assert "guided loss_scale_value=1.67772e+07 exchange_rate=5" in found.text()
+
+
+def test_of_exchange_rates_that_which_is_asked_for_is_near_the_best():
+    """The rule's own exchange rate is what it is tuned for."""
+    trace = showing(random_walk(5000, seed=1))
+    costs = {}
+    for rate in (0.5, 20.0):
+        found = tune([trace], guided_grid(exchange_rate=[0.5, 20.0]), exchange_rate=rate)
+        costs[rate] = found.recommended.exchange_rate
+    assert costs == {0.5: 0.5, 20.0: 20.0}
+
+
+def test_the_section_of_a_guided_configuration_is_that_of_the_cell():
+    section = yaml.safe_load(GuidedConfiguration(2.0**10, 0.001, max_loss_scale=2.0**20).scale_sense())["scale_sense"]
+    assert section == {
+        "type": "GradientGuidedLossScaleUpdateCell",
+        "loss_scale_value": 1024,
+        "exchange_rate": 0.001,
+        "max_loss_scale": 2**20,
+    }
+    del section["type"]
+    assert make_policy("guided", **section).loss_scale == 1024.0
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"windows": [1]}, TypeError, r"A grid must name arguments of the rule \(loss_scale_value, exchange_rate"),
+        ({"exchange_rate": [0]}, ValueError, r"'exchange_rate' must be a number from 0.001 to 1000.* got 0"),
+        ({"exchange_rate": ["1"]}, TypeError, r"'exchange_rate' must be .* got '1'"),
+        ({"loss_scale_value": [1000]}, ValueError, r"must be a power of two here, but got 1000.* give a power of two"),
+        ({"max_loss_scale": [2.0]}, ValueError, r"'loss_scale_value' must lie between"),
+    ],
+)
+def test_grids_of_what_the_guided_cell_refuses_are_refused(values, error, message):
+    with pytest.raises(error, match=message):
+        guided_grid(**values)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from records import gradient_line, unscaled_gradients
 
 from mindformers_adaptive.lab.traces.measured import from_ceilings, from_gradient_ranges
 
@@ -75,6 +76,16 @@ def test_a_sweep_bounds_the_ceiling_between_what_fits_and_what_overflows(tmp_pat
     assert trace.name == "gradient_ranges.jsonl"
     assert trace.lower_bound.tolist() == trace.ceiling.tolist() == [512, 64, 0, 512, 64]
     assert trace.upper_bound.tolist() == [4096, 512, 64, np.inf, 512]
+
+
+def test_a_sweep_has_the_largest_gradient_of_the_largest_scale_that_fits(tmp_path):
+    file = tmp_path / "gradient_ranges.jsonl"
+    lines = [gradient_line(10, 64.0, 4096.0, 2.0**40), gradient_line(20, 64.0, 2.0**40)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    trace = from_gradient_ranges(file)
+    assert trace.lower_bound.tolist() == [4096.0, 64.0]
+    expected = [max(np.abs(array).max() for array in unscaled_gradients(step).values()) for step in (10, 20)]
+    assert trace.largest_gradient.tolist() == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,19 @@ def test_the_trace_carries_what_the_run_recorded():
     assert trace.seconds is seconds
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.booleans()), min_size=1, max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.booleans(), st.booleans(), st.floats(0, 1e9) | st.just(np.nan)),
+        min_size=1,
+        max_size=60,
+    )
+)
 def test_every_assumption_agrees_with_every_step_and_lower_is_below_upper(steps):
-    exponent, overflow, known = zip(*steps, strict=True)
-    run = run_of([2.0**k for k in exponent], "".join("!" if over else "." for over in overflow), known=known)
-    lower, middle, upper = (run.to_trace(assume).ceiling for assume in ("lower_bound", "interpolated", "upper_bound"))
-    for ceiling in (lower, middle, upper):
+    exponent, overflow, known, gradients = zip(*steps, strict=True)
+    flags = "".join("!" if over else "." for over in overflow)
+    run = run_of([2.0**k for k in exponent], flags, known=known, largest_gradient=np.array(gradients))
+    lower, upper = run.to_trace("lower_bound").ceiling, run.to_trace("upper_bound").ceiling
+    for ceiling in (run.to_trace(assume).ceiling for assume in ASSUMPTIONS):
         # Replayed at its own scales, the run overflows where it did.
         assert ((run.loss_scale > ceiling) == run.overflow).all()
     assert (lower <= upper).all()
@@ -122,4 +129,41 @@ def test_steps_that_do_not_increase_are_refused():
 def test_an_unknown_assumption_is_refused():
     with pytest.raises(ValueError, match=r"'assume' must be one of \('interpolated', .*, but got 'hopeful'"):
         run_of([8], ".").to_trace("hopeful")
-    assert ASSUMPTIONS[0] == "interpolated"
+    assert run_of([8], ".").assumptions[0] == "interpolated"
+
+
+def shown(exponents):
+    """Largest gradients that show these log2 of the ceiling; None is not known."""
+    return np.array([np.nan if exponent is None else 65504.0 / 2.0**exponent for exponent in exponents])
+
+
+def test_known_gradients_show_the_ceilings_and_the_rest_lies_between_them():
+    run = run_of([4, 4, 4, 16, 4, 4], "...!..", largest_gradient=shown([5, None, 3, None, 4, 1]))
+    # Place 1 lies between 5 and 3; the skip between 3 and 4, below its own scale; the last bore 2^2 all the same.
+    assert run.assumptions[0] == "gradients"
+    assert exponents(run.to_trace().ceiling) == [5, 4, 3, 3.5, 4, 2]
+    assert exponents(run.to_trace("interpolated").ceiling) == [3] * 6
+
+
+def test_gradients_that_show_more_than_what_overflowed_are_lowered_by_it():
+    # Skipped at 2^4, twice, where the next steps show 2^7 and 2^8: 3.5 bits too much.
+    gradients = shown([7, None, 7, 7, None, 8])
+    trace = run_of([8, 16, 8, 8, 16, 8], ".!..!.", largest_gradient=gradients).to_trace()
+    assert exponents(trace.ceiling) == [3.5, 3.5, 3.5, 3.5, 4, 4.5]
+    # One of three is a spike, and nothing else.
+    trace = run_of([8, 16, 8, 16, 8, 16, 8], ".!.!.!.", largest_gradient=shown([3.5, None] * 2 + [9, None, 3.5]))
+    assert exponents(trace.to_trace().ceiling)[4] == 9
+
+
+def test_the_trace_has_the_gradients_of_applied_steps_only():
+    gradients = np.array([np.inf, 2.0, 0.0, np.nan, 8.0])
+    trace = run_of([8, 4, 4, 4, 4], "!...!", known=[True] * 5, largest_gradient=gradients).to_trace()
+    np.testing.assert_array_equal(trace.largest_gradient, [np.nan, 2.0, 0.0, np.nan, np.nan])
+
+
+@pytest.mark.parametrize("gradients", [None, np.full(2, np.nan), np.zeros(2), np.array([np.inf, 1e-300])])
+def test_without_gradients_that_show_anything_all_is_as_before(gradients):
+    run = run_of([8, 4], "!.", largest_gradient=gradients)
+    assert run.assumptions == ("interpolated", "lower_bound", "upper_bound")
+    assert run.to_trace("gradients").ceiling.tolist() == run.to_trace().ceiling.tolist()
+    assert run.to_trace().largest_gradient is None

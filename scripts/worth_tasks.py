@@ -1,0 +1,181 @@
+"""Trainings on which loss scaling is tried: what each learns, in FP16 or FP32, and how its result is measured."""
+
+from dataclasses import dataclass
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+
+__all__ = ["SMALL_TASKS", "Branches", "Data", "Regression"]
+
+POINTS, HELD_OUT_POINTS = 1024, 1024
+WIDTH = 24
+
+
+@dataclass(frozen=True)
+class Data:
+    """What one seed trains on and is measured on.
+
+    Attributes:
+        batch (Callable): from the number of a step, from 0, to the inputs of the network, a tuple of Tensors.
+        held_out (list[tuple]): inputs that no step sees.
+        variance (float): of the held-out targets; 1.0 where the measure is a loss.
+    """
+
+    batch: object
+    held_out: list
+    variance: float = 1.0
+
+
+class Branches(nn.Cell):
+    """Dense 2-24, and for each output Dense 24-24-1 with tanh, times a factor; returns the mean squared error.
+
+    Args:
+        dtype (mindspore.dtype): what the Dense layers compute in; factors and loss are float32.
+        factors (Sequence[float]): one an output.
+        zero_last (bool): whether the last layers start at 0. Default: False.
+
+    Inputs:
+        - **points** (Tensor) - float32 of shape (points, 2).
+        - **targets** (Tensor) - float32 of shape (points, outputs).
+        - **weights** (Tensor) - of the outputs in the loss, float32 of shape (outputs,).
+    """
+
+    def __init__(self, dtype, factors, zero_last=False):
+        super().__init__()
+        zeros = {"weight_init": "zeros", "bias_init": "zeros"} if zero_last else {}
+        self.first = nn.Dense(2, WIDTH).to_float(dtype)
+        self.middle = nn.CellList([nn.Dense(WIDTH, WIDTH).to_float(dtype) for _ in factors])
+        self.last = nn.CellList([nn.Dense(WIDTH, 1, **zeros).to_float(dtype) for _ in factors])
+        self.outputs = len(factors)
+        self.factors = Tensor(factors, mstype.float32)
+        self.tanh = ops.Tanh()
+        self.concat = ops.Concat(1)
+        self.cast = ops.Cast()
+        self.square = ops.Square()
+
+    def construct(self, points, targets, weights):
+        shared = self.tanh(self.first(points))
+        outputs = ()
+        for place in range(self.outputs):
+            hidden = self.tanh(self.middle[place](shared))
+            outputs += (self.cast(self.last[place](hidden), mstype.float32),)
+        # MindSpore prints a message about the concatenation of a single Tensor.
+        together = self.concat(outputs) if self.outputs > 1 else outputs[0]
+        errors = self.square(together * self.factors - targets)
+        return (errors * weights).sum(1).mean()
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A training of :class:`Branches` on all points at once; the last output is the one that is measured.
+
+    Attributes:
+        name (str): what it is called.
+        about (str): what is trained, for the report.
+        factors, zero_last: of :class:`Branches`.
+        targets (tuple[float]): the largest value of each output's targets.
+        weights (tuple[float]): of the outputs in the loss.
+        steps (int): how many.
+        learning_rate (float): of Adam.
+        beta2 (float): of Adam. Default: 0.999, MindSpore's.
+        burst (tuple, optional): first step, step after the last, and by what the weight of the first output is
+            multiplied between them. Default: None.
+    """
+
+    name: str
+    about: str
+    factors: tuple
+    targets: tuple
+    weights: tuple
+    steps: int
+    learning_rate: float = 3e-3
+    zero_last: bool = False
+    beta2: float = 0.999
+    burst: tuple | None = None
+
+    measure = "R²"
+    higher_is_better = True
+    look_every = 10
+
+    def network(self, dtype, seed):
+        """Return the network with its loss and the weights of this seed."""
+        mindspore.set_seed(seed)
+        return Branches(dtype, self.factors, self.zero_last).set_train()
+
+    def train_step(self, network, update_cell):
+        """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
+        # The default eps of 1e-8 would hide small gradients from Adam, whatever the loss scale.
+        optimizer = nn.Adam(network.trainable_params(), self.learning_rate, beta2=self.beta2, eps=1e-15)
+        return TrainOneStepWithLossScaleCell(network, optimizer, update_cell).set_train()
+
+    def data(self, seed):
+        """Return the Data of this seed."""
+        random = np.random.default_rng(seed)
+        points = random.uniform(-1.0, 1.0, (POINTS + HELD_OUT_POINTS, 2))
+        # The last output is hard to learn, and any before it are easier.
+        easy = np.cos(4.0 * points[:, 0] + points[:, 1])
+        hard = np.sin(4.0 * points[:, 0]) * np.cos(3.0 * points[:, 1])
+        columns = [easy] * (len(self.factors) - 1) + [hard]
+        targets = np.stack(columns, axis=1) * np.array(self.targets)
+        train, held_out = (
+            tuple(Tensor(each[part], mstype.float32) for each in (points, targets))
+            for part in (slice(None, POINTS), slice(POINTS, None))
+        )
+        usual, of_burst = Tensor(self.weights, mstype.float32), None
+        if self.burst is not None:
+            of_burst = Tensor((self.weights[0] * self.burst[2], *self.weights[1:]), mstype.float32)
+
+        def batch(step):
+            in_burst = self.burst is not None and self.burst[0] <= step < self.burst[1]
+            return (*train, of_burst if in_burst else usual)
+
+        only_the_last = Tensor(np.eye(len(self.factors))[-1], mstype.float32)
+        return Data(batch, [(*held_out, only_the_last)], float(targets[POINTS:, -1].var()))
+
+    def quality(self, network, data):
+        """Return R² of the last output on points that were not trained on."""
+        return 1.0 - float(network(*data.held_out[0])) / data.variance
+
+
+SMALL_TASKS = (
+    Regression(
+        "damped output",
+        "an output that is multiplied by 3e-3, as by a small residual factor",
+        factors=(3e-3,),
+        targets=(3e-3,),
+        weights=(1.0,),
+        steps=400,
+    ),
+    Regression(
+        "zero-initialised last layer",
+        "small targets, 1e-3, with a last layer that starts at 0 and a learning rate of 3e-5",
+        factors=(1.0,),
+        targets=(1e-3,),
+        weights=(1.0,),
+        steps=300,
+        learning_rate=3e-5,
+        zero_last=True,
+    ),
+    Regression(
+        "small auxiliary loss",
+        "two outputs, of which the second has a weight of 1e-4 in the loss",
+        factors=(1.0, 1.0),
+        targets=(1.0, 1.0),
+        weights=(1.0, 1e-4),
+        steps=400,
+    ),
+    Regression(
+        "moving ceiling",
+        "two outputs, the second multiplied by 1e-3; the loss of the first weighs 2^12 times as much in steps 201-300",
+        factors=(1.0, 1e-3),
+        targets=(1.0, 1e-3),
+        weights=(1.0, 1.0),
+        steps=600,
+        beta2=0.95,
+        burst=(200, 300, 2.0**12),
+    ),
+)

@@ -1,0 +1,226 @@
+"""Real FP16 trainings with gradient-guided loss scaling: what they skip, against other cells and against the rule."""
+
+import math
+
+import mindspore
+import numpy as np
+import pytest
+from conftest import mindspore_mode
+from guided_training import CELLS, Training, counts
+from guided_training import CONFIG as DEMO
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+from prepare_corpus import cut_into_samples, read_standard_library
+from yaml import safe_load
+
+from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+
+# One process builds the train steps that the tests share.
+pytestmark = pytest.mark.xdist_group("guided training")
+
+FEATURES = 16
+BATCH = 8
+
+
+class HalfPrecisionLayers(nn.Cell):
+    """Three dense layers in FP16; the loss is the mean square error, times ``factor``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.SequentialCell(
+            nn.Dense(FEATURES, 32, activation="relu").to_float(mstype.float16),
+            nn.Dense(32, 32, activation="relu").to_float(mstype.float16),
+            nn.Dense(32, 1).to_float(mstype.float16),
+        )
+        self.cast = ops.Cast()
+
+    def construct(self, x, target, factor):
+        return ((self.cast(self.layers(x), mstype.float32) - target) ** 2).mean() * factor
+
+
+class Adapted(nn.Cell):
+    """A frozen dense layer with an adapter of rank 2 beside it, in FP16."""
+
+    def __init__(self, random):
+        super().__init__()
+        self.frozen = Parameter(Tensor(random.normal(0, FEATURES**-0.5, (FEATURES, FEATURES)), mstype.float16))
+        self.frozen.requires_grad = False
+        self.down = Parameter(Tensor(random.normal(0, 0.02, (FEATURES, 2)), mstype.float32))
+        self.up = Parameter(Tensor(np.zeros((2, FEATURES)), mstype.float32))
+        self.cast = ops.Cast()
+        self.matmul = ops.MatMul()
+
+    def construct(self, x):
+        adapter = self.matmul(self.matmul(x, self.cast(self.down, mstype.float16)), self.cast(self.up, mstype.float16))
+        return self.matmul(x, self.frozen) + adapter
+
+
+class AdaptedLayers(nn.Cell):
+    """Four of them; only the adapters learn, and the gradients of activations overflow first."""
+
+    def __init__(self):
+        super().__init__()
+        random = np.random.default_rng(0)
+        self.layers = nn.CellList([Adapted(random) for _ in range(4)])
+        self.cast = ops.Cast()
+        self.tanh = ops.Tanh()
+
+    def construct(self, x, target, factor):
+        x = self.cast(x, mstype.float16)
+        for layer in self.layers:
+            x = self.tanh(layer(x))
+        return ((self.cast(x, mstype.float32) - target) ** 2).mean() * factor
+
+
+class Runs:
+    """A network with a train-step cell that is compiled once, and trained from the same weights each time."""
+
+    def __init__(self, make_network, make_cell, learning_rate=0.003):
+        mindspore.set_seed(1)
+        network = make_network()
+        optimizer = nn.Adam(network.trainable_params(), learning_rate)
+        self.make_cell = make_cell
+        self.train_step = TrainOneStepWithLossScaleCell(network, optimizer, make_cell(2.0**16)).set_train()
+        self.initial = {weight.name: weight.asnumpy().copy() for weight in self.train_step.get_parameters()}
+
+    def train(self, start, batches):
+        """Return the record of a run: a dict of each step."""
+        cell = {weight.name: weight.asnumpy() for weight in self.make_cell(start).get_parameters()}
+        values = {**self.initial, **cell, self.train_step.scale_sense.name: np.float32(start)}
+        for weight in self.train_step.get_parameters():
+            weight.set_data(Tensor(np.asarray(values[weight.name]), weight.dtype))
+        update_cell, scale, record = self.train_step.loss_scaling_manager, start, []
+        for batch in batches:
+            loss, overflow, _ = self.train_step(*map(Tensor, batch))
+            row = {"loss": float(loss), "overflow": bool(overflow), "loss_scale": scale}
+            scale = float(self.train_step.scale_sense)
+            row |= {"next_loss_scale": scale}
+            if isinstance(update_cell, GradientGuidedLossScaleUpdateCell):
+                row |= {"largest_gradient": float(update_cell.largest_gradient)}
+            record.append(row)
+        return record
+
+
+def batches(steps, factor_of=lambda step: 1.0, outputs=1, batch=BATCH):
+    """Yield inputs, targets that a fixed teacher gives them, and the factor of the loss."""
+    random = np.random.default_rng(7)
+    teacher = random.normal(size=(FEATURES, outputs)).astype(np.float32)
+    for step in range(1, steps + 1):
+        x = random.normal(size=(batch, FEATURES)).astype(np.float32)
+        yield x, np.tanh(x @ teacher), np.float32(factor_of(step))
+
+
+def skipped(record):
+    return [step for step, row in enumerate(record, start=1) if row["overflow"]]
+
+
+def assert_follows_the_rule(record, rule=None):
+    rule = rule or GuidedRule()
+    state = rule.start(record[0]["loss_scale"])
+    for step, row in enumerate(record, start=1):
+        assert row["loss_scale"] == state.loss_scale, step
+        state = rule.step(state, row["overflow"], row["largest_gradient"])
+        assert row["next_loss_scale"] == state.loss_scale, step
+    assert state.skipped_steps == len(skipped(record))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_graph_mode():
+    with mindspore_mode("graph"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def layers():
+    """By rule, the runs of the dense layers."""
+    return {
+        "guided": Runs(HalfPrecisionLayers, GradientGuidedLossScaleUpdateCell),
+        "adaptive": Runs(HalfPrecisionLayers, CELLS["adaptive"]),
+        "dynamic": Runs(HalfPrecisionLayers, lambda start: nn.DynamicLossScaleUpdateCell(start, 2, 1000)),
+    }
+
+
+def surge(step):
+    """Gradients grow a thousandfold in the middle of 300 steps."""
+    return 2.0**10 if 150 <= step < 200 else 1.0
+
+
+def test_a_surge_of_the_gradients_costs_a_few_steps(layers):
+    records = {name: runs.train(2.0**32, batches(300, surge)) for name, runs in layers.items()}
+    lost = {name: len(skipped(record)) for name, record in records.items()}
+    assert_follows_the_rule(records["guided"])
+    assert lost["guided"] <= 11
+    assert 2 * lost["guided"] <= lost["dynamic"] < lost["adaptive"]
+    # After the surge it comes back most of the way, which dynamic scaling does not in 100 steps.
+    assert records["guided"][-1]["next_loss_scale"] >= records["guided"][148]["loss_scale"] / 2**3
+    assert records["dynamic"][-1]["next_loss_scale"] <= records["dynamic"][148]["loss_scale"] / 2**8
+    final = {name: np.mean([row["loss"] for row in record[-20:]]) for name, record in records.items()}
+    assert final["guided"] <= 1.1 * min(final.values())
+
+
+def test_a_surge_from_below_costs_a_few_steps_too(layers):
+    record = layers["guided"].train(2.0**10, batches(300, surge))
+    assert_follows_the_rule(record)
+    assert 1 <= len(skipped(record)) <= 5
+    assert min(skipped(record)) == 150
+
+
+def test_planted_infs_cost_themselves_and_no_other_step(layers):
+    planted = list(range(40, 161, 40))
+
+    def with_infs():
+        for step, (x, target, factor) in enumerate(batches(180), start=1):
+            x[0, 0] = math.inf if step in planted else x[0, 0]
+            yield x, target, factor
+
+    record = layers["guided"].train(2.0**10, with_infs())
+    assert_follows_the_rule(record)
+    assert skipped(record) == planted
+
+
+def test_adapters_of_frozen_layers_skip_no_more_than_with_a_window_of_1000():
+    def make_dynamic(start):
+        return nn.DynamicLossScaleUpdateCell(start, 2, 1000)
+
+    records = {}
+    for name, make_cell in (("guided", GradientGuidedLossScaleUpdateCell), ("dynamic", make_dynamic)):
+        runs = Runs(AdaptedLayers, make_cell, learning_rate=0.001)
+        records[name] = runs.train(2.0**32, batches(1100, outputs=FEATURES, batch=1))
+    guided, dynamic = records["guided"], records["dynamic"]
+    assert_follows_the_rule(guided)
+    before = {name: [row["overflow"] for row in record].index(False) for name, record in records.items()}
+    after = {name: len(skipped(record)) - before[name] for name, record in records.items()}
+    assert before["guided"] <= 6 < before["dynamic"]
+    assert after["guided"] <= after["dynamic"]
+    # The gradients of the adapters do not show where it overflows: they allow the scale at which dynamic scaling did.
+    late = [step for step in skipped(dynamic) if step > 1000]
+    assert late
+    for step in late:
+        assert 65504 / guided[step - 1]["largest_gradient"] > dynamic[step - 1]["loss_scale"]
+
+
+@pytest.fixture(scope="module")
+def small_llama():
+    """By rule, a small form of the demo's training."""
+    sections = safe_load(DEMO.read_text(encoding="utf-8"))
+    config = {**sections["model"]["model_config"], "seq_length": 32, "hidden_size": 32, "num_layers": 1}
+    del config["type"]
+    return {name: Training(config, sections, make, STEPS) for name, make in CELLS.items()}
+
+
+STEPS = 60
+
+
+@pytest.mark.parametrize(("start", "before", "after"), [(2**32, 6, 1), (2**10, 0, 0)])
+def test_a_small_llama_loses_the_search_for_its_scale_only(small_llama, start, before, after):
+    samples = cut_into_samples(read_standard_library(), 33)
+    order = np.random.default_rng(0).permutation(len(samples))[: STEPS * 8]
+    batches_of_text = samples[order].reshape(STEPS, 8, -1)
+    records = {name: training.run(start, 0, batches_of_text) for name, training in small_llama.items()}
+    lost = {name: counts(record) for name, record in records.items()}
+    assert_follows_the_rule(records["guided"])
+    assert lost["guided"][0] <= before
+    assert lost["guided"][1] <= after
+    assert lost["adaptive"][0] >= 2 * lost["guided"][0]
+    assert lost["guided"][2] <= lost["adaptive"][2] + 0.05

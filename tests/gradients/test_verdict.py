@@ -1,0 +1,83 @@
+"""What FP16 loses of gradients without scaling, by their norms, and the verdict that follows."""
+
+import json
+
+import numpy as np
+import pytest
+from fp16_networks import HalfPrecisionSum, gradient_in_fp16
+
+from mindformers_adaptive.gradients.ranges import gradient_ranges
+from mindformers_adaptive.gradients.report import GradientRanges, LostGradient, ScaleRanges
+from mindformers_adaptive.gradients.statistics import array_statistics, lost_norm
+from mindformers_adaptive.gradients.verdict import HARMLESS_SHARE, judge, table_of_groups
+
+ATTENTION, OUTPUT, SILENT = "layers.0.attention.wq.weight", "lm_head.weight", "layers.0.feed_forward.w1.weight"
+
+
+def sweep(*batches):
+    """A sweep over 1 and 1024 from what 1 loses in each batch, and the norms of the gradients."""
+    one = array_statistics([1.0])
+    found = []
+    for lost in batches:
+        at_1 = {name: LostGradient(*values) for name, values in lost.items()}
+        at_1024 = {name: LostGradient(0.0, norm) for name, (_, norm) in lost.items()}
+        each = dict.fromkeys(lost, one)
+        found.append((ScaleRanges(1.0, 1.0, each, 1.0, at_1), ScaleRanges(1024.0, 1.0, each, 1.0, at_1024)))
+    return GradientRanges(dict.fromkeys(batches[0], one), tuple(found))
+
+
+def test_lost_norm_is_that_of_the_difference():
+    random = np.random.default_rng(0)
+    array, reference = random.normal(size=(3, 5)), random.normal(size=(3, 5))
+    assert lost_norm(array, reference, 0.25) == pytest.approx(np.linalg.norm(array - 0.25 * reference))
+
+
+def test_share_counts_underflow_and_the_rounding_of_subnormals(graph_mode):
+    gradients, factor = np.array([1.0, 2.0**-8, 1.25 * 2.0**-4], np.float32), 2.0**-20
+    found = gradient_ranges(HalfPrecisionSum(3, factor), gradients, [1, 2**20, 2**40])
+    reference = gradient_in_fp16(gradients, factor, 2.0**20) / 2.0**20
+    at_1 = gradient_in_fp16(gradients, factor, 1.0)
+    assert (at_1[0], at_1[1], at_1[2] == reference[2]) == (2.0**-20, 0.0, False)
+    assert found.lost_share(1) == pytest.approx(np.linalg.norm(at_1 - reference) / np.linalg.norm(reference))
+    assert found.lost_share(2**20) == 0.0
+    assert found.lost_share(2**40) is None
+    assert json.loads(json.dumps(found.to_dict()))["loss_scales"][0]["overall"]["lost_share"] == found.lost_share(1)
+    assert f"{found.lost_share(1):.3%}" in found.table().splitlines()[1]
+
+
+def test_groups_and_the_worst_parameter_over_batches():
+    verdict = judge(sweep({ATTENTION: (3.0, 5.0), OUTPUT: (0.0, 1.0)}, {ATTENTION: (4.0, 5.0), OUTPUT: (0.0, 1.0)}), 1)
+    assert verdict.groups == {"attention": pytest.approx(5.0 / 50.0**0.5), "output": 0.0}
+    assert (verdict.parameter, verdict.parameter_share) == (ATTENTION, pytest.approx(5.0 / 50.0**0.5))
+    assert verdict.is_harmful
+    assert f"At 2^0 FP16 loses 70.71% of the gradient of {ATTENTION}" in str(verdict)
+    assert json.loads(json.dumps(verdict.to_dict()))["is_harmful"] is True
+
+
+@pytest.mark.parametrize(("lost", "is_harmful"), [(HARMLESS_SHARE, False), (HARMLESS_SHARE + 1e-9, True)])
+def test_harm_begins_above_the_limit(lost, is_harmful):
+    # Most of the norm is the other Parameter's: a small one is not hidden by it.
+    verdict = judge(sweep({ATTENTION: (lost, 1.0), OUTPUT: (0.0, 1e6)}), 1)
+    assert verdict.is_harmful is is_harmful
+
+
+def test_a_parameter_without_gradient_is_named():
+    verdict = judge(sweep({OUTPUT: (0.01, 1.0), SILENT: (0.0, 0.0)}), 1)
+    assert verdict.without_gradient == (SILENT,)
+    assert verdict.groups == {"output": 0.01}
+    assert f"Nothing can be said of 1 Parameter, such as {SILENT}" in str(verdict)
+
+
+def test_nothing_is_said_where_nothing_is_known():
+    verdict = judge(gradient_ranges(HalfPrecisionSum(2), np.ones(2, np.float32), [1]), 1)
+    assert (verdict.is_harmful, verdict.parameter, dict(verdict.groups)) == (None, None, {})
+    assert "not known" in str(verdict)
+
+
+def test_table_has_a_column_for_each_scale():
+    ranges = sweep({ATTENTION: (0.5, 1.0), OUTPUT: (0.0, 0.0)})
+    lines = table_of_groups([judge(ranges, 1), judge(ranges, 1024)]).splitlines()
+    assert [line.split() for line in lines] == [
+        ["gradients", "of", "lost", "at", "2^0", "lost", "at", "2^10"],
+        ["attention", "50.000%", "0.000%"],
+    ]

@@ -1,0 +1,112 @@
+"""Data-parallel runs of the launcher in several processes on a CPU: what one overflows in, all skip."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from conftest import ROOT, write_corpus
+from training_runs import LegacyFormat, TrainingRun
+
+from mindformers_adaptive.monitor.record import FIELDS, read_record
+from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("many processes")]
+
+PLANTED_FOLDER = ROOT / "tests" / "helpers" / "planted"
+STEPS, PLANTED, SAVED_EVERY = 100, {30, 31, 60, 61, 62, 90}, 50
+FORM = LegacyFormat("ckpt")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=4 * 8 * STEPS)
+
+
+@pytest.fixture(scope="module")
+def four_processes(corpus, tmp_path_factory):
+    """A finished run of four processes; the last of them overflows at the steps ``PLANTED``."""
+    output = tmp_path_factory.mktemp("four") / "output"
+    callbacks = [
+        {"type": "MFLossMonitor", "per_print_times": 1},
+        {"type": "CheckpointMonitor", "prefix": "tiny_llama", "save_checkpoint_steps": SAVED_EVERY},
+        {"type": "LossScaleMonitor", "all_ranks": True},
+        {"type": "PlantedOverflow", "auto_register": "planted_overflow.PlantedOverflow", "rank": 3},
+    ]
+    callbacks[1] |= {"keep_checkpoint_max": 5, "integrated_save": False, "checkpoint_format": "ckpt"}
+    callbacks[3] |= {"steps": sorted(PLANTED)}
+    as_text = yaml.safe_dump(callbacks, default_flow_style=True, width=10**6).strip()
+    arguments = ["--register-path", str(PLANTED_FOLDER)]
+    TrainingRun(output, corpus, {"callbacks": as_text}, STEPS, processes=4, arguments=arguments).wait()
+    return output
+
+
+def records(output, processes):
+    return [read_record(output / f"loss_scale_record_rank_{rank}.jsonl") for rank in range(processes)]
+
+
+def without_loss(record):
+    return [{field: line.get(field) for field in FIELDS if field != "loss"} for line in record]
+
+
+def test_an_overflow_of_one_of_four_is_skipped_by_all(four_processes):
+    first, *others = records(four_processes, 4)
+    assert [line["step"] for line in first] == list(range(1, STEPS + 1))
+    assert {line["step"] for line in first if line["overflow"]} > PLANTED
+    rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
+    state = rule.start(2.0**20)
+    for line in first:
+        state = rule.step(state, line["overflow"])
+        reached = state.loss_scale, state.scale_window, state.window_index, state.growth_num, state.down_num
+        assert tuple(line[field] for field in FIELDS[4:9]) == reached
+    for record in others:
+        assert without_loss(record) == without_loss(first)
+        # Each has data of its own.
+        assert [line["loss"] for line in record] != [line["loss"] for line in first]
+
+
+def test_four_processes_hold_the_same_weights_and_state(four_processes):
+    first, *others = (FORM.last_saved(four_processes, rank) for rank in range(4))
+    assert first["step_num"] == STEPS
+    assert len(first) > 40
+    for saved in others:
+        assert saved == first
+
+
+def test_two_processes_go_on_from_a_checkpoint_of_four(four_processes, corpus, tmp_path):
+    output = shutil.copytree(four_processes, tmp_path / "output")
+    options = FORM.save_options(output, every=200, keep=5)
+    options |= FORM.resume_options(output, resume_training=f"tiny_llama_rank_0-1_{SAVED_EVERY}.ckpt")
+    # A step of two processes has half the samples, so that MindFormers counts twice as many steps before the resume.
+    resumed = TrainingRun(output, corpus, options, 2 * SAVED_EVERY + 4, processes=2).wait()
+    [saved] = (line for line in records(four_processes, 1)[0] if line["step"] == SAVED_EVERY)
+    for rank in range(2):
+        restored = resumed.restored_state(rank)
+        assert restored["loss_scale"] == saved["next_loss_scale"]
+        assert {name: restored[name] for name in FIELDS[5:10]} == {name: saved[name] for name in FIELDS[5:10]}
+        assert list(resumed.steps(rank)) == [2 * SAVED_EVERY + number for number in (1, 2, 3, 4)]
+    assert [step.loss_scale for step in resumed.steps(0).values()] == [
+        step.loss_scale for step in resumed.steps(1).values()
+    ]
+
+
+def test_launch_many_on_several_machines():
+    script = ROOT / "scripts" / "launch_many.sh"
+
+    def launch(*arguments, **variables):
+        environment = {**os.environ, "DRY_RUN": "1", **variables}
+        return subprocess.run(["bash", script, *arguments], env=environment, capture_output=True, text=True)
+
+    on_second = launch("8", "--config", "my.yaml", MACHINES="2", MACHINE="1", MASTER_ADDRESS="10.0.0.1")
+    assert on_second.stdout.split() == [
+        *("msrun", "--worker_num=16", "--local_worker_num=8", "--node_rank=1", "--master_addr=10.0.0.1"),
+        *("--master_port=8118", "--join=True", "--log_dir=output/msrun"),
+        *(str(ROOT / "scripts" / "run_mindformer.py"), "--config", "my.yaml"),
+    ]
+    without_address = launch("8", MACHINES="2", MACHINE="1")
+    assert without_address.returncode != 0
+    assert "MASTER_ADDRESS: must be the address of machine 0" in without_address.stderr
+    without_number = launch("--config", "my.yaml")
+    assert without_number.returncode == 2
+    assert "must be the number of processes" in without_number.stderr

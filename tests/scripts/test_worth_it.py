@@ -1,0 +1,128 @@
+"""The comparison on real training: what it trains, what it counts, and what loss scaling is worth on one task."""
+
+import json
+
+import pytest
+from conftest import ROOT, mindspore_mode
+from worth_report import at_the_start, summary, table
+from worth_tasks import SMALL_TASKS
+from worth_training import FOUND, FP32, UNSCALED, WAYS, Trainings, fixed
+
+WAY = {way.name: way for way in WAYS}
+ADAPTIVE, GUIDED = "ours, adaptive from the found scale", "ours, guided from the found scale"
+
+
+@pytest.fixture(scope="module")
+def trainings():
+    """Of the damped output, with quality measured at the end only."""
+    with mindspore_mode("graph"):
+        yield Trainings(SMALL_TASKS[0], look_every=1000)
+
+
+def test_without_scaling_the_damped_output_is_not_learned_and_with_it_as_in_fp32(trainings):
+    runs = {name: trainings.run(WAY[name], seed=0) for name in (FP32, ADAPTIVE, GUIDED)}
+    scale_1 = trainings.run(fixed(1.0), seed=0)
+    assert scale_1["skipped"] == []
+    assert scale_1["quality"] <= runs[FP32]["quality"] - 0.5
+    assert runs[FP32]["quality"] > 0.98
+    for name in (ADAPTIVE, GUIDED):
+        assert runs[name]["start"] > 2.0**20
+        assert abs(runs[name]["quality"] - runs[FP32]["quality"]) <= 0.005
+        assert len(runs[name]["skipped"]) <= 3
+
+
+def test_found_scale_comes_with_the_verdict_that_scaling_is_needed(trainings):
+    found = trainings.recommendation(0, trainings.task.data(0))
+    lowest, start = found.verdicts
+    assert (found.needs_scaling, start.is_harmful) == (True, False)
+    assert lowest.groups == {"first": 1.0, "middle": 1.0, "last": 1.0}
+    assert trainings.find(0) == found.loss_scale_value
+
+
+def test_a_second_run_of_the_same_graph_is_as_the_first(trainings):
+    first, second = (trainings.run(fixed(512.0), seed=1, steps=5)["quality"] for _ in range(2))
+    other = trainings.run(fixed(512.0), seed=2, steps=5)["quality"]
+    assert first == second != other
+
+
+def test_ways_differ_in_name_and_share_graphs_only_within_a_rule():
+    assert len(WAY) == len(WAYS) == 14
+    graphs = {}
+    for way in WAYS:
+        graphs.setdefault(way.graph or way.name, set()).add((way.name.split(" from")[0].split(" 2^")[0], way.dtype))
+    assert all(len(rules) == 1 for rules in graphs.values())
+    assert [way.name for way in WAYS if way.start == FOUND] == [ADAPTIVE, GUIDED]
+
+
+@pytest.mark.parametrize(
+    ("skipped", "at_start"),
+    [
+        ([], 0),
+        ([0, 1, 2], 3),
+        ([0, 1, 2, 22], 4),
+        ([0, 1, 2, 23], 3),
+        ([20, 21], 0),
+        ([19], 1),
+        (list(range(100)), 100),
+    ],
+)
+def test_start_ends_with_20_applied_steps_in_a_row(skipped, at_start):
+    assert at_the_start(skipped, 100) == at_start
+
+
+def look(step, quality, skipped=False, scale=4.0, ceiling=64.0, underflow=0.5):
+    seen = {"step": step, "quality": quality, "skipped": skipped}
+    return seen | {"loss_scale": scale, "ceiling": ceiling, "underflow": underflow}
+
+
+def test_summary_of_runs():
+    fp32 = {"start": 1.0, "steps": 100, "skipped": [], "quality": 0.9}
+    fp32["looks"] = [{"step": step, "quality": step / 100, "skipped": False} for step in range(0, 100, 10)]
+    fp16 = {"start": 4.0, "steps": 100, "skipped": [0, 50], "quality": 0.7}
+    fp16["looks"] = [
+        look(0, 0.0, skipped=True, scale=2.0**20),
+        look(10, 0.1),
+        look(20, 0.2, scale=16.0, underflow=0.0),
+    ]
+    task = {"look_every": 10, "higher_is_better": True, "measure": "R²", "ways": {FP32: [fp32], UNSCALED: [fp16]}}
+    rows = summary(task)
+    assert (rows[FP32]["reached"], rows[FP32]["underflow"]) == ([80], None)
+    assert rows[UNSCALED] == {
+        "start": [4.0],
+        "skipped_at_start": [1],
+        "skipped_later": [1],
+        "headroom_lost": [3.0],
+        "underflow": [0.25],
+        "quality": [0.7],
+        "reached": [None],
+    }
+    cells = [cell.strip() for cell in list(table(task))[-1].strip("|").split("|")]
+    assert cells == [
+        UNSCALED,
+        "2^2",
+        "1.0 ± 0.0",
+        "1.0 ± 0.0",
+        "3.0 ± 0.0",
+        "25.00 ± 0.00 %",
+        "0.7000 ± 0.0000",
+        "never",
+    ]
+
+
+@pytest.mark.slow
+def test_quick_run_prints_tables_and_draws(run_python, tmp_path):
+    arguments = ["--quick", "--tasks", "damped", "--json", "worth.json", "--picture", "worth.svg"]
+    printed = run_python(ROOT / "scripts" / "worth_it.py", *arguments).stdout
+    result = json.loads((tmp_path / "worth.json").read_text())
+    [task] = result["tasks"]
+    assert (task["steps"], list(task["ways"])) == (30, [FP32, UNSCALED, GUIDED])
+    assert "\n".join(table(task)) in printed
+    assert printed.startswith("MindSpore ")
+    assert printed.splitlines()[-1] == "Drawn: worth.svg"
+    assert (tmp_path / "worth.svg").read_text().startswith("<?xml")
+
+
+def test_bad_arguments_are_refused_before_anything_is_trained(run_python):
+    script = ROOT / "scripts" / "worth_it.py"
+    assert "invalid choice: 'lama'" in run_python(script, "--tasks", "lama", expect_exit=2).stderr
+    assert "there is no folder 'missing'" in run_python(script, "--json", "missing/a.json", expect_exit=2).stderr
