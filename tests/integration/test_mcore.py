@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from conftest import mindspore_mode
 from mcore import LOSSES, FourLosses, build_qwen3, mcore_on_cpu, rows
+from mindformers.utils.parameter_register import parameter_register
 from mindspore import Parameter, Tensor, dataset, nn
 from mindspore.train import Callback, Model
 
@@ -125,7 +126,10 @@ def test_find_agrees_with_the_training_of_qwen3_and_a_loss_per_token_lowers_the_
 @pytest.mark.parametrize("per_token", [False, True])
 def test_an_overflow_in_any_of_the_four_losses_skips_the_step(per_token):
     network = FourLosses(per_token)
-    train_step = build_train_step(network, 2.0**10, calculate_per_token_loss=per_token).set_train()
+    arguments = {"calculate_per_token_loss": per_token, "print_separate_loss": True}
+    for name in LOSSES:
+        parameter_register._params.pop(name, None)
+    train_step = build_train_step(network, 2.0**10, **arguments).set_train()
     rule = AdaptiveRule(**WINDOWS)
     state = rule.start(2.0**10, 2)
     # The gradient of each weight is its factor times the scale, in FP16: 2^7 overflows at 2^10, 2^3 does not.
@@ -136,8 +140,9 @@ def test_an_overflow_in_any_of_the_four_losses_skips_the_step(per_token):
             factors[wrong] = 2.0**17 / state.loss_scale
         before = [weight.asnumpy().copy() for weight in train_step.weights]
         loss, overflow, loss_scale, *_ = train_step(Tensor(factors))
-        # Only the gradient is too large: each of the losses is finite.
+        # Only the gradient is too large: each of the losses is finite, also as it is printed by itself.
         assert np.isfinite(loss.asnumpy()).all()
+        assert np.isfinite([parameter_register.get(name).asnumpy().item() for name in LOSSES]).all()
         state = rule.step(state, wrong is not None)
         assert (bool(overflow), float(loss_scale)) == (wrong is not None, state.loss_scale), LOSSES[wrong or 0]
         for weight, value in zip(train_step.weights, before, strict=True):
