@@ -3,13 +3,13 @@
 A stock cell gets its loss scale as a Tensor before each step, and on a CPU runs in its branch for Ascend 910B.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import mindformers.wrapper
 import mindspore
 import numpy as np
 from mindformers.core.optim import AdamW, PmaAdamW
-from mindformers.utils.parameter_register import parameter_register
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
@@ -155,8 +155,11 @@ def _train_step(cell, build, build_optimizer, scale_sense, arguments):
     mindspore.set_seed(0)
     np.random.seed(0)
     # MindFormers registers the learning rates that it prints, and refuses a second train-step cell in a process.
-    for name in PRINTED:
-        parameter_register._params.pop(name, None)
+    with contextlib.suppress(ImportError):  # before MindFormers 1.7
+        from mindformers.utils.parameter_register import parameter_register
+
+        for name in PRINTED:
+            parameter_register._params.pop(name, None)
     network = build()
     return cell(network, build_optimizer(network), scale_sense=scale_sense, **arguments).set_train()
 
