@@ -8,7 +8,7 @@ import contextlib
 
 import mindspore
 import numpy as np
-from mindformers.core.context.build_context import MFContextOperator, build_context
+from mindformers.core.context.build_context import MFContextOperator
 from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from mindformers.models.qwen3.modeling_qwen3_train import TrainingQwen3ForCausalLM
 from mindformers.parallel_core.training_graph.base_models.common.embeddings import rotary_pos_embedding
@@ -62,16 +62,7 @@ def mcore_on_cpu(monkeypatch):
     monkeypatch.setattr(rotary_pos_embedding, "Outer", OuterOnCpu)
     monkeypatch.setattr(mint.nn.functional, "embedding", embedding_on_cpu)
     if MFContextOperator.get_mf_ctx_instance() is None:
-        build_context(
-            MindFormerConfig(
-                use_parallel=False,
-                run_mode="train",
-                context={"mode": 0, "device_target": "CPU"},
-                parallel={"parallel_mode": 0},
-                parallel_config={},
-                runner_config={"epochs": 1},
-            )
-        )
+        MFContextOperator(MindFormerConfig(run_mode="train", model={"model_config": {}}))
     context = MFContextOperator.get_mf_ctx_instance()
     context.set_context(use_legacy=False)
     yield
