@@ -6,6 +6,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from mindformers_adaptive.integration.config_checks import check_config
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.precision import warn_of_needless_scaling
 
@@ -46,7 +47,9 @@ def test_others_get_none(dtype, cell):
     assert warned(dtype, cell) == []
 
 
-def test_the_warning_comes_when_a_file_is_loaded():
+def test_the_warning_comes_with_the_checks_of_a_file():
+    config = load_config(CONFIG, {})
+    config.model.model_config.compute_dtype = "bfloat16"
     with pytest.warns(UserWarning, match="needs no loss scaling") as caught:
-        load_config(CONFIG, {"model.model_config.compute_dtype": "bfloat16"})
+        check_config(config)
     assert len([one for one in caught if "needs no loss scaling" in str(one.message)]) == 1
