@@ -46,7 +46,7 @@ def _registry_is_put_back(tmp_path, monkeypatch):
 def load(changes):
     """Load the YAML file of the demo with other values."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*it is added")
+        warnings.filterwarnings("ignore", message=".*(it is added|needs no loss scaling)")
         return load_config(CONFIG, changes)
 
 
