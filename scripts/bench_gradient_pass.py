@@ -2,8 +2,9 @@
 
     python scripts/bench_gradient_pass.py
 
-On a CPU this pass takes the place of the one that looks for inf and NaN. Both are measured, and a whole training step
-with the adaptive cell; they take turns. Machines differ and are noisy, so compare the shares, not the milliseconds.
+On a CPU this pass takes the place of the one that looks for inf and NaN. Both are measured, and whole training steps
+with the adaptive and with the guided cell; they take turns. Machines differ and
+are noisy, so compare the shares, not the milliseconds.
 """
 
 import argparse
@@ -22,6 +23,7 @@ LABELS = {
     "all_finite": "of that, looking for inf and NaN",
     "largest": "finding the largest gradient, and inf and NaN",
     "each": "the same, with keep_each_largest",
+    "guided": "training step of the demo, guided cell",
 }
 
 
@@ -48,11 +50,15 @@ def measure(rounds):
     import numpy as np
     from mindspore import Tensor
 
+    from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
+
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
-    train_step, batch = build_train_step()
+    train_step, batch = build_train_step(AdaptiveLossScaleUpdateCell(2**10, 2, 20))
+    guided_step, _ = build_train_step(GradientGuidedLossScaleUpdateCell(2**10))
     numbers = np.random.default_rng(0)
     gradients = tuple(Tensor(numbers.normal(0, 1e-4, weight.shape).astype(np.float32)) for weight in train_step.weights)
-    calls = {"step": lambda: train_step(batch)[1], **{name: lambda c=c: c(gradients) for name, c in passes(gradients)}}
+    calls = {"step": lambda: train_step(batch)[1], "guided": lambda: guided_step(batch)[1]}
+    calls |= {name: lambda cell=cell: cell(gradients) for name, cell in passes(gradients)}
     times = {name: [] for name in calls}
     for call in calls.values():
         call()  # compiles the graph
@@ -88,20 +94,19 @@ def passes(gradients):
         yield name, LargestGradient(update_cell)
 
 
-def build_train_step():
+def build_train_step(update_cell):
     """Return the demo's train-step cell, and a batch of random bytes."""
     import numpy as np
     from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
     from mindformers.tools.register import MindFormerConfig
     from mindspore import Tensor, nn
 
-    from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+    from mindformers_adaptive.wrapper import MFTrainOneStepCell
 
     config = MindFormerConfig(str(CONFIG))
     model_config = {key: value for key, value in config.model.model_config.items() if key != "type"}
     model = LlamaForCausalLM(LlamaConfig(**model_config)).set_train()
     optimizer = nn.AdamWeightDecay(model.trainable_params(), learning_rate=1e-3)
-    update_cell = AdaptiveLossScaleUpdateCell(2**10, 2, 20)
     train_step = MFTrainOneStepCell(model, optimizer, use_clip_grad=True, scale_sense=update_cell).set_train()
     shape = config.runner_config.batch_size, config.model.model_config.seq_length + 1
     return train_step, Tensor(np.random.default_rng(0).integers(0, 256, shape).astype(np.int32))

@@ -12,8 +12,8 @@ __all__ = ["EXPONENTS", "draw", "sweep"]
 
 EXPONENTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 28, 32, 34, 36, 38, 40, 42, 44)
 OURS = "ours, adaptive from the found scale"
-# What is drawn below it is no better than nothing learned.
-LOWEST = -0.1
+# At and below it nothing was learned.
+LOWEST = 0.0
 
 
 def sweep(trainings, seeds, exponents=EXPONENTS, steps=None):
@@ -64,26 +64,13 @@ def draw(swept):
     underflow = np.array([np.nan if share is None else share for share in swept["underflow"]])
     underflow = np.nan_to_num(underflow)
     skipped = np.array(swept["skipped"])
-    bottom, top = LOWEST, 1.05
+    shaded = {"linewidth": 0, "step": None}
     axes.fill_between(
-        exponents,
-        bottom,
-        bottom + underflow * (top - bottom),
-        color=WARNING,
-        alpha=0.25,
-        linewidth=0,
-        label="share of gradients that underflow",
+        exponents, underflow, color=WARNING, alpha=0.25, label="share of gradients that underflow", **shaded
     )
-    axes.fill_between(
-        exponents,
-        bottom,
-        bottom + skipped * (top - bottom),
-        color=CONTEXT,
-        linewidth=0,
-        label="share of steps skipped for an overflow",
-    )
+    axes.fill_between(exponents, skipped, color=CONTEXT, label="share of steps skipped for an overflow", **shaded)
     axes.axhline(swept["fp32"], color=MUTED, linestyle="dashed", linewidth=1.2, label="FP32")
-    axes.plot(exponents, np.maximum(swept["quality"], bottom), "o-", color=MAIN, label="FP16 at a fixed loss scale")
+    axes.plot(exponents, np.maximum(swept["quality"], LOWEST), "o-", color=MAIN, label="FP16 at a fixed loss scale")
     axes.plot(
         np.mean(swept["found"]),
         swept["ours"],
@@ -92,10 +79,10 @@ def draw(swept):
         markersize=9,
         label="FP16, adaptive, from the scale that 'find' says",
     )
-    axes.set_ylim(bottom, top)
+    axes.set_ylim(LOWEST, 1.05)
     axes.set_xlim(exponents[0], exponents[-1])
     ticks = [exponent for exponent in swept["exponents"] if exponent % 4 == 0]
     axes.set_xticks(ticks, [f"$2^{{{exponent}}}$" for exponent in ticks])
-    dress(axes, x_label="loss scale", y_label="R² on data not trained on, and shares")
+    dress(axes, x_label="loss scale", y_label="R² on data not trained on; shares")
     axes.legend(loc="center", fontsize=9.5, frameon=True, framealpha=0.9)
     return figure

@@ -22,7 +22,8 @@ def report(result):
     yield f"standard deviations. Skipped at the start: before {SETTLED} steps in a row were applied. Headroom lost:"
     yield "log2(ceiling / loss scale), the ceiling found by bisection on the real backward pass. Underflow: gradients"
     yield "that are 0, and not at the ceiling. Both are means over applied steps, every 10th, and every 30th of the"
-    yield f"Llama. The last column: steps until the result that FP32 has after {REACHED_AT:.0%} of its steps."
+    yield "Llama. Less FP32's: the difference to FP32 from the same weights and data. The last column: steps until the"
+    yield f"result that FP32 has after {REACHED_AT:.0%} of its steps."
     for task in result["tasks"]:
         yield ""
         yield f"### {task['name']}: {task['about']}, {task['steps']} steps"
@@ -32,7 +33,7 @@ def report(result):
 
 def table(task):
     """The table of one task, as lines of Markdown."""
-    columns = [*COLUMNS, f"{task['measure']} on data not trained on", "steps to FP32's result"]
+    columns = [*COLUMNS, f"{task['measure']} on data not trained on", "less FP32's", "steps to FP32's result"]
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
     for name, row in summary(task).items():
@@ -50,6 +51,7 @@ def cells(row, seeds):
         "-" if row["headroom_lost"] is None else spread(row["headroom_lost"], 1),
         "-" if row["underflow"] is None else spread([100.0 * share for share in row["underflow"]], 2, " %"),
         spread(row["quality"], 4),
+        spread(row["less_fp32"], 4),
         until if len(reached) in (0, seeds) else f"{until} ({len(reached)} of {seeds} seeds)",
     ]
 
@@ -72,6 +74,7 @@ def summary(task):
             "headroom_lost": over_looks(runs, lambda look: np.log2(look["ceiling"] / look["loss_scale"])),
             "underflow": over_looks(runs, lambda look: look["underflow"]),
             "quality": [run["quality"] for run in runs],
+            "less_fp32": [run["quality"] - one["quality"] for run, one in zip(runs, task["ways"][FP32], strict=True)],
             "reached": [reached(run, goal, task["higher_is_better"]) for run, goal in zip(runs, targets, strict=True)],
         }
     return rows

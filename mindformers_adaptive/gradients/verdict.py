@@ -13,8 +13,8 @@ from mindformers_adaptive.text.table import align
 __all__ = ["HARMLESS_SHARE", "Verdict", "judge", "table_of_groups"]
 
 # Measured on the tasks of scripts/worth_it.py: of a loss of 3 % nothing is seen in the result, one of 20 % costs
-# little, and with 100 % nothing is learned. No Parameter of the demo's Llama loses more than some 1 % at a scale of 1.
-HARMLESS_SHARE = 0.1
+# little, and with 100 % nothing is learned. No Parameter of the demo's Llama loses more than some 5 % at a scale of 1.
+HARMLESS_SHARE = 0.2
 
 
 @dataclass(frozen=True)

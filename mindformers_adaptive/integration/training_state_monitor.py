@@ -4,7 +4,7 @@ import numpy as np
 from mindformers.core.callback import callback
 from mindspore import Tensor
 
-__all__ = ["TrainingStateMonitor"]
+__all__ = ["TrainingStateMonitor", "require_finite_loss"]
 
 
 class TrainingStateMonitor(callback.TrainingStateMonitor):
@@ -24,17 +24,11 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
         ValueError: in training, for a loss that is inf or NaN, with ``check_for_nan_in_loss_and_grad``.
 
     Examples:
-        >>> import numpy as np
-        >>> from mindformers.tools.register import MindFormerConfig
-        >>> monitor = TrainingStateMonitor(10, check_for_nan_in_loss_and_grad=True)
-        >>> inf = Tensor(np.float32(np.inf))
-        >>> loss, overflow, loss_scale, rate = Tensor(2.5), Tensor(True), Tensor(65536.0), Tensor(0.001)
-        >>> outputs = (loss, overflow, loss_scale, rate, inf)
-        >>> monitor._boundary_check(MindFormerConfig(net_outputs=outputs, cur_step_num=1))
-        >>> monitor._boundary_check(MindFormerConfig(net_outputs=(inf, *outputs[1:]), cur_step_num=1))
-        Traceback (most recent call last):
-            ...
-        ValueError: The loss of step 1 is inf. No loss scale causes that, so training ends here: look at the data of ...
+        >>> from mindformers.tools.register import MindFormerRegister
+        >>> from mindformers_adaptive import register
+        >>> register()
+        >>> MindFormerRegister.get_cls("callback", "TrainingStateMonitor") is TrainingStateMonitor
+        True
     """
 
     def abnormal_global_norm_check(self, cb_params):
@@ -42,17 +36,36 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
         if not _overflowed(cb_params.net_outputs):
             super().abnormal_global_norm_check(cb_params)
 
-    def _boundary_check(self, cb_params):
-        if not _overflowed(cb_params.net_outputs):
-            super()._boundary_check(cb_params)
-            return
-        loss = float(np.mean(cb_params.net_outputs[0].asnumpy()))
-        if not np.isfinite(loss):
-            raise ValueError(
-                f"The loss of step {cb_params.cur_step_num} is {loss}. No loss scale causes that, so training ends "
-                "here: look at the data of this step and at the weights. 'check_for_nan_in_loss_and_grad: False' "
-                "skips such a step and goes on."
-            )
+    def on_train_step_end(self, run_context):
+        """As in the stock class; of a step that overflowed only the loss is checked for inf and NaN."""
+        checks = self.check_for_nan_in_loss_and_grad
+        params = run_context.original_args()
+        overflowed = _overflowed(params.net_outputs)
+        self.check_for_nan_in_loss_and_grad = checks and not overflowed
+        try:
+            super().on_train_step_end(run_context)
+        finally:
+            self.check_for_nan_in_loss_and_grad = checks
+        if checks and overflowed:
+            require_finite_loss(params.net_outputs[0], params.cur_step_num)
+
+
+def require_finite_loss(loss, step):
+    """Raise ValueError if the loss of a step, a Tensor, is inf or NaN.
+
+    Examples:
+        >>> require_finite_loss(Tensor(2.5), step=1)
+        >>> require_finite_loss(Tensor(np.float32(np.inf)), step=1)
+        Traceback (most recent call last):
+            ...
+        ValueError: The loss of step 1 is inf. No loss scale causes that, so training ends here: look at the data of ...
+    """
+    value = float(np.mean(loss.asnumpy()))
+    if not np.isfinite(value):
+        raise ValueError(
+            f"The loss of step {step} is {value}. No loss scale causes that, so training ends here: look at the data "
+            "of this step and at the weights. 'check_for_nan_in_loss_and_grad: False' skips such a step and goes on."
+        )
 
 
 def _overflowed(outputs):

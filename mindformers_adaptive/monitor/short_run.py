@@ -1,13 +1,20 @@
 """A warning for a training that is shorter than its scale window."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 __all__ = ["too_short_for_window"]
 
 
-def too_short_for_window(params, scale_window, steps_before, update_cell):
+def too_short_for_window(
+    params: Mapping[str, Any], scale_window: int | None, steps_before: int, update_cell: object
+) -> str | None:
     """Return a warning for a training that ends before its loss scale can rise, else None.
 
     Args:
-        params (dict): what MindSpore gives to a callback; ``epoch_num`` and ``batch_num`` tell the number of steps.
+        params (Mapping): what MindSpore gives to a callback; ``epoch_num`` and ``batch_num`` tell the number of steps.
         scale_window (int, optional): steps without overflow before the scale rises; None if unknown.
         steps_before (int): steps taken before; after a resume nothing is said, because the window began earlier.
         update_cell (Cell): one that is given the largest gradient raises its scale without a window.

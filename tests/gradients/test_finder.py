@@ -85,10 +85,11 @@ def test_nothing_that_underflows_is_said(dtype, ceiling):
     assert ("the highest that was tried" in str(found)) == found.ceiling_is_highest == (dtype == mstype.float32)
 
 
-@pytest.mark.parametrize(("small", "lost", "needs_scaling"), [(2.0**-5, "3.12", False), (2.0**-3, "12.40", True)])
-def test_what_underflows_needs_scaling_if_much_of_the_norm_is_lost(small, lost, needs_scaling):
-    # At a scale of 1 the second gradient is 0: half of the gradients underflow, however small it is.
-    found = find_loss_scale(HalfPrecisionSum(2, factor=2.0**-22), np.array([1.0, small], np.float32))
+@pytest.mark.parametrize(("large", "lost", "needs_scaling"), [(2.0**-20, "3.12", False), (2.0**-23, "24.25", True)])
+def test_what_underflows_needs_scaling_if_much_of_the_norm_is_lost(large, lost, needs_scaling):
+    # At a scale of 1 the second gradient, 2^-25, is 0: half of the gradients underflow, however small it is.
+    gradients = np.array([1.0, 2.0**-25 / large], np.float32)
+    found = find_loss_scale(HalfPrecisionSum(2, factor=large), gradients)
     assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in str(found)
     assert found.needs_scaling is needs_scaling
     assert f"At 2^0 FP16 loses {lost}% of the gradient of weight, by its norm" in str(found)

@@ -8,7 +8,7 @@ import contextlib
 
 import mindspore
 import numpy as np
-from mindformers.core.context.build_context import MFContextOperator, build_context
+from mindformers.core.context.build_context import MFContextOperator
 from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from mindformers.models.qwen3.modeling_qwen3_train import TrainingQwen3ForCausalLM
 from mindformers.parallel_core.training_graph.base_models.common.embeddings import rotary_pos_embedding
@@ -61,21 +61,12 @@ def mcore_on_cpu(monkeypatch):
     monkeypatch.setattr(flash_attention, "FlashAttentionScore", FlashAttentionScoreOnCpu)
     monkeypatch.setattr(rotary_pos_embedding, "Outer", OuterOnCpu)
     monkeypatch.setattr(mint.nn.functional, "embedding", embedding_on_cpu)
-    before = MFContextOperator.get_mf_ctx_instance()
-    MFContextOperator.reset_instance()
-    build_context(
-        MindFormerConfig(
-            use_legacy=False,
-            use_parallel=False,
-            run_mode="train",
-            context={"mode": 0, "device_target": "CPU"},
-            parallel={"parallel_mode": 0},
-            parallel_config={},
-            runner_config={"epochs": 1},
-        )
-    )
+    if MFContextOperator.get_mf_ctx_instance() is None:
+        MFContextOperator(MindFormerConfig(run_mode="train", model={"model_config": {}}))
+    context = MFContextOperator.get_mf_ctx_instance()
+    context.set_context(use_legacy=False)
     yield
-    MFContextOperator._instance = before
+    context.set_context(use_legacy=True)
 
 
 def build_qwen3(calculate_per_token_loss=False):
@@ -117,7 +108,8 @@ class FourLosses(nn.Cell):
         self.model = build_qwen3().network
         self.per_token = per_token
         for name in LOSSES:
-            setattr(self, name, Parameter(Tensor([0.5], mstype.float32), name=name))
+            # MindFormers has Parameters of the names of the losses, in which it keeps what its callback prints.
+            setattr(self, name, Parameter(Tensor([0.5], mstype.float32), name=f"weight_of_{name}"))
         self.tokens = Tensor([4.0], mstype.float32)
         self.cast = ops.Cast()
 

@@ -110,8 +110,11 @@ def test_a_wrapper_of_the_user_accumulates_as_it_was_made():
     model = build_model()
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
     optimizer = nn.SGD(model.trainable_params(), learning_rate=0.1)
+    with_wrapper = trainer(2, wrapper=MFTrainOneStepCell(model, optimizer, scale_sense=update_cell))
+    # What train() does before it builds anything.
     with pytest.warns(UserWarning, match=r"must be 1 with 'wrapper'.*but got 2: nothing is accumulated"):
-        trainer(2, wrapper=MFTrainOneStepCell(model, optimizer, scale_sense=update_cell)).train()
+        with_wrapper._init_model(is_train=True)
+    assert with_wrapper.config.runner_config.batch_size == 4
 
 
 def test_probe_and_find_measure_the_accumulated_gradients(corpus):

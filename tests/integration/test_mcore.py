@@ -4,7 +4,6 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import mindspore_mode
-from mcore import LOSSES, FourLosses, build_qwen3, mcore_on_cpu, rows
 from mindspore import Parameter, Tensor, dataset, nn
 from mindspore.train import Callback, Model
 
@@ -12,7 +11,16 @@ from mindformers_adaptive.gradients.finder import find_loss_scale
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
-from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+from mindformers_adaptive.wrapper import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    MFTrainOneStepCell,
+)
+
+pytest.importorskip("mindformers.models.qwen3.modeling_qwen3_train", reason="MindFormers before 1.7 cannot train it")
+
+from mcore import LOSSES, FourLosses, build_qwen3, mcore_on_cpu, rows
+from mindformers.utils.parameter_register import parameter_register
 
 START, STEPS = 2.0**24, 30
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 2}
@@ -121,7 +129,10 @@ def test_find_agrees_with_the_training_of_qwen3_and_a_loss_per_token_lowers_the_
 @pytest.mark.parametrize("per_token", [False, True])
 def test_an_overflow_in_any_of_the_four_losses_skips_the_step(per_token):
     network = FourLosses(per_token)
-    train_step = build_train_step(network, 2.0**10, calculate_per_token_loss=per_token).set_train()
+    arguments = {"calculate_per_token_loss": per_token, "print_separate_loss": True}
+    for name in LOSSES:
+        parameter_register._params.pop(name, None)
+    train_step = build_train_step(network, 2.0**10, **arguments).set_train()
     rule = AdaptiveRule(**WINDOWS)
     state = rule.start(2.0**10, 2)
     # The gradient of each weight is its factor times the scale, in FP16: 2^7 overflows at 2^10, 2^3 does not.
@@ -132,10 +143,23 @@ def test_an_overflow_in_any_of_the_four_losses_skips_the_step(per_token):
             factors[wrong] = 2.0**17 / state.loss_scale
         before = [weight.asnumpy().copy() for weight in train_step.weights]
         loss, overflow, loss_scale, *_ = train_step(Tensor(factors))
-        # Only the gradient is too large: each of the losses is finite.
+        # Only the gradient is too large: each of the losses is finite, also as it is printed by itself.
         assert np.isfinite(loss.asnumpy()).all()
+        assert np.isfinite([parameter_register.get(name).asnumpy().item() for name in LOSSES]).all()
         state = rule.step(state, wrong is not None)
         assert (bool(overflow), float(loss_scale)) == (wrong is not None, state.loss_scale), LOSSES[wrong or 0]
         for weight, value in zip(train_step.weights, before, strict=True):
             assert np.array_equal(weight.asnumpy(), value) is (wrong is not None)
     assert state.skipped_steps == 4
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_guided_cell_sees_the_gradient_that_overflows(per_token):
+    network = FourLosses(per_token)
+    optimizer = nn.SGD(network.trainable_params(), 0.01)
+    update_cell = GradientGuidedLossScaleUpdateCell(2.0**10)
+    arguments = {"use_clip_grad": True, "calculate_per_token_loss": per_token}
+    train_step = MFTrainOneStepCell(network, optimizer, scale_sense=update_cell, **arguments).set_train()
+    train_step(Tensor(np.float32([8, 4, 2, 1])))
+    # Before it is divided by the number of tokens.
+    assert update_cell.state()["largest_gradient"] == 8.0

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from fp16_networks import HalfPrecisionSum
 from mindformers.tools.register import MindFormerConfig, MindFormerRegister
-from mindspore import Tensor, dataset, nn
+from mindspore import dataset, nn
 from mindspore.train import Callback, Model
 
 from mindformers_adaptive import register
@@ -71,7 +71,7 @@ def train(values, monitor, record=None, drops=False):
 
 
 def spike_monitor(kind, **config):
-    section = MindFormerConfig(global_norm_spike_threshold=THRESHOLD, **config)
+    section = MindFormerConfig(global_norm_spike_threshold=THRESHOLD, global_norm_spike_count_threshold=10, **config)
     return kind(100, section, use_skip_data_by_global_norm=not config.get("check_for_global_norm"))
 
 
@@ -84,7 +84,7 @@ def test_mindformers_builds_our_monitor_by_its_name():
 def test_the_overflows_of_the_start_are_no_anomaly_with_the_check_for_nan(kind):
     seen, error = train([*SEARCH, 1.0], kind(100, check_for_nan_in_loss_and_grad=True))
     if kind is STOCK:
-        assert (len(seen), "in global_norm" in error) == (1, True)
+        assert (len(seen), "global_norm" in error) == (1, True)
     else:
         assert (len(seen), error) == (20, None)
 
@@ -150,10 +150,3 @@ def test_dropping_by_a_norm_that_is_not_calculated_is_refused():
             scale_sense=AdaptiveLossScaleUpdateCell(START, 2, 20),
             use_skip_data_by_global_norm=True,
         )
-
-
-def test_the_monitor_takes_outputs_of_other_cells_as_the_stock_one_does():
-    monitor = TrainingStateMonitor(100, check_for_nan_in_loss_and_grad=True)
-    for outputs in (Tensor(np.float32(np.nan)), (Tensor(np.float32(np.nan)), Tensor(1.0))):
-        with pytest.raises(ValueError, match="There is nan in loss"):
-            monitor._boundary_check(MindFormerConfig(net_outputs=outputs, cur_step_num=1))

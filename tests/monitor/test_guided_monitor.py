@@ -85,6 +85,7 @@ def test_record_is_the_rule_with_the_gradients(path, tmp_path, every_n_steps):
             "skipped_steps": state.skipped_steps,
             # Two rows a batch are summed.
             "largest_gradient": math.inf if overflow else 2.0,
+            "dropped_by_norm": False,
         }
 
 

@@ -94,6 +94,7 @@ def test_summary_of_runs():
         "headroom_lost": [3.0],
         "underflow": [0.25],
         "quality": [0.7],
+        "less_fp32": [pytest.approx(-0.2)],
         "reached": [None],
     }
     cells = [cell.strip() for cell in list(table(task))[-1].strip("|").split("|")]
@@ -105,6 +106,7 @@ def test_summary_of_runs():
         "3.0 ± 0.0",
         "25.00 ± 0.00 %",
         "0.7000 ± 0.0000",
+        "-0.2000 ± 0.0000",
         "never",
     ]
 

@@ -1,0 +1,39 @@
+"""The table of features names tests that exist, or says why there is none."""
+
+import ast
+import re
+
+import pytest
+from conftest import ROOT
+from pages import CHINESE, ENGLISH, tables
+
+PAGES = [page for page in (*ENGLISH, *CHINESE) if page.name == "support.md"]
+
+
+def rows_of(page):
+    """The rows of the table of features, and the tests by their numbers."""
+    features, numbers, *_ = tables(page)
+    return features[2:], {row[0]: row[1].strip("`") for row in numbers[2:]}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_each_named_test_exists_and_is_named_in_the_table(page):
+    rows, named = rows_of(page)
+    used = {number for row in rows for cell in row[1:] for number in re.findall(r"\d+", cell)}
+    assert used <= set(named)
+    for test in named.values():
+        file, _, name = test.partition("::")
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+
+
+def test_each_entry_is_a_test_or_says_that_there_is_none():
+    english, _ = PAGES
+    rows, _ = rows_of(english)
+    assert len(rows) >= 20
+    for row in rows:
+        assert len(row) == 5
+        for cell in row[1:]:
+            assert re.match(r"\d+|cannot|not tested|has no effect", cell), row
+        # What a CPU cannot do has a reason, or a reference to one.
+        assert all("because" in cell or "as " in cell or ": 14" in cell for cell in row[1:] if "cannot" in cell), row

@@ -1,0 +1,112 @@
+"""Features of a MindFormers training beside adaptive scaling: as without it at the same loss scales, step by step."""
+
+import numpy as np
+import pytest
+from conftest import mindspore_mode
+from control import STEPS, Layers, SumAndNumber, Vision, adamw, averaging, grouped, rows, schedule, train_both
+from mindspore import Tensor, nn
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.integration.accumulation import MeanOverMicroBatches
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+
+
+def recomputed():
+    network = Layers()
+    network.first.recompute()
+    return network
+
+
+class LowRank(nn.Cell):
+    """A frozen dense layer with an update of rank 2, as LoRA trains it."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = Layers()
+        for weight in self.network.trainable_params():
+            weight.requires_grad = False
+        self.down = nn.Dense(12, 2, has_bias=False).to_float(mstype.float16)
+        self.up = nn.Dense(2, 4, weight_init="zeros", has_bias=False).to_float(mstype.float16)
+
+    def construct(self, features, target):
+        update = self.up(self.down(features)).astype(mstype.float32)
+        return self.network(features, target - update)
+
+
+def one_hot(batches):
+    for features, scores in batches:
+        yield features, np.eye(scores.shape[1], dtype=np.float32)[scores.argmax(axis=1)]
+
+
+# feature: the arguments of train_both()
+FEATURES = {
+    "clipping": {"build": Layers, "use_clip_grad": True, "max_grad_norm": 0.1},
+    "local_norm": {"build": Layers, "local_norm": True},
+    "accumulation": {"build": lambda: MeanOverMicroBatches(Layers(), 2), "use_clip_grad": True},
+    "loss per token": {"build": SumAndNumber, "calculate_per_token_loss": True, "use_clip_grad": True},
+    "recompute": {"build": recomputed},
+    "grouped learning rates": {
+        "build": Layers,
+        "build_optimizer": grouped,
+        "lr_scheduler": schedule(),
+        "grouped_lr_scheduler": [{"lr_scheduler": schedule(0.1)}],
+    },
+    "low rank": {"build": LowRank},
+    "moving average of weights": {"build": Layers, "build_optimizer": averaging},
+    "vision": {"build": Vision, "batches": list(one_hot(rows(1))) * STEPS},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_losses_and_weights_are_those_of_the_stock_cell_at_the_same_scales(graph_mode, feature):
+    seen = train_both(**FEATURES[feature])
+    assert sum(seen.overflows) >= 2
+    assert any(seen.overflows[15:]), "no overflow after a raise"
+    assert np.mean(seen.losses[-5:]) < np.mean(seen.losses[:5])
+    # Neither the schedule of the learning rate nor the optimizer's count moves in a skipped step.
+    assert seen.applied_steps == STEPS - sum(seen.overflows)
+    for rate, following, overflow in zip(seen.learning_rates, seen.learning_rates[1:], seen.overflows, strict=False):
+        assert (rate == following) is overflow
+
+
+DROPPING = {"use_clip_grad": True, "use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 3.5}
+
+
+@pytest.mark.parametrize("feature", [*FEATURES, "dropping by norm"])
+def test_the_same_holds_in_pynative_mode(feature):
+    arguments = FEATURES.get(feature, {"build": Layers, **DROPPING})
+    # A search of a few steps, because here each takes long. A loss per token overflows at a lower scale.
+    start = 2.0**13 if feature == "loss per token" else 2.0**18
+    with mindspore_mode("pynative"):
+        seen = train_both(**{**arguments, "batches": list(rows(5)), "start": start})
+    assert seen.overflows[0]
+    assert False in seen.overflows
+
+
+def test_steps_dropped_by_their_norm_are_those_of_the_stock_cell_and_no_overflows(graph_mode):
+    seen = train_both(Layers, **DROPPING)
+    norms = [float(outputs[4].item()) for outputs in seen.outputs]
+    dropped = [norm >= 3.5 for norm, overflow in zip(norms, seen.overflows, strict=True) if not overflow]
+    assert 1 <= sum(dropped) <= 10
+    assert seen.applied_steps == STEPS - sum(seen.overflows) - sum(dropped)
+
+
+class Normalized(nn.Cell):
+    """The layers behind batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+        self.network = Layers()
+
+    def construct(self, features, target):
+        return self.network(self.norm(features), target)
+
+
+def test_moving_averages_of_batch_norm_go_on_in_a_skipped_step(graph_mode):
+    network = Normalized()
+    update_cell = AdaptiveLossScaleUpdateCell(2.0**30, 2, 4, max_scale_window=8, min_scale_window=4)
+    train_step = MFTrainOneStepCell(network, adamw(network), scale_sense=update_cell).set_train()
+    [(features, target)] = rows(1)
+    assert bool(train_step(Tensor(features), Tensor(target))[1])
+    assert network.norm.moving_mean.asnumpy().any()
