@@ -17,6 +17,7 @@ from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
 from mindspore import Tensor
 from prepare_corpus import cut_into_samples, read_standard_library
 
+from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.text.atomic_file import atomic_write
@@ -43,7 +44,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--records", type=Path, help="folder for the record of each run, as LossScaleMonitor writes it")
+    parser.add_argument(
+        "--records", type=Path, help="folder for the records; a run whose record is there is not repeated"
+    )
     parser.add_argument("--picture", help="draw both rules' runs of the first seed from 2^32 to this PNG or SVG file")
     arguments = parser.parse_args()
     mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
@@ -60,7 +63,8 @@ def trainings(steps, seeds, records=None):
     Args:
         steps (int): of each training.
         seeds (Iterable[int]): of weights and of the order of the samples.
-        records (Path, optional): the folder where each record is written to. Default: None, nowhere.
+        records (Path, optional): the folder where each record is written to; a run whose record is there is not made
+            again. Default: None, nowhere.
 
     Returns:
         dict, by the name of the cell and the start a list of records, one for each seed.
@@ -76,12 +80,15 @@ def trainings(steps, seeds, records=None):
             for seed in seeds:
                 order = np.random.default_rng(seed).permutation(len(samples))[: steps * config["batch_size"]]
                 batches = samples[order].reshape(steps, config["batch_size"], -1)
-                runs[name, start].append(training.run(start, seed, batches))
-                if records is not None:
-                    write_record(records / f"{name}_{start}_{seed}.jsonl", runs[name, start][-1])
-                print(
-                    f"{name} from {start}, seed {seed}: {summary(runs[name, start][-1])}", file=sys.stderr, flush=True
-                )
+                file = records and records / f"{name}_{start}_{seed}_{steps}.jsonl"
+                if file and file.exists():
+                    record = read_record(file)
+                else:
+                    record = training.run(start, seed, batches)
+                    if file:
+                        write_record(file, record)
+                runs[name, start].append(record)
+                print(f"{name} from {start}, seed {seed}: {summary(record)}", file=sys.stderr, flush=True)
     return runs
 
 

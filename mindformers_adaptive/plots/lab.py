@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_replays"]
 
-# Ceilings whose log2 differ by less are drawn as one line.
-_SAME_BITS = 0.05
+# Ceilings whose log2 differ by less, but in a few of the steps, are drawn as one line.
+_SAME_BITS, _FEW = 0.05, 0.05
 
 
 def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
@@ -110,8 +110,8 @@ def _draw_shown(axes: Axes, steps: Floats, shown: Floats, trace: Trace) -> None:
     """Draw what the gradients show of the ceilings, unless it is the same."""
     with np.errstate(divide="ignore", invalid="ignore"):
         differs = np.abs(np.log2(shown / trace.ceiling)) >= _SAME_BITS
-    if differs.any():
-        known = np.isfinite(shown)
+    known = np.isfinite(shown)
+    if differs.sum() > _FEW * known.sum():
         style: dict[str, Any] = {"color": canvas.MUTED, "linestyle": "dotted", "linewidth": 1.0, "gid": "shown"}
         values = np.clip(shown[known], *axes.get_ylim())
         draw_steps(axes, steps[known], values, opacity=0.1, label="what the gradients show", **style)

@@ -19,8 +19,9 @@ __all__ = ["PLACES", "GuidedRule", "GuidedState"]
 # costs one step of headroom, because the next applied step shows where the ceiling is.
 DROPS = (1, 2, 4, 8)
 
-# The record starts as if so many steps had been seen, with an overflow rate that halves from place to place.
-PRIOR_STEPS = 4
+# The record starts as if so many steps had been seen, with an overflow rate that halves from place to place. So a place
+# where nothing has overflowed yet is not taken before some hundred steps, whose rare low ceilings it has to bear.
+PRIOR_STEPS = 8
 
 # The part of the way that ``level`` goes to what a step shows: a mean over about 32 steps. A power of two is exact.
 LEVEL_SHARE = 2.0**-5
@@ -115,7 +116,7 @@ class GuidedRule:
           fall = unexplained and clean_steps < P / 10
           the first step that shows something: level = base = shown, limit = 0
           for each place k, with the scale 2^(base + 1 - k):
-            overflow_rate[k] += ([base + 1 - k > shown] - overflow_rate[k]) * max(1 / P, 1 / (observed_steps + 5))
+            overflow_rate[k] += ([base + 1 - k > shown] - overflow_rate[k]) * max(1 / P, 1 / (observed_steps + 9))
           after overflows: level = min(level, shown)
           level += (shown - level) / 32
           base: moved, by whole bits and no more than it takes, to level - 1.25 ... level + 1.25

@@ -87,10 +87,10 @@ def test_overflows_in_a_row_drop_further_and_further(overflows, expected):
 def test_first_step_that_shows_something_sets_the_frame_and_leads_close_below():
     state = run(GuidedRule(), GuidedRule().start(2.0**32), ["!"] * 4 + [18.5])
     assert (state.level, state.base, state.limit, state.observed_steps, state.clean_steps) == (18.0, 18, 0, 1, 1)
-    # Only 2^19, the first place, would have overflowed; the record counts as if 4 steps had been seen before.
-    rates = [0.5 + 0.5 / 5, *(2.0 ** -(place + 1) * 4 / 5 for place in range(1, PLACES))]
+    # Only 2^19, the first place, would have overflowed; the record counts as if 8 steps had been seen before.
+    rates = [0.5 + 0.5 / 9, *(2.0 ** -(place + 1) * 8 / 9 for place in range(1, PLACES))]
     assert state.overflow_rate == pytest.approx(rates, rel=1e-6)
-    # 1000 * 2^-9 * 4 / 5 + 8 is the least cost.
+    # 1000 * 2^-9 * 8 / 9 + 8 is the least cost.
     assert bits_of(state) == 19 - 8
 
 
@@ -268,7 +268,7 @@ def test_level_and_record_are_float32_in_the_written_order():
         shown = np.float32(math.floor(bits) + state.contradictions // 2)
         if seen == 0:
             base, level = int(shown), shown
-        weight = max(np.float32(1 / rule.patience), np.float32(1) / np.float32(seen + 5))
+        weight = max(np.float32(1 / rule.patience), np.float32(1) / np.float32(seen + 9))
         for place in range(PLACES):
             rates[place] += (np.float32(base + 1 - place > shown) - rates[place]) * weight
         assert state.overflow_rate == tuple(rates.tolist())

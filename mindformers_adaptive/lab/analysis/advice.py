@@ -172,7 +172,10 @@ def _start(run: RecordedRun, trace: Trace, scale: NDArray[np.float64]) -> Advice
     reached = next(held, 0)
     if reached == 0 and clean and clean[0][0] == 0:
         reached = int(np.argmax(scale[: clean[0][1] + 1]))
-    better, first = float(scale[reached]), float(scale[0])
+    shown = trace.largest_gradient is not None and not run.overflow[reached]
+    # Gradients show what the first steps bear; a scale that follows them begins well below.
+    lowest = float(trace.ceiling[reached : reached + _HELD].min()) if shown else 0.0
+    better, first = 2.0 ** math.floor(math.log2(lowest)) if lowest > 0 else float(scale[reached]), float(scale[0])
     if better == first or not SMALLEST_LOSS_SCALE <= better <= LARGEST_LOSS_SCALE:
         return None
     from_there = np.append(np.full(reached, better), scale[reached:])
@@ -183,7 +186,9 @@ def _start(run: RecordedRun, trace: Trace, scale: NDArray[np.float64]) -> Advice
     change = _start_at(better, None if math.isnan(run.loss_scale[0]) else first)
     figures = {"scale": better, "reached_at": int(run.step[reached]), "saves": saved}
     if better < first:
-        reason = _why_lower(run, reached, better, figures)
+        place = f"{as_power_of_two(better)}, from step {run.step[reached]} on"
+        what = f"gradients allowed {place}" if shown else f"{place}, was the first scale that held"
+        reason = _why_lower(run, reached, what, figures)
         return Advice("start lower", change, reason, figures, {"loss_scale_value": better})
     figures["raises"] = int((np.diff(scale[: reached + 1]) > 0).sum())
     figures["headroom_lost"] = float(np.log2(better / scale[:reached]).sum())
@@ -195,7 +200,7 @@ def _start(run: RecordedRun, trace: Trace, scale: NDArray[np.float64]) -> Advice
     return Advice("start higher", change, reason, figures, {"loss_scale_value": better})
 
 
-def _why_lower(run: RecordedRun, reached: int, better: float, figures: dict[str, Any]) -> str:
+def _why_lower(run: RecordedRun, reached: int, what: str, figures: dict[str, Any]) -> str:
     """The reason for a lower start; adds its figures."""
     ends = run.line_ends()
     # Where a line stands for several steps, what is known of them is known at its end.
@@ -205,10 +210,7 @@ def _why_lower(run: RecordedRun, reached: int, better: float, figures: dict[str,
     figures |= {"saves_skipped_steps": fewest, "saves_at_most": most, "known": known}
     inferred = "" if known == fewest else f" ({fewest - known} of them inferred)"
     count = f"{fewest}{inferred}" if fewest == most else f"At least {fewest}{inferred} and at most {most}"
-    reason = (
-        f"{count} steps were skipped before {as_power_of_two(better)}, from step {run.step[reached]} on, was the first "
-        "scale that held. If the earlier steps could have used this scale too, starting there avoids these skips."
-    )
+    reason = f"{count} steps were skipped before {what}. If they could have used it too, starting there avoids them."
     if run.step[0] == 1:
         return reason
     return (

@@ -378,6 +378,15 @@ def test_a_run_with_gradients_is_judged_by_the_ceilings_that_they_show():
     assert not any(name.startswith("guided") for name in without)
 
 
+def test_the_start_that_is_advised_is_what_the_first_gradients_allow():
+    run = run_of([2.0**32] * 5 + [2.0**9] * 95, [1] * 5 + [0] * 95)
+    assert analyze(run).advice[0].settings["loss_scale_value"] == 2.0**9
+    gradients = np.append(np.full(5, np.inf), 65504 / 2.0 ** (16.5 + np.arange(95) % 3))
+    advice = analyze(dataclasses.replace(run, largest_gradient=gradients)).advice[0]
+    assert (advice.rule, advice.settings["loss_scale_value"]) == ("start lower", 2.0**16)
+    assert "5 steps were skipped before gradients allowed 2^16, from step 6 on." in advice.reason
+
+
 def test_parameters_that_overflowed_are_counted_with_the_most_frequent_first():
     names = (("wq",), ("wk", "wq"), ())
     found = analyze(run_of([8, 4, 2, 2], [1, 1, 1, 0], overflowed_parameters=names))
