@@ -95,6 +95,18 @@ def mindspore_mode(name):
 
 
 @pytest.fixture
+def registry_put_back():
+    """Leave MindFormers' registry as it was before the test."""
+    from mindformers.tools.register import MindFormerRegister
+
+    registry = {kind: dict(classes) for kind, classes in MindFormerRegister.registry.items()}
+    names = dict(MindFormerRegister.search_names_map)
+    yield
+    MindFormerRegister.registry.update(registry)
+    MindFormerRegister.search_names_map = names
+
+
+@pytest.fixture
 def run_python(tmp_path):
     """Return a function that runs Python with arguments in ``tmp_path`` and returns the finished process.
 
