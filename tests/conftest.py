@@ -21,7 +21,7 @@ SECONDS, SLOW_SECONDS = 300, 900
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=2, help="how often each run that is killed while it saves is killed")
+    parser.addoption("--kills", type=int, default=1, help="how often each run that is killed while it saves is killed")
 
 
 @contextlib.contextmanager
