@@ -24,6 +24,15 @@ def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=1, help="how often each run that is killed while it saves is killed")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """See that tests of a group go to one worker: they share runs, and would make them once in each."""
+    if getattr(config.option, "loadgroup", False):
+        for item in items:
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+                raise pytest.UsageError("This pytest-xdist cannot group the tests of this pytest: see requirements.txt")
+
+
 @contextlib.contextmanager
 def time_limit(seconds):
     """Fail the test where it is when the block takes longer."""
