@@ -34,7 +34,7 @@ NAMES = (
     "adaptive, history_size=100",
     "guided",
 )
-QUICK_NAMES, QUICK_ROUNDS = (DYNAMIC, "adaptive, LossScaleMonitor"), 4
+QUICK_NAMES, QUICK_ROUNDS = (DYNAMIC, "adaptive"), 4
 
 
 def main():

@@ -94,7 +94,7 @@ class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpda
         ...     _ = ops.assign(cell.largest_gradient, Tensor(0.25))  # a train-step cell does this
         ...     _ = cell(loss_scale, Tensor(False))
         >>> float(loss_scale), cell.state()["skipped_steps"]
-        (8192.0, 0)
+        (4096.0, 0)
     """
 
     def __init__(
