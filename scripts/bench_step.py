@@ -34,7 +34,7 @@ NAMES = (
     "adaptive, history_size=100",
     "guided",
 )
-QUICK_NAMES, QUICK_ROUNDS = (DYNAMIC, "adaptive, LossScaleMonitor", "adaptive", "guided"), 4
+QUICK_NAMES, QUICK_ROUNDS = (DYNAMIC, "adaptive, LossScaleMonitor"), 4
 
 
 def main():

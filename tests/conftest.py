@@ -21,7 +21,16 @@ SECONDS, SLOW_SECONDS = 300, 900
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=2, help="how often each run that is killed while it saves is killed")
+    parser.addoption("--kills", type=int, default=1, help="how often each run that is killed while it saves is killed")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """See that tests of a group go to one worker: they share runs, and would make them once in each."""
+    if getattr(config.option, "loadgroup", False):
+        for item in items:
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+                raise pytest.UsageError("This pytest-xdist cannot group the tests of this pytest: see requirements.txt")
 
 
 @contextlib.contextmanager
@@ -92,6 +101,18 @@ def mindspore_mode(name):
         yield
     finally:
         mindspore.set_context(mode=before)
+
+
+@pytest.fixture
+def registry_put_back():
+    """Leave MindFormers' registry as it was before the test."""
+    from mindformers.tools.register import MindFormerRegister
+
+    registry = {kind: dict(classes) for kind, classes in MindFormerRegister.registry.items()}
+    names = dict(MindFormerRegister.search_names_map)
+    yield
+    MindFormerRegister.registry.update(registry)
+    MindFormerRegister.search_names_map = names
 
 
 @pytest.fixture

@@ -71,9 +71,9 @@ def load_config(
             f"'run_mode' must be one of {', '.join(_RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
             "or with --run-mode."
         )
-    check_config(config)
     if config.run_mode in ("train", "finetune") and config.context and config.context.device_target == "CPU":
         check_cpu(config)
+    check_config(config)
     return config
 
 

@@ -6,7 +6,6 @@ import pytest
 from conftest import ROOT
 from examples.tiny_llama import build_dataset, build_model
 from mindformers import TrainingArguments
-from mindformers.tools.register import MindFormerRegister
 from mindspore import Tensor, nn
 
 from mindformers_adaptive import LossScaleMonitor
@@ -23,17 +22,12 @@ STEPS = SAMPLES // BATCH
 # FP16 has 11 bits.
 ACCURACY = 2.0**-10
 
-pytestmark = pytest.mark.usefixtures("graph_mode")
+pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was(tmp_path, monkeypatch):
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    registry = {kind: dict(classes) for kind, classes in MindFormerRegister.registry.items()}
-    names = dict(MindFormerRegister.search_names_map)
-    yield
-    MindFormerRegister.registry.update(registry)
-    MindFormerRegister.search_names_map = names
 
 
 def options(corpus, steps, **changes):

@@ -19,14 +19,7 @@ CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 SCALE_SENSE = "runner_wrapper.scale_sense"
 COMPLETE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20}
 
-
-@pytest.fixture(autouse=True)
-def _registry_is_put_back():
-    registry = {kind: dict(classes) for kind, classes in MindFormerRegister.registry.items()}
-    names = dict(MindFormerRegister.search_names_map)
-    yield
-    MindFormerRegister.registry.update(registry)
-    MindFormerRegister.search_names_map = names
+pytestmark = pytest.mark.usefixtures("registry_put_back")
 
 
 def load(changes):

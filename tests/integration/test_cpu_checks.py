@@ -6,7 +6,6 @@ import pytest
 from conftest import ROOT
 from examples.tiny_llama import build_dataset, build_model
 from mindformers import TrainingArguments
-from mindformers.tools.register import MindFormerRegister
 
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import Trainer
@@ -32,21 +31,18 @@ REFUSED = [
     ({"optimizer.type": "Lamb"}, "'optimizer.type' must be another optimizer, but is Lamb. Set it to AdamW"),
 ]
 
+pytestmark = pytest.mark.usefixtures("registry_put_back")
+
 
 @pytest.fixture(autouse=True)
-def _registry_is_put_back(tmp_path, monkeypatch):
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    registry = {kind: dict(classes) for kind, classes in MindFormerRegister.registry.items()}
-    names = dict(MindFormerRegister.search_names_map)
-    yield
-    MindFormerRegister.registry.update(registry)
-    MindFormerRegister.search_names_map = names
 
 
 def load(changes):
     """Load the YAML file of the demo with other values."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*it is added")
+        warnings.filterwarnings("ignore", message=".*(it is added|needs no loss scaling)")
         return load_config(CONFIG, changes)
 
 

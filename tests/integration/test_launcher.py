@@ -21,14 +21,7 @@ from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 SCRIPT = ROOT / "scripts" / "run_mindformer.py"
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 
-
-@pytest.fixture(autouse=True)
-def _registry_is_put_back():
-    wrappers = dict(MindFormerRegister.registry["wrapper"])
-    names = dict(MindFormerRegister.search_names_map)
-    yield
-    MindFormerRegister.registry["wrapper"] = wrappers
-    MindFormerRegister.search_names_map = names
+pytestmark = pytest.mark.usefixtures("registry_put_back")
 
 
 def overrides(*arguments):
