@@ -14,6 +14,7 @@ import yaml
 from mindformers.core import AdamW
 from mindformers.core.lr import CosineWithWarmUpLR
 from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
+from mindformers.tools.logger import get_logger
 from mindspore import Tensor
 from prepare_corpus import cut_into_samples, read_standard_library
 
@@ -50,6 +51,8 @@ def main():
     parser.add_argument("--picture", help="draw both rules' runs of the first seed from 2^32 to this PNG or SVG file")
     arguments = parser.parse_args()
     mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
+    # Its lines on models that are built would stand between the table and its reader.
+    get_logger().setLevel("ERROR")
     runs = trainings(arguments.steps, range(arguments.seeds), arguments.records)
     print("\n".join(table(runs)))
     if arguments.picture:

@@ -96,10 +96,11 @@ def _draw_losses(axes: Axes, runs: Mapping[str, RunSeries], styles: _Styles) -> 
 
 
 def _draw_loss_scales(axes: Axes, runs: Mapping[str, RunSeries], styles: _Styles) -> None:
-    canvas.dress(axes, title="loss scale, with skipped steps marked", y_label="loss scale, log2")
-    record.use_loss_scale_axis(axes, list(runs.values()))
     shown = [(name, run) for name, run in runs.items() if run.ceiling is not None]
-    # The ceilings of several runs would hide each other.
+    # The ceilings of several runs would hide each other. With one, the legend leaves the title less room.
+    title = "loss scale" if len(shown) == 1 else "loss scale, with skipped steps marked"
+    canvas.dress(axes, title=title, y_label="loss scale, log2")
+    record.use_loss_scale_axis(axes, list(runs.values()))
     if len(shown) == 1:
         record.draw_shown_ceiling(axes, shown[0][1], f"ceiling that gradients show ({canvas.as_text(shown[0][0])})")
     for place, (name, run) in enumerate(runs.items()):
