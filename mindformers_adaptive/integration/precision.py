@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from mindformers_adaptive.integration.feature_checks import value_at
+
 __all__ = ["warn_of_needless_scaling"]
 
 _BFLOAT16 = {"bfloat16", "bf16"}
@@ -23,8 +25,8 @@ def warn_of_needless_scaling(config: Any) -> None:
     Examples:
         >>> warn_of_needless_scaling({"model": {"model_config": {"compute_dtype": "float16"}}})
     """
-    cell = _at(config, "runner_wrapper", "scale_sense", "type")
-    dtype = _at(config, "model", "model_config", "compute_dtype")
+    cell = value_at(config, "runner_wrapper.scale_sense.type")
+    dtype = value_at(config, "model.model_config.compute_dtype")
     if cell in _MOVING and str(dtype).lower() in _BFLOAT16:
         warnings.warn(
             f"'model.model_config.compute_dtype' is {dtype}, which has the range of float32 and needs no loss scaling, "
@@ -32,9 +34,3 @@ def warn_of_needless_scaling(config: Any) -> None:
             "train without, or 'compute_dtype' to float16 if that is what you mean.",
             stacklevel=3,
         )
-
-
-def _at(section: Any, *keys: str) -> Any:
-    for key in keys:
-        section = section.get(key) if isinstance(section, dict) else None
-    return section
