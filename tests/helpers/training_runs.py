@@ -159,11 +159,12 @@ class TrainingRun:
         steps (int): how long it trains.
         processes (int): more than 1 starts it under msrun, in data parallel.
         arguments (Sequence[str]): further options of the launcher.
+        environment (dict, optional): further environment variables.
     """
 
     _started = 0
 
-    def __init__(self, output, corpus, options, steps=40, processes=1, arguments=()):
+    def __init__(self, output, corpus, options, steps=40, processes=1, arguments=(), environment=None):
         TrainingRun._started += 1
         logs = output.with_name(f"{output.name}.{TrainingRun._started}.logs")
         logs.mkdir(parents=True)
@@ -179,7 +180,8 @@ class TrainingRun:
             **options,
         }
         programs = Path(sys.executable).parent
-        command, environment = [sys.executable, ROOT / "scripts" / "run_mindformer.py"], {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, ROOT / "scripts" / "run_mindformer.py"]
+        environment = {"PYTHONPATH": str(ROOT), **(environment or {})}
         config = "tiny_llama_cpu_fp16.yaml"
         if processes > 1:
             command = ["bash", ROOT / "scripts" / "launch_many.sh", processes]

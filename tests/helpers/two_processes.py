@@ -1,11 +1,12 @@
 """Train in two processes on CPU; started by ``msrun`` from ``test_two_processes.py``.
 
-    msrun --worker_num=2 --local_worker_num=2 two_processes.py data_parallel|pipeline|fixed_scale FOLDER
+    msrun --worker_num=2 --local_worker_num=2 two_processes.py FOLDER
 
-Only the second process gets an inf, at step 3, and none does with a fixed scale. Each writes what it saw to
-FOLDER/rank_N.json.
+Only the second process gets an inf, at step 3, and none does with a fixed scale. Each writes what it saw of data
+parallel, pipeline and fixed scale to FOLDER/rank_N.json.
 """
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -25,15 +26,15 @@ from mindformers_adaptive.wrapper import (
 )
 
 
-def main(kind, folder):
+def main(folder):
     mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
     init()
-    seen = fixed_scale() if kind == "fixed_scale" else overflow_of_one(kind)
+    seen = {"data_parallel": overflow_of_one(data_parallel_step), "pipeline": overflow_of_one(pipeline_step)}
+    seen["fixed_scale"] = fixed_scale()
     (Path(folder) / f"rank_{get_rank()}.json").write_text(json.dumps(seen))
 
 
-def overflow_of_one(kind):
-    make_step = {"data_parallel": data_parallel_step, "pipeline": pipeline_step}[kind]
+def overflow_of_one(make_step):
     adaptive = AdaptiveLossScaleUpdateCell(4096, 2, 2, max_scale_window=2, min_scale_window=2)
     guided = GradientGuidedLossScaleUpdateCell(4096, keep_each_largest=True)
     return {**five_steps(make_step(adaptive)), "guided": five_steps(make_step(guided))}
@@ -59,6 +60,7 @@ def five_steps(step):
     if isinstance(update_cell, AdaptiveLossScaleUpdateCell):
         graph = export_graph(step, Tensor(features), Tensor(np.zeros((2, 3), np.float32)))
         seen["collectives"] = graph.collectives
+        seen["shards"] = shards(step)
     return seen
 
 
@@ -73,6 +75,18 @@ def fixed_scale():
             step.set_train()(Tensor(features), Tensor(target))
     scaled, plain = (weight_of(step).tolist() for step in steps)
     return {"weight": scaled, "plain": plain}
+
+
+def shards(step):
+    """What MindFormers' `checkpoint:` section gets or is told when it asks how the processes share out the weights."""
+    if importlib.util.find_spec("mindformers.checkpoint") is None:
+        return None
+    from mindformers.checkpoint.sharded_tensor import get_all_sharded_tensor
+
+    try:
+        return str(get_all_sharded_tensor(step))
+    except RuntimeError as error:
+        return f"RuntimeError: {error}"
 
 
 def data_parallel_step(update_cell):

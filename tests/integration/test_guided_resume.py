@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 import shutil
 
 import numpy as np
@@ -126,17 +125,3 @@ def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(uni
     assert saved["guided_counters"] == np.int32([getattr(states[LAST], name) for name in COUNTERS]).tobytes()
     assert saved["guided_overflow_rate"] == np.float32(states[LAST].overflow_rate).tobytes()
     assert len({state.overflow_rate for state in states[SAVED_AT:]}) > 5
-
-
-def test_the_adaptive_cell_goes_on_from_a_guided_checkpoint(uninterrupted, corpus, tmp_path):
-    form = FromFile("ckpt")
-    reference, reference_output = uninterrupted(form)
-    resumed = TrainingRun(tmp_path / "output", corpus, form.resume_options(reference_output), LAST).wait()
-    told = "as one of dynamic or gradient-guided loss scaling: the ladder starts afresh at window 1."
-    assert resumed.text().count(told) == 1
-    skipped = sum(reference.steps()[step].overflow for step in range(1, SAVED_AT + 1))
-    restored = resumed.restored_state()
-    assert restored["loss_scale"] == reference.steps()[SAVED_AT].loss_scale
-    assert (restored["cur_iter"], restored["skipped_steps"]) == (SAVED_AT + 1, skipped)
-    assert list(resumed.steps()) == list(range(SAVED_AT + 1, LAST + 1))
-    assert not re.search("Traceback", resumed.text())
