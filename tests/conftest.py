@@ -145,6 +145,12 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=64)
 
 
+@pytest.fixture(scope="session")
+def long_corpus(tmp_path_factory):
+    """As ``corpus``, but of 3200 samples."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=3200)
+
+
 def write_corpus(folder, samples):
     """Write so many samples of 33 bytes to a new folder, and return the folder."""
     command = [sys.executable, str(ROOT / "scripts" / "prepare_corpus.py"), str(folder)]

@@ -6,7 +6,6 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import write_corpus
 from test_resume import NEEDS_SECTION, assert_one_record_has_every_step_once
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
 
@@ -36,27 +35,22 @@ class FromFile(LegacyFormat):
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=2400)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(corpus, tmp_path_factory):
+def uninterrupted(long_corpus, tmp_path_factory):
     """Return a function that returns an uninterrupted run and its output folder, for a form; each runs once."""
 
     @functools.cache
     def run(form):
         output = tmp_path_factory.mktemp("uninterrupted") / "output"
         options = form.save_options(output, every=SAVED_AT, keep=5) | GUIDED
-        return TrainingRun(output, corpus, options, LAST).wait(), output
+        return TrainingRun(output, long_corpus, options, LAST).wait(), output
 
     return run
 
 
-def stopped(form, output, corpus):
+def stopped(form, output, long_corpus):
     """Leave in ``output`` what a run leaves that was killed after the first save; return its steps."""
     options = form.save_options(output, every=SAVED_AT, keep=5) | GUIDED
-    with TrainingRun(output, corpus, options, LAST) as run:
+    with TrainingRun(output, long_corpus, options, LAST) as run:
         run.wait_until(lambda: form.newest_complete(output) == SAVED_AT)
     return run.steps()
 
@@ -90,19 +84,21 @@ WITHOUT_OPTIMIZER = CheckpointSection(optimizer_state=False)
         pytest.param(WITHOUT_OPTIMIZER, id="checkpoint section without optimizer state", marks=NEEDS_SECTION),
     ],
 )
-def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(uninterrupted, corpus, tmp_path, form):
+def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
+    uninterrupted, long_corpus, tmp_path, form
+):
     shared = form if form in (FromFile("ckpt"), WITHOUT_OPTIMIZER) else FromFile("ckpt")
     reference, reference_output = uninterrupted(shared)
     expected, output = reference.steps(), tmp_path / "output"
     if form is not shared:
-        before = stopped(form, output, corpus)
+        before = stopped(form, output, long_corpus)
         assert before == {step: expected[step] for step in before}
     else:
         shutil.copytree(reference_output, output)
         if form == WITHOUT_OPTIMIZER:
             cut_back(output)
     options = form.save_options(output, every=SAVED_AT, keep=5) | form.resume_options(output) | GUIDED
-    resumed = TrainingRun(output, corpus, options, LAST).wait()
+    resumed = TrainingRun(output, long_corpus, options, LAST).wait()
     assert resumed.steps() == {step: expected[step] for step in range(SAVED_AT + 1, LAST + 1)}
     assert {expected[step].overflow for step in resumed.steps()} == {True, False}
 

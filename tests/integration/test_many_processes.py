@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import yaml
-from conftest import ROOT, write_corpus
+from conftest import ROOT
 from training_runs import LegacyFormat, TrainingRun
 
 from mindformers_adaptive.monitor.record import FIELDS, read_record
@@ -20,12 +20,7 @@ FORM = LegacyFormat("ckpt")
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=4 * 8 * STEPS)
-
-
-@pytest.fixture(scope="module")
-def four_processes(corpus, tmp_path_factory):
+def four_processes(long_corpus, tmp_path_factory):
     """A finished run of four processes; the last of them overflows at the steps ``PLANTED``."""
     output = tmp_path_factory.mktemp("four") / "output"
     callbacks = [
@@ -38,7 +33,7 @@ def four_processes(corpus, tmp_path_factory):
     callbacks[3] |= {"steps": sorted(PLANTED)}
     as_text = yaml.safe_dump(callbacks, default_flow_style=True, width=10**6).strip()
     arguments = ["--register-path", str(PLANTED_FOLDER)]
-    TrainingRun(output, corpus, {"callbacks": as_text}, STEPS, processes=4, arguments=arguments).wait()
+    TrainingRun(output, long_corpus, {"callbacks": as_text}, STEPS, processes=4, arguments=arguments).wait()
     return output
 
 
@@ -74,12 +69,12 @@ def test_four_processes_hold_the_same_weights_and_state(four_processes):
         assert saved == first
 
 
-def test_two_processes_go_on_from_a_checkpoint_of_four(four_processes, corpus, tmp_path):
+def test_two_processes_go_on_from_a_checkpoint_of_four(four_processes, long_corpus, tmp_path):
     output = shutil.copytree(four_processes, tmp_path / "output")
     options = FORM.save_options(output, every=200, keep=5)
     options |= FORM.resume_options(output, resume_training=f"tiny_llama_rank_0-1_{SAVED_EVERY}.ckpt")
     # A step of two processes has half the samples, so that MindFormers counts twice as many steps before the resume.
-    resumed = TrainingRun(output, corpus, options, 2 * SAVED_EVERY + 4, processes=2).wait()
+    resumed = TrainingRun(output, long_corpus, options, 2 * SAVED_EVERY + 4, processes=2).wait()
     [saved] = (line for line in records(four_processes, 1)[0] if line["step"] == SAVED_EVERY)
     for rank in range(2):
         restored = resumed.restored_state(rank)

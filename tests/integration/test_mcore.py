@@ -25,6 +25,9 @@ from mindformers.utils.parameter_register import parameter_register
 START, STEPS = 2.0**24, 30
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 2}
 
+# One worker, because the training is shared.
+pytestmark = pytest.mark.xdist_group("mcore")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _mcore(tmp_path_factory):

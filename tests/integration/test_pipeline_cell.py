@@ -15,6 +15,9 @@ from pipeline_cell import MAX_NORM, OVERFLOWS, SCALE
 
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
+# One worker, because what was seen is shared.
+pytestmark = pytest.mark.xdist_group("pipeline cell")
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):

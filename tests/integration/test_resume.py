@@ -7,7 +7,6 @@ import re
 import time
 
 import pytest
-from conftest import write_corpus
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
 
 from mindformers_adaptive.monitor.record import read_record
@@ -36,12 +35,7 @@ CARRIED = {"scale_sense", *PARAMETER_NAMES.values()} - {"hysteresis_budget"}
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=2400)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(corpus, tmp_path_factory):
+def uninterrupted(long_corpus, tmp_path_factory):
     """Return a function that returns an uninterrupted run's finished process and output folder; each runs once."""
 
     @functools.cache
@@ -50,7 +44,7 @@ def uninterrupted(corpus, tmp_path_factory):
         output = tmp_path_factory.mktemp("uninterrupted") / "output"
         every = SAVED_AT if steps == LAST else steps
         options = form.save_options(output, every=every, keep=5)
-        finished = TrainingRun(output, corpus, options, steps, processes).wait()
+        finished = TrainingRun(output, long_corpus, options, steps, processes).wait()
         return finished, output, form
 
     return run
@@ -78,7 +72,7 @@ def uninterrupted(corpus, tmp_path_factory):
     ],
 )
 def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
-    uninterrupted, corpus, tmp_path, form, processes, request
+    uninterrupted, long_corpus, tmp_path, form, processes, request
 ):
     in_a_save = processes == 1 and not form.async_save and form.optimizer_state
     kills = request.config.getoption("--kills") if in_a_save else 1
@@ -95,7 +89,7 @@ def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
     environment = {"MS_NODE_TIMEOUT": "8"} if (form, processes) == KILLED_IN_PART else {}
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
-        with TrainingRun(output, corpus, options | resume, last, processes, environment=environment) as run:
+        with TrainingRun(output, long_corpus, options | resume, last, processes, environment=environment) as run:
             if kill == kills:
                 run.wait()
             elif in_a_save:
@@ -187,7 +181,7 @@ def unfinished(output):
 
 
 @ONE_PROCESS
-def test_a_resumed_run_with_a_shorter_ladder_goes_on_at_the_nearest_window(uninterrupted, corpus, tmp_path):
+def test_a_resumed_run_with_a_shorter_ladder_goes_on_at_the_nearest_window(uninterrupted, long_corpus, tmp_path):
     reference, reference_output, form = uninterrupted(LAST, 1, True)
     saved_at = 2 * SAVED_AT
     before = replay([step.overflow for step in reference.steps().values()])[saved_at]
@@ -196,7 +190,7 @@ def test_a_resumed_run_with_a_shorter_ladder_goes_on_at_the_nearest_window(unint
 
     options = form.resume_options(reference_output, resume_training=f"tiny_llama_rank_0-1_{saved_at}.ckpt")
     options["runner_wrapper.scale_sense.max_scale_window"] = window
-    resumed = TrainingRun(tmp_path / "output", corpus, options).wait()
+    resumed = TrainingRun(tmp_path / "output", long_corpus, options).wait()
 
     ladder = tuple(range(1, window + 1))
     warning = (
