@@ -98,8 +98,12 @@ def advise(
         scale = np.append(np.full(reached, start.settings["loss_scale_value"]), scale[reached:])
     recorded = measure(trace, np.append(scale, scale[-1]))
     usable = scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
-    advice = [collapse, start, _short_run(run, changes)]
-    if collapse is not None or not len(usable):
+    advice = [collapse, start]
+    # A rule that follows the gradients has neither windows nor hysteresis.
+    guided = run.largest_gradient is not None
+    if not guided:
+        advice.append(_short_run(run, changes))
+    if collapse is not None or guided or not len(usable):
         return [one for one in advice if one is not None], None
     if start is None:
         advice.append(_unseen_start(run, float(usable[0])))

@@ -384,6 +384,9 @@ def test_the_start_that_is_advised_is_what_the_first_gradients_allow():
     gradients = np.append(np.full(5, np.inf), 65504 / 2.0 ** (16.5 + np.arange(95) % 3))
     advice = analyze(dataclasses.replace(run, largest_gradient=gradients)).advice[0]
     assert (advice.rule, advice.settings["loss_scale_value"]) == ("start lower", 2.0**16)
+    # Settings of the adaptive cell are nothing for a rule that follows gradients.
+    assert analyze(run).tuning is not None
+    assert analyze(dataclasses.replace(run, largest_gradient=gradients)).tuning is None
     assert "5 steps were skipped before gradients allowed 2^16, from step 6 on." in advice.reason
 
 
@@ -428,6 +431,7 @@ def test_a_run_shorter_than_its_window_is_told_so():
         short_run(25, np.nan),
         short_run(25, 1000, first_step=2),
         short_run(25, 1000, scales=[65536.0] * 20 + [131072.0] * 5),
+        dataclasses.replace(short_run(25, 1000), largest_gradient=np.full(25, 1.0)),
     ],
 )
 def test_others_are_not(run):
