@@ -17,7 +17,8 @@ def find_loss_scale(network, batches, margin=DEFAULT_MARGIN, *, progress=None):
     Args:
         network (Cell): returns the loss, as there.
         batches (Iterable): a few batches, as there.
-        margin (int): how many powers of two to stay below the largest scale that does not overflow. Default: 2.
+        margin (int): how many powers of two to stay below the largest scale that does not overflow.
+            Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: 2.
         progress (Callable, optional): called with the number of backward passes done, 33 a batch. Default: None.
 
     Returns:

@@ -16,6 +16,11 @@ __all__ = ["DEFAULT_MARGIN", "LossScaleRecommendation", "check_margin", "recomme
 # start at the ceiling itself skips 1 or 2 of the first 100 steps, one power of two below it 0 or 1, two below it none.
 DEFAULT_MARGIN = 2
 
+# On top of it where a Parameter has no gradient yet. Measured on the task of scripts/worth_it.py whose last layer
+# starts at 0: the other layers begin to train, and the ceiling falls. With the margin alone the start skips up to 2 of
+# 100 steps.
+UNKNOWN_MARGIN = 2
+
 
 @dataclass(frozen=True)
 class LossScaleRecommendation:
@@ -24,7 +29,8 @@ class LossScaleRecommendation:
     Attributes:
         loss_scale_value (float, optional): the scale to start from; None if even the lowest scale overflows.
         ceiling (float, optional): the largest scale up to which no batch overflows; None likewise.
-        margin (int): how many powers of two ``loss_scale_value`` stays below the ceiling, if there is room.
+        margin (int): how many powers of two ``loss_scale_value`` was to stay below the ceiling; it does if there is
+            room, and stays 2 more below it where the gradient of a Parameter is 0 at every scale.
         ceiling_is_highest (bool): whether the ceiling is the highest scale of the sweep; the true one may be higher.
         needs_scaling (bool, optional): whether too much of a Parameter's gradient is lost without loss scaling, see
             :class:`mindformers_adaptive.gradients.verdict.Verdict`; None if there is no ceiling, or no scale of 1 or
@@ -108,7 +114,7 @@ def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -
     Args:
         ranges (GradientRanges): a sweep over powers of two, of several batches.
         margin (int): how many powers of two to stay below the ceiling, but never below the lowest scale of the sweep.
-            Default: ``DEFAULT_MARGIN``.
+            Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: ``DEFAULT_MARGIN``.
 
     Raises:
         TypeError: if ``margin`` is not an integer.
@@ -121,9 +127,9 @@ def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -
     loss_is_finite = all(math.isfinite(at_scale.loss) for batch in ranges.batches for at_scale in batch)
     if not safe:
         return LossScaleRecommendation(None, None, margin, False, None, loss_is_finite, ranges)
-    ceiling = safe[-1]
-    start = max(ceiling / 2.0**margin, scales[0])
-    lowest = judge(ranges, scales[0])
+    ceiling, lowest = safe[-1], judge(ranges, scales[0])
+    more = UNKNOWN_MARGIN if lowest.without_gradient else 0
+    start = max(ceiling / 2.0 ** (margin + more), scales[0])
     return LossScaleRecommendation(
         loss_scale_value=start,
         ceiling=ceiling,

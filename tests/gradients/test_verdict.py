@@ -7,6 +7,7 @@ import pytest
 from fp16_networks import HalfPrecisionSum, gradient_in_fp16
 
 from mindformers_adaptive.gradients.ranges import gradient_ranges
+from mindformers_adaptive.gradients.recommendation import recommend_loss_scale
 from mindformers_adaptive.gradients.report import GradientRanges, LostGradient, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, lost_norm
 from mindformers_adaptive.gradients.verdict import HARMLESS_SHARE, judge, table_of_groups
@@ -66,6 +67,13 @@ def test_a_parameter_without_gradient_is_named():
     assert verdict.without_gradient == (SILENT,)
     assert verdict.groups == {"output": 0.01}
     assert f"Nothing can be said of 1 Parameter, such as {SILENT}" in str(verdict)
+
+
+def test_a_start_leaves_more_room_where_a_parameter_has_no_gradient_yet():
+    known = recommend_loss_scale(sweep({OUTPUT: (0.01, 1.0)}), margin=1)
+    not_all_known = recommend_loss_scale(sweep({OUTPUT: (0.01, 1.0), SILENT: (0.0, 0.0)}), margin=1)
+    assert (known.loss_scale_value, not_all_known.loss_scale_value) == (2.0**9, 2.0**7)
+    assert "which leaves a margin of 2^3:" in str(not_all_known)
 
 
 def test_nothing_is_said_where_nothing_is_known():
