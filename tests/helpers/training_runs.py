@@ -160,11 +160,13 @@ class TrainingRun:
         processes (int): more than 1 starts it under msrun, in data parallel.
         arguments (Sequence[str]): further options of the launcher.
         environment (dict, optional): further environment variables.
+        compiled (Path, optional): where MindSpore keeps the graph that it compiles, or takes it from; only for runs
+            whose graphs are the same.
     """
 
     _started = 0
 
-    def __init__(self, output, corpus, options, steps=40, processes=1, arguments=(), environment=None):
+    def __init__(self, output, corpus, options, steps=40, processes=1, arguments=(), environment=None, compiled=None):
         TrainingRun._started += 1
         logs = output.with_name(f"{output.name}.{TrainingRun._started}.logs")
         logs.mkdir(parents=True)
@@ -183,6 +185,8 @@ class TrainingRun:
         command = [sys.executable, ROOT / "scripts" / "run_mindformer.py"]
         environment = {"PYTHONPATH": str(ROOT), **(environment or {})}
         config = "tiny_llama_cpu_fp16.yaml"
+        if compiled is not None:
+            environment |= {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(compiled)}
         if processes > 1:
             command = ["bash", ROOT / "scripts" / "launch_many.sh", processes]
             environment |= {"MASTER_PORT": str(_free_port()), "LOG_DIR": str(logs)}

@@ -35,22 +35,34 @@ class FromFile(LegacyFormat):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(long_corpus, tmp_path_factory):
+def compiled(tmp_path_factory):
+    """Return a function that returns where the compiled graph of runs is kept."""
+
+    @functools.cache
+    def folder(optimizer_state):
+        return tmp_path_factory.mktemp("compiled")
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(long_corpus, compiled, tmp_path_factory):
     """Return a function that returns an uninterrupted run and its output folder, for a form; each runs once."""
 
     @functools.cache
     def run(form):
         output = tmp_path_factory.mktemp("uninterrupted") / "output"
         options = form.save_options(output, every=SAVED_AT, keep=5) | GUIDED
-        return TrainingRun(output, long_corpus, options, LAST).wait(), output
+        graph = compiled(form.optimizer_state)
+        return TrainingRun(output, long_corpus, options, LAST, compiled=graph).wait(), output
 
     return run
 
 
-def stopped(form, output, long_corpus):
+def stopped(form, output, long_corpus, graph):
     """Leave in ``output`` what a run leaves that was killed after the first save; return its steps."""
     options = form.save_options(output, every=SAVED_AT, keep=5) | GUIDED
-    with TrainingRun(output, long_corpus, options, LAST) as run:
+    with TrainingRun(output, long_corpus, options, LAST, compiled=graph) as run:
         run.wait_until(lambda: form.newest_complete(output) == SAVED_AT)
     return run.steps()
 
@@ -85,20 +97,20 @@ WITHOUT_OPTIMIZER = CheckpointSection(optimizer_state=False)
     ],
 )
 def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
-    uninterrupted, long_corpus, tmp_path, form
+    uninterrupted, long_corpus, compiled, tmp_path, form
 ):
     shared = form if form in (FromFile("ckpt"), WITHOUT_OPTIMIZER) else FromFile("ckpt")
     reference, reference_output = uninterrupted(shared)
     expected, output = reference.steps(), tmp_path / "output"
     if form is not shared:
-        before = stopped(form, output, long_corpus)
+        before = stopped(form, output, long_corpus, compiled(form.optimizer_state))
         assert before == {step: expected[step] for step in before}
     else:
         shutil.copytree(reference_output, output)
         if form == WITHOUT_OPTIMIZER:
             cut_back(output)
     options = form.save_options(output, every=SAVED_AT, keep=5) | form.resume_options(output) | GUIDED
-    resumed = TrainingRun(output, long_corpus, options, LAST).wait()
+    resumed = TrainingRun(output, long_corpus, options, LAST, compiled=compiled(form.optimizer_state)).wait()
     assert resumed.steps() == {step: expected[step] for step in range(SAVED_AT + 1, LAST + 1)}
     assert {expected[step].overflow for step in resumed.steps()} == {True, False}
 

@@ -35,7 +35,18 @@ CARRIED = {"scale_sense", *PARAMETER_NAMES.values()} - {"hysteresis_budget"}
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(long_corpus, tmp_path_factory):
+def compiled(tmp_path_factory):
+    """Return a function that returns where the compiled graph of runs is kept, by all that it depends on here."""
+
+    @functools.cache
+    def folder(steps, processes, optimizer_state):
+        return tmp_path_factory.mktemp("compiled")
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(long_corpus, compiled, tmp_path_factory):
     """Return a function that returns an uninterrupted run's finished process and output folder; each runs once."""
 
     @functools.cache
@@ -44,7 +55,8 @@ def uninterrupted(long_corpus, tmp_path_factory):
         output = tmp_path_factory.mktemp("uninterrupted") / "output"
         every = SAVED_AT if steps == LAST else steps
         options = form.save_options(output, every=every, keep=5)
-        finished = TrainingRun(output, long_corpus, options, steps, processes).wait()
+        graph = compiled(steps, processes, optimizer_state)
+        finished = TrainingRun(output, long_corpus, options, steps, processes, compiled=graph).wait()
         return finished, output, form
 
     return run
@@ -72,7 +84,7 @@ def uninterrupted(long_corpus, tmp_path_factory):
     ],
 )
 def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
-    uninterrupted, long_corpus, tmp_path, form, processes, request
+    uninterrupted, long_corpus, compiled, tmp_path, form, processes, request
 ):
     in_a_save = processes == 1 and not form.async_save and form.optimizer_state
     kills = request.config.getoption("--kills") if in_a_save else 1
@@ -86,10 +98,12 @@ def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
     assert [state["loss_scale"] for state in states[1:]] == [step.loss_scale for step in expected[0].values()]
 
     options = form.save_options(output, every=1 if in_a_save else SAVED_AT, keep=3)
-    environment = {"MS_NODE_TIMEOUT": "8"} if (form, processes) == KILLED_IN_PART else {}
+    in_this = {"compiled": compiled(last, processes, form.optimizer_state)}
+    if (form, processes) == KILLED_IN_PART:
+        in_this["environment"] = {"MS_NODE_TIMEOUT": "8"}
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
-        with TrainingRun(output, long_corpus, options | resume, last, processes, environment=environment) as run:
+        with TrainingRun(output, long_corpus, options | resume, last, processes, **in_this) as run:
             if kill == kills:
                 run.wait()
             elif in_a_save:
