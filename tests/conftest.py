@@ -93,14 +93,21 @@ def scaling_on_cpu(monkeypatch):
 
 @contextlib.contextmanager
 def mindspore_mode(name):
+    """Run the block in a mode: graph, pynative, or asynchronous, which is PyNative mode as users have it.
+
+    The other PyNative mode computes the same and waits for each operator. Otherwise MindSpore's threads spin while they
+    wait for each other, and a small step takes thirty times as long.
+    """
     import mindspore
 
-    before = mindspore.get_context("mode")
-    mindspore.set_context(mode={"graph": mindspore.GRAPH_MODE, "pynative": mindspore.PYNATIVE_MODE}[name])
+    mode = {"mode": mindspore.GRAPH_MODE if name == "graph" else mindspore.PYNATIVE_MODE}
+    context = {**mode, "pynative_synchronize": True} if name == "pynative" else mode
+    before = {name: mindspore.get_context(name) for name in context}
+    mindspore.set_context(**context)
     try:
         yield
     finally:
-        mindspore.set_context(mode=before)
+        mindspore.set_context(**before)
 
 
 @pytest.fixture

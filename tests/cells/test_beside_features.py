@@ -40,13 +40,13 @@ def one_hot(batches):
 
 # feature: the arguments of train_both()
 FEATURES = {
-    "clipping": {"build": Layers, "use_clip_grad": True, "max_grad_norm": 0.1},
-    "local_norm": {"build": Layers, "local_norm": True},
     "accumulation": {"build": lambda: MeanOverMicroBatches(Layers(), 2), "use_clip_grad": True},
     "loss per token": {"build": SumAndNumber, "calculate_per_token_loss": True, "use_clip_grad": True},
-    "recompute": {"build": recomputed},
-    "grouped learning rates": {
+    "recompute and local_norm": {"build": recomputed, "local_norm": True},
+    "clipping and grouped learning rates": {
         "build": Layers,
+        "use_clip_grad": True,
+        "max_grad_norm": 0.1,
         "build_optimizer": grouped,
         "lr_scheduler": schedule(),
         "grouped_lr_scheduler": [{"lr_scheduler": schedule(0.1)}],

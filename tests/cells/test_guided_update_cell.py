@@ -9,6 +9,7 @@ import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
+from conftest import mindspore_mode
 from exported_graph import LossScaleHolder, export_graph
 from fp16_networks import TOKENS, PerToken
 from mindspore import Parameter, Tensor, nn, ops
@@ -242,17 +243,17 @@ def test_stock_train_step_is_refused():
 
 def test_killed_and_resumed_is_never_stopped(graph_mode, tmp_path):
     data = list(batches(30, {4, 11, 22}))
-    scales, skipped, whole = trained(TrainOneStepWithLossScaleCell, GradientGuidedLossScaleUpdateCell(2**20), data)
-    _, _, first = trained(TrainOneStepWithLossScaleCell, GradientGuidedLossScaleUpdateCell(2**20), data[:12])
-    mindspore.save_checkpoint(first, str(tmp_path / "step.ckpt"))
+    _, _, whole = trained(TrainOneStepWithLossScaleCell, GradientGuidedLossScaleUpdateCell(2**20), data[:12])
+    mindspore.save_checkpoint(whole, str(tmp_path / "step.ckpt"))
+    steps = [(bool(whole(*map(Tensor, one))[1]), float(whole.scale_sense)) for one in data[12:]]
+    assert [overflow for overflow, _ in steps].index(True) == 22 - 12
     _, _, resumed = trained(TrainOneStepWithLossScaleCell, GradientGuidedLossScaleUpdateCell(2**20), [])
     mindspore.load_param_into_net(resumed, mindspore.load_checkpoint(str(tmp_path / "step.ckpt")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resumed.set_train()
-        for number, (inputs, target) in enumerate(data[12:], start=12):
-            outputs = resumed(Tensor(inputs), Tensor(target))
-            assert (bool(outputs[1]), float(resumed.scale_sense)) == (skipped[number], scales[number])
+        for one, step in zip(data[12:], steps, strict=True):
+            assert (bool(resumed(*map(Tensor, one))[1]), float(resumed.scale_sense)) == step
     ours, theirs = (step.loss_scaling_manager.state() for step in (resumed, whole))
     assert ours == theirs
     for ours, theirs in zip(resumed.weights, whole.weights, strict=True):
@@ -272,13 +273,23 @@ def test_checkpoint_of_the_adaptive_cell_goes_on_with_a_warning(graph_mode, tmp_
     assert 2.0 ** (state["base"] + 1) == float(resumed.scale_sense) == float(first.scale_sense) < 2.0**20
 
 
-def test_state_dict_round_trip(graph_mode):
-    _, _, first = trained(TrainOneStepWithLossScaleCell, GradientGuidedLossScaleUpdateCell(2**20), batches(6, {3}))
-    state = first.loss_scaling_manager.state_dict()
+@pytest.fixture(scope="module")
+def state_after_training():
+    """What ``state_dict()`` of a cell returns after six steps, of which the fourth was skipped."""
+    with mindspore_mode("graph"):
+        cell = GradientGuidedLossScaleUpdateCell(2**20)
+        scales, _, _ = trained(TrainOneStepWithLossScaleCell, cell, batches(6, {3}))
+        state = cell.state_dict()
+        assert (state["cur_iter"], state["scale"]) == (7, scales[-1])
+        return state
+
+
+def test_state_dict_round_trip(state_after_training):
+    state = state_after_training
     cell = GradientGuidedLossScaleUpdateCell(2**3)
     cell.load_state_dict(state)
     assert cell.state_dict() == state
-    assert cell.get_loss_scale() == float(first.scale_sense)
+    assert cell.get_loss_scale() == state["scale"]
     with pytest.raises(KeyError, match="The state has no base"):
         cell.load_state_dict({name: value for name, value in state.items() if name != "base"})
 
@@ -293,11 +304,10 @@ def test_state_dict_round_trip(graph_mode):
         ({"cur_iter": 2**31 - 1}, "no run can reach"),
     ],
 )
-def test_damaged_state_starts_afresh(graph_mode, damage, what):
-    _, _, first = trained(TrainOneStepWithLossScaleCell, GradientGuidedLossScaleUpdateCell(2**20), batches(6, {3}))
+def test_damaged_state_starts_afresh(state_after_training, damage, what):
     cell = GradientGuidedLossScaleUpdateCell(2**3)
     with pytest.warns(UserWarning, match=f"{what}.* starts afresh"):
-        cell.load_state_dict({**first.loss_scaling_manager.state_dict(), **damage})
+        cell.load_state_dict({**state_after_training, **damage})
     assert cell.state()["observed_steps"] == 0
     assert 1 <= cell.state()["cur_iter"] <= 2**30
 
