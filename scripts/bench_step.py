@@ -54,7 +54,7 @@ def parse_arguments():
     parser.add_argument("--rounds", type=positive, default=200, help="steps of each way in graph mode (default: 200)")
     parser.add_argument("--pynative-rounds", type=positive, default=10, help="in PyNative mode (default: 10)")
     parser.add_argument("--seq-length", type=positive, default=128, help="bytes a sample (default: 128, the demo's)")
-    parser.add_argument("--quick", action="store_true", help="3 rounds and small detection: a test of this script")
+    parser.add_argument("--quick", action="store_true", help="few rounds, one layer: a test of this script")
     parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
     arguments = parser.parse_args()
     if arguments.json is not None and not Path(arguments.json).absolute().parent.is_dir():
@@ -66,18 +66,18 @@ def measure(arguments):
     """Return all times, in milliseconds, as JSON can hold them."""
     import mindformers
     import mindspore
-    from bench_detection import ELEMENTS, measure_detection
+    from bench_detection import COUNTS, ELEMENTS, measure_detection
     from worth_llama import Llama
 
-    rounds, pynative_rounds, elements = arguments.rounds, arguments.pynative_rounds, ELEMENTS
-    if arguments.quick:
-        rounds, elements = QUICK_ROUNDS, 20_000
     task = Llama(steps=10_000, seq_length=arguments.seq_length)
-    modes = {}
-    names, counts = NAMES, {"graph": rounds, "PyNative": pynative_rounds}
+    names, rounds, tensors, elements = NAMES, arguments.rounds, COUNTS, ELEMENTS
+    rounds_by_mode = {"graph": rounds, "PyNative": arguments.pynative_rounds}
     if arguments.quick:
-        names, counts = QUICK_NAMES, {"graph": rounds}
-    for mode, count in counts.items():
+        names, rounds, tensors, elements = QUICK_NAMES, QUICK_ROUNDS, COUNTS[:1], 20_000
+        rounds_by_mode = {"graph": rounds}
+        task.model["num_layers"] = 1
+    modes = {}
+    for mode, count in rounds_by_mode.items():
         mindspore.set_context(mode=mindspore.GRAPH_MODE if mode == "graph" else mindspore.PYNATIVE_MODE)
         print(f"{mode} mode", file=sys.stderr, flush=True)
         modes[mode] = steps_in_turns(task, names, count)
@@ -90,7 +90,7 @@ def measure(arguments):
         "modes": modes,
         "parts": parts_of_a_step(task, max(3, rounds // 5)),
         "elements": elements,
-        "detection": measure_detection(max(3, rounds // 10), elements),
+        "detection": measure_detection(max(3, rounds // 10), elements, tensors),
     }
 
 

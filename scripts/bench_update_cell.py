@@ -25,6 +25,7 @@ ARGUMENTS = {"loss_scale_value": 2**16, "scale_factor": 2, "scale_window": 20}
 STEPS_PER_OVERFLOW = 25
 
 EMPTY = "empty"
+OURS = "ours"
 HISTORY = "ours_history"
 GUIDED_HISTORY = "guided_history"
 MINDFORMERS = "mindformers_adaptive"
@@ -32,7 +33,7 @@ LABELS = {
     EMPTY: "empty call",
     "mindspore_dynamic": "MindSpore's DynamicLossScaleUpdateCell",
     MINDFORMERS: "MindFormers' AdaptiveLossScaleUpdateCell",
-    "ours": "AdaptiveLossScaleUpdateCell",
+    OURS: "AdaptiveLossScaleUpdateCell",
     "ours_hysteresis": "AdaptiveLossScaleUpdateCell, hysteresis=2",
     HISTORY: "AdaptiveLossScaleUpdateCell, history_size=100",
     "guided": "GradientGuidedLossScaleUpdateCell",
@@ -44,7 +45,7 @@ def main():
     arguments = parse_arguments()
     # MindFormers logs to standard output, which belongs to the result.
     with contextlib.redirect_stdout(sys.stderr):
-        result = measure(arguments.rounds, arguments.calls)
+        result = measure(arguments.rounds, arguments.calls, arguments.cells)
     text = json.dumps(result, indent=2) + "\n"
     if arguments.json == "-":
         print(as_table(result), file=sys.stderr)
@@ -63,6 +64,14 @@ def parse_arguments():
     parser.add_argument("--rounds", type=positive, default=200, help="rounds to take medians of (default: 200)")
     parser.add_argument("--calls", type=positive, default=100, help="updates a cell makes in a round (default: 100)")
     parser.add_argument(
+        "--cells",
+        nargs="+",
+        choices=LABELS,
+        default=list(LABELS),
+        metavar="NAME",
+        help=f"of {', '.join(LABELS)} (default: all); the first and {MINDFORMERS} are always measured",
+    )
+    parser.add_argument(
         "--json",
         metavar="FILE",
         help="also write the result as JSON, all of it or nothing; '-' is standard output, and the table then goes to "
@@ -78,16 +87,18 @@ def parse_arguments():
     return arguments
 
 
-def measure(rounds, calls):
-    """Measure all cells.
+def measure(rounds, calls, names):
+    """Measure cells.
 
     Args:
         rounds (int): the number of rounds.
         calls (int): the updates a cell makes in a round.
+        names (Sequence[str]): which of ``LABELS``; the empty call and MindFormers' cell are measured in any case,
+            because the others are compared with them.
 
     Returns:
         dict: ``mindspore``, ``mindformers`` (versions), ``device``, ``rounds``, ``calls`` and ``cells``, which has for
-        each name in ``LABELS`` its ``kernels`` (None if unknown), ``microseconds`` an update, ``above_empty`` in
+        each cell by name its ``kernels`` (None if unknown), ``microseconds`` an update, ``above_empty`` in
         microseconds and the ``ratio`` of that to the same of MindFormers' cell.
     """
     import mindformers
@@ -95,7 +106,7 @@ def measure(rounds, calls):
     from exported_graph import export_graph
 
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
-    cells = build_cells()
+    cells = build_cells({EMPTY, MINDFORMERS, *names})
     times = median_times(cells, rounds, calls)
     above_empty = {name: times[name] - times[EMPTY] for name in cells}
     return {
@@ -119,8 +130,8 @@ def measure(rounds, calls):
     }
 
 
-def build_cells():
-    """Return the cells by name, each called with ``overflow`` only."""
+def build_cells(names):
+    """Return the cells of these names, in the order of ``LABELS``, each called with ``overflow`` only."""
     from exported_graph import LossScaleHolder
     from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
     from mindspore import nn, ops
@@ -137,17 +148,18 @@ def build_cells():
             # One kernel, because MindSpore does not run a graph without any: that call would be too cheap.
             return self.logic_not(overflow)
 
-    update_cells = {
-        EMPTY: EmptyUpdateCell(),
-        "mindspore_dynamic": nn.DynamicLossScaleUpdateCell(**ARGUMENTS),
-        MINDFORMERS: MindFormersUpdateCell(**ARGUMENTS),
-        "ours": AdaptiveLossScaleUpdateCell(**ARGUMENTS),
-        "ours_hysteresis": AdaptiveLossScaleUpdateCell(**ARGUMENTS, hysteresis=2),
-        HISTORY: AdaptiveLossScaleUpdateCell(**ARGUMENTS, history_size=100),
-        "guided": GradientGuidedLossScaleUpdateCell(ARGUMENTS["loss_scale_value"]),
-        GUIDED_HISTORY: GradientGuidedLossScaleUpdateCell(ARGUMENTS["loss_scale_value"], history_size=100),
+    start = ARGUMENTS["loss_scale_value"]
+    build = {
+        EMPTY: EmptyUpdateCell,
+        "mindspore_dynamic": lambda: nn.DynamicLossScaleUpdateCell(**ARGUMENTS),
+        MINDFORMERS: lambda: MindFormersUpdateCell(**ARGUMENTS),
+        OURS: lambda: AdaptiveLossScaleUpdateCell(**ARGUMENTS),
+        "ours_hysteresis": lambda: AdaptiveLossScaleUpdateCell(**ARGUMENTS, hysteresis=2),
+        HISTORY: lambda: AdaptiveLossScaleUpdateCell(**ARGUMENTS, history_size=100),
+        "guided": lambda: GradientGuidedLossScaleUpdateCell(start),
+        GUIDED_HISTORY: lambda: GradientGuidedLossScaleUpdateCell(start, history_size=100),
     }
-    return {name: LossScaleHolder(cell, ARGUMENTS["loss_scale_value"]) for name, cell in update_cells.items()}
+    return {name: LossScaleHolder(build[name](), start) for name in LABELS if name in names}
 
 
 def median_times(cells, rounds, calls):
@@ -188,14 +200,13 @@ def as_table(result):
         f"medians of {result['rounds']} rounds of {result['calls']} updates"
     )
     lines = [title, "", f"{'update cell':<51} {'ratio':>6} {'above empty':>12} {'update':>10} {'kernels':>8}"]
-    for name, label in LABELS.items():
-        cell = result["cells"][name]
+    for name, cell in result["cells"].items():
         lines.append(
-            f"{label:<51} {cell['ratio']:>6.2f} {cell['above_empty']:>9.1f} us {cell['microseconds']:>7.1f} us "
+            f"{LABELS[name]:<51} {cell['ratio']:>6.2f} {cell['above_empty']:>9.1f} us {cell['microseconds']:>7.1f} us "
             f"{'unknown' if cell['kernels'] is None else cell['kernels']:>8}"
         )
-    ours = result["cells"]["ours"]["ratio"]
-    return "\n".join([*lines, "", f"ratio: time above the empty call, MindFormers' cell = 1; ours: {ours:.2f}"])
+    ours = f"; ours: {result['cells'][OURS]['ratio']:.2f}" if OURS in result["cells"] else ""
+    return "\n".join([*lines, "", f"ratio: time above the empty call, MindFormers' cell = 1{ours}"])
 
 
 if __name__ == "__main__":

@@ -37,11 +37,13 @@ def main():
     parser.add_argument("--options", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="keys of the YAML to change")
     arguments = parser.parse_args()
     run_folder = make_run_folder(arguments.output_dir.resolve())
-    data = ["--config", str(CONFIG), "--train_dataset_dir", str(arguments.corpus.resolve())]
-    record = train(run_folder, data, arguments.options)
+    # The same for the training and for the measurement of what it trained.
+    config = ["--config", str(CONFIG), "--train_dataset_dir", str(arguments.corpus.resolve())]
+    config += ["--options", *arguments.options] if arguments.options else []
+    record = train(run_folder, config, total=None if arguments.options else planned_steps())
     print("\n".join(report(record, run_folder)))
     print("Measuring the gradients of the trained model, and drawing ...", file=sys.stderr, flush=True)
-    draw(run_folder, data)
+    draw(run_folder, config)
     print(f"Pictures    {', '.join(os.path.relpath(run_folder / picture) for picture in sorted(PICTURES))}")
 
 
@@ -53,17 +55,16 @@ def make_run_folder(output_dir):
     return folder
 
 
-def train(run_folder, data, options):
+def train(run_folder, config, total):
     """Run the launcher with a progress bar that follows the record; return the record."""
-    command = [sys.executable, str(ROOT / "scripts" / "run_mindformer.py"), *data, "--output_dir", str(run_folder)]
-    command += ["--options", *options] if options else []
+    command = [sys.executable, str(ROOT / "scripts" / "run_mindformer.py"), *config, "--output_dir", str(run_folder)]
     console = run_folder / "console.log"
     where = os.path.relpath(console)
     print(f"Training a 2-layer Llama in FP16 from {CONFIG.relative_to(ROOT)}; its output goes to {where}")
     with (
         console.open("wb") as log,
         subprocess.Popen(command, cwd=run_folder, stdout=log, stderr=subprocess.STDOUT) as process,
-        tqdm(desc="training", unit="step", total=None if options else planned_steps(), mininterval=1.0) as progress,
+        tqdm(desc="training", unit="step", total=total, mininterval=1.0) as progress,
     ):
         running = True
         while running:
@@ -87,10 +88,10 @@ def planned_steps():
     return dataset["data_loader"]["num_samples"] // dataset["batch_size"]
 
 
-def draw(run_folder, data):
+def draw(run_folder, config):
     """Measure the gradients of the trained model at several loss scales, and draw all pictures."""
     program = [sys.executable, "-m", "mindformers_adaptive"]
-    probe = ["probe", *data, "--checkpoint", str(run_folder / "checkpoint"), "--loss-scales", *SWEPT_SCALES]
+    probe = ["probe", *config, "--checkpoint", str(run_folder / "checkpoint"), "--loss-scales", *SWEPT_SCALES]
     commands = [[*probe, "--output", "gradients.json"]]
     commands += [["plot", source, picture, *options] for picture, (source, *options) in PICTURES.items()]
     for command in commands:

@@ -39,7 +39,7 @@ def train_step(data, label):
 
 
 print("step     loss  overflow   next loss scale   window")
-for step, (data, label) in enumerate(create_dataset(), start=1):
+for step, (data, label) in enumerate(create_dataset(samples=128, batch_size=4), start=1):
     loss, grads_finite = train_step(data, label)
     state = scaler.state()
     scale = f"2^{math.log2(state['loss_scale']):g}"

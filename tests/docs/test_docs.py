@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import guided_study
 import mindformers
 import mindspore.train
 import pytest
@@ -24,6 +23,7 @@ from mindformers.core.callback import build_callback
 from mindformers.tools.register import MindFormerConfig
 from mindformers.wrapper import build_wrapper
 from mindspore import nn
+from pages import ENGLISH_DOCS as DOCS
 from pages import blocks, blocks_in, chinese, prose, tables
 
 import mindformers_adaptive
@@ -33,7 +33,6 @@ from mindformers_adaptive.integration.config_checks import check_config
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.rule import megatron
 
-DOCS = ROOT / "docs" / "en"
 MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train, mindformers]
 
 
@@ -188,15 +187,20 @@ def with_hyphens(options):
 
 @functools.cache
 def help_of(*arguments):
-    finished = subprocess.run(
-        [*arguments, "--help"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return set(re.findall(r"(?<![\w-])--[\w-]+", finished.stdout))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [*arguments, "--help"]
+    printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    return options_in(printed)
+
+
+def help_of_the_program(*arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
+        program.main([*arguments, "--help"])
+    return printed.getvalue()
+
+
+def options_in(text):
+    return set(re.findall(r"(?<![\w-])--[\w-]+", text))
 
 
 def check_script(script, words):
@@ -223,7 +227,7 @@ def check_program(words):
     if command in ("megatron", "simulate"):
         assert program.main(words) == 0
     else:
-        assert options_of(arguments) <= help_of(sys.executable, "-m", "mindformers_adaptive", command), words
+        assert options_of(arguments) <= options_in(help_of_the_program(command)), words
 
 
 def check_msrun(words):
@@ -282,9 +286,7 @@ def test_a_wrong_command_would_be_seen():
 def test_commands_of_the_program_are_those_of_its_help(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     [listed] = [text for _, text in blocks(DOCS / "lab.md") if text.lstrip().startswith("train ")]
-    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
-        program.main(["--help"])
-    assert listed in printed.getvalue()
+    assert listed in help_of_the_program()
 
 
 # Figures and lists
@@ -299,16 +301,6 @@ def test_figures_of_the_study_are_those_of_its_script():
     rates = [study.cheapest_rates({policy: row[kind] for policy, row in by_policy.items()}) for kind in kinds]
     prices = re.findall(r"between (\d+\.\d) and (\d+\.\d)", " ".join(text.split()))
     assert prices == [(f"{low:.1f}", f"{high:.1f}") for low, high in filter(None, rates)]
-
-
-@pytest.mark.slow
-def test_figures_of_the_guided_rule_are_those_of_the_study():
-    columns, *rows = guided_study.guided_rows(guided_study.guided_study(steps=10_000, seeds=5))
-    # The rows of means, and below them those where the best window costs less at a rate of 1.
-    means = [row for row in rows if row[1] == guided_study.MEAN]
-    loses = [row for row in rows if row not in means and float(row[4]) > 1]
-    shown = [table for table in tables(DOCS / "study.md") if table[0] == columns]
-    assert [table[2:] for table in shown] == [means, loses]
 
 
 def test_tree_of_the_package_names_every_room():

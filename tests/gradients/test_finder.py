@@ -7,13 +7,12 @@ import mindspore
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT
-from fp16_networks import HalfPrecisionSum, WithStateAndDropout, rows
+from conftest import ROOT, write_corpus
+from fp16_networks import HalfPrecisionSum, OnlyLoss, WithStateAndDropout, rows
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
-from training_runs import TrainingRun
 
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.gradients.finder import LOSS_SCALES, find_loss_scale
@@ -21,6 +20,7 @@ from mindformers_adaptive.gradients.ranges import GradientSweep
 from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN, recommend_loss_scale
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import ArrayStatistics
+from mindformers_adaptive.monitor.record import read_record
 
 # Compiled, 33 passes take a moment.
 pytestmark = pytest.mark.usefixtures("graph_mode")
@@ -32,17 +32,30 @@ class TimesFactor(nn.Cell):
     """A network whose loss, and with it every gradient, is multiplied by a Parameter."""
 
     def __init__(self, network):
-        super().__init__()
+        super().__init__(auto_prefix=False)
         self.network = network
         self.factor = Parameter(Tensor(1.0, mstype.float32), name="factor", requires_grad=False)
 
     def construct(self, *inputs):
-        return self.network(*inputs)[0] * self.factor
+        return self.network(*inputs) * self.factor
+
+
+@pytest.fixture(scope="module")
+def find():
+    """Return a function that does what find_loss_scale() does, for the sum in FP16, compiled once."""
+    network = TimesFactor(HalfPrecisionSum(2))
+    sweep = GradientSweep(network)
+
+    def find(batches, factor=1.0, margin=DEFAULT_MARGIN, loss_scales=LOSS_SCALES):
+        network.factor.set_data(Tensor(factor, mstype.float32))
+        return recommend_loss_scale(sweep(batches, loss_scales), margin)
+
+    return find
 
 
 def test_recommendation_moves_by_the_powers_of_two_of_the_gradients():
     mindspore.set_seed(1)
-    network = TimesFactor(WithStateAndDropout())
+    network = TimesFactor(OnlyLoss(WithStateAndDropout()))
     sweep = GradientSweep(network)
     found = {}
     for power in range(-8, 9, 2):
@@ -53,26 +66,26 @@ def test_recommendation_moves_by_the_powers_of_two_of_the_gradients():
 
 
 @pytest.mark.parametrize("power", [-17, 0, 13, 15])
-def test_recommendation_is_the_largest_power_that_fits_less_the_margin(power):
-    found = find_loss_scale(HalfPrecisionSum(2, factor=2.0**power), ONES, margin=3)
+def test_recommendation_is_the_largest_power_that_fits_less_the_margin(find, power):
+    found = find(ONES, factor=2.0**power, margin=3)
     # 2^15 is the largest power of two in FP16.
     assert found.ceiling == 2.0 ** (15 - power)
     assert found.loss_scale_value == max(2.0 ** (12 - power), 1.0)
 
 
-def test_recommendation_is_the_lowest_of_several_batches():
+def test_recommendation_is_the_lowest_of_several_batches(find):
     batches = [(ONES,), (8 * ONES,), (ONES,)]
-    assert find_loss_scale(HalfPrecisionSum(2), batches, margin=0).loss_scale_value == 2.0**12
+    assert find(batches, margin=0).loss_scale_value == 2.0**12
 
 
-def test_overflow_at_scale_1_is_said_and_nothing_recommended():
-    found = find_loss_scale(HalfPrecisionSum(2, factor=2.0**16), ONES)
+def test_overflow_at_scale_1_is_said_and_nothing_recommended(find):
+    found = find(ONES, factor=2.0**16)
     assert (found.ceiling, found.loss_scale_value, found.needs_scaling, found.yaml) == (None, None, None, "")
     assert "overflow even at loss scale 2^0" in str(found)
 
 
-def test_a_loss_that_is_not_finite_is_said():
-    found = find_loss_scale(HalfPrecisionSum(2), np.full(2, np.nan, np.float32))
+def test_a_loss_that_is_not_finite_is_said(find):
+    found = find(np.full(2, np.nan, np.float32))
     assert (found.loss_scale_value, found.loss_is_finite) == (None, False)
     assert "The loss itself is inf or NaN" in str(found)
 
@@ -86,10 +99,10 @@ def test_nothing_that_underflows_is_said(dtype, ceiling):
 
 
 @pytest.mark.parametrize(("large", "lost", "needs_scaling"), [(2.0**-20, "3.12", False), (2.0**-23, "24.25", True)])
-def test_what_underflows_needs_scaling_if_much_of_the_norm_is_lost(large, lost, needs_scaling):
+def test_what_underflows_needs_scaling_if_much_of_the_norm_is_lost(find, large, lost, needs_scaling):
     # At a scale of 1 the second gradient, 2^-25, is 0: half of the gradients underflow, however small it is.
     gradients = np.array([1.0, 2.0**-25 / large], np.float32)
-    found = find_loss_scale(HalfPrecisionSum(2, factor=large), gradients)
+    found = find(gradients, factor=large)
     assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in str(found)
     assert found.needs_scaling is needs_scaling
     assert f"At 2^0 FP16 loses {lost}% of the gradient of weight, by its norm" in str(found)
@@ -99,16 +112,15 @@ def test_what_underflows_needs_scaling_if_much_of_the_norm_is_lost(large, lost, 
     )
 
 
-def test_a_coarse_sweep_serves_as_well():
-    sweep = GradientSweep(HalfPrecisionSum(2, factor=2.0**-20))
-    found = recommend_loss_scale(sweep(np.array([1.0, 2.0**-5], np.float32), [1, 2**16, 2**32]), margin=2)
+def test_a_coarse_sweep_serves_as_well(find):
+    found = find(np.array([1.0, 2.0**-5], np.float32), 2.0**-20, margin=2, loss_scales=[1, 2**16, 2**32])
     assert found.loss_scale_value == 2.0**30
     assert "50.000% at 2^0, 0.000% at 2^16." in str(found)
 
 
 @pytest.mark.parametrize("loss_scales", [[2, 4], [1]])
-def test_a_sweep_that_cannot_tell_of_underflow_does_not_say_that_there_is_none(loss_scales):
-    found = recommend_loss_scale(GradientSweep(HalfPrecisionSum(2))(ONES, loss_scales))
+def test_a_sweep_that_cannot_tell_of_underflow_does_not_say_that_there_is_none(find, loss_scales):
+    found = find(ONES, loss_scales=loss_scales)
     assert found.needs_scaling is None
     assert "needs no" not in str(found)
 
@@ -155,33 +167,33 @@ def test_bad_margin_is_refused(margin, error, message):
         find_loss_scale(HalfPrecisionSum(2), ONES, margin)
 
 
-FIND_ON_THE_DEMO = """
+# The demo on samples a quarter as long, started from the found scale and cut off after 100 of its 400 steps.
+FIND_AND_TRAIN = """
 import json, sys
+from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.integration.probe import probe
 from mindformers_adaptive.gradients.recommendation import recommend_loss_scale
 
-found = recommend_loss_scale(probe(sys.argv[1], None, sys.argv[2], [2.0**e for e in range(10, 25)], batches=2))
+config, corpus = sys.argv[1:]
+short = {"model.model_config.seq_length": 32}
+ranges = probe(config, None, corpus, [2.0**e for e in range(10, 25)], batches=2, overrides=short)
+found = recommend_loss_scale(ranges)
 json.dump(found.to_dict(), open("found.json", "w"))
+options = {**short, "runner_wrapper.scale_sense.loss_scale_value": found.loss_scale_value}
+options |= {"train_dataset.data_loader.num_samples": 800, "lr_schedule.total_steps": 400}
+arguments = ["train", "--config", config, "--train-dataset-dir", corpus, "--output-dir", "run", "--options"]
+sys.exit(main([*arguments, *(f"{key}={value}" for key, value in options.items())]))
 """
 
 
 @pytest.mark.slow
 def test_demo_started_from_the_found_scale_skips_at_most_one_of_100_steps(run_python, tmp_path):
-    config = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
-    run_python(ROOT / "scripts" / "prepare_corpus.py", "corpus", "--samples", "3200")
-    run_python("-c", FIND_ON_THE_DEMO, config, "corpus")
+    corpus = write_corpus(tmp_path / "corpus", samples=800)
+    run_python("-c", FIND_AND_TRAIN, ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", corpus)
     found = json.loads((tmp_path / "found.json").read_text())
     assert 2**12 <= found["loss_scale_value"] == found["ceiling"] / 2**DEFAULT_MARGIN
-
-    # The demo itself but for the start, and cut off after 100 of its 400 steps.
-    in_the_file = yaml.safe_load(config.read_text())
-    model, scale_sense = in_the_file["model"]["model_config"], in_the_file["runner_wrapper"]["scale_sense"]
-    options = {f"model.model_config.{key}": model[key] for key in ("seq_length", "hidden_size", "num_layers")}
-    options |= {f"runner_wrapper.scale_sense.{key}": value for key, value in scale_sense.items()}
-    options |= {"runner_wrapper.scale_sense.loss_scale_value": found["loss_scale_value"]}
-    options |= {"lr_schedule.total_steps": 400}
-    with TrainingRun(tmp_path / "run", tmp_path / "corpus", options, steps=100) as run:
-        steps = run.wait(timeout=600).steps()
-    assert len(steps) == 100
-    assert sum(step.overflow for step in steps.values()) <= 1
-    assert float(steps[100].loss.split()[0].strip("[]")) < 4.0
+    record = read_record(tmp_path / "run" / "loss_scale_record.jsonl")
+    assert record[0]["loss_scale"] == found["loss_scale_value"]
+    assert [line["step"] for line in record] == list(range(1, 101))
+    assert sum(line["overflow"] for line in record) <= 1
+    assert np.mean([line["loss"] for line in record[-20:]]) < 3.5

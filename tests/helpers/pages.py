@@ -4,7 +4,8 @@ import re
 
 from conftest import ROOT
 
-ENGLISH = [ROOT / "README.md", *sorted((ROOT / "docs" / "en").glob("*.md"))]
+ENGLISH_DOCS = ROOT / "docs" / "en"
+ENGLISH = [ROOT / "README.md", *sorted(ENGLISH_DOCS.glob("*.md"))]
 
 
 def chinese(page):

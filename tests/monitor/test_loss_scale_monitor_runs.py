@@ -14,7 +14,7 @@ from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
 pytestmark = pytest.mark.slow
 
-SAVED_AT, LAST = 14, 40
+SAVED_EVERY, LAST = 10, 40
 # The fields that have more than one value in these runs.
 MOVING = FIELDS[2 : FIELDS.index("skipped_steps") + 1]
 
@@ -24,8 +24,8 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=400)
 
 
-def callbacks(monitor, every=SAVED_AT):
-    saving = {"type": "CheckpointMonitor", "prefix": "tiny_llama", "save_checkpoint_steps": every}
+def callbacks(monitor):
+    saving = {"type": "CheckpointMonitor", "prefix": "tiny_llama", "save_checkpoint_steps": SAVED_EVERY}
     saving |= {"integrated_save": False, "async_save": False, "keep_checkpoint_max": 2}
     # The monitor stands last, as a user adds it.
     return {"callbacks": json.dumps([{"type": "MFLossMonitor", "per_print_times": 1}, saving, monitor])}
@@ -50,56 +50,54 @@ def assert_is_what_happened(lines, printed):
         assert len({line[name] for line in lines}) > 1, f"{name} never moved"
 
 
-@pytest.mark.parametrize("every_n_steps", [1, 9])
-def test_a_killed_and_resumed_run_has_one_record_with_every_step_once(corpus, tmp_path, every_n_steps):
-    output, form = tmp_path / "output", LegacyFormat("ckpt")
-    options = callbacks({"type": "LossScaleMonitor", "every_n_steps": every_n_steps})
-    options |= {"runner_wrapper.scale_sense.history_size": every_n_steps}
-    with TrainingRun(output, corpus, options) as killed:
-        killed.wait_until(lambda: form.newest_complete(output) == SAVED_AT)
-    record = output / "loss_scale_record.jsonl"
-    # The record is never behind a checkpoint.
-    before = read_record(record)
-    assert [line["step"] for line in before] == list(range(1, len(before) + 1))
-    assert SAVED_AT <= len(before) < LAST
-    resumed = TrainingRun(output, corpus, options | form.resume_options(output)).wait()
-    assert_is_what_happened(read_record(record), killed.steps() | resumed.steps())
-    superseded = f"went on to step {len(before)}: the steps after {SAVED_AT} are taken out"
-    assert resumed.text().count(superseded) == (len(before) > SAVED_AT)
-
-
-def test_a_run_that_is_looked_at_every_7th_step_leaves_every_step(corpus, tmp_path):
-    output, scalars = tmp_path / "output", tmp_path / "scalars"
-    options = callbacks(
-        {"type": "LossScaleMonitor", "every_n_steps": 7, "record_path": str(tmp_path / "it.jsonl")}, 1000
-    )
-    options |= {"runner_wrapper.scale_sense.history_size": 7, "tensorboard.tensorboard_dir": scalars}
-    run = TrainingRun(output, corpus, options).wait()
-    lines = read_record(tmp_path / "it.jsonl")
-    assert_is_what_happened(lines, run.steps())
-    # Beside the scalars of MindFormers.
-    written = read_scalars(scalars / "rank_0")
-    assert written["loss"].keys() == run.steps().keys()
-    windows = {line["step"]: line["scale_window"] for line in lines}
-    assert written["loss_scaling/scale_window"] == windows
-    changes = sum(windows[step] != windows.get(step - 1, 1) for step in windows)
-    assert 0 < changes <= run.text().count("Loss scaling: at step")
-
-
-@pytest.mark.parametrize("form", [LegacyFormat("ckpt"), CheckpointSection()], ids=["legacy", "checkpoint section"])
-def test_a_run_that_is_stopped_says_how_to_resume_and_that_works(corpus, tmp_path, form):
-    output = tmp_path / "output"
-    options = {"callbacks.2": "{type: LossScaleMonitor, every_n_steps: 9}", **form.save_options(output, 10, 2)}
-    options |= {"runner_wrapper.scale_sense.history_size": 9}
-    with TrainingRun(output, corpus, options) as stopped:
-        stopped.wait_until(lambda: form.newest_complete(output) == 10)
-        stopped.process.send_signal(signal.SIGTERM)
-        assert stopped.process.wait(60) == -signal.SIGTERM
-    [(step, remedy)] = re.findall(r"Training was stopped by SIGTERM after step (\d+)\. (.*)", stopped.text())
-    assert 10 <= int(step) <= LAST
+def stop_after_saving(run, form, output, step):
+    """Stop a run by SIGTERM once it has saved a step; see that it says how to resume from there."""
+    run.wait_until(lambda: form.newest_complete(output) == step)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(60) == -signal.SIGTERM
+    [(stopped_after, remedy)] = re.findall(r"Training was stopped by SIGTERM after step (\d+)\. (.*)", run.text())
+    assert step <= int(stopped_after) <= LAST
     asked_for = {key: str(value) for key, value in form.resume_options(output).items() if key != "load_ckpt_format"}
     for key, value in asked_for.items():
         assert f"'{key}'" in remedy
         assert value in remedy
+
+
+def test_a_run_that_is_killed_then_stopped_and_resumed_twice_has_one_record_with_every_step_once(corpus, tmp_path):
+    output, record, form = tmp_path / "output", tmp_path / "it.jsonl", LegacyFormat("ckpt")
+    options = callbacks({"type": "LossScaleMonitor", "every_n_steps": 9, "record_path": str(record)})
+    options |= {"runner_wrapper.scale_sense.history_size": 9}
+    with TrainingRun(output, corpus, options) as killed:
+        killed.wait_until(lambda: form.newest_complete(output) == SAVED_EVERY)
+    # The record is never behind a checkpoint.
+    before = read_record(record)
+    assert [line["step"] for line in before] == list(range(1, len(before) + 1))
+    assert SAVED_EVERY <= len(before) < LAST
+
+    options |= form.resume_options(output)
+    with TrainingRun(output, corpus, options) as stopped:
+        stop_after_saving(stopped, form, output, 2 * SAVED_EVERY)
+    superseded = f"went on to step {len(before)}: the steps after {SAVED_EVERY} are taken out"
+    assert stopped.text().count(superseded) == (len(before) > SAVED_EVERY)
+
+    scalars = tmp_path / "scalars"
+    last = TrainingRun(output, corpus, options | {"tensorboard.tensorboard_dir": scalars}).wait()
+    lines = read_record(record)
+    assert_is_what_happened(lines, killed.steps() | stopped.steps() | last.steps())
+    # Beside the scalars of MindFormers.
+    written = read_scalars(scalars / "rank_0")
+    assert written["loss"].keys() == last.steps().keys() == set(range(2 * SAVED_EVERY + 1, LAST + 1))
+    windows = {line["step"]: line["scale_window"] for line in lines}
+    assert written["loss_scaling/scale_window"] == {step: windows[step] for step in last.steps()}
+    changes = sum(windows[step] != windows[step - 1] for step in last.steps())
+    assert 0 < changes <= last.text().count("Loss scaling: at step")
+
+
+def test_a_run_that_saves_by_the_checkpoint_section_says_how_to_resume_and_that_works(corpus, tmp_path):
+    output, form = tmp_path / "output", CheckpointSection()
+    options = {"callbacks.2": "{type: LossScaleMonitor, every_n_steps: 9}", **form.save_options(output, SAVED_EVERY, 2)}
+    options |= {"runner_wrapper.scale_sense.history_size": 9}
+    with TrainingRun(output, corpus, options) as stopped:
+        stop_after_saving(stopped, form, output, SAVED_EVERY)
     resumed = TrainingRun(output, corpus, options | form.resume_options(output)).wait()
     assert_is_what_happened(read_record(output / "loss_scale_record.jsonl"), stopped.steps() | resumed.steps())

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import study
 from conftest import ROOT
+from pages import ENGLISH_DOCS, tables
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
@@ -107,25 +108,36 @@ BARS = {
 }
 
 
-def check_bars(results):
-    assert results.keys() == BARS.keys()
+# The tests of the whole study share it in one worker.
+WHOLE = pytest.mark.xdist_group("guided study")
+
+
+@pytest.fixture(scope="module")
+def whole_study():
+    return guided_study.guided_study(steps=10_000, seeds=5)
+
+
+@WHOLE
+def test_guided_costs_less_than_the_best_fixed_window(whole_study):
+    assert whole_study.keys() == BARS.keys()
     for group, (single, by_kind) in BARS.items():
         for rate, most, most_by_kind in zip(guided_study.RATES, single, by_kind, strict=True):
-            mean = results[group][guided_study.MEAN][rate]
+            mean = whole_study[group][guided_study.MEAN][rate]
             assert mean["share"] <= most, (group, rate)
             assert mean["mean share"] <= most_by_kind, (group, rate)
-    shares = {kind: row[1.0]["share"] for kind, row in results[guided_study.EXACT].items()}
+    shares = {kind: row[1.0]["share"] for kind, row in whole_study[guided_study.EXACT].items()}
     assert len(shares) == 9
     assert max(shares.values()) <= 1.0, shares
 
 
-def test_guided_costs_less_than_the_best_fixed_window():
-    check_bars(guided_study.guided_study(steps=10_000, seeds=2))
-
-
-@pytest.mark.slow
-def test_guided_costs_less_than_the_best_fixed_window_on_all_seeds():
-    check_bars(guided_study.guided_study(steps=10_000, seeds=5))
+@WHOLE
+def test_figures_of_the_page_are_those_of_the_guided_study(whole_study):
+    columns, *rows = guided_study.guided_rows(whole_study)
+    # The rows of means, and below them those where the best window costs less at a rate of 1.
+    means = [row for row in rows if row[1] == guided_study.MEAN]
+    loses = [row for row in rows if row not in means and float(row[4]) > 1]
+    shown = [table for table in tables(ENGLISH_DOCS / "study.md") if table[0] == columns]
+    assert [table[2:] for table in shown] == [means, loses]
 
 
 def test_figures_of_the_guided_study_are_those_of_direct_calls():

@@ -117,7 +117,7 @@ def test_quick_run_prints_tables_and_draws(run_python, tmp_path):
     printed = run_python(ROOT / "scripts" / "worth_it.py", *arguments).stdout
     result = json.loads((tmp_path / "worth.json").read_text())
     [task] = result["tasks"]
-    assert (task["steps"], list(task["ways"])) == (30, [FP32, UNSCALED, GUIDED])
+    assert (task["steps"], list(task["ways"])) == (30, [FP32, UNSCALED, ADAPTIVE])
     assert "\n".join(table(task)) in printed
     assert printed.startswith("MindSpore ")
     assert printed.splitlines()[-1] == "Drawn: worth.svg"
