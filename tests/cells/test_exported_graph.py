@@ -6,6 +6,7 @@ import re
 import mindformers
 import mindspore
 import pytest
+from conftest import mindspore_mode
 from exported_graph import BOOKKEEPING, ExportedGraph, export_update_cell
 from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindspore import Parameter, Tensor, nn, ops
@@ -37,9 +38,10 @@ PLAIN_CONSTANTS = {("INT64", "Gather", 2), ("INT64", "Gather", 3), ("INT64", "Ca
 REFERENCE_PAIR = (mindspore.__version__, mindformers.__version__) == ("2.9.0", "1.9.0")
 
 
-@pytest.fixture(params=CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
-def graph(request, graph_mode):
-    return export_update_cell(AdaptiveLossScaleUpdateCell(**ARGUMENTS, **request.param))
+@pytest.fixture(scope="module", params=CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
+def graph(request):
+    with mindspore_mode("graph"):
+        return export_update_cell(AdaptiveLossScaleUpdateCell(**ARGUMENTS, **request.param))
 
 
 def control_flow(graph):
