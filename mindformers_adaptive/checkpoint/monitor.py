@@ -95,7 +95,8 @@ class CheckpointMonitor(stock.CheckpointMonitor):
     def end(self, run_context):
         """Save the last checkpoint, and note it when it is complete."""
         super().end(run_context)
-        if self.use_legacy_format and self._config.async_save and not self.meta_updated:
+        # MindFormers before 1.7 has no other format.
+        if getattr(self, "use_legacy_format", True) and self._config.async_save and not self.meta_updated:
             self.record_last_ckpt_to_json(self.last_epoch_num, self.last_step_num_in_epoch, self.last_ckpoint_file)
             self.meta_updated = True
 

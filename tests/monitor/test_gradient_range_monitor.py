@@ -106,6 +106,7 @@ def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path
 
 
 def test_norm_in_tensorboard_is_that_of_mindformers_in_the_same_step(graph_mode, tmp_path):
+    pytest.importorskip("mindformers.utils.parameter_register", reason="MindFormers before 1.7 has no sums")
     norms = []
 
     class Norms(Callback):

@@ -94,7 +94,7 @@ def test_programs_of_mindspores_guide_run_after_the_one_line(graph_mode, monkeyp
 
 def test_functional_example_follows_the_rule(capfd):
     # As it stands: it sets nothing but the seed of MindSpore.
-    with mindspore_mode("pynative"):
+    with mindspore_mode("asynchronous"):
         runpy.run_path(str(EXAMPLES / "functional_training.py"))
     printed = capfd.readouterr().out
     rows = re.findall(r"^ *(\d+) +[\d.]+ +(True|False) +2\^(\d+) +(\d+)$", printed, re.MULTILINE)

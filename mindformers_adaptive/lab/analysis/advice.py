@@ -4,7 +4,7 @@ Costs are counted in skipped steps; 1000 steps that lose a bit of headroom each 
 :func:`~mindformers_adaptive.lab.replay.measures.cost`. Candidates are replayed on the run's own trace, with
 :func:`~mindformers_adaptive.lab.analysis.evidence.lifted` ceilings. Advice is given where that saves more than two
 skipped steps, which Megatron-LM and others tolerate anyway. Windows and hysteresis are judged only where the log knows
-which steps were skipped.
+which steps were skipped, and not for a rule that follows the gradients, which has neither.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ _HELD = DEFAULT_MIN_SCALE_WINDOW
 
 # LossScaleMonitor's default for overflows in a row. At one and the same scale fewer prove it.
 _COLLAPSE, _COLLAPSE_AT_ONE_SCALE = 50, 10
-
 # The share of steps that the log has to know for windows and hysteresis to be judged; tune() calls that "known".
 _KNOWN = 0.9
 
@@ -98,11 +97,8 @@ def advise(
         scale = np.append(np.full(reached, start.settings["loss_scale_value"]), scale[reached:])
     recorded = measure(trace, np.append(scale, scale[-1]))
     usable = scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
-    advice = [collapse, start]
-    # A rule that follows the gradients has neither windows nor hysteresis.
     guided = run.largest_gradient is not None
-    if not guided:
-        advice.append(_short_run(run, changes))
+    advice = [collapse, start, None if guided else _short_run(run, changes)]
     if collapse is not None or guided or not len(usable):
         return [one for one in advice if one is not None], None
     if start is None:
