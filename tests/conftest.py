@@ -1,6 +1,7 @@
 """What several tests share: the modes of MindSpore, the corpus of the demo, and commands run as a user would."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -31,6 +32,16 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
                 raise pytest.UsageError("This pytest-xdist cannot group the tests of this pytest: see requirements.txt")
+
+
+def pytest_collection_finish(session):
+    """Leave the modules that are there by now to themselves when garbage is collected.
+
+    MindSpore collects garbage before it compiles a graph, and would look through some hundred thousand objects of its
+    own each time, which takes as long as to compile a small graph.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager
