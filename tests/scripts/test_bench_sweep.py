@@ -11,7 +11,6 @@ from mindformers_adaptive.lab.replay.sweep import sweep
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_sweep_is_as_fast_as_promised_and_equals_the_rule(run_python):
     result = json.loads(run_python(ROOT / "scripts" / "bench_sweep.py", "--json").stdout)
     assert result["missed"] == []

@@ -2,11 +2,10 @@
 
 import ast
 import re
-import runpy
 
 import numpy as np
 import pytest
-from conftest import ROOT, mindspore_mode
+from conftest import ROOT
 from examples import lenet5_managers
 from lenet5 import LeNet5, create_dataset
 from mindspore import DynamicLossScaleManager, FixedLossScaleManager, Model, nn
@@ -92,11 +91,8 @@ def test_programs_of_mindspores_guide_run_after_the_one_line(graph_mode, monkeyp
     assert not np.array_equal(network.fc3.weight.asnumpy(), before)
 
 
-def test_functional_example_follows_the_rule(capfd):
-    # As it stands: it sets nothing but the seed of MindSpore.
-    with mindspore_mode("asynchronous"):
-        runpy.run_path(str(EXAMPLES / "functional_training.py"))
-    printed = capfd.readouterr().out
+def test_functional_example_follows_the_rule(run_python):
+    printed = run_python(EXAMPLES / "functional_training.py").stdout
     rows = re.findall(r"^ *(\d+) +[\d.]+ +(True|False) +2\^(\d+) +(\d+)$", printed, re.MULTILINE)
     assert [int(step) for step, *_ in rows] == list(range(1, 33))
     overflows = [overflow == "True" for _, overflow, _, _ in rows]
