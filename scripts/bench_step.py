@@ -34,6 +34,14 @@ NAMES = (
     "adaptive, history_size=100",
     "guided",
 )
+# Update cells by their names in bench_update_cell.py; whole steps differ by more than these cost, so they are also
+# measured alone.
+UPDATES = {
+    "mindspore_dynamic": DYNAMIC,
+    "mindformers_adaptive": "MindFormers' adaptive",
+    "ours": "adaptive",
+    "guided": "guided",
+}
 QUICK_NAMES, QUICK_ROUNDS = (DYNAMIC, "adaptive"), 4
 
 
@@ -67,6 +75,7 @@ def measure(arguments):
     import mindformers
     import mindspore
     from bench_detection import COUNTS, ELEMENTS, measure_detection
+    from bench_update_cell import measure as measure_updates
     from worth_llama import Llama
 
     task = Llama(steps=10_000, seq_length=arguments.seq_length)
@@ -89,6 +98,7 @@ def measure(arguments):
         "seq_length": task.model["seq_length"],
         "modes": modes,
         "parts": parts_of_a_step(task, max(3, rounds // 5)),
+        "updates": measure_updates(rounds, 100, list(UPDATES))["cells"],
         "elements": elements,
         "detection": measure_detection(max(3, rounds // 10), elements, tensors),
     }
@@ -260,7 +270,21 @@ def report(result):
         yield f"| {label.get(name, name)} | {(taken - before) / whole:.0%} |"
         before = taken
     yield ""
+    yield f"An update alone, in a graph of its own, above one of {DYNAMIC} cell, as a share of the whole step:"
+    yield ""
+    yield "| update cell | share |"
+    yield "|---|---|"
+    for name, share in update_shares(result).items():
+        yield f"| {name} | {share:.2%} |"
+    yield ""
     yield from detection_table(result["detection"], result["elements"])
+
+
+def update_shares(result):
+    """Return what an update takes above one of the dynamic cell, as a share of the whole step, by way of scaling."""
+    taken = {label: result["updates"][name]["microseconds"] / 1e3 for name, label in UPDATES.items()}
+    whole = result["parts"]["whole step, dynamic"]
+    return {label: (time - taken[DYNAMIC]) / whole for label, time in taken.items() if label != DYNAMIC}
 
 
 if __name__ == "__main__":

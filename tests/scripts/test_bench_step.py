@@ -5,7 +5,7 @@ import math
 
 import pytest
 from bench_detection import ALL_FINITE, EMPTY, LARGEST, NUMPY, PLAIN, detection_table
-from bench_step import DYNAMIC, GRADIENTS, QUICK_NAMES, extra_percent, report
+from bench_step import DYNAMIC, GRADIENTS, QUICK_NAMES, extra_percent, report, update_shares
 from conftest import ROOT
 
 SCRIPT = ROOT / "scripts" / "bench_step.py"
@@ -43,6 +43,8 @@ def test_quick_run_prints_what_it_measured(run_python, tmp_path):
     assert all(len(taken[name]) == 4 and min(taken[name]) > 0 for name in QUICK_NAMES)
     assert 0 < result["parts"]["forward"] < result["parts"]["whole step, dynamic"]
     assert all(math.isfinite(extra_percent(taken, name)[0]) for name in taken)
+    # The step is that of a smaller model than the demo's.
+    assert update_shares(result)["adaptive"] <= 0.01
     assert printed.splitlines() == list(report({**result, "detection": by_count(result["detection"])}))
 
 
