@@ -72,7 +72,7 @@ def test_a_run_that_is_killed_then_stopped_and_resumed_twice_has_one_record_with
         saved = form.newest_complete(output)
         return saved is not None and len(read_record(record)) > saved
 
-    with TrainingRun(output, corpus, options, compiled=tmp_path / "compiled") as killed:
+    with TrainingRun(output, corpus, options) as killed:
         killed.wait_until(is_ahead_of_its_checkpoint)
     saved, before = form.newest_complete(output), read_record(record)
     assert [line["step"] for line in before] == list(range(1, len(before) + 1))
@@ -80,15 +80,13 @@ def test_a_run_that_is_killed_then_stopped_and_resumed_twice_has_one_record_with
     assert saved < len(before) < LAST
 
     options |= form.resume_options(output)
-    with TrainingRun(output, corpus, options, compiled=tmp_path / "compiled") as stopped:
+    with TrainingRun(output, corpus, options) as stopped:
         stop_after_saving(stopped, form, output, saved + SAVED_EVERY)
     superseded = f"went on to step {len(before)}: the steps after {saved} are taken out"
     assert stopped.text().count(superseded) == 1
 
     scalars = tmp_path / "scalars"
-    last = TrainingRun(
-        output, corpus, options | {"tensorboard.tensorboard_dir": scalars}, compiled=tmp_path / "compiled"
-    ).wait()
+    last = TrainingRun(output, corpus, options | {"tensorboard.tensorboard_dir": scalars}).wait()
     lines = read_record(record)
     assert_is_what_happened(lines, killed.steps() | stopped.steps() | last.steps())
     # Beside the scalars of MindFormers.
@@ -104,7 +102,7 @@ def test_a_run_that_saves_by_the_checkpoint_section_says_how_to_resume_and_that_
     output, form = tmp_path / "output", CheckpointSection()
     options = {"callbacks.2": "{type: LossScaleMonitor, every_n_steps: 9}", **form.save_options(output, SAVED_EVERY, 2)}
     options |= {"runner_wrapper.scale_sense.history_size": 9}
-    with TrainingRun(output, corpus, options, compiled=tmp_path / "compiled") as stopped:
+    with TrainingRun(output, corpus, options) as stopped:
         stop_after_saving(stopped, form, output, SAVED_EVERY)
-    resumed = TrainingRun(output, corpus, options | form.resume_options(output), compiled=tmp_path / "compiled").wait()
+    resumed = TrainingRun(output, corpus, options | form.resume_options(output)).wait()
     assert_is_what_happened(read_record(output / "loss_scale_record.jsonl"), stopped.steps() | resumed.steps())
