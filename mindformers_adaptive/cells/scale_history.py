@@ -1,7 +1,9 @@
 """The last steps of an update cell, kept on the device for a host that does not see every step."""
 
 import itertools
+import os
 
+import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
@@ -91,4 +93,13 @@ class ScaleHistory(nn.Cell):
 def require_history_size(history_size):
     """Return the argument of the update cell as an int, or raise TypeError or ValueError."""
     remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
-    return require_integer("history_size", history_size, 0, remedy, unit="number of steps")
+    size = require_integer("history_size", history_size, 0, remedy, unit="number of steps")
+    if size > 0 and (
+        os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or mindspore.get_context("enable_compile_cache")
+    ):
+        raise ValueError(
+            "'history_size' must be 0 while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
+            f"enable_compile_cache), but got {size}: a graph from there does not write this history. Switch one of "
+            "both off."
+        )
+    return size

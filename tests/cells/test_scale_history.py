@@ -199,3 +199,11 @@ def build_train_step(history_size):
 
 def batch(value):
     return Tensor(np.full((4, 3), value, np.float32)), Tensor(np.zeros((4, 2), np.float32))
+
+
+def test_it_is_refused_where_compiled_graphs_are_kept(monkeypatch):
+    # A launch that took its graph from there had 14 of 20 steps in its record, and wrong ones.
+    monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
+    with pytest.raises(ValueError, match=r"'history_size' must be 0 while MindSpore keeps compiled graphs.*but got 3"):
+        AdaptiveLossScaleUpdateCell(2**16, 2, 20, history_size=3)
+    AdaptiveLossScaleUpdateCell(2**16, 2, 20)
