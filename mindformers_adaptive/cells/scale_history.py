@@ -94,9 +94,8 @@ def require_history_size(history_size):
     """Return the argument of the update cell as an int, or raise TypeError or ValueError."""
     remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
     size = require_integer("history_size", history_size, 0, remedy, unit="number of steps")
-    if size > 0 and (
-        os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or mindspore.get_context("enable_compile_cache")
-    ):
+    kept = os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or mindspore.get_context("enable_compile_cache")
+    if size > 0 and kept:
         raise ValueError(
             "'history_size' must be 0 while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
             f"enable_compile_cache), but got {size}: a graph from there does not write this history. Switch one of "
