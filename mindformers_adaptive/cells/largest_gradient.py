@@ -8,16 +8,28 @@ from mindformers_adaptive.rule.checks import LARGEST_FLOAT32
 
 __all__ = ["ClipAfter", "LargestGradient"]
 
+_magnitude = ops.MultitypeFuncGraph("magnitude")
 _largest = ops.MultitypeFuncGraph("largest")
+_sum = ops.MultitypeFuncGraph("sum")
+
+
+@_magnitude.register("Tensor")
+def _magnitudes_of(gradient):
+    return ops.Abs()(ops.cast(gradient, mstype.float32))
 
 
 @_largest.register("Tensor")
-def _largest_magnitude(gradient):
-    return ops.ReduceMax()(ops.Abs()(ops.cast(gradient, mstype.float32)))
+def _largest_of(magnitudes):
+    return ops.ReduceMax()(magnitudes)
+
+
+@_sum.register("Tensor")
+def _sum_of(magnitudes):
+    return ops.ReduceSum()(magnitudes)
 
 
 class LargestGradient(nn.Cell):
-    """Assigns the largest absolute value of the gradients to an update cell, in one pass over them.
+    """Assigns the largest absolute value of the gradients to an update cell.
 
     Args:
         update_cell (Cell): has the Parameter ``largest_gradient`` and, if it keeps the largest gradient of each
@@ -50,6 +62,7 @@ class LargestGradient(nn.Cell):
         self.stack = ops.Stack()
         self.reduce_max = ops.ReduceMax()
         self.less_equal = ops.LessEqual()
+        self.logic_and = ops.LogicalAnd()
         self.logic_not = ops.LogicalNot()
         self.select = ops.Select()
         self.assign = ops.Assign()
@@ -62,11 +75,16 @@ class LargestGradient(nn.Cell):
             self.processes = get_group_size()
 
     def construct(self, gradients):
-        each = self.stack(self.hyper_map(_largest, gradients))
+        magnitudes = self.hyper_map(_magnitude, gradients)
+        each = self.stack(self.hyper_map(_largest, magnitudes))
+        # ReduceMax on CPU drops a NaN that is not the first element; a sum of magnitudes is NaN for no other reason.
+        sums = self.stack(self.hyper_map(_sum, magnitudes))
+        without_nan = self.less_equal(sums, self.infinite)
         if self.is_divided:
             each = each * self.divisor
-        # NaN becomes inf: a maximum over processes may drop a NaN.
-        each = self.select(self.less_equal(each, self.largest_float32), each, self._full_like(each))
+        # NaN becomes inf, which no maximum drops.
+        is_finite = self.logic_and(self.less_equal(each, self.largest_float32), without_nan)
+        each = self.select(is_finite, each, self._full_like(each))
         if not self.keeps_each:
             each = self.reshape(self.reduce_max(each), (1,))
         if self.is_distributed:

@@ -9,6 +9,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.largest_gradient import ClipAfter, LargestGradient
+from mindformers_adaptive.cells.overflow_on_cpu import has_inf_or_nan
 from mindformers_adaptive.cells.saved_state import SavedState
 from mindformers_adaptive.rule.restored_state import repair_loss_scale
 
@@ -148,7 +149,7 @@ class LossScaleTrainStep:
         Returns:
             Tensor, bool of shape ().
         """
-        overflow = self.logic_not(amp.all_finite(compute_output))
+        overflow = has_inf_or_nan(compute_output)
         if self.is_distributed:
             # float32, because AllReduce on CPU takes neither bool nor integers.
             overflow = self.less_equal(self.base, self.allreduce(ops.cast(overflow, mstype.float32)))

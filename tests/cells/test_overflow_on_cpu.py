@@ -1,0 +1,59 @@
+"""An inf or a NaN anywhere in the gradients is seen, by the detection on a CPU and by the pass for the largest."""
+
+import itertools
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Tensor, amp, nn, ops
+
+from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.cells.largest_gradient import LargestGradient
+from mindformers_adaptive.cells.overflow_on_cpu import has_inf_or_nan
+
+SHAPES = [(2, 3), (), (5,), (40, 70)]
+# The largest numbers and the smallest that are no overflow, beside those that are.
+FINITE = [0.0, -0.0, 1e-45, 3.4028235e38, -3.4028235e38]
+NOT_FINITE = [np.inf, -np.inf, np.nan, -np.nan]
+
+
+class Detection(nn.Cell):
+    """What both ways of this package and MindSpore's say of the same gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.update_cell = GradientGuidedLossScaleUpdateCell(2**10, keep_each_largest=True)
+        self.update_cell.expect_largest_gradient([f"weight {number}" for number in range(len(SHAPES))])
+        self.largest_gradient = LargestGradient(self.update_cell)
+
+    def construct(self, gradients):
+        return has_inf_or_nan(gradients), self.largest_gradient(gradients), ops.logical_not(amp.all_finite(gradients))
+
+
+def gradients_of(dtype, value, place, at):
+    arrays = [np.random.default_rng(7).normal(size=shape).astype(np.float32) for shape in SHAPES]
+    arrays[place].reshape(-1)[at] = value
+    return mindspore.mutable(tuple(Tensor(array, dtype) for array in arrays))
+
+
+def elements(size):
+    return sorted({0, 1, size // 2, size - 1} & set(range(size)))
+
+
+PLACES = [(place, at) for place, shape in enumerate(SHAPES) for at in elements(int(np.prod(shape)))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_inf_or_nan_anywhere_is_an_overflow_and_no_finite_number_is(mode, dtype):
+    detection = Detection()
+    largest_of = {"float32": np.finfo(np.float32).max, "float16": 65504.0}[dtype]
+    finite = [float(np.clip(value, -largest_of, largest_of)) for value in FINITE]
+    seen = set()
+    for value, (place, at) in itertools.product(finite + NOT_FINITE, PLACES):
+        gradients = gradients_of(getattr(mindspore, dtype), value, place, at)
+        answers = {bool(answer) for answer in detection(gradients)}
+        assert answers == {not np.isfinite(value)}, (value, place, at)
+        named = detection.update_cell.overflowed_parameters()
+        assert named == ([] if np.isfinite(value) else [f"weight {place}"])
+        seen |= answers
+    assert seen == {True, False}
