@@ -2,7 +2,7 @@
 
     python scripts/bench_step.py
 
-In every round each way of scaling takes one step, in rotating order, so that what else the machine does falls on all
+In every round each way of scaling takes one step, in random order, so that what else the machine does falls on all
 of them. The extra cost of a way is the median over the rounds of its time against that of MindSpore's dynamic cell in
 the same round, in percent of a step. Also where the time of a step goes, and what the overflow detection costs.
 """
@@ -20,7 +20,7 @@ from argument_types import positive
 from mindformers_adaptive.text.atomic_file import atomic_write
 from mindformers_adaptive.text.json_text import json_text
 
-DYNAMIC = "MindSpore's dynamic"
+DYNAMIC, AGAIN = "MindSpore's dynamic", "MindSpore's dynamic, another time"
 GRADIENTS = "adaptive, GradientRangeMonitor every 100 steps"
 # Low enough for the adaptive cell to raise it for many rounds without an overflow, whose step would be shorter.
 START, HISTORY, LOOK_EVERY = 2.0**6, 100, 100
@@ -28,6 +28,7 @@ NAMES = (
     "no scaling",
     "fixed",
     DYNAMIC,
+    AGAIN,
     "MindFormers' adaptive",
     "adaptive",
     "adaptive, LossScaleMonitor",
@@ -106,6 +107,7 @@ def measure(arguments):
 
 def steps_in_turns(task, names, rounds):
     """Return by way of scaling the times of its steps, and of GRADIENTS those of its looks, in milliseconds."""
+    import numpy as np
     from mindspore import dtype as mstype
 
     network = task.network(mstype.float16, 0)
@@ -115,13 +117,12 @@ def steps_in_turns(task, names, rounds):
         look = look_function(task, network, folder)
         for way in (*ways.values(), *ways.values(), look):
             way(batch(0))  # compiles, and reaches all memory once
-        taken, names = {name: [] for name in ways}, list(ways)
+        taken, order = {name: [] for name in ways}, np.random.default_rng(0)
         gc.collect()
         gc.disable()
         try:
             for count in range(rounds):
-                first = count % len(names)
-                for name in names[first:] + names[:first]:
+                for name in order.permutation(names):
                     taken[name].append(milliseconds(ways[name], batch(count)))
             taken[GRADIENTS] = [milliseconds(look, batch(count)) for count in range(max(2, rounds // 20))]
         finally:
@@ -149,6 +150,7 @@ def update_cell(name):
         "adaptive, history_size=100": lambda: wrapper.AdaptiveLossScaleUpdateCell(START, 2, 20, history_size=HISTORY),
         "guided": lambda: wrapper.GradientGuidedLossScaleUpdateCell(START),
     }
+    cells[AGAIN] = cells[DYNAMIC]
     return cells.get(name, lambda: wrapper.AdaptiveLossScaleUpdateCell(START, 2, 20))()
 
 

@@ -157,6 +157,25 @@ def run_python(tmp_path):
     return run
 
 
+@pytest.fixture
+def run_forked(tmp_path, tmp_path_factory):
+    """As ``run_python``, for a script, in a process that has imported MindSpore and MindFormers already."""
+    from launched import ForkedRun
+
+    def run(script, *arguments, expect_exit=0, timeout=600, **environment):
+        folder = tmp_path_factory.mktemp("printed")
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        command, output, errors = list(map(str, [script, *arguments])), folder / "stdout", folder / "stderr"
+        process = ForkedRun(command, tmp_path, {**os.environ, "PYTHONPATH": path, **environment}, output, errors)
+        finished = subprocess.CompletedProcess(
+            command, process.wait(timeout), stdout=output.read_text(), stderr=errors.read_text()
+        )
+        assert finished.returncode == expect_exit, (finished.stdout + finished.stderr)[-5000:]
+        return finished
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """The folder of a small byte corpus in MindRecord: 64 samples of 33 bytes."""

@@ -6,7 +6,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.guided_state import GuidedCellState
 from mindformers_adaptive.cells.saved_state import read_restored_scale
-from mindformers_adaptive.cells.scale_history import ScaleHistory, require_history_size
+from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs, require_history_size
 from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, require_flag
 from mindformers_adaptive.rule.guided_names import COUNTERS
 from mindformers_adaptive.rule.guided_rule import (
@@ -68,7 +68,7 @@ class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpda
             MindSpore's cells.
         keep_each_largest (bool): whether to keep the largest gradient of each Parameter of the last step, for
             :meth:`overflowed_parameters` and for ``LossScaleMonitor``, which then names the Parameters with inf or NaN
-            when a step overflows. Default: False.
+            when a step overflows. Refused where MindSpore keeps compiled graphs. Default: False.
 
     Inputs:
         - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
@@ -118,6 +118,8 @@ class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpda
         super().__init__(start.loss_scale, scale_factor, start.scale_window)
         self.rule = rule
         self.keep_each_largest = require_flag("keep_each_largest", keep_each_largest)
+        if self.keep_each_largest:
+            refuse_kept_graphs("keep_each_largest", "False", keep_each_largest)
         self._make_state(start)
         self.keeps_history = history_size > 0
         if self.keeps_history:

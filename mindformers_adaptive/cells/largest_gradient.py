@@ -1,6 +1,6 @@
 """The largest absolute gradient of a step, for an update cell that follows the gradients."""
 
-from mindspore import Parameter, Tensor, context, nn, ops
+from mindspore import Tensor, context, nn, ops
 from mindspore import dtype as mstype
 from mindspore.communication import get_group_size
 
@@ -53,9 +53,6 @@ class LargestGradient(nn.Cell):
         if self.keeps_each:
             object.__setattr__(self, "each_largest", update_cell.each_largest)
         self.is_divided = is_divided
-        if is_divided:
-            divisor = Parameter(Tensor(1.0, mstype.float32), name="gradient_divisor", requires_grad=False)
-            object.__setattr__(self, "divisor", divisor)
         self.is_distributed = is_distributed
         self.on_cpu = context.get_context("device_target") == "CPU"
         self.hyper_map = ops.HyperMap()
@@ -81,7 +78,7 @@ class LargestGradient(nn.Cell):
         sums = self.stack(self.hyper_map(_sum, magnitudes))
         without_nan = self.less_equal(sums, self.infinite)
         if self.is_divided:
-            each = each * self.divisor
+            each = each * self.largest_gradient
         # NaN becomes inf, which no maximum drops.
         is_finite = self.logic_and(self.less_equal(each, self.largest_float32), without_nan)
         each = self.select(is_finite, each, self._full_like(each))
@@ -99,7 +96,8 @@ class LargestGradient(nn.Cell):
 
     def keep_divisor(self, divisor):
         """Remember what the gradients of this step are divided by, a Tensor of one element."""
-        self.assign(self.divisor, self.reshape(ops.cast(divisor, mstype.float32), ()))
+        # Until they are measured. A Parameter of no cell is not written by a graph from MindSpore's compile cache.
+        self.assign(self.largest_gradient, self.reshape(ops.cast(divisor, mstype.float32), ()))
 
     def _full_like(self, each):
         return ops.broadcast_to(self.infinite, each.shape)

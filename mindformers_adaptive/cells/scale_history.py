@@ -10,7 +10,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.rule.checks import require_integer
 
-__all__ = ["ScaleHistory", "require_history_size"]
+__all__ = ["ScaleHistory", "refuse_kept_graphs", "require_history_size"]
 
 _SCALES = ("loss_scale", "next_loss_scale")
 
@@ -94,11 +94,22 @@ def require_history_size(history_size):
     """Return the argument of the update cell as an int, or raise TypeError or ValueError."""
     remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
     size = require_integer("history_size", history_size, 0, remedy, unit="number of steps")
-    kept = os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or mindspore.get_context("enable_compile_cache")
-    if size > 0 and kept:
+    if size > 0:
+        refuse_kept_graphs("history_size", "0", size)
+    return size
+
+
+def refuse_kept_graphs(name, off, value):
+    """Raise ValueError where MindSpore keeps compiled graphs: one from there leaves a Parameter of no cell as it is.
+
+    Args:
+        name (str): the argument of the update cell that needs such a Parameter.
+        off (str): its value for none.
+        value (object): the value that was given.
+    """
+    if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or mindspore.get_context("enable_compile_cache"):
         raise ValueError(
-            "'history_size' must be 0 while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
-            f"enable_compile_cache), but got {size}: a graph from there does not write this history. Switch one of "
+            f"'{name}' must be {off} while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
+            f"enable_compile_cache), but got {value}: a graph from there does not write what this keeps. Switch one of "
             "both off."
         )
-    return size

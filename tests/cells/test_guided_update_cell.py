@@ -115,7 +115,6 @@ class Pass(nn.Cell):
         if update_cell.each_largest is not None:
             # Only for the export, which takes no Parameter that belongs to no cell.
             self.insert_param_to_cell("each_largest", update_cell.each_largest)
-        self.insert_param_to_cell("gradient_divisor", self.measure.divisor)
 
     def construct(self, first, second):
         return self.measure((first, second))

@@ -187,9 +187,11 @@ sys.exit(main([*arguments, *(f"{key}={value}" for key, value in options.items())
 
 
 @pytest.mark.slow
-def test_demo_started_from_the_found_scale_skips_at_most_one_of_100_steps(run_python, tmp_path):
+def test_demo_started_from_the_found_scale_skips_at_most_one_of_100_steps(run_forked, tmp_path):
     corpus = write_corpus(tmp_path / "corpus", samples=800)
-    run_python("-c", FIND_AND_TRAIN, ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", corpus)
+    script = tmp_path / "find_and_train.py"
+    script.write_text(FIND_AND_TRAIN)
+    run_forked(script, ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", corpus)
     found = json.loads((tmp_path / "found.json").read_text())
     assert 2**12 <= found["loss_scale_value"] == found["ceiling"] / 2**DEFAULT_MARGIN
     record = read_record(tmp_path / "run" / "loss_scale_record.jsonl")

@@ -4,18 +4,15 @@ import contextlib
 import json
 import os
 import re
-import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import mindspore
 import numpy as np
 import psutil
 from conftest import ROOT
+from launched import ForkedRun, free_port, started, with_this_python
 
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.rule import guided_names
@@ -181,30 +178,20 @@ class TrainingRun:
             **{f"runner_wrapper.scale_sense.{key}": value for key, value in _SCALE_SENSE.items()},
             **options,
         }
-        programs = Path(sys.executable).parent
-        command = [sys.executable, ROOT / "scripts" / "run_mindformer.py"]
-        environment = {"PYTHONPATH": str(ROOT), **(environment or {})}
+        command = [ROOT / "scripts" / "run_mindformer.py"]
+        environment = {**with_this_python(), "PYTHONPATH": str(ROOT), **(environment or {})}
         config = "tiny_llama_cpu_fp16.yaml"
         if compiled is not None:
             environment |= {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(compiled)}
         if processes > 1:
             command = ["bash", ROOT / "scripts" / "launch_many.sh", processes]
-            environment |= {"MASTER_PORT": str(_free_port()), "LOG_DIR": str(logs)}
+            environment |= {"MASTER_PORT": str(free_port()), "LOG_DIR": str(logs)}
             config = "tiny_llama_cpu_fp16_parallel.yaml"
             options["parallel_config.data_parallel"] = processes
         command += ["--config", ROOT / "configs" / config, *arguments]
         command += ["--options", *(f"{key}={value}" for key, value in options.items())]
-        # msrun starts whatever `python` it finds on the PATH.
-        path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-        with self._console.open("w") as console:
-            self.process = subprocess.Popen(
-                list(map(str, command)),
-                cwd=logs,
-                env={**os.environ, **environment, "PATH": path},
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        start = ForkedRun if processes == 1 else started
+        self.process = start(list(map(str, command)), logs, environment, self._console)
 
     def __enter__(self):
         return self
@@ -233,7 +220,8 @@ class TrainingRun:
         """SIGKILL all of its processes, which have no chance to tidy up."""
         if self.process.poll() is None:
             # msrun gives each worker a process group of its own.
-            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+            leader = psutil.Process(self.process.pid)
+            for process in [*leader.children(recursive=True), leader]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self.process.wait()
@@ -274,9 +262,3 @@ def _is_worker(process, rank):
     # msrun also starts a `tail` of each log, with the same environment.
     role = environment.get("MS_ROLE"), environment.get("RANK_ID")
     return role == ("MS_WORKER", str(rank)) and process.name() != "tail"
-
-
-def _free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

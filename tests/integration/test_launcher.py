@@ -282,7 +282,7 @@ SMALL_WINDOWS = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window
     ],
 )
 def test_a_run_prints_every_step_follows_the_rule_and_saves_its_state(
-    run_python, corpus, tmp_path, arguments, steps, scale_sense
+    run_forked, corpus, tmp_path, arguments, steps, scale_sense
 ):
     options = {
         "model.model_config.seq_length": 32,
@@ -290,7 +290,7 @@ def test_a_run_prints_every_step_follows_the_rule_and_saves_its_state(
         "runner_wrapper.type": "MFTrainOneStepCell",
         **{f"runner_wrapper.scale_sense.{key}": value for key, value in scale_sense.items()},
     }
-    run = run_python(
+    run = run_forked(
         *(SCRIPT, "--config", CONFIG, "--train_dataset_dir", corpus, "--num_samples", 64, *arguments),
         *("--options", *(f"{key}={value}" for key, value in options.items())),
     )

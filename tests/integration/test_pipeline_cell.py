@@ -2,15 +2,11 @@
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
+from launched import msrun
 from pipeline_cell import MAX_NORM, OVERFLOWS, SCALE
 
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
@@ -22,25 +18,7 @@ pytestmark = pytest.mark.xdist_group("pipeline cell")
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # msrun starts whatever `python` it finds on the PATH.
-    programs = Path(sys.executable).parent
-    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    helpers = ROOT / "tests" / "helpers"
-    command = [programs / "msrun", "--worker_num=1", "--local_worker_num=1", "--join=True", f"--log_dir={folder}"]
-    command += [f"--master_port={port}", helpers / "pipeline_cell.py", folder]
-    finished = subprocess.run(
-        list(map(str, command)),
-        cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    logs = "".join(log.read_text() for log in folder.glob("worker_*.log"))
-    assert finished.returncode == 0, finished.stderr[-2000:] + logs[-3000:]
+    msrun(1, folder, ROOT / "tests" / "helpers" / "pipeline_cell.py", folder, python_path=[ROOT])
     return json.loads((folder / "seen.json").read_text())
 
 

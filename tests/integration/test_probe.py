@@ -133,11 +133,13 @@ json.dump(recommend_loss_scale(ranges).to_dict(), open("found.json", "w"))
 
 @pytest.mark.slow
 def test_scale_found_for_a_loss_per_token_trains_and_norms_are_those_that_mindformers_logs(
-    run_python, corpus, tmp_path
+    run_forked, corpus, tmp_path
 ):
     model = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32}
     overrides = {**model, "calculate_per_token_loss": True}
-    run_python("-c", FIND, CONFIG, corpus, json.dumps(overrides))
+    script = tmp_path / "find.py"
+    script.write_text(FIND)
+    run_forked(script, CONFIG, corpus, json.dumps(overrides))
     scale = json.loads((tmp_path / "found.json").read_text())["loss_scale_value"]
     monitor = "{type: GradientRangeMonitor, every_n_steps: 1, loss_scales: [1]}"
     options = {"calculate_per_token_loss": True, "callbacks.1": monitor}

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import random
 import re
+import shutil
 import time
 
 import pytest
@@ -51,7 +52,8 @@ def uninterrupted(long_corpus, compiled, tmp_path_factory):
 
     @functools.cache
     def run(steps, processes, optimizer_state):
-        form = LegacyFormat("ckpt") if optimizer_state else CheckpointSection(optimizer_state=False)
+        legacy = LegacyFormat("ckpt" if processes == 1 else "safetensors")
+        form = legacy if optimizer_state else CheckpointSection(optimizer_state=False)
         output = tmp_path_factory.mktemp("uninterrupted") / "output"
         every = SAVED_AT if steps == LAST else steps
         options = form.save_options(output, every=every, keep=5)
@@ -80,7 +82,6 @@ def uninterrupted(long_corpus, compiled, tmp_path_factory):
             marks=NEEDS_SECTION,
         ),
         pytest.param(LegacyFormat("ckpt"), 2, id="ckpt, two processes", marks=TWO_PROCESSES),
-        pytest.param(LegacyFormat("safetensors"), 2, id="safetensors, two processes", marks=TWO_PROCESSES),
     ],
 )
 def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
@@ -129,14 +130,9 @@ def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
             form.note(output).write_text("")
             complete.add(max(steps))
     assert [max(run.steps(rank)) for rank in ranks] == [last] * processes
-
     for rank in ranks:
-        saved, saved_by_reference = form.last_saved(output, rank), reference_form.last_saved(reference_output, rank)
-        assert saved.keys() >= CARRIED
-        both = saved.keys() & saved_by_reference.keys() - {"global_batch_size"}
-        assert len(both) > 20
-        assert {name for name in both if saved[name] != saved_by_reference[name]} == set()
-        assert {name: saved[PARAMETER_NAMES.get(name, "scale_sense")] for name in states[last]} == states[last]
+        saved_by_reference = reference_form.last_saved(reference_output, rank)
+        assert_last_save_is_that_of_the_reference(form.last_saved(output, rank), saved_by_reference, states[last])
     for name in ("scale_window", "window_index", "growth_num", "down_num", "consecutive_overflows"):
         assert len({state[name] for state in states[2 * SAVED_AT :]}) > 1, f"{name} never moved"
     assert_one_record_has_every_step_once(output, expected[0])
@@ -145,6 +141,33 @@ def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
             # Each process prints the loss of its own data.
             assert run.steps(rank)[step].loss != first.loss
             assert run.steps(rank)[step]._replace(loss=first.loss) == first
+
+
+@TWO_PROCESSES
+def test_two_processes_go_on_from_any_save_in_safetensors(uninterrupted, long_corpus, compiled, tmp_path):
+    reference, reference_output, form = uninterrupted(LAST, 2, True)
+    assert form == LegacyFormat("safetensors")
+    output = shutil.copytree(reference_output, tmp_path / "output")
+    options = form.save_options(output, every=SAVED_AT, keep=3)
+    options |= form.resume_options(output, resume_training=f"tiny_llama_rank_0-1_{SAVED_AT}.safetensors")
+    resumed = TrainingRun(output, long_corpus, options, LAST, 2, compiled=compiled(LAST, 2, True)).wait()
+    states = replay([step.overflow for step in reference.steps().values()])
+    for rank in range(2):
+        expected = reference.steps(rank)
+        assert resumed.steps(rank) == {step: expected[step] for step in range(SAVED_AT + 1, LAST + 1)}
+        assert resumed.restored_state(rank) == states[SAVED_AT]
+        saved, saved_by_reference = form.last_saved(output, rank), form.last_saved(reference_output, rank)
+        assert_last_save_is_that_of_the_reference(saved, saved_by_reference, states[LAST])
+    assert_one_record_has_every_step_once(output, reference.steps())
+
+
+def assert_last_save_is_that_of_the_reference(saved, saved_by_reference, state):
+    """See that two runs ended with equal Parameters and in this state of the rule."""
+    assert saved.keys() >= CARRIED
+    both = saved.keys() & saved_by_reference.keys() - {"global_batch_size"}
+    assert len(both) > 20
+    assert {name for name in both if saved[name] != saved_by_reference[name]} == set()
+    assert {name: saved[PARAMETER_NAMES.get(name, "scale_sense")] for name in state} == state
 
 
 def assert_one_record_has_every_step_once(output, expected):

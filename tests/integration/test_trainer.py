@@ -70,19 +70,19 @@ def assert_follows_the_rule(rows):
     ],
     ids=" ".join,
 )
-def test_example_follows_the_rule_on_the_overflows_that_happened(run_python, command):
-    rows = rows_of(run_python(EXAMPLES / command[0], *command[1:]).stdout)
+def test_example_follows_the_rule_on_the_overflows_that_happened(run_forked, command):
+    rows = rows_of(run_forked(EXAMPLES / command[0], *command[1:]).stdout)
     assert [row.step for row in rows] == list(range(1, STEPS + 1))
     assert_follows_the_rule(rows)
 
 
-def test_trainer_with_a_wrapper_follows_the_rule_and_resumes_as_if_it_had_never_stopped(run_python):
+def test_trainer_with_a_wrapper_follows_the_rule_and_resumes_as_if_it_had_never_stopped(run_forked):
     example = EXAMPLES / "mindformers_trainer_wrapper.py"
-    rows = rows_of(run_python(example).stdout)
+    rows = rows_of(run_forked(example).stdout)
     assert [row.step for row in rows] == list(range(1, STEPS + 1))
     assert_follows_the_rule(rows)
 
-    finished = run_python(example, "CKP_rank_0-1_16.ckpt")
+    finished = run_forked(example, "CKP_rank_0-1_16.ckpt")
     resumed = [row._replace(step=row.step + 16) for row in rows_of(finished.stdout)]
     assert resumed == rows[16:]
     restored = re.findall("Loss scaling goes on from: loss_scale (.*?), .*cur_iter (.*?),", finished.stdout)

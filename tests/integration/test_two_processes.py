@@ -3,14 +3,10 @@
 import importlib.util
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from launched import msrun
 
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.guided_rule import GuidedRule
@@ -22,20 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]
 def two_processes(tmp_path_factory):
     """What each of two processes saw, by the kind of training."""
     folder = tmp_path_factory.mktemp("two_processes")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # msrun starts whatever `python` it finds on the PATH.
-    programs = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
-    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"
     worker = ROOT / "tests" / "helpers" / "two_processes.py"
-    command = [programs / "msrun", "--worker_num=2", "--local_worker_num=2", "--join=True", f"--log_dir={folder}"]
-    command += [f"--master_port={port}", worker, folder]
-    finished = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    msrun(2, folder, worker, folder, python_path=(ROOT, ROOT / "scripts"))
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,6 +1,7 @@
 """``LossScaleMonitor`` from a MindFormers YAML file: runs of the launcher, killed and resumed too."""
 
 import json
+import os
 import re
 import signal
 
@@ -53,7 +54,7 @@ def assert_is_what_happened(lines, printed):
 def stop_after_saving(run, form, output, step):
     """Stop a run by SIGTERM once it has saved a step; see that it says how to resume from there."""
     run.wait_until(lambda: form.newest_complete(output) == step)
-    run.process.send_signal(signal.SIGTERM)
+    os.kill(run.process.pid, signal.SIGTERM)
     assert run.process.wait(60) == -signal.SIGTERM
     [(stopped_after, remedy)] = re.findall(r"Training was stopped by SIGTERM after step (\d+)\. (.*)", run.text())
     assert step <= int(stopped_after) <= LAST

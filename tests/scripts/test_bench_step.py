@@ -35,8 +35,8 @@ def test_detection_is_compared_with_a_plain_pass_above_an_empty_call():
 
 
 @pytest.mark.slow
-def test_quick_run_prints_what_it_measured(run_python, tmp_path):
-    printed = run_python(SCRIPT, "--quick", "--seq-length", 32, "--json", "step.json").stdout
+def test_quick_run_prints_what_it_measured(run_forked, tmp_path):
+    printed = run_forked(SCRIPT, "--quick", "--seq-length", 32, "--json", "step.json").stdout
     result = json.loads((tmp_path / "step.json").read_text())
     taken = result["modes"]["graph"]
     assert list(taken) == [*QUICK_NAMES, GRADIENTS]

@@ -91,8 +91,8 @@ def test_programs_of_mindspores_guide_run_after_the_one_line(graph_mode, monkeyp
     assert not np.array_equal(network.fc3.weight.asnumpy(), before)
 
 
-def test_functional_example_follows_the_rule(run_python):
-    printed = run_python(EXAMPLES / "functional_training.py").stdout
+def test_functional_example_follows_the_rule(run_forked):
+    printed = run_forked(EXAMPLES / "functional_training.py").stdout
     rows = re.findall(r"^ *(\d+) +[\d.]+ +(True|False) +2\^(\d+) +(\d+)$", printed, re.MULTILINE)
     assert [int(step) for step, *_ in rows] == list(range(1, 33))
     overflows = [overflow == "True" for _, overflow, _, _ in rows]
@@ -102,8 +102,8 @@ def test_functional_example_follows_the_rule(run_python):
     assert len({window for _, window in printed_path}) > 1
 
 
-def test_block_of_mindformers_page_trains_by_the_rule(run_python, tmp_path):
-    finished = run_python(EXAMPLES / "mindformers_trainer_from_wrapper.py")
+def test_block_of_mindformers_page_trains_by_the_rule(run_forked, tmp_path):
+    finished = run_forked(EXAMPLES / "mindformers_trainer_from_wrapper.py")
     (tmp_path / "console.log").write_text(finished.stdout + finished.stderr)
     run = read_log(tmp_path / "console.log")
     # Three epochs of 64 samples, 4 a batch; nothing overflows at a scale that begins at 1.

@@ -115,9 +115,9 @@ def test_summary_of_runs():
 
 
 @pytest.mark.slow
-def test_quick_run_prints_tables_and_draws(run_python, tmp_path):
+def test_quick_run_prints_tables_and_draws(run_forked, tmp_path):
     arguments = ["--quick", "--tasks", "damped", "--json", "worth.json", "--picture", "worth.svg"]
-    printed = run_python(ROOT / "scripts" / "worth_it.py", *arguments).stdout
+    printed = run_forked(ROOT / "scripts" / "worth_it.py", *arguments).stdout
     result = json.loads((tmp_path / "worth.json").read_text())
     [task] = result["tasks"]
     assert (task["steps"], list(task["ways"])) == (30, [FP32, UNSCALED, ADAPTIVE])

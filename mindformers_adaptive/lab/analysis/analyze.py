@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.analysis.advice import Advice, advise
+from mindformers_adaptive.lab.analysis.advice import Advice
+from mindformers_adaptive.lab.analysis.advise import advise
 from mindformers_adaptive.lab.analysis.evidence import facts_of, lifted
 from mindformers_adaptive.lab.analysis.scale_path import Phase, changes_of, phases
 from mindformers_adaptive.lab.analysis.text import analysis_text
@@ -91,7 +92,7 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     """Analyze a recorded run.
 
     Policies are replayed from the run's first loss scale on. Advice is given where other settings would have cost less
-    on the run's own trace, see :func:`~mindformers_adaptive.lab.analysis.advice.advise`. With advice come the settings
+    on the run's own trace, see :func:`~mindformers_adaptive.lab.analysis.advise.advise`. With advice come the settings
     to use: the windows that cost least there, or the defaults where the run has fewer steps than the largest default
     window, 1000, and no advice is on windows.
 

@@ -1,0 +1,236 @@
+"""What a recorded run gives reason to change: what it cost, against what other settings would have cost in its place.
+
+Costs are counted in skipped steps; 1000 steps that lose a bit of headroom each count as one, see
+:func:`~mindformers_adaptive.lab.replay.measures.cost`. Candidates are replayed on the run's own trace, with
+:func:`~mindformers_adaptive.lab.analysis.evidence.lifted` ceilings. Advice is given where that saves more than two
+skipped steps, which Megatron-LM and others tolerate anyway. Windows and hysteresis are judged only where the log knows
+which steps were skipped, and not for a rule that follows the gradients, which has neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mindformers_adaptive.lab.analysis.advice import TOLERABLE, Advice, lost
+from mindformers_adaptive.lab.analysis.scale_path import Change
+from mindformers_adaptive.lab.analysis.start_advice import start_advice, unseen_start_advice
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay.configuration import Configuration, grid
+from mindformers_adaptive.lab.replay.measures import (
+    DEFAULT_EXCHANGE_RATE,
+    LARGEST_LOSS_SCALE,
+    SMALLEST_LOSS_SCALE,
+    Measures,
+    measure,
+)
+from mindformers_adaptive.lab.replay.simulate import replay
+from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, Tuning, tune
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, filled
+from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
+from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.text.power_of_two import as_power_of_two
+
+__all__ = ["advise"]
+
+# Other windows have to save as much as usual settings pay: one skipped step in 1000, see cost().
+_TOLERABLE_SHARE = DEFAULT_EXCHANGE_RATE / 1000.0
+
+# LossScaleMonitor's default for overflows in a row. At one and the same scale fewer prove it.
+_COLLAPSE, _COLLAPSE_AT_ONE_SCALE = 50, 10
+
+# The share of steps that the log has to know for windows and hysteresis to be judged; tune() calls that "known".
+_KNOWN = 0.9
+
+
+def advise(
+    run: RecordedRun, trace: Trace, changes: Sequence[Change]
+) -> tuple[list[Advice], Tuning[Configuration] | None]:
+    """Return what to change, and the settings that follow from it.
+
+    Args:
+        run (RecordedRun): at least one step, and a known loss scale.
+        trace (Trace): of this run, with lifted ceilings.
+        changes (Sequence[Change]): its :func:`~mindformers_adaptive.lab.analysis.scale_path.changes_of`.
+
+    Returns:
+        tuple of the advice, empty where the run gives no reason for any, and the tuning of the recommended settings,
+        None where there is no advice or no setting would help.
+    """
+    collapse, scale = _collapse(run), filled(run.loss_scale)
+    start = start_advice(run, trace, scale)
+    if start is not None:
+        # What the run would have used if it had started there: that scale until it was reached, then the same.
+        reached = int(np.searchsorted(run.step, start.figures["reached_at"]))
+        scale = np.append(np.full(reached, start.settings["loss_scale_value"]), scale[reached:])
+    recorded = measure(trace, np.append(scale, scale[-1]))
+    usable = scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
+    guided = run.largest_gradient is not None
+    advice = [collapse, start, None if guided else _short_run(run, changes)]
+    if collapse is not None or guided or not len(usable):
+        return [one for one in advice if one is not None], None
+    if start is None:
+        advice.append(unseen_start_advice(run, float(usable[0])))
+    settings = {
+        "loss_scale_value": float(usable[0]),
+        "scale_factor": run.scale_factor,
+        "min_loss_scale": min([1.0, *scale[scale >= SMALLEST_LOSS_SCALE].tolist()]),
+    }
+    windows = [change.before[1] for change in changes if change.kind == "raise" and change.before[1] is not None]
+    tuning = None
+    if run.position_known.mean() >= _KNOWN:
+        if windows:
+            on_windows, tuning = _windows(trace, recorded, max(windows), settings)
+            advice.append(on_windows)
+        if tuning is not None:
+            windows = [tuning.recommended.min_scale_window, tuning.recommended.max_scale_window]
+        hysteresis = _hysteresis(run, trace, recorded if tuning is None else None, windows, settings)
+        if hysteresis is not None:
+            advice.append(hysteresis)
+            settings |= hysteresis.settings
+            tuning = tuning and tune([trace], [replace(one, **hysteresis.settings) for one in tuning.configurations])
+    given = [one for one in advice if one is not None]
+    return given, (tuning or _best_windows(trace, settings, run)) if given else None
+
+
+def _in_words(measures: Measures) -> str:
+    bits = 0.0 if math.isnan(measures.headroom_lost) else measures.headroom_lost
+    return f"{measures.skipped} skipped step{'' if measures.skipped == 1 else 's'} and {bits:.1f} bits of headroom"
+
+
+def _collapse(run: RecordedRun) -> Advice | None:
+    """Return the advice to look at the model, where overflows in a row show that no scale helps; else None."""
+    places = np.flatnonzero(run.position_known)
+    step, scale = run.step[places], run.loss_scale[places]
+    for first, last in consecutive_runs(np.flatnonzero(run.overflow[places])).tolist():
+        length = last - first + 1
+        stays = bool((scale[last - _COLLAPSE_AT_ONE_SCALE + 1 : last + 1] == scale[last]).all())
+        if length < _COLLAPSE and not (length >= _COLLAPSE_AT_ONE_SCALE and stays):
+            continue
+        figures = {"steps": length, "first_step": int(step[first]), "last_step": int(step[last])}
+        is_row = step[last] - step[first] == last - first
+        loss_is_bad = run.loss is not None and bool(np.isinf(run.loss[places[first : last + 1]]).any())
+        return Advice(
+            "collapse",
+            "Look at the model and the data, not at the loss scaling: learning rate, warm-up, gradient clipping, "
+            "float32 for softmax and normalization, NaN or inf in data and weights.",
+            (f"{length} steps in a row" if is_row else f"All {length} steps that the log shows")
+            + f" were skipped, {step[first]} to {step[last]}"
+            + (f", with the scale at {as_power_of_two(float(scale[last]))} to the last" if stays and is_row else "")
+            + ("; the loss itself was inf" if loss_is_bad else "")
+            + ". A step that overflows at each of these scales would overflow at others too.",
+            figures,
+        )
+    return None
+
+
+def _short_run(run: RecordedRun, changes: Sequence[Change]) -> Advice | None:
+    """The advice for a run that is shorter than its window, in which the scale cannot rise."""
+    steps, window = int(run.step[-1]), run.smallest_window
+    if run.step[0] != 1 or not steps < window or any(change.kind == "raise" for change in changes):
+        return None
+    return Advice(
+        "short run",
+        f"In {steps} steps rely on the start: take the scale that 'find' says, or a window below {steps} steps.",
+        f"The scale rises after {window:g} steps without an overflow, and the run has {steps}: it can only fall.",
+        {"steps": steps, "window": int(window)},
+    )
+
+
+def _hysteresis(
+    run: RecordedRun, trace: Trace, recorded: Measures | None, windows: Sequence[int], settings: dict[str, Any]
+) -> Advice | None:
+    """Judge the other hysteresis, 1 or 2, at these windows and within the scales that the run used.
+
+    ``recorded`` is what the run itself cost, or None where its windows are to be changed.
+    """
+    scale = run.loss_scale
+    next_is_known = (np.diff(run.step) == 1) & run.position_known[:-1] & run.position_known[1:]
+    # At the smallest scale an overflow is not tolerated: there is nothing lower.
+    tolerated = run.overflow[:-1] & (scale[1:] == scale[:-1]) & (scale[:-1] > np.nanmin(scale)) & next_is_known
+    in_vain = int((tolerated & run.overflow[1:]).sum())
+    first, last = consecutive_runs(np.flatnonzero(run.overflow)).T
+    single = int((first == last).sum())
+    if tolerated.any():
+        grounds, hysteresis, rule, change = in_vain, 1, "less hysteresis", "Do not tolerate overflows: hysteresis: 1."
+        reason = f"After {in_vain} of {tolerated.sum()} tolerated overflows, the next step overflowed too."
+    else:
+        grounds, hysteresis, rule, change = single, 2, "more hysteresis", "Tolerate single overflows: hysteresis: 2."
+        reason = f"{single} overflows were single steps."
+    if grounds <= TOLERABLE:
+        return None
+    never = len(run) + 1
+    of_run = {"min_scale_window": min(windows, default=never), "max_scale_window": max(windows, default=never)}
+    of_run["max_loss_scale"] = max(min(float(np.nanmax(scale)), LARGEST_LOSS_SCALE), settings["loss_scale_value"])
+    before, after = (
+        replay(make_policy("adaptive", **settings, **of_run, hysteresis=one), trace).measures
+        for one in (3 - hysteresis, hysteresis)
+    )
+    if tolerated.any() and recorded is not None:
+        before = recorded
+    saved = lost(before) - lost(after)
+    if saved <= TOLERABLE:
+        return None
+    reason += f" With the same windows, the change costs {_in_words(after)} instead of {_in_words(before)}."
+    figures = {"single": single, "tolerated": int(tolerated.sum()), "in_vain": in_vain, "saves": saved}
+    return Advice(rule, change, reason, figures, {"hysteresis": hysteresis})
+
+
+def _windows(
+    trace: Trace, recorded: Measures, largest: int, settings: dict[str, Any]
+) -> tuple[Advice | None, Tuning[Configuration] | None]:
+    """Judge larger windows than the largest of the run, smaller ones, and those on both sides of it."""
+    tried = _configurations(settings)
+    costs = tune([trace], tried).costs[:, 0] * len(trace) / 1000.0
+    rules = np.array([_direction(one, largest) for one in tried])
+    worth = max(TOLERABLE, _TOLERABLE_SHARE * len(trace))
+    cheapest = {rule: float(costs[rules == rule].min(initial=math.inf)) for rule in _DIRECTIONS}
+    rule = min(_DIRECTIONS, key=lambda one: cheapest[one] + (worth if one == "moving window" else 0.0))
+    saved = lost(recorded) - cheapest[rule]
+    if saved <= worth:
+        return None, None
+    tuning = tune([trace], [one for one, its in zip(tried, rules, strict=True) if its == rule])
+    best, after = tuning.recommended, tuning.sweeps[0].measures[tuning.best]
+    return Advice(
+        rule,
+        _DIRECTIONS[rule].format(largest),
+        f"With windows up to {largest}, the run cost {_in_words(recorded)}. Windows from {best.min_scale_window} to "
+        f"{best.max_scale_window} would have cost {_in_words(after)}; {1000 / DEFAULT_EXCHANGE_RATE:.0f} steps "
+        "that lose a bit count as one skipped step.",
+        {"largest_window": largest, "skipped": recorded.skipped, "skipped_instead": after.skipped, "saves": saved},
+    ), tuning
+
+
+_DIRECTIONS = {
+    "larger window": "Let the window be larger than {} steps.",
+    "smaller window": "Let the window be smaller than {} steps.",
+    "moving window": "Let the window move: smaller than {0} steps after drops, and larger where the scale is steady.",
+}
+
+
+def _direction(configuration: Configuration, window: int) -> str:
+    """On which side of a window the windows of a configuration are; "" for that window itself."""
+    smallest, largest = configuration.min_scale_window, configuration.max_scale_window
+    if smallest >= window:
+        return "larger window" if largest > window else ""
+    return "smaller window" if largest <= window else "moving window"
+
+
+def _best_windows(trace: Trace, settings: dict[str, Any], run: RecordedRun) -> Tuning[Configuration]:
+    """The windows that cost least on the trace; the defaults where it does not show what windows cost."""
+    shows_windows = len(trace) >= DEFAULT_MAX_SCALE_WINDOW and run.position_known.mean() >= _KNOWN
+    return tune([trace], _configurations(settings) if shows_windows else [Configuration(**settings)])
+
+
+def _configurations(settings: dict[str, Any]) -> list[Configuration]:
+    """The windows to try; of those that cost the same, the nearest to the defaults come first."""
+    largest, smallest = (
+        sorted(DEFAULT_GRID["min_scale_window"], key=lambda tried: abs(math.log(tried / window)))
+        for window in (DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW)
+    )
+    fixed = {name: [value] for name, value in settings.items()}
+    return grid(**fixed, max_scale_window=largest, min_scale_window=smallest)

@@ -1,0 +1,99 @@
+"""Scripts that are started by MindSpore's ``msrun``, or in a process that has imported MindFormers already."""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+
+# All are forked from one server, because to import MindFormers takes half of the time of a short training.
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(["imported_once"])
+
+
+class ForkedRun:
+    """A Python script that runs in a process of its own, as the leader of a session, after MindFormers was imported.
+
+    It has what the tests use of ``subprocess.Popen``.
+    """
+
+    def __init__(self, command, cwd, environment, output, errors=None):
+        _ensure_server()
+        arguments = command, str(cwd), environment, str(output), str(errors or output)
+        self._process = _forked.Process(target=_run_script, args=arguments)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self):
+        """Return the exit code, negative for a signal, or None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        """Return the exit code when it ends; raise TimeoutExpired if that takes longer."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return self._process.exitcode
+
+
+def _ensure_server():
+    # It finds what it imports by its environment only.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        forkserver.ensure_running()
+
+
+def _run_script(command, cwd, environment, *files):
+    os.setsid()
+    for descriptor, file in zip((1, 2), files, strict=True):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        # Which the exit of a forked process leaves out.
+        atexit._run_exitfuncs()
+
+
+def started(command, cwd, environment, output):
+    """Start a command as the leader of a session, and return its ``subprocess.Popen``."""
+    with open(output, "w") as file:
+        return subprocess.Popen(
+            command, cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def msrun(processes, folder, script, *arguments, python_path=()):
+    """Run a script under ``msrun`` in so many processes, with their logs in ``folder``; return the finished process."""
+    port = free_port()
+    command = [Path(sys.executable).parent / "msrun", f"--worker_num={processes}", f"--local_worker_num={processes}"]
+    command += ["--join=True", f"--log_dir={folder}", f"--master_port={port}", script, *arguments]
+    environment = {**with_this_python(), "PYTHONPATH": os.pathsep.join(map(str, python_path))}
+    finished = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    logs = "".join(log.read_text()[-3000:] for log in folder.glob("worker_*.log"))
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:] + logs
+    return finished
+
+
+def with_this_python():
+    """Return the environment in which ``msrun``, which starts the first ``python`` of the PATH, starts this one."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def free_port():
+    """Return the number of a port at which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
