@@ -27,7 +27,12 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """See that tests of a group go to one worker: they share runs, and would make them once in each."""
+    """Let files with slow tests come first, so that no worker is left with them at the end.
+
+    And see that tests of a group go to one worker: they share runs, and would make them once in each.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if getattr(config.option, "loadgroup", False):
         for item in items:
             if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:

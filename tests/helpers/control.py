@@ -3,7 +3,6 @@
 A stock cell gets its loss scale as a Tensor before each step, and on a CPU runs in its branch for Ascend 910B.
 """
 
-import contextlib
 from typing import Any, NamedTuple
 
 import mindformers.wrapper
@@ -13,6 +12,7 @@ import pytest
 from mindformers.core import optim
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
+from printed_parameters import forget_printed
 
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
@@ -157,12 +157,7 @@ def train_both(build, build_optimizer=adamw, batches=None, start=START, **argume
 def _train_step(cell, build, build_optimizer, scale_sense, arguments):
     mindspore.set_seed(0)
     np.random.seed(0)
-    # MindFormers registers the learning rates that it prints, and refuses a second train-step cell in a process.
-    with contextlib.suppress(ImportError):  # before MindFormers 1.7
-        from mindformers.utils.parameter_register import parameter_register
-
-        for name in PRINTED:
-            parameter_register._params.pop(name, None)
+    forget_printed(PRINTED)
     network = build()
     return cell(network, build_optimizer(network), scale_sense=scale_sense, **arguments).set_train()
 

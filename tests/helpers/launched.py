@@ -1,6 +1,7 @@
 """Scripts that are started by MindSpore's ``msrun``, or in a process that has imported MindFormers already."""
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -10,6 +11,7 @@ import sys
 from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
 import pytest
 
 # All are forked from one server, because to import MindFormers takes half of the time of a short training.
@@ -17,7 +19,31 @@ _forked = multiprocessing.get_context("forkserver")
 _forked.set_forkserver_preload(["imported_once"])
 
 
-class ForkedRun:
+class Killable:
+    """A process that can be killed together with all that it has started."""
+
+    def kill_all(self):
+        """SIGKILL them, so that they have no chance to tidy up."""
+        if self.poll() is None:
+            # Not its process group: msrun gives each worker one of its own.
+            leader = psutil.Process(self.pid)
+            for process in [*leader.children(recursive=True), leader]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.wait()
+
+
+class StartedRun(Killable, subprocess.Popen):
+    """A command that was started as the leader of a session."""
+
+    def __init__(self, command, cwd, environment, output):
+        with open(output, "w") as file:
+            super().__init__(
+                command, cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+
+class ForkedRun(Killable):
     """A Python script that runs in a process of its own, as the leader of a session, after MindFormers was imported.
 
     It has what the tests use of ``subprocess.Popen``.
@@ -65,12 +91,36 @@ def _run_script(command, cwd, environment, *files):
         atexit._run_exitfuncs()
 
 
-def started(command, cwd, environment, output):
-    """Start a command as the leader of a session, and return its ``subprocess.Popen``."""
-    with open(output, "w") as file:
-        return subprocess.Popen(
-            command, cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+class ForkedCluster:
+    """As :class:`ForkedRun`, in several processes that train together: those that ``msrun`` would start.
+
+    They find each other by a scheduler, which is killed when they have ended.
+    """
+
+    def __init__(self, processes, command, cwd, environment, outputs):
+        shared = {"MS_WORKER_NUM": str(processes), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port())}
+        environment = {**environment, **shared}
+        as_scheduler = {**environment, "MS_ROLE": "MS_SCHED"}
+        self._scheduler = ForkedRun(command, cwd, as_scheduler, outputs[0].with_name("scheduler.log"))
+        self._workers = []
+        for rank, output in enumerate(outputs):
+            of_worker = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank), "RANK_ID": str(rank)}
+            self._workers.append(ForkedRun(command, cwd, environment | of_worker, output))
+
+    def poll(self):
+        """Return the exit code of the first that ended, or None while all run."""
+        return next((code for worker in self._workers if (code := worker.poll()) is not None), None)
+
+    def wait(self, timeout=None):
+        """Return 0 when all have ended well, or the exit code of the first that did not."""
+        codes = [worker.wait(timeout) for worker in self._workers]
+        self._scheduler.kill_all()
+        return next((code for code in codes if code != 0), 0)
+
+    def kill_all(self):
+        """SIGKILL all of them."""
+        for process in (*self._workers, self._scheduler):
+            process.kill_all()
 
 
 def msrun(processes, folder, script, *arguments, python_path=()):

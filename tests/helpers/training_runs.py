@@ -1,6 +1,5 @@
 """Training runs of the launcher: started, killed, resumed, and read back from what they printed and saved."""
 
-import contextlib
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import mindspore
 import numpy as np
 import psutil
 from conftest import ROOT
-from launched import ForkedRun, free_port, started, with_this_python
+from launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
 
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.rule import guided_names
@@ -154,7 +153,8 @@ class TrainingRun:
         corpus (Path): what it trains on.
         options (dict): keys of the YAML file and their values.
         steps (int): how long it trains.
-        processes (int): more than 1 starts it under msrun, in data parallel.
+        processes (int): how many, in data parallel.
+        by_msrun (bool): whether scripts/launch_many.sh starts them, as a user would; otherwise they are forked.
         arguments (Sequence[str]): further options of the launcher.
         environment (dict, optional): further environment variables.
         compiled (Path, optional): where MindSpore keeps the graph that it compiles, or takes it from; only for runs
@@ -163,7 +163,19 @@ class TrainingRun:
 
     _started = 0
 
-    def __init__(self, output, corpus, options, steps=40, processes=1, arguments=(), environment=None, compiled=None):
+    def __init__(
+        self,
+        output,
+        corpus,
+        options,
+        steps=40,
+        processes=1,
+        *,
+        by_msrun=False,
+        arguments=(),
+        environment=None,
+        compiled=None,
+    ):
         TrainingRun._started += 1
         logs = output.with_name(f"{output.name}.{TrainingRun._started}.logs")
         logs.mkdir(parents=True)
@@ -183,15 +195,21 @@ class TrainingRun:
         config = "tiny_llama_cpu_fp16.yaml"
         if compiled is not None:
             environment |= {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(compiled)}
-        if processes > 1:
+        if by_msrun:
             command = ["bash", ROOT / "scripts" / "launch_many.sh", processes]
             environment |= {"MASTER_PORT": str(free_port()), "LOG_DIR": str(logs)}
+        if processes > 1:
             config = "tiny_llama_cpu_fp16_parallel.yaml"
             options["parallel_config.data_parallel"] = processes
         command += ["--config", ROOT / "configs" / config, *arguments]
         command += ["--options", *(f"{key}={value}" for key, value in options.items())]
-        start = ForkedRun if processes == 1 else started
-        self.process = start(list(map(str, command)), logs, environment, self._console)
+        command = list(map(str, command))
+        if by_msrun:
+            self.process = StartedRun(command, logs, environment, self._console)
+        elif processes > 1:
+            self.process = ForkedCluster(processes, command, logs, environment, self.logs)
+        else:
+            self.process = ForkedRun(command, logs, environment, self._console)
 
     def __enter__(self):
         return self
@@ -205,7 +223,8 @@ class TrainingRun:
             exit_code = self.process.wait(timeout)
         finally:
             self.kill()
-        assert exit_code == 0, self.text()[-5000:] + self._console.read_text()[-2000:]
+        console = self._console.read_text()[-2000:] if self._console.exists() else ""
+        assert exit_code == 0, self.text()[-5000:] + console
         return self
 
     def wait_until(self, happened, timeout=300):
@@ -218,13 +237,7 @@ class TrainingRun:
 
     def kill(self):
         """SIGKILL all of its processes, which have no chance to tidy up."""
-        if self.process.poll() is None:
-            # msrun gives each worker a process group of its own.
-            leader = psutil.Process(self.process.pid)
-            for process in [*leader.children(recursive=True), leader]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            self.process.wait()
+        self.process.kill_all()
 
     def kill_one(self, rank):
         """SIGKILL one process of several, and see that all others end with it."""

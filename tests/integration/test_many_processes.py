@@ -12,7 +12,7 @@ from training_runs import LegacyFormat, TrainingRun
 from mindformers_adaptive.monitor.record import FIELDS, read_record
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("many processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
 PLANTED_FOLDER = ROOT / "tests" / "helpers" / "planted"
 STEPS, PLANTED, SAVED_EVERY = 100, {30, 31, 60, 61, 62, 90}, 50
@@ -33,7 +33,7 @@ def four_processes(long_corpus, tmp_path_factory):
     callbacks[3] |= {"steps": sorted(PLANTED)}
     as_text = yaml.safe_dump(callbacks, default_flow_style=True, width=10**6).strip()
     arguments = ["--register-path", str(PLANTED_FOLDER)]
-    TrainingRun(output, long_corpus, {"callbacks": as_text}, STEPS, processes=4, arguments=arguments).wait()
+    TrainingRun(output, long_corpus, {"callbacks": as_text}, STEPS, 4, by_msrun=True, arguments=arguments).wait()
     return output
 
 

@@ -19,8 +19,9 @@ from mindformers_adaptive.wrapper import (
 
 pytest.importorskip("mindformers.models.qwen3.modeling_qwen3_train", reason="MindFormers before 1.7 cannot train it")
 
-from mcore import LOSSES, FourLosses, build_qwen3, mcore_on_cpu, rows
+from mcore import FourLosses, build_qwen3, mcore_on_cpu, rows
 from mindformers.utils.parameter_register import parameter_register
+from printed_parameters import LOSSES, forget_printed
 
 START, STEPS = 2.0**24, 30
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 2}
@@ -133,8 +134,7 @@ def test_find_agrees_with_the_training_of_qwen3_and_a_loss_per_token_lowers_the_
 def test_an_overflow_in_any_of_the_four_losses_skips_the_step(per_token):
     network = FourLosses(per_token)
     arguments = {"calculate_per_token_loss": per_token, "print_separate_loss": True}
-    for name in LOSSES:
-        parameter_register._params.pop(name, None)
+    forget_printed(LOSSES)
     train_step = build_train_step(network, 2.0**10, **arguments).set_train()
     rule = AdaptiveRule(**WINDOWS)
     state = rule.start(2.0**10, 2)

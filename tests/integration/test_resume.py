@@ -23,7 +23,7 @@ NEEDS_SECTION = pytest.mark.skipif(
 
 # Tests that share references go to one worker.
 ONE_PROCESS = pytest.mark.xdist_group("resume")
-TWO_PROCESSES = pytest.mark.xdist_group("resume two processes")
+TWO_PROCESSES = pytest.mark.xdist_group("resume in two processes")
 
 # Of this run only the second process is killed, which ends the first.
 KILLED_IN_PART = (LegacyFormat("ckpt"), 2)
@@ -101,7 +101,7 @@ def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
     options = form.save_options(output, every=1 if in_a_save else SAVED_AT, keep=3)
     in_this = {"compiled": compiled(last, processes, form.optimizer_state)}
     if (form, processes) == KILLED_IN_PART:
-        in_this["environment"] = {"MS_NODE_TIMEOUT": "8"}
+        in_this |= {"environment": {"MS_NODE_TIMEOUT": "8"}, "by_msrun": True}
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
         with TrainingRun(output, long_corpus, options | resume, last, processes, **in_this) as run:

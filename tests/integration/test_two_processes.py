@@ -11,7 +11,7 @@ from launched import msrun
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.guided_rule import GuidedRule
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
 
 @pytest.fixture(scope="module")
