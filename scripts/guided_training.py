@@ -15,7 +15,7 @@ from mindformers.core import AdamW
 from mindformers.core.lr import CosineWithWarmUpLR
 from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
 from mindformers.tools.logger import get_logger
-from mindspore import Tensor
+from mindspore import Tensor, ops
 from prepare_corpus import cut_into_samples, read_standard_library
 
 from mindformers_adaptive.monitor.record import read_record
@@ -121,7 +121,9 @@ class Training:
         values = {**self.initial, **weights, **cell, self.train_step.scale_sense.name: np.float32(start)}
         for weight in self.train_step.get_parameters():
             if weight.name in values:
-                weight.set_data(Tensor(np.asarray(values[weight.name]).reshape(weight.shape), weight.dtype))
+                # After set_data MindSpore 2.7 would train in memory that is no longer its own.
+                value = Tensor(np.array(values[weight.name]).reshape(weight.shape), weight.dtype)
+                ops.assign(weight, value)
 
     def run(self, start, seed, batches):
         """Return the record of a run, as ``LossScaleMonitor`` writes it."""

@@ -91,7 +91,8 @@ class Runs:
         cell = {weight.name: weight.asnumpy() for weight in self.make_cell(start).get_parameters()}
         values = {**self.initial, **cell, self.train_step.scale_sense.name: np.float32(start)}
         for weight in self.train_step.get_parameters():
-            weight.set_data(Tensor(np.asarray(values[weight.name]), weight.dtype))
+            # After set_data MindSpore 2.7 would train in memory that is no longer its own.
+            ops.assign(weight, Tensor(np.array(values[weight.name]), weight.dtype))
         update_cell, scale, record = self.train_step.loss_scaling_manager, start, []
         for batch in batches:
             loss, overflow, _ = self.train_step(*map(Tensor, batch))

@@ -90,7 +90,7 @@ def test_arguments_of_a_page_are_those_of_its_cell(page, cell):
 def test_yaml_block_is_built_by_mindformers(name, tmp_path, monkeypatch):
     config = read_yaml(blocks_in("yaml")[name], tmp_path, monkeypatch)
     if config.runner_wrapper is None:
-        callbacks = build_callback(config.callbacks, default_args={"MFLossMonitor": {}})
+        callbacks = build_callback(config.callbacks)
         assert [type(callback).__name__ for callback in callbacks] == [entry["type"] for entry in config.callbacks]
     else:
         check_config(config)

@@ -23,7 +23,7 @@ NEEDS_SECTION = pytest.mark.skipif(
 
 # Tests that share references go to one worker.
 ONE_PROCESS = pytest.mark.xdist_group("resume")
-TWO_PROCESSES = pytest.mark.xdist_group("resume in two processes")
+TWO_PROCESSES = pytest.mark.xdist_group("several processes, too")
 
 # Of this run only the second process is killed, which ends the first.
 KILLED_IN_PART = (LegacyFormat("ckpt"), 2)
