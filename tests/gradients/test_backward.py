@@ -18,6 +18,10 @@ from mindformers_adaptive.wrapper import (
 )
 
 LOSS_SCALE = 2.0**6
+PER_TOKEN = pytest.mark.skipif(
+    not hasattr(MFTrainOneStepCell, "grads_for_legacy"),
+    reason="of MindFormers before 1.7 a loss per token cannot be measured",
+)
 
 
 class SeveralLosses(PerToken):
@@ -76,6 +80,7 @@ def assert_norm_is_that_of_the_step(train_step, rel=1e-5):
     return ranges
 
 
+@PER_TOKEN
 def test_norm_is_that_of_the_step_with_a_loss_per_token(mode):
     ranges = assert_norm_is_that_of_the_step(train_step_of(PerToken(), calculate_per_token_loss=True))
     # What FP16 has to hold is not divided by the tokens.
@@ -121,6 +126,7 @@ def test_stock_train_step_and_network_alone_give_the_same_ranges(mode):
     assert gradient_ranges(step, inputs, scales).to_dict() == gradient_ranges(network, inputs, scales).to_dict()
 
 
+@PER_TOKEN
 def test_loss_scale_that_is_found_for_a_loss_per_token_holds_in_training(graph_mode):
     found = find_loss_scale(train_step_of(PerToken(), calculate_per_token_loss=True), batch(), margin=0)
     assert found.ceiling < 2.0**32
@@ -130,6 +136,7 @@ def test_loss_scale_that_is_found_for_a_loss_per_token_holds_in_training(graph_m
         assert bool(step(batch())[1]) == overflows
 
 
+@PER_TOKEN
 def test_nothing_of_the_train_step_is_changed(mode):
     step = train_step_of(PerToken(), calculate_per_token_loss=True)
     step(batch())

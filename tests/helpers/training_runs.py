@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import mindformers
 import mindspore
 import numpy as np
 import psutil
@@ -181,11 +182,13 @@ class TrainingRun:
         logs.mkdir(parents=True)
         self._console = logs / "console.log"
         self.logs = [self._console] if processes == 1 else [logs / f"worker_{rank}.log" for rank in range(processes)]
+        # MindFormers before 1.7 divides the samples among the processes.
+        sharing = processes if mindformers.__version__ < "1.7" else 1
         options = {
             **_MODEL,
             "output_dir": output,
             "train_dataset.data_loader.dataset_dir": corpus,
-            "train_dataset.data_loader.num_samples": steps * _BATCH_SIZE,
+            "train_dataset.data_loader.num_samples": steps * _BATCH_SIZE * sharing,
             "lr_schedule.total_steps": steps,
             **{f"runner_wrapper.scale_sense.{key}": value for key, value in _SCALE_SENSE.items()},
             **options,

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from typing import ClassVar
 
+import mindformers
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -87,6 +88,10 @@ def assert_follows_the_rule(lines):
     assert len(lines) == STEPS
 
 
+@pytest.mark.skipif(
+    mindformers.__version__ < "1.7",
+    reason="MindFormers before 1.7 writes dumps with its monitor, which MindSpore does not on a CPU",
+)
 # By MindFormers' metric.
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 def test_evaluation_monitors_tensorboard_and_recompute_change_no_step(run, tmp_path):

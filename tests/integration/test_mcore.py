@@ -4,8 +4,11 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import mindspore_mode
+from mcore import FourLosses, build_qwen3, mcore_on_cpu, rows
+from mindformers.utils.parameter_register import parameter_register
 from mindspore import Parameter, Tensor, dataset, nn
 from mindspore.train import Callback, Model
+from printed_parameters import LOSSES, forget_printed
 
 from mindformers_adaptive.gradients.finder import find_loss_scale
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
@@ -16,12 +19,6 @@ from mindformers_adaptive.wrapper import (
     GradientGuidedLossScaleUpdateCell,
     MFTrainOneStepCell,
 )
-
-pytest.importorskip("mindformers.models.qwen3.modeling_qwen3_train", reason="MindFormers before 1.7 cannot train it")
-
-from mcore import FourLosses, build_qwen3, mcore_on_cpu, rows
-from mindformers.utils.parameter_register import parameter_register
-from printed_parameters import LOSSES, forget_printed
 
 START, STEPS = 2.0**24, 30
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 2}
