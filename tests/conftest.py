@@ -27,12 +27,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Let files with slow tests come first, so that no worker is left with them at the end.
-
-    And see that tests of a group go to one worker: they share runs, and would make them once in each.
-    """
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """See that tests of a group go to one worker: they share runs, and would make them once in each."""
     if getattr(config.option, "loadgroup", False):
         for item in items:
             if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
