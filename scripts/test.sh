@@ -10,7 +10,7 @@ mypy
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
-# Two workers have two cores between them.
+# The workers have two cores between them.
 export OMP_NUM_THREADS=1
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
@@ -21,10 +21,10 @@ python -m pytest -m alone --durations=10 "${alone[@]}" | tee "$log" || status=$?
 # MindFormers' trainers leave settings in their process that change how later graphs compile, so the tests that build
 # them in the process run apart from the others.
 trainers=(tests/checkpoint tests/gradients tests/integration)
-others=(-m "not alone" --durations=10 --dist loadgroup)
-python -m pytest "${others[@]}" --numprocesses 2 "${trainers[@]/#/--ignore=}" | tee --append "$log" || status=$?
-# Of these some only wait for each other for much of their time.
-python -m pytest "${others[@]}" --numprocesses 3 "${trainers[@]}" | tee --append "$log" || status=$?
+# More workers than cores, because those of runs in several processes wait for each other for much of their time.
+others=(-m "not alone" --durations=10 --numprocesses 3 --dist loadgroup)
+python -m pytest "${others[@]}" "${trainers[@]/#/--ignore=}" | tee --append "$log" || status=$?
+python -m pytest "${others[@]}" "${trainers[@]}" | tee --append "$log" || status=$?
 echo "The ten slowest:"
 grep -E '^[0-9.]+s (call|setup|teardown) ' "$log" | sort -rn | sed -n 1,10p
 echo "Everything took $SECONDS seconds."
