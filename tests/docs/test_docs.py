@@ -43,6 +43,8 @@ def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
     codes = list(blocks_in("python").values())
     assert len(codes) >= 8
     file = tmp_path / "example.py"
+    file.write_text("import mindformers_adaptive\nmindformers_adaptive.no_such_name", encoding="utf-8")
+    assert "no attribute 'no_such_name'" in run_forked(file, expect_exit=1).stderr
     for code in codes:
         file.write_text(code, encoding="utf-8")
         printed = run_forked(file).stdout.splitlines()

@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import mindformers
 import mindspore
 import numpy as np
 import psutil
 from conftest import ROOT
 from launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
+from versions import BEFORE_1_7
 
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.rule import guided_names
@@ -183,7 +183,7 @@ class TrainingRun:
         self._console = logs / "console.log"
         self.logs = [self._console] if processes == 1 else [logs / f"worker_{rank}.log" for rank in range(processes)]
         # MindFormers before 1.7 divides the samples among the processes.
-        sharing = processes if mindformers.__version__ < "1.7" else 1
+        sharing = processes if BEFORE_1_7 else 1
         options = {
             **_MODEL,
             "output_dir": output,

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from typing import ClassVar
 
-import mindformers
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -13,6 +12,7 @@ from event_files import read_scalars
 from mindformers.tools.logger import get_logger
 from mindformers.tools.register import MindFormerRegister
 from mindspore.train import Callback
+from versions import BEFORE_1_7
 
 from mindformers_adaptive.integration.launcher import launch, load_config
 from mindformers_adaptive.monitor.record import read_record
@@ -89,7 +89,7 @@ def assert_follows_the_rule(lines):
 
 
 @pytest.mark.skipif(
-    mindformers.__version__ < "1.7",
+    BEFORE_1_7,
     reason="MindFormers before 1.7 writes dumps with its monitor, which MindSpore does not on a CPU",
 )
 # By MindFormers' metric.
