@@ -6,7 +6,6 @@ Only the second process gets an inf, at step 3, and none does with a fixed scale
 parallel, pipeline and fixed scale to FOLDER/rank_N.json.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from exported_graph import export_graph
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank, init
+from versions import BEFORE_1_7
 
 from mindformers_adaptive import FixedScaleTrainOneStepCell
 from mindformers_adaptive.wrapper import (
@@ -79,7 +79,7 @@ def fixed_scale():
 
 def shards(step):
     """What MindFormers' `checkpoint:` section gets or is told when it asks how the processes share out the weights."""
-    if importlib.util.find_spec("mindformers.checkpoint") is None:
+    if BEFORE_1_7:
         return None
     from mindformers.checkpoint.sharded_tensor import get_all_sharded_tensor
 

@@ -12,7 +12,7 @@ from pipeline_cell import MAX_NORM, OVERFLOWS, SCALE
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 
 # One worker, because what was seen is shared.
-pytestmark = pytest.mark.xdist_group("several processes, too")
+pytestmark = pytest.mark.xdist_group("two processes and the pipeline")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Runs of the launcher that are saved, killed and resumed take the steps of a run that never stopped."""
 
 import functools
-import importlib.util
 import random
 import re
 import shutil
@@ -9,6 +8,7 @@ import time
 
 import pytest
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
+from versions import BEFORE_1_7
 
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
@@ -17,13 +17,13 @@ from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
 pytestmark = pytest.mark.slow
 
 NEEDS_SECTION = pytest.mark.skipif(
-    importlib.util.find_spec("mindformers.checkpoint") is None,
+    BEFORE_1_7,
     reason="this version of MindFormers has no `checkpoint:` section",
 )
 
 # Tests that share references go to one worker.
 ONE_PROCESS = pytest.mark.xdist_group("resume")
-TWO_PROCESSES = pytest.mark.xdist_group("several processes, too")
+TWO_PROCESSES = pytest.mark.xdist_group("two processes and the pipeline")
 
 # Of this run only the second process is killed, which ends the first.
 KILLED_IN_PART = (LegacyFormat("ckpt"), 2)

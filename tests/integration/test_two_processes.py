@@ -1,12 +1,12 @@
 """Two processes on CPU: an overflow of one is an overflow of both, and their states stay the same."""
 
-import importlib.util
 import json
 import math
 
 import pytest
 from conftest import ROOT
 from launched import msrun
+from versions import BEFORE_1_7
 
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.guided_rule import GuidedRule
@@ -69,7 +69,7 @@ def test_fixed_scale_gives_the_weights_of_unscaled_data_parallel_training(two_pr
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("mindformers.checkpoint") is None,
+    BEFORE_1_7,
     reason="this version of MindFormers has no `checkpoint:` section",
 )
 def test_mindformers_cannot_save_its_checkpoint_section_from_two_processes_on_cpu(two_processes):

@@ -1,6 +1,5 @@
 """What is changed before MindFormers trains, on real configurations and files; whole runs are in test_resume.py."""
 
-import importlib.util
 import json
 import os
 import warnings
@@ -12,6 +11,7 @@ from examples.tiny_llama import build_model
 from mindformers import TrainingArguments
 from mindformers.tools.register import MindFormerConfig
 from safetensors.numpy import save_file
+from versions import BEFORE_1_7
 
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import Trainer
@@ -146,7 +146,7 @@ def test_a_note_that_mindformers_can_use_is_left_to_it(tmp_path, note):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("mindformers.checkpoint") is None,
+    BEFORE_1_7,
     reason="this version of MindFormers has no `checkpoint:` section",
 )
 def test_resume_training_with_a_load_path_alone_loads_the_optimizer_too(tmp_path, monkeypatch):
