@@ -2,13 +2,18 @@
 
     python scripts/bench_step.py
 
-In every round each way of scaling takes one step, in random order, so that what else the machine does falls on all
-of them. The extra cost of a way is the median over the rounds of its time against that of MindSpore's dynamic cell in
-the same round, in percent of a step. Also where the time of a step goes, and what the overflow detection costs.
+Two train steps with the same cell, compiled one after the other, may differ by some percent for as long as they run. So
+each way of scaling is compiled several times, in random order. In every round each of these copies takes one step, in
+random order again, so that what else the machine does falls on all of them. The extra cost of a way is that of its
+copies, on average, above those of MindSpore's dynamic cell, in percent of a step; its standard error is that of their
+differences. Also where the time of a step goes, and what the overflow detection costs.
 """
 
 import argparse
 import gc
+import itertools
+import math
+import random
 import statistics
 import sys
 import tempfile
@@ -20,15 +25,15 @@ from argument_types import positive
 from mindformers_adaptive.text.atomic_file import atomic_write
 from mindformers_adaptive.text.json_text import json_text
 
-DYNAMIC, AGAIN = "MindSpore's dynamic", "MindSpore's dynamic, another time"
+DYNAMIC = "MindSpore's dynamic"
 GRADIENTS = "adaptive, GradientRangeMonitor every 100 steps"
 # Low enough for the adaptive cell to raise it for many rounds without an overflow, whose step would be shorter.
 START, HISTORY, LOOK_EVERY = 2.0**6, 100, 100
+UPDATE_ROUNDS = 200
 NAMES = (
     "no scaling",
     "fixed",
     DYNAMIC,
-    AGAIN,
     "MindFormers' adaptive",
     "adaptive",
     "adaptive, LossScaleMonitor",
@@ -43,7 +48,7 @@ UPDATES = {
     "ours": "adaptive",
     "guided": "guided",
 }
-QUICK_NAMES, QUICK_ROUNDS = (DYNAMIC, "adaptive"), 4
+QUICK_NAMES, QUICK_COPIES, QUICK_ROUNDS = (DYNAMIC, "adaptive"), 1, 4
 
 
 def main():
@@ -60,8 +65,9 @@ def main():
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=positive, default=200, help="steps of each way in graph mode (default: 200)")
-    parser.add_argument("--pynative-rounds", type=positive, default=10, help="in PyNative mode (default: 10)")
+    parser.add_argument("--copies", type=positive, default=4, help="train steps of each way (default: 4)")
+    parser.add_argument("--rounds", type=positive, default=50, help="steps of each copy in graph mode (default: 50)")
+    parser.add_argument("--pynative-rounds", type=positive, default=5, help="in PyNative mode (default: 5)")
     parser.add_argument("--seq-length", type=positive, default=128, help="bytes a sample (default: 128, the demo's)")
     parser.add_argument("--quick", action="store_true", help="few rounds, one layer: a test of this script")
     parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
@@ -80,17 +86,17 @@ def measure(arguments):
     from worth_llama import Llama
 
     task = Llama(steps=10_000, seq_length=arguments.seq_length)
-    names, rounds, tensors, elements = NAMES, arguments.rounds, COUNTS, ELEMENTS
+    names, copies, rounds, tensors, elements = NAMES, arguments.copies, arguments.rounds, COUNTS, ELEMENTS
     rounds_by_mode = {"graph": rounds, "PyNative": arguments.pynative_rounds}
     if arguments.quick:
-        names, rounds, tensors, elements = QUICK_NAMES, QUICK_ROUNDS, COUNTS[:1], 20_000
+        names, copies, rounds, tensors, elements = QUICK_NAMES, QUICK_COPIES, QUICK_ROUNDS, COUNTS[:1], 20_000
         rounds_by_mode = {"graph": rounds}
         task.model["num_layers"] = 1
     modes = {}
     for mode, count in rounds_by_mode.items():
         mindspore.set_context(mode=mindspore.GRAPH_MODE if mode == "graph" else mindspore.PYNATIVE_MODE)
         print(f"{mode} mode", file=sys.stderr, flush=True)
-        modes[mode] = steps_in_turns(task, names, count)
+        modes[mode] = steps_in_turns(task, names, copies, count)
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     print("parts of a step, and the detection", file=sys.stderr, flush=True)
     return {
@@ -98,36 +104,46 @@ def measure(arguments):
         "mindformers": mindformers.__version__,
         "seq_length": task.model["seq_length"],
         "modes": modes,
-        "parts": parts_of_a_step(task, max(3, rounds // 5)),
-        "updates": measure_updates(rounds, 100, list(UPDATES))["cells"],
+        "parts": parts_of_a_step(task, max(3, rounds)),
+        "updates": measure_updates(rounds if arguments.quick else UPDATE_ROUNDS, 100, list(UPDATES))["cells"],
         "elements": elements,
-        "detection": measure_detection(max(3, rounds // 10), elements, tensors),
+        "detection": measure_detection(max(3, rounds // 2), elements, tensors),
     }
 
 
-def steps_in_turns(task, names, rounds):
-    """Return by way of scaling the times of its steps, and of GRADIENTS those of its looks, in milliseconds."""
-    import numpy as np
+def steps_in_turns(task, names, copies, rounds):
+    """Return by way of scaling the times of the steps of each copy, and of GRADIENTS those of its looks.
+
+    They are in milliseconds.
+    """
     from mindspore import dtype as mstype
 
     network = task.network(mstype.float16, 0)
     batch = task.data(0).batch
+    order = random.Random(0)
+    taken = {name: [[] for _ in range(copies)] for name in names}
+    in_order = [(name, times) for name, each in taken.items() for times in each]
     with tempfile.TemporaryDirectory() as folder:
-        ways = {name: step_function(task, network, name, folder) for name in names}
+        steps = [(step_function(task, network, name, folder), times) for name, times in shuffled(in_order, order)]
         look = look_function(task, network, folder)
-        for way in (*ways.values(), *ways.values(), look):
-            way(batch(0))  # compiles, and reaches all memory once
-        taken, order = {name: [] for name in ways}, np.random.default_rng(0)
+        for step, _ in (*steps, *steps):
+            step(batch(0))  # compiles, and reaches all memory once
+        for _ in range(2):
+            look(batch(0))
         gc.collect()
         gc.disable()
         try:
             for count in range(rounds):
-                for name in order.permutation(names):
-                    taken[name].append(milliseconds(ways[name], batch(count)))
-            taken[GRADIENTS] = [milliseconds(look, batch(count)) for count in range(max(2, rounds // 20))]
+                for step, times in shuffled(steps, order):
+                    times.append(milliseconds(step, batch(count)))
+            taken[GRADIENTS] = [[milliseconds(look, batch(count)) for count in range(max(2, rounds // 5))]]
         finally:
             gc.enable()
     return taken
+
+
+def shuffled(items, order):
+    return order.sample(items, len(items))
 
 
 def milliseconds(call, batch):
@@ -150,7 +166,6 @@ def update_cell(name):
         "adaptive, history_size=100": lambda: wrapper.AdaptiveLossScaleUpdateCell(START, 2, 20, history_size=HISTORY),
         "guided": lambda: wrapper.GradientGuidedLossScaleUpdateCell(START),
     }
-    cells[AGAIN] = cells[DYNAMIC]
     return cells.get(name, lambda: wrapper.AdaptiveLossScaleUpdateCell(START, 2, 20))()
 
 
@@ -161,6 +176,8 @@ def step_function(task, network, name, folder):
         return lambda batch: train_step(*batch)[0].asnumpy()
     from mindformers_adaptive import LossScaleMonitor
 
+    # The callback locks its record, so each has a folder of its own.
+    folder = tempfile.mkdtemp(dir=folder)
     monitor, context = begun(LossScaleMonitor(Path(folder, "record.jsonl")), train_step)
     params = context.original_args()
 
@@ -229,28 +246,42 @@ def parts_of_a_step(task, rounds):
 
 
 def extra_percent(taken, name):
-    """Return how much longer a way's steps take than the dynamic cell's: median and standard error, in percent."""
+    """Return how much longer a way's steps take than the dynamic cell's, and the standard error, in percent."""
     if name == GRADIENTS:
-        share = statistics.median(taken[name]) / LOOK_EVERY / statistics.median(taken[DYNAMIC])
+        share = statistics.median(taken[name][0]) / LOOK_EVERY / statistics.median(itertools.chain(*taken[DYNAMIC]))
         others = extra_percent(taken, "adaptive")
         return others[0] + 100.0 * share, others[1]
-    extra = [100.0 * (one / dynamic - 1.0) for one, dynamic in zip(taken[name], taken[DYNAMIC], strict=True)]
-    # The standard error of a median, from the quartiles; 1.349 of them are a standard deviation.
-    if len(extra) < 4:
-        return statistics.median(extra), float("nan")
-    low, _, high = statistics.quantiles(extra, n=4)
-    return statistics.median(extra), 1.253 * (high - low) / 1.349 / len(extra) ** 0.5
+    extra, error = mean_and_error(logarithms(taken, name))
+    of_dynamic, error_of_dynamic = mean_and_error(logarithms(taken, DYNAMIC))
+    return 100.0 * math.expm1(extra - of_dynamic), 100.0 * math.hypot(error, error_of_dynamic)
+
+
+def logarithms(taken, name):
+    """Return for each copy of a way the logarithm of its steps' times against all others of the same rounds."""
+    copies = [times for way, each in taken.items() if way != GRADIENTS for times in each]
+    of_rounds = [statistics.median(times) for times in zip(*copies, strict=True)]
+    return [
+        statistics.median(math.log(time / of_round) for time, of_round in zip(times, of_rounds, strict=True))
+        for times in taken[name]
+    ]
+
+
+def mean_and_error(values):
+    """Return the mean and its standard error, which one value alone does not tell."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
+    return statistics.mean(values), error
 
 
 def report(result):
     """The report, as lines of Markdown."""
     from bench_detection import detection_table
 
-    rounds = {mode: len(taken[DYNAMIC]) for mode, taken in result["modes"].items()}
+    copies = len(result["modes"]["graph"][DYNAMIC])
+    rounds = {mode: len(taken[DYNAMIC][0]) for mode, taken in result["modes"].items()}
     yield f"MindSpore {result['mindspore']}, MindFormers {result['mindformers']}, CPU; the demo's model, samples of"
-    yield f"{result['seq_length']} bytes. Extra cost of a step against {DYNAMIC} cell, in percent of that step: median"
-    counts = " and ".join(f"{count} in {mode} mode" for mode, count in rounds.items())
-    yield f"of paired steps ± its standard error, of {counts}:"
+    yield f"{result['seq_length']} bytes. Extra cost of a step against {DYNAMIC} cell, in percent of that step: mean of"
+    counts = " and ".join(f"{count} steps each in {mode} mode" for mode, count in rounds.items())
+    yield f"{copies} train steps, compiled in random order, ± its standard error; {counts}:"
     yield ""
     yield "| way of scaling | " + " | ".join(f"{mode} mode" for mode in rounds) + " |"
     yield "|" + "---|" * (len(rounds) + 1)
