@@ -1,6 +1,7 @@
 """Measure what loss scaling adds to a train step of the demo's model, in graph and PyNative mode.
 
     python scripts/bench_step.py
+    python scripts/bench_step.py --only adaptive --copies 12
 
 Two train steps with the same cell, compiled one after the other, may differ by some percent for as long as they run. So
 each way of scaling is compiled several times, in random order. In every round each of these copies takes one step, in
@@ -69,6 +70,12 @@ def parse_arguments():
     parser.add_argument("--rounds", type=positive, default=50, help="steps of each copy in graph mode (default: 50)")
     parser.add_argument("--pynative-rounds", type=positive, default=5, help="in PyNative mode (default: 5)")
     parser.add_argument("--seq-length", type=positive, default=128, help="bytes a sample (default: 128, the demo's)")
+    parser.add_argument(
+        "--only",
+        choices=[name for name in NAMES if name != DYNAMIC],
+        metavar="NAME",
+        help=f"compare only this way with {DYNAMIC} cell, in graph mode, and nothing else",
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds, one layer: a test of this script")
     parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
     arguments = parser.parse_args()
@@ -92,18 +99,26 @@ def measure(arguments):
         names, copies, rounds, tensors, elements = QUICK_NAMES, QUICK_COPIES, QUICK_ROUNDS, COUNTS[:1], 20_000
         rounds_by_mode = {"graph": rounds}
         task.model["num_layers"] = 1
+    if arguments.only is not None:
+        names, rounds_by_mode = (DYNAMIC, arguments.only), {"graph": rounds}
     modes = {}
     for mode, count in rounds_by_mode.items():
         mindspore.set_context(mode=mindspore.GRAPH_MODE if mode == "graph" else mindspore.PYNATIVE_MODE)
         print(f"{mode} mode", file=sys.stderr, flush=True)
         modes[mode] = steps_in_turns(task, names, copies, count)
-    mindspore.set_context(mode=mindspore.GRAPH_MODE)
-    print("parts of a step, and the detection", file=sys.stderr, flush=True)
-    return {
+        if arguments.only is None:
+            modes[mode][GRADIENTS] = [looks(task, count)]
+    result = {
         "mindspore": mindspore.__version__,
         "mindformers": mindformers.__version__,
         "seq_length": task.model["seq_length"],
         "modes": modes,
+    }
+    if arguments.only is not None:
+        return result
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
+    print("parts of a step, and the detection", file=sys.stderr, flush=True)
+    return result | {
         "parts": parts_of_a_step(task, max(3, rounds)),
         "updates": measure_updates(rounds if arguments.quick else UPDATE_ROUNDS, 100, list(UPDATES))["cells"],
         "elements": elements,
@@ -112,10 +127,7 @@ def measure(arguments):
 
 
 def steps_in_turns(task, names, copies, rounds):
-    """Return by way of scaling the times of the steps of each copy, and of GRADIENTS those of its looks.
-
-    They are in milliseconds.
-    """
+    """Return by way of scaling the times of the steps of each copy, in milliseconds."""
     from mindspore import dtype as mstype
 
     network = task.network(mstype.float16, 0)
@@ -125,21 +137,29 @@ def steps_in_turns(task, names, copies, rounds):
     in_order = [(name, times) for name, each in taken.items() for times in each]
     with tempfile.TemporaryDirectory() as folder:
         steps = [(step_function(task, network, name, folder), times) for name, times in shuffled(in_order, order)]
-        look = look_function(task, network, folder)
         for step, _ in (*steps, *steps):
             step(batch(0))  # compiles, and reaches all memory once
-        for _ in range(2):
-            look(batch(0))
         gc.collect()
         gc.disable()
         try:
             for count in range(rounds):
                 for step, times in shuffled(steps, order):
                     times.append(milliseconds(step, batch(count)))
-            taken[GRADIENTS] = [[milliseconds(look, batch(count)) for count in range(max(2, rounds // 5))]]
         finally:
             gc.enable()
     return taken
+
+
+def looks(task, rounds):
+    """Return the times of measuring the gradients of a batch, in milliseconds."""
+    from mindspore import dtype as mstype
+
+    batch = task.data(0).batch
+    with tempfile.TemporaryDirectory() as folder:
+        look = look_function(task, task.network(mstype.float16, 0), folder)
+        for _ in range(2):
+            look(batch(0))
+        return [milliseconds(look, batch(count)) for count in range(max(2, rounds // 5))]
 
 
 def shuffled(items, order):
@@ -266,6 +286,12 @@ def logarithms(taken, name):
     ]
 
 
+def spread_percent(taken):
+    """Return by how much train steps with the same cell differ, as a standard deviation over all ways, in percent."""
+    variances = [statistics.variance(logarithms(taken, name)) for name in taken if name != GRADIENTS]
+    return 100.0 * statistics.mean(variances) ** 0.5
+
+
 def mean_and_error(values):
     """Return the mean and its standard error, which one value alone does not tell."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
@@ -291,6 +317,14 @@ def report(result):
             extra, error = extra_percent(taken, name)
             cells.append("0" if name == DYNAMIC else f"{extra:+.1f} ± {error:.1f}")
         yield f"| {name} | " + " | ".join(cells) + " |"
+    if copies > 1:
+        spreads = " and ".join(
+            f"{spread_percent(taken):.1f}% in {mode} mode" for mode, taken in result["modes"].items()
+        )
+        yield ""
+        yield f"Train steps with the same cell differ from each other by {spreads} (standard deviation)."
+    if "parts" not in result:
+        return
     whole = result["parts"]["whole step, dynamic"]
     yield ""
     yield "Where the time of a step goes in graph mode, as a share of the whole step:"

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from bench_detection import ALL_FINITE, EMPTY, LARGEST, NUMPY, OVERFLOW, PLAIN, detection_table
-from bench_step import DYNAMIC, GRADIENTS, QUICK_NAMES, extra_percent, report, update_shares
+from bench_step import DYNAMIC, GRADIENTS, QUICK_NAMES, extra_percent, report, spread_percent, update_shares
 from conftest import ROOT
 
 SCRIPT = ROOT / "scripts" / "bench_step.py"
@@ -26,8 +26,9 @@ def test_error_is_that_of_the_differences_between_train_steps_of_one_way():
     slow, fast = [110.0, 220.0, 110.0, 440.0], [100.0 / 1.1, 200.0 / 1.1, 100.0 / 1.1, 400.0 / 1.1]
     extra, error = extra_percent(times(guided=[slow, fast]), "guided")
     assert (extra, error) == (pytest.approx(0.0), pytest.approx(100 * math.log(1.1)))
-    [alone] = [extra_percent(times(guided=[slow]), "guided")]
-    assert (alone[0], math.isnan(alone[1])) == (pytest.approx(10.0), True)
+    assert spread_percent(times(guided=[slow, fast])) == pytest.approx(100 * (2 * math.log(1.1) ** 2 / 3) ** 0.5)
+    extra, error = extra_percent(times(guided=[slow]), "guided")
+    assert (extra, math.isnan(error)) == (pytest.approx(10.0), True)
 
 
 def test_a_look_every_100_steps_costs_a_hundredth_of_it():
@@ -52,6 +53,14 @@ def test_quick_run_prints_what_it_measured(run_forked, tmp_path):
     # The step is that of a smaller model than the demo's.
     assert update_shares(result)["adaptive"] <= 0.01
     assert printed.splitlines() == list(report({**result, "detection": by_count(result["detection"])}))
+
+
+def test_one_way_alone_is_reported_without_the_rest():
+    result = {"mindspore": "2.9.0", "mindformers": "1.9.0", "seq_length": 128, "modes": {"graph": times()}}
+    lines = list(report(result))
+    assert "2 train steps" in lines[2]
+    assert lines[-4:-1] == ["| MindSpore's dynamic | 0 |", "| adaptive | +1.0 ± 0.0 |", ""]
+    assert lines[-1].startswith("Train steps with the same cell differ from each other by 0.0% in graph mode")
 
 
 def by_count(detection):
