@@ -3,11 +3,11 @@
     python scripts/bench_step.py
     python scripts/bench_step.py --only adaptive --copies 12
 
-Two train steps with the same cell, compiled one after the other, may differ by some percent for as long as they run. So
-each way of scaling is compiled several times, in random order. In every round each of these copies takes one step, in
-random order again, so that what else the machine does falls on all of them. The extra cost of a way is that of its
-copies, on average, above those of MindSpore's dynamic cell, in percent of a step; its standard error is that of their
-differences. Also where the time of a step goes, and what the overflow detection costs.
+Two compiled train steps may differ by some percent without their cells being the reason. So each way of scaling is
+compiled several times, in random order. In every round each of these copies takes one step, in random order again, so
+that what else the machine does falls on all of them. The extra cost of a way is that of its copies, on average, above
+those of MindSpore's dynamic cell, in percent of a step; its standard error is that of their differences. Also where the
+time of a step goes, and what the overflow detection costs.
 """
 
 import argparse
@@ -287,7 +287,7 @@ def logarithms(taken, name):
 
 
 def spread_percent(taken):
-    """Return by how much train steps with the same cell differ, as a standard deviation over all ways, in percent."""
+    """Return by how much the figures of copies of a way differ, as a standard deviation over all ways, in percent."""
     variances = [statistics.variance(logarithms(taken, name)) for name in taken if name != GRADIENTS]
     return 100.0 * statistics.mean(variances) ** 0.5
 
@@ -322,7 +322,7 @@ def report(result):
             f"{spread_percent(taken):.1f}% in {mode} mode" for mode, taken in result["modes"].items()
         )
         yield ""
-        yield f"Train steps with the same cell differ from each other by {spreads} (standard deviation)."
+        yield f"The figures of train steps with the same cell differ by {spreads} (standard deviation)."
     if "parts" not in result:
         return
     whole = result["parts"]["whole step, dynamic"]

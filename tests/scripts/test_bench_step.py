@@ -60,7 +60,7 @@ def test_one_way_alone_is_reported_without_the_rest():
     lines = list(report(result))
     assert "2 train steps" in lines[2]
     assert lines[-4:-1] == ["| MindSpore's dynamic | 0 |", "| adaptive | +1.0 ± 0.0 |", ""]
-    assert lines[-1].startswith("Train steps with the same cell differ from each other by 0.0% in graph mode")
+    assert lines[-1].startswith("The figures of train steps with the same cell differ by 0.0% in graph mode")
 
 
 def by_count(detection):
