@@ -21,11 +21,10 @@ python -m pytest -m alone --durations=10 "${alone[@]}" | tee "$log" || status=$?
 # MindFormers' trainers leave settings in their process that change how later graphs compile, so the tests that build
 # them in the process run apart from the others.
 trainers=(tests/checkpoint tests/gradients tests/integration)
-# More workers than cores, because tests of other processes wait for much of their time, most of all those of training
-# runs in several processes.
-others=(-m "not alone" --durations=10 --dist loadgroup)
-python -m pytest "${others[@]}" --numprocesses 3 "${trainers[@]/#/--ignore=}" | tee --append "$log" || status=$?
-python -m pytest "${others[@]}" --numprocesses 4 "${trainers[@]}" | tee --append "$log" || status=$?
+# One worker more than cores, so that both are busy while a test waits for another process.
+others=(-m "not alone" --durations=10 --numprocesses 3 --dist loadgroup)
+python -m pytest "${others[@]}" "${trainers[@]/#/--ignore=}" | tee --append "$log" || status=$?
+python -m pytest "${others[@]}" "${trainers[@]}" | tee --append "$log" || status=$?
 echo "The ten slowest:"
 grep -E '^[0-9.]+s (call|setup|teardown) ' "$log" | sort -rn | sed -n 1,10p
 echo "Everything took $SECONDS seconds."
