@@ -66,7 +66,9 @@ def main():
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--copies", type=positive, default=4, help="train steps of each way; fewer need less memory (default: 4)")
+    parser.add_argument(
+        "--copies", type=positive, default=4, help="train steps of each way; fewer need less memory (default: 4)"
+    )
     parser.add_argument("--rounds", type=positive, default=50, help="steps of each copy in graph mode (default: 50)")
     parser.add_argument("--pynative-rounds", type=positive, default=5, help="in PyNative mode (default: 5)")
     parser.add_argument("--seq-length", type=positive, default=128, help="bytes a sample (default: 128, the demo's)")
