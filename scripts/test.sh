@@ -18,13 +18,10 @@ status=0
 # Only the files that have such tests, because to collect the others takes longer.
 mapfile -t alone < <(grep --recursive --files-with-matches --include="test_*.py" pytest.mark.alone tests)
 python -m pytest -m alone --durations=10 "${alone[@]}" | tee "$log" || status=$?
-# MindFormers' trainers leave settings in their process that change how later graphs compile, so the tests that build
-# them in the process run apart from the others.
-trainers=(tests/checkpoint tests/gradients tests/integration)
-# One worker more than cores, so that both are busy while a test waits for another process.
-others=(-m "not alone" --durations=10 --numprocesses 3 --dist loadgroup)
-python -m pytest "${others[@]}" "${trainers[@]/#/--ignore=}" | tee --append "$log" || status=$?
-python -m pytest "${others[@]}" "${trainers[@]}" | tee --append "$log" || status=$?
+# One worker more than cores, so that both are busy while a test waits for another process. tests/conftest.py brings the
+# tests into order.
+python -m pytest -m "not alone" --durations=10 --numprocesses 3 --dist loadgroup --no-loadscope-reorder |
+    tee --append "$log" || status=$?
 echo "The ten slowest:"
 grep -E '^[0-9.]+s (call|setup|teardown) ' "$log" | sort -rn | sed -n 1,10p
 echo "Everything took $SECONDS seconds."

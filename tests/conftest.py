@@ -1,5 +1,6 @@
 """What several tests share: the modes of MindSpore, the corpus of the demo, and commands run as a user would."""
 
+import collections
 import contextlib
 import gc
 import os
@@ -17,6 +18,9 @@ hypothesis.settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Folders of tests that build MindFormers' trainers in their own process.
+TRAINERS = [ROOT / "tests" / name for name in ("checkpoint", "gradients", "integration")]
+
 # How long a test, and each setup of its fixtures, may take on a busy machine; and one that is marked as slow.
 SECONDS, SLOW_SECONDS = 300, 900
 
@@ -27,18 +31,30 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """See that tests of a group go to one worker: they share runs, and would make them once in each."""
-    if getattr(config.option, "loadgroup", False):
-        for item in items:
-            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
-                raise pytest.UsageError("This pytest-xdist cannot group the tests of this pytest: see requirements.txt")
+    """Bring the tests into the order in which workers take them.
+
+    Those that build MindFormers' trainers come last, because these leave settings in their process that change how
+    later graphs compile. Before that the largest groups come first, so that none is left over at the end. Tests of a
+    group go to one worker: they share runs, and would make them once in each.
+    """
+    grouped = [item for item in items if item.get_closest_marker("xdist_group")]
+    if getattr(config.option, "loadgroup", False) and any("@" not in item.nodeid for item in grouped):
+        raise pytest.UsageError("This pytest-xdist cannot group the tests of this pytest: see requirements.txt")
+    sizes = collections.Counter(group_of(item) for item in items)
+    items.sort(key=lambda item: (any(folder in item.path.parents for folder in TRAINERS), -sizes[group_of(item)]))
 
 
-def pytest_collection_finish(session):
-    """Leave the modules that are there by now to themselves when garbage is collected.
+def group_of(item):
+    """Return the name of a test's group, or its own where it has none."""
+    return item.nodeid.rpartition("@")[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _older_objects_left_alone():
+    """Leave alone, when garbage is collected, what was there before the first test of a file.
 
     MindSpore collects garbage before it compiles a graph, and would look through some hundred thousand objects of its
-    own each time, which takes as long as to compile a small graph.
+    own each time, which takes as long as to compile a small graph. It also keeps objects of each graph for good.
     """
     gc.collect()
     gc.freeze()
@@ -188,8 +204,9 @@ def long_corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=3200)
 
 
-def write_corpus(folder, samples):
-    """Write so many samples of 33 bytes to a new folder, and return the folder."""
-    command = [sys.executable, str(ROOT / "scripts" / "prepare_corpus.py"), str(folder)]
-    subprocess.run([*command, "--seq_length", "32", "--samples", str(samples)], check=True, capture_output=True)
+def write_corpus(folder, samples, seq_length=32):
+    """Write so many samples of ``seq_length`` + 1 bytes to a new folder, and return the folder."""
+    from prepare_corpus import cut_into_samples, read_standard_library, write_mindrecord
+
+    write_mindrecord(cut_into_samples(read_standard_library(), seq_length + 1)[:samples], folder)
     return folder

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -76,6 +77,8 @@ def _ensure_server():
 
 
 def _run_script(command, cwd, environment, *files):
+    # Whatever is collected from now on, the modules that are there are not looked through.
+    gc.freeze()
     os.setsid()
     for descriptor, file in zip((1, 2), files, strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
@@ -123,18 +126,15 @@ class ForkedCluster:
             process.kill_all()
 
 
-def msrun(processes, folder, script, *arguments, python_path=()):
-    """Run a script under ``msrun`` in so many processes, with their logs in ``folder``; return the finished process."""
-    port = free_port()
-    command = [Path(sys.executable).parent / "msrun", f"--worker_num={processes}", f"--local_worker_num={processes}"]
-    command += ["--join=True", f"--log_dir={folder}", f"--master_port={port}", script, *arguments]
-    environment = {**with_this_python(), "PYTHONPATH": os.pathsep.join(map(str, python_path))}
-    finished = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-    logs = "".join(log.read_text()[-3000:] for log in folder.glob("worker_*.log"))
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:] + logs
-    return finished
+def run_in_processes(processes, folder, script, *arguments):
+    """Run a script in so many processes that train together, with their logs in ``folder``."""
+    logs = [folder / f"worker_{rank}.log" for rank in range(processes)]
+    cluster = ForkedCluster(processes, list(map(str, [script, *arguments])), folder, dict(os.environ), logs)
+    try:
+        exit_code = cluster.wait(300)
+    finally:
+        cluster.kill_all()
+    assert exit_code == 0, "".join(log.read_text()[-3000:] for log in logs)
 
 
 def with_this_python():

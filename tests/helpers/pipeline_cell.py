@@ -1,6 +1,4 @@
-"""Take steps with the pipeline cell in one process on a CPU; started by ``msrun`` from ``test_pipeline_cell.py``.
-
-    msrun --worker_num=1 --local_worker_num=1 pipeline_cell.py FOLDER
+"""Take steps with the pipeline cell in one process on a CPU; started by ``test_pipeline_cell.py`` with a folder.
 
 The cell insists on semi-automatic parallelism, whose compiler refuses a CPU, so that is left before it compiles. That
 compiler also is what adds up the gradients of micro batches in ``accu_grads``, unless the optimizer is sharded; for

@@ -1,6 +1,4 @@
-"""Train in two processes on CPU; started by ``msrun`` from ``test_two_processes.py``.
-
-    msrun --worker_num=2 --local_worker_num=2 two_processes.py FOLDER
+"""Train in two processes on CPU; started by ``test_two_processes.py`` with a folder as the argument.
 
 Only the second process gets an inf, at step 3, and none does with a fixed scale. Each writes what it saw of data
 parallel, pipeline and fixed scale to FOLDER/rank_N.json.

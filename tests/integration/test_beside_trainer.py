@@ -1,13 +1,11 @@
 """Features of MindFormers' trainer beside adaptive scaling, from a YAML file: evaluation, monitors, recompute, LoRA."""
 
 import logging
-import subprocess
-import sys
 from typing import ClassVar
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, write_corpus
 from event_files import read_scalars
 from mindformers.tools.logger import get_logger
 from mindformers.tools.register import MindFormerRegister
@@ -100,12 +98,11 @@ def test_evaluation_monitors_tensorboard_and_recompute_change_no_step(run, tmp_p
     logger, handler = get_logger(), Messages()
     logger.addHandler(handler)
     # In evaluation a Llama takes as many tokens as its sequence is long, one fewer than in training.
-    command = [sys.executable, ROOT / "scripts" / "prepare_corpus.py", tmp_path / "samples"]
-    subprocess.run([*map(str, command), "--seq_length", "31", "--samples", "8"], check=True, capture_output=True)
+    samples = write_corpus(tmp_path / "samples", samples=8, seq_length=31)
     dataset = {
         "data_loader": {
             "type": "MindDataset",
-            "dataset_dir": str(tmp_path / "samples"),
+            "dataset_dir": str(samples),
             "shuffle": False,
             "num_samples": 8,
         },

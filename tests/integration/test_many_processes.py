@@ -33,7 +33,7 @@ def four_processes(long_corpus, tmp_path_factory):
     callbacks[3] |= {"steps": sorted(PLANTED)}
     as_text = yaml.safe_dump(callbacks, default_flow_style=True, width=10**6).strip()
     arguments = ["--register-path", str(PLANTED_FOLDER)]
-    TrainingRun(output, long_corpus, {"callbacks": as_text}, STEPS, 4, by_msrun=True, arguments=arguments).wait()
+    TrainingRun(output, long_corpus, {"callbacks": as_text}, STEPS, 4, arguments=arguments).wait()
     return output
 
 

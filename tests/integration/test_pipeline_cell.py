@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from conftest import ROOT
-from launched import msrun
+from launched import run_in_processes
 from pipeline_cell import MAX_NORM, OVERFLOWS, SCALE
 
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("two processes and the pipeline")
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
-    msrun(1, folder, ROOT / "tests" / "helpers" / "pipeline_cell.py", folder, python_path=[ROOT])
+    run_in_processes(1, folder, ROOT / "tests" / "helpers" / "pipeline_cell.py", folder)
     return json.loads((folder / "seen.json").read_text())
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from conftest import ROOT
-from launched import msrun
+from launched import run_in_processes
 from versions import BEFORE_1_7
 
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
@@ -19,7 +19,7 @@ def two_processes(tmp_path_factory):
     """What each of two processes saw, by the kind of training."""
     folder = tmp_path_factory.mktemp("two_processes")
     worker = ROOT / "tests" / "helpers" / "two_processes.py"
-    msrun(2, folder, worker, folder, python_path=(ROOT, ROOT / "scripts"))
+    run_in_processes(2, folder, worker, folder)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
