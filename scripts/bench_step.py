@@ -12,25 +12,22 @@ time of a step goes, and what the overflow detection costs.
 
 import argparse
 import gc
-import itertools
-import math
 import random
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from argument_types import positive
+from step_report import DYNAMIC, GRADIENTS, UPDATES, report
 
 from mindformers_adaptive.text.atomic_file import atomic_write
 from mindformers_adaptive.text.json_text import json_text
 
-DYNAMIC = "MindSpore's dynamic"
-GRADIENTS = "adaptive, GradientRangeMonitor every 100 steps"
 # Low enough for the adaptive cell to raise it for many rounds without an overflow, whose step would be shorter.
-START, HISTORY, LOOK_EVERY = 2.0**6, 100, 100
-UPDATE_ROUNDS = 200
+START, HISTORY = 2.0**6, 100
+# Of each update cell alone, in a round.
+UPDATE_CALLS = {"graph": 200, "PyNative": 10}
 NAMES = (
     "no scaling",
     "fixed",
@@ -41,14 +38,6 @@ NAMES = (
     "adaptive, history_size=100",
     "guided",
 )
-# Update cells by their names in bench_update_cell.py; whole steps differ by more than these cost, so they are also
-# measured alone.
-UPDATES = {
-    "mindspore_dynamic": DYNAMIC,
-    "mindformers_adaptive": "MindFormers' adaptive",
-    "ours": "adaptive",
-    "guided": "guided",
-}
 QUICK_NAMES, QUICK_COPIES, QUICK_ROUNDS = (DYNAMIC, "adaptive"), 1, 4
 
 
@@ -91,7 +80,7 @@ def measure(arguments):
     import mindformers
     import mindspore
     from bench_detection import COUNTS, ELEMENTS, measure_detection
-    from bench_update_cell import measure as measure_updates
+    from bench_update_cell import build_cells, median_times
     from worth_llama import Llama
 
     task = Llama(steps=10_000, seq_length=arguments.seq_length)
@@ -103,13 +92,14 @@ def measure(arguments):
         task.model["num_layers"] = 1
     if arguments.only is not None:
         names, rounds_by_mode = (DYNAMIC, arguments.only), {"graph": rounds}
-    modes = {}
+    modes, updates = {}, {}
     for mode, count in rounds_by_mode.items():
         mindspore.set_context(mode=mindspore.GRAPH_MODE if mode == "graph" else mindspore.PYNATIVE_MODE)
         print(f"{mode} mode", file=sys.stderr, flush=True)
         modes[mode] = steps_in_turns(task, names, copies, count)
         if arguments.only is None:
             modes[mode][GRADIENTS] = [looks(task, count)]
+            updates[mode] = median_times(build_cells(set(UPDATES)), count, UPDATE_CALLS[mode])
     result = {
         "mindspore": mindspore.__version__,
         "mindformers": mindformers.__version__,
@@ -122,7 +112,7 @@ def measure(arguments):
     print("parts of a step, and the detection", file=sys.stderr, flush=True)
     return result | {
         "parts": parts_of_a_step(task, max(3, rounds)),
-        "updates": measure_updates(rounds if arguments.quick else UPDATE_ROUNDS, 100, list(UPDATES))["cells"],
+        "updates": updates,
         "elements": elements,
         "detection": measure_detection(max(3, rounds // 2), elements, tensors),
     }
@@ -265,95 +255,6 @@ def parts_of_a_step(task, rounds):
         for name, call in calls.items():
             taken[name].append(milliseconds(call, batch(count)))
     return {name: min(each) for name, each in taken.items()}
-
-
-def extra_percent(taken, name):
-    """Return how much longer a way's steps take than the dynamic cell's, and the standard error, in percent."""
-    if name == GRADIENTS:
-        share = statistics.median(taken[name][0]) / LOOK_EVERY / statistics.median(itertools.chain(*taken[DYNAMIC]))
-        others = extra_percent(taken, "adaptive")
-        return others[0] + 100.0 * share, others[1]
-    extra, error = mean_and_error(logarithms(taken, name))
-    of_dynamic, error_of_dynamic = mean_and_error(logarithms(taken, DYNAMIC))
-    return 100.0 * math.expm1(extra - of_dynamic), 100.0 * math.hypot(error, error_of_dynamic)
-
-
-def logarithms(taken, name):
-    """Return for each copy of a way the logarithm of its steps' times against all others of the same rounds."""
-    copies = [times for way, each in taken.items() if way != GRADIENTS for times in each]
-    of_rounds = [statistics.median(times) for times in zip(*copies, strict=True)]
-    return [
-        statistics.median(math.log(time / of_round) for time, of_round in zip(times, of_rounds, strict=True))
-        for times in taken[name]
-    ]
-
-
-def spread_percent(taken):
-    """Return by how much the figures of copies of a way differ, as a standard deviation over all ways, in percent."""
-    variances = [statistics.variance(logarithms(taken, name)) for name in taken if name != GRADIENTS]
-    return 100.0 * statistics.mean(variances) ** 0.5
-
-
-def mean_and_error(values):
-    """Return the mean and its standard error, which one value alone does not tell."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
-    return statistics.mean(values), error
-
-
-def report(result):
-    """The report, as lines of Markdown."""
-    from bench_detection import detection_table
-
-    copies = len(result["modes"]["graph"][DYNAMIC])
-    rounds = {mode: len(taken[DYNAMIC][0]) for mode, taken in result["modes"].items()}
-    yield f"MindSpore {result['mindspore']}, MindFormers {result['mindformers']}, CPU; the demo's model, samples of"
-    yield f"{result['seq_length']} bytes. Extra cost of a step against {DYNAMIC} cell, in percent of that step: mean of"
-    counts = " and ".join(f"{count} steps each in {mode} mode" for mode, count in rounds.items())
-    yield f"{copies} train steps, compiled in random order, ± its standard error; {counts}:"
-    yield ""
-    yield "| way of scaling | " + " | ".join(f"{mode} mode" for mode in rounds) + " |"
-    yield "|" + "---|" * (len(rounds) + 1)
-    for name in next(iter(result["modes"].values())):
-        cells = []
-        for taken in result["modes"].values():
-            extra, error = extra_percent(taken, name)
-            cells.append("0" if name == DYNAMIC else f"{extra:+.1f} ± {error:.1f}")
-        yield f"| {name} | " + " | ".join(cells) + " |"
-    if copies > 1:
-        spreads = " and ".join(
-            f"{spread_percent(taken):.1f}% in {mode} mode" for mode, taken in result["modes"].items()
-        )
-        yield ""
-        yield f"The figures of train steps with the same cell differ by {spreads} (standard deviation)."
-    if "parts" not in result:
-        return
-    whole = result["parts"]["whole step, dynamic"]
-    yield ""
-    yield "Where the time of a step goes in graph mode, as a share of the whole step:"
-    yield ""
-    yield "| part | share |"
-    yield "|---|---|"
-    before = 0.0
-    for name, taken in result["parts"].items():
-        label = {"forward and backward": "backward", "whole step, dynamic": "detection, clipping, optimizer, scaling"}
-        yield f"| {label.get(name, name)} | {(taken - before) / whole:.0%} |"
-        before = taken
-    yield ""
-    yield f"An update alone, in a graph of its own, above one of {DYNAMIC} cell, as a share of the whole step:"
-    yield ""
-    yield "| update cell | share |"
-    yield "|---|---|"
-    for name, share in update_shares(result).items():
-        yield f"| {name} | {share:.2%} |"
-    yield ""
-    yield from detection_table(result["detection"], result["elements"])
-
-
-def update_shares(result):
-    """Return what an update takes above one of the dynamic cell, as a share of the whole step, by way of scaling."""
-    taken = {label: result["updates"][name]["microseconds"] / 1e3 for name, label in UPDATES.items()}
-    whole = result["parts"]["whole step, dynamic"]
-    return {label: (time - taken[DYNAMIC]) / whole for label, time in taken.items() if label != DYNAMIC}
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ import math
 
 import pytest
 from bench_detection import ALL_FINITE, EMPTY, LARGEST, NUMPY, OVERFLOW, PLAIN, detection_table
-from bench_step import DYNAMIC, GRADIENTS, QUICK_NAMES, extra_percent, report, spread_percent, update_shares
+from bench_step import QUICK_NAMES
 from conftest import ROOT
+from step_report import DYNAMIC, GRADIENTS, extra_percent, report, spread_percent, update_shares
 
 SCRIPT = ROOT / "scripts" / "bench_step.py"
 
@@ -51,7 +52,7 @@ def test_quick_run_prints_what_it_measured(run_forked, tmp_path):
     assert 0 < result["parts"]["forward"] < result["parts"]["whole step, dynamic"]
     assert all(math.isfinite(extra_percent(taken, name)[0]) for name in taken)
     # The step is that of a smaller model than the demo's.
-    assert update_shares(result)["adaptive"] <= 0.01
+    assert update_shares(result, "graph")["adaptive"] <= 0.01
     assert printed.splitlines() == list(report({**result, "detection": by_count(result["detection"])}))
 
 
