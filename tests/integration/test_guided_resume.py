@@ -39,7 +39,7 @@ def compiled(tmp_path_factory):
     """Return a function that returns where the compiled graph of runs is kept."""
 
     @functools.cache
-    def folder(optimizer_state):
+    def folder(optimizer_state, processes):
         return tmp_path_factory.mktemp("compiled")
 
     return folder
@@ -47,14 +47,14 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(long_corpus, compiled, tmp_path_factory):
-    """Return a function that returns an uninterrupted run and its output folder, for a form; each runs once."""
+    """Return a function that returns an uninterrupted run and its output folder; each runs once."""
 
     @functools.cache
-    def run(form):
+    def run(form, processes):
         output = tmp_path_factory.mktemp("uninterrupted") / "output"
         options = form.save_options(output, every=SAVED_AT, keep=5) | GUIDED
-        graph = compiled(form.optimizer_state)
-        return TrainingRun(output, long_corpus, options, LAST, compiled=graph).wait(), output
+        graph = compiled(form.optimizer_state, processes)
+        return TrainingRun(output, long_corpus, options, LAST, processes, compiled=graph).wait(), output
 
     return run
 
@@ -88,37 +88,40 @@ WITHOUT_OPTIMIZER = CheckpointSection(optimizer_state=False)
 
 
 @pytest.mark.parametrize(
-    "form",
+    ("form", "processes"),
     [
-        pytest.param(FromFile("ckpt"), id="ckpt"),
-        pytest.param(LegacyFormat("safetensors", async_save=True), id="safetensors, async"),
-        pytest.param(CheckpointSection(), id="checkpoint section", marks=NEEDS_SECTION),
-        pytest.param(WITHOUT_OPTIMIZER, id="checkpoint section without optimizer state", marks=NEEDS_SECTION),
+        pytest.param(FromFile("ckpt"), 1, id="ckpt"),
+        pytest.param(LegacyFormat("safetensors", async_save=True), 1, id="safetensors, async"),
+        pytest.param(CheckpointSection(), 1, id="checkpoint section", marks=NEEDS_SECTION),
+        pytest.param(WITHOUT_OPTIMIZER, 1, id="checkpoint section without optimizer state", marks=NEEDS_SECTION),
+        pytest.param(FromFile("ckpt"), 2, id="ckpt, two processes"),
     ],
 )
 def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
-    uninterrupted, long_corpus, compiled, tmp_path, form
+    uninterrupted, long_corpus, compiled, tmp_path, form, processes
 ):
     shared = form if form in (FromFile("ckpt"), WITHOUT_OPTIMIZER) else FromFile("ckpt")
-    reference, reference_output = uninterrupted(shared)
+    reference, reference_output = uninterrupted(shared, processes)
+    graph = compiled(form.optimizer_state, processes)
     expected, output = reference.steps(), tmp_path / "output"
     if form is not shared:
-        before = stopped(form, output, long_corpus, compiled(form.optimizer_state))
+        before = stopped(form, output, long_corpus, graph)
         assert before == {step: expected[step] for step in before}
     else:
         shutil.copytree(reference_output, output)
         if form == WITHOUT_OPTIMIZER:
             cut_back(output)
     options = form.save_options(output, every=SAVED_AT, keep=5) | form.resume_options(output) | GUIDED
-    resumed = TrainingRun(output, long_corpus, options, LAST, compiled=compiled(form.optimizer_state)).wait()
-    assert resumed.steps() == {step: expected[step] for step in range(SAVED_AT + 1, LAST + 1)}
+    resumed = TrainingRun(output, long_corpus, options, LAST, processes, compiled=graph).wait()
+    for rank in range(processes):
+        steps = reference.steps(rank)
+        assert resumed.steps(rank) == {step: steps[step] for step in range(SAVED_AT + 1, LAST + 1)}
+        saved, saved_by_reference = form.last_saved(output, rank), shared.last_saved(reference_output, rank)
+        assert saved.keys() >= CARRIED
+        both = saved.keys() & saved_by_reference.keys() - {"global_batch_size"}
+        assert len(both) > 20
+        assert {name for name in both if saved[name] != saved_by_reference[name]} == set()
     assert {expected[step].overflow for step in resumed.steps()} == {True, False}
-
-    saved, saved_by_reference = form.last_saved(output), shared.last_saved(reference_output)
-    assert saved.keys() >= CARRIED
-    both = saved.keys() & saved_by_reference.keys() - {"global_batch_size"}
-    assert len(both) > 20
-    assert {name for name in both if saved[name] != saved_by_reference[name]} == set()
 
     # The record has all that the rule needs to tell the state.
     assert_one_record_has_every_step_once(output, expected)
@@ -126,10 +129,11 @@ def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
     assert record == read_record(reference_output / "loss_scale_record.jsonl")
     states = replay(record)
     assert [state.loss_scale for state in states[1:]] == [step.loss_scale for step in expected.values()]
-    restored = resumed.restored_state()
-    assert {name: restored[name] for name in (*COUNTERS, "level")} == {
-        name: getattr(states[SAVED_AT], name) for name in (*COUNTERS, "level")
-    }
+    for rank in range(processes):
+        restored = resumed.restored_state(rank)
+        assert {name: restored[name] for name in (*COUNTERS, "level")} == {
+            name: getattr(states[SAVED_AT], name) for name in (*COUNTERS, "level")
+        }
     assert saved["guided_counters"] == np.int32([getattr(states[LAST], name) for name in COUNTERS]).tobytes()
     assert saved["guided_overflow_rate"] == np.float32(states[LAST].overflow_rate).tobytes()
     assert len({state.overflow_rate for state in states[SAVED_AT:]}) > 5
