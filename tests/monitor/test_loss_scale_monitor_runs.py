@@ -69,12 +69,9 @@ def test_a_run_that_is_killed_then_stopped_and_resumed_twice_has_one_record_with
     options = callbacks({"type": "LossScaleMonitor", "every_n_steps": 3, "record_path": str(record)})
     options |= {"runner_wrapper.scale_sense.history_size": 3}
 
-    def is_ahead_of_its_checkpoint():
-        saved = form.newest_complete(output)
-        return saved is not None and len(read_record(record)) > saved
-
     with TrainingRun(output, corpus, options) as killed:
-        killed.wait_until(is_ahead_of_its_checkpoint)
+        # It looks at every third step, and before each save: next after step 10, which is saved, at step 12.
+        killed.wait_until(lambda: record.exists() and len(read_record(record)) > SAVED_EVERY)
     saved, before = form.newest_complete(output), read_record(record)
     assert [line["step"] for line in before] == list(range(1, len(before) + 1))
     # The record is never behind a checkpoint.
