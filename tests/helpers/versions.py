@@ -2,7 +2,11 @@
 
 import importlib.util
 
-__all__ = ["BEFORE_1_7"]
+import pytest
+
+__all__ = ["BEFORE_1_7", "NEEDS_SECTION"]
 
 # Not by comparing the text of the number, of which "1.10" would be smaller.
 BEFORE_1_7 = importlib.util.find_spec("mindformers.checkpoint") is None
+
+NEEDS_SECTION = pytest.mark.skipif(BEFORE_1_7, reason="this version of MindFormers has no `checkpoint:` section")

@@ -6,8 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
-from test_resume import NEEDS_SECTION, assert_one_record_has_every_step_once
+from test_resume import assert_one_record_has_every_step_once
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
+from versions import NEEDS_SECTION
 
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rule.guided_names import COUNTERS, PARAMETER_NAMES

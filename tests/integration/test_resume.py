@@ -8,18 +8,13 @@ import time
 
 import pytest
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
-from versions import BEFORE_1_7
+from versions import NEEDS_SECTION
 
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
 from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
 
 pytestmark = pytest.mark.slow
-
-NEEDS_SECTION = pytest.mark.skipif(
-    BEFORE_1_7,
-    reason="this version of MindFormers has no `checkpoint:` section",
-)
 
 # Tests that share references go to one worker.
 ONE_PROCESS = pytest.mark.xdist_group("resume")

@@ -6,7 +6,7 @@ import math
 import pytest
 from conftest import ROOT
 from launched import run_in_processes
-from versions import BEFORE_1_7
+from versions import NEEDS_SECTION
 
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
 from mindformers_adaptive.rule.guided_rule import GuidedRule
@@ -68,10 +68,7 @@ def test_fixed_scale_gives_the_weights_of_unscaled_data_parallel_training(two_pr
     assert first["weight"] == second["weight"] == first["plain"] == second["plain"]
 
 
-@pytest.mark.skipif(
-    BEFORE_1_7,
-    reason="this version of MindFormers has no `checkpoint:` section",
-)
+@NEEDS_SECTION
 def test_mindformers_cannot_save_its_checkpoint_section_from_two_processes_on_cpu(two_processes):
     # When this fails, the table of formats can promise one more.
     for seen in two_processes:

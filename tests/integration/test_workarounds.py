@@ -11,7 +11,7 @@ from examples.tiny_llama import build_model
 from mindformers import TrainingArguments
 from mindformers.tools.register import MindFormerConfig
 from safetensors.numpy import save_file
-from versions import BEFORE_1_7
+from versions import NEEDS_SECTION
 
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import Trainer
@@ -145,10 +145,7 @@ def test_a_note_that_mindformers_can_use_is_left_to_it(tmp_path, note):
     assert config.checkpoint.load_path == str(tmp_path)
 
 
-@pytest.mark.skipif(
-    BEFORE_1_7,
-    reason="this version of MindFormers has no `checkpoint:` section",
-)
+@NEEDS_SECTION
 def test_resume_training_with_a_load_path_alone_loads_the_optimizer_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "saved" / "iteration_00000004").mkdir(parents=True)

@@ -9,7 +9,7 @@ import pytest
 from conftest import write_corpus
 from event_files import read_scalars
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
-from versions import BEFORE_1_7
+from versions import BEFORE_1_7, NEEDS_SECTION
 
 from mindformers_adaptive.monitor.record import FIELDS, read_record
 from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
@@ -98,7 +98,7 @@ def test_a_run_that_is_killed_then_stopped_and_resumed_twice_has_one_record_with
     assert 0 < changes <= last.text().count("Loss scaling: at step")
 
 
-@pytest.mark.skipif(BEFORE_1_7, reason="this version of MindFormers has no `checkpoint:` section")
+@NEEDS_SECTION
 def test_a_run_that_saves_by_the_checkpoint_section_says_how_to_resume_and_that_works(corpus, tmp_path):
     output, form = tmp_path / "output", CheckpointSection()
     options = {"callbacks.2": "{type: LossScaleMonitor, every_n_steps: 9}", **form.save_options(output, SAVED_EVERY, 2)}
