@@ -80,7 +80,7 @@ def measure(arguments):
     import mindformers
     import mindspore
     from bench_detection import COUNTS, ELEMENTS, measure_detection
-    from bench_update_cell import build_cells, median_times
+    from bench_update_cell import build_cells, update_times
     from worth_llama import Llama
 
     task = Llama(steps=10_000, seq_length=arguments.seq_length)
@@ -99,7 +99,7 @@ def measure(arguments):
         modes[mode] = steps_in_turns(task, names, copies, count)
         if arguments.only is None:
             modes[mode][GRADIENTS] = [looks(task, count)]
-            updates[mode] = median_times(build_cells(set(UPDATES)), count, UPDATE_CALLS[mode])
+            updates[mode] = update_times(build_cells(set(UPDATES), copies), count, UPDATE_CALLS[mode])
     result = {
         "mindspore": mindspore.__version__,
         "mindformers": mindformers.__version__,
