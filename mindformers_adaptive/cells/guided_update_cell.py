@@ -1,7 +1,7 @@
 """``GradientGuidedLossScaleUpdateCell``: the gradient-guided rule as a MindSpore cell."""
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, jit, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.guided_state import GuidedCellState
@@ -185,6 +185,11 @@ class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpda
         self.is_first_exponent = Tensor([name == "first_exponent" for name in COUNTERS])
 
     def construct(self, loss_scale, overflow):
+        return self._compiled_update(loss_scale, overflow)
+
+    # One graph in PyNative mode too, and not construct itself, as in AdaptiveLossScaleUpdateCell.
+    @jit(backend="ms_backend")
+    def _compiled_update(self, loss_scale, overflow):
         before = self.unstack(self.counters)
         window, base, observed, limit, bound, trial, clean, contradictions, first = before
         was_trial = self.less(self.zero, trial)

@@ -49,8 +49,6 @@ class ScaleHistory(nn.Cell):
         self._own("counts", np.zeros((size, len(self.names_of_counts)), np.int32))
         self._own("place", np.zeros(1, np.int32))
         self.place_after = Tensor(np.roll(np.arange(size), -1), mstype.int32)
-        self.no_scale = Tensor(0.0, mstype.float32)
-        self.no_steps = Tensor(0, mstype.int32)
         self.stack = ops.Stack()
         self.expand_dims = ops.ExpandDims()
         self.scatter_update = ops.ScatterUpdate()
@@ -58,12 +56,8 @@ class ScaleHistory(nn.Cell):
         self.assign = ops.Assign()
 
     def construct(self, loss_scale, next_loss_scale, step, counts, measures=()):
-        # PyNative mode does not stack Parameters with Tensors; a sum is a Tensor.
-        scales = (loss_scale + self.no_scale, next_loss_scale)
-        for measure in measures:
-            scales = (*scales, measure + self.no_scale)
-        scales = self.stack(scales)
-        counts = self.stack((step + self.no_steps, *counts))
+        scales = self.stack((loss_scale, next_loss_scale, *measures))
+        counts = self.stack((step, *counts))
         self.scatter_update(self.scales, self.place, self.expand_dims(scales, 0))
         self.scatter_update(self.counts, self.place, self.expand_dims(counts, 0))
         # A table and no Mod, which Ascend documents as inexact for large integers.

@@ -1,6 +1,6 @@
 """``AdaptiveLossScaleUpdateCell``: the rule as a MindSpore cell."""
 
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, jit, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.restorable_state import RestorableState
@@ -149,6 +149,12 @@ class AdaptiveLossScaleUpdateCell(RestorableState, nn.DynamicLossScaleUpdateCell
         self.cast = ops.Cast()
 
     def construct(self, loss_scale, overflow):
+        return self._compiled_update(loss_scale, overflow)
+
+    # One graph in PyNative mode too, as MindSpore's optimizers are. Not construct itself: in its place MindSpore would
+    # compile the construct of a subclass that calls it.
+    @jit(backend="ms_backend")
+    def _compiled_update(self, loss_scale, overflow):
         since_event = self.cur_iter - self.last_overflow_iter
         window_is_full = self.less_equal(self.scale_window, since_event)
         first_row = self.select(
