@@ -1,6 +1,7 @@
 """Measure what one update of the loss scale costs: MindSpore's, MindFormers' and this package's update cells.
 
     python scripts/bench_update_cell.py
+    python scripts/bench_update_cell.py --mode PyNative --calls 20
 
 Each cell is compiled ``--copies`` times. The copies of all cells take turns: in every round each makes ``--calls``
 updates in a row. Other programs only ever add time, so a copy's time is that of its fastest round; a cell's is the
@@ -47,7 +48,7 @@ def main():
     arguments = parse_arguments()
     # MindFormers logs to standard output, which belongs to the result.
     with contextlib.redirect_stdout(sys.stderr):
-        result = measure(arguments.copies, arguments.rounds, arguments.calls, arguments.cells)
+        result = measure(arguments.mode, arguments.copies, arguments.rounds, arguments.calls, arguments.cells)
     text = json.dumps(result, indent=2) + "\n"
     if arguments.json == "-":
         print(as_table(result), file=sys.stderr)
@@ -63,6 +64,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="The costs of two cells are only comparable within one run."
     )
+    parser.add_argument("--mode", choices=("graph", "PyNative"), default="graph", help="MindSpore's (default: graph)")
     parser.add_argument("--copies", type=positive, default=5, help="times that a cell is compiled (default: 5)")
     parser.add_argument("--rounds", type=positive, default=100, help="rounds, the fastest counts (default: 100)")
     parser.add_argument("--calls", type=positive, default=100, help="updates a cell makes in a round (default: 100)")
@@ -90,10 +92,11 @@ def parse_arguments():
     return arguments
 
 
-def measure(copies, rounds, calls, names):
+def measure(mode, copies, rounds, calls, names):
     """Measure cells.
 
     Args:
+        mode (str): ``"graph"`` or ``"PyNative"``.
         copies (int): how many times each cell is compiled.
         rounds (int): the number of rounds.
         calls (int): the updates a copy makes in a round.
@@ -101,22 +104,24 @@ def measure(copies, rounds, calls, names):
             because the others are compared with them.
 
     Returns:
-        dict: ``mindspore``, ``mindformers`` (versions), ``device``, ``copies``, ``rounds``, ``calls`` and ``cells``,
-        which has for each cell by name its ``kernels`` (None if unknown), ``microseconds`` an update, ``above_empty``
-        in microseconds and the ``ratio`` of that to the same of MindFormers' cell.
+        dict: ``mindspore``, ``mindformers`` (versions), ``device``, ``mode``, ``copies``, ``rounds``, ``calls`` and
+        ``cells``, which has for each cell by name its ``kernels`` (of its graph; None if unknown), ``microseconds`` an
+        update, ``above_empty`` in microseconds and the ``ratio`` of that to the same of MindFormers' cell.
     """
     import mindformers
     import mindspore
     from exported_graph import export_graph
 
-    mindspore.set_context(mode=mindspore.GRAPH_MODE)
+    mindspore.set_context(mode=mindspore.GRAPH_MODE if mode == "graph" else mindspore.PYNATIVE_MODE)
     cells = build_cells({EMPTY, MINDFORMERS, *names}, copies)
     times = update_times(cells, rounds, calls)
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
     above_empty = {name: times[name] - times[EMPTY] for name in cells}
     return {
         "mindspore": mindspore.__version__,
         "mindformers": mindformers.__version__,
         "device": mindspore.get_context("device_target"),
+        "mode": mode,
         "copies": copies,
         "rounds": rounds,
         "calls": calls,
@@ -203,11 +208,12 @@ def time_of_a_call(cell, flags):
 
 def as_table(result):
     """Return the result as plain text."""
-    title = (
-        f"MindSpore {result['mindspore']}, MindFormers {result['mindformers']}, {result['device']}; "
-        f"{result['copies']} copies of each cell, {result['rounds']} rounds of {result['calls']} updates"
-    )
-    lines = [title, "", f"{'update cell':<51} {'ratio':>6} {'above empty':>12} {'update':>10} {'kernels':>8}"]
+    lines = [
+        "MindSpore {mindspore}, MindFormers {mindformers}, {device}, {mode} mode".format(**result),
+        f"{result['copies']} copies of each cell, {result['rounds']} rounds of {result['calls']} updates",
+        "",
+        f"{'update cell':<51} {'ratio':>6} {'above empty':>12} {'update':>10} {'kernels':>8}",
+    ]
     for name, cell in result["cells"].items():
         lines.append(
             f"{LABELS[name]:<51} {cell['ratio']:>6.2f} {cell['above_empty']:>9.1f} us {cell['microseconds']:>7.1f} us "
