@@ -43,7 +43,7 @@ def test_an_update_costs_at_most_60_percent_of_mindformers_own(run_python, tmp_p
 
 @pytest.mark.slow
 def test_in_pynative_mode_an_update_with_history_takes_less_than_mindspores_own(run_python):
-    few = ("--copies", 1, "--rounds", 3, "--calls", 3)
+    few = ("--copies", 1, "--rounds", 5, "--calls", 5)
     finished = run_python(SCRIPT, "--mode", "PyNative", *few, "--json", "-", "--cells", *OTHERS)
     # JSON alone goes to standard output.
     result = json.loads(finished.stdout)
