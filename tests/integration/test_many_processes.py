@@ -1,5 +1,6 @@
 """Data-parallel runs of the launcher in several processes on a CPU: what one overflows in, all skip."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -24,17 +25,24 @@ def four_processes(long_corpus, tmp_path_factory):
     """A finished run of four processes; the last of them overflows at the steps ``PLANTED``."""
     output = tmp_path_factory.mktemp("four") / "output"
     callbacks = [
-        {"type": "MFLossMonitor", "per_print_times": 1},
-        {"type": "CheckpointMonitor", "prefix": "tiny_llama", "save_checkpoint_steps": SAVED_EVERY},
+        *callbacks_that_save(every=SAVED_EVERY),
         {"type": "LossScaleMonitor", "all_ranks": True},
         {"type": "PlantedOverflow", "auto_register": "planted_overflow.PlantedOverflow", "rank": 3},
     ]
-    callbacks[1] |= {"keep_checkpoint_max": 5, "integrated_save": False, "checkpoint_format": "ckpt"}
     callbacks[3] |= {"steps": sorted(PLANTED)}
-    as_text = yaml.safe_dump(callbacks, default_flow_style=True, width=10**6).strip()
     arguments = ["--register-path", str(PLANTED_FOLDER)]
-    TrainingRun(output, long_corpus, {"callbacks": as_text}, STEPS, 4, arguments=arguments).wait()
+    TrainingRun(output, long_corpus, {"callbacks": as_option(callbacks)}, STEPS, 4, arguments=arguments).wait()
     return output
+
+
+def callbacks_that_save(every):
+    saving = {"type": "CheckpointMonitor", "prefix": "tiny_llama", "save_checkpoint_steps": every}
+    saving |= {"keep_checkpoint_max": 5, "integrated_save": False, "checkpoint_format": "ckpt"}
+    return [{"type": "MFLossMonitor", "per_print_times": 1}, saving]
+
+
+def as_option(value):
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()
 
 
 def records(output, processes):
@@ -69,12 +77,19 @@ def test_four_processes_hold_the_same_weights_and_state(four_processes):
         assert saved == first
 
 
-def test_two_processes_go_on_from_a_checkpoint_of_four(four_processes, long_corpus, tmp_path):
-    output = shutil.copytree(four_processes, tmp_path / "output")
-    options = FORM.save_options(output, every=200, keep=5)
+@pytest.fixture(scope="module")
+def two_processes(four_processes, long_corpus, tmp_path_factory):
+    """A finished run of two processes, 4 steps long, that went on from a checkpoint of the four."""
+    output = shutil.copytree(four_processes, tmp_path_factory.mktemp("two") / "output")
+    ranges = {"type": "GradientRangeMonitor", "every_n_steps": 2, "all_ranks": True}
+    options = {"callbacks": as_option([*callbacks_that_save(every=200), ranges])}
     options |= FORM.resume_options(output, resume_training=f"tiny_llama_rank_0-1_{SAVED_EVERY}.ckpt")
     # A step of two processes has half the samples, so that MindFormers counts twice as many steps before the resume.
-    resumed = TrainingRun(output, long_corpus, options, 2 * SAVED_EVERY + 4, processes=2).wait()
+    return TrainingRun(output, long_corpus, options, 2 * SAVED_EVERY + 4, processes=2).wait(), output
+
+
+def test_two_processes_go_on_from_a_checkpoint_of_four(four_processes, two_processes):
+    resumed, _ = two_processes
     [saved] = (line for line in records(four_processes, 1)[0] if line["step"] == SAVED_EVERY)
     for rank in range(2):
         restored = resumed.restored_state(rank)
@@ -84,6 +99,21 @@ def test_two_processes_go_on_from_a_checkpoint_of_four(four_processes, long_corp
     assert [step.loss_scale for step in resumed.steps(0).values()] == [
         step.loss_scale for step in resumed.steps(1).values()
     ]
+
+
+def test_each_process_records_the_ranges_of_its_own_gradients(two_processes):
+    resumed, output = two_processes
+    files = sorted(output.glob("gradient_ranges*"))
+    assert [file.name for file in files] == [f"gradient_ranges_rank_{rank}.jsonl" for rank in range(2)]
+    lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    for step, *of_both in zip((2 * SAVED_EVERY + 2, 2 * SAVED_EVERY + 4), *lines, strict=True):
+        assert [line["step"] for line in of_both] == [step, step]
+        assert of_both[0]["weights"] == of_both[1]["weights"]
+        assert of_both[0]["loss_scale"] == of_both[1]["loss_scale"]
+        own = [line["batches"][0]["loss_scales"][0] for line in of_both]
+        # Each has data of its own; a step is skipped when one of the two overflows.
+        assert own[0]["loss"] != own[1]["loss"]
+        assert resumed.steps()[step].overflow == (own[0]["overflow"] or own[1]["overflow"])
 
 
 def test_launch_many_on_several_machines():
