@@ -137,6 +137,12 @@ def _step_saved_in(file, written_at):
     return int(_load(file)["step_num"])
 
 
+def _written_at(note):
+    """Return when a note of a checkpoint was last written, in nanoseconds, or None where it is missing or empty."""
+    status = note.stat() if note.exists() else None
+    return status.st_mtime_ns if status and status.st_size > 0 else None
+
+
 def _load(file):
     """Return the Parameters of a file: a number each, or the bytes of an array."""
     loaded = mindspore.load_checkpoint(str(file), format=file.suffix[1:])
@@ -245,6 +251,17 @@ class TrainingRun:
             assert looked_at < start + timeout, "waited too long:\n" + self.text()[-5000:]
             time.sleep(max(0.0005, 4 * (time.monotonic() - looked_at)))
             looked_at = time.monotonic()
+
+    def wait_until_saved(self, form, output, processes=1):
+        """Wait, from the start of the run on, until its first checkpoint is complete in so many processes."""
+        # By the notes: to load a checkpoint takes as long as several steps, on a busy machine as long as all.
+        notes = [form.note(output, rank) for rank in range(processes)]
+        before = [_written_at(note) for note in notes]
+        self.wait_until(
+            lambda: all(_written_at(note) not in (None, old) for note, old in zip(notes, before, strict=True))
+        )
+        if form.async_save:
+            self.wait_until(lambda: None not in [form.newest_complete(output, rank) for rank in range(processes)])
 
     def kill(self):
         """SIGKILL all of its processes, which have no chance to tidy up."""

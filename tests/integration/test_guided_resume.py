@@ -64,7 +64,7 @@ def stopped(form, output, long_corpus, graph):
     """Leave in ``output`` what a run leaves that was killed after the first save; return its steps."""
     options = form.save_options(output, every=SAVED_AT, keep=5) | GUIDED
     with TrainingRun(output, long_corpus, options, LAST, compiled=graph) as run:
-        run.wait_until(lambda: form.newest_complete(output) == SAVED_AT)
+        run.wait_until_saved(form, output)
     return run.steps()
 
 

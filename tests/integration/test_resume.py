@@ -105,7 +105,7 @@ def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
             elif in_a_save:
                 kill_while_saving(run, form, output, max(resumed_from + 1, SAVED_AT), random.Random(kill))
             else:
-                run.wait_until(lambda: all(form.newest_complete(output, rank) == SAVED_AT for rank in ranks))
+                run.wait_until_saved(form, output, processes)
                 if (form, processes) == KILLED_IN_PART:
                     run.kill_one(rank=1)
         if kill:

@@ -55,9 +55,10 @@ def assert_is_what_happened(lines, printed):
 
 def stop_after_saving(run, form, output, step):
     """Stop a run by SIGTERM once it has saved a step; see that it says how to resume from there."""
-    run.wait_until(lambda: form.newest_complete(output) == step)
+    run.wait_until_saved(form, output)
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.process.wait(60) == -signal.SIGTERM
+    assert form.newest_complete(output) == step
     [(stopped_after, remedy)] = re.findall(r"Training was stopped by SIGTERM after step (\d+)\. (.*)", run.text())
     assert step <= int(stopped_after) <= LAST
     asked_for = {key: str(value) for key, value in form.resume_options(output).items() if key != "load_ckpt_format"}
