@@ -1,7 +1,7 @@
 """Measure what one update of the loss scale costs: MindSpore's, MindFormers' and this package's update cells.
 
     python scripts/bench_update_cell.py
-    python scripts/bench_update_cell.py --mode PyNative --calls 20
+    python scripts/bench_update_cell.py --mode PyNative --rounds 20 --calls 20
 
 Each cell is compiled ``--copies`` times. The copies of all cells take turns: in every round each makes ``--calls``
 updates in a row. Other programs only ever add time, so a copy's time is that of its fastest round; a cell's is the

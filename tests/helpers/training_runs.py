@@ -1,6 +1,5 @@
 """Training runs of the launcher: started, killed, resumed, and read back from what they printed and saved."""
 
-import functools
 import json
 import os
 import re
@@ -70,8 +69,8 @@ class LegacyFormat:
         note = self.note(output, rank)
         if not note.exists():
             return None
-        file = note.parent / json.loads(note.read_text())["last_ckpt_file"]
-        return _step_saved_in(file, file.stat().st_mtime_ns)
+        # Not the step in the name of the file, which a resumed run counts from 1 again.
+        return int(_load(note.parent / json.loads(note.read_text())["last_ckpt_file"])["step_num"])
 
     def last_saved(self, output, rank=0):
         """Return all Parameters of the last checkpoint of a finished run."""
@@ -129,12 +128,6 @@ class CheckpointSection:
             assert saved[name] == sidecar[name], name
         assert json.loads((folder / "common.json").read_text())["loss_scale"] == loss_scale
         return saved | sidecar
-
-
-@functools.cache
-def _step_saved_in(file, written_at):
-    """Return the step of a checkpoint, not that in the file's name, which a resumed run counts from 1 again."""
-    return int(_load(file)["step_num"])
 
 
 def _written_at(note):
