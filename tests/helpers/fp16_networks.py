@@ -49,14 +49,36 @@ def gradient_in_fp16(x, factor, loss_scale):
         return (incoming * np.asarray(x, np.float16)).astype(np.float32)
 
 
+class ListedDropout(nn.Cell):
+    """Dropout by one mask of a fixed list after the other.
+
+    What MindSpore's dropout draws on a CPU depends on how many threads draw, and so on how long earlier calls took.
+    """
+
+    def __init__(self, size, masks=32, p=0.3):
+        super().__init__()
+        kept = np.random.default_rng(0).random((masks, size)) >= p
+        self.masks = Tensor(kept / (1 - p), mstype.float32)
+        self.used = Parameter(Tensor(0, mstype.int32), name="used", requires_grad=False)
+        self.one = Tensor(1, mstype.int32)
+        self.gather = ops.Gather()
+        self.assign_add = ops.AssignAdd()
+
+    def construct(self, x):
+        if not self.training:
+            return x
+        dropped = x * self.gather(self.masks, self.used, 0)
+        return ops.depend(dropped, self.assign_add(self.used, self.one))
+
+
 class WithStateAndDropout(nn.Cell):
     """Has dropout, moving averages and casts to FP16; returns its loss and something more."""
 
-    def __init__(self, functional_dropout=False):
+    def __init__(self, functional_dropout=False, listed_dropout=False):
         super().__init__()
         self.first = nn.Dense(8, 8).to_float(mstype.float16)
         self.norm = nn.BatchNorm1d(8)
-        self.dropout = nn.Dropout(p=0.3)
+        self.dropout = ListedDropout(8) if listed_dropout else nn.Dropout(p=0.3)
         self.second = nn.Dense(8, 2)
         self.loss = nn.MSELoss()
         self.cast = ops.Cast()

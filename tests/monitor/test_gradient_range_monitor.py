@@ -48,7 +48,7 @@ class Recorder(Callback):
 def train(*callbacks):
     """Train for a few steps; return the outputs of each and the Parameters after the last."""
     recorder = Recorder()
-    step = seeded_train_step(functional_dropout=True)
+    step = seeded_train_step(listed_dropout=True)
     Model(step).train(1, batches(), callbacks=[*callbacks, recorder], dataset_sink_mode=False)
     return recorder.outputs, {value.name: value.asnumpy().tobytes() for value in step.get_parameters()}
 
