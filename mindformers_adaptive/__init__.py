@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from mindformers_adaptive.lab.policies import make_policy
     from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
     from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-    from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
-    from mindformers_adaptive.rule.ladder import window_ladder
-    from mindformers_adaptive.rule.megatron import scale_sense_from_megatron
+    from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
+    from mindformers_adaptive.rules.ladder import window_ladder
+    from mindformers_adaptive.rules.megatron import scale_sense_from_megatron
 
 __all__ = [
     "AdaptiveLossScaleManager",
@@ -57,14 +57,14 @@ _MODULE_OF = {
     "AdaptiveLossScaleManager": "amp.manager",
     "AdaptiveLossScaleUpdateCell": "cells.update_cell",
     "AdaptiveLossScaler": "amp.scaler",
-    "AdaptiveRule": "rule.adaptive_rule",
+    "AdaptiveRule": "rules.adaptive",
     "FixedScaleTrainOneStepCell": "amp.fixed_scale",
     "GradientGuidedLossScaleManager": "amp.guided_manager",
     "GradientGuidedLossScaler": "amp.guided_scaler",
     "GradientGuidedLossScaleUpdateCell": "cells.guided_update_cell",
     "GradientRangeMonitor": "monitor.gradient_range_monitor",
     "LossScaleMonitor": "monitor.loss_scale_monitor",
-    "LossScaleState": "rule.adaptive_rule",
+    "LossScaleState": "rules.adaptive",
     "Trainer": "integration.trainer",
     "build_train_network": "amp.train_network",
     "enable_loss_scale_on_cpu": "amp.train_network",
@@ -72,8 +72,8 @@ _MODULE_OF = {
     "gradient_ranges": "gradients.ranges",
     "make_policy": "lab.policies",
     "register": "integration.registration",
-    "scale_sense_from_megatron": "rule.megatron",
-    "window_ladder": "rule.ladder",
+    "scale_sense_from_megatron": "rules.megatron",
+    "window_ladder": "rules.ladder",
 }
 
 

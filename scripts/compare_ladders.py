@@ -10,7 +10,7 @@ import itertools
 
 from mindformers.wrapper.adaptive_loss_scale import _get_window_list
 
-from mindformers_adaptive.rule.ladder import window_ladder
+from mindformers_adaptive.rules.ladder import window_ladder
 
 EXAMPLES = ((1000, 20), (150, 20), (1000, 30), (21, 20), (5, 1))
 

@@ -10,14 +10,14 @@ from draw_rule import PICTURE, STEPS, largest_scales
 
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.simulate import replay
-from mindformers_adaptive.lab.traces.gradients import showing
+from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, WARNING, dress, headline, new_figure, save
+from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, WARNING, headline, new_figure, save, style_axes
 
 
 def main():
     file = sys.argv[1] if len(sys.argv) > 1 else PICTURE.with_name("guided.svg")
-    print(f"Drawn: {save(draw(showing(Trace.exact('made up', largest_scales()))), file)}")
+    print(f"Drawn: {save(draw(with_gradients(Trace.exact('made up', largest_scales()))), file)}")
 
 
 def draw(trace):
@@ -33,7 +33,7 @@ def draw(trace):
         axes.fill_between(steps, np.log2(trace.ceiling), 34, color=CONTEXT, linewidth=0, label="overflows here")
         axes.step(steps, scales, where="post", color=MAIN, linewidth=1.6, label="loss scale")
         axes.plot(steps[overflows], scales[overflows], "x", color=WARNING, markersize=5, label="skipped step")
-        dress(axes, title=f"{name}: {replayed.measures.headroom_lost:.1f} bits of headroom lost", y_label="log2")
+        style_axes(axes, title=f"{name}: {replayed.measures.headroom_lost:.1f} bits of headroom lost", y_label="log2")
     panels[0].set(xlim=(0, STEPS), ylim=(3, 30))
     panels[0].legend(loc="upper right", framealpha=1)
     panels[1].set_xlabel("step")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, SECOND, WARNING, dress, headline, new_figure, save
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, SECOND, WARNING, headline, new_figure, save, style_axes
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "scale_and_window.svg"
 STEPS = 1900
@@ -51,7 +51,7 @@ def draw(ceilings):
     upper.plot(steps[overflows], scales[overflows], "x", color=WARNING, markersize=5, label="skipped step")
     upper.set_ylim(5, 30)
     upper.legend(loc="upper right", framealpha=1)
-    dress(upper, y_label="loss scale, log2")
+    style_axes(upper, y_label="loss scale, log2")
 
     lower.step(steps, windows, where="post", color=SECOND, linewidth=1.6)
     lower.set_yscale("log")
@@ -60,7 +60,7 @@ def draw(ceilings):
     lower.set_yticks([1, *rule.ladder], [names.get(window, str(window)) for window in (1, *rule.ladder)])
     lower.minorticks_off()
     lower.set(xlim=(0, STEPS), ylim=(0.8, 700))
-    dress(lower, x_label="step", y_label="scale window, steps")
+    style_axes(lower, x_label="step", y_label="scale window, steps")
     for text, point, place in (
         ("every third raise:\none window up", (300, 40), (330, 4.5)),
         ("third drop in a row:\nwindow 1", (FALL + 2, 1.05), (760, 1.6)),

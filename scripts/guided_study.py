@@ -7,9 +7,9 @@ import numpy as np
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.guided_sweep import guided_sweep
 from mindformers_adaptive.lab.replay.sweep import sweep
-from mindformers_adaptive.lab.traces.gradients import OWN_CEILINGS, own_ceiling, showing
+from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.guided import GuidedRule
 
 EXACT = "gradients show the ceiling"
 OWN = "a ceiling of its own"
@@ -32,9 +32,11 @@ def traces_of(steps, seeds):
     for seed in range(seeds):
         for kind, trace in synthetic_traces(steps, seed).items():
             for group, (offset, spread) in OFFSETS.items():
-                traces[group][kind].append(showing(trace, offset, spread, seed))
-        for numbers in OWN_CEILINGS:
-            traces[OWN][f"{numbers[1]:g} bits above, memory {numbers[3]:g}"].append(own_ceiling(steps, seed, *numbers))
+                traces[group][kind].append(with_gradients(trace, offset, spread, seed))
+        for numbers in INDEPENDENT_CEILINGS:
+            traces[OWN][f"{numbers[1]:g} bits above, memory {numbers[3]:g}"].append(
+                independent_ceiling(steps, seed, *numbers)
+            )
     return traces
 
 

@@ -20,7 +20,7 @@ from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
-from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, dress, headline, new_figure, save
+from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "tests" / "lab" / "samples"
@@ -296,7 +296,7 @@ def draw(same):
         axes.set_ylim(0, 1.15 * max(y for _, y in points.values()) or 1)
         axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
         axes.minorticks_off()
-        dress(axes, title="mean of the eight" if kind == MEAN else kind)
+        style_axes(axes, title="mean of the eight" if kind == MEAN else kind)
         if kind == "random walk":
             axes.set_xlabel("skipped steps in 1000, less is better")
         if kind == "sudden drop":

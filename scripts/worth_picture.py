@@ -6,7 +6,7 @@ import numpy as np
 from worth_report import over_looks
 from worth_training import FP32, UNSCALED, WAYS, fixed
 
-from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, MUTED, SECOND, WARNING, dress, headline, new_figure
+from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, MUTED, SECOND, WARNING, headline, new_figure, style_axes
 
 __all__ = ["EXPONENTS", "draw", "sweep"]
 
@@ -83,6 +83,6 @@ def draw(swept):
     axes.set_xlim(exponents[0], exponents[-1])
     ticks = [exponent for exponent in swept["exponents"] if exponent % 4 == 0]
     axes.set_xticks(ticks, [f"$2^{{{exponent}}}$" for exponent in ticks])
-    dress(axes, x_label="loss scale", y_label="R² on data not trained on; shares")
+    style_axes(axes, x_label="loss scale", y_label="R² on data not trained on; shares")
     axes.legend(loc="center", fontsize=9.5, frameon=True, framealpha=0.9)
     return figure

@@ -16,23 +16,23 @@ PACKAGE = ROOT / "mindformers_adaptive"
 # modules at the top; those of the lab stand by themselves. A room that is not here has to be given its place.
 MAY_IMPORT = {
     "text": set(),
-    "rule": set(),
-    "cells": {"rule"},
+    "rules": set(),
+    "cells": {"rules"},
     "wrapper": {"text", "cells"},
-    "amp": {"rule", "cells", "wrapper"},
-    "checkpoint": {"text", "rule", "cells"},
-    "gradients": {"text", "rule"},
-    "monitor": {"text", "rule", "gradients"},
-    "lab.traces": {"rule"},
-    "lab.policies": {"rule"},
+    "amp": {"rules", "cells", "wrapper"},
+    "checkpoint": {"text", "rules", "cells"},
+    "gradients": {"text", "rules"},
+    "monitor": {"text", "rules", "gradients"},
+    "lab.traces": {"rules"},
+    "lab.policies": {"rules"},
     "lab.logs": {"lab.traces", "lab.policies"},
-    "lab.replay": {"text", "rule", "lab.traces", "lab.policies"},
-    "lab.analysis": {"text", "rule", "lab.traces", "lab.policies", "lab.replay"},
-    "integration": {"text", "rule", "wrapper", "cells", "checkpoint", "gradients", "monitor"},
+    "lab.replay": {"text", "rules", "lab.traces", "lab.policies"},
+    "lab.analysis": {"text", "rules", "lab.traces", "lab.policies", "lab.replay"},
+    "integration": {"text", "rules", "wrapper", "cells", "checkpoint", "gradients", "monitor"},
     "plots": {"text", "gradients", "monitor", "lab.traces", "lab.policies", "lab.replay"},
     "cli": {
         "text",
-        "rule",
+        "rules",
         "checkpoint",
         "gradients",
         "monitor",
@@ -126,11 +126,11 @@ def test_modules_within_a_room_import_each_other_one_way():
 
 
 def test_an_import_from_above_would_be_seen():
-    assert imports_out_of_order("rule.ladder", "from mindformers_adaptive import wrapper") == {"wrapper"}
+    assert imports_out_of_order("rules.ladder", "from mindformers_adaptive import wrapper") == {"wrapper"}
     inside = "def f():\n    from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell"
     assert imports_out_of_order("lab.traces.trace", inside) == {"cells"}
     assert imports_out_of_order("amp.manager", inside) == set()
-    assert imports_out_of_order("rule.ladder", "from mindformers_adaptive import register") == {""}
+    assert imports_out_of_order("rules.ladder", "from mindformers_adaptive import register") == {""}
 
 
 def test_the_top_level_holds_the_public_doors_only():
@@ -195,7 +195,7 @@ def test_plain_python_stays_free_of_mindspore(run_python):
 
 
 def test_an_import_of_mindspore_would_be_seen(run_python):
-    modules = ["mindformers_adaptive.rule.ladder", "mindformers_adaptive.cells.update_cell"]
+    modules = ["mindformers_adaptive.rules.ladder", "mindformers_adaptive.cells.update_cell"]
     printed = run_python("-c", REPORT, *modules).stdout
     assert printed.splitlines()[-1] == "mindformers_adaptive.cells.update_cell mindspore"
 

@@ -5,8 +5,8 @@ from mindspore import amp
 from mindformers_adaptive.amp.guided_state_dict import GuidedStateDict
 from mindformers_adaptive.amp.stock_caller import is_called_by_stock_amp
 from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
-from mindformers_adaptive.rule.checks import require_flag
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.checks import require_flag
+from mindformers_adaptive.rules.guided import GuidedRule
 
 __all__ = ["GradientGuidedLossScaleManager"]
 
@@ -20,7 +20,7 @@ class GradientGuidedLossScaleManager(GuidedStateDict, amp.LossScaleManager):
 
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
-        scale_factor, exchange_rate, min_loss_scale, max_loss_scale, keep_each_largest: as in
+        scale_factor, exchange_rate, min_loss_scale, max_loss_scale, track_per_parameter: as in
             :class:`~mindformers_adaptive.cells.guided_update_cell.GradientGuidedLossScaleUpdateCell`.
 
     Raises:
@@ -51,7 +51,7 @@ class GradientGuidedLossScaleManager(GuidedStateDict, amp.LossScaleManager):
         exchange_rate=1.0,
         min_loss_scale=1.0,
         max_loss_scale=None,
-        keep_each_largest=False,
+        track_per_parameter=False,
     ):
         rule = GuidedRule(
             exchange_rate, scale_factor=scale_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
@@ -61,7 +61,7 @@ class GradientGuidedLossScaleManager(GuidedStateDict, amp.LossScaleManager):
             "exchange_rate": rule.exchange_rate,
             "min_loss_scale": rule.min_loss_scale,
             "max_loss_scale": rule.max_loss_scale,
-            "keep_each_largest": require_flag("keep_each_largest", keep_each_largest),
+            "track_per_parameter": require_flag("track_per_parameter", track_per_parameter),
         }
         self.update_cell = GradientGuidedLossScaleUpdateCell(start.loss_scale, **self._arguments)
 

@@ -7,7 +7,7 @@ from mindformers_adaptive.amp.guided_state_dict import GuidedStateDict
 from mindformers_adaptive.amp.scaling import ParameterScaler
 from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.largest_gradient import LargestGradient
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.guided import GuidedRule
 
 __all__ = ["GradientGuidedLossScaler"]
 
@@ -68,7 +68,7 @@ class GradientGuidedLossScaler(GuidedStateDict, ParameterScaler):
         )
         self.scale_value = Parameter(Tensor(start.loss_scale, mstype.float32), name="scale_value", requires_grad=False)
         self.update_cell.bind_loss_scale(self.scale_value)
-        self.update_cell.expect_largest_gradient(())
+        self.update_cell.declare_signal(())
         # Compiled, because launched one by one its small operations can take longer than a whole training step.
         self._update = jit(_MeasureAndUpdate(self.update_cell).construct)
 

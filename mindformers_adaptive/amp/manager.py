@@ -4,10 +4,10 @@ from mindspore import amp, context
 
 from mindformers_adaptive.amp.stock_caller import is_called_by_stock_amp
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
-from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.rule.restored_state import from_rule_state, to_rule_state
-from mindformers_adaptive.rule.state_dict import LossScaleStateDict
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.rules.restored_state import from_rule_state, to_rule_state
+from mindformers_adaptive.rules.state_dict import LossScaleStateDict
 
 __all__ = ["AdaptiveLossScaleManager"]
 

@@ -5,9 +5,9 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.amp.scaling import ParameterScaler
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
-from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.rule.state_dict import LossScaleStateDict
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.rules.state_dict import LossScaleStateDict
 
 __all__ = ["AdaptiveLossScaler"]
 

@@ -9,12 +9,12 @@ from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.saved_state import SavedState
-from mindformers_adaptive.rule.checks import to_float32
-from mindformers_adaptive.rule.guided_names import COUNTERS, PARAMETER_NAMES, PLACES
-from mindformers_adaptive.rule.guided_rule import GuidedState
-from mindformers_adaptive.rule.restored_guided_state import problem_of
-from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_scale
-from mindformers_adaptive.rule.state_dict import to_integer, to_number
+from mindformers_adaptive.rules.checks import to_float32
+from mindformers_adaptive.rules.guided import GuidedState
+from mindformers_adaptive.rules.guided_names import COUNTERS, PARAMETER_NAMES, PLACES
+from mindformers_adaptive.rules.restored_guided_state import find_state_problem
+from mindformers_adaptive.rules.restored_state import STEP_LIMIT, repair_loss_scale
+from mindformers_adaptive.rules.state_dict import to_integer, to_number
 
 __all__ = ["GuidedCellState"]
 
@@ -28,7 +28,7 @@ class GuidedCellState(SavedState):
     def _make_state(self, start):
         self.checked_state = None
         self.each_largest = None
-        self.is_fed = False
+        self.has_signal = False
         values = {"largest_gradient": 0.0, "cur_iter": 1, "last_overflow_iter": 0, **_values(start)}
         for name, value in values.items():
             dtype = mstype.float32 if name in ("level", "overflow_rate", "largest_gradient") else mstype.int32
@@ -46,7 +46,7 @@ class GuidedCellState(SavedState):
         return {**counters, "overflow_rate": rates, **values}
 
     def rule_state(self):
-        """Return the state as the rule has it, :class:`~mindformers_adaptive.rule.guided_rule.GuidedState`."""
+        """Return the state as the rule has it, :class:`~mindformers_adaptive.rules.guided.GuidedState`."""
         state = self.state()
         known = {name: state[name] for name in GuidedState._fields if name in state}
         flags = {name: bool(state[name]) for name in ("bound", "trial")}
@@ -111,7 +111,7 @@ class GuidedCellState(SavedState):
             return
         scale = self._power_of_two(self.present_loss_scale, "scale_sense")
         self._write_scale(scale)
-        problem = problem_of(self.rule, state)
+        problem = find_state_problem(self.rule, state)
         if problem:
             warnings.warn(f"{problem}: gradient-guided scaling starts afresh at loss scale {scale:g}.", stacklevel=3)
             steps = min(max(state["cur_iter"], 1), STEP_LIMIT)
@@ -122,33 +122,33 @@ class GuidedCellState(SavedState):
 
     def add_flags_recursive(self, **flags):
         """As in ``nn.Cell``; training with a train-step cell that does not feed this cell is refused."""
-        if flags.get("training") and not self.is_fed:
+        if flags.get("training") and not self.has_signal:
             raise TypeError(
                 "GradientGuidedLossScaleUpdateCell needs a train-step cell that gives it the largest gradient of each "
                 "step. Use TrainOneStepWithLossScaleCell, MFTrainOneStepCell or MFPipelineWithLossScaleCell of "
                 "mindformers_adaptive.wrapper; for a train-step cell of your own, assign update_cell.largest_gradient "
-                "in each step and call update_cell.expect_largest_gradient(names) once."
+                "in each step and call update_cell.declare_signal(names) once."
             )
         return super().add_flags_recursive(**flags)
 
     def overflowed_parameters(self):
         """Return the names of the Parameters whose gradients had an inf or a NaN in the last step, in their order.
 
-        Needs ``keep_each_largest=True``; without it the list is empty. Reading waits for the device.
+        Needs ``track_per_parameter=True``; without it the list is empty. Reading waits for the device.
         """
         if self.each_largest is None:
             return []
         largest = self.each_largest.asnumpy()
         return [name for name, value in zip(self.parameter_names, largest, strict=True) if not math.isfinite(value)]
 
-    def expect_largest_gradient(self, names):
+    def declare_signal(self, names):
         """Take note that somebody assigns ``largest_gradient`` before each call, as the train-step cells here do.
 
         Args:
             names (Sequence[str]): those of the Parameters, in the order of their gradients.
         """
-        self.is_fed = True
-        if not self.keep_each_largest:
+        self.has_signal = True
+        if not self.track_per_parameter:
             return
         self.parameter_names = tuple(names)
         largest = Parameter(Tensor(np.zeros(len(names)), mstype.float32), name="each_largest", requires_grad=False)

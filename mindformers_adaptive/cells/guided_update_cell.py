@@ -7,9 +7,8 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.guided_state import GuidedCellState
 from mindformers_adaptive.cells.saved_state import read_restored_scale
 from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs, require_history_size
-from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, require_flag
-from mindformers_adaptive.rule.guided_names import COUNTERS
-from mindformers_adaptive.rule.guided_rule import (
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_flag
+from mindformers_adaptive.rules.guided import (
     CONTRADICTIONS_PER_BIT,
     DROPS,
     LEVEL_SHARE,
@@ -22,8 +21,9 @@ from mindformers_adaptive.rule.guided_rule import (
     WINDOW_FACTOR,
     GuidedRule,
 )
-from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_scale
-from mindformers_adaptive.rule.shown_exponent import LARGEST_FLOAT16
+from mindformers_adaptive.rules.guided_names import COUNTERS
+from mindformers_adaptive.rules.restored_state import STEP_LIMIT, repair_loss_scale
+from mindformers_adaptive.rules.safe_exponent import LARGEST_FLOAT16
 
 __all__ = ["GradientGuidedLossScaleUpdateCell"]
 
@@ -37,7 +37,7 @@ _SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpdateCell):
     r"""Update cell of gradient-guided loss scaling: the scale follows what the largest gradient shows of its ceiling.
 
-    The rule is that of :class:`mindformers_adaptive.rule.guided_rule.GuidedRule`. It needs the largest absolute value
+    The rule is that of :class:`mindformers_adaptive.rules.guided.GuidedRule`. It needs the largest absolute value
     of each step's gradients, which the train-step cells of :mod:`mindformers_adaptive.wrapper` assign to the Parameter
     ``largest_gradient``. Stock train-step cells do not, and are refused when training starts. Its state is in
     Parameters, which a checkpoint of the train-step cell contains:
@@ -66,7 +66,7 @@ class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpda
         max_loss_scale (float, optional): the cap of the loss scale. Default: None, the largest power of two in float32.
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0, as in
             MindSpore's cells.
-        keep_each_largest (bool): whether to keep the largest gradient of each Parameter of the last step, for
+        track_per_parameter (bool): whether to keep the largest gradient of each Parameter of the last step, for
             :meth:`overflowed_parameters` and for ``LossScaleMonitor``, which then names the Parameters with inf or NaN
             when a step overflows. Refused where MindSpore keeps compiled graphs. Default: False.
 
@@ -106,7 +106,7 @@ class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpda
         min_loss_scale=1.0,
         max_loss_scale=None,
         history_size=0,
-        keep_each_largest=False,
+        track_per_parameter=False,
     ):
         history_size = require_history_size(history_size)
         rule = GuidedRule(
@@ -117,9 +117,9 @@ class GradientGuidedLossScaleUpdateCell(GuidedCellState, nn.DynamicLossScaleUpda
         start = rule.start(loss_scale_value)
         super().__init__(start.loss_scale, scale_factor, start.scale_window)
         self.rule = rule
-        self.keep_each_largest = require_flag("keep_each_largest", keep_each_largest)
-        if self.keep_each_largest:
-            refuse_kept_graphs("keep_each_largest", "False", keep_each_largest)
+        self.track_per_parameter = require_flag("track_per_parameter", track_per_parameter)
+        if self.track_per_parameter:
+            refuse_kept_graphs("track_per_parameter", "False", track_per_parameter)
         self._make_state(start)
         self.keeps_history = history_size > 0
         if self.keeps_history:

@@ -4,7 +4,7 @@ from mindspore import Tensor, context, nn, ops
 from mindspore import dtype as mstype
 from mindspore.communication import get_group_size
 
-from mindformers_adaptive.rule.checks import LARGEST_FLOAT32
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
 
 __all__ = ["ClipAfter", "LargestGradient"]
 

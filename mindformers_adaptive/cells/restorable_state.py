@@ -6,13 +6,13 @@ from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.saved_state import SavedState
-from mindformers_adaptive.rule.restored_state import (
+from mindformers_adaptive.rules.restored_state import (
     PARAMETER_NAMES,
     from_rule_state,
-    holds_no_window,
+    is_foreign_state,
     repair_state,
 )
-from mindformers_adaptive.rule.state_dict import LossScaleStateDict
+from mindformers_adaptive.rules.state_dict import LossScaleStateDict
 
 __all__ = ["RestorableState"]
 
@@ -139,4 +139,4 @@ class RestorableState(SavedState, LossScaleStateDict):
             return False
         # The gradient-guided cell counts skipped steps as this one does, and then the other counters do not tell.
         skipped_by_another = "cur_iter" in self.restored and state["skipped_steps"] > 0
-        return skipped_by_another or holds_no_window(state, self.start_window)
+        return skipped_by_another or is_foreign_state(state, self.start_window)

@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.rule.checks import require_integer
+from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["ScaleHistory", "refuse_kept_graphs", "require_history_size"]
 

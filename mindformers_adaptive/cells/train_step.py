@@ -11,7 +11,7 @@ from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScal
 from mindformers_adaptive.cells.largest_gradient import ClipAfter, LargestGradient
 from mindformers_adaptive.cells.overflow_on_cpu import has_inf_or_nan
 from mindformers_adaptive.cells.saved_state import SavedState
-from mindformers_adaptive.rule.restored_state import repair_loss_scale
+from mindformers_adaptive.rules.restored_state import repair_loss_scale
 
 __all__ = ["LossScaleTrainStep", "refuse_dividing_optimizer"]
 
@@ -92,7 +92,7 @@ class LossScaleTrainStep:
 
     def _feed_largest_gradient(self):
         update_cell = self.loss_scaling_manager
-        update_cell.expect_largest_gradient([weight.name for weight in self.weights])
+        update_cell.declare_signal([weight.name for weight in self.weights])
         name = "grads_for_legacy" if getattr(self, "use_legacy", True) else "grads_for_mcore"
         # Older versions of MindFormers have no such method.
         per_token = getattr(self, "calculate_per_token_loss", False) and hasattr(self, name)

@@ -6,10 +6,10 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.restorable_state import RestorableState
 from mindformers_adaptive.cells.saved_state import read_restored_scale
 from mindformers_adaptive.cells.scale_history import ScaleHistory, require_history_size
-from mindformers_adaptive.rule.adaptive_rule import HIDDEN_INDEX, AdaptiveRule
-from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.rule.restored_state import STEP_LIMIT, repair_loss_scale
-from mindformers_adaptive.rule.transition_tables import EVENTS, transition_tables
+from mindformers_adaptive.rules.adaptive import HIDDEN_INDEX, AdaptiveRule
+from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.rules.restored_state import STEP_LIMIT, repair_loss_scale
+from mindformers_adaptive.rules.transition_tables import EVENTS, transition_tables
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
 
@@ -27,7 +27,7 @@ _HISTORY = (
 class AdaptiveLossScaleUpdateCell(RestorableState, nn.DynamicLossScaleUpdateCell):
     r"""Update cell of adaptive loss scaling: the scale follows the overflows, and the window follows the scale.
 
-    The rule is that of :class:`mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`. Its state is in int32 scalar
+    The rule is that of :class:`mindformers_adaptive.rules.adaptive.AdaptiveRule`. Its state is in int32 scalar
     Parameters, which a checkpoint of the train-step cell contains:
 
     =============================== ========================= ===================================================

@@ -14,9 +14,9 @@ from typing import Any
 
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME as SIDECAR
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
-from mindformers_adaptive.rule import guided_names
-from mindformers_adaptive.rule.guided_names import COUNTERS, PLACES
-from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES
+from mindformers_adaptive.rules import guided_names
+from mindformers_adaptive.rules.guided_names import COUNTERS, PLACES
+from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES
 from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = [

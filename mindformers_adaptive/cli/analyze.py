@@ -17,7 +17,7 @@ EXAMPLES = """\
 examples:
   adaptive-loss-scale analyze output/log/rank_0/info.log
   adaptive-loss-scale analyze megatron_day_1.log megatron_day_2.log --plot run.png
-  adaptive-loss-scale analyze sink_mode.log --rule adaptive:loss_scale_value=2^32
+  adaptive-loss-scale analyze sink_mode.log --policy adaptive:loss_scale_value=2^32
 """
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", choices=FORMATS, help="format of the log; default: the one that its lines match")
     parser.add_argument(
-        "--rule",
+        "--policy",
         metavar="NAME[:PARAMETER=VALUE,...]",
         help="the rule that the run followed from its first step, as 'adaptive:loss_scale_value=2^32,scale_window=20'; "
         "with it, a log of every k-th step bounds the number of skipped steps more narrowly",
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Read the log, and print what happened."""
-    rule = None if options.rule is None else policy_maker(options.rule)[1]()
+    rule = None if options.policy is None else policy_maker(options.policy)[1]()
     recorded = read_log(options.logs, options.format, rule=rule)
     with progress_bar(None, "replaying") as progress:
         analysis = analyze(recorded, progress=progress)

@@ -93,7 +93,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
         "'synthetic:random walk' for one of them",
     )
     parser.add_argument(
-        "--assume",
+        "--ceilings",
         choices=ASSUMPTIONS,
         help="ceilings that a log does not bound: those that the gradients show, where the log has them (then the "
         "default), interpolated between neighbouring skips (else the default), or the lowest or highest that the "
@@ -116,9 +116,9 @@ def read_sources(options: argparse.Namespace) -> list[Source]:
         if word.partition(":")[0] == _SYNTHETIC:
             sources += _make(word, options.steps, options.seed)
         elif Path(word).is_dir():
-            sources += _read_folder(Path(word), options.assume)
+            sources += _read_folder(Path(word), options.ceilings)
         else:
-            sources.append(_read_file(Path(word), options.assume))
+            sources.append(_read_file(Path(word), options.ceilings))
     return sources
 
 

@@ -12,7 +12,7 @@ import shlex
 import yaml
 
 from mindformers_adaptive.cli.output import UsageError
-from mindformers_adaptive.rule.megatron import scale_sense_from_megatron
+from mindformers_adaptive.rules.megatron import scale_sense_from_megatron
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 

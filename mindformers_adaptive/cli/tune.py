@@ -29,8 +29,8 @@ _GRIDS: dict[str, tuple[type, Callable[..., Sequence[AnyConfiguration]], Mapping
 EXAMPLES = """\
 examples:
   adaptive-loss-scale tune output/log/rank_0/info.log
-  adaptive-loss-scale tune --policy both --try exchange_rate=0.5,1,2 output/loss_scale_record.jsonl
-  adaptive-loss-scale tune my_logs/ --exchange-rate 0.2 --try hysteresis=1,2,4 --try max_scale_window=200,500,1000
+  adaptive-loss-scale tune --policy both --grid exchange_rate=0.5,1,2 output/loss_scale_record.jsonl
+  adaptive-loss-scale tune my_logs/ --exchange-rate 0.2 --grid hysteresis=1,2,4 --grid max_scale_window=200,500,1000
 """
 
 
@@ -52,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{DEFAULT_EXCHANGE_RATE:g}, what a window of 1000 pays to try the next bit",
     )
     parser.add_argument(
-        "--try",
-        dest="tried",
+        "--grid",
         action="append",
         default=[],
         metavar="ARGUMENT=VALUE,VALUE",
@@ -66,14 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Search, and print the best settings."""
     policies = list(_GRIDS) if options.policy == "both" else [options.policy]
-    configurations = _configurations(policies, dict(_read_tried(text) for text in options.tried))
+    configurations = _configurations(policies, dict(_read_tried(text) for text in options.grid))
     sources = read_sources(options)
     warn_without_gradients(policies, sources)
     runs = [source.run for source in sources if source.run is not None]
     assumptions = {
         name: [source.trace if source.run is None else source.run.to_trace(name) for source in sources]
         for name in ASSUMPTIONS
-        if any(name in run.assumptions and name != (options.assume or run.assumptions[0]) for run in runs)
+        if any(name in run.assumptions and name != (options.ceilings or run.assumptions[0]) for run in runs)
     }
     with progress_bar(len(sources) * (1 + len(assumptions)), "sweeping") as progress:
         tuning = tune(
@@ -107,5 +106,5 @@ def _configurations(policies: Sequence[str], tried: dict[str, list[object]]) -> 
 def _read_tried(text: str) -> tuple[str, list[object]]:
     name, equals, listed = text.partition("=")
     if not equals or not listed:
-        raise UsageError(f"'--try' must have the form ARGUMENT=VALUE,VALUE, but got {text!r}.")
+        raise UsageError(f"'--grid' must have the form ARGUMENT=VALUE,VALUE, but got {text!r}.")
     return name.strip(), [read_value(value) for value in listed.split(",")]

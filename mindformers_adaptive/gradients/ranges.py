@@ -12,7 +12,7 @@ from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unc
 from mindformers_adaptive.gradients.layer_outputs import LayerOutputs
 from mindformers_adaptive.gradients.report import GradientRanges, LostGradient, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows, lost_norm, merge_by_name
-from mindformers_adaptive.rule.checks import require_positive
+from mindformers_adaptive.rules.checks import require_positive
 
 __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "checked_loss_scales", "gradient_ranges"]
 

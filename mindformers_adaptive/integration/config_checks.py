@@ -10,7 +10,7 @@ from typing import Any
 
 from mindformers_adaptive.integration.feature_checks import check_features, value_at
 from mindformers_adaptive.integration.precision import warn_of_needless_scaling
-from mindformers_adaptive.rule.checks import require_flag, require_integer, require_number
+from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
 
 __all__ = ["check_config"]
 

@@ -6,7 +6,7 @@ import math
 import warnings
 from typing import Any
 
-from mindformers_adaptive.rule.checks import require_integer
+from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["check_features", "given_to_train_step", "value_at"]
 

@@ -4,7 +4,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer
 
 from mindformers_adaptive import wrapper
-from mindformers_adaptive.checkpoint.monitor import CheckpointMonitor, CommonInfo, restores_sidecar
+from mindformers_adaptive.checkpoint.callback import CheckpointMonitor, CommonInfo, restores_sidecar
 from mindformers_adaptive.integration.training_state_monitor import TrainingStateMonitor
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
@@ -24,7 +24,7 @@ def register():
 
     From then on ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell`` and
     ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`,
-    ``CheckpointMonitor`` that of :mod:`mindformers_adaptive.checkpoint.monitor`, and ``TrainingStateMonitor`` that of
+    ``CheckpointMonitor`` that of :mod:`mindformers_adaptive.checkpoint.callback`, and ``TrainingStateMonitor`` that of
     :mod:`mindformers_adaptive.integration.training_state_monitor`. MindFormers' trainer restores the state of loss
     scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor``, which the trainer calls before it saves
     a checkpoint, and ``GradientRangeMonitor`` are registered. Calling it again changes nothing.

@@ -15,7 +15,7 @@ from mindformers_adaptive.integration.accumulation import accumulate, take_accum
 from mindformers_adaptive.integration.config_checks import check_config
 from mindformers_adaptive.integration.cpu_checks import check_cpu
 from mindformers_adaptive.integration.registration import register
-from mindformers_adaptive.integration.workarounds import prepare
+from mindformers_adaptive.integration.workarounds import apply_workarounds
 
 __all__ = ["Trainer"]
 
@@ -25,8 +25,8 @@ class Trainer(mindformers.Trainer):
 
     ``register()`` is called first, so that ``TrainingArguments(scale_sense="AdaptiveLossScaleUpdateCell")`` and the
     names in a YAML file mean the classes of this package. Before it trains, it makes the changes that MindFormers needs
-    on a CPU and to resume; see :func:`mindformers_adaptive.integration.workarounds.prepare`. Everything else is as in
-    the stock class.
+    on a CPU and to resume; see
+    :func:`mindformers_adaptive.integration.workarounds.apply_workarounds`. Everything else is as in the stock class.
 
     Args:
         wrapper (nn.TrainOneStepCell, optional): a cell that makes one step of training, such as
@@ -84,7 +84,7 @@ class Trainer(mindformers.Trainer):
 
     def _check_config_rules(self):
         # Runs when the arguments of train() are known, and before MindFormers looks for a checkpoint.
-        prepare(self.config)
+        apply_workarounds(self.config)
         super()._check_config_rules()
 
     def _init_model(self, is_train=False):

@@ -9,13 +9,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-__all__ = ["prepare"]
+__all__ = ["apply_workarounds"]
 
 # The name that makes MindFormers take a folder's safetensors as whole, not as the part of one process.
 _WHOLE_CHECKPOINT = "hyper_param.safetensors"
 
 
-def prepare(config: Any) -> None:
+def apply_workarounds(config: Any) -> None:
     """Change a configuration so that MindFormers can train on a CPU and resume.
 
     On a CPU, sink mode is turned off and the barrier of several processes is replaced. ``resume_training: True`` works

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from mindformers_adaptive.rule.checks import require_integer
+from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["CollapseDetector"]
 

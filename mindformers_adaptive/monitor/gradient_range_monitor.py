@@ -11,7 +11,7 @@ from mindformers_adaptive.gradients.layer_outputs import LayerOutputsError, chec
 from mindformers_adaptive.gradients.ranges import GradientSweep, checked_loss_scales
 from mindformers_adaptive.monitor.output import MonitorOutput, RecordingCallback
 from mindformers_adaptive.monitor.step_reader import last_step_before
-from mindformers_adaptive.rule.checks import require_integer
+from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["FILE_NAME", "GradientRangeMonitor"]
 

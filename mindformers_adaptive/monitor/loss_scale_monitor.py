@@ -14,7 +14,7 @@ from mindformers_adaptive.monitor.record import FIELDS
 from mindformers_adaptive.monitor.short_run import too_short_for_window
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, last_step_before, read_loss
 from mindformers_adaptive.monitor.stop_signals import StopSignals
-from mindformers_adaptive.rule.checks import require_integer
+from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["FILE_NAME", "TAG", "LossScaleMonitor"]
 
@@ -53,7 +53,7 @@ class LossScaleMonitor(RecordingCallback):
 
     A value is null where it is unknown: the window of another update cell, the largest gradient where the cell does not
     follow it, or the loss of a step inside a sink. ``overflowed_parameters`` needs a gradient-guided cell with
-    ``keep_each_largest=True``, and that the host looks at just this step; a line of the log names them too. The host
+    ``track_per_parameter=True``, and that the host looks at just this step; a line of the log names them too. The host
     looks at the device every ``every_n_steps`` steps, or once a sink. If ``history_size`` of the update cell is at
     least as large, the record has every step; otherwise one line counts those that are missing.
 

@@ -11,7 +11,7 @@ from tensorboardX import SummaryWriter
 
 from mindformers_adaptive.monitor.arguments import require_choice, require_path
 from mindformers_adaptive.monitor.record import RunRecord
-from mindformers_adaptive.rule.checks import require_flag
+from mindformers_adaptive.rules.checks import require_flag
 
 __all__ = ["MonitorOutput", "RecordingCallback"]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 __all__ = ["HOW_TO_NAME", "OverflowNames", "overflowed_in"]
 
-HOW_TO_NAME = "To have the Parameters named whose gradients overflow, set keep_each_largest=True in the update cell."
+HOW_TO_NAME = "To have the Parameters named whose gradients overflow, set track_per_parameter=True in the update cell."
 
 _MOST_NAMES = 3
 

@@ -4,7 +4,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.rule import guided_names, restored_state
+from mindformers_adaptive.rules import guided_names, restored_state
 
 __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "steps_taken"]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "as_text"]
-__all__ += ["count", "dress", "headline", "legend_above", "new_figure", "percent", "power_of_two", "save"]
+__all__ += ["count", "headline", "legend_above", "new_figure", "percent", "power_of_two", "save", "style_axes"]
 __all__ += ["say_instead", "use_percent_axis", "use_power_of_two_axis", "use_step_axis"]
 
 # The colours of Okabe and Ito, https://jfly.uni-koeln.de/color, which people with colour blindness can distinguish.
@@ -113,7 +113,7 @@ def headline(figure: Figure, finding: str) -> None:
     figure.suptitle(text, x=0.008, ha="left", fontsize=_HEADLINE_SIZE)
 
 
-def dress(axes: Axes, *, title: str = "", x_label: str = "", y_label: str = "") -> None:
+def style_axes(axes: Axes, *, title: str = "", x_label: str = "", y_label: str = "") -> None:
     """Give a panel its style, labels and, on the left, its title."""
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.set_axisbelow(True)

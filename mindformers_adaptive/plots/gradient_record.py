@@ -66,7 +66,7 @@ def draw_gradient_records(
     panels[0, 0].set_ylim(*_limits(runs.values()))
     for column, (name, run) in zip(panels.T, runs.items(), strict=True):
         for axes, kind in zip(column, kinds, strict=True):
-            canvas.dress(axes)
+            canvas.style_axes(axes)
             _shade_limits(axes, run)
             if kind in run.groups:
                 _draw_group(axes, run, run.groups[kind])

@@ -111,7 +111,7 @@ def draw_underflow(sweep: Mapping[str, Any], group: Callable[[str], str | None] 
     series = series_of_sweep(sweep, group)
     figure = canvas.new_figure(10, 5.5)
     axes = figure.subplots()
-    canvas.dress(axes, x_label="loss scale, log2", y_label="underflowed share of the gradients, %")
+    canvas.style_axes(axes, x_label="loss scale, log2", y_label="underflowed share of the gradients, %")
     for row, ((name, counts), (colour, dashes)) in enumerate(
         zip(series.groups.items(), canvas.LINE_STYLES, strict=False)
     ):
@@ -131,7 +131,7 @@ def draw_underflow(sweep: Mapping[str, Any], group: Callable[[str], str | None] 
 
 def _draw_histogram(axes: Axes, counts: ArrayStatistics) -> list[float]:
     """Draw the bars of a histogram, and return their heights in percent."""
-    canvas.dress(axes)
+    canvas.style_axes(axes)
     axes.grid(visible=False, axis="x")
     numbers: dict[int, int] = {_ZERO: counts.underflowed or 0, _INF: counts.infs_and_nans}
     for exponent, number in counts.histogram.items():

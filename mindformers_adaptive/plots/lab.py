@@ -58,9 +58,9 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     figure = canvas.new_figure(10, 5.2 + 0.32 * len(replays))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4.2, 0.6 + 0.32 * len(replays)])
     _draw_ceiling(upper, trace, replays)
-    canvas.dress(upper, y_label="loss scale, log2")
+    canvas.style_axes(upper, y_label="loss scale, log2")
     steps = np.arange(1, len(trace) + 1, dtype=np.float64)
-    canvas.dress(lower, title="skipped steps")
+    canvas.style_axes(lower, title="skipped steps")
     for row, ((name, result), (colour, dashes)) in enumerate(zip(replays.items(), canvas.LINE_STYLES, strict=False)):
         # Where lines cover each other, the first is the widest, so that all of them are visible.
         width = 1.2 + 2.6 * (1 - (row + 1) / len(replays))

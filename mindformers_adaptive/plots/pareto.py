@@ -9,7 +9,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.replay.simulate import Comparison, pareto_front
-from mindformers_adaptive.plots.canvas import MAIN, MUTED, as_text, count, dress, headline, legend_above, new_figure
+from mindformers_adaptive.plots.canvas import (
+    MAIN,
+    MUTED,
+    as_text,
+    count,
+    headline,
+    legend_above,
+    new_figure,
+    style_axes,
+)
 from mindformers_adaptive.plots.labels import listed, place_labels
 from mindformers_adaptive.plots.run_series import Floats
 
@@ -92,7 +101,7 @@ def draw_pareto_front(
     figure = new_figure(10, 6.2)
     axes = figure.subplots()
     hidden = "" if measured.all() else f"; {count(int((~measured).sum()), 'result')} without headroom not shown"
-    dress(axes, x_label=f"skipped steps{hidden}", y_label="headroom lost, bits in the mean of applied steps")
+    style_axes(axes, x_label=f"skipped steps{hidden}", y_label="headroom lost, bits in the mean of applied steps")
     corners = _draw_points(axes, x, y, front)
     legend_above(axes)
     place_labels(axes, x, y, _shown_names(called, x, front), corners)

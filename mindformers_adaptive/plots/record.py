@@ -102,7 +102,7 @@ def _draw(run: RunSeries, name: str) -> Figure:
 
 
 def _draw_loss(axes: Axes, run: RunSeries) -> None:
-    canvas.dress(axes, title="loss", y_label="loss, unscaled")
+    canvas.style_axes(axes, title="loss", y_label="loss, unscaled")
     step, loss, block = loss_line(run)
     style: dict[str, Any] = {"color": canvas.MAIN, "linewidth": 1.4, "label": "loss", "gid": "loss", **_points(loss)}
     if block > 1:
@@ -145,7 +145,7 @@ def mark_broken_loss(axes: Axes, run: RunSeries, colour: str, label: str) -> Non
 
 
 def _draw_loss_scale(axes: Axes, run: RunSeries) -> None:
-    canvas.dress(axes, title="loss scale", y_label="loss scale, log2")
+    canvas.style_axes(axes, title="loss scale", y_label="loss scale, log2")
     use_loss_scale_axis(axes, [run])
     draw_shown_ceiling(axes, run, "ceiling that gradients show")
     draw_loss_scale(axes, run, canvas.MAIN, "loss scale")
@@ -200,7 +200,7 @@ def mark_skipped(axes: Axes, run: RunSeries, colour: str, label: str, height: fl
 
 def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     what = "the loss scale" if run.ceiling is None else "the limit of the loss scale"
-    canvas.dress(axes, title=f"scale window: clean steps before {what} is raised", y_label="scale window, steps")
+    canvas.style_axes(axes, title=f"scale window: clean steps before {what} is raised", y_label="scale window, steps")
     style: dict[str, Any] = {"color": canvas.SECOND, "linewidth": 1.6, **_points(scale_window)}
     axes.step(*run.broken(run.step, scale_window), where="post", gid="scale window", **style)
     windows = np.unique(scale_window[np.isfinite(scale_window)])

@@ -84,7 +84,9 @@ def draw_runs(
 def _draw_losses(axes: Axes, runs: Mapping[str, RunSeries], styles: _Styles) -> None:
     blocks = {record.loss_line(run)[2] for run in runs.values()}
     medians = " or ".join(f"{block:,}" for block in sorted(blocks))
-    canvas.dress(axes, title="loss" if blocks == {1} else f"loss, medians of {medians} steps", y_label="loss, unscaled")
+    canvas.style_axes(
+        axes, title="loss" if blocks == {1} else f"loss, medians of {medians} steps", y_label="loss, unscaled"
+    )
     record.use_loss_axis(axes, list(runs.values()))
     for name, run in runs.items():
         colour, dashes = styles[name]
@@ -99,7 +101,7 @@ def _draw_loss_scales(axes: Axes, runs: Mapping[str, RunSeries], styles: _Styles
     shown = [(name, run) for name, run in runs.items() if run.ceiling is not None]
     # The ceilings of several runs would hide each other. With one, the legend leaves the title less room.
     title = "loss scale" if len(shown) == 1 else "loss scale, with skipped steps marked"
-    canvas.dress(axes, title=title, y_label="loss scale, log2")
+    canvas.style_axes(axes, title=title, y_label="loss scale, log2")
     record.use_loss_scale_axis(axes, list(runs.values()))
     if len(shown) == 1:
         record.draw_shown_ceiling(axes, shown[0][1], f"ceiling that gradients show ({canvas.as_text(shown[0][0])})")
@@ -113,7 +115,7 @@ def _draw_loss_scales(axes: Axes, runs: Mapping[str, RunSeries], styles: _Styles
 
 def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], styles: _Styles) -> None:
     what, shares = _lost(runs)
-    canvas.dress(axes, title=f"{what}, share of all gradients", y_label="share, %")
+    canvas.style_axes(axes, title=f"{what}, share of all gradients", y_label="share, %")
     canvas.use_percent_axis(axes)
     for name, share in shares.items():
         colour, dashes = styles[name]

@@ -17,7 +17,7 @@ from mindformers_adaptive import (
     GradientGuidedLossScaleUpdateCell,
     build_train_network,
 )
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 START = 2.0**24
@@ -55,14 +55,14 @@ def test_model_follows_the_gradients_and_the_manager_follows_the_model(mode, sca
 
 
 def test_update_cell_goes_on_where_the_manager_is(graph_mode, scaling_on_cpu):
-    manager = GradientGuidedLossScaleManager(START, keep_each_largest=True)
+    manager = GradientGuidedLossScaleManager(START, track_per_parameter=True)
     first = manager.get_update_cell()
     model_with(manager).train(1, batches(6), dataset_sink_mode=False)
     state = manager.state_dict()
     assert state["cur_iter"] == 7
     cell = manager.get_update_cell()
     assert cell.state_dict() == state
-    assert (cell.rule.patience, cell.keep_each_largest) == (first.rule.patience, True)
+    assert (cell.rule.patience, cell.track_per_parameter) == (first.rule.patience, True)
     assert first.state()["cur_iter"] == 1
     resumed = GradientGuidedLossScaleManager()
     resumed.load_state_dict(json.loads(json.dumps(state)))

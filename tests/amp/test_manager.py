@@ -6,7 +6,7 @@ from dense_network import Dense
 from mindspore import Parameter, Tensor, amp, int32, load_param_into_net
 
 from mindformers_adaptive import AdaptiveLossScaleManager, AdaptiveLossScaler, AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
 OVERFLOWS = np.random.default_rng(0).random(300) < 0.2

@@ -9,7 +9,7 @@ from dense_network import Dense
 from mindspore import Tensor, amp
 
 from mindformers_adaptive import AdaptiveLossScaler
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 OVERFLOWS = (np.random.default_rng(1).random(60) < 0.25).tolist()
 

@@ -17,7 +17,7 @@ from mindformers_adaptive import (
     enable_loss_scale_on_cpu,
     wrapper,
 )
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 # At 2**24 the float16 gradients of the small network overflow for real, until the scale has come down.
 START = 2**24

@@ -14,7 +14,7 @@ from prepare_corpus import cut_into_samples, read_standard_library
 from yaml import safe_load
 
 from mindformers_adaptive.monitor.record import read_record
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
 # One process builds the train steps that the tests share.

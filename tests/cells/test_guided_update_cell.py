@@ -19,7 +19,7 @@ from test_wrapper import Regression
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.largest_gradient import LargestGradient
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
 # Gradients that show nothing, or next to nothing.
@@ -110,7 +110,7 @@ class Pass(nn.Cell):
     def __init__(self, update_cell):
         super().__init__(auto_prefix=False)
         self.update_cell = update_cell
-        update_cell.expect_largest_gradient(["first", "second"])
+        update_cell.declare_signal(["first", "second"])
         self.measure = LargestGradient(update_cell, is_divided=True)
         if update_cell.each_largest is not None:
             # Only for the export, which takes no Parameter that belongs to no cell.
@@ -122,7 +122,7 @@ class Pass(nn.Cell):
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_pass_over_the_gradients_is_one_for_ascend(graph_mode, keeps):
-    cell = GradientGuidedLossScaleUpdateCell(2**16, keep_each_largest=keeps)
+    cell = GradientGuidedLossScaleUpdateCell(2**16, track_per_parameter=keeps)
     gradients = Tensor(np.ones((3, 2), np.float16)), Tensor(np.ones(4, np.float32))
     graph = export_graph(Pass(cell), *gradients)
     assert control_flow(graph) == set()
@@ -157,7 +157,7 @@ def batches(steps, spike_at=()):
 
 @pytest.mark.parametrize("train_step_class", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
 def test_training_follows_the_gradients(mode, train_step_class):
-    cell = GradientGuidedLossScaleUpdateCell(2.0**32, keep_each_largest=True)
+    cell = GradientGuidedLossScaleUpdateCell(2.0**32, track_per_parameter=True)
     spikes = {20} if mode == "graph" else {8}
     scales, skipped, step = trained(train_step_class, cell, batches(40 if mode == "graph" else 12, spikes))
     start = skipped.index(False)
@@ -193,7 +193,7 @@ def test_gradients_are_measured_before_they_are_clipped(graph_mode):
 def test_with_a_loss_per_token_the_gradient_that_overflows_is_measured(mode, clip):
     network = PerToken()
     optimizer = nn.SGD(network.trainable_params(), learning_rate=0.01)
-    cell = GradientGuidedLossScaleUpdateCell(2.0**8, keep_each_largest=True)
+    cell = GradientGuidedLossScaleUpdateCell(2.0**8, track_per_parameter=True)
     arguments = {"calculate_per_token_loss": True, "use_clip_grad": clip, "max_grad_norm": 1e-4}
     step = MFTrainOneStepCell(network, optimizer, scale_sense=cell, **arguments).set_train()
     inputs = np.random.default_rng(0).standard_normal((TOKENS, 8)).astype(np.float16)
@@ -316,7 +316,7 @@ def test_damaged_state_starts_afresh(state_after_training, damage, what):
     [
         ({"exchange_rate": 0}, ValueError, "'exchange_rate' must be a number from 0.001 to 1000"),
         ({"scale_factor": 3}, ValueError, "'scale_factor' must be 2"),
-        ({"keep_each_largest": 1}, TypeError, "'keep_each_largest' must be True or False"),
+        ({"track_per_parameter": 1}, TypeError, "'track_per_parameter' must be True or False"),
         ({"history_size": -1}, ValueError, "'history_size' must be at least 0"),
         ({"loss_scale_value": "2"}, TypeError, "'loss_scale_value' must be a number"),
         ({"loss_scale_value": Tensor([1.0, 2.0])}, ValueError, "'loss_scale_value' must hold one number"),

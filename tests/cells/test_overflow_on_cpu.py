@@ -22,8 +22,8 @@ class Detection(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.update_cell = GradientGuidedLossScaleUpdateCell(2**10, keep_each_largest=True)
-        self.update_cell.expect_largest_gradient([f"weight {number}" for number in range(len(SHAPES))])
+        self.update_cell = GradientGuidedLossScaleUpdateCell(2**10, track_per_parameter=True)
+        self.update_cell.declare_signal([f"weight {number}" for number in range(len(SHAPES))])
         self.largest_gradient = LargestGradient(self.update_cell)
 
     def construct(self, gradients):

@@ -21,7 +21,7 @@ from test_exported_graph import (
 from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar, write_sidecar
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 INITIAL_SCALE = 2.0**16
@@ -207,7 +207,7 @@ def test_it_is_refused_where_compiled_graphs_are_kept(monkeypatch):
     monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
     with pytest.raises(ValueError, match=r"'history_size' must be 0 while MindSpore keeps compiled graphs.*but got 3"):
         AdaptiveLossScaleUpdateCell(2**16, 2, 20, history_size=3)
-    with pytest.raises(ValueError, match=r"'keep_each_largest' must be False while MindSpore.*but got True"):
-        GradientGuidedLossScaleUpdateCell(2**16, keep_each_largest=True)
+    with pytest.raises(ValueError, match=r"'track_per_parameter' must be False while MindSpore.*but got True"):
+        GradientGuidedLossScaleUpdateCell(2**16, track_per_parameter=True)
     AdaptiveLossScaleUpdateCell(2**16, 2, 20)
     GradientGuidedLossScaleUpdateCell(2**16)

@@ -13,7 +13,7 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
 OVERFLOWS = [False, False, True, False, True, False, False, False, True, False] * 4

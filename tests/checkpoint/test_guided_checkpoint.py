@@ -8,7 +8,7 @@ import pytest
 from mindspore import Tensor, nn
 from test_checkpoint_report import save, table
 
-from mindformers_adaptive.checkpoint.monitor import _CommonInfoWithLossScale, restores_sidecar
+from mindformers_adaptive.checkpoint.callback import _CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar, write_sidecar
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.wrapper import (

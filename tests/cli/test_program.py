@@ -56,7 +56,7 @@ def test_main_help_marks_the_commands_that_need_mindspore(run):
 
 def test_options_may_have_underscores_or_hyphens(run):
     for option in ("--exchange_rate=0.5", "--exchange-rate=0.5"):
-        assert run("tune", "synthetic:spikes", "--steps=99", option, "--try=hysteresis=1")[0] == 0
+        assert run("tune", "synthetic:spikes", "--steps=99", option, "--grid=hysteresis=1")[0] == 0
     assert run("find", "--train_dataset_dir", "x", "--nonsense_")[2].endswith("required: --config\n")
 
 
@@ -70,18 +70,18 @@ def test_options_may_have_underscores_or_hyphens(run):
         (["simulate", "--policy", "torch:init_scale", "synthetic:spikes"], "NAME=VALUE, but got 'init_scale'"),
         (["simulate", "--policy", "torch:foo=1", "synthetic:spikes"], "foo"),
         (["simulate", "synthetic:nonsense"], "must be one of stationary, .*'nonsense'"),
-        (["tune", "synthetic:spikes", "--try", "windows=1"], "must name arguments of the rule"),
+        (["tune", "synthetic:spikes", "--grid", "windows=1"], "must name arguments of the rule"),
         (
-            ["tune", "synthetic:spikes", "--policy", "guided", "--try", "hysteresis=2"],
+            ["tune", "synthetic:spikes", "--policy", "guided", "--grid", "hysteresis=2"],
             "loss_scale_value, exchange_rate",
         ),
-        (["tune", "synthetic:spikes", "--policy", "both", "--try", "windows=2"], "must name arguments of the rule"),
+        (["tune", "synthetic:spikes", "--policy", "both", "--grid", "windows=2"], "must name arguments of the rule"),
         (["tune", "synthetic:spikes", "--policy", "torch"], "invalid choice: 'torch'"),
-        (["tune", "synthetic:spikes", "--policy", "guided", "--try", "exchange_rate=0"], "from 0.001 to 1000"),
+        (["tune", "synthetic:spikes", "--policy", "guided", "--grid", "exchange_rate=0"], "from 0.001 to 1000"),
         (["simulate", "--policy", "guided:scale_window=20", "synthetic:spikes"], "no parameter 'scale_window'"),
         (["compare", "synthetic", "--policies", "guided:exchange_rate=fast"], "'exchange_rate' must be"),
         (["compare", "synthetic", "--policies", "metaseq:scale_window=0"], "'scale_window' must be at least 1"),
-        (["tune", "synthetic:spikes", "--try", "hysteresis"], "ARGUMENT=VALUE,VALUE"),
+        (["tune", "synthetic:spikes", "--grid", "hysteresis"], "ARGUMENT=VALUE,VALUE"),
         (["probe", "--config", "nothere.yaml"], "there is no file 'nothere.yaml'"),
         (["find"], "required: --config"),
         (["megatron", "--fp16", "--hysteresis", "0"], "'--hysteresis' must be at least 1"),
@@ -122,12 +122,12 @@ def test_analyze_narrows_its_bounds_by_the_rule_of_the_run(run, tmp_path):
     (tmp_path / "sink.log").write_text("".join(lines[3::4]))
     loose, narrow = (
         json.loads(run("analyze", "--json", str(tmp_path / "sink.log"), *rule)[1])["skipped"]
-        for rule in ([], ["--rule", "adaptive:loss_scale_value=2^24,min_scale_window=2,max_scale_window=4"])
+        for rule in ([], ["--policy", "adaptive:loss_scale_value=2^24,min_scale_window=2,max_scale_window=4"])
     )
     # 11 of the 32 steps overflowed.
     assert loose["at_least"] <= narrow["at_least"] <= 11 <= narrow["at_most"] < loose["at_most"]
     assert loose["count"] is None
-    code, _, error = run("analyze", str(tmp_path / "sink.log"), "--rule", "adaptive:loss_scale=1")
+    code, _, error = run("analyze", str(tmp_path / "sink.log"), "--policy", "adaptive:loss_scale=1")
     assert code == 2
     assert "loss_scale" in error
 
@@ -184,7 +184,7 @@ def test_measured_ceilings_are_taken_as_known(run, tmp_path):
 
 def test_assumption_about_ceilings_changes_the_result(run):
     def headroom(assume):
-        return json.loads(run("simulate", "--json", "--assume", assume, MINDFORMERS_LOG)[1])[0]["measures"][
+        return json.loads(run("simulate", "--json", "--ceilings", assume, MINDFORMERS_LOG)[1])[0]["measures"][
             "headroom_lost"
         ]
 
@@ -192,7 +192,7 @@ def test_assumption_about_ceilings_changes_the_result(run):
 
 
 def test_tune_recommends_yaml_that_builds_the_cell(run):
-    tried = ["--try", "loss_scale_value=2^16", "--try", "hysteresis=1", "--try", "scale_factor=2"]
+    tried = ["--grid", "loss_scale_value=2^16", "--grid", "hysteresis=1", "--grid", "scale_factor=2"]
     found = json.loads(run("tune", "--json", "synthetic:random walk", "--steps", "3000", *tried)[1])
     section = yaml.safe_load(found["scale_sense"])["scale_sense"]
     assert section.pop("type") == "AdaptiveLossScaleUpdateCell"
@@ -205,7 +205,7 @@ def test_tune_recommends_yaml_that_builds_the_cell(run):
 
 
 def test_tune_tries_exchange_rates_of_the_guided_rule(run):
-    tried = ["--try", "exchange_rate=0.5,5", "--try", "loss_scale_value=2^10", "--try", "hysteresis=2"]
+    tried = ["--grid", "exchange_rate=0.5,5", "--grid", "loss_scale_value=2^10", "--grid", "hysteresis=2"]
     arguments = ["tune", "--json", "synthetic:random walk", "--steps", "500", "--policy"]
     found = json.loads(run(*arguments, "guided", *tried[:4])[1])
     section = yaml.safe_load(found["scale_sense"])["scale_sense"]
@@ -213,7 +213,7 @@ def test_tune_tries_exchange_rates_of_the_guided_rule(run):
     assert len(found["rows"]) == 2
     best = replay(make_policy("guided", **section), synthetic_traces(500, seed=0)["random walk"])
     assert best.measures.headroom_lost == found["rows"][0]["headroom_lost"]
-    both = [*tried, "--try", "scale_factor=2", "--try", "min_scale_window=20", "--try", "max_scale_window=100,200"]
+    both = [*tried, "--grid", "scale_factor=2", "--grid", "min_scale_window=20", "--grid", "max_scale_window=100,200"]
     labels = {row["configuration"] for row in json.loads(run(*arguments, "both", *both)[1])["rows"]}
     adaptive = {f"adaptive 20-{largest} loss_scale_value=1024 hysteresis=2" for largest in (100, 200)}
     assert labels == adaptive | {f"guided loss_scale_value=1024 exchange_rate={rate}" for rate in ("0.5", "5")}

@@ -31,7 +31,7 @@ from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLoss
 from mindformers_adaptive.cli import program
 from mindformers_adaptive.integration.config_checks import check_config
 from mindformers_adaptive.lab.policies import POLICY_NAMES
-from mindformers_adaptive.rule import megatron
+from mindformers_adaptive.rules import megatron
 
 MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train, mindformers]
 

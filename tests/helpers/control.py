@@ -14,7 +14,7 @@ from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 from printed_parameters import forget_printed
 
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 STEPS, START = 30, 2.0**24

@@ -34,7 +34,7 @@ def main(folder):
 
 def overflow_of_one(make_step):
     adaptive = AdaptiveLossScaleUpdateCell(4096, 2, 2, max_scale_window=2, min_scale_window=2)
-    guided = GradientGuidedLossScaleUpdateCell(4096, keep_each_largest=True)
+    guided = GradientGuidedLossScaleUpdateCell(4096, track_per_parameter=True)
     return {**five_steps(make_step(adaptive)), "guided": five_steps(make_step(guided))}
 
 

@@ -14,7 +14,7 @@ from versions import BEFORE_1_7
 
 from mindformers_adaptive.integration.launcher import launch, load_config
 from mindformers_adaptive.monitor.record import read_record
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 STEPS, START = 30, 2.0**22

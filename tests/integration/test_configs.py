@@ -19,7 +19,7 @@ from mindspore import Tensor, nn
 
 from mindformers_adaptive import wrapper
 from mindformers_adaptive.integration.launcher import load_config
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 FOLDER = ROOT / "configs"
 FILES = sorted(file.relative_to(FOLDER).as_posix() for file in FOLDER.rglob("*.yaml"))

@@ -11,8 +11,8 @@ from training_runs import CheckpointSection, LegacyFormat, TrainingRun
 from versions import NEEDS_SECTION
 
 from mindformers_adaptive.monitor.record import read_record
-from mindformers_adaptive.rule.guided_names import COUNTERS, PARAMETER_NAMES
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.guided_names import COUNTERS, PARAMETER_NAMES
 
 # One worker, because the runs that never stopped are shared.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("guided resume")]

@@ -15,8 +15,8 @@ from mindformers_adaptive import wrapper
 from mindformers_adaptive.cli import train
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.integration.launcher import load_config, set_key
-from mindformers_adaptive.integration.workarounds import prepare
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.integration.workarounds import apply_workarounds
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 SCRIPT = ROOT / "scripts" / "run_mindformer.py"
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
@@ -251,7 +251,7 @@ def test_a_wrong_run_mode_is_refused(arguments):
 def test_sink_mode_on_cpu_warns_and_is_turned_off():
     config = load("--sink-mode", "true")
     with pytest.warns(UserWarning, match=r"'runner_config\.sink_mode' must be False on CPU"):
-        prepare(config)
+        apply_workarounds(config)
     assert config.runner_config.sink_mode is False
 
 

@@ -11,7 +11,7 @@ from conftest import ROOT
 from training_runs import LegacyFormat, TrainingRun
 
 from mindformers_adaptive.monitor.record import FIELDS, read_record
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 

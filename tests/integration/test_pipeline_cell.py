@@ -9,7 +9,7 @@ from conftest import ROOT
 from launched import run_in_processes
 from pipeline_cell import MAX_NORM, OVERFLOWS, SCALE
 
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 # One worker, because what was seen is shared.
 pytestmark = pytest.mark.xdist_group("two processes and the pipeline")

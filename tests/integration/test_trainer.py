@@ -17,8 +17,8 @@ from mindspore.train import Callback
 from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.integration.trainer import Trainer
 from mindformers_adaptive.monitor.record import read_record
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 EXAMPLES = ROOT / "scripts" / "examples"

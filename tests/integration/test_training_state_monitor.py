@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import read_record
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 pytestmark = pytest.mark.usefixtures("graph_mode")

@@ -8,8 +8,8 @@ from conftest import ROOT
 from launched import run_in_processes
 from versions import NEEDS_SECTION
 
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 

@@ -15,7 +15,7 @@ from versions import NEEDS_SECTION
 
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import Trainer
-from mindformers_adaptive.integration.workarounds import prepare
+from mindformers_adaptive.integration.workarounds import apply_workarounds
 
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 
@@ -39,7 +39,7 @@ def resume(rank_folder, **changes):
     changes = {"load_ckpt_format": "safetensors", "output_dir": str(rank_folder.parent.parent / "output"), **changes}
     changes = {"load_checkpoint": str(rank_folder.parent), "resume_training": True, **changes}
     config = load_config(CONFIG, changes, may_add=changes)
-    prepare(config)
+    apply_workarounds(config)
     assert config.resume_training is True
     [link] = os.scandir(config.load_checkpoint)
     return os.path.realpath(link.path)
@@ -95,7 +95,7 @@ def test_resuming_without_a_checkpoint_is_warned_of(tmp_path, folder, reason):
     (tmp_path / "empty").mkdir()
     config = load_config(CONFIG, {"resume_training": True, "load_checkpoint": folder and str(tmp_path / folder)})
     with pytest.warns(UserWarning, match=rf"'resume_training' must have .* {reason}: training starts at step 1"):
-        prepare(config)
+        apply_workarounds(config)
 
 
 @pytest.mark.parametrize("changes", [{}, {"resume_training": False}, {"load_checkpoint": str(ROOT)}], ids=str)
@@ -103,7 +103,7 @@ def test_other_starts_are_not_warned_of(changes):
     config = load_config(CONFIG, changes)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        prepare(config)
+        apply_workarounds(config)
 
 
 def save_iteration(folder, step, torn=False):
@@ -131,7 +131,7 @@ def test_a_note_that_names_no_complete_iteration_gives_way_to_the_newest(tmp_pat
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(note)
     config = load_config(CONFIG, {"checkpoint": {"load_path": str(tmp_path)}}, may_add=("checkpoint",))
     with pytest.warns(UserWarning, match=f"iteration.txt {problem}.*: .* the newest folder, {complete[-1].name}"):
-        prepare(config)
+        apply_workarounds(config)
     assert config.checkpoint.load_path == str(complete[-1])
 
 
@@ -141,7 +141,7 @@ def test_a_note_that_mindformers_can_use_is_left_to_it(tmp_path, note):
         save_iteration(tmp_path, step)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(note)
     config = load_config(CONFIG, {"checkpoint": {"load_path": str(tmp_path)}}, may_add=("checkpoint",))
-    prepare(config)
+    apply_workarounds(config)
     assert config.checkpoint.load_path == str(tmp_path)
 
 

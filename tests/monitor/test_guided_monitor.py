@@ -12,7 +12,7 @@ from test_loss_scale_monitor import train
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.overflow_names import OverflowNames
 from mindformers_adaptive.monitor.record import FIELDS, read_record
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
@@ -104,7 +104,7 @@ def test_the_window_of_the_rule_is_recorded_and_told(path, messages):
 
 
 def test_names_are_told_once_a_row_and_recorded_in_each_line(path, messages):
-    train(build(("second", "fourth"), keep_each_largest=True), [LossScaleMonitor(path)], OVERFLOWS)
+    train(build(("second", "fourth"), track_per_parameter=True), [LossScaleMonitor(path)], OVERFLOWS)
     lines = read_record(path)
     assert [line.get("overflowed_parameters") for line in lines] == [
         ["second", "fourth"] if overflow else None for overflow in OVERFLOWS
@@ -119,7 +119,7 @@ def test_names_are_told_once_a_row_and_recorded_in_each_line(path, messages):
 
 
 def test_a_look_at_several_steps_names_those_of_the_last(path, messages):
-    cell = {"keep_each_largest": True, "history_size": 4}
+    cell = {"track_per_parameter": True, "history_size": 4}
     train(build(**cell), [LossScaleMonitor(path, every_n_steps=4)], OVERFLOWS)
     names = {line["step"]: line["overflowed_parameters"] for line in read_record(path) if len(line) > len(FIELDS)}
     assert names == {step: list(NAMES) for step in (4, 8, 12)}
@@ -133,14 +133,14 @@ def test_a_look_at_several_steps_names_those_of_the_last(path, messages):
         (True, " Step 3 had inf or NaN in the gradients of third."),
         (
             False,
-            " To have the Parameters named whose gradients overflow, set keep_each_largest=True in the update cell.",
+            " To have the Parameters named whose gradients overflow, set track_per_parameter=True in the update cell.",
         ),
     ],
 )
 def test_a_collapse_names_the_parameters_or_says_how_to_have_them_named(path, keeps, end):
     monitor = LossScaleMonitor(path, max_consecutive_overflows=3, on_collapse="raise")
     with pytest.raises(RuntimeError, match="3 steps in a row have overflowed up to step 3") as error:
-        train(build(("third",), keep_each_largest=keeps), [monitor], [True] * 4)
+        train(build(("third",), track_per_parameter=keeps), [monitor], [True] * 4)
     assert str(error.value).endswith(f"going on from a checkpoint before the overflows began.{end}")
 
 

@@ -16,11 +16,11 @@ from mindformers.wrapper import MFTrainOneStepCell as StockMFTrainOneStepCell
 from mindspore import Tensor, dataset, nn, ops
 from mindspore.train import Callback, CheckpointConfig, Model, ModelCheckpoint
 
-from mindformers_adaptive.checkpoint.monitor import CheckpointMonitor
+from mindformers_adaptive.checkpoint.callback import CheckpointMonitor
 from mindformers_adaptive.integration import registration
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import FIELDS, RunRecord, read_record
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     MFTrainOneStepCell,

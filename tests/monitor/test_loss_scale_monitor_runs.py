@@ -12,7 +12,7 @@ from training_runs import CheckpointSection, LegacyFormat, TrainingRun
 from versions import BEFORE_1_7, NEEDS_SECTION
 
 from mindformers_adaptive.monitor.record import FIELDS, read_record
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from drawn import artist, artists, legend, overlap, points, title
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.replay.simulate import compare, replay
-from mindformers_adaptive.lab.traces.gradients import showing
+from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.synthetic import spikes, sudden_drop, synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.plots.lab import draw_replays
@@ -219,11 +219,11 @@ def test_bad_results_are_refused(skipped, headroom, names, message):
 
 
 def test_what_the_gradients_show_has_a_line_where_it_is_not_the_ceiling():
-    trace = showing(sudden_drop(300, seed=1), offset=3.0)
+    trace = with_gradients(sudden_drop(300, seed=1), offset=3.0)
     upper = draw_replays(trace, replays_on(trace, ["guided"])).axes[0]
     assert points(upper, "shown")[1] == pytest.approx(trace.ceiling * 8.0)
     assert legend(upper) == ["ceiling", "overflows", "what the gradients show", "guided"]
     assert upper.get_ylim()[1] > trace.ceiling.max() * 8.0
-    exact = showing(trace)
+    exact = with_gradients(trace)
     upper = draw_replays(exact, replays_on(exact, ["guided"])).axes[0]
     assert artists(upper, "shown") == []

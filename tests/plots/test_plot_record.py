@@ -13,7 +13,7 @@ from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.synthetic import sudden_drop
 from mindformers_adaptive.monitor.record import RunRecord, read_record
 from mindformers_adaptive.plots.record import draw_record, draw_run
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 NAN = math.nan
 

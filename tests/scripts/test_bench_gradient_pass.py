@@ -16,4 +16,6 @@ def test_the_pass_over_the_gradients_takes_at_most_3_percent_of_the_demos_step(r
     assert shares[0] == 100.0
     assert len(shares) == 5
     assert all(0 < share <= 3 for share in shares[2:4]), printed
-    assert re.search(r"^added to the step on a CPU: -?\d+\.\d\d%, with keep_each_largest -?\d+", printed, re.MULTILINE)
+    assert re.search(
+        r"^added to the step on a CPU: -?\d+\.\d\d%, with track_per_parameter -?\d+", printed, re.MULTILINE
+    )

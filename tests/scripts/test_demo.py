@@ -11,7 +11,7 @@ from conftest import ROOT, write_corpus
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.record import read_record
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 
 def test_report_has_every_change_of_scale_and_window():

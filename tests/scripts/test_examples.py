@@ -13,7 +13,7 @@ from mindspore.train.callback import LossMonitor
 
 from mindformers_adaptive import enable_loss_scale_on_cpu
 from mindformers_adaptive.lab.logs import read_log
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 EXAMPLES = ROOT / "scripts" / "examples"
 

@@ -11,7 +11,7 @@ from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.measures import cost
 from mindformers_adaptive.lab.replay.simulate import replay
-from mindformers_adaptive.lab.traces.gradients import showing
+from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 
@@ -142,7 +142,7 @@ def test_figures_of_the_page_are_those_of_the_guided_study(whole_study):
 
 def test_figures_of_the_guided_study_are_those_of_direct_calls():
     results = guided_study.guided_study(steps=600, seeds=2)
-    traces = [showing(synthetic_traces(600, seed)["spikes"], 3.0, 0.4, seed) for seed in (0, 1)]
+    traces = [with_gradients(synthetic_traces(600, seed)["spikes"], 3.0, 0.4, seed) for seed in (0, 1)]
     measures = [replay(make_policy("guided", exchange_rate=5.0), trace).measures for trace in traces]
     row = results["hidden by 3 bits"]["spikes"][5.0]
     skipped, bits = row["guided"]

@@ -2,9 +2,9 @@
 
 Costs are counted in skipped steps; 1000 steps that lose a bit of headroom each count as one, see
 :func:`~mindformers_adaptive.lab.replay.measures.cost`. Candidates are replayed on the run's own trace, with
-:func:`~mindformers_adaptive.lab.analysis.evidence.lifted` ceilings. Advice is given where that saves more than two
-skipped steps, which Megatron-LM and others tolerate anyway. Windows and hysteresis are judged only where the log knows
-which steps were skipped, and not for a rule that follows the gradients, which has neither.
+ceilings raised by :func:`~mindformers_adaptive.lab.analysis.evidence.raise_ceilings`. Advice is given where that
+saves more than two skipped steps, which Megatron-LM and others tolerate anyway. Windows and hysteresis are judged only
+where the log knows which steps were skipped, and not for a rule that follows the gradients, which has neither.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from mindformers_adaptive.lab.replay.measures import (
 )
 from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, Tuning, tune
-from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, filled
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, forward_fill
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
-from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.text.power_of_two import as_power_of_two
 
 __all__ = ["advise"]
@@ -54,14 +54,14 @@ def advise(
 
     Args:
         run (RecordedRun): at least one step, and a known loss scale.
-        trace (Trace): of this run, with lifted ceilings.
+        trace (Trace): of this run, with raised ceilings.
         changes (Sequence[Change]): its :func:`~mindformers_adaptive.lab.analysis.scale_path.changes_of`.
 
     Returns:
         tuple of the advice, empty where the run gives no reason for any, and the tuning of the recommended settings,
         None where there is no advice or no setting would help.
     """
-    collapse, scale = _collapse(run), filled(run.loss_scale)
+    collapse, scale = _collapse(run), forward_fill(run.loss_scale)
     start = start_advice(run, trace, scale)
     if start is not None:
         # What the run would have used if it had started there: that scale until it was reached, then the same.

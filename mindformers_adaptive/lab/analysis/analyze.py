@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.analysis.advice import Advice
 from mindformers_adaptive.lab.analysis.advise import advise
-from mindformers_adaptive.lab.analysis.evidence import facts_of, lifted
+from mindformers_adaptive.lab.analysis.evidence import facts_of, raise_ceilings
 from mindformers_adaptive.lab.analysis.scale_path import Phase, changes_of, phases
 from mindformers_adaptive.lab.analysis.text import analysis_text
 from mindformers_adaptive.lab.policies import Policy, make_policy
@@ -22,7 +22,7 @@ from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, measure, require_steps
 from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.replay.tune import Tuning
-from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, filled
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, forward_fill
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.power_of_two import as_power_of_two
 
@@ -38,8 +38,9 @@ class Analysis:
         phases (tuple[Phase, ...]): the path of the loss scale.
         outcomes (tuple[dict, ...]): a row for the run itself and for each policy that was replayed on it, ready for
             JSON: ``policy``, ``skipped``, ``headroom_lost`` (bits) and ``known_share`` with the ceilings that gradients
-            show, or where none are known with interpolated ones,
-            :func:`~mindformers_adaptive.lab.analysis.evidence.lifted`; and ``fewest_skipped`` and ``most_skipped`` with
+            show, or where none are known with interpolated ones, raised by
+            :func:`~mindformers_adaptive.lab.analysis.evidence.raise_ceilings`; and ``fewest_skipped`` and
+            ``most_skipped`` with
             these and the ceilings of each of ``run.assumptions``.
         advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for anything.
         tuning (Tuning, optional): the settings that follow the advice, with how sure they are; None without any.
@@ -112,7 +113,7 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     """
     trace = run.to_trace()
     if trace.largest_gradient is None:
-        trace = lifted(trace)
+        trace = raise_ceilings(trace)
     require_steps(trace)
     if np.isnan(run.loss_scale).all():
         raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that names it.")
@@ -127,7 +128,7 @@ def _outcome_rows(
     run: RecordedRun, trace: Trace, recommended: Configuration | None, progress: Callable[[int], None] | None
 ) -> list[dict[str, Any]]:
     """What the run and some policies from its first scale on do, under each assumption about the ceilings."""
-    used = filled(run.loss_scale)
+    used = forward_fill(run.loss_scale)
     policies = _policies(used, trace.largest_gradient is not None)
     if recommended is not None:
         policies["as advised"] = partial(make_policy, "adaptive", **dataclasses.asdict(recommended))

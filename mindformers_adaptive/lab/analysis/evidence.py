@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
 
-__all__ = ["facts_of", "lifted"]
+__all__ = ["facts_of", "raise_ceilings"]
 
 # The start-up of a run, in steps: published logs lose 16 to 19 of their first 30 to 100.
 _START_UP = 100
@@ -118,7 +118,7 @@ def _scales(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def lifted(trace: Trace) -> Trace:
+def raise_ceilings(trace: Trace) -> Trace:
     """Return the trace with each clean step's ceiling raised to the largest scale that a later clean step used.
 
     Only the clean steps before the next overflow count. Without this, each scale that a run used would seem to be the
@@ -128,7 +128,7 @@ def lifted(trace: Trace) -> Trace:
         >>> flags = np.array([True, False, False, True])
         >>> scale, known = np.array([8.0, 4.0, 8.0, 16.0]), np.full(4, True)
         >>> trace = RecordedRun("run", (), "jsonl", np.arange(1, 5), scale, flags, known).to_trace("lower_bound")
-        >>> trace.ceiling.tolist(), lifted(trace).ceiling.tolist()
+        >>> trace.ceiling.tolist(), raise_ceilings(trace).ceiling.tolist()
         ([4.0, 4.0, 8.0, 8.0], [4.0, 8.0, 8.0, 8.0])
     """
     if trace.loss_scale is None or trace.overflow is None:

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from mindformers_adaptive.lab.logs.entries import LogEntry
-from mindformers_adaptive.lab.logs.intervals import Interval, factors_of, intervals_of
+from mindformers_adaptive.lab.logs.intervals import Interval, infer_scale_factor, intervals_of
 from mindformers_adaptive.lab.logs.rule_bounds import bounds_by_rule
 from mindformers_adaptive.lab.policies.policy import GuidedPolicy, Policy
 
@@ -66,7 +66,7 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None = None) -> Steps:
         ValueError: if the lines do not follow the rule.
     """
     notes: list[str] = []
-    factor, factor_bound = factors_of(entries)
+    factor, factor_bound = infer_scale_factor(entries)
     first_scale = _NAN if rule is None else rule.loss_scale
     intervals = intervals_of(entries, factor, factor_bound, first_scale, notes)
     if isinstance(rule, GuidedPolicy):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from mindformers_adaptive.lab.logs.entries import LONGEST_INTERVAL, LogEntry
 
-__all__ = ["Interval", "factors_of", "intervals_of"]
+__all__ = ["Interval", "infer_scale_factor", "intervals_of"]
 
 _NEAR = 1e-3  # printed scales are rounded
 _SAME_BITS = 1e-4  # the same in bits: eight digits are printed, and float32 rounds at each change
@@ -53,7 +53,7 @@ class Interval(NamedTuple):
     guess: int
 
 
-def factors_of(entries: Sequence[LogEntry]) -> tuple[float, float]:
+def infer_scale_factor(entries: Sequence[LogEntry]) -> tuple[float, float]:
     """Return the usual factor of a change, and the largest that the scales of the log allow; inf if that is unknown."""
     pairs = []
     for earlier, later in pairwise(entries):
@@ -97,7 +97,7 @@ def intervals_of(
 
     Args:
         entries (Sequence[LogEntry]): steps strictly increasing, at least one.
-        factor (float), factor_bound (float): of :func:`factors_of`.
+        factor (float), factor_bound (float): of :func:`infer_scale_factor`.
         first_scale (float): the scale before step 1, nan where it is unknown.
         notes (list[str]): gets a sentence for what is missing or contradicts itself.
     """

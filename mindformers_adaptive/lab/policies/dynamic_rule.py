@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mindformers_adaptive.rule.checks import SMALLEST_FLOAT32, to_float32
+from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32, to_float32
 
 __all__ = ["FLOAT32", "FLOAT32_FLOAT64_FACTORS", "FLOAT32_FLUSHED_FLOAT64_FACTORS", "FLOAT64", "Arithmetic"]
 __all__ += ["DynamicRule", "DynamicState"]

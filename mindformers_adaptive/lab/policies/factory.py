@@ -12,8 +12,8 @@ from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
 from mindformers_adaptive.lab.policies.metaseq import METASEQ, MetaseqRule, MetaseqState
 from mindformers_adaptive.lab.policies.policy import FixedRule, FixedState, GuidedPolicy, Policy
 from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS, Parameter, Preset, positive
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
 
 __all__ = ["POLICY_NAMES", "make_policy"]
 
@@ -46,9 +46,9 @@ def make_policy(name: str, **params: Any) -> Policy:
 
     ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``:
     ``loss_scale_value`` (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the
-    smallest window) and all of :class:`~mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`. ``guided`` is the one
+    smallest window) and all of :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`. ``guided`` is the one
     that follows the largest gradients, with ``loss_scale_value`` (default 65536) and all arguments of
-    :class:`~mindformers_adaptive.rule.guided_rule.GuidedRule`. ``fixed`` keeps ``loss_scale`` (default 128.0, as in
+    :class:`~mindformers_adaptive.rules.guided.GuidedRule`. ``fixed`` keeps ``loss_scale`` (default 128.0, as in
     MindSpore's ``FixedLossScaleManager``). ``metaseq`` is
     :class:`~mindformers_adaptive.lab.policies.metaseq.MetaseqRule`. The other policies are rows of
     :data:`~mindformers_adaptive.lab.policies.presets.DYNAMIC_PRESETS`, each with its source, parameters and defaults.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.guided import GuidedRule
 
 __all__ = ["FixedRule", "FixedState", "GuidedPolicy", "Policy", "Rule"]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mindformers_adaptive.lab.policies import dynamic_rule
 from mindformers_adaptive.lab.policies.dynamic_rule import FLOAT32, FLOAT64
-from mindformers_adaptive.rule.checks import require_flag, require_integer, require_number
+from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
 
 __all__ = ["DYNAMIC_PRESETS", "Parameter", "Preset"]
 __all__ += ["factor_above_one", "not_negative", "optional", "positive", "steps"]

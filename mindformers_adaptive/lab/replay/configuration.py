@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
 
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
-from mindformers_adaptive.rule.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW, window_ladder
+from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
+from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW, window_ladder
 
 __all__ = ["Configuration", "grid", "yaml_number"]
 
@@ -26,7 +26,7 @@ class Configuration:
             roughly, as in MindFormers' ``TrainingArguments``.
         scale_window (int, optional): the window to start with, in steps. Default: None, the smallest.
         scale_factor, max_scale_window, min_scale_window, min_loss_scale, max_loss_scale, hysteresis,
-        shrink_from_min_window: as in :class:`~mindformers_adaptive.rule.adaptive_rule.AdaptiveRule`, with its defaults.
+        shrink_from_min_window: as in :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`, with its defaults.
 
     Raises:
         TypeError: if an argument is not of its type.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mindformers_adaptive.lab.replay.configuration import yaml_number
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.guided import GuidedRule
 
 __all__ = ["GuidedConfiguration", "guided_grid"]
 
@@ -21,7 +21,7 @@ class GuidedConfiguration:
     Args:
         loss_scale_value (float): the initial loss scale, a power of two. Default: 2**16, as of
             :class:`~mindformers_adaptive.lab.replay.configuration.Configuration`.
-        exchange_rate, min_loss_scale, max_loss_scale: as in :class:`~mindformers_adaptive.rule.guided_rule.GuidedRule`,
+        exchange_rate, min_loss_scale, max_loss_scale: as in :class:`~mindformers_adaptive.rules.guided.GuidedRule`,
             with its defaults.
 
     Raises:

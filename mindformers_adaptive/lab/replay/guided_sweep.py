@@ -9,9 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.replay.measures import Measures, measure
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rule import guided_rule
-from mindformers_adaptive.rule.guided_rule import PLACES, GuidedRule
-from mindformers_adaptive.rule.shown_exponent import shown_exponent
+from mindformers_adaptive.rules import guided as guided_rule
+from mindformers_adaptive.rules.guided import PLACES, GuidedRule
+from mindformers_adaptive.rules.safe_exponent import max_safe_exponent
 
 __all__ = ["guided_sweep"]
 
@@ -28,7 +28,7 @@ def guided_sweep(
 ) -> list[Measures]:
     """Replay rules on traces, the first on the first and so on, all at once.
 
-    The loss scales are exactly those of replaying :class:`~mindformers_adaptive.rule.guided_rule.GuidedRule` step by
+    The loss scales are exactly those of replaying :class:`~mindformers_adaptive.rules.guided.GuidedRule` step by
     step, and with hundreds of traces a good deal faster.
 
     Args:
@@ -66,7 +66,7 @@ def guided_sweep(
 def _shown(trace: Trace) -> tuple[Integers, Flags]:
     """What each step shows, and whether it shows something."""
     gradients = np.full(len(trace), np.nan) if trace.largest_gradient is None else trace.largest_gradient
-    exponents = [shown_exponent(gradient) for gradient in gradients.tolist()]
+    exponents = [max_safe_exponent(gradient) for gradient in gradients.tolist()]
     return np.array([exponent or 0 for exponent in exponents], np.int32), np.array([e is not None for e in exponents])
 
 

@@ -29,7 +29,7 @@ from mindformers_adaptive.lab.replay.sweep_tables import (
     window_transitions,
 )
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rule.adaptive_rule import LossScaleState
+from mindformers_adaptive.rules.adaptive import LossScaleState
 
 __all__ = ["SweepResult", "TraceMeasures", "sweep"]
 
@@ -79,7 +79,7 @@ def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
     """Replay configurations on a trace.
 
     States, counts and ``known_share`` are exactly those of replaying
-    :class:`~mindformers_adaptive.rule.adaptive_rule.AdaptiveRule` step by step. ``headroom_lost`` and ``seconds_lost``
+    :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule` step by step. ``headroom_lost`` and ``seconds_lost``
     are float64 sums in another order, so their last digits may differ.
 
     Args:

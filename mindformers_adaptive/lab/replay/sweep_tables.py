@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rule.adaptive_rule import HIDDEN_INDEX, AdaptiveRule, LossScaleState
+from mindformers_adaptive.rules.adaptive import HIDDEN_INDEX, AdaptiveRule, LossScaleState
 
 __all__ = ["OVERFLOW", "RAISE", "WAIT", "TraceChunk", "Transitions", "scale_transitions", "window_transitions"]
 

@@ -18,7 +18,7 @@ from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE, cost
 from mindformers_adaptive.lab.replay.simulate import pareto_front
 from mindformers_adaptive.lab.replay.sweep import TraceMeasures, sweep
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rule.checks import require_number
+from mindformers_adaptive.rules.checks import require_number
 from mindformers_adaptive.text.table import text_table
 
 __all__ = ["DEFAULT_GRID", "DEFAULT_GUIDED_GRID", "AnyConfiguration", "Tuning", "tune"]

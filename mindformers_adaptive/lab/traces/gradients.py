@@ -8,19 +8,26 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, require_integer
-from mindformers_adaptive.rule.shown_exponent import LARGEST_FLOAT16
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, require_integer
+from mindformers_adaptive.rules.safe_exponent import LARGEST_FLOAT16
 
-__all__ = ["OWN_CEILINGS", "checked_steps", "own_ceiling", "random_of", "showing", "shown_ceilings"]
+__all__ = [
+    "INDEPENDENT_CEILINGS",
+    "checked_steps",
+    "independent_ceiling",
+    "random_of",
+    "shown_ceilings",
+    "with_gradients",
+]
 
 # (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
 # everything else frozen, batch 64), the same with no memory, with batch 1, and where only the first of fourteen layers
 # was trained.
-OWN_CEILINGS = ((19.1, 1.4, 0.9, 0.95), (19.1, 1.4, 0.9, 0.0), (13.2, 5.4, 0.7, 0.3), (22.2, 14.4, 0.25, 0.5))
+INDEPENDENT_CEILINGS = ((19.1, 1.4, 0.9, 0.95), (19.1, 1.4, 0.9, 0.0), (13.2, 5.4, 0.7, 0.3), (22.2, 14.4, 0.25, 0.5))
 
 _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
 
-# How far the ceilings of own_ceiling() move from step to step, in bits: below 0.1 as measured.
+# How far the ceilings of independent_ceiling() move from step to step, in bits: below 0.1 as measured.
 _OWN_SPREAD = 0.05
 
 
@@ -41,7 +48,7 @@ def shown_ceilings(largest_gradient: ArrayLike) -> NDArray[np.float64]:
     return ceilings
 
 
-def showing(trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0) -> Trace:
+def with_gradients(trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0) -> Trace:
     r"""Return a trace with gradients that show its ceilings, higher or lower ones.
 
     :math:`largest\_gradient_t = 65504 / (c_t \cdot 2^{offset + spread \cdot n_t})`, where :math:`c_t` is the ceiling
@@ -55,7 +62,7 @@ def showing(trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 
         seed (int): of the spread, at least 0. Default: 0.
 
     Examples:
-        >>> showing(Trace.exact("calm", [2.0**16] * 3), offset=3.0).largest_gradient.tolist()
+        >>> with_gradients(Trace.exact("calm", [2.0**16] * 3), offset=3.0).largest_gradient.tolist()
         [0.12493896484375, 0.12493896484375, 0.12493896484375]
     """
     noise = random_of(seed, "offset").standard_normal(len(trace)) if spread else 0.0
@@ -64,7 +71,7 @@ def showing(trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 
     return dataclasses.replace(trace, largest_gradient=np.broadcast_to(gradients, trace.ceiling.shape))
 
 
-def own_ceiling(steps: int, seed: int, level: float, offset: float, spread: float, memory: float) -> Trace:
+def independent_ceiling(steps: int, seed: int, level: float, offset: float, spread: float, memory: float) -> Trace:
     r"""Return a ceiling that hardly moves, and gradients that say nothing of it: other gradients overflow first.
 
     :math:`\log_2 c_t = level + 0.05\,n_t`, and the gradients show :math:`level + offset + x_t` with
@@ -78,7 +85,7 @@ def own_ceiling(steps: int, seed: int, level: float, offset: float, spread: floa
         memory (float): correlation of what two steps in a row show, 0 to 1.
 
     Examples:
-        >>> traces = [own_ceiling(1000, 0, *numbers) for numbers in OWN_CEILINGS]
+        >>> traces = [independent_ceiling(1000, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]
         >>> [round(float(np.log2(trace.ceiling).mean()), 1) for trace in traces]
         [19.1, 19.1, 13.2, 22.2]
     """

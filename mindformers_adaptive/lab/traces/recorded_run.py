@@ -11,7 +11,7 @@ from mindformers_adaptive.lab.traces.assumed_ceilings import ASSUMPTIONS, BY_GRA
 from mindformers_adaptive.lab.traces.gradients import shown_ceilings
 from mindformers_adaptive.lab.traces.trace import Trace
 
-__all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares", "filled"]
+__all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares", "forward_fill"]
 
 Floats = NDArray[np.float64]
 
@@ -192,7 +192,7 @@ class RecordedRun:
         if assume not in ASSUMPTIONS:
             raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave it out.")
         # A rule without a floor can get to a scale of 0, below which no ceiling lies.
-        scale = np.maximum(filled(self.loss_scale), np.finfo(np.float64).tiny)
+        scale = np.maximum(forward_fill(self.loss_scale), np.finfo(np.float64).tiny)
         lower = np.where(self.overflow, 0.0, scale)
         below = np.where(self.overflow, scale, np.inf)
         known = self.position_known & ~np.isnan(self.loss_scale)
@@ -245,11 +245,11 @@ def bound_shares(trace: Trace) -> dict[str, float]:
     }
 
 
-def filled(scale: Floats) -> Floats:
+def forward_fill(scale: Floats) -> Floats:
     """Return the scales with each unknown one replaced by the known one before it, or else after it."""
     known = np.flatnonzero(~np.isnan(scale))
     if len(known) == 0:
         return np.ones_like(scale)
     before = np.searchsorted(known, np.arange(len(scale)), side="right") - 1
-    filled: Floats = scale[known[np.maximum(before, 0)]]
-    return filled
+    carried: Floats = scale[known[np.maximum(before, 0)]]
+    return carried

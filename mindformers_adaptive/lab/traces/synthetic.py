@@ -26,7 +26,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.traces.gradients import checked_steps, random_of, showing
+from mindformers_adaptive.lab.traces.gradients import checked_steps, random_of, with_gradients
 from mindformers_adaptive.lab.traces.trace import Trace
 
 __all__ = ["heavy_tailed", "random_walk", "slowly_falling", "slowly_rising", "spikes", "stationary"]
@@ -116,7 +116,7 @@ def _made(
     count = checked_steps(steps)
     noise = random_of(seed, "n_t").standard_normal(count)
     part = np.arange(count) / max(count - 1, 1)
-    return showing(Trace.exact(name, np.exp2(np.clip(log2_ceiling(noise, part), *_EXPONENTS))))
+    return with_gradients(Trace.exact(name, np.exp2(np.clip(log2_ceiling(noise, part), *_EXPONENTS))))
 
 
 def _second_half(noise: NDArray[np.float64]) -> NDArray[np.float64]:

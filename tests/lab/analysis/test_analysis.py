@@ -8,12 +8,12 @@ import pytest
 from conftest import ROOT
 
 from mindformers_adaptive.lab.analysis.analyze import analyze
-from mindformers_adaptive.lab.analysis.evidence import lifted
+from mindformers_adaptive.lab.analysis.evidence import raise_ceilings
 from mindformers_adaptive.lab.analysis.scale_path import changes_of, phases, ranges
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.simulate import replay
-from mindformers_adaptive.lab.traces.gradients import showing
+from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.power_of_two import as_power_of_two
@@ -290,7 +290,7 @@ def test_outcomes_equal_replays_under_each_assumption():
     traces = [run.to_trace(assume) for assume in ("interpolated", "lower_bound", "upper_bound")]
     measures = [
         replay(make_policy("dynamic", init_loss_scale=2.0**24, scale_window=20), trace).measures
-        for trace in [lifted(traces[0]), *traces]
+        for trace in [raise_ceilings(traces[0]), *traces]
     ]
     assert (row["skipped"], row["headroom_lost"]) == (measures[0].skipped, measures[0].headroom_lost)
     assert row["known_share"] == measures[0].known_share < 1
@@ -358,7 +358,7 @@ def test_numbers_are_shown_short():
 
 def guided_run(**others):
     """What the guided rule makes of a ceiling of 2^16 that its gradients show, from 2^20."""
-    trace = showing(Trace.exact("made", [2.0**16] * 300))
+    trace = with_gradients(Trace.exact("made", [2.0**16] * 300))
     found = replay(make_policy("guided", loss_scale_value=2.0**20), trace)
     assert 0 < found.measures.skipped < 6
     gradients = np.where(found.overflow, np.inf, trace.largest_gradient)

@@ -8,8 +8,8 @@ import pytest
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
 
 # What each system calls its scale and its window, to start every policy alike.
 NAMES = {

@@ -8,18 +8,18 @@ import pytest
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.guided_sweep import guided_sweep
 from mindformers_adaptive.lab.replay.simulate import replay
-from mindformers_adaptive.lab.traces.gradients import OWN_CEILINGS, own_ceiling, showing
+from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rule.guided_rule import GuidedRule
+from mindformers_adaptive.rules.guided import GuidedRule
 
 STEPS = 800
 
 
 def traces():
     made = list(synthetic_traces(STEPS, seed=0).values())
-    hidden = [showing(trace, offset, 0.4, seed=1) for trace in made for offset in (3.0, 8.0, -2.0)]
-    own = [own_ceiling(STEPS, 0, *numbers) for numbers in OWN_CEILINGS]
+    hidden = [with_gradients(trace, offset, 0.4, seed=1) for trace in made for offset in (3.0, 8.0, -2.0)]
+    own = [independent_ceiling(STEPS, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]
     silent = dataclasses.replace(made[0], largest_gradient=None)
     now_and_then = np.where(np.arange(STEPS) % 3 == 0, made[3].largest_gradient, [np.nan, 0.0] * (STEPS // 2))
     return [*made, *hidden, *own, silent, dataclasses.replace(made[3], largest_gradient=now_and_then)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.replay.simulate import compare, pareto_front, replay
-from mindformers_adaptive.lab.traces.gradients import showing
+from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.synthetic import sudden_drop
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.table import text_table
@@ -167,7 +167,7 @@ def test_a_policy_is_given_the_largest_gradient_of_applied_steps_only():
     replay(listener, trace)
     assert listener.steps == [(False, None), (True, None), (False, None)]
     listener = Listener()
-    replay(listener, showing(trace))
+    replay(listener, with_gradients(trace))
     assert listener.steps == [(False, 65504 / 16), (True, None), (False, 65504 / 8)]
 
 

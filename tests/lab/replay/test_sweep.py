@@ -16,8 +16,8 @@ from mindformers_adaptive.lab.replay.measures import overflows
 from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.replay.sweep import sweep
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rule.adaptive_rule import LossScaleState
-from mindformers_adaptive.rule.ladder import window_ladder
+from mindformers_adaptive.rules.adaptive import LossScaleState
+from mindformers_adaptive.rules.ladder import window_ladder
 
 # Sums in another order: their last digits may differ.
 INEXACT = {"headroom_lost", "headroom_regret", "seconds_lost"}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.traces.gradients import OWN_CEILINGS, own_ceiling, showing
+from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
 from mindformers_adaptive.lab.traces.synthetic import spikes, synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 
@@ -20,20 +20,20 @@ def test_made_traces_show_their_ceilings(kind):
 
 def test_offset_and_spread_are_in_bits():
     trace = spikes(20_000, seed=0)
-    assert shown_beyond(showing(trace, -2)) == pytest.approx(-2)
-    hidden = shown_beyond(showing(trace, 3, 0.4, seed=1))
+    assert shown_beyond(with_gradients(trace, -2)) == pytest.approx(-2)
+    hidden = shown_beyond(with_gradients(trace, 3, 0.4, seed=1))
     assert (hidden.mean(), hidden.std()) == (pytest.approx(3, abs=0.02), pytest.approx(0.4, abs=0.02))
-    assert (shown_beyond(showing(trace, 3, 0.4, seed=1)) == hidden).all()
-    assert (shown_beyond(showing(trace, 3, 0.4, seed=2)) != hidden).any()
+    assert (shown_beyond(with_gradients(trace, 3, 0.4, seed=1)) == hidden).all()
+    assert (shown_beyond(with_gradients(trace, 3, 0.4, seed=2)) != hidden).any()
 
 
 def test_a_ceiling_of_0_and_one_without_bound_are_shown_as_such():
-    assert showing(Trace.exact("made", [0.0, np.inf])).largest_gradient.tolist() == [np.inf, 0.0]
+    assert with_gradients(Trace.exact("made", [0.0, np.inf])).largest_gradient.tolist() == [np.inf, 0.0]
 
 
-@pytest.mark.parametrize(("level", "offset", "spread", "memory"), OWN_CEILINGS)
+@pytest.mark.parametrize(("level", "offset", "spread", "memory"), INDEPENDENT_CEILINGS)
 def test_a_ceiling_of_its_own_is_not_what_the_gradients_show(level, offset, spread, memory):
-    trace = own_ceiling(20_000, 0, level, offset, spread, memory)
+    trace = independent_ceiling(20_000, 0, level, offset, spread, memory)
     ceiling, beyond = np.log2(trace.ceiling), shown_beyond(trace)
     assert (ceiling.mean(), ceiling.std()) == (pytest.approx(level, abs=0.01), pytest.approx(0.05, abs=0.005))
     assert (beyond.mean(), beyond.std()) == (pytest.approx(offset, abs=0.15), pytest.approx(spread, abs=0.1))
@@ -44,8 +44,8 @@ def test_a_ceiling_of_its_own_is_not_what_the_gradients_show(level, offset, spre
 
 def test_bad_numbers_are_refused():
     with pytest.raises(TypeError, match="'steps' must be an integer"):
-        own_ceiling(1.5, 0, *OWN_CEILINGS[0])
+        independent_ceiling(1.5, 0, *INDEPENDENT_CEILINGS[0])
     with pytest.raises(ValueError, match="'seed' must be at least 0, but got -1"):
-        own_ceiling(10, -1, *OWN_CEILINGS[0])
+        independent_ceiling(10, -1, *INDEPENDENT_CEILINGS[0])
     with pytest.raises(ValueError, match="'seed' must be at least 0, but got -1"):
-        showing(Trace.exact("made", [8.0]), 3, 0.4, seed=-1)
+        with_gradients(Trace.exact("made", [8.0]), 3, 0.4, seed=-1)

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
-from mindformers_adaptive.rule.checks import to_float32
-from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES, repair_loss_scale, repair_state
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.checks import to_float32
+from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES, repair_loss_scale, repair_state
 
 __all__ = ["LossScaleStateDict", "to_integer", "to_number"]
 

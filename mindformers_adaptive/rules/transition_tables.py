@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.rule.adaptive_rule import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule, LossScaleState
+from mindformers_adaptive.rules.adaptive import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule, LossScaleState
 
 __all__ = ["EVENTS", "transition_tables"]
 

@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.rule.megatron import scale_sense_from_megatron
+from mindformers_adaptive.rules.megatron import scale_sense_from_megatron
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
 PEER_CASES = json.loads((ROOT / "tests" / "lab" / "policies" / "peer_cases.json").read_text(encoding="utf-8"))

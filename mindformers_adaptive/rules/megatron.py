@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from mindformers_adaptive.rule.checks import require_positive
+from mindformers_adaptive.rules.checks import require_positive
 
 __all__ = ["scale_sense_from_megatron"]
 

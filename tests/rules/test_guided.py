@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.rule.guided_rule import PLACES, GuidedRule, GuidedState
-from mindformers_adaptive.rule.shown_exponent import shown_exponent
+from mindformers_adaptive.rules.guided import PLACES, GuidedRule, GuidedState
+from mindformers_adaptive.rules.safe_exponent import max_safe_exponent
 
 # A patience of 100 steps: trouble is recent for 10, windows are 50, 400 and 3200.
 RULE = GuidedRule(exchange_rate=10)
@@ -63,12 +63,12 @@ def settled(rule=RULE, bits=18, steps=400):
     ],
 )
 def test_what_a_gradient_shows(value, expected):
-    assert shown_exponent(value) == expected
+    assert max_safe_exponent(value) == expected
 
 
 @given(value=st.floats(min_value=2.0**-126, width=32, allow_infinity=False))
 def test_shown_is_the_largest_scale_without_overflow_as_a_device_counts_it(value):
-    shown = shown_exponent(value)
+    shown = max_safe_exponent(value)
     assert Fraction(value) * Fraction(2) ** shown <= 65504 < Fraction(value) * Fraction(2) ** (shown + 1)
     thresholds = (65504 * 2.0 ** -np.arange(-112, 142)).astype(np.float32)
     assert shown == int((np.float32(value) <= thresholds).sum()) - 113

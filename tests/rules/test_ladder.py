@@ -5,7 +5,7 @@ import warnings
 import pytest
 from compare_ladders import is_well_formed, mindformers_ladder
 
-from mindformers_adaptive.rule.ladder import window_ladder
+from mindformers_adaptive.rules.ladder import window_ladder
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from mindspore import Tensor, nn
 
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.checkpoint.monitor import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
+from mindformers_adaptive.checkpoint.callback import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
@@ -93,7 +93,7 @@ import json, os, resource, sys, warnings
 import numpy as np
 from mindspore import dataset, nn
 from mindspore.train import Callback, Model
-from mindformers_adaptive.checkpoint.monitor import CheckpointMonitor
+from mindformers_adaptive.checkpoint.callback import CheckpointMonitor
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 legacy, async_save = json.loads(sys.argv[1])

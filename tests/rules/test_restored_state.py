@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
-from mindformers_adaptive.rule.ladder import window_ladder
-from mindformers_adaptive.rule.restored_state import PARAMETER_NAMES, holds_no_window, repair_state
+from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
+from mindformers_adaptive.rules.ladder import window_ladder
+from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES, is_foreign_state, repair_state
 
 RULE = AdaptiveRule(max_scale_window=1000)
 GOOD = {
@@ -152,4 +152,4 @@ def test_whatever_was_restored_the_rule_can_go_on_and_a_second_look_finds_nothin
 )
 def test_steps_without_a_window_are_told_by_what_left_no_trace(changes, foreign):
     fresh = {**dict.fromkeys(GOOD, 0), "scale_window": 20, "cur_iter": 1}
-    assert holds_no_window({**fresh, **changes}, start_window=20) is foreign
+    assert is_foreign_state({**fresh, **changes}, start_window=20) is foreign

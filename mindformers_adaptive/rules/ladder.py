@@ -2,7 +2,7 @@
 
 import warnings
 
-from mindformers_adaptive.rule.checks import require_integer
+from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["DEFAULT_MAX_SCALE_WINDOW", "DEFAULT_MIN_SCALE_WINDOW", "HIDDEN_WINDOW", "window_ladder"]
 

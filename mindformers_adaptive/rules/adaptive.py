@@ -7,7 +7,7 @@ bit for bit.
 import warnings
 from typing import NamedTuple
 
-from mindformers_adaptive.rule.checks import (
+from mindformers_adaptive.rules.checks import (
     LARGEST_FLOAT32,
     as_float32,
     require_flag,
@@ -16,7 +16,7 @@ from mindformers_adaptive.rule.checks import (
     require_positive,
     to_float32,
 )
-from mindformers_adaptive.rule.ladder import (
+from mindformers_adaptive.rules.ladder import (
     DEFAULT_MAX_SCALE_WINDOW,
     DEFAULT_MIN_SCALE_WINDOW,
     HIDDEN_WINDOW,
@@ -75,7 +75,7 @@ class AdaptiveRule:
     Args:
         scale_factor (float): what the scale is multiplied or divided by, a number above 1. Default: 2.0, MindSpore's.
         max_scale_window (int): the largest window in steps, see
-            :func:`~mindformers_adaptive.rule.ladder.window_ladder`. Default: 1000, MindFormers'.
+            :func:`~mindformers_adaptive.rules.ladder.window_ladder`. Default: 1000, MindFormers'.
         min_scale_window (int): the smallest window in steps. Default: 20, MindFormers'.
         min_loss_scale (float): the floor of the scale, above 0. Default: 1.0, MindSpore's.
         max_loss_scale (float, optional): the cap of the scale; a raise that would pass it leaves the scale as it is.

@@ -4,17 +4,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mindformers_adaptive.rule.guided_names import PLACES
-from mindformers_adaptive.rule.guided_rule import MOST_CONTRADICTIONS, GuidedRule
-from mindformers_adaptive.rule.restored_state import STEP_LIMIT
+from mindformers_adaptive.rules.guided import MOST_CONTRADICTIONS, GuidedRule
+from mindformers_adaptive.rules.guided_names import PLACES
+from mindformers_adaptive.rules.restored_state import STEP_LIMIT
 
-__all__ = ["problem_of"]
+__all__ = ["find_state_problem"]
 
 # Far beyond log2 of any float32 number.
 _LARGEST_EXPONENT = 512
 
 
-def problem_of(rule: GuidedRule, state: Mapping[str, Any]) -> str | None:
+def find_state_problem(rule: GuidedRule, state: Mapping[str, Any]) -> str | None:
     """Say why a rule cannot go on from a restored state, or return None.
 
     Args:
@@ -24,9 +24,9 @@ def problem_of(rule: GuidedRule, state: Mapping[str, Any]) -> str | None:
     Examples:
         >>> rule = GuidedRule()
         >>> state = {**rule.start(2.0**16)._asdict(), "cur_iter": 8, "last_overflow_iter": 0}
-        >>> problem_of(rule, state)
+        >>> find_state_problem(rule, state)
         'The checkpoint has 7 steps but no state of gradient-guided scaling'
-        >>> problem_of(rule, {**state, "cur_iter": 1}) is None
+        >>> find_state_problem(rule, {**state, "cur_iter": 1}) is None
         True
     """
     steps = state["cur_iter"] - 1

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, require_number, require_positive, to_float32
-from mindformers_adaptive.rule.guided_names import PLACES
-from mindformers_adaptive.rule.shown_exponent import shown_exponent
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_number, require_positive, to_float32
+from mindformers_adaptive.rules.guided_names import PLACES
+from mindformers_adaptive.rules.safe_exponent import max_safe_exponent
 
 __all__ = ["PLACES", "GuidedRule", "GuidedState"]
 
@@ -232,7 +232,9 @@ class GuidedRule:
             largest_gradient (float, optional): the largest absolute value of its gradients, unscaled and before
                 clipping, if it was applied; ignored if it overflowed. Default: None, not known.
         """
-        return self._after_overflow(state) if overflow else self._after_applied(state, shown_exponent(largest_gradient))
+        return (
+            self._after_overflow(state) if overflow else self._after_applied(state, max_safe_exponent(largest_gradient))
+        )
 
     def _after_overflow(self, state: GuidedState) -> GuidedState:
         exponent, earlier = _exponent(state.loss_scale), state.consecutive_overflows

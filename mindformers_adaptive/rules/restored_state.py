@@ -4,14 +4,14 @@ import math
 import warnings
 from collections.abc import Mapping
 
-from mindformers_adaptive.rule.adaptive_rule import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule, LossScaleState
-from mindformers_adaptive.rule.ladder import HIDDEN_WINDOW
+from mindformers_adaptive.rules.adaptive import COUNTER_LIMIT, HIDDEN_INDEX, AdaptiveRule, LossScaleState
+from mindformers_adaptive.rules.ladder import HIDDEN_WINDOW
 
 __all__ = [
     "PARAMETER_NAMES",
     "STEP_LIMIT",
     "from_rule_state",
-    "holds_no_window",
+    "is_foreign_state",
     "repair_loss_scale",
     "repair_state",
     "to_rule_state",
@@ -47,7 +47,7 @@ def from_rule_state(rule: AdaptiveRule, state: LossScaleState, steps: int) -> di
         rule's hysteresis is above 1. Without the loss scale. ``PARAMETER_NAMES`` has the names in a checkpoint.
 
     Examples:
-        >>> from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+        >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
         >>> rule = AdaptiveRule()
         >>> counters = from_rule_state(rule, rule.step(rule.start(2.0**16), overflow=False), steps=1)
         >>> counters["cur_iter"], counters["last_overflow_iter"]
@@ -68,7 +68,7 @@ def to_rule_state(rule: AdaptiveRule, loss_scale: float, counters: Mapping[str, 
     return LossScaleState(loss_scale, **{"hysteresis_budget": rule.hysteresis, **known}, clean_steps=clean_steps)
 
 
-def holds_no_window(state: Mapping[str, int], start_window: int) -> bool:
+def is_foreign_state(state: Mapping[str, int], start_window: int) -> bool:
     """Return whether a restored state has step counters but no window, as that of MindSpore's dynamic cell.
 
     In a state of this package's cell every overflow and every raise shows in the other counters too. A state whose
@@ -124,7 +124,7 @@ def repair_state(rule: AdaptiveRule, state: Mapping[str, int]) -> tuple[dict[str
         tuple[dict[str, int], list[str]]; the list is empty where nothing had to be changed.
 
     Examples:
-        >>> from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule
+        >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
         >>> rule = AdaptiveRule(max_scale_window=100)
         >>> counters = {"growth_num": 1, "down_num": 0, "cur_iter": 700, "last_overflow_iter": 650}
         >>> counters |= {"skipped_steps": 9, "consecutive_overflows": 0}

@@ -2,15 +2,15 @@
 
 import math
 
-from mindformers_adaptive.rule.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, as_float32
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, as_float32
 
-__all__ = ["LARGEST_FLOAT16", "shown_exponent"]
+__all__ = ["LARGEST_FLOAT16", "max_safe_exponent"]
 
 LARGEST_FLOAT16 = 65504.0
 _FRACTION, _EXPONENT = math.frexp(LARGEST_FLOAT16)
 
 
-def shown_exponent(largest_gradient: float | None) -> int | None:
+def max_safe_exponent(largest_gradient: float | None) -> int | None:
     """Return log2 of the largest power of two at which a gradient stays within FP16, or None if it shows nothing.
 
     It is the largest integer n with ``largest_gradient * 2**n <= 65504``. That needs comparisons only and no
@@ -22,7 +22,7 @@ def shown_exponent(largest_gradient: float | None) -> int | None:
             normal float32 numbers, which devices flush to 0, and None show nothing.
 
     Examples:
-        >>> shown_exponent(1.0), shown_exponent(65504 / 2.0**18), shown_exponent(float("inf"))
+        >>> max_safe_exponent(1.0), max_safe_exponent(65504 / 2.0**18), max_safe_exponent(float("inf"))
         (15, 18, None)
     """
     if largest_gradient is None:

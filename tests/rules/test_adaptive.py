@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.rule.adaptive_rule import AdaptiveRule, LossScaleState
-from mindformers_adaptive.rule.checks import LARGEST_FLOAT32
+from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
 
 # Each table is (events, expected), where an event is "." for a clean step and "!" for an overflow, and expected is
 # (loss_scale, scale_window, window_index, growth_num, down_num) after the last of them. They start at scale 1024.
