@@ -1,21 +1,19 @@
 """The rule of adaptive loss scaling in plain Python: an explicit state and one step function.
 
-This is the definition. Every other form of the rule (the MindSpore cell, the vectorised sweep) is tested against it
-bit for bit.
+This is the definition. The update cell and the sweep look its steps up in tables that it fills itself, and are tested
+against it bit for bit.
 """
 
-import warnings
-from typing import NamedTuple
+from __future__ import annotations
 
-from mindformers_adaptive.rules.checks import (
-    LARGEST_FLOAT32,
-    as_float32,
-    require_flag,
-    require_integer,
-    require_number,
-    require_positive,
-    to_float32,
-)
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from mindformers_adaptive.rules.base import STEP_LIMIT, Field, Rule
+from mindformers_adaptive.rules.checks import as_float32, require_flag, require_integer, require_number, to_float32
 from mindformers_adaptive.rules.ladder import (
     DEFAULT_MAX_SCALE_WINDOW,
     DEFAULT_MIN_SCALE_WINDOW,
@@ -23,13 +21,17 @@ from mindformers_adaptive.rules.ladder import (
     window_ladder,
 )
 
-__all__ = ["COUNTER_LIMIT", "HIDDEN_INDEX", "AdaptiveRule", "LossScaleState"]
+__all__ = ["COUNTER_LIMIT", "EVENTS", "HIDDEN_INDEX", "AdaptiveRule", "LossScaleState", "transition_tables"]
 
 # MindFormers' documentation: "every three raises the window moves up", "three drops in a row lead to window 1".
 COUNTER_LIMIT = 3
 
 # The window index while the hidden window is in force; the number MindFormers' own cell writes into checkpoints.
 HIDDEN_INDEX = -1
+
+# What can happen in a step: a clean step within the window, a full window, an overflow that drops the scale, and one
+# that hysteresis tolerates.
+EVENTS = ("wait", "raise", "drop", "tolerate")
 
 
 class LossScaleState(NamedTuple):
@@ -58,7 +60,7 @@ class LossScaleState(NamedTuple):
     consecutive_overflows: int = 0
 
 
-class AdaptiveRule:
+class AdaptiveRule(Rule):
     r"""Adaptive loss scaling: what one step, overflowed or clean, does to the scale and to its window.
 
     With the scale :math:`s`, the window :math:`W = ladder[i]`, and float32 arithmetic throughout:
@@ -98,6 +100,29 @@ class AdaptiveRule:
         32768.0
     """
 
+    name = "adaptive"
+    title = "adaptive loss scaling"
+    cell = "AdaptiveLossScaleUpdateCell"
+    # The names in checkpoints are those of MindFormers' own cell. The budget is kept only with a hysteresis above 1.
+    fields: tuple[Field, ...] = (
+        Field("scale_window", parameter="scale_window"),
+        Field("window_index", parameter="list_index"),
+        Field("growth_num", parameter="scale_window_up_count"),
+        Field("down_num", parameter="scale_window_down_count"),
+        Field("hysteresis_budget", parameter="hysteresis_budget"),
+    )
+    recorded = ("scale_window", "window_index", "growth_num", "down_num")
+    start_arguments = ("scale_window",)
+    usual_arguments = ("loss_scale_value", "scale_factor", "scale_window", "max_scale_window", "min_scale_window")
+    # From a quarter of MindFormers' smallest window to 2000, the default of MindSpore's DynamicLossScaleManager and of
+    # PyTorch's GradScaler; equal windows are dynamic loss scaling.
+    grid: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "min_scale_window": (5, 10, 20, 50, 100, 200, 500, 1000, 2000),
+        "max_scale_window": (5, 10, 20, 50, 100, 200, 500, 1000, 2000),
+        "scale_factor": (2, 4),
+        "hysteresis": (1, 2),
+    }
+
     def __init__(
         self,
         scale_factor: float = 2.0,
@@ -110,22 +135,17 @@ class AdaptiveRule:
         shrink_from_min_window: bool = False,
     ) -> None:
         self.ladder = window_ladder(max_scale_window, min_scale_window)
+        self.min_scale_window, self.max_scale_window = self.ladder[0], self.ladder[-1]
         wanted, remedy = "a finite number above 1", "The usual value is 2."
         factor = require_number("scale_factor", scale_factor, wanted, lambda number: number > 1, remedy)
         self.scale_factor = as_float32(factor)
         self.backoff_factor = to_float32(1.0 / self.scale_factor)
-        self.min_loss_scale = require_positive("min_loss_scale", min_loss_scale)
-        self.max_loss_scale = (
-            LARGEST_FLOAT32 if max_loss_scale is None else require_positive("max_loss_scale", max_loss_scale)
-        )
-        if self.min_loss_scale > self.max_loss_scale:
-            raise ValueError(
-                f"'min_loss_scale' must not be above 'max_loss_scale', but got {self.min_loss_scale} and "
-                f"{self.max_loss_scale}. Lower the first or raise the second."
-            )
+        super().__init__(min_loss_scale, max_loss_scale)
         remedy = "1 drops the scale at every overflow; Megatron-LM uses 2."
         self.hysteresis = require_integer("hysteresis", hysteresis, 1, remedy, unit="number of overflows")
         self.shrink_from_min_window = require_flag("shrink_from_min_window", shrink_from_min_window)
+        if self.hysteresis == 1:
+            self.fields = tuple(field for field in type(self).fields if field.name != "hysteresis_budget")
 
     def start(
         self, loss_scale_value: float, scale_window: int | None = None, *, argument: str = "loss_scale_value"
@@ -145,17 +165,12 @@ class AdaptiveRule:
             TypeError: if an argument is not a number of its kind.
             ValueError: if ``loss_scale_value`` is not finite, not positive or out of its bounds.
         """
-        loss_scale = require_positive(argument, loss_scale_value)
-        if not self.min_loss_scale <= loss_scale <= self.max_loss_scale:
-            raise ValueError(
-                f"'{argument}' must lie between 'min_loss_scale' ({self.min_loss_scale}) and 'max_loss_scale' "
-                f"({self.max_loss_scale}), but got {loss_scale}. Change the value or that bound."
-            )
+        loss_scale = self.checked_start(loss_scale_value, argument)
         index = 0 if scale_window is None else self._index_of(scale_window)
         return LossScaleState(loss_scale, self.ladder[index], index, hysteresis_budget=self.hysteresis)
 
-    def step(self, state: LossScaleState, overflow: bool) -> LossScaleState:
-        """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
+    def step(self, state: LossScaleState, overflow: bool, largest_gradient: float | None = None) -> LossScaleState:
+        """Return the state after a step that overflowed or was clean, as :meth:`Rule.step` does."""
         return self._after_overflow(state) if overflow else self._after_clean(state)
 
     def window_at(self, window_index: int) -> int:
@@ -198,3 +213,115 @@ class AdaptiveRule:
             stacklevel=3,
         )
         return 0
+
+    def to_values(self, state: LossScaleState, steps: int, last_event: int | None = None) -> dict[str, Any]:
+        """Return what the update cell holds after so many steps, as :meth:`Rule.to_values` does.
+
+        Examples:
+            >>> rule = AdaptiveRule()
+            >>> values = rule.to_values(rule.step(rule.start(2.0**16), overflow=False), steps=1)
+            >>> values["cur_iter"], values["last_overflow_iter"]
+            (2, 0)
+            >>> rule.from_values(2.0**16, values).clean_steps
+            1
+        """
+        return super().to_values(state, steps, min(steps, STEP_LIMIT - 1) - state.clean_steps)
+
+    def from_values(self, loss_scale: float, values: Mapping[str, Any]) -> LossScaleState:
+        """Return the state that :meth:`to_values` would turn into these values."""
+        known = {name: values[name] for name in LossScaleState._fields if name in values}
+        clean_steps = values["cur_iter"] - 1 - values["last_overflow_iter"]
+        return LossScaleState(loss_scale, **{"hysteresis_budget": self.hysteresis, **known}, clean_steps=clean_steps)
+
+    def _repair_own(
+        self, values: Mapping[str, Any], loss_scale: float, restored: Collection[str] | None
+    ) -> tuple[dict[str, Any], list[str]]:
+        # A window that is not on the ladder becomes the nearest one that is; a counter that no run can reach is set to
+        # the nearest possible value.
+        index, problem = self._place_on_the_ladder(values["scale_window"], values["window_index"])
+        changes: dict[str, Any] = {"scale_window": self.window_at(index), "window_index": index}
+        problems = [problem] if problem else []
+        limits = {"growth_num": COUNTER_LIMIT, "down_num": COUNTER_LIMIT, "hysteresis_budget": self.hysteresis}
+        for field in self.fields:
+            limit = limits.get(field.name, STEP_LIMIT)
+            if field.name in limits and not 0 <= values[field.name] <= limit:
+                changes[field.name] = min(max(values[field.name], 0), limit)
+                problems.append(
+                    f"The checkpoint has '{field.parameter}' {values[field.name]}, which must lie between 0 and "
+                    f"{limit}: {changes[field.name]} is used."
+                )
+        if not problems and self._lacks_window(values, restored):
+            changes["last_overflow_iter"] = values["cur_iter"] - 1
+            problems = [
+                "The checkpoint has steps but no window, as one of dynamic or gradient-guided loss scaling: the ladder "
+                f"starts afresh at window {values['scale_window']}."
+            ]
+        return changes, problems
+
+    def _lacks_window(self, values: Mapping[str, Any], restored: Collection[str] | None) -> bool:
+        """Whether a checkpoint had step counters of another cell, which do not fit the window at the start.
+
+        While nothing has happened but clean steps within that window, they fit.
+        """
+        if restored is None or "window_index" in restored or "cur_iter" not in restored:
+            return False
+        clean_steps = values["cur_iter"] - 1 - values["last_overflow_iter"]
+        happened = values["skipped_steps"] or values["last_overflow_iter"] or clean_steps >= values["scale_window"]
+        return bool(happened)
+
+    def describe_fresh_start(self, values: Mapping[str, Any]) -> str:
+        """Return how training goes on where a checkpoint has no state, for a sentence."""
+        return f"with a fresh ladder, at window {values['scale_window']}"
+
+    def _place_on_the_ladder(self, window: int, index: int) -> tuple[int, str | None]:
+        """Return the index to go on with and, where it is not simply the one restored, a sentence about it."""
+        ladder = self.ladder
+        on_the_ladder = HIDDEN_INDEX <= index < len(ladder)
+        if on_the_ladder and self.window_at(index) == window:
+            return index, None
+        restored = f"The checkpoint has 'scale_window' {window} with 'list_index' {index}, but the ladder is {ladder}"
+        if window > HIDDEN_WINDOW or window in ladder:
+            nearest = min(range(len(ladder)), key=lambda place: abs(ladder[place] - window))
+            return nearest, f"{restored}: training goes on at its nearest window, {ladder[nearest]} (index {nearest})."
+        if window == HIDDEN_WINDOW:
+            return HIDDEN_INDEX, f"{restored}: training goes on in the hidden window 1 (index -1)."
+        if on_the_ladder:
+            return index, f"{restored}, and a window is at least 1: the index is kept, with its window."
+        smallest = f"training goes on at the smallest window, {ladder[0]} (index 0)."
+        return 0, f"{restored}, and neither can be used: {smallest}"
+
+
+def transition_tables(rule: AdaptiveRule) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Tabulate the rule over every event and every (window_index, growth_num, down_num).
+
+    Comparisons in the graph would take twice as many kernels. The first index counts the places of the ladder, from the
+    hidden window, for one event after the other; the other two are the counters.
+
+    Returns:
+        tuple of numpy.ndarray: the multiplier of the loss scale, float32 of shape (events * places, 4, 4), and
+        (scale_window, window_index, growth_num, down_num) after the step, with 1 if it overflowed and 1 if a new window
+        starts, int32 of shape (events * places, 4, 4, 6).
+    """
+    multipliers = {"wait": 1.0, "raise": rule.scale_factor, "drop": rule.backoff_factor, "tolerate": 1.0}
+    places, counter_values = range(HIDDEN_INDEX, len(rule.ladder)), range(COUNTER_LIMIT + 1)
+    shape = len(EVENTS) * len(places), len(counter_values), len(counter_values)
+    transitions = [
+        (*_after(rule, event, index, growth_num, down_num), event in ("drop", "tolerate"), event != "wait")
+        for event in EVENTS
+        for index in places
+        for growth_num in counter_values
+        for down_num in counter_values
+    ]
+    factors = np.array([multipliers[event] for event in EVENTS], np.float32)
+    table = np.broadcast_to(np.repeat(factors, len(places))[:, None, None], shape)
+    return np.ascontiguousarray(table), np.array(transitions, np.int32).reshape(*shape, -1)
+
+
+def _after(rule: AdaptiveRule, event: str, index: int, growth_num: int, down_num: int) -> tuple[int, int, int, int]:
+    window = rule.window_at(index)
+    state = LossScaleState(rule.min_loss_scale, window, index, growth_num, down_num)
+    if event == "raise":
+        state = rule.step(state._replace(clean_steps=window - 1), overflow=False)
+    elif event == "drop":
+        state = rule.step(state, overflow=True)
+    return state.scale_window, state.window_index, state.growth_num, state.down_num

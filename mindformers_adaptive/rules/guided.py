@@ -1,34 +1,58 @@
-"""The rule of gradient-guided loss scaling in plain Python: an explicit state and one step function.
+"""Gradient-guided loss scaling: the loss scale follows what the largest gradient shows of its ceiling."""
 
-This is the readable definition. Every other form of the rule is tested against it, bit for bit.
-"""
+from __future__ import annotations
 
-import math
-import warnings
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
-from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_number, require_positive, to_float32
-from mindformers_adaptive.rules.guided_names import PLACES
-from mindformers_adaptive.rules.safe_exponent import max_safe_exponent
+from mindformers_adaptive.rules.backend import (
+    argmin,
+    ceil,
+    float32,
+    floor,
+    int32,
+    logical_and,
+    logical_not,
+    logical_or,
+    maximum,
+    minimum,
+    stack,
+    unstack,
+    where,
+)
+from mindformers_adaptive.rules.base import Field
+from mindformers_adaptive.rules.checks import require_number, to_float32
+from mindformers_adaptive.rules.text_rule import TextRule
 
-__all__ = ["PLACES", "GuidedRule", "GuidedState"]
+__all__ = ["NUM_BINS", "GuidedRule"]
 
-# By how much the n-th overflow in a row lowers log2 of the scale; the last number holds from there on. A drop too far
-# costs one step of headroom, because the next applied step shows where the ceiling is.
-DROPS = (1, 2, 4, 8)
+# How many powers of two the record of overflow rates looks at.
+NUM_BINS = 16
 
-# The record starts as if so many steps had been seen, with an overflow rate that halves from place to place. So a place
-# where nothing has overflowed yet is not taken before some hundred steps, whose rare low ceilings it has to bear.
-PRIOR_STEPS = 8
+# By how much an overflow lowers log2 of the scale. A drop too far costs one step of headroom, because the next applied
+# step shows where the ceiling is.
+DROP = 8
 
-# The part of the way that ``level`` goes to what a step shows: a mean over about 32 steps. A power of two is exact.
+# The record starts as if so many steps had been seen, with an overflow rate that halves from bin to bin.
+PRIOR_STEPS = 2
+
+# ``low`` goes down at once to what a step shows, and up by this part of the way.
+LOW_SHARE = 2.0**-3
+
+# The part of the way that ``level`` goes to what a step shows: a mean over about 32 steps.
 LEVEL_SHARE = 2.0**-5
 
-# How far, in bits, ``base`` may be from ``level``, and how far above it after several overflows in a row.
+# ``level`` stays within so many bits below ``low``: the quick way back from a regime of large gradients.
+CLIMB = 0.5
+
+# How far, in bits, ``base`` may be from ``level``.
 REACH = 1.25
-REACH_AFTER_SEVERAL = 0.5
+
+# How many bits below what it shows the step after an explained overflow puts ``low`` and ``level``: overflows come in
+# groups.
+CAREFUL = 3.0
 
 # Gradients that showed too little twice are taken to show a bit too little, up to three: where the largest of them is
 # summed in float32, ceilings of up to 2.8 bits above what it shows have been measured.
@@ -39,55 +63,111 @@ MOST_CONTRADICTIONS = 6
 WINDOW_FACTOR = 8
 LARGEST_WINDOWS = WINDOW_FACTOR**2
 
-# In place of the cheapest place while no gradient has shown anything: only the limit counts.
+# In place of the cheapest bin while no gradient has shown anything: only the limit counts.
 NO_CAP = -1024
+
+# ``low`` and ``level`` before a gradient has shown anything, in bits.
+UNSEEN = 1024.0
+
+# Rates are kept above this, and numbers that go towards 0 end at it: some devices flush subnormal numbers to 0.
+NEARLY_ZERO = 2.0**-100
+
+ZERO, ONE, FLOAT_ONE = 0, 1, 1.0
 
 # A patience of 1 to 1,000,000 steps, which keeps all windows within int32.
 _EXCHANGE_RATES = (0.001, 1000.0)
 
-_PLACE = np.arange(PLACES, dtype=np.float32)
+# Far beyond log2 of any float32 number.
+_LARGEST_EXPONENT = 512
+
+_COUNTS = ("scale_window", "base", "limit", "trial", "clean_steps", "contradictions", "first_exponent")
 
 
-class GuidedState(NamedTuple):
-    """All that the rule remembers between two steps. Scales are powers of two, so their log2 are integers.
+def step(
+    exponent: Any,
+    counts: Any,
+    levels: Any,
+    overflow_rate: Any,
+    overflow: Any,
+    consecutive_overflows: Any,
+    gradient_known: Any,
+    max_safe_exponent: Any,
+    bins: Any,
+    patience: Any,
+    memory: Any,
+    recent: Any,
+    smallest_window: Any,
+    largest_window: Any,
+    min_exponent: Any,
+    max_exponent: Any,
+) -> dict[str, Any]:
+    """Take a step; the names are those of :class:`GuidedRule`."""
+    window, base, limit, trial, clean, contradictions, first = unstack(counts)
+    weight, low, level = unstack(levels)
+    after_overflow = consecutive_overflows > ZERO
+    not_after_overflow, nothing_known = logical_not(after_overflow), logical_not(gradient_known)
 
-    Attributes:
-        loss_scale (float): the scale for the next step, a power of two.
-        scale_window (int): clean steps before the limit rises by one bit.
-        level (float): mean of what the gradients of recent applied steps showed, in bits; a float32 value.
-        base (int): ``level`` as a whole number that seldom moves; place k of the record is the scale 2^(base + 1 - k).
-        overflow_rate (tuple[float, ...]): for each of the 16 places, the share of recent steps that would have
-            overflowed at that scale; float32 values from 0 to 1.
-        observed_steps (int): applied steps that showed something, counted up to the patience.
-        limit (int): the highest scale that unexplained overflows allow, as a place of the record; 0 or less allows all
-            that the record looks at.
-        bound (bool): whether the limit, and not the gradients, decided the scale for the next step.
-        trial (bool): whether the limit has risen since it was last set.
-        clean_steps (int): applied steps since the last overflow or rise of the scale, counted up to the largest window.
-        contradictions (int): how often a step was applied at a scale above what its gradients showed, up to 6; less
-            two for each fall of the limit.
-        first_exponent (int): log2 of the scale at the first overflow of the last row of overflows.
-        skipped_steps (int): overflowed steps so far.
-        consecutive_overflows (int): overflowed steps in a row, up to the last step.
-    """
+    # What the gradients show.
+    too_high = exponent > max_safe_exponent + contradictions // CONTRADICTIONS_PER_BIT
+    contradicted = int32(logical_and(gradient_known, too_high))
+    contradictions = minimum(contradictions + contradicted, MOST_CONTRADICTIONS)
+    shown = max_safe_exponent + contradictions // CONTRADICTIONS_PER_BIT
+    explained = logical_and(gradient_known, shown < first)
+    fall = logical_and(logical_and(after_overflow, clean < recent), logical_not(explained))
+    no_fall = logical_not(fall)
+    was_unseen = level == UNSEEN
+    fresh = logical_and(gradient_known, was_unseen)
+    bound = logical_and(exponent == base + ONE - limit, logical_not(fresh))
+    base = where(fresh, shown, base)
+    limit = where(fresh, ZERO, limit)
 
-    loss_scale: float
-    scale_window: int
-    level: float
-    base: int
-    overflow_rate: tuple[float, ...]
-    observed_steps: int = 0
-    limit: int = 0
-    bound: bool = False
-    trial: bool = False
-    clean_steps: int = 0
-    contradictions: int = 0
-    first_exponent: int = 0
-    skipped_steps: int = 0
-    consecutive_overflows: int = 0
+    # Record, low and level; all of them stay as they are where nothing is shown.
+    bits = where(shown == ZERO, NEARLY_ZERO, float32(shown))
+    counted = logical_and(gradient_known, not_after_overflow)
+    top = float32(base + ONE)
+    overflowed_at = float32(top - bins > bits)
+    moved_rate = maximum(overflow_rate + (overflowed_at - overflow_rate) * weight, NEARLY_ZERO)
+    overflow_rate = where(counted, moved_rate, overflow_rate)
+    weight = where(counted, maximum(memory, weight / (FLOAT_ONE + weight)), weight)
+    level = where(fresh, bits, level)
+    careful = logical_and(after_overflow, explained)
+    moved_low = minimum(bits, low + (bits - low) * LOW_SHARE)
+    moved_level = maximum(level + (bits - level) * LEVEL_SHARE, moved_low - CLIMB)
+    low = where(careful, bits - CAREFUL, moved_low)
+    level = where(careful, bits - CAREFUL, moved_level)
+    moved_base = minimum(maximum(top - FLOAT_ONE, ceil(level - REACH)), floor(level + REACH))
+    base = where(gradient_known, int32(moved_base), base)
+    levels = where(gradient_known, stack((weight, low, level)), levels)
+
+    # The limit falls, or is tried one bit higher.
+    longer_clean = clean + ONE
+    higher = logical_and(logical_and(bound, longer_clean >= window), no_fall)
+    limit = where(fall, base + ONE - first + consecutive_overflows, limit - int32(higher))
+    contradictions = where(fall, maximum(contradictions - CONTRADICTIONS_PER_BIT, ZERO), contradictions)
+    was_trial = trial > ZERO
+    after_fall = where(was_trial, minimum(window * WINDOW_FACTOR, largest_window), smallest_window)
+    after_rise = where(logical_and(higher, was_trial), smallest_window, window)
+    window = where(fall, after_fall, after_rise)
+    trial = int32(logical_and(logical_or(was_trial, higher), no_fall))
+
+    # The cheapest bin, within the limit and the bounds.
+    cheapest = argmin(overflow_rate * patience + bins)
+    cap = where(logical_and(was_unseen, nothing_known), NO_CAP, cheapest)
+    following = base + ONE - maximum(cap, limit)
+    following = minimum(maximum(following, min_exponent), max_exponent)
+    starts_anew = logical_or(after_overflow, following > exponent)
+    clean = where(starts_anew, ZERO, minimum(longer_clean, largest_window))
+    # The scale of the next step is that of the first overflow, if it overflows.
+    applied = stack((window, base, limit, trial, clean, contradictions, following))
+    return {
+        "exponent": where(overflow, exponent - DROP, following),
+        "counts": where(overflow, counts, applied),
+        "levels": levels,
+        "overflow_rate": overflow_rate,
+    }
 
 
-class GuidedRule:
+class GuidedRule(TextRule):
     r"""Gradient-guided loss scaling: the scale follows what the largest gradient shows of its ceiling.
 
     The *ceiling* of a step is the largest scale at which nothing in it overflows. A step that was applied shows it:
@@ -108,27 +188,31 @@ class GuidedRule:
 
     .. code-block:: text
 
-        overflow:  the n-th in a row lowers e by 1, 2, 4, 8, 8, ...; first = e before the first of them
+        overflow:  e -= 8; first = e before the first of a row
         applied:   shown = the largest integer with largest_gradient * 2^shown <= 65504
           e > shown + contradictions // 2:  contradictions += 1, at most 6             (the gradients show too little)
           shown += contradictions // 2
-          unexplained = overflows just before, and shown >= first
-          fall = unexplained and clean_steps < P / 10
-          the first step that shows something: level = base = shown, limit = 0
-          for each place k, with the scale 2^(base + 1 - k):
-            overflow_rate[k] += ([base + 1 - k > shown] - overflow_rate[k]) * max(1 / P, 1 / (observed_steps + 9))
-          after overflows: level = min(level, shown)
-          level += (shown - level) / 32
-          base: moved, by whole bits and no more than it takes, to level - 1.25 ... level + 1.25
-                (... level + 0.5 after several overflows in a row); record and limit keep their places and so move along
-          clean_steps = 1 after an overflow, else clean_steps + 1
-          fall:                                limit = base + 1 - e; contradictions -= 2, at least 0
-                                               window = 8 * window, at most 32 P, if trial, else P / 2; trial = False
-          else if bound and clean_steps >= window:     limit -= 1; trial = True         (one bit up)
-                                                       window = P / 2 if it was a trial already
-          cap = the smallest k with the least P * overflow_rate[k] + k;  bound = limit > cap
-          e = base + 1 - max(cap, limit), within the bounds;  clean_steps = 0 where e rises
-        start:     overflow_rate[k] = 2^-(k + 1), window = P / 2, base + 1 = e
+          explained = shown < first
+          fall = overflows just before, not explained, and clean_steps < P / 10
+          bound = the limit decided the scale: e == base + 1 - limit
+          the first step that shows something: level = base = shown, limit = 0, bound = False
+          not after overflows, for each bin k, with the scale 2^(base + 1 - k):
+            overflow_rate[k] += ([base + 1 - k > shown] - overflow_rate[k]) * weight
+            weight = max(1 / P, weight / (1 + weight))
+          after overflows that are explained: low = level = shown - 3
+          else: low = min(shown, low + (shown - low) / 8)
+                level = max(level + (shown - level) / 32, low - 0.5)
+          base: moved, by whole bits and no more than it takes, to level - 1.25 ... level + 1.25; record and limit keep
+                their places and so move along
+          fall:                                    limit = base + 1 - first + overflows in the row; contradictions -= 2,
+                                                   at least 0; window = 8 * window, at most 32 P, if trial, else P / 2;
+                                                   trial = False
+          else if bound and clean_steps + 1 >= window:  limit -= 1; trial = True       (one bit up)
+                                                   window = P / 2 if it was a trial already
+          cap = the smallest k with the least P * overflow_rate[k] + k
+          e = base + 1 - max(cap, limit), within the bounds
+          clean_steps = 0 after overflows or where e rises, else clean_steps + 1
+        start:     overflow_rate[k] = 2^-(k + 1), weight = 1 / 3, window = P / 2, base + 1 = e
 
     A largest gradient that is 0, not finite, below the normal float32 numbers or None shows nothing: that step counts
     as clean and explains no overflow, and only the limit can change. Until a gradient shows something there is no cap.
@@ -149,14 +233,30 @@ class GuidedRule:
     Examples:
         >>> rule = GuidedRule()
         >>> state = rule.start(loss_scale_value=2.0**32)
-        >>> for _ in range(4):
+        >>> for _ in range(2):
         ...     state = rule.step(state, overflow=True)
-        >>> state.loss_scale == 2.0**17
+        >>> state.loss_scale == 2.0**16
         True
         >>> state = rule.step(state, overflow=False, largest_gradient=0.25)
         >>> state.base, state.limit, state.skipped_steps
-        (17, 0, 4)
+        (15, 0, 2)
     """
+
+    name = "guided"
+    title = "gradient-guided scaling"
+    cell = "GradientGuidedLossScaleUpdateCell"
+    # The first form of this rule had other counters and levels, in Parameters called guided_counters and guided_level.
+    fields: tuple[Field, ...] = (
+        Field("counts", "int32", (7,), _COUNTS),
+        Field("levels", "float32", (3,), ("weight", "low", "level")),
+        Field("overflow_rate", "float32", (NUM_BINS,)),
+    )
+    signals = ("largest_gradient",)
+    recorded = ("scale_window",)
+    usual_arguments = ("loss_scale_value", "exchange_rate")
+    # From 0.1 to 50 the patience goes from 10,000 steps down to 20.
+    grid: ClassVar[Mapping[str, Sequence[Any]]] = {"exchange_rate": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)}
+    text = step
 
     def __init__(
         self,
@@ -175,143 +275,55 @@ class GuidedRule:
             "1 gives a skipped step in 1000 for a bit of headroom.",
         )
         remedy = "Leave it out, or take AdaptiveLossScaleUpdateCell for other factors."
-        require_number("scale_factor", scale_factor, "2", lambda factor: factor == 2, remedy)
-        self.min_loss_scale = require_positive("min_loss_scale", min_loss_scale)
-        self.max_loss_scale = (
-            LARGEST_FLOAT32 if max_loss_scale is None else require_positive("max_loss_scale", max_loss_scale)
-        )
-        self.min_exponent = math.ceil(math.log2(self.min_loss_scale))
-        self.max_exponent = _exponent(self.max_loss_scale)
-        if self.min_exponent > self.max_exponent:
-            raise ValueError(
-                "There must be a power of two from 'min_loss_scale' to 'max_loss_scale', but got "
-                f"{self.min_loss_scale} and {self.max_loss_scale}. Lower the first or raise the second."
-            )
+        self.scale_factor = require_number("scale_factor", scale_factor, "2", lambda factor: factor == 2, remedy)
+        super().__init__(min_loss_scale, max_loss_scale)
         self.patience = max(round(1000 / self.exchange_rate), 1)
-        self.memory = to_float32(1 / self.patience)
-        self.recent = self.patience // 10
         self.smallest_window = max(self.patience // 2, 1)
         self.largest_window = LARGEST_WINDOWS * self.smallest_window
+        self.constants = {
+            "bins": np.arange(NUM_BINS, dtype=np.float32),
+            "patience": float(self.patience),
+            "memory": 1.0 / self.patience,
+            "recent": self.patience // 10,
+            "smallest_window": self.smallest_window,
+            "largest_window": self.largest_window,
+        }
 
-    def start(self, loss_scale_value: float, *, argument: str = "loss_scale_value") -> GuidedState:
-        """Return the state before the first step.
+    def start_values(self, loss_scale: float) -> dict[str, Any]:
+        """Return the state before the first step, by name."""
+        exponent = int(np.log2(loss_scale))
+        return {
+            "scale_window": self.smallest_window,
+            "base": exponent - 1,
+            "first_exponent": exponent,
+            "weight": to_float32(1 / (PRIOR_STEPS + 1)),
+            "low": UNSEEN,
+            "level": UNSEEN,
+            "overflow_rate": tuple(2.0 ** -(place + 1) for place in range(NUM_BINS)),
+        }
 
-        Args:
-            loss_scale_value (float): the initial scale, within ``[min_loss_scale, max_loss_scale]``. One that is no
-                power of two gives a warning, and the nearest one below is used that lies within the bounds.
-            argument (str): the name of ``loss_scale_value`` in messages.
+    def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
+        """Say why the rule cannot go on from its own part of a state, or return None.
 
-        Returns:
-            GuidedState, with all counters at 0.
-
-        Raises:
-            TypeError: if ``loss_scale_value`` is not a number.
-            ValueError: if it is not finite, not positive or out of its bounds.
+        Examples:
+            >>> rule = GuidedRule()
+            >>> values = rule.to_values(rule.start(2.0**16), steps=0)
+            >>> rule.find_state_problem(values) is None
+            True
+            >>> rule.find_state_problem({**values, "contradictions": 7})
+            'The checkpoint has a state of gradient-guided scaling that this cell cannot have'
         """
-        loss_scale = require_positive(argument, loss_scale_value)
-        if not self.min_loss_scale <= loss_scale <= self.max_loss_scale:
-            raise ValueError(
-                f"'{argument}' must lie between 'min_loss_scale' ({self.min_loss_scale}) and 'max_loss_scale' "
-                f"({self.max_loss_scale}), but got {loss_scale}. Change the value or that bound."
-            )
-        exponent = max(_exponent(loss_scale), self.min_exponent)
-        if 2.0**exponent != loss_scale:
-            warnings.warn(
-                f"'{argument}' must be a power of two here, but got {loss_scale}: training starts at {2.0**exponent}.",
-                stacklevel=2,
-            )
-        rates = tuple(2.0 ** -(place + 1) for place in range(PLACES))
-        return GuidedState(2.0**exponent, self.smallest_window, float(exponent - 1), exponent - 1, rates)
-
-    def step(self, state: GuidedState, overflow: bool, largest_gradient: float | None = None) -> GuidedState:
-        """Return the state after a step; ``state`` itself is not changed.
-
-        Args:
-            state (GuidedState): before the step.
-            overflow (bool): whether the step overflowed and was skipped.
-            largest_gradient (float, optional): the largest absolute value of its gradients, unscaled and before
-                clipping, if it was applied; ignored if it overflowed. Default: None, not known.
-        """
-        return (
-            self._after_overflow(state) if overflow else self._after_applied(state, max_safe_exponent(largest_gradient))
+        smallest_weight = to_float32(1 / self.patience)
+        sound = (
+            super().find_state_problem(values) is None
+            and len(values["overflow_rate"]) == NUM_BINS
+            and all(0.0 <= rate <= 1.0 for rate in values["overflow_rate"])
+            and smallest_weight <= values["weight"] <= 1.0
+            and all(abs(values[name]) <= UNSEEN for name in ("low", "level"))
+            and self.smallest_window <= values["scale_window"] <= self.largest_window
+            and 0 <= values["clean_steps"] <= self.largest_window
+            and 0 <= values["contradictions"] <= MOST_CONTRADICTIONS
+            and all(abs(values[name]) <= _LARGEST_EXPONENT for name in ("base", "limit", "first_exponent"))
+            and values["trial"] in (0, 1)
         )
-
-    def _after_overflow(self, state: GuidedState) -> GuidedState:
-        exponent, earlier = _exponent(state.loss_scale), state.consecutive_overflows
-        dropped = max(exponent - DROPS[min(earlier, len(DROPS) - 1)], self.min_exponent)
-        return state._replace(
-            loss_scale=2.0**dropped,
-            first_exponent=exponent if earlier == 0 else state.first_exponent,
-            skipped_steps=state.skipped_steps + 1,
-            consecutive_overflows=earlier + 1,
-        )
-
-    def _after_applied(self, state: GuidedState, shown: int | None) -> GuidedState:
-        exponent, after_overflow = _exponent(state.loss_scale), state.consecutive_overflows > 0
-        if shown is not None:
-            contradicted = exponent > shown + state.contradictions // CONTRADICTIONS_PER_BIT
-            contradictions = min(state.contradictions + contradicted, MOST_CONTRADICTIONS)
-            shown += contradictions // CONTRADICTIONS_PER_BIT
-            state = state._replace(contradictions=contradictions)
-        unexplained = after_overflow and (shown is None or shown >= state.first_exponent)
-        fall = unexplained and state.clean_steps < self.recent
-        if shown is not None:
-            state = self._observe(state, shown)
-        state = state._replace(clean_steps=1 if after_overflow else min(state.clean_steps + 1, self.largest_window))
-        state = self._move_limit(state, exponent, fall)
-
-        cap = NO_CAP if state.observed_steps == 0 else self._cheapest_place(state.overflow_rate)
-        wanted = state.base + 1 - max(cap, state.limit)
-        following = min(max(wanted, self.min_exponent), self.max_exponent)
-        return state._replace(
-            loss_scale=2.0**following,
-            bound=state.limit > cap and following < self.max_exponent,
-            clean_steps=0 if following > exponent else state.clean_steps,
-            consecutive_overflows=0,
-        )
-
-    def _observe(self, state: GuidedState, shown: int) -> GuidedState:
-        """Put what a step showed into the record, and move level and base."""
-        if state.observed_steps == 0:
-            state = state._replace(level=float(shown), base=shown, limit=0)
-        exponents = np.float32(state.base + 1) - _PLACE
-        rates = np.array(state.overflow_rate, np.float32)
-        weight = max(self.memory, to_float32(1 / (state.observed_steps + PRIOR_STEPS + 1)))
-        rates = rates + ((exponents > shown).astype(np.float32) - rates) * np.float32(weight)
-
-        level = min(state.level, float(shown)) if state.consecutive_overflows > 0 else state.level
-        level = to_float32(level + to_float32(to_float32(shown - level) * LEVEL_SHARE))
-        above = REACH_AFTER_SEVERAL if state.consecutive_overflows > 1 else REACH
-        highest = math.floor(to_float32(level + above))
-        lowest = math.ceil(to_float32(level - REACH))
-        return state._replace(
-            level=level,
-            base=min(max(state.base, lowest), highest),
-            overflow_rate=tuple(rates.tolist()),
-            observed_steps=min(state.observed_steps + 1, self.patience),
-        )
-
-    def _move_limit(self, state: GuidedState, exponent: int, fall: bool) -> GuidedState:
-        """Set the limit at a fall, and try it one bit higher after a window of clean steps."""
-        if fall:
-            return state._replace(
-                limit=state.base + 1 - exponent,
-                contradictions=max(state.contradictions - CONTRADICTIONS_PER_BIT, 0),
-                scale_window=min(WINDOW_FACTOR * state.scale_window, self.largest_window)
-                if state.trial
-                else self.smallest_window,
-                trial=False,
-            )
-        if state.bound and state.clean_steps >= state.scale_window:
-            window = self.smallest_window if state.trial else state.scale_window
-            return state._replace(limit=state.limit - 1, scale_window=window, trial=True)
-        return state
-
-    def _cheapest_place(self, overflow_rate: tuple[float, ...]) -> int:
-        costs = np.array(overflow_rate, np.float32) * np.float32(self.patience) + _PLACE
-        return int(np.argmin(costs))
-
-
-def _exponent(value: float) -> int:
-    """Return the integer part of log2 of a positive number."""
-    return math.frexp(value)[1] - 1
+        return None if sound else f"The checkpoint has a state of {self.title} that this cell cannot have"

@@ -1,13 +1,22 @@
 """What the largest gradient of a step shows: the largest loss scale, a power of two, at which it stays within FP16."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
-from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, as_float32
+import numpy as np
+from numpy.typing import ArrayLike
 
-__all__ = ["LARGEST_FLOAT16", "max_safe_exponent"]
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
+
+__all__ = ["LARGEST_FLOAT16", "SAFE_EXPONENTS", "max_safe_exponent", "safe_exponents"]
 
 LARGEST_FLOAT16 = 65504.0
 _FRACTION, _EXPONENT = math.frexp(LARGEST_FLOAT16)
+
+# The exponents n for which 65504 * 2**-n is a normal float32 number: what a largest gradient can show.
+SAFE_EXPONENTS = range(-112, 142)
 
 
 def max_safe_exponent(largest_gradient: float | None) -> int | None:
@@ -25,10 +34,20 @@ def max_safe_exponent(largest_gradient: float | None) -> int | None:
         >>> max_safe_exponent(1.0), max_safe_exponent(65504 / 2.0**18), max_safe_exponent(float("inf"))
         (15, 18, None)
     """
-    if largest_gradient is None:
-        return None
-    gradient = as_float32(largest_gradient)
-    if not SMALLEST_FLOAT32 <= gradient <= LARGEST_FLOAT32:
-        return None
-    fraction, exponent = math.frexp(gradient)
-    return _EXPONENT - exponent - (fraction > _FRACTION)
+    known, exponents = safe_exponents(math.nan if largest_gradient is None else largest_gradient)
+    return int(exponents) if known else None
+
+
+def safe_exponents(largest_gradient: ArrayLike) -> tuple[Any, Any]:
+    """Return for each gradient whether it shows something, and :func:`max_safe_exponent`, bool and int32.
+
+    Examples:
+        >>> known, exponents = safe_exponents([1.0, 0.0])
+        >>> known.tolist(), int(exponents[0])
+        ([True, False], 15)
+    """
+    with np.errstate(over="ignore"):
+        gradient = np.asarray(largest_gradient, np.float64).astype(np.float32)
+    known = (gradient >= SMALLEST_FLOAT32) & (gradient <= LARGEST_FLOAT32)
+    fraction, exponent = np.frexp(np.where(known, gradient, np.float32(1.0)))
+    return known, (_EXPONENT - exponent - (fraction > _FRACTION)).astype(np.int32)

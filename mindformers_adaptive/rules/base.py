@@ -1,0 +1,280 @@
+"""What a rule of loss scaling is: the pieces of its state, the signals that it needs, its arguments, and one step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
+from typing import Any, ClassVar, NamedTuple
+
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive
+
+__all__ = ["SIGNALS", "STEP_FIELDS", "STEP_LIMIT", "Field", "Rule", "to_integer", "to_number"]
+
+# Steps are counted up to here: about 34 years at a step a second, and far from where int32 would wrap.
+STEP_LIMIT = 2**30
+
+
+class Field(NamedTuple):
+    """A piece of a rule's state, which the update cell keeps as one Parameter.
+
+    Attributes:
+        name (str): the attribute of the update cell.
+        dtype (str): "int32" or "float32".
+        shape (tuple[int, ...]): () or (n,).
+        parts (tuple[str, ...]): what the elements of a vector are called in ``state()``, in records and in reports.
+            Without it, a vector stands there as a whole, by the field's name.
+        parameter (str): the Parameter's name in checkpoints. Default: the rule's name, ``_`` and ``name``.
+    """
+
+    name: str
+    dtype: str = "int32"
+    shape: tuple[int, ...] = ()
+    parts: tuple[str, ...] = ()
+    parameter: str = ""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names under which ``state()`` shows it."""
+        return self.parts or (self.name,)
+
+
+# What every update cell counts. The names in checkpoints are those of MindSpore's and MindFormers' own cells.
+STEP_FIELDS = (
+    Field("cur_iter", parameter="current_iterator_step"),
+    Field("last_overflow_iter", parameter="last_overflow_iterator_step"),
+    Field("skipped_steps", parameter="skipped_steps"),
+    Field("consecutive_overflows", parameter="consecutive_overflows"),
+)
+
+# What a train step can hand to an update cell beside the overflow flag, in a Parameter that it assigns.
+SIGNALS = {"largest_gradient": Field("largest_gradient", "float32", parameter="largest_gradient")}
+
+
+class Rule:
+    """A rule of loss scaling.
+
+    A subclass has the attributes below, each argument of its constructor as an attribute of the same name, and
+    :meth:`step`. A rule of one's own is a :class:`~mindformers_adaptive.rules.text_rule.TextRule`.
+
+    Attributes:
+        name (str): of the policy, and of the kind of state in a checkpoint.
+        title (str): what messages call it.
+        cell (str): the update cell's type in a YAML file.
+        fields (tuple[Field, ...]): its state beside the loss scale and ``STEP_FIELDS``.
+        signals (tuple[str, ...]): names in ``SIGNALS`` that it needs beside the overflow flag.
+        recorded (tuple[str, ...]): what of the state stands in the record of each step.
+        start_arguments (tuple[str, ...]): arguments of :meth:`start` beside the loss scale.
+        usual_arguments (tuple[str, ...]): those that a YAML section always shows.
+        grid (Mapping[str, Sequence]): for some arguments, the values that ``tune`` tries.
+
+    Args:
+        min_loss_scale (float): the floor of the loss scale, above 0. Default: 1.0, MindSpore's.
+        max_loss_scale (float, optional): the cap of the loss scale. Default: None, the largest finite float32.
+
+    Raises:
+        TypeError: if a bound is not a number.
+        ValueError: if a bound is not finite and above 0, or the first is above the second.
+    """
+
+    name: ClassVar[str] = ""
+    title: ClassVar[str] = "loss scaling"
+    cell: ClassVar[str] = "RuleLossScaleUpdateCell"
+    fields: tuple[Field, ...] = ()
+    signals: ClassVar[tuple[str, ...]] = ()
+    recorded: ClassVar[tuple[str, ...]] = ()
+    start_arguments: ClassVar[tuple[str, ...]] = ()
+    usual_arguments: ClassVar[tuple[str, ...]] = ("loss_scale_value",)
+    grid: ClassVar[Mapping[str, Sequence[Any]]] = {}
+
+    def __init__(self, min_loss_scale: float = 1.0, max_loss_scale: float | None = None) -> None:
+        self.min_loss_scale = require_positive("min_loss_scale", min_loss_scale)
+        self.max_loss_scale = (
+            LARGEST_FLOAT32 if max_loss_scale is None else require_positive("max_loss_scale", max_loss_scale)
+        )
+        if self.min_loss_scale > self.max_loss_scale:
+            raise ValueError(
+                f"'min_loss_scale' must not be above 'max_loss_scale', but got {self.min_loss_scale} and "
+                f"{self.max_loss_scale}. Lower the first or raise the second."
+            )
+
+    def start(self, loss_scale_value: float, *, argument: str = "loss_scale_value") -> Any:
+        """Return the state before the first step, a NamedTuple with ``loss_scale`` and the names of :meth:`keys`."""
+        raise NotImplementedError
+
+    def step(self, state: Any, overflow: bool, largest_gradient: float | None = None) -> Any:
+        """Return the state after a step; ``state`` itself is not changed.
+
+        Args:
+            state (NamedTuple): before the step.
+            overflow (bool): whether the step overflowed and was skipped.
+            largest_gradient (float, optional): the largest absolute value of its gradients, unscaled and before
+                clipping, if it was applied. Ignored by a rule without this signal. Default: None, not known.
+        """
+        raise NotImplementedError
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """dict: the constructor's arguments, by name."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    @classmethod
+    def all_fields(cls) -> tuple[Field, ...]:
+        """Return the rule's own fields, with names for their Parameters, then ``STEP_FIELDS`` and the signals."""
+        own = (field._replace(parameter=field.parameter or f"{cls.name}_{field.name}") for field in cls.fields)
+        return (*own, *STEP_FIELDS, *(SIGNALS[name] for name in cls.signals))
+
+    @classmethod
+    def own_keys(cls) -> tuple[str, ...]:
+        """Return the names of its own state, without the loss scale, the step counters and the signals."""
+        return tuple(key for field in cls.fields for key in field.keys)
+
+    def checked_start(self, loss_scale_value: float, argument: str) -> float:
+        """Return an initial loss scale as a float32 value within the bounds, or raise TypeError or ValueError."""
+        loss_scale = require_positive(argument, loss_scale_value)
+        if not self.min_loss_scale <= loss_scale <= self.max_loss_scale:
+            raise ValueError(
+                f"'{argument}' must lie between 'min_loss_scale' ({self.min_loss_scale}) and 'max_loss_scale' "
+                f"({self.max_loss_scale}), but got {loss_scale}. Change the value or that bound."
+            )
+        return loss_scale
+
+    def to_values(self, state: Any, steps: int, last_event: int | None = None) -> dict[str, Any]:
+        """Return what the update cell holds after so many steps that led to a state.
+
+        Args:
+            state (NamedTuple): the state of the rule.
+            steps (int): how many steps were taken, 0 for the start.
+            last_event (int, optional): the step of the last overflow or raise. Default: None, the last step.
+
+        Returns:
+            dict, as ``state()`` of the update cell returns it, without the signals.
+        """
+        steps = min(steps, STEP_LIMIT - 1)
+        last_event = steps if last_event is None else min(last_event, steps)
+        values = {**state._asdict(), "cur_iter": steps + 1, "last_overflow_iter": last_event}
+        keys = [key for field in (*self.fields, *STEP_FIELDS) for key in field.keys]
+        return {key: min(values[key], STEP_LIMIT) if isinstance(values[key], int) else values[key] for key in keys}
+
+    def from_values(self, loss_scale: float, values: Mapping[str, Any]) -> Any:
+        """Return the state that :meth:`to_values` would turn into these values."""
+        state = self.start(loss_scale)
+        return state._replace(**{name: values[name] for name in state._fields if name in values})
+
+    def repair_loss_scale(self, loss_scale: float, name: str) -> float:
+        """Return a restored loss scale, moved to the nearer bound with a warning if it is out of bounds.
+
+        Args:
+            loss_scale (float): the restored loss scale.
+            name (str): the Parameter or argument that holds it.
+
+        Raises:
+            ValueError: if it is not finite and above 0.
+        """
+        if not (math.isfinite(loss_scale) and loss_scale > 0):
+            raise ValueError(
+                f"The checkpoint has '{name}' {loss_scale}; a loss scale must be finite and above 0. Resume from "
+                f"another checkpoint, or set '{name}'."
+            )
+        bounded = min(max(loss_scale, self.min_loss_scale), self.max_loss_scale)
+        if bounded != loss_scale:
+            warnings.warn(
+                f"The checkpoint has '{name}' {loss_scale}, which is not between 'min_loss_scale' and "
+                f"'max_loss_scale': {bounded} is used.",
+                stacklevel=3,
+            )
+        return bounded
+
+    def repair(
+        self, values: Mapping[str, Any], loss_scale: float, restored: Collection[str] | None = None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return values that the rule can go on with, and a sentence for each thing that had to be changed.
+
+        Args:
+            values (dict): as ``state()`` of the update cell returns it.
+            loss_scale (float): for the next step, within the bounds.
+            restored (Collection[str], optional): the fields that a checkpoint had, by name. Default: None, all.
+
+        Returns:
+            tuple[dict, list[str]]; the list is empty where nothing had to be changed.
+        """
+        own, problems = self._repair_own(values, loss_scale, restored)
+        repaired = {**values, **own}
+        _require(repaired, problems, "cur_iter", 1, STEP_LIMIT, 1)
+        last_step = repaired["cur_iter"] - 1
+        _require(repaired, problems, "last_overflow_iter", 0, last_step, last_step, ", the last step")
+        _require(repaired, problems, "skipped_steps", 0, STEP_LIMIT, 0)
+        meaning = ", the number of skipped steps"
+        _require(repaired, problems, "consecutive_overflows", 0, repaired["skipped_steps"], 0, meaning)
+        return repaired, problems
+
+    def fresh_start(self, values: Mapping[str, Any], loss_scale: float) -> dict[str, Any]:
+        """Return the rule's own values as at the start, and with the last step as that of the last event."""
+        start = self.to_values(self.start(loss_scale), 0)
+        last_step = max(values["cur_iter"], 1) - 1
+        return {**{key: start[key] for key in self.own_keys() if key in start}, "last_overflow_iter": last_step}
+
+    def _repair_own(
+        self, values: Mapping[str, Any], loss_scale: float, restored: Collection[str] | None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the values to change, and a sentence for each problem."""
+        problem = self._missing_state(values, restored) or self.find_state_problem(values)
+        if problem is None:
+            return {}, []
+        changes = self.fresh_start(values, loss_scale)
+        return changes, [f"{problem}: {self.title} starts afresh at loss scale {loss_scale:g}."]
+
+    def _missing_state(self, values: Mapping[str, Any], restored: Collection[str] | None) -> str | None:
+        if restored is None or "cur_iter" not in restored:
+            return None
+        there = [field.name in restored for field in self.fields]
+        if all(there) or values["cur_iter"] <= 1:
+            return None
+        if any(there):
+            return f"The checkpoint has an older form of the state of {self.title}"
+        return f"The checkpoint has {values['cur_iter'] - 1} steps but no state of {self.title}"
+
+    def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
+        """Say why the rule cannot go on from its own part of a state, or return None."""
+        numbers = (number for key in self.own_keys() for number in _flat(values[key]))
+        if all(map(math.isfinite, numbers)):
+            return None
+        return f"The checkpoint has a state of {self.title} that is not finite"
+
+    def describe_fresh_start(self, values: Mapping[str, Any]) -> str:
+        """Return how training goes on where a checkpoint has no state, for a sentence."""
+        return f"with a fresh state of {self.title}"
+
+
+def _flat(value: Any) -> Sequence[float]:
+    return value if isinstance(value, Sequence) else (value,)
+
+
+def _require(
+    values: dict[str, Any], problems: list[str], key: str, least: int, most: int, otherwise: int, meaning: str = ""
+) -> None:
+    """Set a counter that no run can reach to another value, and say so."""
+    if not least <= values[key] <= most:
+        name = next(field.parameter for field in STEP_FIELDS if field.name == key)
+        problems.append(
+            f"The checkpoint has '{name}' {values[key]}, which must lie between {least} and {most}{meaning}: "
+            f"{otherwise} is used."
+        )
+        values[key] = otherwise
+
+
+def to_integer(name: str, value: Any) -> int:
+    """Return a counter of a state as an int32, whether it is a number or a tensor of one element; raise TypeError."""
+    number = to_number(value)
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        raise TypeError(f"'{name}' must be an integer, but got {value!r}. Give what state_dict() returned.")
+    if not -(2**31) <= int(number) < 2**31:
+        raise ValueError(f"'{name}' must fit into 32 bits, but got {number}. Give what state_dict() returned.")
+    return int(number)
+
+
+def to_number(value: Any) -> Any:
+    """Return a tensor of one element, of whatever library, as its number, and a number as it is."""
+    return value.item() if hasattr(value, "item") else value
