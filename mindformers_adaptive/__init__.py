@@ -9,62 +9,24 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from mindformers_adaptive.amp.fixed_scale import FixedScaleTrainOneStepCell
-    from mindformers_adaptive.amp.guided_manager import GradientGuidedLossScaleManager
-    from mindformers_adaptive.amp.guided_scaler import GradientGuidedLossScaler
-    from mindformers_adaptive.amp.manager import AdaptiveLossScaleManager
-    from mindformers_adaptive.amp.scaler import AdaptiveLossScaler
-    from mindformers_adaptive.amp.train_network import build_train_network, enable_loss_scale_on_cpu
-    from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
-    from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
-    from mindformers_adaptive.gradients.finder import find_loss_scale
-    from mindformers_adaptive.gradients.ranges import gradient_ranges
-    from mindformers_adaptive.integration.registration import register
-    from mindformers_adaptive.integration.trainer import Trainer
-    from mindformers_adaptive.lab.policies import make_policy
-    from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
-    from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-    from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
-    from mindformers_adaptive.rules.ladder import window_ladder
-    from mindformers_adaptive.rules.megatron import scale_sense_from_megatron
-
-__all__ = [
-    "AdaptiveLossScaleManager",
-    "AdaptiveLossScaleUpdateCell",
-    "AdaptiveLossScaler",
-    "AdaptiveRule",
-    "FixedScaleTrainOneStepCell",
-    "GradientGuidedLossScaleManager",
-    "GradientGuidedLossScaleUpdateCell",
-    "GradientGuidedLossScaler",
-    "GradientRangeMonitor",
-    "LossScaleMonitor",
-    "LossScaleState",
-    "Trainer",
-    "build_train_network",
-    "enable_loss_scale_on_cpu",
-    "find_loss_scale",
-    "gradient_ranges",
-    "make_policy",
-    "register",
-    "scale_sense_from_megatron",
-    "window_ladder",
-]
-
-# Where each name is defined, without the package's own name. A test holds this to the imports above.
+# Where each public name is defined, without the package's own name. For editors a test holds the imports below to this.
 _MODULE_OF = {
     "AdaptiveLossScaleManager": "amp.manager",
-    "AdaptiveLossScaleUpdateCell": "cells.update_cell",
+    "AdaptiveLossScaleUpdateCell": "cells.adaptive_update_cell",
     "AdaptiveLossScaler": "amp.scaler",
     "AdaptiveRule": "rules.adaptive",
     "FixedScaleTrainOneStepCell": "amp.fixed_scale",
-    "GradientGuidedLossScaleManager": "amp.guided_manager",
-    "GradientGuidedLossScaler": "amp.guided_scaler",
-    "GradientGuidedLossScaleUpdateCell": "cells.guided_update_cell",
+    "GradientGuidedLossScaleManager": "amp.manager",
+    "GradientGuidedLossScaleUpdateCell": "cells.text_update_cell",
+    "GradientGuidedLossScaler": "amp.scaler",
     "GradientRangeMonitor": "monitor.gradient_range_monitor",
+    "GuidedRule": "rules.guided",
     "LossScaleMonitor": "monitor.loss_scale_monitor",
     "LossScaleState": "rules.adaptive",
+    "RuleLossScaleManager": "amp.manager",
+    "RuleLossScaleUpdateCell": "cells.text_update_cell",
+    "RuleLossScaler": "amp.scaler",
+    "TextRule": "rules.text_rule",
     "Trainer": "integration.trainer",
     "build_train_network": "amp.train_network",
     "enable_loss_scale_on_cpu": "amp.train_network",
@@ -75,6 +37,38 @@ _MODULE_OF = {
     "scale_sense_from_megatron": "rules.megatron",
     "window_ladder": "rules.ladder",
 }
+__all__ = [*_MODULE_OF]
+
+if TYPE_CHECKING:
+    from mindformers_adaptive.amp.fixed_scale import FixedScaleTrainOneStepCell as FixedScaleTrainOneStepCell
+    from mindformers_adaptive.amp.manager import AdaptiveLossScaleManager as AdaptiveLossScaleManager
+    from mindformers_adaptive.amp.manager import GradientGuidedLossScaleManager as GradientGuidedLossScaleManager
+    from mindformers_adaptive.amp.manager import RuleLossScaleManager as RuleLossScaleManager
+    from mindformers_adaptive.amp.scaler import AdaptiveLossScaler as AdaptiveLossScaler
+    from mindformers_adaptive.amp.scaler import GradientGuidedLossScaler as GradientGuidedLossScaler
+    from mindformers_adaptive.amp.scaler import RuleLossScaler as RuleLossScaler
+    from mindformers_adaptive.amp.train_network import build_train_network as build_train_network
+    from mindformers_adaptive.amp.train_network import enable_loss_scale_on_cpu as enable_loss_scale_on_cpu
+    from mindformers_adaptive.cells.adaptive_update_cell import (
+        AdaptiveLossScaleUpdateCell as AdaptiveLossScaleUpdateCell,
+    )
+    from mindformers_adaptive.cells.text_update_cell import (
+        GradientGuidedLossScaleUpdateCell as GradientGuidedLossScaleUpdateCell,
+    )
+    from mindformers_adaptive.cells.text_update_cell import RuleLossScaleUpdateCell as RuleLossScaleUpdateCell
+    from mindformers_adaptive.gradients.finder import find_loss_scale as find_loss_scale
+    from mindformers_adaptive.gradients.ranges import gradient_ranges as gradient_ranges
+    from mindformers_adaptive.integration.registration import register as register
+    from mindformers_adaptive.integration.trainer import Trainer as Trainer
+    from mindformers_adaptive.lab.policies import make_policy as make_policy
+    from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor as GradientRangeMonitor
+    from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor as LossScaleMonitor
+    from mindformers_adaptive.rules.adaptive import AdaptiveRule as AdaptiveRule
+    from mindformers_adaptive.rules.adaptive import LossScaleState as LossScaleState
+    from mindformers_adaptive.rules.guided import GuidedRule as GuidedRule
+    from mindformers_adaptive.rules.ladder import window_ladder as window_ladder
+    from mindformers_adaptive.rules.megatron import scale_sense_from_megatron as scale_sense_from_megatron
+    from mindformers_adaptive.rules.text_rule import TextRule as TextRule
 
 
 def __getattr__(name: str) -> object:

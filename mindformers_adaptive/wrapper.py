@@ -1,7 +1,7 @@
 """Train-step cells with the names and arguments of ``mindspore.nn`` and ``mindformers.wrapper`` that run on CPU too.
 
 A user changes one import line. On Ascend and GPU the cells compute what the stock ones compute. On every device they
-carry the state of adaptive loss scaling through checkpoints.
+carry the state of loss scaling through checkpoints.
 """
 
 from mindformers_adaptive.text.install_hint import install_hint
@@ -10,10 +10,10 @@ with install_hint(__name__):
     import mindformers.wrapper
     from mindspore import nn
 
-from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.cells.no_loss_scale import NoLossScaleUpdateCell
+from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell, RuleLossScaleUpdateCell
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
-from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 
 __all__ = [
     "AdaptiveLossScaleUpdateCell",
@@ -21,6 +21,7 @@ __all__ = [
     "MFPipelineWithLossScaleCell",
     "MFTrainOneStepCell",
     "NoLossScaleUpdateCell",
+    "RuleLossScaleUpdateCell",
     "TrainOneStepWithLossScaleCell",
 ]
 

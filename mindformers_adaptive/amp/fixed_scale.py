@@ -3,7 +3,7 @@
 from mindspore import Tensor, amp, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.amp.scaling import multiply_in_float32
+from mindformers_adaptive.amp.scaler import multiply_in_float32
 from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
 from mindformers_adaptive.rules.checks import require_positive
 

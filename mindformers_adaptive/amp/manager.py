@@ -1,22 +1,161 @@
-"""``AdaptiveLossScaleManager``: adaptive loss scaling for ``mindspore.train.Model``."""
+"""Loss-scale managers for ``mindspore.train.Model``: one for any rule, and one for each rule of this package."""
+
+import sys
 
 from mindspore import amp, context
 
-from mindformers_adaptive.amp.stock_caller import is_called_by_stock_amp
-from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell, RuleLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.catalog import make_rule
+from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.rules.restored_state import from_rule_state, to_rule_state
-from mindformers_adaptive.rules.state_dict import LossScaleStateDict
 
-__all__ = ["AdaptiveLossScaleManager"]
+__all__ = ["AdaptiveLossScaleManager", "GradientGuidedLossScaleManager", "RuleLossScaleManager"]
 
 
-class AdaptiveLossScaleManager(LossScaleStateDict, amp.LossScaleManager):
+class RuleLossScaleManager(amp.LossScaleManager):
+    """Loss-scale manager of a rule of one's own, for ``Model(..., loss_scale_manager=manager)``.
+
+    ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. The manager's state is
+    that of the update cell that it gave away last. In a train-step cell of MindSpore itself that cell does not know its
+    loss scale; then the manager follows each step that the host sees by the same rule. Load a state before the manager
+    is given to ``Model``.
+
+    Args:
+        rule (Union[str, type, TextRule]): ``module.Class``, the class, or the rule itself.
+        init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
+        track_per_parameter (bool): as in
+            :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`. Default: False.
+        arguments: those of the rule, by name, unless it is made already.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``; on CPU ``Model`` needs
+        :func:`~mindformers_adaptive.amp.train_network.enable_loss_scale_on_cpu`, and a rule that needs the largest
+        gradient needs it on every device.
+
+    Examples:
+        >>> manager = RuleLossScaleManager("guided", init_loss_scale=2**10)
+        >>> manager.get_loss_scale()
+        1024.0
+    """
+
+    cell_class = RuleLossScaleUpdateCell
+
+    def __init__(self, rule, init_loss_scale=2**24, *, track_per_parameter=False, **arguments):
+        rule = make_rule(rule, **arguments)
+        options = {"track_per_parameter": track_per_parameter} if rule.signals else {}
+        self._follow(rule, rule.start(init_loss_scale, argument="init_loss_scale"), options)
+
+    def _follow(self, rule, start, options=None):
+        self.rule = rule
+        self._options = options or {}
+        # What follows the steps on the host, and the cell that was given away last.
+        self._own_cell = self.cell_class._for_rule(rule, start, **self._options)
+        self.update_cell = None
+
+    @property
+    def _present_cell(self):
+        given = self.update_cell
+        return self._own_cell if given is None or given.bound_loss_scale is None else given
+
+    def get_loss_scale(self):
+        """Return the loss scale for the next step, as a float. Reading it may wait for the device."""
+        return self._present_cell.present_loss_scale
+
+    def get_drop_overflow_update(self):
+        """Return True: a step that overflows does not change the weights."""
+        return True
+
+    def update_loss_scale(self, overflow):
+        """Follow one step; ``Model`` calls this after each step that the host sees.
+
+        Where the update cell in the train-step cell knows its loss scale, it has taken the step already, and this does
+        nothing.
+
+        Args:
+            overflow (bool): whether the step overflowed.
+
+        Raises:
+            RuntimeError: if the rule needs more than the overflow flag, and its update cell is in no train-step cell.
+
+        Examples:
+            >>> manager = AdaptiveLossScaleManager(init_loss_scale=2**16)
+            >>> manager.update_loss_scale(overflow=True)
+            >>> manager.get_loss_scale()
+            32768.0
+        """
+        cell = self._present_cell
+        if cell is not self._own_cell:
+            return
+        if self.rule.signals:
+            raise RuntimeError(
+                f"{type(self).__name__} cannot follow a step by its overflow flag alone, because it needs the largest "
+                "gradient too. Give the manager to Model(..., loss_scale_manager=manager), use a loss scaler of this "
+                "package in a training loop of your own, or AdaptiveLossScaleManager."
+            )
+        before, counted = cell.rule_state(), cell.state()
+        after = self.rule.step(before, bool(overflow))
+        step = counted["cur_iter"]
+        is_event = overflow or after.loss_scale > before.loss_scale
+        cell.write_rule_state(after, step, step if is_event else counted["last_overflow_iter"])
+
+    def get_update_cell(self):
+        """Return a new update cell that goes on from where this manager is, and follow it from then on.
+
+        Returns:
+            Cell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
+
+        Raises:
+            ValueError: if MindSpore's own function asks for it, to put it into a train-step cell that cannot use it.
+        """
+        # MindSpore's own function asks for the cell, and on CPU refuses it with a message that has no remedy.
+        if sys._getframe(1).f_globals.get("__name__") == "mindspore.train.amp":
+            self._refuse_stock_train_step()
+        present = self._present_cell
+        cell = self.cell_class._for_rule(self.rule, present.rule_state(), **self._options)
+        if present.state()["cur_iter"] > 1:
+            cell.load_state_dict(present.state_dict())
+        self.update_cell = cell
+        return cell
+
+    def _refuse_stock_train_step(self):
+        if self.rule.signals:
+            raise ValueError(
+                f"'loss_scale_manager' {type(self).__name__} needs a train-step cell that measures the largest "
+                "gradient, but MindSpore is building one of its own. Call "
+                "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made, on every device, and use "
+                "neither boost_level nor pipeline stages nor gradient accumulation with this manager."
+            )
+        if context.get_context("device_target") == "CPU":
+            raise ValueError(
+                f"'loss_scale_manager' must be None on CPU, as MindSpore is, but got {type(self).__name__}. Call "
+                "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made."
+            )
+
+    def state_dict(self):
+        """Return the state as numbers, as ``state_dict()`` of the update cell does."""
+        return self._present_cell.state_dict()
+
+    def load_state_dict(self, state_dict):
+        """Go on from a state, as ``load_state_dict()`` of the update cell does, with its errors."""
+        self._present_cell.load_state_dict(state_dict)
+
+    @property
+    def inv_scale(self):
+        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
+        return self._present_cell.inv_scale
+
+
+class AdaptiveLossScaleManager(RuleLossScaleManager):
     """Loss-scale manager of adaptive loss scaling, for ``Model(..., loss_scale_manager=manager)``.
 
-    ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. Without data sinking
-    the manager follows each step by the same rule. Load a state before the manager is given to ``Model``.
+    ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. Load a state before
+    the manager is given to ``Model``.
 
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
@@ -24,7 +163,7 @@ class AdaptiveLossScaleManager(LossScaleStateDict, amp.LossScaleManager):
             ``amp.DynamicLossScaleManager``.
         scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
         max_scale_window, min_scale_window, min_loss_scale, max_loss_scale, hysteresis, shrink_from_min_window: as in
-            :class:`~mindformers_adaptive.cells.update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
+            :class:`~mindformers_adaptive.cells.adaptive_update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -47,6 +186,8 @@ class AdaptiveLossScaleManager(LossScaleStateDict, amp.LossScaleManager):
         65536.0
     """
 
+    cell_class = AdaptiveLossScaleUpdateCell
+
     def __init__(
         self,
         init_loss_scale=2**24,
@@ -60,7 +201,7 @@ class AdaptiveLossScaleManager(LossScaleStateDict, amp.LossScaleManager):
         hysteresis=1,
         shrink_from_min_window=False,
     ):
-        self.rule = AdaptiveRule(
+        rule = AdaptiveRule(
             scale_factor,
             max_scale_window,
             min_scale_window,
@@ -69,49 +210,54 @@ class AdaptiveLossScaleManager(LossScaleStateDict, amp.LossScaleManager):
             hysteresis=hysteresis,
             shrink_from_min_window=shrink_from_min_window,
         )
-        self._state = self.rule.start(init_loss_scale, scale_window, argument="init_loss_scale")
-        self._steps = 0
+        self._follow(rule, rule.start(init_loss_scale, scale_window, argument="init_loss_scale"))
 
-    def get_loss_scale(self):
-        """Return the loss scale for the next step, as a float."""
-        return self._state.loss_scale
 
-    def get_drop_overflow_update(self):
-        """Return True: a step that overflows does not change the weights."""
-        return True
+class GradientGuidedLossScaleManager(RuleLossScaleManager):
+    """Loss-scale manager of gradient-guided loss scaling, for ``Model(..., loss_scale_manager=manager)``.
 
-    def update_loss_scale(self, overflow):
-        """Follow one step; ``Model`` calls this after each step that the host sees.
+    Its update cell needs a train-step cell of this package, which ``Model`` builds after
+    :func:`~mindformers_adaptive.amp.train_network.enable_loss_scale_on_cpu`, on every device.
 
-        Args:
-            overflow (bool): whether the step overflowed.
+    Args:
+        init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
+        scale_factor, exchange_rate, min_loss_scale, max_loss_scale, track_per_parameter: as in
+            :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`.
 
-        Examples:
-            >>> manager = AdaptiveLossScaleManager(init_loss_scale=2**16)
-            >>> manager.update_loss_scale(overflow=True)
-            >>> manager.get_loss_scale()
-            32768.0
-        """
-        self._state = self.rule.step(self._state, bool(overflow))
-        self._steps += 1
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
 
-    def get_update_cell(self):
-        """Return a new update cell that goes on from where this manager is.
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
 
-        Returns:
-            AdaptiveLossScaleUpdateCell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
-        """
-        # MindSpore's own function asks for the cell, and on CPU refuses it with a message that has no remedy.
-        if is_called_by_stock_amp() and context.get_context("device_target") == "CPU":
-            raise ValueError(
-                "'loss_scale_manager' must be None on CPU, as MindSpore is, but got AdaptiveLossScaleManager. Call "
-                "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made."
-            )
-        return AdaptiveLossScaleUpdateCell.from_rule(self.rule, self._state, self._steps)
+    Examples:
+        >>> from mindspore import nn
+        >>> from mindspore.train import Model
+        >>> from mindformers_adaptive import GradientGuidedLossScaleManager, enable_loss_scale_on_cpu
+        >>> enable_loss_scale_on_cpu()
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> manager = GradientGuidedLossScaleManager(init_loss_scale=2**16)
+        >>> model = Model(net, nn.MSELoss(), optimizer, amp_level="O2", loss_scale_manager=manager)
+        >>> manager.get_loss_scale()
+        65536.0
+    """
 
-    def _read_state(self):
-        return self._state.loss_scale, from_rule_state(self.rule, self._state, self._steps)
+    cell_class = GradientGuidedLossScaleUpdateCell
 
-    def _write_state(self, loss_scale, counters):
-        self._state = to_rule_state(self.rule, loss_scale, counters)
-        self._steps = counters["cur_iter"] - 1
+    def __init__(
+        self,
+        init_loss_scale=2**24,
+        scale_factor=2,
+        *,
+        exchange_rate=1.0,
+        min_loss_scale=1.0,
+        max_loss_scale=None,
+        track_per_parameter=False,
+    ):
+        rule = GuidedRule(
+            exchange_rate, scale_factor=scale_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
+        )
+        options = {"track_per_parameter": track_per_parameter}
+        self._follow(rule, rule.start(init_loss_scale, argument="init_loss_scale"), options)

@@ -1,22 +1,147 @@
-"""``AdaptiveLossScaler``: adaptive loss scaling for functional training."""
+"""Loss scalers for functional training: one for any rule, and one for each rule of this package."""
 
-from mindspore import Parameter, Tensor, jit, ops
+from mindspore import Parameter, Tensor, amp, jit, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.amp.scaling import ParameterScaler
-from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.largest_gradient import LargestGradient
+from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell, RuleLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.catalog import make_rule
+from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.rules.state_dict import LossScaleStateDict
 
-__all__ = ["AdaptiveLossScaler"]
+__all__ = ["AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler", "multiply_in_float32"]
+
+_map = ops.HyperMap()
 
 
-class AdaptiveLossScaler(LossScaleStateDict, ParameterScaler):
+def multiply_in_float32(factor, tensor):
+    """Multiply a loss or a gradient in float32, and return the product in its dtype.
+
+    In float16, a loss scale would be inf from 2**16 on, and its reciprocal 0 from 2**25 on.
+
+    Args:
+        factor (Tensor): float32 of shape ().
+        tensor (Tensor): of any shape and floating-point dtype.
+
+    Returns:
+        Tensor, shape and dtype of `tensor`.
+
+    Examples:
+        >>> from mindspore import Tensor
+        >>> float(multiply_in_float32(Tensor(2.0**-26), Tensor(2.0**12, mstype.float16)))
+        6.103515625e-05
+    """
+    return ops.cast(ops.cast(tensor, mstype.float32) * factor, tensor.dtype)
+
+
+class RuleLossScaler(amp.LossScaler):
+    """Loss scaler of a rule of one's own, for training with ``mindspore.value_and_grad``.
+
+    It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
+    those of its ``update_cell``, which applies the rule. In data parallel, reduce the gradients first, so that every
+    process sees the same ones.
+
+    Args:
+        rule (Union[str, type, TextRule]): ``module.Class``, the class, or the rule itself.
+        scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
+        arguments: those of the rule, by name, unless it is made already.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> scaler = RuleLossScaler("guided", scale_value=2**10)
+        >>> float(scaler.scale(Tensor(2.0)))
+        2048.0
+    """
+
+    cell_class = RuleLossScaleUpdateCell
+
+    def __init__(self, rule, scale_value, **arguments):
+        rule = make_rule(rule, **arguments)
+        self._follow(rule, rule.start(scale_value, argument="scale_value"))
+
+    def _follow(self, rule, start):
+        self.rule = rule
+        self.update_cell = self.cell_class._for_rule(rule, start)
+        self.scale_value = Parameter(Tensor(start.loss_scale, mstype.float32), name="scale_value", requires_grad=False)
+        self.update_cell.bind_loss_scale(self.scale_value)
+        self._measure_and_update = None
+        if rule.signals:
+            self.update_cell.declare_signal(())
+            # Compiled, because launched one by one its small operations can take longer than a whole training step.
+            self._measure_and_update = jit(_MeasureAndUpdate(self.update_cell).construct)
+
+    def scale(self, inputs):
+        """Multiply a loss, or gradients, by the loss scale.
+
+        Args:
+            inputs (Union[Tensor, tuple[Tensor]]): of any shapes and floating-point dtypes.
+
+        Returns:
+            Union[Tensor, tuple[Tensor]], shapes and dtypes of `inputs`. A float16 loss can be scaled to 65504 only.
+        """
+        return _map(ops.partial(multiply_in_float32, self.scale_value), inputs)
+
+    def unscale(self, inputs):
+        """Divide gradients, or a loss, by the loss scale.
+
+        Args:
+            inputs (Union[Tensor, tuple[Tensor]]): of any shapes and floating-point dtypes.
+
+        Returns:
+            Union[Tensor, tuple[Tensor]], shapes and dtypes of `inputs`.
+        """
+        return _map(ops.partial(multiply_in_float32, ops.reciprocal(self.scale_value)), inputs)
+
+    def adjust(self, grads_finite, grads=()):
+        """Set the loss scale and the state for the next step.
+
+        Args:
+            grads_finite (Tensor): bool of shape (), False where the step overflowed.
+            grads (Union[Tensor, tuple[Tensor]]): for a rule that needs the largest gradient, the gradients as
+                :meth:`unscale` returned them, before any clipping; of any shapes and floating-point dtypes.
+
+        Returns:
+            bool, True: the scale is not fixed.
+        """
+        overflow = ops.logical_not(grads_finite)
+        if self._measure_and_update is None:
+            self.update_cell(self.scale_value, overflow)
+        else:
+            grads = (grads,) if isinstance(grads, Tensor) else tuple(grads)
+            self._measure_and_update(self.scale_value, overflow, grads)
+        return True
+
+    def state(self):
+        """Return all Parameters as Python numbers by attribute name, the loss scale as ``loss_scale``."""
+        return {"loss_scale": float(self.scale_value.asnumpy()), **self.update_cell.state()}
+
+    def state_dict(self):
+        """Return the state as numbers, as ``state_dict()`` of the update cell does."""
+        return self.update_cell.state_dict()
+
+    def load_state_dict(self, state_dict):
+        """Go on from a state, as ``load_state_dict()`` of the update cell does, with its errors."""
+        self.update_cell.load_state_dict(state_dict)
+
+    @property
+    def inv_scale(self):
+        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
+        return self.update_cell.inv_scale
+
+
+class AdaptiveLossScaler(RuleLossScaler):
     """Loss scaler of adaptive loss scaling, for training with ``mindspore.value_and_grad``.
 
     It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
-    those of :class:`~mindformers_adaptive.cells.update_cell.AdaptiveLossScaleUpdateCell`, which applies the rule. In
+    those of :class:`~mindformers_adaptive.cells.adaptive_update_cell.AdaptiveLossScaleUpdateCell`, which applies the rule. In
     data parallel, reduce the gradients before ``amp.all_finite``, so that every process sees an inf or NaN of any.
 
     Args:
@@ -25,7 +150,7 @@ class AdaptiveLossScaler(LossScaleStateDict, ParameterScaler):
             ``amp.DynamicLossScaleManager``.
         scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
         max_scale_window, min_scale_window, min_loss_scale, max_loss_scale, hysteresis, shrink_from_min_window: as in
-            :class:`~mindformers_adaptive.cells.update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
+            :class:`~mindformers_adaptive.cells.adaptive_update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -58,6 +183,8 @@ class AdaptiveLossScaler(LossScaleStateDict, ParameterScaler):
         (False, 32768.0)
     """
 
+    cell_class = AdaptiveLossScaleUpdateCell
+
     def __init__(
         self,
         scale_value,
@@ -71,7 +198,7 @@ class AdaptiveLossScaler(LossScaleStateDict, ParameterScaler):
         hysteresis=1,
         shrink_from_min_window=False,
     ):
-        self.rule = AdaptiveRule(
+        rule = AdaptiveRule(
             scale_factor,
             max_scale_window,
             min_scale_window,
@@ -80,31 +207,69 @@ class AdaptiveLossScaler(LossScaleStateDict, ParameterScaler):
             hysteresis=hysteresis,
             shrink_from_min_window=shrink_from_min_window,
         )
-        start = self.rule.start(scale_value, scale_window, argument="scale_value")
-        self.update_cell = AdaptiveLossScaleUpdateCell.from_rule(self.rule, start)
-        self.scale_value = Parameter(Tensor(start.loss_scale, mstype.float32), name="scale_value", requires_grad=False)
-        self.update_cell.bind_loss_scale(self.scale_value)
-        # Compiled, because launched one by one its small operations can take longer than a whole training step.
-        self._update = jit(self.update_cell.construct)
+        self._follow(rule, rule.start(scale_value, scale_window, argument="scale_value"))
 
-    def adjust(self, grads_finite):
-        """Set the loss scale, its window and the counters for the next step.
 
-        Args:
-            grads_finite (Tensor): bool of shape (), False where the step overflowed.
+class GradientGuidedLossScaler(RuleLossScaler):
+    """Loss scaler of gradient-guided loss scaling, for training with ``mindspore.value_and_grad``.
 
-        Returns:
-            bool, True: the scale is not fixed.
-        """
-        self._update(self.scale_value, ops.logical_not(grads_finite))
-        return True
+    It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
+    those of its ``update_cell``, which applies the rule. In data parallel, reduce the gradients first, so that every
+    process sees the same ones.
 
-    def state(self):
-        """Return all Parameters as Python numbers by attribute name, the loss scale as ``loss_scale``."""
-        return {"loss_scale": float(self.scale_value.asnumpy()), **self.update_cell.state()}
+    Args:
+        scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
+        scale_factor, exchange_rate, min_loss_scale, max_loss_scale: as in
+            :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`.
 
-    def _read_state(self):
-        return self.update_cell._read_state()
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
 
-    def _write_state(self, loss_scale, counters):
-        self.update_cell._write_state(loss_scale, counters)
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import mindspore
+        >>> import numpy as np
+        >>> from mindspore import Tensor, amp, nn, ops
+        >>> from mindformers_adaptive import GradientGuidedLossScaler
+        >>> net, loss_fn = nn.Dense(3, 2), nn.MSELoss()
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> scaler = GradientGuidedLossScaler(scale_value=2**16)
+        >>> def scaled_loss(x, y):
+        ...     return scaler.scale(loss_fn(net(x), y))
+        >>> value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
+        >>> def train_step(x, y):  # in a program of your own: with @mindspore.jit
+        ...     loss, grads = value_and_grad(x, y)
+        ...     grads = scaler.unscale(grads)
+        ...     grads_finite = amp.all_finite(grads)
+        ...     if grads_finite:
+        ...         optimizer(grads)
+        ...     scaler.adjust(grads_finite, grads)
+        ...     return scaler.unscale(loss), grads_finite
+        >>> loss, grads_finite = train_step(Tensor(np.full((4, 3), np.inf, np.float32)), ops.zeros((4, 2)))
+        >>> bool(grads_finite), scaler.state()["loss_scale"]
+        (False, 256.0)
+    """
+
+    cell_class = GradientGuidedLossScaleUpdateCell
+
+    def __init__(self, scale_value, scale_factor=2, *, exchange_rate=1.0, min_loss_scale=1.0, max_loss_scale=None):
+        rule = GuidedRule(
+            exchange_rate, scale_factor=scale_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
+        )
+        self._follow(rule, rule.start(scale_value, argument="scale_value"))
+
+
+class _MeasureAndUpdate(nn.Cell):
+    """Measures the gradients of a step, then steps the update cell."""
+
+    def __init__(self, update_cell):
+        super().__init__(auto_prefix=False)
+        self.update_cell = update_cell
+        self.measure = LargestGradient(update_cell)
+
+    def construct(self, loss_scale, overflow, gradients):
+        self.measure(gradients)
+        return self.update_cell(loss_scale, overflow)

@@ -76,7 +76,8 @@ def enable_loss_scale_on_cpu():
     """Let ``mindspore.train.Model`` and ``mindspore.amp`` scale losses on CPU, with no other change to a program.
 
     From then on both build their train-step cells with :func:`build_train_network`. Calling it again changes nothing.
-    Call it before the first ``Model`` is made. With ``GradientGuidedLossScaleManager`` it is needed on every device.
+    Call it before the first ``Model`` is made. With a manager whose rule needs
+    the largest gradient it is needed on every device.
 
     Examples:
         >>> from mindspore import nn
@@ -106,7 +107,8 @@ def _refuse_cell_as_manager(manager):
 
 
 def _manager_like(given):
-    return f"{'GradientGuided' if 'GradientGuided' in type(given).__name__ else 'Adaptive'}LossScaleManager"
+    kind = type(given).__name__.partition("LossScale")[0]
+    return f"{kind if kind in ('GradientGuided', 'Rule') else 'Adaptive'}LossScaleManager"
 
 
 def _what_needs_a_stock_cell(network, boost_level):

@@ -7,11 +7,9 @@ from mindformers.tools.logger import logger
 from mindspore import Parameter, Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.largest_gradient import ClipAfter, LargestGradient
 from mindformers_adaptive.cells.overflow_on_cpu import has_inf_or_nan
-from mindformers_adaptive.cells.saved_state import SavedState
-from mindformers_adaptive.rules.restored_state import repair_loss_scale
+from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 
 __all__ = ["LossScaleTrainStep", "refuse_dividing_optimizer"]
 
@@ -28,12 +26,12 @@ class _StockSignature:
 
 
 class LossScaleTrainStep:
-    """Mixin for a subclass of ``nn.TrainOneStepWithLossScaleCell``; it has to be the first base.
+    """Mixin for a subclass of ``nn.TrainOneStepWithLossScaleCell``; list it first among the bases.
 
     - On CPU, where the stock cell cannot detect overflow, the gradients are checked for inf and NaN, and an overflow in
       one process is an overflow in all. On other devices the stock detection stays. A subclass that overrides
       ``get_overflow_status`` keeps its own.
-    - The state of adaptive loss scaling survives every kind of checkpoint. MindFormers restores only network and
+    - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and
       optimizer from most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their
       names.
     - When training starts, the restored loss scale is checked, and the log says from where loss scaling goes on.
@@ -70,11 +68,11 @@ class LossScaleTrainStep:
         stock_detection = nn.TrainOneStepWithLossScaleCell.get_overflow_status
         if _runs_on_cpu() and type(self).get_overflow_status is stock_detection:
             self.get_overflow_status = self.get_overflow_status_on_cpu
-        if isinstance(self.loss_scaling_manager, GradientGuidedLossScaleUpdateCell):
+        if getattr(self.loss_scaling_manager, "signals", ()):
             self._feed_largest_gradient()
         self._is_running = False
         self._reported_start = None
-        if _is_adaptive(self):
+        if _follows_a_rule(self):
             self.loss_scaling_manager.bind_loss_scale(self.scale_sense)
             if isinstance(self.optimizer, nn.Cell):
                 self.optimizer.loss_scaling_manager = self.loss_scaling_manager
@@ -126,7 +124,7 @@ class LossScaleTrainStep:
 
     def __call__(self, *args, **kwargs):
         # A checkpoint may be loaded after set_train(), or set_train() may never be called.
-        if not self._is_running and _is_adaptive(self):
+        if not self._is_running and _follows_a_rule(self):
             self.loss_scaling_manager.check_state()
             _check_and_report(self)
         self._is_running = True
@@ -134,7 +132,7 @@ class LossScaleTrainStep:
 
     def add_flags_recursive(self, **flags):
         super().add_flags_recursive(**flags)
-        if flags.get("training") and _is_adaptive(self):
+        if flags.get("training") and _follows_a_rule(self):
             self._is_running = False
             _check_and_report(self)
         return self
@@ -160,8 +158,8 @@ def _runs_on_cpu():
     return context.get_context("device_target") == "CPU"
 
 
-def _is_adaptive(train_step):
-    return isinstance(train_step.loss_scaling_manager, SavedState)
+def _follows_a_rule(train_step):
+    return isinstance(train_step.loss_scaling_manager, RuleUpdateCell)
 
 
 def refuse_dividing_optimizer(optimizer):
@@ -221,8 +219,9 @@ def _rename_returned_learning_rate(train_step):
 
 def _check_and_report(train_step):
     """Check the restored loss scale, and say once from where loss scaling goes on."""
+    rule = train_step.loss_scaling_manager.rule
     restored = float(train_step.scale_sense.asnumpy())
-    loss_scale = repair_loss_scale(train_step.loss_scaling_manager.rule, restored, "scale_sense")
+    loss_scale = rule.repair_loss_scale(restored, "scale_sense")
     if loss_scale != restored:
         train_step.scale_sense.set_data(Tensor(loss_scale, mstype.float32))
     state = train_step.loss_scaling_manager.state()
@@ -236,7 +235,7 @@ def _check_and_report(train_step):
         logger.info(f"Loss scaling goes on from: loss_scale {loss_scale}, {counters}")
     elif applied_steps > 0:
         warnings.warn(
-            f"The checkpoint has {applied_steps} applied steps but no state of adaptive loss scaling: training goes on "
-            f"at loss scale {loss_scale} with a fresh ladder, at window {state['scale_window']}.",
+            f"The checkpoint has {applied_steps} applied steps but no state of {rule.title}: training goes on at loss "
+            f"scale {loss_scale} {rule.describe_fresh_start(state)}.",
             stacklevel=3,
         )

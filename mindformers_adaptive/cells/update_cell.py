@@ -1,201 +1,437 @@
-"""``AdaptiveLossScaleUpdateCell``: the rule as a MindSpore cell."""
+"""``RuleUpdateCell``: what all update cells of this package have in common, made from the description of a rule."""
 
-from mindspore import Tensor, jit, nn, ops
+import math
+import warnings
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.restorable_state import RestorableState
-from mindformers_adaptive.cells.saved_state import read_restored_scale
-from mindformers_adaptive.cells.scale_history import ScaleHistory, require_history_size
-from mindformers_adaptive.rules.adaptive import HIDDEN_INDEX, AdaptiveRule
-from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.rules.restored_state import STEP_LIMIT, repair_loss_scale
-from mindformers_adaptive.rules.transition_tables import EVENTS, transition_tables
+from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs, require_history_size
+from mindformers_adaptive.rules.base import STEP_FIELDS, to_integer, to_number
+from mindformers_adaptive.rules.checks import require_flag, to_float32
 
-__all__ = ["AdaptiveLossScaleUpdateCell"]
+__all__ = ["RuleUpdateCell", "read_restored_scale"]
 
-_HISTORY = (
-    "overflow",
-    "scale_window",
-    "window_index",
-    "growth_num",
-    "down_num",
-    "skipped_steps",
-    "consecutive_overflows",
-)
+# The names of the loss scale in a state: Megatron-LM's, that of a checkpoint, and that of a loss scaler's state().
+_SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
+_DTYPES = {"int32": mstype.int32, "float32": mstype.float32}
 
 
-class AdaptiveLossScaleUpdateCell(RestorableState, nn.DynamicLossScaleUpdateCell):
-    r"""Update cell of adaptive loss scaling: the scale follows the overflows, and the window follows the scale.
+class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
+    """Base of the update cells: the rule's state in Parameters, restored, checked and read back.
 
-    The rule is that of :class:`mindformers_adaptive.rules.adaptive.AdaptiveRule`. Its state is in int32 scalar
-    Parameters, which a checkpoint of the train-step cell contains:
-
-    =============================== ========================= ===================================================
-    Parameter in a checkpoint       attribute                 meaning
-    =============================== ========================= ===================================================
-    ``scale_window``                ``scale_window``          window in force, in steps
-    ``list_index``                  ``window_index``          its place on the ladder, -1 for the hidden window 1
-    ``scale_window_up_count``       ``growth_num``            raises since the window last changed
-    ``scale_window_down_count``     ``down_num``              drops since the last raise or window change
-    ``current_iterator_step``       ``cur_iter``              number of the next step, from 1
-    ``last_overflow_iterator_step`` ``last_overflow_iter``    step of the last overflow or raise
-    ``skipped_steps``               ``skipped_steps``         overflowed steps so far
-    ``consecutive_overflows``       ``consecutive_overflows`` overflowed steps in a row
-    ``hysteresis_budget``           ``hysteresis_budget``     overflows left before a drop; only if hysteresis > 1
-    =============================== ========================= ===================================================
-
-    The first six names are those that MindFormers' own cell of this name writes.
+    A subclass has ``construct``, which takes the loss scale and the overflow flag, assigns the Parameters and the loss
+    scale of the next step, and returns the flag.
 
     Args:
-        loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
-            element, as MindFormers passes on resume, is only read.
-        scale_factor (Union[int, float]): what the scale is multiplied or divided by, above 1.
-        scale_window (int): the window to start with, in steps. One that is not on the ladder gives a warning and
-            training starts at ``min_scale_window``.
-        max_scale_window (int): the largest window, in steps. Below ``min_scale_window`` or not positive: a warning,
-            and 1000 is used. Default: 1000, MindFormers'.
-        min_scale_window (int): the smallest window, in steps. Default: 20, MindFormers'.
-        min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
-        max_loss_scale (float, optional): the cap of the loss scale. Default: None, the largest finite float32.
-        hysteresis (int): how many overflows it takes to drop the scale; a raise starts the count anew, as in
-            Megatron-LM. Default: 1, which tolerates none.
-        shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
-            Default: False, MindFormers' rule.
-        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Checkpoints do not
-            contain them, and ``mindspore.export`` refuses a network that has some. Default: 0, as in MindSpore's cells.
+        rule (Rule): the rule.
+        start (NamedTuple): its state before the first step.
+        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0.
+        track_per_parameter (bool): whether to keep the largest gradient of each Parameter, for a rule that needs the
+            largest gradient. Default: False.
 
-    Inputs:
-        - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
-          scale of the next step.
-        - **overflow** (Tensor) - bool of shape :math:`()`, whether the step overflowed.
-
-    Outputs:
-        Tensor, the input `overflow`.
-
-    Raises:
-        TypeError: if an argument is not of its type.
-        ValueError: if an argument is out of its range.
-
-    Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
-
-    Examples:
-        >>> from mindspore import Parameter, Tensor
-        >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell
-        >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
-        >>> loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
-        >>> overflow = cell(loss_scale, Tensor(True))
-        >>> float(loss_scale), cell.state()["skipped_steps"]
-        (32768.0, 1)
+    Attributes:
+        rule (Rule): the rule.
+        signals (tuple[str, ...]): what a train-step cell has to assign in each step, Parameters by these names.
     """
 
-    def __init__(
-        self,
-        loss_scale_value,
-        scale_factor,
-        scale_window,
-        max_scale_window=DEFAULT_MAX_SCALE_WINDOW,
-        min_scale_window=DEFAULT_MIN_SCALE_WINDOW,
-        *,
-        min_loss_scale=1.0,
-        max_loss_scale=None,
-        hysteresis=1,
-        shrink_from_min_window=False,
-        history_size=0,
-    ):
-        history_size = require_history_size(history_size)
-        rule = AdaptiveRule(
-            scale_factor,
-            max_scale_window,
-            min_scale_window,
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            hysteresis=hysteresis,
-            shrink_from_min_window=shrink_from_min_window,
-        )
-        if isinstance(loss_scale_value, Tensor):
-            loss_scale_value = repair_loss_scale(rule, read_restored_scale(loss_scale_value), "loss_scale_value")
-        start = rule.start(loss_scale_value, scale_window)
-        super().__init__(start.loss_scale, rule.scale_factor, start.scale_window)
-        self.rule = rule
-        self._make_state(start)
-        self.tolerates_overflows = rule.hysteresis > 1
-        if self.tolerates_overflows:
-            self.full_budget = Tensor(rule.hysteresis, mstype.int32)
-            self.zero = Tensor(0, mstype.int32)
+    bound_loss_scale = None
 
+    def __init__(self, rule, start, history_size=0, track_per_parameter=False):
+        history_size = require_history_size(history_size)
+        super().__init__(start.loss_scale, getattr(rule, "scale_factor", 2), getattr(start, "scale_window", 1))
+        self.rule = rule
+        self.signals = rule.signals
+        self.track_per_parameter = require_flag("track_per_parameter", track_per_parameter)
+        if self.track_per_parameter:
+            refuse_kept_graphs("track_per_parameter", "False", track_per_parameter)
+        self.each_largest = None
+        self.has_signal = not self.signals
+        self.written_state = self.checked_state = None
+        self.restored = set()
+        self._make_parameters(start)
         self.keeps_history = history_size > 0
         if self.keeps_history:
-            self.history = ScaleHistory(history_size, _HISTORY)
+            kinds = {key: field.dtype for field in rule.fields for key in field.keys}
+            counts = [key for key in rule.recorded if kinds[key] == "int32"]
+            floats = [key for key in rule.recorded if kinds[key] == "float32"]
+            counts = ("overflow", *counts, "skipped_steps", "consecutive_overflows")
+            self.history = ScaleHistory(history_size, counts, measures=(*floats, *self.signals))
 
-        self.minimum_loss_scale = Tensor(rule.min_loss_scale, mstype.float32)
-        self.maximum_loss_scale = Tensor(rule.max_loss_scale, mstype.float32)
-        multipliers, transitions = transition_tables(rule)
-        self.multipliers = Tensor(multipliers, mstype.float32)
-        self.transitions = Tensor(transitions, mstype.int32)
-        # The index is (window_index, growth_num, down_num) plus the first row of the event, where the hidden window has
-        # the window_index -1.
-        places = len(rule.ladder) - HIDDEN_INDEX
-        first_rows = [Tensor([n * places - HIDDEN_INDEX, 0, 0], mstype.int32) for n in range(len(EVENTS))]
-        self.wait_row, self.raise_row, self.drop_row, self.tolerate_row = first_rows
-        # As Tensors, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
-        self.one = Tensor(1, mstype.int32)
-        self.step_limit = Tensor(STEP_LIMIT, mstype.int32)
-        self.stack = ops.Stack()
-        self.unstack = ops.Unstack()
-        self.gather_nd = ops.GatherNd()
-        self.assign = ops.Assign()
-        self.assign_add = ops.AssignAdd()
-        self.cast = ops.Cast()
+    @classmethod
+    def from_rule(cls, rule, state, steps=0):
+        """Return a cell that goes on by a rule from a state.
 
-    def construct(self, loss_scale, overflow):
-        return self._compiled_update(loss_scale, overflow)
+        Args:
+            rule (Rule): the rule.
+            state (NamedTuple): its state.
+            steps (int): how many steps led to it. Default: 0, it is the start.
 
-    # One graph in PyNative mode too, as MindSpore's optimizers are. Not construct itself: in its place MindSpore would
-    # compile the construct of a subclass that calls it.
-    @jit(backend="ms_backend")
-    def _compiled_update(self, loss_scale, overflow):
-        since_event = self.cur_iter - self.last_overflow_iter
-        window_is_full = self.less_equal(self.scale_window, since_event)
-        first_row = self.select(
-            overflow, self._overflow_row(), self.select(window_is_full, self.raise_row, self.wait_row)
+        Returns:
+            Cell of this class, whose ``state()`` and loss scale are those of ``state``.
+
+        Examples:
+            >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell, AdaptiveRule
+            >>> rule = AdaptiveRule(hysteresis=2)
+            >>> state = rule.step(rule.start(2.0**16), overflow=True)
+            >>> AdaptiveLossScaleUpdateCell.from_rule(rule, state, steps=1).state()["hysteresis_budget"]
+            1
+        """
+        cell = cls._for_rule(rule, state)
+        if steps > 0:
+            cell.write_rule_state(state, steps)
+        return cell
+
+    @classmethod
+    def _for_rule(cls, rule, state, **options):
+        """Return a cell with this rule that starts at the loss scale of a state."""
+        return cls(state.loss_scale, **rule.arguments, **options)
+
+    def _make_parameters(self, start):
+        values = {**self.rule.to_values(start, steps=0), **dict.fromkeys(self.signals, 0.0)}
+        self._fields = tuple(field for field in type(self.rule).all_fields() if field.keys[0] in values)
+        for field in self._fields:
+            # The base class has a constant scale_window, and counts steps itself.
+            if field.name != "scale_window" and field not in STEP_FIELDS and hasattr(self, field.name):
+                raise ValueError(
+                    f"A field of the rule {self.rule.name!r} must not be called {field.name!r}, which MindSpore's "
+                    "update cell uses itself. Choose another name."
+                )
+            parameter = Parameter(_tensor_of(field, values), name=field.parameter, requires_grad=False)
+            setattr(self, field.name, parameter)
+            self._notice_when_restored(field.name, parameter)
+
+    def _notice_when_restored(self, name, parameter):
+        # By its values, a state can be that of another cell, which lacks what is special about this one.
+        def set_data(*args, **kwargs):
+            self.restored.add(name)
+            return type(parameter).set_data(parameter, *args, **kwargs)
+
+        parameter.set_data = set_data
+
+    def state(self):
+        """Return the state as a dict: int or float by name, a tuple of floats for a vector without named parts.
+
+        Reading waits for the device.
+        """
+        values = {}
+        for field in self._fields:
+            value = getattr(self, field.name).asnumpy().tolist()
+            values |= zip(field.parts, value, strict=True) if field.parts else {field.name: _frozen(value)}
+        return values
+
+    def rule_state(self):
+        """Return the state as the rule has it, a NamedTuple with the loss scale."""
+        return self.rule.from_values(self.known_loss_scale(), self.state())
+
+    def write_rule_state(self, state, steps, last_event=None):
+        """Go on from a state of the rule.
+
+        Args:
+            state (NamedTuple): the state, with the loss scale for the next step.
+            steps (int): how many steps led to it.
+            last_event (int, optional): the step of the last overflow or raise. Default: None, the last step.
+        """
+        self._write(state.loss_scale, {**self.state(), **self.rule.to_values(state, steps, last_event)})
+
+    def known_loss_scale(self):
+        """Return the loss scale for the next step, a float.
+
+        Raises:
+            RuntimeError: if this cell took steps in a train-step cell of another package, and so does not know it.
+        """
+        if self.bound_loss_scale is None:
+            state = self.state()
+            if state["cur_iter"] > 1 and state != self.written_state:
+                raise RuntimeError(
+                    "The update cell does not know its loss scale, because its train-step cell is not one of "
+                    "mindformers_adaptive.wrapper. Call update_cell.bind_loss_scale(train_step.scale_sense) first."
+                )
+        return self.present_loss_scale
+
+    @property
+    def present_loss_scale(self):
+        """float: that of the next step, or the initial one where no train-step cell has bound its own."""
+        if self.bound_loss_scale is None:
+            return float(self.loss_scale_value)
+        return float(self.bound_loss_scale.asnumpy())
+
+    @property
+    def inv_scale(self):
+        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
+        return to_float32(1.0 / self.known_loss_scale())
+
+    def bind_loss_scale(self, parameter):
+        """Tell the cell which Parameter is its first input, for ``state_dict()`` and ``load_state_dict()``.
+
+        The train-step cells of this package do it.
+        """
+        # Not through nn.Cell, which would make it a child of this cell too.
+        object.__setattr__(self, "bound_loss_scale", parameter)
+
+    def state_dict(self, *args, **kwargs):
+        """Return the state as numbers, which ``mindspore.save_checkpoint(..., append_dict=)`` and JSON take.
+
+        Megatron-LM's ``DynamicGradScaler`` loads it too, once ``scale`` is a tensor:
+        ``state["scale"] = torch.tensor([state["scale"]])``. With arguments, which a parent cell gives, it is
+        ``nn.Cell.state_dict``.
+
+        Returns:
+            dict[str, Union[int, float]], with ``scale``, the loss scale; ``growth_tracker``, the clean steps since the
+            last overflow or raise; ``hysteresis_tracker``, the overflows left until a drop; and the state, vectors
+            element by element as ``name_0``, ``name_1``, ....
+
+        Raises:
+            RuntimeError: if this cell took steps in a train-step cell of another package, and so does not know its
+                loss scale.
+        """
+        if args or kwargs:
+            return super().state_dict(*args, **kwargs)
+        loss_scale, state = self.known_loss_scale(), self.state()
+        trackers = {
+            "growth_tracker": state["cur_iter"] - 1 - state["last_overflow_iter"],
+            "hysteresis_tracker": state.get("hysteresis_budget", getattr(self.rule, "hysteresis", 1)),
+        }
+        return {"scale": loss_scale, **trackers, **_element_by_element(state)}
+
+    def load_state_dict(self, state_dict):
+        """Go on from a state; in a train-step cell of another package, load it before the cell is given to that.
+
+        Args:
+            state_dict (dict): what ``state_dict()`` returned, a Megatron-LM checkpoint's ``grad_scaler``, or what
+                ``mindspore.load_checkpoint`` returned. Values are numbers or tensors of one element; other keys are
+                ignored. Where there is no state of the rule itself, as from Megatron-LM, the present one stays.
+                Counters that no run can reach, and a state that the rule cannot have, are changed with a warning.
+
+        Raises:
+            KeyError: if the loss scale is missing, or both the counters and Megatron-LM's trackers.
+            TypeError: if a counter is not an integer.
+            ValueError: if the loss scale is not finite and above 0, a counter does not fit into 32 bits, or
+                Megatron-LM's trackers do not fit the rule.
+        """
+        present = self.state()
+        given = self._values_in(state_dict)
+        if not given:
+            given = self._counters_of_megatron(state_dict)
+        scale_name = next((name for name in _SCALE_NAMES if name in state_dict), None)
+        if scale_name is None:
+            raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
+        loss_scale = self.rule.repair_loss_scale(float(to_number(state_dict[scale_name])), scale_name)
+        problems = self._repair_and_write(loss_scale, {**present, **given}, self._fields_of(given))
+        missing = [key for key in present if key not in given and key not in self.signals]
+        if missing and not problems:
+            warnings.warn(f"The state has no {', '.join(missing)}: what it lacks stays as it is.", stacklevel=2)
+
+    def restore(self, state):
+        """Go on from what ``state()`` of an update cell returned, of this rule or of another, at the present scale.
+
+        What another cell has that this one has not is left out, with a warning where a state of this rule is missing.
+
+        Args:
+            state (dict): numbers, and lists of numbers.
+        """
+        given = self._values_in(state)
+        restored = self._fields_of(given)
+        if not restored.issuperset(field.name for field in self.rule.fields):
+            # Another rule may have pieces of the same name.
+            given = {key: value for key, value in given.items() if key not in self.rule.own_keys()}
+        self._repair_and_write(self.present_loss_scale, {**self.state(), **given}, restored)
+
+    def _repair_and_write(self, loss_scale, values, restored):
+        repaired, problems = self.rule.repair(values, loss_scale, restored)
+        for problem in problems:
+            warnings.warn(problem, stacklevel=3)
+        self._write(loss_scale, repaired)
+        return problems
+
+    def _values_in(self, given):
+        """Return the part of a state that this cell has, by the names of ``state()``."""
+        values = {}
+        for field in self._fields:
+            if field.shape and not field.parts:
+                names = [f"{field.name}_{place}" for place in range(field.shape[0])]
+                vector = given.get(field.name, [given[name] for name in names if name in given])
+                if len(vector) == field.shape[0]:
+                    values[field.name] = tuple(float(to_number(number)) for number in vector)
+                continue
+            for key in field.keys:
+                name = next((name for name in (key, field.parameter) if name in given), None)
+                if name is not None:
+                    is_integer = field.dtype == "int32"
+                    values[key] = to_integer(key, given[name]) if is_integer else float(to_number(given[name]))
+        return values
+
+    def _fields_of(self, values):
+        """Return the names of the fields of which all parts are there."""
+        return {field.name for field in self._fields if all(key in values for key in field.keys)}
+
+    def _counters_of_megatron(self, state_dict):
+        missing = [key for key in ("scale", "growth_tracker", "hysteresis_tracker") if key not in state_dict]
+        if missing:
+            raise KeyError(
+                "The state must have the counters of the update cell, or those of Megatron-LM's dynamic scaler, of "
+                f"which {', '.join(map(repr, missing))} is missing. Give what state_dict() returned, or the "
+                "checkpoint's 'grad_scaler'; a constant scaler saves no state."
+            )
+        growth, tracker = (to_integer(name, state_dict[name]) for name in ("growth_tracker", "hysteresis_tracker"))
+        hysteresis = getattr(self.rule, "hysteresis", 1)
+        if growth < 0 or tracker > hysteresis:
+            raise ValueError(
+                f"'growth_tracker' must not be negative, nor 'hysteresis_tracker' above hysteresis={hysteresis}, but "
+                f"got {growth} and {tracker}. Give the 'hysteresis' that Megatron-LM was started with."
+            )
+        # Below 0, where Megatron-LM counts on, all numbers mean the same.
+        budget = {"hysteresis_budget": max(tracker, 0)} if hysteresis > 1 else {}
+        return {**self.state(), "cur_iter": growth + 1, "last_overflow_iter": 0, **budget}
+
+    def check_state(self):
+        """Repair a restored state that this cell cannot go on with.
+
+        A checkpoint may come from another cell, or from this one with other arguments. Each change gives a warning
+        that names the Parameter, its value and the value used instead. The start of training calls this; call it
+        yourself if you load a checkpoint without calling ``set_train()`` afterwards.
+
+        Examples:
+            >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell
+            >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
+            >>> _ = cell.window_index.set_data(Tensor(99, mstype.int32))
+            >>> with warnings.catch_warnings(record=True) as caught:
+            ...     warnings.simplefilter("always")
+            ...     cell.check_state()
+            >>> cell.state()["window_index"], len(caught)
+            (0, 1)
+        """
+        state = self.state()
+        if state == self.checked_state:
+            return
+        present = self.present_loss_scale
+        loss_scale = self.rule.repair_loss_scale(present, "scale_sense")
+        if loss_scale != present:
+            self._write_scale(loss_scale)
+        # Only what a checkpoint had since the last check tells whose state this is.
+        restored = self.restored if self.restored else None
+        repaired, problems = self.rule.repair(state, loss_scale, restored)
+        for problem in problems:
+            warnings.warn(problem, stacklevel=2)
+        if repaired != state:
+            self._write_values(repaired)
+        self.checked_state = repaired
+        self.restored.clear()
+
+    def add_flags_recursive(self, **flags):
+        """As in ``nn.Cell``; the start of training also checks a restored state.
+
+        ``set_train()`` of this cell or of one that contains it calls this, and so does ``Model.train``. Training with a
+        train-step cell that does not assign the signals is refused.
+        """
+        if flags.get("training") and not self.has_signal:
+            raise TypeError(
+                f"{type(self).__name__} needs a train-step cell that gives it the largest gradient of each step. Use "
+                "TrainOneStepWithLossScaleCell, MFTrainOneStepCell or MFPipelineWithLossScaleCell of "
+                "mindformers_adaptive.wrapper; for a train-step cell of your own, assign update_cell.largest_gradient "
+                "in each step and call update_cell.declare_signal(names) once."
+            )
+        super().add_flags_recursive(**flags)
+        if flags.get("training"):
+            self.check_state()
+        return self
+
+    def declare_signal(self, names):
+        """Declare that the train step assigns ``largest_gradient`` before each call, as those of this package do.
+
+        Args:
+            names (Sequence[str]): those of the Parameters, in the order of their gradients.
+        """
+        self.has_signal = True
+        if not self.track_per_parameter:
+            return
+        self.parameter_names = tuple(names)
+        largest = Parameter(Tensor(np.zeros(len(names)), mstype.float32), name="each_largest", requires_grad=False)
+        # Not through nn.Cell, which would put it into every checkpoint.
+        object.__setattr__(self, "each_largest", largest)
+
+    def overflowed_parameters(self):
+        """Return the names of the Parameters whose gradients had an inf or a NaN in the last step, in their order.
+
+        Needs ``track_per_parameter=True``; without it the list is empty. Reading waits for the device.
+        """
+        if self.each_largest is None:
+            return []
+        largest = self.each_largest.asnumpy()
+        return [name for name, value in zip(self.parameter_names, largest, strict=True) if not math.isfinite(value)]
+
+    def recent_steps(self, since=0):
+        """Return the steps after ``since``, oldest first, at most the last ``history_size``.
+
+        Args:
+            since (int): the number of a step, counted from 1 as ``cur_iter`` is. Default: 0.
+
+        Returns:
+            list[dict], one for each step, without gaps up to the last step: ``step`` (int), ``overflow`` (bool),
+            ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), what the rule records of its state
+            after the step, and the signals of the step, such as ``largest_gradient`` (float). Steps from before a
+            checkpoint was loaded are missing. Reading waits for the device.
+
+        Examples:
+            >>> from mindspore import Parameter
+            >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell
+            >>> cell = AdaptiveLossScaleUpdateCell(2**16, 2, 20, history_size=2)
+            >>> loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
+            >>> for overflow in (True, True, False):
+            ...     _ = cell(loss_scale, Tensor(overflow))
+            >>> [(step["step"], step["overflow"], step["loss_scale"]) for step in cell.recent_steps()]
+            [(2, True, 32768.0), (3, False, 16384.0)]
+        """
+        if not self.keeps_history:
+            return []
+        return self.history.steps(since, last=int(self.cur_iter.asnumpy()) - 1)
+
+    def _write(self, loss_scale, values):
+        self._write_scale(loss_scale)
+        self._write_values(values)
+        self.written_state = self.checked_state = self.state()
+        self.restored.clear()
+
+    def _write_scale(self, loss_scale):
+        self.loss_scale_value = loss_scale
+        if self.bound_loss_scale is not None:
+            self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))
+
+    def _write_values(self, values):
+        for field in self._fields:
+            getattr(self, field.name).set_data(_tensor_of(field, values))
+
+
+def read_restored_scale(rule, loss_scale_value):
+    """Return a ``loss_scale_value`` that is a Tensor of one element as a float, and any other as it is.
+
+    MindFormers gives a Parameter on resume, which would become a trainable child of the cell.
+    """
+    if not isinstance(loss_scale_value, Tensor):
+        return loss_scale_value
+    if loss_scale_value.size != 1:
+        raise ValueError(
+            f"'loss_scale_value' must hold one number, but got a Tensor of shape {loss_scale_value.shape}. Give a "
+            "number, or a Tensor of shape () or (1,)."
         )
-        if self.tolerates_overflows:
-            self._spend_or_refill_budget(overflow, window_is_full)
+    return rule.repair_loss_scale(float(loss_scale_value.asnumpy().item()), "loss_scale_value")
 
-        row = self.stack((self.window_index, self.growth_num, self.down_num)) + first_row
-        scaled = loss_scale * self.gather_nd(self.multipliers, row)
-        within_cap = self.less_equal(scaled, self.maximum_loss_scale)
-        next_loss_scale = self.select(within_cap, self.max(scaled, self.minimum_loss_scale), loss_scale)
-        after = self.unstack(self.gather_nd(self.transitions, row))
-        scale_window, window_index, growth_num, down_num, overflowed, is_event = after
-        # At the limit the steps are no longer counted, and the last event moves back instead.
-        stuck = self.cast(self.less_equal(self.step_limit, self.cur_iter), mstype.int32)
-        counted = self.one - stuck
-        consecutive_overflows = (self.consecutive_overflows + counted) * overflowed
-        if self.keeps_history:
-            # Before the assignments, because the step's loss scale and number are read from Parameters.
-            counts = overflowed, scale_window, window_index, growth_num, down_num
-            counts = (*counts, self.skipped_steps + overflowed * counted, consecutive_overflows)
-            self.history(loss_scale, next_loss_scale, self.cur_iter, counts)
-        self.assign(loss_scale, next_loss_scale)
-        self.assign(self.scale_window, scale_window)
-        self.assign(self.window_index, window_index)
-        self.assign(self.growth_num, growth_num)
-        self.assign(self.down_num, down_num)
 
-        self.assign_add(self.last_overflow_iter, since_event * is_event - stuck)
-        self.assign_add(self.cur_iter, counted)
-        self.assign_add(self.skipped_steps, overflowed * counted)
-        self.assign(self.consecutive_overflows, consecutive_overflows)
-        return overflow
+def _tensor_of(field, values):
+    value = [values[part] for part in field.parts] if field.parts else values[field.name]
+    return Tensor(np.array(value), _DTYPES[field.dtype])
 
-    def _overflow_row(self):
-        if not self.tolerates_overflows:
-            return self.drop_row
-        return self.select(self.less_equal(self.hysteresis_budget, self.one), self.drop_row, self.tolerate_row)
 
-    def _spend_or_refill_budget(self, overflow, window_is_full):
-        spent = self.max(self.hysteresis_budget - self.one, self.zero)
-        refilled = self.select(window_is_full, self.full_budget, self.hysteresis_budget)
-        self.assign(self.hysteresis_budget, self.select(overflow, spent, refilled))
+def _frozen(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _element_by_element(state):
+    numbers = {}
+    for name, value in state.items():
+        if isinstance(value, tuple):
+            numbers |= {f"{name}_{place}": number for place, number in enumerate(value)}
+        else:
+            numbers[name] = value
+    return numbers

@@ -10,8 +10,7 @@ from mindformers.core.callback import callback as stock
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
-from mindformers_adaptive.cells.saved_state import SavedState
+from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar, write_sidecar
 
 __all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]
@@ -41,7 +40,7 @@ class CheckpointMonitor(stock.CheckpointMonitor):
         if cb_params.cur_step_num == self._last_triggered_step:
             return
         update_cell = getattr(cb_params.network, "loss_scaling_manager", None)
-        if isinstance(update_cell, SavedState):
+        if isinstance(update_cell, RuleUpdateCell):
             # MindFormers saves it as common.json, into the folder of this step, before it calls the step complete.
             self.common_info = _CommonInfoWithLossScale(cb_params.network)
         if self._config.async_save:
@@ -163,7 +162,7 @@ def restores_sidecar(load_checkpoint):
     def load_checkpoint_and_sidecar(checkpoint, network, optimizer=None, *args, **kwargs):
         load_checkpoint(checkpoint, network, optimizer, *args, **kwargs)
         update_cell = getattr(optimizer, "loss_scaling_manager", None)
-        if isinstance(update_cell, SavedState):
+        if isinstance(update_cell, RuleUpdateCell):
             _restore(update_cell, checkpoint)
 
     load_checkpoint_and_sidecar.restores_sidecar = True
@@ -179,15 +178,6 @@ def _restore(update_cell, folder):
     except ValueError as error:
         warnings.warn(f"{error}. Loss scaling starts afresh.", stacklevel=3)
         return
-    if content is None:
-        return
-    # MindFormers restores the loss scale itself.
-    state = content[1]
-    if ("overflow_rate" in state) == isinstance(update_cell, GradientGuidedLossScaleUpdateCell):
-        update_cell.load_state_dict({**update_cell.state_dict(), **state})
-        return
-    # Of the state of another rule only what both count, as from any checkpoint; check_state() then warns.
-    for name in ("cur_iter", "last_overflow_iter", "skipped_steps", "consecutive_overflows"):
-        if name in state:
-            getattr(update_cell, name).set_data(Tensor(state[name], mstype.int32))
-    update_cell.check_state()
+    if content is not None:
+        # MindFormers restores the loss scale itself.
+        update_cell.restore(content[1])

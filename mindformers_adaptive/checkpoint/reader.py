@@ -14,44 +14,50 @@ from typing import Any
 
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME as SIDECAR
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
-from mindformers_adaptive.rules import guided_names
-from mindformers_adaptive.rules.guided_names import COUNTERS, PLACES
-from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.base import SIGNALS, STEP_FIELDS, Rule
+from mindformers_adaptive.rules.catalog import RULES
 from mindformers_adaptive.text.install_hint import install_hint
 
-__all__ = [
-    "FIELDS",
-    "GUIDED_FIELDS",
-    "STATE_FIELDS",
-    "Checkpoint",
-    "differences_between_ranks",
-    "latest_iteration",
-    "read_checkpoints",
-]
+__all__ = ["Checkpoint", "State", "differences_between_ranks", "latest_iteration", "read_checkpoints"]
 
 COMMON = "common.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 
-# What only gradient-guided scaling has; it has a window too.
-GUIDED_FIELDS = (*(name for name in COUNTERS if name != "scale_window"), "level", "overflow_rate", "largest_gradient")
-STATE_FIELDS = ("loss_scale", *PARAMETER_NAMES, *GUIDED_FIELDS)
-FIELDS = ("step_num", "global_step", *STATE_FIELDS)
+_STEP_NAMES = ("step_num", "global_step")
+# MindFormers writes `loss_scale` beside the Parameter itself, which is better.
+_SCALE_NAMES = ("scale_sense", "loss_scale")
+# What MindFormers' own adaptive cell has not.
+_NOT_MINDFORMERS = ("skipped_steps", "consecutive_overflows", "hysteresis_budget")
 
-# What a file holds, by key in the file or by field.
+# What a file holds, by key in the file or by name.
 _Values = dict[str, Any]
-# A file, and the function that reads it.
-_Source = tuple[Path, Callable[[Path], _Values]]
 
-# Each field's names in a file, the better one first: MindFormers writes `loss_scale` beside the Parameter itself.
-_NAMES: dict[str, tuple[str, ...]] = {name: (PARAMETER_NAMES.get(name, name),) for name in FIELDS}
-_NAMES["loss_scale"] = ("scale_sense", "loss_scale")
-_NAMES |= {name: (guided_names.PARAMETER_NAMES[name],) for name in ("level", "overflow_rate", "largest_gradient")}
-# An array that holds several fields.
-_COUNTERS_NAME = guided_names.PARAMETER_NAMES["counters"]
-_NAMES |= {name: () for name in GUIDED_FIELDS if name in COUNTERS}
-_SIZES = {_COUNTERS_NAME: len(COUNTERS), guided_names.PARAMETER_NAMES["overflow_rate"]: PLACES}
-_WANTED = frozenset(name for names in _NAMES.values() for name in names) | {_COUNTERS_NAME}
-_FLOATS = ("loss_scale", "level", "largest_gradient")
+
+class State:
+    """What checkpoints can hold of loss scaling, by the descriptions of rules.
+
+    Args:
+        rules (Sequence[type]): classes of rules. Default: those of this package.
+
+    Attributes:
+        rules (tuple[type, ...]): the rules.
+        fields (tuple[Field, ...]): the fields of all rules, each once.
+        names (tuple[str, ...]): the loss scale, and the names by which update cells show their states.
+    """
+
+    def __init__(self, rules: Sequence[type[Rule]] = ()) -> None:
+        self.rules = (*RULES.values(), *rules)
+        by_parameter = {field.parameter: field for rule in self.rules for field in rule.all_fields()}
+        self.fields = tuple(by_parameter.values())
+        self.names = tuple(dict.fromkeys(["loss_scale", *(key for field in self.fields for key in field.keys)]))
+        self.wanted = by_parameter.keys() | {*_SCALE_NAMES, *_STEP_NAMES}
+        self.shapes = {field.parameter: field.shape for field in self.fields}
+
+    def has_shape(self, key: str, shape: Sequence[int]) -> bool:
+        """Return whether an array of a wanted name has the shape that it has in a state of loss scaling."""
+        own = self.shapes.get(_last_part(key), ())
+        return tuple(shape) == own if own else set(shape) <= {1}
 
 
 @dataclass(eq=False)
@@ -60,27 +66,35 @@ class Checkpoint:
 
     Attributes:
         path (Path): the file or folder.
-        values (dict[str, int | float | list[float] | None]): by the names in ``FIELDS``; None where there is no such
-            value.
+        state (State): what it can hold.
+        values (dict[str, int | float | list[float] | None]): ``step_num``, ``global_step``, and what is in
+            ``state.names``; None where there is no such value.
+        parameters (set[str]): the names of the Parameters that it has.
         problems (list[str]): what could not be read, and what contradicts itself.
         unreadable (bool): whether there is no state, and something could not be read.
     """
 
     path: Path
-    values: _Values = field(default_factory=lambda: dict.fromkeys(FIELDS))
+    state: State
+    values: _Values = field(init=False)
+    parameters: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     unreadable: bool = False
+
+    def __post_init__(self) -> None:
+        self.values = dict.fromkeys((*_STEP_NAMES, *self.state.names))
 
     @property
     def kind(self) -> str:
         """The kind of state: "none" if the checkpoint has no state, "unreadable" if that cannot be known."""
         if self.unreadable:
             return "unreadable"
-        if self._has("level", "overflow_rate"):
-            return "guided"
-        if self._has("scale_window", "window_index", "growth_num", "down_num"):
-            of_this_package = self._has("skipped_steps", "consecutive_overflows", "hysteresis_budget")
-            return "adaptive" if of_this_package else "adaptive (MindFormers' own cell)"
+        counted = {field.parameter for field in STEP_FIELDS}
+        for rule in self.state.rules:
+            own = {field.parameter for field in rule.all_fields()} - counted - SIGNALS.keys()
+            if self.parameters & own:
+                by_mindformers = rule is AdaptiveRule and not self.parameters & set(_NOT_MINDFORMERS)
+                return f"{rule.name} (MindFormers' own cell)" if by_mindformers else rule.name
         if self._has("cur_iter", "last_overflow_iter"):
             return "dynamic (no window)"
         return "loss scale only" if self._has("loss_scale") else "none"
@@ -109,13 +123,14 @@ class Checkpoint:
         return any(self.values[name] is not None for name in names)
 
 
-def read_checkpoints(path: str | Path) -> list[Checkpoint]:
+def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list[Checkpoint]:
     """Read a checkpoint file, or all checkpoints of a folder.
 
     A folder may hold files, folders ``rank_N`` with files, folders ``iteration_N``, or be such a folder itself.
 
     Args:
         path (str): the file or folder.
+        rules (Sequence[type]): classes of rules of one's own, whose states may be there. Default: none.
 
     Returns:
         list[Checkpoint], the newest last, with those of unknown step after all others. Empty if the folder has no
@@ -124,17 +139,18 @@ def read_checkpoints(path: str | Path) -> list[Checkpoint]:
     Raises:
         OSError: if there is no such path, or the folder cannot be read.
     """
+    state = State(rules)
     root = Path(path).resolve(strict=True)
     if root.is_file():
-        return [_read_file(root)]
+        return [_read_file(root, state)]
     if _is_iteration(root):
-        return [_read_iteration(root)]
-    checkpoints = [_read_file(file) for file in _checkpoint_files(root)]
+        return [_read_iteration(root, state)]
+    checkpoints = [_read_file(file, state) for file in _checkpoint_files(root)]
     for folder in filter(Path.is_dir, root.iterdir()):
         if re.fullmatch(r"rank_\d+", folder.name):
-            checkpoints += [_read_file(file) for file in _checkpoint_files(folder)]
+            checkpoints += [_read_file(file, state) for file in _checkpoint_files(folder)]
         elif _is_iteration(folder):
-            checkpoints.append(_read_iteration(folder))
+            checkpoints.append(_read_iteration(folder, state))
     return sorted(checkpoints, key=_age)
 
 
@@ -179,7 +195,7 @@ def differences_between_ranks(
         name = re.sub(r"rank_\d+", "rank", checkpoint.path.name)
         first = first_of.setdefault(name if checkpoint.step is None else checkpoint.step, checkpoint)
         if first.rank != checkpoint.rank:
-            pairs = {name: (checkpoint.values[name], first.values[name]) for name in STATE_FIELDS}
+            pairs = {name: (checkpoint.values[name], first.values[name]) for name in checkpoint.state.names}
             # By text, because NaN is not equal to itself.
             compared.append((checkpoint, first, {k: pair for k, pair in pairs.items() if str(pair[0]) != str(pair[1])}))
     return compared
@@ -199,77 +215,84 @@ def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
     return checkpoint.step is None, checkpoint.step or 0, numbers_as_numbers, rank
 
 
-def _read_file(file: Path) -> Checkpoint:
-    return _read(file, [(file, _READERS.get(file.suffix, _refuse))])
+def _read_file(file: Path, state: State) -> Checkpoint:
+    return _read(file, [file], state)
 
 
-def _read_iteration(folder: Path) -> Checkpoint:
+def _read_iteration(folder: Path, state: State) -> Checkpoint:
     """Read a folder of MindFormers' ``checkpoint:`` format; the file that a resume reads comes first."""
-    sources: list[_Source] = [(file, _read_safetensors) for file in sorted(folder.glob("*-opt-*.safetensors"))]
-    sources += [(folder / name, read) for name, read in _SMALL_FILES.items() if (folder / name).exists()]
-    return _read(folder, sources)
+    files = sorted(folder.glob("*-opt-*.safetensors"))
+    return _read(folder, [*files, *(folder / name for name in _SMALL_FILES if (folder / name).exists())], state)
 
 
-def _read(path: Path, sources: list[_Source]) -> Checkpoint:
-    checkpoint = Checkpoint(path)
+def _read(path: Path, files: Sequence[Path], state: State) -> Checkpoint:
+    checkpoint = Checkpoint(path, state)
     origin: dict[str, str] = {}
     any_is_torn = False
-    for file, read in sources:
+    for file in files:
+        read = _SMALL_FILES.get(file.name) or _READERS.get(file.suffix, _refuse)
         try:
-            values, problems = _by_field(read(file))
+            content = read(file, state)
+            values, problems = _by_name(content, state)
         except Exception as error:  # for a torn file every library has errors of its own
             name = "" if file == path else f"{file.name} "
             checkpoint.problems.append(f"{name}cannot be read: {_one_line(error)}")
             any_is_torn = True
             continue
         checkpoint.problems += problems
-        for name in (name for name in FIELDS if values[name] is not None):
+        checkpoint.parameters |= set(map(_last_part, content))
+        for name, value in values.items():
             if name not in origin:
-                origin[name], checkpoint.values[name] = file.name, values[name]
-            elif str(checkpoint.values[name]) != str(values[name]):
+                origin[name], checkpoint.values[name] = file.name, value
+            elif str(checkpoint.values[name]) != str(value):
                 checkpoint.problems.append(
-                    f"{name} is {checkpoint.values[name]} in {origin[name]} but {values[name]} in {file.name}"
+                    f"{name} is {checkpoint.values[name]} in {origin[name]} but {value} in {file.name}"
                 )
     checkpoint.unreadable = any_is_torn and not checkpoint.holds_state
     return checkpoint
 
 
-def _by_field(content: Mapping[str, Any]) -> tuple[_Values, list[str]]:
-    values: _Values = dict.fromkeys(FIELDS)
-    problems = []
-    for name in FIELDS:
+def _by_name(content: Mapping[str, Any], state: State) -> tuple[_Values, list[str]]:
+    """Return the values in the content of a file by the names of ``state()``, and what contradicts itself."""
+    values: _Values = {}
+    problems: list[str] = []
+
+    def find(names: Sequence[str]) -> Any:
         # A bare name before one with a prefix, which a cell gets as a child of another.
         places = sorted(
-            (_NAMES[name].index(_last_part(key)), key.count("."), key)
-            for key in content
-            if _last_part(key) in _NAMES[name]
+            (names.index(_last_part(key)), key.count("."), key) for key in content if _last_part(key) in names
         )
-        if not places:
+        for *like, other in places[1:]:
+            if like == list(places[0][:2]) and content[other] != content[places[0][2]]:
+                key = places[0][2]
+                problems.append(f"{key} is {content[key]} but {other} is {content[other]}; {key} is shown")
+        return content[places[0][2]] if places else None
+
+    wanted = {**{name: (name,) for name in _STEP_NAMES}, "loss_scale": _SCALE_NAMES}
+    for name, names in wanted.items():
+        if (value := find(names)) is not None:
+            values[name] = float(value) if name == "loss_scale" else int(value)
+    for one in state.fields:
+        if (value := find((one.parameter,))) is None:
             continue
-        key = places[0][2]
-        value = content[key]
-        values[name] = value if isinstance(value, list) else float(value) if name in _FLOATS else int(value)
-        problems += [
-            f"{key} is {content[key]} but {other} is {content[other]}; {key} is shown"
-            for *like, other in places[1:]
-            if like == list(places[0][:2]) and content[other] != content[key]
-        ]
-    for counters in (content[key] for key in sorted(content) if _last_part(key) == _COUNTERS_NAME):
-        values |= zip(COUNTERS, counters, strict=True)
+        if one.shape:
+            values |= zip(one.parts, value, strict=True) if one.parts else {one.name: value}
+        else:
+            values[one.name] = float(value) if one.dtype == "float32" else int(value)
     return values, problems
 
 
-def _read_safetensors(file: Path) -> _Values:
+def _read_safetensors(file: Path, state: State) -> _Values:
     with install_hint("A .safetensors file"):
         from safetensors import safe_open
 
     with safe_open(file, "np") as content:
-        keys = [key for key in content.keys() if _is_wanted(key)]  # noqa: SIM118 - it is not a dict
-        arrays = {key: content.get_tensor(key) for key in keys if _fits(key, content.get_slice(key).get_shape())}
-        return {key: _to_python(key, array) for key, array in arrays.items()}
+        keys = [key for key in content.keys() if _last_part(key) in state.wanted]  # noqa: SIM118 - it is not a dict
+        fitting = [key for key in keys if state.has_shape(key, content.get_slice(key).get_shape())]
+        return {key: _to_python(key, content.get_tensor(key), state) for key in fitting}
 
 
-def _read_ckpt(file: Path) -> _Values:
+def _read_ckpt(file: Path, state: State) -> _Values:
     with install_hint("A .ckpt file"):
         from mindspore import load_checkpoint
 
@@ -277,7 +300,7 @@ def _read_ckpt(file: Path) -> _Values:
 
     def choose(key: str) -> bool:
         keys.append(key)
-        return _is_wanted(key)
+        return _last_part(key) in state.wanted
 
     if file.stat().st_size == 0:
         raise ValueError("the file is empty")
@@ -285,44 +308,38 @@ def _read_ckpt(file: Path) -> _Values:
         parameters = load_checkpoint(str(file), choice_func=choose)
     except ValueError:
         # MindSpore's answer also to a sound file in which nothing was chosen.
-        if not keys or any(map(_is_wanted, keys)):
+        if not keys or any(_last_part(key) in state.wanted for key in keys):
             raise
         return {}
     # What the user appended may be text.
     numbers = {key: value for key, value in parameters.items() if not isinstance(value, str)}
-    return {key: _to_python(key, value.asnumpy()) for key, value in numbers.items() if _fits(key, value.shape)}
+    fitting = {key: value.asnumpy() for key, value in numbers.items() if state.has_shape(key, value.shape)}
+    return {key: _to_python(key, array, state) for key, array in fitting.items()}
 
 
-def _read_common(file: Path) -> _Values:
+def _read_common(file: Path, state: State) -> _Values:
     content = json.loads(file.read_text(encoding="utf-8"))
     return {key: content[key] for key in ("step_num", "global_step", "loss_scale") if content.get(key) is not None}
 
 
-def _read_sidecar(file: Path) -> _Values:
-    loss_scale, state = read_sidecar(file.parent) or (None, {})
+def _read_sidecar(file: Path, state: State) -> _Values:
+    loss_scale, kept = read_sidecar(file.parent) or (None, {})
     values: _Values = {"scale_sense": loss_scale}
-    if set(COUNTERS) <= state.keys():
-        values[_COUNTERS_NAME] = [state.pop(name) for name in COUNTERS]
-    names = guided_names.PARAMETER_NAMES | PARAMETER_NAMES
-    return values | {names[name]: state[name] for name in names if name in state}
+    for one in state.fields:
+        if all(key in kept for key in one.keys):
+            values[one.parameter] = [kept[key] for key in one.parts] if one.parts else kept[one.name]
+    # Another rule may have a piece of the same name.
+    if "list_index" not in values:
+        values.pop("scale_window", None)
+    return values
 
 
-def _refuse(file: Path) -> _Values:
+def _refuse(file: Path, state: State) -> _Values:
     raise ValueError(f"the name of a checkpoint ends in {' or '.join(_READERS)}")
 
 
-def _is_wanted(key: str) -> bool:
-    return _last_part(key) in _WANTED
-
-
-def _fits(key: str, shape: Sequence[int]) -> bool:
-    """Whether an array of a wanted name has the shape that it has in a state of loss scaling."""
-    size = _SIZES.get(_last_part(key))
-    return set(shape) <= {1} if size is None else list(shape) == [size]
-
-
-def _to_python(key: str, array: Any) -> Any:
-    return array.tolist() if _last_part(key) in _SIZES else array.item()
+def _to_python(key: str, array: Any, state: State) -> Any:
+    return array.tolist() if state.shapes.get(_last_part(key)) else array.item()
 
 
 def _last_part(key: str) -> str:
@@ -333,6 +350,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-_READERS = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
+_Reader = Callable[[Path, State], _Values]
+_READERS: dict[str, _Reader] = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
 # In the order in which a resume prefers them, after the optimizer's file.
-_SMALL_FILES = {COMMON: _read_common, SIDECAR: _read_sidecar}
+_SMALL_FILES: dict[str, _Reader] = {COMMON: _read_common, SIDECAR: _read_sidecar}

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.checkpoint import reader
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.base import STEP_FIELDS, Rule
+from mindformers_adaptive.rules.catalog import RULES
 from mindformers_adaptive.text.table import align
 
 __all__ = ["build_report", "report_text", "why_no_state"]
 
 
-def build_report(path: str | Path) -> dict[str, Any]:
+def build_report(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str, Any]:
     """Read a checkpoint file or folder.
 
     Args:
         path (str): the file or folder.
+        rules (Sequence[type]): classes of rules of one's own, whose states may be there. Default: none.
 
     Returns:
         dict: ``path``; ``found``, whether there is any state; ``checkpoints``, a list of dicts with ``file`` (relative
@@ -24,7 +29,7 @@ def build_report(path: str | Path) -> dict[str, Any]:
         not have; ``notes``, a list of str, which says why if the path cannot be read.
     """
     try:
-        checkpoints = reader.read_checkpoints(path)
+        checkpoints = reader.read_checkpoints(path, rules)
     except OSError as error:
         return {"path": str(path), "found": False, "checkpoints": [], "notes": [f"cannot be read: {error}"]}
     notes_of = {checkpoint: list(checkpoint.problems) for checkpoint in checkpoints}
@@ -51,7 +56,7 @@ def build_report(path: str | Path) -> dict[str, Any]:
 def report_text(report: dict[str, Any]) -> str:
     """Return a report with at least one checkpoint as a table with its notes."""
     checkpoints = report["checkpoints"]
-    names = [name for name in reader.FIELDS if _has_column(name, checkpoints)]
+    names = [name for name in checkpoints[0] if name in _columns(checkpoints)]
     lines = [["file", *names, "note"]]
     for checkpoint in checkpoints:
         lines.append([checkpoint["file"], *(_cell(checkpoint[name]) for name in names), "; ".join(checkpoint["notes"])])
@@ -112,15 +117,15 @@ def _note_ranks(checkpoints: list[reader.Checkpoint], notes_of: dict[reader.Chec
     return ["ranks: they agree wherever several saved the same step"]
 
 
-def _has_column(name: str, checkpoints: list[dict[str, Any]]) -> bool:
-    if name == "overflow_rate":
-        # 16 numbers; they are in the JSON.
-        return False
-    if any(checkpoint[name] is not None for checkpoint in checkpoints):
-        return True
-    of_the_ladder = ("window_index", "growth_num", "down_num")
-    is_rare = name == "hysteresis_budget" or name in reader.GUIDED_FIELDS
-    return not is_rare and not (name in of_the_ladder and all(it["kind"] == "guided" for it in checkpoints))
+def _columns(checkpoints: list[dict[str, Any]]) -> set[str]:
+    """The names to show: all that a checkpoint has, and what the update cells of their kinds have; no vectors."""
+    kinds = {checkpoint["kind"] for checkpoint in checkpoints}
+    rules = [rule for rule in RULES.values() if rule.name in kinds] or [AdaptiveRule]
+    usual = {"step_num", "global_step", "loss_scale"} | {field.name for field in STEP_FIELDS}
+    usual |= {key for rule in rules for key in rule.own_keys()} - {"hysteresis_budget"}
+    there = {name for one in checkpoints for name, value in one.items() if value is not None}
+    vectors = {name for one in checkpoints for name, value in one.items() if isinstance(value, list)}
+    return (usual | there) - vectors - {"file", "rank", "kind", "notes"}
 
 
 def _cell(value: float | list[float] | None) -> str:

@@ -200,15 +200,16 @@ class Rule:
         Returns:
             tuple[dict, list[str]]; the list is empty where nothing had to be changed.
         """
-        own, problems = self._repair_own(values, loss_scale, restored)
-        repaired = {**values, **own}
+        repaired: dict[str, Any] = dict(values)
+        problems: list[str] = []
         _require(repaired, problems, "cur_iter", 1, STEP_LIMIT, 1)
         last_step = repaired["cur_iter"] - 1
         _require(repaired, problems, "last_overflow_iter", 0, last_step, last_step, ", the last step")
         _require(repaired, problems, "skipped_steps", 0, STEP_LIMIT, 0)
         meaning = ", the number of skipped steps"
         _require(repaired, problems, "consecutive_overflows", 0, repaired["skipped_steps"], 0, meaning)
-        return repaired, problems
+        own, problems_of_rule = self._repair_own(repaired, loss_scale, restored)
+        return {**repaired, **own}, problems_of_rule + problems
 
     def fresh_start(self, values: Mapping[str, Any], loss_scale: float) -> dict[str, Any]:
         """Return the rule's own values as at the start, and with the last step as that of the last event."""

@@ -93,6 +93,7 @@ def step(
     gradient_known: Any,
     max_safe_exponent: Any,
     bins: Any,
+    below_base: Any,
     patience: Any,
     memory: Any,
     recent: Any,
@@ -105,7 +106,6 @@ def step(
     window, base, limit, trial, clean, contradictions, first = unstack(counts)
     weight, low, level = unstack(levels)
     after_overflow = consecutive_overflows > ZERO
-    not_after_overflow, nothing_known = logical_not(after_overflow), logical_not(gradient_known)
 
     # What the gradients show.
     too_high = exponent > max_safe_exponent + contradictions // CONTRADICTIONS_PER_BIT
@@ -117,15 +117,16 @@ def step(
     no_fall = logical_not(fall)
     was_unseen = level == UNSEEN
     fresh = logical_and(gradient_known, was_unseen)
-    bound = logical_and(exponent == base + ONE - limit, logical_not(fresh))
+    not_fresh = logical_not(fresh)
+    bound = logical_and(exponent == base + ONE - limit, not_fresh)
     base = where(fresh, shown, base)
     limit = where(fresh, ZERO, limit)
 
     # Record, low and level; all of them stay as they are where nothing is shown.
     bits = where(shown == ZERO, NEARLY_ZERO, float32(shown))
-    counted = logical_and(gradient_known, not_after_overflow)
-    top = float32(base + ONE)
-    overflowed_at = float32(top - bins > bits)
+    counted = logical_and(gradient_known, logical_not(after_overflow))
+    middle = float32(base)
+    overflowed_at = float32(middle - below_base > bits)
     moved_rate = maximum(overflow_rate + (overflowed_at - overflow_rate) * weight, NEARLY_ZERO)
     overflow_rate = where(counted, moved_rate, overflow_rate)
     weight = where(counted, maximum(memory, weight / (FLOAT_ONE + weight)), weight)
@@ -135,7 +136,7 @@ def step(
     moved_level = maximum(level + (bits - level) * LEVEL_SHARE, moved_low - CLIMB)
     low = where(careful, bits - CAREFUL, moved_low)
     level = where(careful, bits - CAREFUL, moved_level)
-    moved_base = minimum(maximum(top - FLOAT_ONE, ceil(level - REACH)), floor(level + REACH))
+    moved_base = minimum(maximum(middle, ceil(level - REACH)), floor(level + REACH))
     base = where(gradient_known, int32(moved_base), base)
     levels = where(gradient_known, stack((weight, low, level)), levels)
 
@@ -152,15 +153,16 @@ def step(
 
     # The cheapest bin, within the limit and the bounds.
     cheapest = argmin(overflow_rate * patience + bins)
-    cap = where(logical_and(was_unseen, nothing_known), NO_CAP, cheapest)
+    cap = where(logical_and(was_unseen, not_fresh), NO_CAP, cheapest)
     following = base + ONE - maximum(cap, limit)
+    following = where(overflow, exponent - DROP, following)
     following = minimum(maximum(following, min_exponent), max_exponent)
     starts_anew = logical_or(after_overflow, following > exponent)
     clean = where(starts_anew, ZERO, minimum(longer_clean, largest_window))
     # The scale of the next step is that of the first overflow, if it overflows.
     applied = stack((window, base, limit, trial, clean, contradictions, following))
     return {
-        "exponent": where(overflow, exponent - DROP, following),
+        "exponent": following,
         "counts": where(overflow, counts, applied),
         "levels": levels,
         "overflow_rate": overflow_rate,
@@ -257,6 +259,7 @@ class GuidedRule(TextRule):
     # From 0.1 to 50 the patience goes from 10,000 steps down to 20.
     grid: ClassVar[Mapping[str, Sequence[Any]]] = {"exchange_rate": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)}
     text = step
+    keeps_bounds = True
 
     def __init__(
         self,
@@ -282,6 +285,8 @@ class GuidedRule(TextRule):
         self.largest_window = LARGEST_WINDOWS * self.smallest_window
         self.constants = {
             "bins": np.arange(NUM_BINS, dtype=np.float32),
+            # How many bits the scale of each bin is below that of ``base``.
+            "below_base": np.arange(NUM_BINS, dtype=np.float32) - 1,
             "patience": float(self.patience),
             "memory": 1.0 / self.patience,
             "recent": self.patience // 10,

@@ -46,14 +46,15 @@ class TextRule(Rule):
     ===================================================================================================================
 
     It returns a dict: the ``loss_scale`` or the ``exponent`` for the next step, and each field. A scale beyond the
-    bounds is moved to the nearer one. Numbers in it are constants of the module, or written as ``int32(1)`` or
-    ``float32(0.5)``.
+    bounds is moved to the nearer one, and NaN leaves the scale as it is. Numbers in it are constants of the module, or
+    written as ``int32(1)`` or ``float32(0.5)``.
 
     Attributes:
         text (Callable): the function.
         constants (Mapping): numbers and vectors, int or float, that the text takes; set by the constructor.
         State (type): the NamedTuple of its states.
         inputs (tuple[str, ...]): what the text takes, in the order of its parameters.
+        keeps_bounds (bool): whether an exponent that the text returns is always within the bounds. Default: False.
         moves_by_bits (bool): whether the scale is always a power of two, because the text takes ``exponent``.
 
     Raises:
@@ -65,6 +66,7 @@ class TextRule(Rule):
     State: ClassVar[type[Any]]
     inputs: ClassVar[tuple[str, ...]] = ()
     moves_by_bits: ClassVar[bool] = False
+    keeps_bounds: ClassVar[bool] = False
     constants: Mapping[str, Any] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -1,0 +1,271 @@
+"""The update cells of rules whose step is one text: the gradient-guided rule, and those of users."""
+
+import numpy as np
+from mindspore import dtype as mstype
+from mindspore import jit, ops
+
+from mindformers_adaptive.cells import graph_backend
+from mindformers_adaptive.cells.update_cell import RuleUpdateCell, read_restored_scale
+from mindformers_adaptive.rules.base import STEP_LIMIT
+from mindformers_adaptive.rules.catalog import make_rule
+from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
+from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.safe_exponent import LARGEST_FLOAT16, SAFE_EXPONENTS
+from mindformers_adaptive.rules.text_rule import TextRule
+
+__all__ = ["GradientGuidedLossScaleUpdateCell", "RuleLossScaleUpdateCell", "TextUpdateCell"]
+
+# In place of an exponent where the largest gradient shows nothing.
+_NOTHING = -1024
+
+
+class TextUpdateCell(RuleUpdateCell):
+    """Update cell of a rule whose step is one text, which MindSpore compiles here.
+
+    Args:
+        rule (TextRule): the rule.
+        loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale.
+        history_size (int): as in :class:`~mindformers_adaptive.cells.update_cell.RuleUpdateCell`. Default: 0.
+        track_per_parameter (bool): as there. Default: False.
+    """
+
+    def __init__(self, rule, loss_scale_value, history_size=0, track_per_parameter=False):
+        start = rule.start(read_restored_scale(rule, loss_scale_value))
+        super().__init__(rule, start, history_size, track_per_parameter)
+        self.text = graph_backend.graph_form(type(rule).text)
+        self.inputs = rule.inputs
+        self.by_bits, self.keeps_bounds = rule.moves_by_bits, rule.keeps_bounds
+        for name in self.inputs:
+            if name in rule.constants or name in ("min_exponent", "max_exponent", "min_loss_scale", "max_loss_scale"):
+                value = rule.constants[name] if name in rule.constants else getattr(rule, name)
+                setattr(self, f"given_{name}", graph_backend.to_tensor(value))
+        self._make_constants(rule)
+        self.kept = tuple(field.name for field in rule.fields)
+        self.recorded = tuple(_place_of(rule, key) for key in rule.recorded)
+        self.min = ops.Minimum()
+        self.less = ops.Less()
+        self.equal = ops.Equal()
+        self.gather = ops.Gather()
+        self.assign = ops.Assign()
+        self.assign_add = ops.AssignAdd()
+        self.cast = ops.Cast()
+
+    def _make_constants(self, rule):
+        # As Tensors, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
+        to_tensor = graph_backend.to_tensor
+        self.step_limit = to_tensor(STEP_LIMIT)
+        self.lowest_scale, self.highest_scale = to_tensor(rule.min_loss_scale), to_tensor(rule.max_loss_scale)
+        if self.by_bits:
+            self.lowest, self.highest = to_tensor(rule.min_exponent), to_tensor(rule.max_exponent)
+            self.below_lowest = to_tensor(rule.min_exponent - 1)
+            self.powers = to_tensor([2.0**n for n in range(rule.min_exponent, rule.max_exponent + 1)])
+        if self.signals:
+            # A gradient that is at most so many of these shows that exponent: inf and NaN none, 0 all of them.
+            fits_at = [LARGEST_FLOAT16 * 2.0**-n for n in SAFE_EXPONENTS]
+            self.fits_at = to_tensor([*fits_at, float(np.nextafter(np.float32(SMALLEST_FLOAT32), np.float32(0)))])
+            self.shown = to_tensor([_NOTHING, *SAFE_EXPONENTS, _NOTHING])
+            self.nothing = to_tensor(_NOTHING)
+
+    def construct(self, loss_scale, overflow):
+        return self._compiled_update(loss_scale, overflow)
+
+    # One graph in PyNative mode too, and not construct itself, as in AdaptiveLossScaleUpdateCell.
+    @jit(backend="ms_backend")
+    def _compiled_update(self, loss_scale, overflow):
+        known, shown, exponent = overflow, loss_scale, loss_scale
+        if self.by_bits:
+            exponent = self.below_lowest + graph_backend.count(self.less_equal(self.powers, loss_scale))
+        if self.signals:
+            fitting = graph_backend.count(self.less_equal(self.largest_gradient, self.fits_at))
+            shown = self.gather(self.shown, fitting, 0)
+            known = self.logic_and(self.less(self.nothing, shown), self.logic_not(overflow))
+        given = ()
+        for name in self.inputs:
+            if name == "loss_scale":
+                given = (*given, loss_scale)
+            elif name == "exponent":
+                given = (*given, exponent)
+            elif name == "overflow":
+                given = (*given, overflow)
+            elif name == "gradient_known":
+                given = (*given, known)
+            elif name == "max_safe_exponent":
+                given = (*given, shown)
+            elif hasattr(self, f"given_{name}"):
+                given = (*given, getattr(self, f"given_{name}"))
+            else:
+                given = (*given, getattr(self, name))
+        after = self.text(*given)
+        if self.by_bits:
+            next_exponent = after["exponent"]
+            if not self.keeps_bounds:
+                next_exponent = self.min(self.max(next_exponent, self.lowest), self.highest)
+            next_loss_scale = self.gather(self.powers, next_exponent - self.lowest, 0)
+        else:
+            wanted = after["loss_scale"]
+            bounded = self.min(self.max(wanted, self.lowest_scale), self.highest_scale)
+            # NaN is not equal to itself.
+            next_loss_scale = self.select(self.equal(wanted, wanted), bounded, loss_scale)
+
+        # At the limit the steps are no longer counted.
+        counted = self.cast(self.less(self.cur_iter, self.step_limit), mstype.int32)
+        overflowed = self.cast(overflow, mstype.int32)
+        counted_overflow = overflowed * counted
+        in_a_row = self.consecutive_overflows * overflowed + counted_overflow
+        if self.keeps_history:
+            # Before the assignments, because the step's loss scale and number are read from Parameters.
+            self._remember(loss_scale, next_loss_scale, overflowed, counted_overflow, in_a_row, after)
+        is_event = self.logic_or(overflow, self.less(loss_scale, next_loss_scale))
+        last_event = self.select(is_event, self.cur_iter, self.last_overflow_iter)
+        self.assign(loss_scale, next_loss_scale)
+        for name in self.kept:
+            self.assign(getattr(self, name), after[name])
+        self.assign(self.last_overflow_iter, last_event)
+        self.assign(self.consecutive_overflows, in_a_row)
+        self.assign_add(self.cur_iter, counted)
+        self.assign_add(self.skipped_steps, counted_overflow)
+        return overflow
+
+    def _remember(self, loss_scale, next_loss_scale, overflowed, counted_overflow, in_a_row, after):
+        counts, floats = (overflowed,), ()
+        for name, place, is_count in self.recorded:
+            value = after[name] if place is None else self.gather(after[name], place, 0)
+            if is_count:
+                counts = (*counts, value)
+            else:
+                floats = (*floats, value)
+        counts = (*counts, self.skipped_steps + counted_overflow, in_a_row)
+        for name in self.signals:
+            floats = (*floats, getattr(self, name))
+        self.history(loss_scale, next_loss_scale, self.cur_iter, counts, floats)
+
+
+class GradientGuidedLossScaleUpdateCell(TextUpdateCell):
+    r"""Update cell of gradient-guided loss scaling: the scale follows what the largest gradient shows of its ceiling.
+
+    The rule is that of :class:`mindformers_adaptive.rules.guided.GuidedRule`. It needs the largest absolute value of
+    each step's gradients, which the train-step cells of :mod:`mindformers_adaptive.wrapper` assign to the Parameter
+    ``largest_gradient``. Stock train-step cells do not, and are refused when training starts. Its state is in
+    Parameters, which a checkpoint of the train-step cell contains:
+
+    =============================== ========================= ===================================================
+    Parameter in a checkpoint       attribute                 what it is
+    =============================== ========================= ===================================================
+    ``guided_counts``               ``counts``                int32 of shape (7,), the rule's integers
+    ``guided_levels``               ``levels``                float32 of shape (3,), weight, low and level
+    ``guided_overflow_rate``        ``overflow_rate``         float32 of shape (16,), the record of overflow rates
+    ``largest_gradient``            ``largest_gradient``      float32 of shape (), that of the last step
+    ``current_iterator_step``       ``cur_iter``              int32 of shape (), number of the next step, from 1
+    ``last_overflow_iterator_step`` ``last_overflow_iter``    int32 of shape (), step of the last overflow or raise
+    ``skipped_steps``               ``skipped_steps``         int32 of shape (), overflowed steps so far
+    ``consecutive_overflows``       ``consecutive_overflows`` int32 of shape (), overflowed steps in a row
+    =============================== ========================= ===================================================
+
+    Args:
+        loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
+            element, as MindFormers passes on resume, is only read. One that is no power of two gives a warning, and
+            the next power of two below is used.
+        scale_factor (int): 2, and nothing else: the scale moves by whole bits. Default: 2.
+        exchange_rate (float): skipped steps in 1000 that a bit of headroom is worth, 0.001 to 1000. The larger, the
+            closer the scale is to the ceiling. Default: 1.0, what a fixed window of 1000 pays.
+        min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
+        max_loss_scale (float, optional): the cap of the loss scale. Default: None, the largest power of two in float32.
+        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0, as in
+            MindSpore's cells.
+        track_per_parameter (bool): whether to keep the largest gradient of each Parameter of the last step, for
+            :meth:`overflowed_parameters` and for ``LossScaleMonitor``, which then names the Parameters with inf or NaN
+            when a step overflows. Refused where MindSpore keeps compiled graphs. Default: False.
+
+    Inputs:
+        - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
+          scale of the next step.
+        - **overflow** (Tensor) - bool of shape :math:`()`, whether the step overflowed.
+
+    Outputs:
+        Tensor, the input `overflow`.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Parameter, Tensor, ops
+        >>> from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
+        >>> cell = GradientGuidedLossScaleUpdateCell(loss_scale_value=2**10)
+        >>> loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
+        >>> for _ in range(50):
+        ...     _ = ops.assign(cell.largest_gradient, Tensor(0.25))  # a train-step cell does this
+        ...     _ = cell(loss_scale, Tensor(False))
+        >>> float(loss_scale), cell.state()["skipped_steps"]
+        (16384.0, 0)
+    """
+
+    def __init__(
+        self,
+        loss_scale_value,
+        scale_factor=2,
+        *,
+        exchange_rate=1.0,
+        min_loss_scale=1.0,
+        max_loss_scale=None,
+        history_size=0,
+        track_per_parameter=False,
+    ):
+        rule = GuidedRule(
+            exchange_rate, scale_factor=scale_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
+        )
+        super().__init__(rule, loss_scale_value, history_size, track_per_parameter)
+
+
+class RuleLossScaleUpdateCell(TextUpdateCell):
+    """Update cell of a rule of one's own, or of any rule whose step is one text.
+
+    In a YAML file the rule is named by its module, which lies in the current folder or can be imported::
+
+        scale_sense:
+          type: RuleLossScaleUpdateCell
+          rule: log_max.LogMaxRule
+          loss_scale_value: 65536
+
+    Args:
+        loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
+            element, as MindFormers passes on resume, is only read.
+        rule (Union[str, type, TextRule]): ``module.Class``, the class, or the rule itself.
+        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0.
+        track_per_parameter (bool): as in :class:`GradientGuidedLossScaleUpdateCell`, for a rule that needs the largest
+            gradient. Default: False.
+        arguments: those of the rule, by name, unless it is made already.
+
+    Inputs, outputs, platforms: as in :class:`GradientGuidedLossScaleUpdateCell`.
+
+    Raises:
+        TypeError: if an argument is not of its type, the rule has no such argument, or is no rule of this kind.
+        ValueError: if an argument is out of its range, or there is no such rule.
+
+    Examples:
+        >>> cell = RuleLossScaleUpdateCell(2**10, rule="guided", exchange_rate=5)
+        >>> cell.rule.patience
+        200
+    """
+
+    def __init__(self, loss_scale_value, rule, *, history_size=0, track_per_parameter=False, **arguments):
+        rule = make_rule(rule, **arguments)
+        if not isinstance(rule, TextRule):
+            raise TypeError(
+                f"'rule' must be a TextRule, but got {type(rule).__name__}. Use its own update cell, {rule.cell}."
+            )
+        super().__init__(rule, loss_scale_value, history_size, track_per_parameter)
+
+    @classmethod
+    def _for_rule(cls, rule, state, **options):
+        return cls(state.loss_scale, rule, **options)
+
+
+def _place_of(rule, key):
+    """Where a recorded part of the state is: its field, its place in a vector or None, whether it is an integer."""
+    field = next(field for field in rule.fields if key in field.keys)
+    place = graph_backend.to_tensor(field.parts.index(key)) if field.parts else None
+    return field.name, place, field.dtype == "int32"
