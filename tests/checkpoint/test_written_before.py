@@ -1,0 +1,235 @@
+"""What version 0.1.0 wrote, before the update cells had one base class, goes on and is read as it was then.
+
+The files are in ``written_before``, and its README says how they were made.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import mindspore
+import pytest
+from mindspore import Tensor, nn
+from training_runs import CheckpointSection, TrainingRun
+from versions import NEEDS_SECTION
+
+from mindformers_adaptive import (
+    AdaptiveLossScaleManager,
+    AdaptiveLossScaler,
+    GradientGuidedLossScaleManager,
+    GradientGuidedLossScaler,
+)
+from mindformers_adaptive.checkpoint.callback import restores_sidecar
+from mindformers_adaptive.cli.program import main
+from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.wrapper import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    TrainOneStepWithLossScaleCell,
+)
+
+# What a gradient-guided cell warns of when it goes on from the form of its state that these files have, as a regular
+# expression. None: this form is its own.
+OLDER_FORM_WARNING = None
+
+WRITTEN = Path(__file__).parent / "written_before"
+EXPECTED = json.loads((WRITTEN / "expected.json").read_text())
+CLASSES = {
+    "adaptive": (AdaptiveLossScaleUpdateCell, AdaptiveLossScaleManager, AdaptiveLossScaler),
+    "guided": (GradientGuidedLossScaleUpdateCell, GradientGuidedLossScaleManager, GradientGuidedLossScaler),
+}
+
+ADAPTIVE, GUIDED = ["adaptive", "adaptive_hysteresis_2"], ["guided"]
+LAUNCHED = ["adaptive_launched", "guided_launched"]
+CHECKPOINTS = ["train_step.ckpt", "train_step.safetensors"]
+SIDECAR = "iteration_00000060"
+STATE_DICTS = ["update_cell.json", "manager.json", "scaler.json"]
+STEP_COUNTERS = ("cur_iter", "last_overflow_iter", "skipped_steps", "consecutive_overflows")
+
+
+def go_on(run, file):
+    """Return a new update cell, manager or scaler that goes on from a file, and a function that takes a step.
+
+    The function takes whether the step overflows. The manager and the scaler go on from their own files, and the update
+    cell, in a train step, from the others.
+    """
+    cell_class, manager_class, scaler_class = CLASSES[EXPECTED[run]["kind"]]
+    # Not the loss scale that the file has.
+    arguments, path = {"scale_factor": 2, **EXPECTED[run]["arguments"]}, WRITTEN / run / file
+    if file == "manager.json":
+        manager = manager_class(8.0, **arguments)
+        manager.load_state_dict(json.loads(path.read_text()))
+        return manager, manager.update_loss_scale
+    if file == "scaler.json":
+        scaler = scaler_class(8.0, **arguments)
+        scaler.load_state_dict(json.loads(path.read_text()))
+        return scaler, lambda overflow: scaler.adjust(Tensor(not overflow))
+
+    cell, network = cell_class(8.0, **arguments), nn.Dense(3, 2, has_bias=False)
+    optimizer = nn.Momentum(network.trainable_params(), 0.001, 0.9)
+    step = TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, scale_sense=cell)
+    if file == "update_cell.json":
+        cell.load_state_dict(json.loads(path.read_text()))
+    elif file == SIDECAR:
+        # MindFormers restores the loss scale itself.
+        step.scale_sense.set_data(Tensor(EXPECTED[run]["loss_scale"], mindspore.float32))
+        restores_sidecar(lambda checkpoint, network, optimizer: None)(str(path), network, optimizer)
+    else:
+        saved = mindspore.load_checkpoint(str(path), format=path.suffix[1:])
+        mindspore.load_param_into_net(step, saved)
+    step.set_train()
+    return cell, lambda overflow: cell(step.scale_sense, Tensor(overflow))
+
+
+@pytest.mark.parametrize("file", [*CHECKPOINTS, SIDECAR, *STATE_DICTS])
+@pytest.mark.parametrize("run", ADAPTIVE)
+def test_adaptive_scaling_takes_the_steps_that_it_took_then(graph_mode, run, file):
+    expected = EXPECTED[run]
+    owner, take_step = go_on(run, file)
+    state = owner.state_dict()
+    assert (state["scale"], {name: state[name] for name in expected["state"]}) == (
+        expected["loss_scale"],
+        expected["state"],
+    )
+    assert len(expected["next"]) == 30
+    for number, (overflow, *after) in enumerate(expected["next"]):
+        take_step(overflow)
+        state = owner.state_dict()
+        assert [state["scale"], state["scale_window"]] == after, number
+
+
+def warning_of_the_older_form():
+    if OLDER_FORM_WARNING is None:
+        return contextlib.nullcontext()
+    return pytest.warns(UserWarning, match=OLDER_FORM_WARNING)
+
+
+@pytest.mark.parametrize("file", [*CHECKPOINTS, SIDECAR, *STATE_DICTS])
+@pytest.mark.parametrize("run", GUIDED)
+def test_guided_scaling_goes_on_at_its_loss_scale_and_step(graph_mode, run, file):
+    expected = EXPECTED[run]
+    with warning_of_the_older_form() as caught:
+        owner, take_step = go_on(run, file)
+    assert caught is None or len(caught) == 1
+
+    def seen():
+        state = owner.state_dict()
+        return state["scale"], state["cur_iter"], state["skipped_steps"]
+
+    steps, skipped = expected["state"]["cur_iter"], expected["state"]["skipped_steps"]
+    assert seen() == (expected["loss_scale"], steps, skipped)
+    if file not in ("manager.json", "scaler.json"):
+        # The last step before did not overflow.
+        take_step(True)
+        assert seen() == (expected["loss_scale"] / 2, steps + 1, skipped + 1)
+
+
+@pytest.fixture
+def printed_json(capsys):
+    """Return a function that runs a command with ``--json``, and returns the object that it printed."""
+
+    def run(*arguments):
+        assert main([*map(str, arguments), "--json"]) == 0
+        return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "file"),
+    [
+        *((run, file) for run in (*ADAPTIVE, *GUIDED) for file in (*CHECKPOINTS, SIDECAR)),
+        *((run, file) for run in LAUNCHED for file in ("saved", "saved/iteration_00000020")),
+    ],
+)
+def test_inspect_shows_the_state(printed_json, run, file):
+    expected = EXPECTED[run]
+    (shown,) = printed_json("inspect", WRITTEN / run / file)["checkpoints"]
+    # Of the gradient-guided state the counters that all cells have.
+    names = expected["state"] if expected["kind"] == "adaptive" else STEP_COUNTERS
+    assert (shown["kind"], shown["loss_scale"]) == (expected["kind"], expected["loss_scale"])
+    assert {name: shown[name] for name in names} == {name: expected["state"][name] for name in names}
+    assert shown["notes"] == (["latest"] if file == "saved" else [])
+
+
+@pytest.mark.parametrize("run", EXPECTED)
+def test_records_are_read_and_analyzed(printed_json, run):
+    expected, file = EXPECTED[run], WRITTEN / run / "loss_scale_record.jsonl"
+    entries = read_record(file)
+    lines = [json.loads(line, object_hook=with_infinities) for line in file.read_text().splitlines()]
+    assert entries == lines
+    assert [entry["step"] for entry in entries] == list(range(1, expected["steps"] + 1))
+    last = entries[-1]
+    skipped = expected["state"]["skipped_steps"]
+    assert (last["next_loss_scale"], last["skipped_steps"]) == (expected["loss_scale"], skipped)
+    analysis = printed_json("analyze", file)
+    assert (analysis["steps"]["count"], analysis["skipped"]["count"]) == (expected["steps"], skipped)
+    assert analysis["log"]["lines_used"] == expected["steps"]
+
+
+def with_infinities(line):
+    return {name: float(value) if value in ("inf", "-inf", "nan") else value for name, value in line.items()}
+
+
+# The model of the launched runs, and their cells.
+TINY = {"model.model_config.hidden_size": 8, "model.model_config.num_heads": 2, "model.model_config.multiple_of": 8}
+GUIDED_CELL = {
+    "runner_wrapper.scale_sense": "{type: GradientGuidedLossScaleUpdateCell, loss_scale_value: 1048576, "
+    "exchange_rate: 200}"
+}
+LAST = 30
+
+
+def resumed_run(run, corpus, output):
+    """Copy what a launched run left, resume it up to step ``LAST``, and return the finished run."""
+    shutil.copytree(WRITTEN / run, output)
+    form = CheckpointSection()
+    options = TINY | form.save_options(output, every=LAST, keep=3) | form.resume_options(output)
+    if EXPECTED[run]["kind"] == "guided":
+        options |= GUIDED_CELL
+    resumed = TrainingRun(output, corpus, options, LAST).wait()
+    first = EXPECTED[run]["steps"] + 1
+    assert list(resumed.steps()) == list(range(first, LAST + 1))
+    assert form.newest_complete(output) == LAST
+    # One record for both runs.
+    record = read_record(output / "loss_scale_record.jsonl")
+    assert record[: first - 1] == read_record(WRITTEN / run / "loss_scale_record.jsonl")
+    assert [entry["step"] for entry in record] == list(range(1, LAST + 1))
+    assert [entry["next_loss_scale"] for entry in record[first - 1 :]] == [
+        step.loss_scale for step in resumed.steps().values()
+    ]
+    return resumed
+
+
+@NEEDS_SECTION
+@pytest.mark.slow
+def test_a_launched_run_with_adaptive_scaling_goes_on_by_the_rule(long_corpus, tmp_path):
+    expected = EXPECTED["adaptive_launched"]
+    resumed = resumed_run("adaptive_launched", long_corpus, tmp_path / "output")
+    state = {"loss_scale": expected["loss_scale"], **expected["state"]}
+    assert resumed.restored_state() == state
+    # What overflows depends on the corpus, which is cut from the files of this Python.
+    manager = AdaptiveLossScaleManager(8.0, max_scale_window=4, min_scale_window=1)
+    manager.load_state_dict({"scale": expected["loss_scale"], **expected["state"]})
+    for number, step in resumed.steps().items():
+        manager.update_loss_scale(step.overflow)
+        assert manager.get_loss_scale() == step.loss_scale, number
+
+
+@NEEDS_SECTION
+@pytest.mark.slow
+def test_a_launched_run_with_guided_scaling_goes_on_at_its_loss_scale_and_step(long_corpus, tmp_path):
+    expected = EXPECTED["guided_launched"]
+    resumed = resumed_run("guided_launched", long_corpus, tmp_path / "output")
+    restored = resumed.restored_state()
+    names = ("cur_iter", "skipped_steps")
+    assert (restored["loss_scale"], *(restored[name] for name in names)) == (
+        expected["loss_scale"],
+        *(expected["state"][name] for name in names),
+    )
+    if OLDER_FORM_WARNING is None:
+        assert "starts afresh" not in resumed.text()
+    else:
+        assert len(re.findall(OLDER_FORM_WARNING, resumed.text())) == 1
