@@ -100,6 +100,7 @@ def test_module_imports_only_from_rooms_below(module):
 def test_the_package_itself_names_its_doors_for_editors_and_imports_them_on_first_use():
     tree = ast.parse(MODULES[""].read_text(encoding="utf-8"))
     [for_editors] = [node for node in tree.body if isinstance(node, ast.If)]
+    assert all(alias.name == alias.asname for node in for_editors.body for alias in node.names)
     assert ast.unparse(for_editors.test) == "TYPE_CHECKING"
     named = {
         alias.name: node.module.removeprefix("mindformers_adaptive.")
@@ -127,7 +128,7 @@ def test_modules_within_a_room_import_each_other_one_way():
 
 def test_an_import_from_above_would_be_seen():
     assert imports_out_of_order("rules.ladder", "from mindformers_adaptive import wrapper") == {"wrapper"}
-    inside = "def f():\n    from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell"
+    inside = "def f():\n    from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell"
     assert imports_out_of_order("lab.traces.trace", inside) == {"cells"}
     assert imports_out_of_order("amp.manager", inside) == set()
     assert imports_out_of_order("rules.ladder", "from mindformers_adaptive import register") == {""}
@@ -195,9 +196,9 @@ def test_plain_python_stays_free_of_mindspore(run_python):
 
 
 def test_an_import_of_mindspore_would_be_seen(run_python):
-    modules = ["mindformers_adaptive.rules.ladder", "mindformers_adaptive.cells.update_cell"]
+    modules = ["mindformers_adaptive.rules.ladder", "mindformers_adaptive.cells.adaptive_update_cell"]
     printed = run_python("-c", REPORT, *modules).stdout
-    assert printed.splitlines()[-1] == "mindformers_adaptive.cells.update_cell mindspore"
+    assert printed.splitlines()[-1] == "mindformers_adaptive.cells.adaptive_update_cell mindspore"
 
 
 def test_package_loads_a_name_that_needs_mindspore_on_first_use(run_python):

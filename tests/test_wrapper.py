@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from mindformers_adaptive import register, wrapper
 from mindformers_adaptive.cells import train_step
-from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 STOCK = {

@@ -141,8 +141,8 @@ class AdaptiveLossScaler(RuleLossScaler):
     """Loss scaler of adaptive loss scaling, for training with ``mindspore.value_and_grad``.
 
     It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
-    those of :class:`~mindformers_adaptive.cells.adaptive_update_cell.AdaptiveLossScaleUpdateCell`, which applies the rule. In
-    data parallel, reduce the gradients before ``amp.all_finite``, so that every process sees an inf or NaN of any.
+    those of its ``update_cell``, which applies the rule. In data parallel, reduce the gradients before
+    ``amp.all_finite``, so that every process sees an inf or NaN of any.
 
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.

@@ -9,7 +9,7 @@ from dense_network import Dense
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive import AdaptiveLossScaleManager, AdaptiveLossScaler, AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.rules.restored_state import STEP_LIMIT
+from mindformers_adaptive.rules.base import STEP_LIMIT
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 OVERFLOWS = (np.random.default_rng(5).random(60) < 0.3).tolist()

@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.train.mind_ir_pb2 import ModelProto, TensorProto
 
-from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

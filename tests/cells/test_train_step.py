@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 
-from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 
-from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 
 # The names that MindFormers' own cell writes into checkpoints, and what is new.
 STOCK_NAMES = {

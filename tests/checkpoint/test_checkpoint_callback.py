@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.checkpoint.callback import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell

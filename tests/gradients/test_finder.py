@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.gradients.finder import LOSS_SCALES, find_loss_scale
 from mindformers_adaptive.gradients.ranges import GradientSweep
 from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN, recommend_loss_scale

@@ -103,7 +103,7 @@ def assert_same(configuration, trace, measures, final_state):
 
 
 def test_reference_sweep_and_cell_agree_on_random_traces(graph_mode):
-    from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
+    from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 
     arguments = [
         {"max_scale_window": 4, "min_scale_window": 1},
