@@ -3,7 +3,7 @@
 from mindformers.wrapper.wrapper import GradAccumulationCellWithTwoOutput
 from mindspore import nn
 
-from mindformers_adaptive.integration.feature_checks import given_to_train_step
+from mindformers_adaptive.integration.checks import given_to_train_step
 
 __all__ = ["MeanOverMicroBatches", "accumulate", "take_accumulation_steps"]
 

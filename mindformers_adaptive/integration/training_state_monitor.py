@@ -2,7 +2,8 @@
 
 import numpy as np
 from mindformers.core.callback import callback
-from mindspore import Tensor
+
+from mindformers_adaptive.monitor.step_reader import read_overflow
 
 __all__ = ["TrainingStateMonitor", "require_finite_loss"]
 
@@ -54,6 +55,7 @@ def require_finite_loss(loss, step):
     """Raise ValueError if the loss of a step, a Tensor, is inf or NaN.
 
     Examples:
+        >>> from mindspore import Tensor
         >>> require_finite_loss(Tensor(2.5), step=1)
         >>> require_finite_loss(Tensor(np.float32(np.inf)), step=1)
         Traceback (most recent call last):
@@ -69,7 +71,5 @@ def require_finite_loss(loss, step):
 
 
 def _overflowed(outputs):
-    if not isinstance(outputs, tuple | list) or len(outputs) < 3:
-        return False
-    overflow = outputs[1]
-    return bool(np.any(overflow.asnumpy() if isinstance(overflow, Tensor) else overflow))
+    # A network of a user may return something else beside its loss.
+    return isinstance(outputs, tuple | list) and len(outputs) > 2 and read_overflow(outputs)

@@ -6,7 +6,7 @@ from mindspore import Parameter, Tensor, nn
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.rules import guided_names, restored_state
 
-__all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "steps_taken"]
+__all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "read_overflow", "steps_taken"]
 
 _ATTRIBUTES = {
     name: attribute
@@ -64,6 +64,19 @@ def read_loss(loss):
     if not isinstance(loss, Tensor):
         return float(loss) if isinstance(loss, int | float) else None
     return float(np.mean(to_numpy(loss)))
+
+
+def read_overflow(outputs):
+    """Return the overflow flag among the outputs of a train-step cell, or None if there is none. Waits for the device.
+
+    Examples:
+        >>> read_overflow((Tensor(2.5), Tensor([True]), Tensor(1024.0))), read_overflow(Tensor(2.5))
+        (True, None)
+    """
+    if not isinstance(outputs, tuple | list) or len(outputs) < 2:
+        return None
+    overflow = outputs[1]
+    return bool(np.any(overflow.asnumpy() if isinstance(overflow, Tensor) else overflow))
 
 
 class StepReader:
@@ -154,7 +167,8 @@ class StepReader:
     def _read_last(self, step, count, outputs):
         state = self._state()
         next_loss_scale = self._read_loss_scale()
-        overflow = _read_overflow(state, outputs)
+        following = state.get("consecutive_overflows")
+        overflow = read_overflow(outputs) if following is None else following > 0
         is_fixed = self._update_cell is None or isinstance(self._update_cell, nn.FixedLossScaleUpdateCell)
         if count > 1:
             self._skipped_steps, self._consecutive_overflows = None, 0
@@ -169,7 +183,7 @@ class StepReader:
             "next_loss_scale": next_loss_scale,
             **{name: state.get(name) for name in _UNKNOWN},
             "skipped_steps": state.get("skipped_steps", self._skipped_steps),
-            "consecutive_overflows": state.get("consecutive_overflows", self._consecutive_overflows),
+            "consecutive_overflows": self._consecutive_overflows if following is None else following,
         }
 
     def _state(self):
@@ -197,12 +211,3 @@ def _state_parameters(update_cell):
     # A cell that prefixes names puts more in front.
     by_name = {parameter.name.rpartition(".")[2]: parameter for parameter in update_cell.get_parameters()}
     return {_ATTRIBUTES[name]: parameter for name, parameter in by_name.items() if name in _ATTRIBUTES}
-
-
-def _read_overflow(state, outputs):
-    if "consecutive_overflows" in state:
-        return state["consecutive_overflows"] > 0
-    if isinstance(outputs, tuple | list) and len(outputs) > 1:
-        overflow = outputs[1]
-        return bool(np.any(overflow.asnumpy() if isinstance(overflow, Tensor) else overflow))
-    return None

@@ -10,8 +10,8 @@ from mindspore import Parameter, Tensor, nn
 from test_loss_scale_monitor import train
 
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-from mindformers_adaptive.monitor.overflow_names import OverflowNames
 from mindformers_adaptive.monitor.record import FIELDS, read_record
+from mindformers_adaptive.monitor.reports import OverflowNames
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 

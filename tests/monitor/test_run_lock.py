@@ -7,8 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from mindformers_adaptive.monitor.record import RunRecord, read_record
-from mindformers_adaptive.monitor.run_lock import RunLock
+from mindformers_adaptive.monitor.record import RunLock, RunRecord, read_record
 
 HOLDER = """
 import sys

@@ -10,7 +10,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from mindformers_adaptive.monitor.stop_signals import StopSignals
+from mindformers_adaptive.monitor.reports import StopSignals
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
