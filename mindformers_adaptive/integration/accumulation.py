@@ -9,7 +9,7 @@ __all__ = ["MeanOverMicroBatches", "accumulate", "take_accumulation_steps"]
 
 
 class MeanOverMicroBatches(nn.Cell):
-    """The mean loss over the micro batches that a batch is cut into; its gradients are added up one by one.
+    """The mean loss over the micro batches that a batch is split into, whose gradients are accumulated.
 
     Args:
         network (Cell): returns the loss of a micro batch, a Tensor.

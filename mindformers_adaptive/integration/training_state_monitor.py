@@ -1,4 +1,4 @@
-"""MindFormers' ``TrainingStateMonitor``, for which an overflow that loss scaling deals with is no anomaly."""
+"""MindFormers' ``TrainingStateMonitor`` that does not take a skipped step for an anomaly."""
 
 import numpy as np
 from mindformers.core.callback import callback
@@ -16,8 +16,8 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
 
     - ``check_for_nan_in_loss_and_grad`` checks the loss only. No loss scale makes a loss inf or NaN, because only the
       gradients are multiplied by it: then training ends, as with the stock class.
-    - ``use_skip_data_by_global_norm`` and ``check_for_global_norm`` take the norm for no spike. The spikes in a row
-      before it still count.
+    - ``use_skip_data_by_global_norm`` and ``check_for_global_norm`` do not count the norm as a spike. Consecutive
+      spikes before it still count.
 
     All other steps are checked as by the stock class.
 

@@ -17,7 +17,7 @@ FILE_NAME = "gradient_ranges.jsonl"
 
 
 class GradientRangeMonitor(RecordingCallback):
-    """Callback that looks at the gradients every N steps, before the step is taken.
+    """Callback that measures the gradients every N steps, before the step is taken.
 
     It works with ``mindspore.train.Model`` and, after ``register()``, as ``type: GradientRangeMonitor`` in the
     ``callbacks`` of a MindFormers YAML file. For each loss scale it runs a forward and backward pass on the batch of
@@ -44,7 +44,7 @@ class GradientRangeMonitor(RecordingCallback):
     In data-sink mode the host does not see the batches: there the monitor warns once and does nothing.
 
     Args:
-        every_n_steps (int): look at the steps whose number is a multiple of it. Default: 100, so that one more
+        every_n_steps (int): measure at the steps whose number is a multiple of it. Default: 100, so that one more
             backward pass takes less than 1% of the time.
         loss_scales (Iterable[float], optional): further loss scales to try. Default: None, only that of the training,
             which cannot tell an underflow from a gradient of 0.

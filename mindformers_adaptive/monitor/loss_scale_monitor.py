@@ -49,20 +49,20 @@ class LossScaleMonitor(RecordingCallback):
     ================================ ===========================================================================
 
     A value is null where it is unknown: the window of another update cell, the largest gradient where the cell does not
-    follow it, or the loss of a step inside a sink. ``overflowed_parameters`` needs a gradient-guided cell with
-    ``track_per_parameter=True``, and that the host looks at just this step; a line of the log names them too. The host
-    looks at the device every ``every_n_steps`` steps, or once a sink. If ``history_size`` of the update cell is at
+    track it, or the loss of a step inside a sink. ``overflowed_parameters`` needs a gradient-guided cell with
+    ``track_per_parameter=True``, and that the host reads the device right after the step; the log names them too. The
+    host reads the device every ``every_n_steps`` steps, or once a sink. If ``history_size`` of the update cell is at
     least as large, the record has every step; otherwise one line counts those that are missing.
 
     A run that is resumed from a checkpoint continues the file, and steps that it takes again replace the old ones. A
     new run keeps an older file under another name; one that starts while another run writes the file takes a file with
-    ``_2`` in its name. The host looks at the device before each checkpoint too, so that none is ahead of the record.
+    ``_2`` in its name. The host reads the device before each checkpoint too, so that none is ahead of the record.
     When SIGTERM or SIGINT stops the process, a line of the log says at which step, and how to resume.
 
     Args:
         record_path (str, optional): the file. Default: None, ``loss_scale_record.jsonl`` in the output folder of
             MindFormers, which is ``./output`` unless set otherwise.
-        every_n_steps (int): how many steps apart the host looks at the device, and waits for it. Default: 1, as in
+        every_n_steps (int): every how many steps the host reads the device, and waits for it. Default: 1, as in
             MindFormers' ``MFLossMonitor``.
         tensorboard_dir (str, optional): a folder for TensorBoard scalars ``loss_scaling/KEY``. Where the YAML file has
             a ``tensorboard`` section, they go beside MindFormers' own instead. Default: None.

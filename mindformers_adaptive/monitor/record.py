@@ -191,14 +191,14 @@ class RunRecord:
 
 
 class RunLock:
-    """Locks a file, by a hidden one beside it. A process that ends in whatever way loses its locks.
+    """A lock on a file, held by way of a hidden one beside it. It ends with its process, however that ends.
 
     Args:
         path (Path): the file; it need not exist.
 
     Raises:
-        BlockingIOError: if another process, or another lock of this one, has the file.
-        OSError: if there is no lock to be had, such as in a folder that cannot be written to.
+        BlockingIOError: if another process, or another lock of this one, holds it.
+        OSError: if the file cannot be locked, such as in a folder that cannot be written to.
 
     Examples:
         >>> import tempfile
@@ -225,7 +225,7 @@ class RunLock:
             try:
                 if sys.platform != "win32":
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Between the two calls a process that let it go may have deleted the file.
+                # Between the two calls, the process that held the lock may have released it and deleted the file.
                 if self._path.exists() and os.path.samestat(os.fstat(file), os.stat(self._path)):
                     self._file = file
             finally:
@@ -234,8 +234,8 @@ class RunLock:
         _locked.add(self._path)
 
     def release(self) -> None:
-        """Let the file go."""
-        # A process that was forked has no part in the locks.
+        """Release the lock."""
+        # A forked process does not hold the locks of its parent.
         if self._file is not None and os.getpid() == self._process:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -248,7 +248,7 @@ class RunLock:
 
 
 def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the record of a run, which may still be going on.
+    """Read the record of a run, which may still be running.
 
     Args:
         path (str): the file.

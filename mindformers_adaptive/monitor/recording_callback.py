@@ -82,7 +82,7 @@ class RecordingCallback(Callback):
             self._open_writer(folder)
 
     def _restart(self, last_step):
-        """Take the steps after ``last_step`` out of the record before the next line is written."""
+        """Remove the steps after ``last_step`` from the record before the next line is written."""
         self._resume_after = last_step
 
     def _append(self, entries):

@@ -166,7 +166,7 @@ class StopSignals:
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int] = {}
 
     def install(self) -> None:
-        """Put the handlers in place. In any other than the main thread this does nothing."""
+        """Install the handlers; outside the main thread this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._process = os.getpid()
@@ -178,13 +178,13 @@ class StopSignals:
                 signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Put the previous handlers back, unless others have taken the place of these."""
+        """Restore the previous handlers, unless others have been installed since."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A process that was forked meanwhile, to load data, is none of the run.
+        # A process that was forked to load data is not the run.
         if os.getpid() == self._process:
             self._report(signal.Signals(number).name)
         previous = self._previous[number]

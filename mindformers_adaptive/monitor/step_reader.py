@@ -15,7 +15,7 @@ _ATTRIBUTES = {
     if attribute not in ("level", "overflow_rate")
 }
 _OF_WINDOW = ("scale_window", "window_index")
-# What not every update cell has.
+# What some update cells lack.
 _UNKNOWN = dict.fromkeys((*_OF_WINDOW, "growth_num", "down_num", "largest_gradient"))
 
 # Update cells from here count their steps.
@@ -103,7 +103,7 @@ class StepReader:
 
     def steps_taken(self):
         """Return how many steps the update cell has counted, or None if it does not count. Waits for the device."""
-        # A count that is full, or damaged, is of no use from then on.
+        # A count that is saturated or damaged cannot be relied on from then on.
         if not 1 <= _count(self._parameters) < _LARGEST_COUNT:
             self._parameters.pop("cur_iter", None)
         return steps_taken(self._update_cell) if "cur_iter" in self._parameters else None

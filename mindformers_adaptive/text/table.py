@@ -11,7 +11,7 @@ __all__ = ["align", "as_power_of_two", "text_table"]
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as aligned text, columns of text to the left; the words of a heading stand one below the other.
+    """Return rows as aligned text, columns of text to the left; each word of a heading has a line of its own.
 
     Args:
         columns (Sequence[str]): the keys to show, in this order. A heading is broken at each ``_``.
@@ -59,7 +59,7 @@ def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:
 def as_power_of_two(loss_scale: float) -> str:
     """Return a loss scale as 2^n where it is one, else as a plain number.
 
-    Logs print eight digits of a scale, so that one that is so near counts as a power of two.
+    Logs print eight digits of a scale, so one that agrees to that many counts as a power of two.
 
     Examples:
         >>> as_power_of_two(65536.0), as_power_of_two(3.0), as_power_of_two(float("inf"))

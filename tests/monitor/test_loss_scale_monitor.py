@@ -417,6 +417,27 @@ def test_an_evaluation_in_the_midst_of_a_training_changes_nothing(path):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_signal_that_stops_the_run_is_told_with_the_step_and_how_to_resume(path, tmp_path, messages, saves):
+    class Stopped(Callback):
+        def on_train_step_end(self, run_context):
+            if run_context.original_args().cur_step_num == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+    received, callbacks, remedy = [], [LossScaleMonitor(path), Stopped()], "It cannot be resumed, because it saves no"
+    if saves:
+        saver = ModelCheckpoint("x", str(tmp_path / "saved"), CheckpointConfig(save_checkpoint_steps=2))
+        callbacks, remedy = [*callbacks, saver], f"To resume, load the newest checkpoint in {tmp_path}/saved before"
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        train(build_again(), callbacks, OVERFLOWS[:4])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    [message] = [message for message in messages() if "stopped" in message]
+    assert message.startswith(f"Training was stopped by SIGTERM after step 3. {remedy}")
+    assert received == [signal.SIGTERM]
+
+
 class Evaluated(nn.Cell):
     """Returns the loss of a network, and two outputs that nobody needs."""
 
