@@ -148,7 +148,8 @@ def _check_dropping(config: Any) -> None:
 
 def _check_train_step(section: dict[str, Any]) -> None:
     cls = _find_class(section, "runner_wrapper")
-    if cls is not None and _PER_TOKEN not in _keywords(cls) and not _takes_any(cls):
+    names, takes_any = (set(), True) if cls is None else _keywords(cls)
+    if _PER_TOKEN not in names and not takes_any:
         raise TypeError(
             f"'runner_wrapper.type' must be a cell that takes '{_PER_TOKEN}', which MindFormers gives to it, but got "
             f"{section['type']!r}. Use MFTrainOneStepCell, which does the same and clips gradients."
@@ -218,14 +219,14 @@ def _check_keys(section: dict[str, Any], path: str, cls: Callable[..., Any] | No
 
 def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
     """Return the keyword arguments of a class, and whether code of a user may take others from ``**kwargs``."""
-    names, takes_any = _keywords(cls), _takes_any(cls)
-    if not inspect.isclass(cls) or not takes_any:
-        return names, takes_any
+    names, may_take_more = _keywords(cls)
+    if not inspect.isclass(cls) or not may_take_more:
+        return names, may_take_more
     may_take_more = False
     for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
-        initialise = vars(base)["__init__"]
-        names |= _keywords(initialise)
-        if not _takes_any(initialise):
+        own, takes_any = _keywords(vars(base)["__init__"])
+        names |= own
+        if not takes_any:
             break
         # What this class does not take is given to the next one.
         package = base.__module__.partition(".")[0]
@@ -233,13 +234,11 @@ def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
     return names - {"self"}, may_take_more
 
 
-def _keywords(function: Callable[..., Any]) -> set[str]:
+def _keywords(function: Callable[..., Any]) -> tuple[set[str], bool]:
+    """Return the keyword arguments in a signature, and whether it has ``**kwargs``."""
     parameters = inspect.signature(function).parameters.values()
-    return {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-
-
-def _takes_any(cls: Callable[..., Any]) -> bool:
-    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(cls).parameters.values())
+    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return names, any(each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _nearest(word: str, known: Collection[str]) -> str:

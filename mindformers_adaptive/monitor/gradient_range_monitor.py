@@ -11,9 +11,7 @@ from mindformers_adaptive.gradients.ranges import GradientSweep, checked_loss_sc
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["FILE_NAME", "GradientRangeMonitor"]
-
-FILE_NAME = "gradient_ranges.jsonl"
+__all__ = ["GradientRangeMonitor"]
 
 
 class GradientRangeMonitor(RecordingCallback):
@@ -75,7 +73,7 @@ class GradientRangeMonitor(RecordingCallback):
     """
 
     subject = "The range of gradients"
-    file_name = FILE_NAME
+    file_name = "gradient_ranges.jsonl"
     every_step = False
 
     def __init__(

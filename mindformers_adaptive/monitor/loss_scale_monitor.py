@@ -13,12 +13,7 @@ from mindformers_adaptive.monitor.recording_callback import RecordingCallback, r
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["FILE_NAME", "TAG", "LossScaleMonitor"]
-
-FILE_NAME = "loss_scale_record.jsonl"
-
-# Scalars for TensorBoard are named TAG/KEY, where KEY is that of the record.
-TAG = "loss_scaling"
+__all__ = ["LossScaleMonitor"]
 
 # Of the norm of the gradients, in what MindFormers' train-step cells return.
 _PLACE_OF_NORM = 4
@@ -100,7 +95,7 @@ class LossScaleMonitor(RecordingCallback):
     """
 
     subject = "Loss scaling"
-    file_name = FILE_NAME
+    file_name = "loss_scale_record.jsonl"
 
     def __init__(
         self,
@@ -208,7 +203,7 @@ class LossScaleMonitor(RecordingCallback):
         self._append([{field: entry[field] for field in kept if field in entry} for entry in entries])
         for entry in entries:
             for field in FIELDS[1:]:
-                self._add_scalar(f"{TAG}/{field}", entry[field], entry["step"])
+                self._add_scalar(f"loss_scaling/{field}", entry[field], entry["step"])
             window = self._report_window(window, entry)
         # After the record, which is then complete for whoever looks for the cause.
         for entry in entries:

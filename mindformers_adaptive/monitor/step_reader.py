@@ -8,12 +8,6 @@ from mindformers_adaptive.rules import guided_names, restored_state
 
 __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "read_overflow", "steps_taken"]
 
-_ATTRIBUTES = {
-    name: attribute
-    for names in (restored_state.PARAMETER_NAMES, guided_names.PARAMETER_NAMES)
-    for attribute, name in names.items()
-    if attribute not in ("level", "overflow_rate")
-}
 _OF_WINDOW = ("scale_window", "window_index")
 # What some update cells lack.
 _UNKNOWN = dict.fromkeys((*_OF_WINDOW, "growth_num", "down_num", "largest_gradient"))
@@ -189,11 +183,7 @@ class StepReader:
     def _state(self):
         state = {}
         for name, parameter in self._parameters.items():
-            value = parameter.asnumpy()
-            if name == "counters":
-                state |= zip(guided_names.COUNTERS, value.tolist(), strict=True)
-            else:
-                state[name] = float(value) if name == "largest_gradient" else int(value)
+            state |= _values_of(name, parameter.asnumpy())
         # The window of MindSpore's own dynamic cell is a constant.
         window = getattr(self._update_cell, "scale_window", None)
         if "scale_window" not in state and isinstance(window, Tensor):
@@ -204,6 +194,15 @@ class StepReader:
         return float(self._train_step.scale_sense.asnumpy().item())
 
 
+# All that is known here of the Parameters of the cells of this package and of MindFormers: names, and what they hold.
+_ATTRIBUTES = {
+    name: attribute
+    for names in (restored_state.PARAMETER_NAMES, guided_names.PARAMETER_NAMES)
+    for attribute, name in names.items()
+    if attribute not in ("level", "overflow_rate")
+}
+
+
 def _state_parameters(update_cell):
     """Return the Parameters of an update cell by attribute name; MindFormers' own cell has other attributes."""
     if not isinstance(update_cell, nn.Cell):
@@ -211,3 +210,10 @@ def _state_parameters(update_cell):
     # A cell that prefixes names puts more in front.
     by_name = {parameter.name.rpartition(".")[2]: parameter for parameter in update_cell.get_parameters()}
     return {_ATTRIBUTES[name]: parameter for name, parameter in by_name.items() if name in _ATTRIBUTES}
+
+
+def _values_of(name, value):
+    """Return what a Parameter holds, by attribute name; one of the gradient-guided cell holds several counters."""
+    if name == "counters":
+        return dict(zip(guided_names.COUNTERS, value.tolist(), strict=True))
+    return {name: float(value) if name == "largest_gradient" else int(value)}

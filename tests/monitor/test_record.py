@@ -1,6 +1,5 @@
 """The record of a run has each step once, whatever is killed, resumed, torn or full; one run at a time writes it."""
 
-import errno
 import json
 import os
 import random
@@ -204,48 +203,6 @@ def test_kills_lose_no_line_and_tear_none(path):
         assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
         last = len(lines) - 2
     assert path.read_bytes().endswith(b"\n")
-
-
-FULL_DISK = """
-import os, resource, sys
-from pathlib import Path
-from mindformers_adaptive.monitor.record import RunRecord, read_record
-
-def limit(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-path = Path(sys.argv[1])
-record = RunRecord(path)
-line = lambda step: {"step": step, "loss": 0.5}
-size = len('{"step": 1, "loss": 0.5}\\n')
-
-limit(2 * size + 7)
-try:
-    record.append(map(line, range(1, 6)))
-except OSError as error:
-    print(error.errno, record.last_step, path.stat().st_size == 2 * size)
-limit(100 * size)
-record.append([line(7)])
-print(read_record(path))
-
-before = path.read_bytes()
-limit(size)
-try:
-    record.resume(3)
-except OSError as error:
-    print(error.errno, path.read_bytes() == before, sorted(os.listdir(path.parent)))
-"""
-
-
-def test_a_disk_that_is_full_in_mid_line_leaves_whole_lines(run_python, path):
-    """The limit on the size of a file cuts writes off as a full disk does."""
-    printed = run_python("-c", FULL_DISK, path).stdout.splitlines()
-    lines = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}, missing(3, 6), {"step": 7, "loss": 0.5}]
-    assert printed == [
-        f"{errno.EFBIG} 2 True",
-        str(lines),
-        f"{errno.EFBIG} True ['.record.jsonl.lock', 'record.jsonl']",
-    ]
 
 
 HOLDER = """
