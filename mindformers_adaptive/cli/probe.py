@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result, progress_bar, read_scale
-from mindformers_adaptive.cli.yaml_arguments import add_yaml_arguments, read_options
+from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms
 
@@ -82,7 +82,7 @@ def sweep(options: argparse.Namespace, loss_scales, layers=()):  # type: ignore[
     """Run the sweep with a progress bar; what MindFormers prints goes to the standard error."""
     overrides = read_options(options.options)
     with contextlib.redirect_stdout(sys.stderr):
-        from mindformers_adaptive.integration.probe import probe
+        from mindformers_adaptive.integration.training_probe import probe
 
         with progress_bar(options.batches * len(loss_scales), "backward passes") as progress:
             return probe(

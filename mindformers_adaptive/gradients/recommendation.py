@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mindformers_adaptive.gradients.report import GradientRanges
 from mindformers_adaptive.gradients.verdict import Verdict, judge, table_of_groups
 from mindformers_adaptive.rules.checks import require_integer
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["DEFAULT_MARGIN", "LossScaleRecommendation", "check_margin", "recommend_loss_scale"]
 

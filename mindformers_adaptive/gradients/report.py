@@ -11,8 +11,7 @@ from typing import NamedTuple
 from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_statistics
 from mindformers_adaptive.text.atomic_file import atomic_write
 from mindformers_adaptive.text.json_text import json_text
-from mindformers_adaptive.text.power_of_two import as_power_of_two
-from mindformers_adaptive.text.table import align
+from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["GradientRanges", "LostGradient", "ScaleRanges"]
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from mindformers_adaptive.gradients.parameter_groups import group_parameters
 from mindformers_adaptive.gradients.report import GradientRanges
-from mindformers_adaptive.text.power_of_two import as_power_of_two
-from mindformers_adaptive.text.table import align
+from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["HARMLESS_SHARE", "Verdict", "judge", "table_of_groups"]
 

@@ -12,8 +12,7 @@ from mindspore import Tensor, nn
 from mindspore.dataset.engine.datasets import Dataset
 
 from mindformers_adaptive.integration.accumulation import accumulate, take_accumulation_steps
-from mindformers_adaptive.integration.config_checks import check_config
-from mindformers_adaptive.integration.cpu_checks import check_cpu
+from mindformers_adaptive.integration.checks import check_config, check_cpu
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.integration.workarounds import apply_workarounds
 

@@ -6,16 +6,10 @@ from mindspore import Parameter, Tensor, nn
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.rules import guided_names, restored_state
 
-__all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "steps_taken"]
+__all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "read_overflow", "steps_taken"]
 
-_ATTRIBUTES = {
-    name: attribute
-    for names in (restored_state.PARAMETER_NAMES, guided_names.PARAMETER_NAMES)
-    for attribute, name in names.items()
-    if attribute not in ("level", "overflow_rate")
-}
 _OF_WINDOW = ("scale_window", "window_index")
-# What not every update cell has.
+# What some update cells lack.
 _UNKNOWN = dict.fromkeys((*_OF_WINDOW, "growth_num", "down_num", "largest_gradient"))
 
 # Update cells from here count their steps.
@@ -66,6 +60,19 @@ def read_loss(loss):
     return float(np.mean(to_numpy(loss)))
 
 
+def read_overflow(outputs):
+    """Return the overflow flag among the outputs of a train-step cell, or None if there is none. Waits for the device.
+
+    Examples:
+        >>> read_overflow((Tensor(2.5), Tensor([True]), Tensor(1024.0))), read_overflow(Tensor(2.5))
+        (True, None)
+    """
+    if not isinstance(outputs, tuple | list) or len(outputs) < 2:
+        return None
+    overflow = outputs[1]
+    return bool(np.any(overflow.asnumpy() if isinstance(overflow, Tensor) else overflow))
+
+
 class StepReader:
     """Reads the last steps of a train-step cell with any update cell.
 
@@ -90,7 +97,7 @@ class StepReader:
 
     def steps_taken(self):
         """Return how many steps the update cell has counted, or None if it does not count. Waits for the device."""
-        # A count that is full, or damaged, is of no use from then on.
+        # A count that is saturated or damaged cannot be relied on from then on.
         if not 1 <= _count(self._parameters) < _LARGEST_COUNT:
             self._parameters.pop("cur_iter", None)
         return steps_taken(self._update_cell) if "cur_iter" in self._parameters else None
@@ -154,7 +161,8 @@ class StepReader:
     def _read_last(self, step, count, outputs):
         state = self._state()
         next_loss_scale = self._read_loss_scale()
-        overflow = _read_overflow(state, outputs)
+        following = state.get("consecutive_overflows")
+        overflow = read_overflow(outputs) if following is None else following > 0
         is_fixed = self._update_cell is None or isinstance(self._update_cell, nn.FixedLossScaleUpdateCell)
         if count > 1:
             self._skipped_steps, self._consecutive_overflows = None, 0
@@ -169,17 +177,13 @@ class StepReader:
             "next_loss_scale": next_loss_scale,
             **{name: state.get(name) for name in _UNKNOWN},
             "skipped_steps": state.get("skipped_steps", self._skipped_steps),
-            "consecutive_overflows": state.get("consecutive_overflows", self._consecutive_overflows),
+            "consecutive_overflows": self._consecutive_overflows if following is None else following,
         }
 
     def _state(self):
         state = {}
         for name, parameter in self._parameters.items():
-            value = parameter.asnumpy()
-            if name == "counters":
-                state |= zip(guided_names.COUNTERS, value.tolist(), strict=True)
-            else:
-                state[name] = float(value) if name == "largest_gradient" else int(value)
+            state |= _values_of(name, parameter.asnumpy())
         # The window of MindSpore's own dynamic cell is a constant.
         window = getattr(self._update_cell, "scale_window", None)
         if "scale_window" not in state and isinstance(window, Tensor):
@@ -188,6 +192,15 @@ class StepReader:
 
     def _read_loss_scale(self):
         return float(self._train_step.scale_sense.asnumpy().item())
+
+
+# All that is known here of the Parameters of the cells of this package and of MindFormers: names, and what they hold.
+_ATTRIBUTES = {
+    name: attribute
+    for names in (restored_state.PARAMETER_NAMES, guided_names.PARAMETER_NAMES)
+    for attribute, name in names.items()
+    if attribute not in ("level", "overflow_rate")
+}
 
 
 def _state_parameters(update_cell):
@@ -199,10 +212,8 @@ def _state_parameters(update_cell):
     return {_ATTRIBUTES[name]: parameter for name, parameter in by_name.items() if name in _ATTRIBUTES}
 
 
-def _read_overflow(state, outputs):
-    if "consecutive_overflows" in state:
-        return state["consecutive_overflows"] > 0
-    if isinstance(outputs, tuple | list) and len(outputs) > 1:
-        overflow = outputs[1]
-        return bool(np.any(overflow.asnumpy() if isinstance(overflow, Tensor) else overflow))
-    return None
+def _values_of(name, value):
+    """Return what a Parameter holds, by attribute name; one of the gradient-guided cell holds several counters."""
+    if name == "counters":
+        return dict(zip(guided_names.COUNTERS, value.tolist(), strict=True))
+    return {name: float(value) if name == "largest_gradient" else int(value)}

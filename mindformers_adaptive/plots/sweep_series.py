@@ -9,7 +9,7 @@ from typing import Any
 
 from mindformers_adaptive.gradients.parameter_groups import group_parameters
 from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_statistics
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["LARGEST", "NORMAL", "SUBNORMAL", "SweepSeries", "series_of_sweep", "subnormal_share"]
 

@@ -29,7 +29,7 @@ from pages import blocks, blocks_in, chinese, prose, tables
 import mindformers_adaptive
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell, register, wrapper
 from mindformers_adaptive.cli import program
-from mindformers_adaptive.integration.config_checks import check_config
+from mindformers_adaptive.integration.checks import check_config
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.rules import megatron
 

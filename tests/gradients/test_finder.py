@@ -171,7 +171,7 @@ def test_bad_margin_is_refused(margin, error, message):
 FIND_AND_TRAIN = """
 import json, sys
 from mindformers_adaptive.cli.program import main
-from mindformers_adaptive.integration.probe import probe
+from mindformers_adaptive.integration.training_probe import probe
 from mindformers_adaptive.gradients.recommendation import recommend_loss_scale
 
 config, corpus = sys.argv[1:]

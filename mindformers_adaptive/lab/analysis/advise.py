@@ -33,7 +33,7 @@ from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, Tuning, tune
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, forward_fill
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["advise"]
 

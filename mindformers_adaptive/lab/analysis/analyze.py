@@ -24,7 +24,7 @@ from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.replay.tune import Tuning
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, forward_fill
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["Analysis", "analyze"]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.trace import consecutive_runs
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["PATH_HEADING", "Change", "Phase", "as_range", "changes_of", "path_line", "phases", "ranges"]
 

@@ -18,7 +18,7 @@ from mindformers_adaptive.lab.replay.measures import (
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.ladder import DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["start_advice", "unseen_start_advice"]
 

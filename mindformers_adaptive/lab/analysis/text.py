@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Phase, as_range, path_line
-from mindformers_adaptive.text.power_of_two import as_power_of_two
-from mindformers_adaptive.text.table import text_table
+from mindformers_adaptive.text.table import as_power_of_two, text_table
 
 __all__ = ["analysis_text"]
 

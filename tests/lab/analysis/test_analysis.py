@@ -16,7 +16,7 @@ from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two
 
 LOGS = ROOT / "tests" / "lab" / "samples"
 
