@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from mindformers_adaptive.rules.base import Rule
+from mindformers_adaptive.rules.catalog import RULES, rule_of_cell
 from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
 
 __all__ = ["check_config", "check_cpu", "given_to_train_step", "value_at"]
@@ -38,9 +40,8 @@ _OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
 # The module in the register_path folder of this package, whose class is registered already.
 _OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 
-_GUIDED = "GradientGuidedLossScaleUpdateCell"
 # Update cells that move the scale, and so skip steps and keep a state.
-_MOVING = ("DynamicLossScaleUpdateCell", "AdaptiveLossScaleUpdateCell", _GUIDED)
+_MOVING = ("DynamicLossScaleUpdateCell", Rule.cell, *(rule.cell for rule in RULES.values()))
 # From 2^32, the usual start, a training of mean losses loses about 16 steps. A start above that is worth a word.
 _USUAL_START = 2.0**32
 _BFLOAT16 = ("bfloat16", "bf16")
@@ -260,8 +261,10 @@ def _warn_of_needless_scaling(config: Any) -> None:
 
 def _warn_of_high_start(config: Any) -> None:
     scale_sense = value_at(config, _SCALE_SENSE)
-    # The guided cell comes down in a few steps from anywhere.
-    if config.get("resume_training") or not isinstance(scale_sense, dict) or scale_sense["type"] == _GUIDED:
+    if config.get("resume_training") or not isinstance(scale_sense, dict):
+        return
+    # Whoever sees the gradients comes down in a few steps from anywhere.
+    if (rule := rule_of_cell(scale_sense.get("type"))) is not None and rule.signals:
         return
     scale, tokens = scale_sense.get("loss_scale_value"), _tokens_of_batch(config)
     # A wrong value is for the cell to refuse.

@@ -199,10 +199,11 @@ class LossScaleMonitor(RecordingCallback):
         entries = self._read_entries(run_context.original_args().net_outputs)
         if not entries:
             return
-        kept = (*FIELDS, "overflowed_parameters")
+        fields = (*FIELDS, *self._reader.recorded)
+        kept = (*fields, "overflowed_parameters")
         self._append([{field: entry[field] for field in kept if field in entry} for entry in entries])
         for entry in entries:
-            for field in FIELDS[1:]:
+            for field in fields[1:]:
                 self._add_scalar(f"loss_scaling/{field}", entry[field], entry["step"])
             window = self._report_window(window, entry)
         # After the record, which is then complete for whoever looks for the cause.

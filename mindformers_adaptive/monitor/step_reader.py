@@ -4,13 +4,14 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.rules import guided_names, restored_state
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.base import STEP_FIELDS
 
 __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "read_overflow", "steps_taken"]
 
 _OF_WINDOW = ("scale_window", "window_index")
 # What some update cells lack.
-_UNKNOWN = dict.fromkeys((*_OF_WINDOW, "growth_num", "down_num", "largest_gradient"))
+_UNKNOWN = dict.fromkeys((*AdaptiveRule.recorded, "largest_gradient"))
 
 # Update cells from here count their steps.
 _COUNTING = ("mindspore", "mindformers", "mindformers_adaptive")
@@ -43,7 +44,7 @@ def last_step_before(params, update_cell, last_step):
 
 def steps_taken(update_cell):
     """Return how many steps an update cell has counted, or None if it does not count. Waits for the device."""
-    count = _count(_state_parameters(update_cell))
+    count = _count({field.name: parameter for field, parameter in _state_fields(update_cell)})
     # A user's own cell that inherits the count may leave it at its start.
     counts = count != 1 or type(update_cell).construct.__module__.partition(".")[0] in _COUNTING
     return count - 1 if counts and 1 <= count < _LARGEST_COUNT else None
@@ -81,6 +82,7 @@ class StepReader:
 
     Attributes:
         window (tuple): the window in steps and its index; None if unknown.
+        recorded (tuple[str, ...]): what the rule of the update cell records beside what all of them do.
         measures_gradients (bool): whether the update cell is told the largest gradient of each step.
         names_parameters (bool): whether it keeps that of each Parameter, and so can name those that overflowed.
     """
@@ -88,7 +90,9 @@ class StepReader:
     def __init__(self, train_step):
         self._train_step = train_step
         self._update_cell = getattr(train_step, "loss_scaling_manager", None)
-        self._parameters = _state_parameters(self._update_cell)
+        self.recorded = tuple(name for name in _rule_of(self._update_cell).recorded if name not in _UNKNOWN)
+        self._fields = _state_fields(self._update_cell)
+        self._parameters = {field.name: parameter for field, parameter in self._fields}
         self.measures_gradients = "largest_gradient" in self._parameters
         self.names_parameters = getattr(self._update_cell, "each_largest", None) is not None
         self.window = tuple(map(self._state().get, _OF_WINDOW))
@@ -175,15 +179,16 @@ class StepReader:
             # Unknown if several steps were taken since, unless the scale never moves.
             "loss_scale": self._loss_scale if count == 1 else next_loss_scale if is_fixed else None,
             "next_loss_scale": next_loss_scale,
-            **{name: state.get(name) for name in _UNKNOWN},
+            **{name: state.get(name) for name in (*_UNKNOWN, *self.recorded)},
             "skipped_steps": state.get("skipped_steps", self._skipped_steps),
             "consecutive_overflows": self._consecutive_overflows if following is None else following,
         }
 
     def _state(self):
         state = {}
-        for name, parameter in self._parameters.items():
-            state |= _values_of(name, parameter.asnumpy())
+        for field, parameter in self._fields:
+            value = parameter.asnumpy().tolist()
+            state |= zip(field.parts, value, strict=True) if field.parts else {field.name: value}
         # The window of MindSpore's own dynamic cell is a constant.
         window = getattr(self._update_cell, "scale_window", None)
         if "scale_window" not in state and isinstance(window, Tensor):
@@ -194,26 +199,18 @@ class StepReader:
         return float(self._train_step.scale_sense.asnumpy().item())
 
 
-# All that is known here of the Parameters of the cells of this package and of MindFormers: names, and what they hold.
-_ATTRIBUTES = {
-    name: attribute
-    for names in (restored_state.PARAMETER_NAMES, guided_names.PARAMETER_NAMES)
-    for attribute, name in names.items()
-    if attribute not in ("level", "overflow_rate")
-}
+def _rule_of(update_cell):
+    """Return the rule of an update cell; that of MindFormers' own cell, and of any other, is the adaptive one."""
+    return getattr(update_cell, "rule", AdaptiveRule)
 
 
-def _state_parameters(update_cell):
-    """Return the Parameters of an update cell by attribute name; MindFormers' own cell has other attributes."""
+def _state_fields(update_cell):
+    """Return the fields of an update cell that are recorded, with their Parameters."""
     if not isinstance(update_cell, nn.Cell):
-        return {}
+        return []
     # A cell that prefixes names puts more in front.
     by_name = {parameter.name.rpartition(".")[2]: parameter for parameter in update_cell.get_parameters()}
-    return {_ATTRIBUTES[name]: parameter for name, parameter in by_name.items() if name in _ATTRIBUTES}
-
-
-def _values_of(name, value):
-    """Return what a Parameter holds, by attribute name; one of the gradient-guided cell holds several counters."""
-    if name == "counters":
-        return dict(zip(guided_names.COUNTERS, value.tolist(), strict=True))
-    return {name: float(value) if name == "largest_gradient" else int(value)}
+    rule = _rule_of(update_cell)
+    recorded = {*_UNKNOWN, *rule.recorded, *(field.name for field in STEP_FIELDS)}
+    fields = [field for field in rule.all_fields() if field.parameter in by_name and recorded.intersection(field.keys)]
+    return [(field, by_name[field.parameter]) for field in fields]
