@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mindformers_adaptive.amp.train_network import build_train_network, enable_loss_scale_on_cpu
     from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
     from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
-    from mindformers_adaptive.gradients.finder import find_loss_scale
     from mindformers_adaptive.gradients.ranges import gradient_ranges
+    from mindformers_adaptive.gradients.recommendation import find_loss_scale
     from mindformers_adaptive.integration.registration import register
     from mindformers_adaptive.integration.trainer import Trainer
     from mindformers_adaptive.lab.policies import make_policy
@@ -68,7 +68,7 @@ _MODULE_OF = {
     "Trainer": "integration.trainer",
     "build_train_network": "amp.train_network",
     "enable_loss_scale_on_cpu": "amp.train_network",
-    "find_loss_scale": "gradients.finder",
+    "find_loss_scale": "gradients.recommendation",
     "gradient_ranges": "gradients.ranges",
     "make_policy": "lab.policies",
     "register": "integration.registration",

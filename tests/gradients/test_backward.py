@@ -9,8 +9,8 @@ from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 from printed_parameters import LOSSES, forget_printed
 
-from mindformers_adaptive.gradients.finder import find_loss_scale
 from mindformers_adaptive.gradients.ranges import GradientSweep, gradient_ranges
+from mindformers_adaptive.gradients.recommendation import find_loss_scale
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     MFTrainOneStepCell,

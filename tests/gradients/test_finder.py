@@ -15,9 +15,13 @@ from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.gradients.finder import LOSS_SCALES, find_loss_scale
 from mindformers_adaptive.gradients.ranges import GradientSweep
-from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN, recommend_loss_scale
+from mindformers_adaptive.gradients.recommendation import (
+    DEFAULT_MARGIN,
+    EVERY_POWER,
+    find_loss_scale,
+    recommend_loss_scale,
+)
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import ArrayStatistics
 from mindformers_adaptive.monitor.record import read_record
@@ -46,7 +50,7 @@ def find():
     network = TimesFactor(HalfPrecisionSum(2))
     sweep = GradientSweep(network)
 
-    def find(batches, factor=1.0, margin=DEFAULT_MARGIN, loss_scales=LOSS_SCALES):
+    def find(batches, factor=1.0, margin=DEFAULT_MARGIN, loss_scales=EVERY_POWER):
         network.factor.set_data(Tensor(factor, mstype.float32))
         return recommend_loss_scale(sweep(batches, loss_scales), margin)
 
@@ -60,7 +64,7 @@ def test_recommendation_moves_by_the_powers_of_two_of_the_gradients():
     found = {}
     for power in range(-8, 9, 2):
         network.factor.set_data(Tensor(2.0**power, mstype.float32))
-        found[power] = math.log2(recommend_loss_scale(sweep(rows(), LOSS_SCALES)).loss_scale_value)
+        found[power] = math.log2(recommend_loss_scale(sweep(rows(), EVERY_POWER)).loss_scale_value)
     assert found == {power: found[0] - power for power in found}
     assert 10 < found[0] < 24
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
-from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows
+from mindformers_adaptive.gradients.statistics import array_statistics
 
 NAMES = ("layers.0.attention.wq.weight", "lm_head.weight")
 SIZE = 1000
@@ -27,11 +27,8 @@ def gradient_line(step, scale, *others):
     ranges = []
     for one in sorted({scale, *others}):
         gradients, at_reference = in_fp16(step, one), in_fp16(step, REFERENCE)
-        counts = {
-            name: count_underflows(gradients[name], at_reference[name] == 0) if others and one <= REFERENCE else None
-            for name in NAMES
-        }
-        statistics = {name: array_statistics(gradients[name], counts[name]) for name in NAMES}
+        reference = at_reference if others and one <= REFERENCE else {}
+        statistics = {name: array_statistics(gradients[name], reference.get(name), one / REFERENCE) for name in NAMES}
         ranges.append(ScaleRanges(one, 1.0, statistics))
     weights = {name: array_statistics([1.0]) for name in NAMES}
     return json.loads(json.dumps({"step": step, **GradientRanges(weights, (tuple(ranges),)).to_dict()}))

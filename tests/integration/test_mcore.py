@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, dataset, nn
 from mindspore.train import Callback, Model
 from printed_parameters import LOSSES, forget_printed
 
-from mindformers_adaptive.gradients.finder import find_loss_scale
+from mindformers_adaptive.gradients.recommendation import find_loss_scale
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule

@@ -8,7 +8,6 @@ from records import gradient_line, record_of
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_record import draw_gradient_records
-from mindformers_adaptive.plots.record import draw_record
 from mindformers_adaptive.plots.runs import draw_runs
 
 RUNS = {"64": record_of([64.0] * 21), "512": record_of([512.0] * 21, [7])}
@@ -79,7 +78,7 @@ def test_one_run_is_drawn_as_before(plot, tmp_path, picture_of):
     write_runs(tmp_path)
     code, picture, _ = plot("512/loss_scale_record.jsonl", "out.png")
     assert code == 0
-    assert picture == picture_of(draw_record(RUNS["512"]))
+    assert picture == picture_of(draw_runs({"": RUNS["512"]}))
 
 
 def test_runs_are_drawn_side_by_side_with_the_gradients_that_lie_beside_them(plot, tmp_path, picture_of):

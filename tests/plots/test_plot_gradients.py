@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from drawn import artist, artists, legend, points, title
 
-from mindformers_adaptive.gradients.parameter_groups import group_parameters, parameter_group
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
-from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, group_parameters, parameter_group
+from mindformers_adaptive.gradients.statistics import array_statistics
 from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
 
 SCALES = (1.0, 64.0, 512.0, 2.0**30)
@@ -33,11 +32,11 @@ def in_fp16(scale):
 @pytest.fixture(scope="module")
 def sweep():
     """A sweep over ``SCALES`` as its JSON file holds it; 2^30 overflows."""
-    reference = {name: gradients == 0 for name, gradients in in_fp16(512.0).items()}
+    reference = in_fp16(512.0)
     found = []
     for scale in SCALES:
         statistics = {
-            name: array_statistics(gradients, count_underflows(gradients, reference[name]) if scale <= 512 else None)
+            name: array_statistics(gradients, reference[name] if scale <= 512 else None, scale / 512)
             for name, gradients in in_fp16(scale).items()
         }
         found.append(ScaleRanges(scale, 1.0, statistics))
@@ -114,13 +113,13 @@ def test_lowest_and_highest_scale_without_overflow_are_compared_by_default(sweep
 
 
 def test_gradients_beyond_fp16_count_at_the_ends():
-    found = array_statistics([2.0**-100, 2.0**-40, 1.0, 2.0**90], underflowed=0)
+    found = array_statistics([2.0**-100, 2.0**-40, 1.0, 2.0**90], np.ones(4))
     ranges = GradientRanges({"a": found}, ((ScaleRanges(1.0, 1.0, {"a": found}),),))
     assert bars(draw_histograms(ranges.to_dict()).axes[0]) == {-30: 50.0, 0: 25.0, 19: 25.0}
 
 
 def test_subnormals_are_those_below_the_smallest_normal_number():
-    found = array_statistics([2.0**-25, 2.0**-15, 1.99 * 2.0**-15, 2.0**-14, 1.0], underflowed=0)
+    found = array_statistics([2.0**-25, 2.0**-15, 1.99 * 2.0**-15, 2.0**-14, 1.0], np.ones(5))
     ranges = GradientRanges({"a": found}, ((ScaleRanges(1.0, 1.0, {"a": found}),),))
     axes = draw_histograms(ranges.to_dict()).axes[0]
     assert artist(axes, "lost").get_text() == "underflow 0 %, subnormal 60 %"
