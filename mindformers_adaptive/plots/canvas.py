@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "Floats"]
 __all__ += ["as_text", "count", "draw_ceiling", "draw_steps", "gather", "headline", "legend_above", "legend_below"]
-__all__ += ["listed", "new_figure", "one_per_column", "percent", "power_of_two", "save", "say_instead", "style_axes"]
-__all__ += ["use_percent_axis", "use_power_of_two_axis", "use_step_axis"]
+__all__ += ["listed", "mark_above", "new_figure", "one_per_column", "percent", "point_marker", "power_of_two", "save"]
+__all__ += ["say_instead", "style_axes", "use_percent_axis", "use_power_of_two_axis", "use_step_axis"]
 
 Floats = NDArray[np.float64]
 
@@ -42,6 +42,9 @@ _LETTERS_PER_INCH = 9.6
 
 # About twice the pixels of a panel that is 1200 dots wide.
 _COLUMNS = 2000
+
+# Up to so many points a line shows each of them.
+_FEW_POINTS = 50
 
 # The lines of more steps than that would fill the panel; they are gathered into blocks.
 _BAND_FROM, _BLOCKS = 8000, 400
@@ -142,6 +145,18 @@ def style_axes(axes: Axes, *, title: str = "", x_label: str = "", y_label: str =
         axes.set_ylabel(y_label, fontsize=_LABEL_SIZE)
 
 
+def point_marker(points: int) -> str:
+    """Return the marker of a line, whose points are all shown if they are few: between gaps one point makes no line."""
+    return "." if points <= _FEW_POINTS else ""
+
+
+def mark_above(axes: Axes, x: Floats, colour: str, label: str, gid: str) -> None:
+    """Mark places at the upper edge of a panel, if there are any."""
+    if len(x):
+        style: dict[str, Any] = {"linestyle": "none", "marker": "v", "clip_on": False, "color": colour}
+        axes.plot(x, np.ones(len(x)), transform=axes.get_xaxis_transform(), label=label, gid=gid, **style)
+
+
 def legend_above(axes: Axes) -> None:
     """Put a panel's legend above it on the right, where it hides no data, on as many rows as its names take."""
     figure: Any = axes.figure
@@ -218,14 +233,14 @@ def draw_ceiling(axes: Axes, step: Floats, ceiling: Floats, label: str) -> None:
 
 
 def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> NDArray[np.intp]:
-    """Return the places of the marks to draw: the first in each column of the panel.
+    """Return the indices of the marks to draw: the first in each column of the panel.
 
     Args:
         x (ArrayLike): of shape (marks,), increasing.
         columns (int): into how many the range of x is cut. Default: 2000.
 
     Returns:
-        NDArray of increasing places: all of them up to ``columns`` marks.
+        NDArray of increasing indices: all of them up to ``columns`` marks.
 
     Examples:
         >>> one_per_column([0, 1, 2, 99], columns=2).tolist()

@@ -26,11 +26,11 @@ __all__ = ["GradientSeries", "GroupSeries", "draw_gradient_records", "is_gradien
 # The edges of the bands of magnitudes, as shares of the gradients.
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
+# What is known of a group in a step: the bands, the largest, the underflowed and the subnormal share.
+_COLUMNS = len(_QUANTILES) + 3
+
 # All gradients together stand among the groups by this name, which no group has.
 _ALL = "\0"
-
-# Up to so many points a line shows each of them.
-_FEW_POINTS = 50
 
 # The axis goes on to a limit of FP16 that is at most so many powers of two away from the gradients.
 _NEAR = 12.0
@@ -176,14 +176,10 @@ def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries) -> None:
     low, lower, median, upper, high = group.bands
     axes.fill_between(run.step, low, high, color=canvas.MAIN, alpha=0.2, linewidth=0, label="90 % of the gradients")
     axes.fill_between(run.step, lower, upper, color=canvas.MAIN, alpha=0.4, linewidth=0, label="50 %")
-    marker = "." if len(run.step) <= _FEW_POINTS else ""
+    marker = canvas.point_marker(len(run.step))
     axes.plot(run.step, median, color=canvas.MAIN, linewidth=1.6, marker=marker, label="median", gid="median")
     axes.plot(run.step, group.largest, color=canvas.MUTED, linewidth=0.9, marker=marker, label="largest", gid="largest")
-    skipped = run.step[run.overflow]
-    if len(skipped):
-        style: dict[str, Any] = {"linestyle": "none", "marker": "v", "color": canvas.WARNING, "clip_on": False}
-        top = axes.get_xaxis_transform()
-        axes.plot(skipped, np.ones(len(skipped)), transform=top, label="overflowed", gid="overflowed", **style)
+    canvas.mark_above(axes, run.step[run.overflow], canvas.WARNING, "overflowed", "overflowed")
     worst = ", ".join(_worst(group))
     axes.set_title(worst and f"at most {worst}", loc="right", fontsize=10, color=canvas.MUTED, pad=3)
 
@@ -236,7 +232,11 @@ def series_of_gradients(record: Sequence[Mapping[str, Any]], group: Callable[[st
     scales = _training_scales(lines, sweeps)
     measured = list(zip(sweeps, scales, strict=True))
     rows = [_rows(sweep, scale, group) for sweep, scale in measured]
-    groups = {kind: _group_series([row.get(kind) for row in rows]) for kind in dict.fromkeys(chain(*rows))}
+    groups = {}
+    for kind in dict.fromkeys(chain(*rows)):
+        # In some steps a group may be absent.
+        *bands, largest, underflowed, subnormal = np.array([row.get(kind, [math.nan] * _COLUMNS) for row in rows]).T
+        groups[kind] = GroupSeries(np.array(bands), largest, underflowed, subnormal)
     return GradientSeries(
         step=np.array([line["step"] for line in lines], np.float64),
         loss_scale=np.array(scales),
@@ -264,28 +264,18 @@ def _rows(ranges: GradientRanges, loss_scale: float, group: Callable[[str], str 
     """Return by group bands, largest, underflowed and subnormal in one step."""
     fits = ranges.fitting_scales
     best = (fits or ranges.loss_scales)[-1]
-    at_best, at_training = (
-        {**ranges.groups(scale, group), _ALL: ranges.overall(scale)} if scale in ranges.loss_scales else {}
-        for scale in (best, loss_scale)
-    )
+    at_best = {**ranges.groups(best, group), _ALL: ranges.overall(best)}
+    at_training = {**ranges.groups(loss_scale, group), _ALL: ranges.overall(loss_scale)} if loss_scale in fits else {}
     rows = {}
     for kind, counts in at_best.items():
-        row = [math.nan] * (len(_QUANTILES) + 3)
+        rows[kind] = row = [math.nan] * _COLUMNS
         if fits and counts.histogram:
             exponents, numbers = np.array(sorted(counts.histogram.items())).T
             edges = np.append(exponents[0], exponents + 1)
             below = np.append(0, np.cumsum(numbers)) / numbers.sum()
             largest = math.log2(counts.largest) if counts.largest else float(edges[-1])
             row[:-2] = (np.append(np.interp(_QUANTILES, below, edges), largest) - math.log2(best)).tolist()
-        if loss_scale in fits:
+        if kind in at_training:
             share = at_training[kind].share(at_training[kind].underflowed)
             row[-2:] = math.nan if share is None else share, at_training[kind].subnormal_share
-        rows[kind] = row
     return rows
-
-
-def _group_series(rows: Sequence[list[float] | None]) -> GroupSeries:
-    """Return the series of a group from its rows, None where it is absent."""
-    absent = [math.nan] * (len(_QUANTILES) + 3)
-    *bands, largest, underflowed, subnormal = np.array([row or absent for row in rows], np.float64).T
-    return GroupSeries(np.array(bands), largest, underflowed, subnormal)

@@ -53,14 +53,14 @@ class RunSeries:
     ceiling: Floats | None = None
 
     @property
+    def skipped(self) -> int:
+        """How many steps were skipped, missing ones included where that is known."""
+        return int(self.overflow.sum()) if self.all_skipped is None else self.all_skipped
+
+    @property
     def complete(self) -> bool:
         """Whether no step between the first and the last is missing."""
         return len(self.step) == self.last_step - self.first_step + 1
-
-    @property
-    def first_drawn(self) -> float:
-        """Where the picture of the run begins: before its first recorded step if there is a gap to show."""
-        return self.first_step if len(self.gaps) else float(self.step[0])
 
     @property
     def gaps(self) -> NDArray[np.float64]:
@@ -86,17 +86,10 @@ class RunSeries:
 
     def finding(self) -> str:
         """Return in one sentence how many steps were skipped and where the loss scale went."""
-        if self.all_skipped is None:
-            steps, skipped = len(self.step), int(self.overflow.sum())
-            kind = "step" if self.complete else "recorded step"
-        else:
-            steps, skipped, kind = self.last_step, self.all_skipped, "step"
-        whole = count(steps, kind)
-        number = f"{skipped:,} of"
-        if skipped == 0:
-            number = "None of"
-        elif skipped == steps > 1:
-            number = "All"
+        known = self.all_skipped is not None
+        steps, skipped = self.last_step if known else len(self.step), self.skipped
+        whole = count(steps, "step" if known or self.complete else "recorded step")
+        number = "None of" if skipped == 0 else "All" if skipped == steps > 1 else f"{skipped:,} of"
         path = _path(np.append(self.loss_scale, self.final_loss_scale))
         below = "" if self.ceiling is None else _headroom(self.loss_scale, self.ceiling)
         return "".join([f"{number} {whole} skipped", f"; loss scale {path}" if path else "", below and f", {below}"])

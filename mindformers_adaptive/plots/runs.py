@@ -24,8 +24,7 @@ __all__ = ["draw_runs"]
 _SMOOTH_FROM = 200
 _MEDIANS = 100
 
-# Up to so many points a line shows each of them, and up to so many skipped steps are crosses.
-_FEW_POINTS = 50
+# Up to so many skipped steps are crosses.
 _FEW_MARKS = 300
 
 # Ceilings fit the axis up to so many times the highest loss scale.
@@ -86,32 +85,30 @@ def draw_runs(
         )
     series = {name: series_of(run) for name, run in runs.items()}
     measured = {name: series_of_gradients(lines, lambda _: "all") for name, lines in (gradients or {}).items()}
-    alone = next(iter(series.values())) if len(series) == 1 and not measured else None
-    window = None if alone is None else alone.scale_window
+    alone = len(series) == 1 and not measured
+    [run, *_] = series.values()
+    window = run.scale_window if alone else None
     heights = [3.0, 3.0] + [2.2] * (window is not None) + [3.0] * bool(measured)
     figure = canvas.new_figure(10, 6 + 0.85 * sum(heights[2:]))
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     styles = {name: canvas.LINE_STYLES[place % len(canvas.LINE_STYLES)] for place, name in enumerate(series)}
-    _draw_losses(panels[0], series, styles, alone is not None)
-    _draw_loss_scales(panels[1], series, styles, alone is not None)
-    if alone is not None and window is not None:
-        _draw_window(panels[2], alone, window)
+    _draw_losses(panels[0], series, styles, alone)
+    _draw_loss_scales(panels[1], series, styles, alone)
+    if window is not None:
+        _draw_window(panels[2], run, window)
     if measured:
         _draw_underflow(panels[2], measured, styles)
-    if alone is not None:
-        _shade_gaps(panels, alone)
     for axes in panels:
+        if alone:
+            _shade_gaps(axes, run)
         canvas.legend_above(axes)
-    canvas.use_step_axis(
-        panels[-1], min(run.first_drawn for run in series.values()), max(run.last_step for run in series.values())
-    )
-    if alone is not None and not alone.complete:
-        panels[-1].set_xlabel(f"step ({len(alone.step):,} recorded)")
+    first, last = min(run.first_step for run in series.values()), max(run.last_step for run in series.values())
+    canvas.use_step_axis(panels[-1], first, last)
+    if alone and not run.complete:
+        panels[-1].set_xlabel(f"step ({len(run.step):,} recorded)")
     figure.align_ylabels()
-    if alone is None:
-        canvas.headline(figure, _comparison(series, measured))
-    else:
-        canvas.headline(figure, ": ".join([*map(canvas.as_text, filter(None, series)), alone.finding()]))
+    name = "".join(f"{canvas.as_text(name)}: " for name in series if name)
+    canvas.headline(figure, name + run.finding() if alone else _comparison(series, measured))
     return figure
 
 
@@ -135,10 +132,12 @@ def _draw_losses(axes: Axes, runs: _Runs, styles: _Styles, alone: bool) -> None:
         if alone and block > 1:
             faint: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
             axes.plot(*run.broken(run.step[known[name]], run.loss[known[name]]), color=colour, **faint)
-        style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.6, **_points(loss)}
         if len(loss):
-            axes.plot(step, loss, label=label, gid=gid, **style)
-        _mark_broken_loss(axes, run, canvas.WARNING if alone else colour)
+            style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.6, "gid": gid}
+            axes.plot(step, loss, label=label, marker=canvas.point_marker(len(loss)), **style)
+        broken = run.step[np.isinf(run.loss)]
+        thinned, colour = broken[canvas.one_per_column(broken)], canvas.WARNING if alone else colour
+        canvas.mark_above(axes, thinned, colour, f"inf or NaN ({len(broken):,})", "broken loss")
 
 
 def _loss_line(run: RunSeries) -> tuple[Floats, Floats, int]:
@@ -151,16 +150,6 @@ def _loss_line(run: RunSeries) -> tuple[Floats, Floats, int]:
     blocks = min(len(loss) // 10, _MEDIANS)
     middle, _, median, _ = canvas.gather(step, loss, blocks)
     return *run.broken(middle, median), len(loss) // blocks
-
-
-def _mark_broken_loss(axes: Axes, run: RunSeries, colour: str) -> None:
-    """Mark the steps whose loss was inf or NaN at the upper edge."""
-    broken = run.step[np.isinf(run.loss)]
-    if len(broken):
-        x = broken[canvas.one_per_column(broken)]
-        style: dict[str, Any] = {"linestyle": "none", "marker": "v", "markersize": 6, "clip_on": False}
-        style.update(transform=axes.get_xaxis_transform(), color=colour, gid="broken loss")
-        axes.plot(x, np.ones(len(x)), label=f"inf or NaN ({len(broken):,})", **style)
 
 
 def _draw_loss_scales(axes: Axes, runs: _Runs, styles: _Styles, alone: bool) -> None:
@@ -179,13 +168,9 @@ def _draw_loss_scales(axes: Axes, runs: _Runs, styles: _Styles, alone: bool) -> 
         if np.isfinite(run.scales[1]).any():
             style: dict[str, Any] = {"where": "post", "color": colour, "linestyle": dashes, "linewidth": 1.6}
             axes.step(*run.broken(*run.scales), label=label, gid=label, **style)
-        recorded, skipped = int(run.overflow.sum()), _skipped(run)
-        if not alone:
-            label = f"{canvas.as_text(name)}: {skipped:,} skipped"
-        elif recorded == skipped:
-            label = f"skipped step ({skipped:,})"
-        else:
-            label = f"skipped step ({recorded:,} of {skipped:,} recorded)"
+        recorded, skipped = int(run.overflow.sum()), run.skipped
+        of_all = "" if recorded == skipped else f" of {skipped:,} recorded"
+        label = f"skipped step ({recorded:,}{of_all})" if alone else f"{canvas.as_text(name)}: {skipped:,} skipped"
         if skipped or recorded or not alone:
             _mark_skipped(axes, run, canvas.WARNING if alone else colour, label, height=0.96 - 0.07 * place)
 
@@ -221,8 +206,9 @@ def _mark_skipped(axes: Axes, run: RunSeries, colour: str, label: str, height: f
 def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     what = "the loss scale" if run.ceiling is None else "the limit of the loss scale"
     canvas.style_axes(axes, title=f"scale window: clean steps before {what} is raised", y_label="scale window, steps")
-    style: dict[str, Any] = {"color": canvas.SECOND, "linewidth": 1.6, **_points(scale_window)}
-    axes.step(*run.broken(run.step, scale_window), where="post", gid="scale window", **style)
+    style: dict[str, Any] = {"color": canvas.SECOND, "linewidth": 1.6, "gid": "scale window"}
+    marker = canvas.point_marker(len(scale_window))
+    axes.step(*run.broken(run.step, scale_window), where="post", marker=marker, **style)
     windows = np.unique(scale_window[np.isfinite(scale_window)])
     # From the largest down, those windows have a label that have room for it.
     room = np.log(windows[-1] / windows[0]) / 8
@@ -236,17 +222,12 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     axes.minorticks_off()
 
 
-def _shade_gaps(panels: Sequence[Axes], run: RunSeries) -> None:
+def _shade_gaps(axes: Axes, run: RunSeries) -> None:
     """Shade the steps that are missing in the record."""
-    spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
-    for axes in panels if spans else []:
+    if len(run.gaps):
+        spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
         style: dict[str, Any] = {"color": canvas.CONTEXT, "label": "not recorded", "gid": "gaps"}
         axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), **style)
-
-
-def _points(values: Floats) -> dict[str, Any]:
-    # Between two gaps a line of one point would be invisible.
-    return {"marker": "."} if len(values) <= _FEW_POINTS else {}
 
 
 def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], styles: _Styles) -> None:
@@ -267,10 +248,6 @@ def _lost(runs: Mapping[str, GradientSeries]) -> tuple[str, dict[str, Floats]]:
     return "subnormal gradients", {name: run.overall.subnormal for name, run in runs.items()}
 
 
-def _skipped(run: RunSeries) -> int:
-    return int(run.overflow.sum()) if run.all_skipped is None else run.all_skipped
-
-
 def _comparison(runs: _Runs, gradients: Mapping[str, GradientSeries]) -> str:
     """Compare the runs at the last step that all of them have taken, the lowest loss first."""
     last = min(run.last_step for run in runs.values())
@@ -284,7 +261,7 @@ def _comparison(runs: _Runs, gradients: Mapping[str, GradientSeries]) -> str:
     known = {name: canvas.percent(float(most[name].max())) for name in order if name in most and len(most[name])}
     if known:
         return f"Loss {end}: {ends}; {what} at most {_listed(known)}"
-    return f"Loss {end}: {ends}; skipped steps: {_listed({name: f'{_skipped(runs[name]):,}' for name in order})}"
+    return f"Loss {end}: {ends}; skipped steps: {_listed({name: f'{runs[name].skipped:,}' for name in order})}"
 
 
 def _end_loss(run: RunSeries, last: int) -> float:

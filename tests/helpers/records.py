@@ -7,14 +7,15 @@ import numpy as np
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics
 
-NAMES = ("layers.0.attention.wq.weight", "lm_head.weight")
+NAMES = ("layers.0.attention.wq.weight", "layers.1.attention.wo.weight", "lm_head.weight")
 SIZE = 1000
 REFERENCE = 512.0
 
 
 def unscaled_gradients(step):
     random = np.random.default_rng(step)
-    return dict(zip(NAMES, (random.normal(0, 2.0**-28, SIZE), random.normal(0, 2.0**-9, SIZE)), strict=True))
+    deviations = (2.0**-28, 2.0**-26, 2.0**-9)
+    return {name: random.normal(0, deviation, SIZE) for name, deviation in zip(NAMES, deviations, strict=True)}
 
 
 def in_fp16(step, scale):

@@ -97,28 +97,14 @@ def test_dollar_signs_in_a_name_make_no_formula(tmp_path):
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize(
-    ("share", "shown"),
-    [
-        (0.0, "0 %"),
-        (1e-9, "0.0000001 %"),
-        (0.00123, "0.12 %"),
-        (0.0303, "3 %"),
-        (0.0345, "3.5 %"),
-        (0.1, "10 %"),
-        (0.985, "98 %"),
-        (0.9999, "over 99 %"),
-        (1.0, "100 %"),
-        (None, "not known"),
-    ],
-)
-def test_percent_has_two_digits(share, shown):
-    assert percent(share) == shown
+def test_percent_has_two_digits():
+    shares = [None, 0.0, 1e-9, 0.00123, 0.0303, 0.0345, 0.1, 0.985, 0.9999, 1.0]
+    shown = "not known", "0 %", "0.0000001 %", "0.12 %", "3 %", "3.5 %", "10 %", "98 %", "over 99 %", "100 %"
+    assert tuple(map(percent, shares)) == shown
 
 
-@pytest.mark.parametrize(("value", "shown"), [(1.0, "$2^{0}$"), (2.0**-3, "$2^{-3}$"), (3.0, "$2^{1.58}$")])
-def test_power_of_two_is_a_formula(value, shown):
-    assert power_of_two(value) == shown
+def test_power_of_two_is_a_formula():
+    assert [*map(power_of_two, (1.0, 2.0**-3, 3.0))] == ["$2^{0}$", "$2^{-3}$", "$2^{1.58}$"]
 
 
 def test_modules_do_not_import_matplotlib(run_python):
