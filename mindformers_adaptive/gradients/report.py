@@ -115,11 +115,6 @@ class ScaleRanges:
     grad_scale_factor: float = 1.0
 
     @property
-    def overall(self) -> ArrayStatistics:
-        """All Parameters together."""
-        return merge_statistics(self.parameters.values())
-
-    @property
     def overflow(self) -> bool:
         """Whether any gradient is inf or NaN: such a step is skipped."""
         return any(statistics.infs_and_nans for statistics in self.parameters.values())
@@ -167,13 +162,16 @@ class GradientRanges:
         Raises:
             KeyError: if the sweep does not have the scale.
         """
-        at_scale = self._at(loss_scale, unscaled)
+        at_scale = [ranges.unscaled() if unscaled else ranges for ranges in self._at(loss_scale)]
+        if len(at_scale) == 1:
+            return dict(at_scale[0].parameters)
         names = at_scale[0].parameters
-        return {name: _over_batches([ranges.parameters[name] for ranges in at_scale]) for name in names}
+        merged = {name: merge_statistics(ranges.parameters[name] for ranges in at_scale) for name in names}
+        return {name: replace(each, norm=each.norm / math.sqrt(len(at_scale))) for name, each in merged.items()}
 
     def overall(self, loss_scale: float, unscaled: bool = False) -> ArrayStatistics:
         """Return the statistics of all gradients together at a scale, over all batches, as :meth:`parameters` does."""
-        return _over_batches([ranges.overall for ranges in self._at(loss_scale, unscaled)])
+        return merge_statistics(self.parameters(loss_scale, unscaled).values())
 
     def groups(
         self, loss_scale: float, group: Callable[[str], str | None] = parameter_group
@@ -297,19 +295,12 @@ class GradientRanges:
         with atomic_write(file) as report:
             report.write(json_text(self.to_dict(), indent=2) + "\n")
 
-    def _at(self, loss_scale: float, unscaled: bool = False) -> list[ScaleRanges]:
+    def _at(self, loss_scale: float) -> list[ScaleRanges]:
         if loss_scale not in self.loss_scales:
             listed = ", ".join(map(as_power_of_two, self.loss_scales))
             raise KeyError(f"'loss_scale' must be one of the sweep's, {listed}, but got {loss_scale}.")
         place = self.loss_scales.index(loss_scale)
-        return [batch[place].unscaled() if unscaled else batch[place] for batch in self.batches]
-
-
-def _over_batches(statistics: list[ArrayStatistics]) -> ArrayStatistics:
-    if len(statistics) == 1:
-        return statistics[0]
-    merged = merge_statistics(statistics)
-    return replace(merged, norm=merged.norm / math.sqrt(len(statistics)))
+        return [batch[place] for batch in self.batches]
 
 
 def _with_lost_share(statistics: ArrayStatistics) -> dict[str, object]:

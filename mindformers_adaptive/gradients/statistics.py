@@ -18,6 +18,8 @@ __all__ += ["ArrayStatistics", "array_statistics", "merge_statistics"]
 # number they become 0, and above the largest they become inf.
 FP16_SMALLEST_SUBNORMAL, FP16_SMALLEST_NORMAL, FP16_LARGEST = 2.0**-24, 2.0**-14, 65504.0
 
+_Floats = NDArray[np.float64]
+
 # An array is read in pieces of this many elements, so that the float64 copies stay small.
 _PIECE = 2**20
 
@@ -112,7 +114,7 @@ def array_statistics(
         reference (ArrayLike, optional): finite, of the same shape, to count what underflowed and to measure what is
             lost. Default: None, these are not known.
         ratio (float): what the array would be as a multiple of the reference if nothing were lost. Default: 1.
-        unit (float): what the norms of the loss and of the reference are divided by. Default: 1.
+        unit (float): what ``lost`` and ``reference_norm`` are divided by. Default: 1.
 
     Examples:
         >>> statistics = array_statistics([0.0, -0.25, 3.0, float("inf")])
@@ -126,10 +128,8 @@ def array_statistics(
     pieces = []
     for start in range(0, max(flat.size, 1), _PIECE):
         piece = slice(start, start + _PIECE)
-        statistics = _piece_statistics(flat[piece])
-        if expected is not None:
-            statistics = _compared(statistics, flat[piece], expected[piece], ratio, unit)
-        pieces.append(statistics)
+        at_best = None if expected is None else ratio * expected[piece].astype(np.float64)
+        pieces.append(_piece_statistics(flat[piece].astype(np.float64), at_best, unit))
     return merge_statistics(pieces)
 
 
@@ -165,14 +165,14 @@ def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
     )
 
 
-def _piece_statistics(piece: NDArray[Any]) -> ArrayStatistics:
+def _piece_statistics(piece: _Floats, expected: _Floats | None, unit: float) -> ArrayStatistics:
     # float64 holds the squares and every subnormal of float32.
-    magnitudes = np.abs(piece.astype(np.float64))
+    magnitudes = np.abs(piece)
     finite = magnitudes[np.isfinite(magnitudes)]
     nonzero = finite[finite > 0]
     # The mantissa of frexp lies in [0.5, 1), so its exponents are one higher.
     counts = np.bincount(np.frexp(nonzero)[1] - _LOWEST_EXPONENT - 1)
-    return ArrayStatistics(
+    statistics = ArrayStatistics(
         size=piece.size,
         zeros=finite.size - nonzero.size,
         infs_and_nans=piece.size - finite.size,
@@ -181,12 +181,11 @@ def _piece_statistics(piece: NDArray[Any]) -> ArrayStatistics:
         norm=float(np.sqrt(np.sum(np.square(nonzero)))),
         histogram={int(place) + _LOWEST_EXPONENT: int(counts[place]) for place in np.flatnonzero(counts)},
     )
-
-
-def _compared(
-    statistics: ArrayStatistics, piece: NDArray[Any], reference: NDArray[Any], ratio: float, unit: float
-) -> ArrayStatistics:
-    expected = ratio * reference.astype(np.float64)
-    lost = None if statistics.infs_and_nans else float(np.linalg.norm(piece.astype(np.float64) - expected)) / unit
-    underflowed, norm = int(np.count_nonzero((piece == 0) & (reference != 0))), float(np.linalg.norm(expected)) / unit
-    return replace(statistics, underflowed=underflowed, lost=lost, reference_norm=norm)
+    if expected is None:
+        return statistics
+    return replace(
+        statistics,
+        underflowed=int(np.count_nonzero((piece == 0) & (expected != 0))),
+        lost=None if statistics.infs_and_nans else float(np.linalg.norm(piece - expected)) / unit,
+        reference_norm=float(np.linalg.norm(expected)) / unit,
+    )

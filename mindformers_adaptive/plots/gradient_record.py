@@ -240,9 +240,7 @@ def series_of_gradients(record: Sequence[Mapping[str, Any]], group: Callable[[st
     return GradientSeries(
         step=np.array([line["step"] for line in lines], np.float64),
         loss_scale=np.array(scales),
-        overflow=np.array(
-            [scale in sweep.loss_scales and scale not in sweep.fitting_scales for sweep, scale in measured]
-        ),
+        overflow=np.array([scale in {*sweep.loss_scales} - {*sweep.fitting_scales} for sweep, scale in measured]),
         overall=groups.pop(_ALL),
         groups=groups,
     )

@@ -102,10 +102,9 @@ def draw_pareto_front(
     front = pareto_front(x, y)
     figure = canvas.new_figure(10, 6.2)
     axes = figure.subplots()
-    hidden = len(measured) - len(x)
-    x_label = (
-        f"skipped steps; {canvas.count(hidden, 'result')} without headroom not shown" if hidden else "skipped steps"
-    )
+    x_label = "skipped steps"
+    if len(x) < len(measured):
+        x_label += f"; {canvas.count(len(measured) - len(x), 'result')} without headroom not shown"
     canvas.style_axes(axes, x_label=x_label, y_label="headroom lost, bits in the mean of applied steps")
     corners = _draw_points(axes, x, y, front)
     canvas.legend_above(axes)
@@ -148,13 +147,7 @@ def _front_finding(front: NDArray[np.bool_], names: Sequence[str], kind: str) ->
     return f"{subject} on the Pareto front of skipped steps and headroom lost"
 
 
-def _place_labels(
-    axes: Axes,
-    x: Floats,
-    y: Floats,
-    names: Sequence[str],
-    corners: tuple[Floats, Floats],
-) -> None:
+def _place_labels(axes: Axes, x: Floats, y: Floats, names: Sequence[str], corners: tuple[Floats, Floats]) -> None:
     """Write a name beside each point; it covers no other name, no point and no line as long as there is room.
 
     Args:

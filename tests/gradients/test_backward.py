@@ -11,11 +11,7 @@ from printed_parameters import LOSSES, forget_printed
 
 from mindformers_adaptive.gradients.ranges import GradientSweep, gradient_ranges
 from mindformers_adaptive.gradients.recommendation import find_loss_scale
-from mindformers_adaptive.wrapper import (
-    AdaptiveLossScaleUpdateCell,
-    MFTrainOneStepCell,
-    TrainOneStepWithLossScaleCell,
-)
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
 LOSS_SCALE = 2.0**6
 PER_TOKEN = pytest.mark.skipif(
