@@ -30,7 +30,7 @@ _MODULE_OF = {
     "Trainer": "integration.trainer",
     "build_train_network": "amp.train_network",
     "enable_loss_scale_on_cpu": "amp.train_network",
-    "find_loss_scale": "gradients.finder",
+    "find_loss_scale": "gradients.recommendation",
     "gradient_ranges": "gradients.ranges",
     "make_policy": "lab.policies",
     "register": "integration.registration",
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
         GradientGuidedLossScaleUpdateCell as GradientGuidedLossScaleUpdateCell,
     )
     from mindformers_adaptive.cells.text_update_cell import RuleLossScaleUpdateCell as RuleLossScaleUpdateCell
-    from mindformers_adaptive.gradients.finder import find_loss_scale as find_loss_scale
     from mindformers_adaptive.gradients.ranges import gradient_ranges as gradient_ranges
+    from mindformers_adaptive.gradients.recommendation import find_loss_scale as find_loss_scale
     from mindformers_adaptive.integration.registration import register as register
     from mindformers_adaptive.integration.trainer import Trainer as Trainer
     from mindformers_adaptive.lab.policies import make_policy as make_policy

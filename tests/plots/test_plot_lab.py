@@ -58,10 +58,8 @@ def test_policies_have_a_colour_or_dashes_of_their_own():
 
 def test_long_names_leave_the_panels_their_room():
     trace = sudden_drop(50, seed=0)
-    windows = {
-        f"dynamic:scale_window={window}": make_policy("dynamic", scale_window=window) for window in range(20, 27)
-    }
-    figure = draw_replays(trace, {name: replay(policy, trace) for name, policy in windows.items()})
+    policies = {f"dynamic:scale_window={one}": make_policy("dynamic", scale_window=one) for one in range(20, 27)}
+    figure = draw_replays(trace, {name: replay(policy, trace) for name, policy in policies.items()})
     figure.canvas.draw()
     upper, box = figure.axes[0].get_window_extent(), figure.axes[0].get_legend().get_window_extent()
     assert upper.width > 0.6 * 1200
@@ -89,13 +87,9 @@ def test_ceilings_that_are_no_numbers_stay_within_the_panel():
     assert points(upper, "ceiling")[1] == [low, high, 2.0**10, high]
 
 
-@pytest.mark.parametrize(
-    ("lower_bound", "upper_bound"), [(0.0, math.inf), (8.0, math.inf), (0.0, np.nextafter(8.0, 9.0))]
-)
-def test_ceiling_that_is_not_known_is_called_assumed(lower_bound, upper_bound):
-    trace = Trace(
-        "log", np.array([8.0, math.inf]), np.array([lower_bound, math.inf]), np.array([upper_bound, math.inf])
-    )
+@pytest.mark.parametrize("bounds", [(0.0, math.inf), (8.0, math.inf), (0.0, np.nextafter(8.0, 9.0))])
+def test_ceiling_that_is_not_known_is_called_assumed(bounds):
+    trace = Trace("log", *(np.array([number, math.inf]) for number in (8.0, *bounds)))
     assert legend(draw_replays(trace, replays_on(trace)).axes[0])[0] == "ceiling, partly assumed"
     exact = Trace.exact("made", trace.ceiling)
     assert legend(draw_replays(exact, replays_on(exact)).axes[0])[0] == "ceiling"
@@ -118,9 +112,8 @@ def test_long_trace_is_drawn_as_medians_within_a_band():
 
 def test_replays_of_another_trace_are_refused():
     short, long = sudden_drop(5, seed=0), sudden_drop(6, seed=0)
-    with pytest.raises(
-        ValueError, match="'replays' must be of the trace 'sudden drop' with 6 steps, but 'torch' has 5"
-    ):
+    message = "'replays' must be of the trace 'sudden drop' with 6 steps, but 'torch' has 5"
+    with pytest.raises(ValueError, match=message):
         draw_replays(long, replays_on(short, ["torch"]))
     with pytest.raises(ValueError, match="'replays' must have at least 1 entry, but it is empty"):
         draw_replays(long, {})
@@ -169,8 +162,17 @@ def test_names_lie_neither_on_each_other_nor_on_points():
     assert not any(overlap(one, other) for place, one in enumerate(boxes) for other in boxes[:place])
     dots = axes.transData.transform(np.column_stack([skipped, headroom]))
     assert not any(box.x0 < x < box.x1 and box.y0 < y < box.y1 for box in boxes for x, y in dots)
+    assert_within_the_panel(axes)
+    assert_within_the_panel(draw_pareto_front([1, 5, 9], [3.0, 2.0, 1.0], ["w" * 34, "x" * 30, "y" * 34]).axes[0])
+
+
+def assert_within_the_panel(axes):
+    """The names of a panel lie within it."""
     frame = axes.get_window_extent()
-    assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 for box in boxes)
+    for name in artists(axes, "name"):
+        box = name.get_window_extent()
+        assert frame.x0 <= box.x0 < box.x1 <= frame.x1
+        assert frame.y0 <= box.y0 < box.y1 <= frame.y1
 
 
 def test_name_does_not_lie_on_the_line():
@@ -180,15 +182,6 @@ def test_name_does_not_lie_on_the_line():
     names = {text.get_text(): text.get_window_extent() for text in artists(axes, "name")}
     line = axes.transData.transform((1, 2.0))[1]
     assert not names["first of the front"].y0 < line < names["first of the front"].y1
-
-
-def test_long_names_stay_within_the_panel():
-    figure = draw_pareto_front([1, 5, 9], [3.0, 2.0, 1.0], ["w" * 34, "x" * 30, "y" * 34])
-    frame = figure.axes[0].get_window_extent()
-    for name in artists(figure.axes[0], "name"):
-        box = name.get_window_extent()
-        assert frame.x0 <= box.x0 < box.x1 <= frame.x1
-        assert frame.y0 <= box.y0 < box.y1 <= frame.y1
 
 
 def test_of_many_results_some_on_the_front_are_named():
@@ -204,18 +197,17 @@ def test_far_outlier_in_skipped_steps_gets_a_logarithmic_axis():
     assert draw_pareto_front([1, 2, 3000], [3, 2, 1]).axes[0].get_xscale() == "symlog"
 
 
-@pytest.mark.parametrize(
-    ("skipped", "headroom", "names", "message"),
-    [
-        ([1], [1.0, 2.0], None, "must have one entry for each result, but got"),
-        ([1], [1.0], ["a", "b"], "must have one entry for each result, but got"),
-        ([1, 2], [math.nan, math.nan], None, "At least 1 result must have headroom to measure, but none of 2 has"),
-        ([], [], None, "At least 1 result must have headroom to measure"),
-    ],
-)
-def test_bad_results_are_refused(skipped, headroom, names, message):
+@pytest.mark.parametrize("results", [([1], [1.0, 2.0]), ([1], [1.0], ["a", "b"])])
+def test_results_of_different_lengths_are_refused(results):
+    with pytest.raises(ValueError, match="must have one entry for each result, but got"):
+        draw_pareto_front(*results)
+
+
+@pytest.mark.parametrize("skipped", [[1, 2], []])
+def test_results_without_any_headroom_are_refused(skipped):
+    message = f"At least 1 result must have headroom to measure, but none of {len(skipped)} has"
     with pytest.raises(ValueError, match=message):
-        draw_pareto_front(skipped, headroom, names)
+        draw_pareto_front(skipped, [math.nan for _ in skipped])
 
 
 def test_what_the_gradients_show_has_a_line_where_it_is_not_the_ceiling():

@@ -5,10 +5,10 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES, is_foreign_state, repair_state
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
 from mindformers_adaptive.rules.ladder import window_ladder
-from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES, is_foreign_state, repair_state
 
 RULE = AdaptiveRule(max_scale_window=1000)
 GOOD = {
