@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from mindformers_adaptive.lab.analysis.analyze import analyze
-from mindformers_adaptive.lab.analysis.evidence import raise_ceilings
+from mindformers_adaptive.lab.analysis.analyze import analyze, raise_ceilings
 from mindformers_adaptive.lab.analysis.scale_path import changes_of, phases, ranges
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
