@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
-from mindformers_adaptive.lab.traces.synthetic import spikes, synthetic_traces
+from mindformers_adaptive.lab.traces.synthetic import synthetic_trace, synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 
 
@@ -19,7 +19,7 @@ def test_made_traces_show_their_ceilings(kind):
 
 
 def test_offset_and_spread_are_in_bits():
-    trace = spikes(20_000, seed=0)
+    trace = synthetic_trace("spikes", 20_000, seed=0)
     assert shown_beyond(with_gradients(trace, -2)) == pytest.approx(-2)
     hidden = shown_beyond(with_gradients(trace, 3, 0.4, seed=1))
     assert (hidden.mean(), hidden.std()) == (pytest.approx(3, abs=0.02), pytest.approx(0.4, abs=0.02))

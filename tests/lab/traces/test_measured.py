@@ -1,4 +1,4 @@
-"""Ceilings that were measured: read from JSON, and from the record of GradientRangeMonitor."""
+"""Ceilings that were measured, read from the record of GradientRangeMonitor."""
 
 import json
 
@@ -6,53 +6,7 @@ import numpy as np
 import pytest
 from records import gradient_line, unscaled_gradients
 
-from mindformers_adaptive.lab.traces.measured import from_ceilings, from_gradient_ranges
-
-
-@pytest.mark.parametrize(
-    "measured",
-    [
-        {"ceilings": [65536.0, "inf", 0]},
-        {"steps": [{"step": 3, "ceiling": 65536}, {"step": 5, "ceiling": "inf"}, {"step": 6, "ceiling": 0, "more": 1}]},
-    ],
-)
-def test_measured_ceilings_are_read(tmp_path, measured):
-    file = tmp_path / "sweep.json"
-    file.write_text(json.dumps(measured), encoding="utf-8")
-    assert (from_ceilings(file).name, from_ceilings(file).ceiling.tolist()) == ("sweep", [65536.0, np.inf, 0.0])
-    file.write_text(json.dumps({"name": "llama", **measured}), encoding="utf-8")
-    assert from_ceilings(str(file)).name == "llama"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", r"sweep.json must be a JSON file of ceilings, but: Expecting value"),
-        (b"\xff", r"must be a JSON file of ceilings"),
-        (b'{"ceilings": [NaN]}', r"must be a JSON file of ceilings, but: NaN is not JSON"),
-        (b"[1.0]", r"must hold a JSON object, but holds a list"),
-        (b"{}", r"must hold ceilings, or steps that increase"),
-        (b'{"ceilings": []}', r"must hold ceilings, or steps that increase"),
-        (b'{"ceilings": 3}', r"must hold ceilings, or steps that increase"),
-        (b'{"steps": [{"step": 2, "ceiling": 1}, {"step": 2, "ceiling": 1}]}', r"must hold .* steps that increase"),
-        (b'{"steps": [{"ceiling": 1}]}', r"must hold .* steps that increase"),
-        (b'{"steps": [3]}', r"must hold .* steps that increase"),
-        (b'{"steps": [{"step": 2}]}', r"must be a number of at least 0, but number 0 is None"),
-        (b'{"ceilings": [1.0, -1]}', r"must be a number of at least 0, but number 1 is -1"),
-        (b'{"ceilings": [true]}', r"must be a number of at least 0, but number 0 is True"),
-        (b'{"ceilings": ["1"]}', r"must be a number of at least 0, but number 0 is '1'"),
-    ],
-)
-def test_files_of_another_form_are_refused(tmp_path, content, message):
-    file = tmp_path / "sweep.json"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        from_ceilings(file)
-
-
-def test_a_missing_file_of_ceilings_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        from_ceilings(tmp_path / "none.json")
+from mindformers_adaptive.lab.traces.gradients import from_gradient_ranges
 
 
 def sweep_line(step, *batches):
