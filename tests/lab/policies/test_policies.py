@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
-from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS
+from mindformers_adaptive.lab.policies.presets import PRESETS
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
@@ -43,7 +43,7 @@ def replay(policy, steps):
 
 def test_all_policies_are_there():
     assert set(POLICY_NAMES) == {"adaptive", "guided", "fixed", "metaseq", *NAMES}
-    assert all(preset.source for preset in DYNAMIC_PRESETS.values())
+    assert all(preset.source for preset in PRESETS.values())
 
 
 @pytest.mark.parametrize(
