@@ -1,4 +1,4 @@
-"""What a recorded run gives reason to change: what it cost, against what other settings would have cost in its place.
+"""What to change after a recorded run, by what it cost and what other settings would have cost in its place.
 
 Costs are counted in skipped steps; 1000 steps that lose a bit of headroom each count as one, see
 :func:`~mindformers_adaptive.lab.replay.measures.cost`. Candidates are replayed on the run's own trace, with
@@ -43,13 +43,13 @@ _TOLERABLE = 2.0
 # Where Megatron-LM, DeepSpeed and MindFormers start by default.
 _LARGEST_START = 2.0**32
 
-# A scale held if it bore as many clean steps in a row as MindFormers' smallest window.
+# A scale held if it bore as many consecutive clean steps as MindFormers' smallest window.
 _HELD = DEFAULT_MIN_SCALE_WINDOW
 
 # Other windows have to save as much as usual settings pay: one skipped step in 1000, see cost().
 _TOLERABLE_SHARE = DEFAULT_EXCHANGE_RATE / 1000.0
 
-# LossScaleMonitor's default for overflows in a row. At one and the same scale fewer prove it.
+# LossScaleMonitor's default for consecutive overflows. At one and the same scale fewer prove it.
 _COLLAPSE, _COLLAPSE_AT_ONE_SCALE = 50, 10
 
 # The share of steps that the log has to know for windows and hysteresis to be judged; tune() calls that "known".
@@ -137,7 +137,7 @@ def _in_words(measures: Measures) -> str:
 
 
 def _collapse(run: RecordedRun) -> Advice | None:
-    """Return the advice to look at the model, where overflows in a row show that no scale helps; else None."""
+    """Return the advice to look at the model, where consecutive overflows show that no scale helps; else None."""
     places = np.flatnonzero(run.position_known)
     step, scale = run.step[places], run.loss_scale[places]
     for first, last in consecutive_runs(np.flatnonzero(run.overflow[places])).tolist():

@@ -3,8 +3,8 @@
 Which of the steps were skipped is a guess that agrees with this. Skipped steps come first, at the scale that the one
 before left; more skips than drops were tolerated at the scale before; where the scale did not fall, it was raised once
 before them; other raises come last. The scale before the first line, and after a gap or a restart, is unknown. Where
-the number of skips is exact, it is that after it, taken back by a factor for each skip but never above 2^32, the
-largest scale that Megatron-LM, DeepSpeed and MindFormers start from by default.
+the number of skips is exact, it is computed back from the scale after the line, by a factor for each skip but never
+beyond 2^32, the largest scale that Megatron-LM, DeepSpeed and MindFormers start from by default.
 """
 
 from __future__ import annotations
@@ -149,14 +149,12 @@ def _guessed_path(interval: Interval, after: float, factor: float, notes: list[s
     drops = max(fall, raised_before)
     tolerated = count - min(drops, count)
     changes = [0] * tolerated + [-1] * (count - tolerated)
-    at_end = [(True, changes.pop())] if last_overflowed else []
-    raises = [(False, 1)] * min(drops - fall, steps - count)
-    front = raises[:raised_before] if changes else []
-    path = [*front, *((True, change) for change in changes)]
-    back = [*raises[len(front) :], *at_end]
-    path += [(False, 0)] * (steps - len(path) - len(back)) + back
-    exponents = accumulate((change for _, change in path[:-1]), initial=0)
-    return [flag for flag, _ in path], [before * factor**exponent for exponent in exponents]
+    at_end = [changes.pop()] if last_overflowed else []
+    raises = min(drops - fall, steps - count)
+    front = min(raised_before, raises) if changes else 0
+    overflow = [False] * front + [True] * len(changes) + [False] * (steps - count - front) + [True] * len(at_end)
+    changes = [1] * front + changes + [0] * (steps - count - raises) + [1] * (raises - front) + at_end
+    return overflow, [before * factor**exponent for exponent in accumulate(changes[:-1], initial=0)]
 
 
 def _listed_scales(interval: Interval, after: float, factor: float, notes: list[str]) -> list[float]:

@@ -1,4 +1,4 @@
-"""For how many steps each line of a log speaks, and how many of them were skipped.
+"""How many steps each line of a log stands for, and how many of them were skipped.
 
 A line stands for one step or, in sink mode and where only every k-th step is printed, for several. It states the scale
 after its last step and, in MindFormers' logs, the flag of that step. From two such lines, N steps apart, follows:
@@ -46,7 +46,7 @@ _COUNTERS = ("skipped_steps", "consecutive_overflows")
 
 
 class Interval(NamedTuple):
-    """The steps that one line speaks for.
+    """The steps that one line stands for.
 
     Attributes:
         entry (LogEntry): the line.
@@ -153,7 +153,7 @@ def intervals_of(
 
 
 def _span(earlier: LogEntry, entry: LogEntry, usual: int, notes: list[str]) -> tuple[int, float]:
-    """For how many steps a line speaks, and the scale before them, nan if that is unknown."""
+    """How many steps a line stands for, and the scale before them, nan if that is unknown."""
     apart = max(entry.step - earlier.step, 1)
     steps = min(entry.steps or usual, apart, LONGEST_INTERVAL)
     if apart > steps and earlier.step:
@@ -208,11 +208,10 @@ def bounds_by_rule(policy: Policy, intervals: Sequence[Interval], notes: list[st
     bounds, step = [(0, 0)], 0
     for interval in intervals:
         entry = interval.entry
-        if states and (entry.step - interval.steps != step or entry.after_restart):
-            notes.append(f"{entry.where}: the rule is not followed from here on, after a gap or a restart.")
-            states = {}
-        if states and successors.followed > _MOST_STATES:
-            notes.append(f"{entry.where}: the rule is not followed from here on, because it has too many states.")
+        has_gap = entry.step - interval.steps != step or entry.after_restart
+        if states and (has_gap or successors.followed > _MOST_STATES):
+            why = "after a gap or a restart" if has_gap else "because it has too many states"
+            notes.append(f"{entry.where}: the rule is not followed from here on, {why}.")
             states = {}
         if states:
             states = _follow(states, interval, successors)

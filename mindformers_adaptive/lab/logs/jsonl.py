@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from mindformers_adaptive.lab.logs.reader import LARGEST_STEP, LogEntry, LogLines, Reader
+from mindformers_adaptive.lab.logs.reader import LARGEST_STEP, LogEntry, LogLines, Reader, parse_number
 
 __all__ = ["JsonlReader"]
 
@@ -52,14 +52,14 @@ def _json_object(text: str) -> dict[str, object]:
 
 
 def _entry_of(record: dict[str, object], where: str) -> LogEntry | None:
-    step, overflow, loss_scale = record.get("step"), record.get("overflow"), _number(record.get("loss_scale"))
+    step, overflow, loss_scale = record.get("step"), record.get("overflow"), parse_number(record.get("loss_scale"))
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
         return None
     # null is what could not be known; another value that is none, or no value at all, is a torn record.
     unknown = {key for key in ("overflow", "loss_scale") if key in record and record[key] is None}
     if not (isinstance(overflow, bool) or "overflow" in unknown) or not (loss_scale > 0 or "loss_scale" in unknown):
         return None
-    next_loss_scale, names = _number(record.get("next_loss_scale")), record.get("overflowed_parameters")
+    next_loss_scale, names = parse_number(record.get("next_loss_scale")), record.get("overflowed_parameters")
     return LogEntry(
         step,
         where,
@@ -67,20 +67,10 @@ def _entry_of(record: dict[str, object], where: str) -> LogEntry | None:
         loss_scale=loss_scale,
         overflow=overflow if isinstance(overflow, bool) else None,
         steps=1,
-        loss=_number(record.get("loss")),
-        seconds=_number(record.get("seconds")),
-        largest_gradient=_number(record.get("largest_gradient")),
+        loss=parse_number(record.get("loss")),
+        seconds=parse_number(record.get("seconds")),
+        largest_gradient=parse_number(record.get("largest_gradient")),
         overflowed_parameters=tuple(map(str, names)) if isinstance(names, list) else None,
         dropped_by_norm=record.get("dropped_by_norm") is True,
-        scale_window=_number(record.get("scale_window")),
+        scale_window=parse_number(record.get("scale_window")),
     )
-
-
-def _number(value: object) -> float:
-    """A JSON number, or one written as text, which is how JSON without NaN and Infinity has to write them."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return math.nan
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return math.nan

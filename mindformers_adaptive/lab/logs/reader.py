@@ -14,7 +14,7 @@ from typing import BinaryIO, ClassVar, NamedTuple
 __all__ = ["LARGEST_STEP", "LONGEST_INTERVAL", "LogEntry", "LogLines", "Overflow", "Reader"]
 __all__ += ["parse_number", "parse_scale"]
 
-# A line that speaks for more steps than this is taken for one after a gap.
+# A line that would stand for more steps than this is taken for one after a gap.
 LONGEST_INTERVAL = 10_000
 
 # A larger step number is a torn or mixed line, not a step; 2^53 is also where float64 stops counting.
@@ -100,11 +100,18 @@ def _in_utf_8(file: BinaryIO) -> Iterator[bytes]:
         yield from (line.encode("utf-8") for line in text)
 
 
-def parse_number(text: str | None) -> float:
-    """Return a printed number, or nan where the text is none or there is no text."""
+def parse_number(value: object) -> float:
+    """Return a number that was printed, or one of JSON, which has to write NaN and Infinity as text; nan for others.
+
+    Examples:
+        >>> parse_number("2.5"), parse_number(3), parse_number("inf"), parse_number(True), parse_number(None)
+        (2.5, 3.0, inf, nan, nan)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
     try:
-        return math.nan if text is None else float(text)
-    except ValueError:
+        return float(value)
+    except (ValueError, OverflowError):
         return math.nan
 
 
@@ -137,7 +144,7 @@ class LogEntry(NamedTuple):
         overflow (bool, optional): whether just that step overflowed; None where the line does not say.
         skips (int, optional): how many steps were skipped since the line before; None where the line does not say.
         overflows (tuple[Overflow, ...]): the skipped steps since the line before that have lines of their own.
-        steps (int, optional): for how many steps the line speaks; None for as many as the others do.
+        steps (int, optional): how many steps the line stands for; None for as many as the others.
         placed (bool): whether ``step`` stood in the log; False where it was counted.
         loss (float), seconds (float): the step's loss, and how long a step took; nan where the line does not say.
         largest_gradient (float): the largest absolute gradient of the step, unscaled; nan where the line does not say.
@@ -177,7 +184,7 @@ class Reader(ABC):
         entries (list[LogEntry]): the lines that name a step; steps strictly increasing.
         merged (int): lines that said of a step what another line had said.
         merged_with_other_loss (int): those of them whose loss is another one.
-        superseded (int): lines that said of a step something else than a later line.
+        superseded (int): lines on steps that a later line says something else of.
         notes (list[str]): what was inferred, merged or superseded, after :meth:`finish`.
     """
 

@@ -89,7 +89,7 @@ def independent_ceiling(steps: int, seed: int, level: float, offset: float, spre
         seed (int): at least 0; the same seed gives the same trace.
         level (float): log2 of the ceiling.
         offset (float), spread (float): mean and standard deviation of what the gradients show above it, in bits.
-        memory (float): correlation of what two steps in a row show, 0 to 1.
+        memory (float): correlation between consecutive steps of what the gradients show, 0 to 1.
 
     Examples:
         >>> traces = [independent_ceiling(1000, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]

@@ -162,10 +162,10 @@ class RecordedRun:
         last of several steps of a line is known, s is the scale after it, taken back by the change that it may have
         made. The ceiling is assumed, for inferred steps within the bounds that they would give:
 
-        - ``"interpolated"``: at each row of skipped steps, with s the smallest scale that was skipped and a the scale
-          of the next applied step, or s / scale_factor if that is smaller or there is none,
-          :math:`\log_2 c = (\log_2 s + \log_2 a) / 2`. Between two rows :math:`\log_2 c` is linear in the place of the
-          step, before the first and after the last it is constant; then it is moved into the step's own bounds.
+        - ``"interpolated"``: at each run of consecutive skipped steps, with s the smallest scale that was skipped and a
+          the scale of the next applied step, or s / scale_factor if that is smaller or there is none,
+          :math:`\log_2 c = (\log_2 s + \log_2 a) / 2`. Between two of them :math:`\log_2 c` is linear in the place of
+          the step, before the first and after the last it is constant; then it is moved into the step's own bounds.
           Without any skipped step c is the largest scale that was applied.
         - ``"lower_bound"``: an applied step has c = s; a skipped one the smallest of s / scale_factor and the scales of
           the nearest applied steps before and after it.
@@ -173,8 +173,8 @@ class RecordedRun:
           nearest skipped steps before and after it, at least s; inf if no step was skipped.
         - ``"gradients"``: an applied step has the c that its largest gradient g shows, 65504 / g; between two of them
           :math:`\log_2 c` is linear, for skipped steps and for those that show nothing. If after more than half of the
-          rows of skipped steps the gradients show more than the scale that was skipped, then something else overflows
-          first, and all c are lower by the median of what they show too much. Without gradients as ``"interpolated"``.
+          runs of skipped steps the gradients show more than the scale that was skipped, then something else overflows
+          first, and all c are lowered by the median of the excess. Without gradients as ``"interpolated"``.
 
         Args:
             assume (str, optional): one of ``ASSUMPTIONS``. Default: None, "gradients" where any are known, else
