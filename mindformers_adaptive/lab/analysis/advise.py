@@ -123,7 +123,11 @@ def advise(
             settings |= hysteresis.settings
             tuning = tuning and tune([trace], [replace(one, **hysteresis.settings) for one in tuning.configurations])
     given = [one for one in advice if one is not None]
-    return given, (tuning or _best_windows(trace, settings, run)) if given else None
+    if given and tuning is None:
+        # The windows that cost least on the trace; the defaults where it does not show what windows cost.
+        shows_windows = len(trace) >= DEFAULT_MAX_SCALE_WINDOW and run.position_known.mean() >= _KNOWN
+        tuning = tune([trace], _configurations(settings) if shows_windows else [Configuration(**settings)])
+    return given, tuning if given else None
 
 
 def _lost(measures: Measures) -> float:
@@ -333,12 +337,6 @@ def _direction(configuration: Configuration, window: int) -> str:
     if smallest >= window:
         return "larger window" if largest > window else ""
     return "smaller window" if largest <= window else "moving window"
-
-
-def _best_windows(trace: Trace, settings: dict[str, Any], run: RecordedRun) -> Tuning[Configuration]:
-    """The windows that cost least on the trace; the defaults where it does not show what windows cost."""
-    shows_windows = len(trace) >= DEFAULT_MAX_SCALE_WINDOW and run.position_known.mean() >= _KNOWN
-    return tune([trace], _configurations(settings) if shows_windows else [Configuration(**settings)])
 
 
 def _configurations(settings: dict[str, Any]) -> list[Configuration]:
