@@ -382,6 +382,7 @@ def test_overflow_may_be_a_numpy_bool():
         ("apex_hysteresis", {"backoff_factor": 1.5}, ValueError, r"'backoff_factor' must be .* at most 1 .* got 1.5"),
         ("megatron", {"min_scale": 0}, ValueError, r"'min_scale' must be a finite number above 0"),
         ("megatron", {"initial_scale": 1, "min_scale": 2}, ValueError, r"'initial_scale' must be .* 'min_scale' \(2.0"),
+        ("metaseq", {"threshold": 8.0}, ValueError, r"'init_scale' must be at least 'threshold' \(8.0\), but got 4.0"),
         ("apex", {"min_loss_scale": 2.0**25}, ValueError, r"'max_loss_scale' must be at least 'min_loss_scale'"),
         ("deepspeed", {"min_scale": -1}, ValueError, r"'min_scale' must be a finite number of at least 0 .* got -1"),
         ("deepspeed", {"consecutive_hysteresis": 1}, TypeError, r"'consecutive_hysteresis' must be True or False"),
