@@ -16,7 +16,7 @@ import numpy as np
 from mindformers_adaptive.cli.output import UsageError, print_result, read_value
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import Policy, make_policy
-from mindformers_adaptive.lab.traces.measured import from_ceilings, from_gradient_ranges
+from mindformers_adaptive.lab.traces.gradients import from_gradient_ranges
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
@@ -88,9 +88,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
         "traces",
         nargs="+" if several else 1,
         metavar="TRACE",
-        help="a training log or a record of LossScaleMonitor, a folder of them, a JSON file of measured ceilings, a "
-        "record of GradientRangeMonitor with loss_scales, 'synthetic' for one made-up trace of each kind, or "
-        "'synthetic:random walk' for one of them",
+        help="a training log or a record of LossScaleMonitor, a folder of them, a record of GradientRangeMonitor "
+        "with loss_scales, 'synthetic' for one made-up trace of each kind, or 'synthetic:random walk' for one of them",
     )
     parser.add_argument(
         "--ceilings",
@@ -186,8 +185,6 @@ def _make(word: str, steps: int, seed: int) -> list[Source]:
 
 
 def _read_file(path: Path, assume: str | None) -> Source:
-    if path.suffix == ".json" and not {"ceilings", "steps"}.isdisjoint(_keys(path, path.read_bytes())):
-        return Source(from_ceilings(path))
     if path.suffix == ".jsonl" and _holds_sweeps(path):
         return Source(from_gradient_ranges(path), ceilings="known between the scales of a sweep")
     run = read_log(path)
@@ -196,21 +193,12 @@ def _read_file(path: Path, assume: str | None) -> Source:
 
 def _holds_sweeps(path: Path) -> bool:
     with path.open("rb") as lines:
-        return "batches" in _keys(path, lines.readline())
-
-
-def _keys(path: Path, text: bytes) -> set[str]:
-    """The keys of a JSON object; an empty set if the text is not a JSON object."""
+        first = lines.readline()
     try:
-        content = json.loads(text)
-    except ValueError:
-        return set()
-    except RecursionError:
-        raise ValueError(
-            f"{path} must hold JSON of a few levels, but its brackets are nested too deeply to be read. Give a log, a "
-            "record or a file of ceilings."
-        ) from None
-    return set(content) if isinstance(content, dict) else set()
+        sweep = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(sweep, dict) and "batches" in sweep
 
 
 def _read_folder(folder: Path, assume: str | None) -> list[Source]:

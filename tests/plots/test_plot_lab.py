@@ -10,7 +10,7 @@ from drawn import artist, artists, legend, overlap, points, title
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.lab.traces.gradients import with_gradients
-from mindformers_adaptive.lab.traces.synthetic import spikes, sudden_drop, synthetic_traces
+from mindformers_adaptive.lab.traces.synthetic import synthetic_trace, synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.plots.lab import draw_replays
 from mindformers_adaptive.plots.pareto import draw_comparison, draw_pareto_front
@@ -23,7 +23,7 @@ def replays_on(trace, names=NAMES):
 
 
 def test_scales_and_ceiling_are_drawn_as_they_are():
-    trace = sudden_drop(500, seed=1)
+    trace = synthetic_trace("sudden drop", 500, seed=1)
     replays = replays_on(trace)
     upper = draw_replays(trace, replays).axes[0]
     assert points(upper, "ceiling") == (list(range(1, 501)), list(trace.ceiling))
@@ -37,7 +37,7 @@ def test_scales_and_ceiling_are_drawn_as_they_are():
 
 
 def test_every_skipped_step_has_a_mark_in_the_row_of_its_policy():
-    trace = sudden_drop(500, seed=1)
+    trace = synthetic_trace("sudden drop", 500, seed=1)
     replays = replays_on(trace)
     lower = draw_replays(trace, replays).axes[1]
     for row, (name, found) in enumerate(replays.items()):
@@ -49,7 +49,7 @@ def test_every_skipped_step_has_a_mark_in_the_row_of_its_policy():
 
 
 def test_policies_have_a_colour_or_dashes_of_their_own():
-    trace = sudden_drop(50, seed=0)
+    trace = synthetic_trace("sudden drop", 50, seed=0)
     names = [name for name in POLICY_NAMES if name != "fixed"]
     upper = draw_replays(trace, replays_on(trace, names)).axes[0]
     looks = {(artist(upper, name).get_color(), artist(upper, name).get_linestyle()) for name in names}
@@ -57,7 +57,7 @@ def test_policies_have_a_colour_or_dashes_of_their_own():
 
 
 def test_long_names_leave_the_panels_their_room():
-    trace = sudden_drop(50, seed=0)
+    trace = synthetic_trace("sudden drop", 50, seed=0)
     policies = {f"dynamic:scale_window={one}": make_policy("dynamic", scale_window=one) for one in range(20, 27)}
     figure = draw_replays(trace, {name: replay(policy, trace) for name, policy in policies.items()})
     figure.canvas.draw()
@@ -96,7 +96,7 @@ def test_ceiling_that_is_not_known_is_called_assumed(bounds):
 
 
 def test_long_trace_is_drawn_as_medians_within_a_band():
-    trace = spikes(20_000, seed=0)
+    trace = synthetic_trace("spikes", 20_000, seed=0)
     found = replays_on(trace, ["dynamic"])
     upper, lower = draw_replays(trace, found).axes
     x, y = points(upper, "ceiling")
@@ -111,7 +111,7 @@ def test_long_trace_is_drawn_as_medians_within_a_band():
 
 
 def test_replays_of_another_trace_are_refused():
-    short, long = sudden_drop(5, seed=0), sudden_drop(6, seed=0)
+    short, long = synthetic_trace("sudden drop", 5, seed=0), synthetic_trace("sudden drop", 6, seed=0)
     message = "'replays' must be of the trace 'sudden drop' with 6 steps, but 'torch' has 5"
     with pytest.raises(ValueError, match=message):
         draw_replays(long, replays_on(short, ["torch"]))
@@ -211,7 +211,7 @@ def test_results_without_any_headroom_are_refused(skipped):
 
 
 def test_what_the_gradients_show_has_a_line_where_it_is_not_the_ceiling():
-    trace = with_gradients(sudden_drop(300, seed=1), offset=3.0)
+    trace = with_gradients(synthetic_trace("sudden drop", 300, seed=1), offset=3.0)
     upper = draw_replays(trace, replays_on(trace, ["guided"])).axes[0]
     assert points(upper, "shown")[1] == pytest.approx(trace.ceiling * 8.0)
     assert legend(upper) == ["ceiling", "overflows", "what the gradients show", "guided"]

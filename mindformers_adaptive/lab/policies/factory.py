@@ -8,21 +8,12 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
-from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
-from mindformers_adaptive.lab.policies.metaseq import METASEQ, MetaseqRule, MetaseqState
 from mindformers_adaptive.lab.policies.policy import FixedRule, FixedState, GuidedPolicy, Policy
-from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS, Parameter, Preset, positive
+from mindformers_adaptive.lab.policies.presets import PRESETS, Preset
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
 __all__ = ["POLICY_NAMES", "make_policy"]
-
-_FIXED = Preset(
-    "MindSpore amp.FixedLossScaleManager; the name 'loss_scale_value': nn.FixedLossScaleUpdateCell",
-    {"loss_scale": Parameter("loss_scale", 128.0, positive)},
-    {},
-    aliases={"loss_scale_value": "loss_scale"},
-)
 
 # The default of MindFormers' TrainingArguments; the others are those of AdaptiveRule and GuidedRule.
 _OWN_LOSS_SCALE = 2.0**16
@@ -33,11 +24,9 @@ _OWN_RULES: dict[str, tuple[Any, type[Policy], tuple[str, ...]]] = {
     "guided": (GuidedRule, GuidedPolicy, ("loss_scale_value",)),
 }
 
-_PRESETS = {"fixed": _FIXED, "metaseq": METASEQ, **DYNAMIC_PRESETS}
+POLICY_NAMES = (*_OWN_RULES, *PRESETS)
 
-POLICY_NAMES = (*_OWN_RULES, *_PRESETS)
-
-# Arguments of DynamicRule.start; what else a preset sets are the rule's own.
+# Arguments of a rule's start; what else a preset sets are the rule's own.
 _STARTS = ("loss_scale", "scale_window", "clean_steps", "overflows")
 
 
@@ -49,9 +38,8 @@ def make_policy(name: str, **params: Any) -> Policy:
     smallest window) and all of :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`. ``guided`` is the one
     that follows the largest gradients, with ``loss_scale_value`` (default 65536) and all arguments of
     :class:`~mindformers_adaptive.rules.guided.GuidedRule`. ``fixed`` keeps ``loss_scale`` (default 128.0, as in
-    MindSpore's ``FixedLossScaleManager``). ``metaseq`` is
-    :class:`~mindformers_adaptive.lab.policies.metaseq.MetaseqRule`. The other policies are rows of
-    :data:`~mindformers_adaptive.lab.policies.presets.DYNAMIC_PRESETS`, each with its source, parameters and defaults.
+    MindSpore's ``FixedLossScaleManager``). All but the first two are rows of
+    :data:`~mindformers_adaptive.lab.policies.presets.PRESETS`, each with its source, parameters and defaults.
 
     Args:
         name (str): one of ``POLICY_NAMES``.
@@ -82,18 +70,14 @@ def make_policy(name: str, **params: Any) -> Policy:
         )
     if name in _OWN_RULES:
         return _make_own(name, params)
-    preset = _PRESETS[name]
+    preset = PRESETS[name]
     values = _values_of(name, preset, params)
     settings = {parameter.sets: values[own] for own, parameter in preset.parameters.items() if parameter.sets}
     if name == "fixed":
         return Policy(name, FixedRule(), FixedState(settings["loss_scale"]))
-    if name == "metaseq":
-        state = MetaseqState(settings.pop("loss_scale"), settings.pop("scale_window"))
-        return Policy(name, MetaseqRule(**settings), state)
     _check_limits(preset, values)
     start = {key: settings.pop(key) for key in _STARTS if key in settings}
-    settings = {key: value for key, value in settings.items() if value is not None}
-    rule = DynamicRule(**preset.constants, **settings)
+    rule = preset.rule(**preset.constants, **{key: value for key, value in settings.items() if value is not None})
     return Policy(name, rule, rule.start(**start))
 
 

@@ -43,8 +43,8 @@ def guided_sweep(
         ValueError: if the numbers of rules and traces differ, or the lengths of the traces.
 
     Examples:
-        >>> from mindformers_adaptive.lab.traces.synthetic import stationary
-        >>> traces = [stationary(1000, seed) for seed in range(3)]
+        >>> from mindformers_adaptive.lab.traces.synthetic import synthetic_trace
+        >>> traces = [synthetic_trace("stationary", 1000, seed) for seed in range(3)]
         >>> [one.skipped for one in guided_sweep([GuidedRule()] * 3, traces, 2.0**32)]
         [4, 4, 4]
     """

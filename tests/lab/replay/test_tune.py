@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.replay.measures import cost
 from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, tune
 from mindformers_adaptive.lab.traces.gradients import with_gradients
-from mindformers_adaptive.lab.traces.synthetic import random_walk
+from mindformers_adaptive.lab.traces.synthetic import synthetic_trace
 from mindformers_adaptive.lab.traces.trace import Trace
 
 CALM = Trace.exact("calm", [2.0**16] * 2000)
@@ -178,7 +178,7 @@ def test_bad_arguments_are_refused(make, error, message):
 
 
 def test_guided_configurations_are_tuned_beside_adaptive_ones():
-    trace = with_gradients(random_walk(1500, seed=2))
+    trace = with_gradients(synthetic_trace("random walk", 1500, seed=2))
     tried = [Configuration.dynamic(100), *guided_grid(loss_scale_value=[2.0**16, 2.0**24], exchange_rate=[0.5, 5])]
     found = tune([trace, CALM], [tried[1], tried[0], *tried[2:]], exchange_rate=3.0)
     for place, one in enumerate(found.configurations):
@@ -191,7 +191,7 @@ def test_guided_configurations_are_tuned_beside_adaptive_ones():
 
 def test_of_exchange_rates_that_which_is_asked_for_is_near_the_best():
     """The rule's own exchange rate is what it is tuned for."""
-    trace = with_gradients(random_walk(5000, seed=1))
+    trace = with_gradients(synthetic_trace("random walk", 5000, seed=1))
     costs = {}
     for rate in (0.5, 20.0):
         found = tune([trace], guided_grid(exchange_rate=[0.5, 20.0]), exchange_rate=rate)
