@@ -9,7 +9,7 @@ from drawn import artist, artists, legend, overlap, points, title
 from records import gradient_line, record_of
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
-from mindformers_adaptive.lab.traces.synthetic import sudden_drop
+from mindformers_adaptive.lab.traces.synthetic import synthetic_trace
 from mindformers_adaptive.monitor.record import RunRecord, read_record
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -27,7 +27,7 @@ def adaptive():
     """What the monitor records of adaptive loss scaling on a made-up trace: 600 steps with a drop in the middle."""
     rule, record = AdaptiveRule(), []
     state = rule.start(2.0**24)
-    for step, ceiling in enumerate(sudden_drop(600, seed=0).ceiling, start=1):
+    for step, ceiling in enumerate(synthetic_trace("sudden drop", 600, seed=0).ceiling, start=1):
         overflow, used = bool(state.loss_scale > ceiling), state.loss_scale
         state = rule.step(state, overflow)
         entry = {name: getattr(state, name) for name in ("scale_window", "window_index", "skipped_steps")}
