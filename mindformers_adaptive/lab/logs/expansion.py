@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mindformers_adaptive.lab.logs.entries import LogEntry
 from mindformers_adaptive.lab.logs.intervals import Interval, infer_scale_factor, intervals_of
 from mindformers_adaptive.lab.logs.rule_bounds import bounds_by_rule
-from mindformers_adaptive.lab.policies.policy import GuidedPolicy, Policy
+from mindformers_adaptive.lab.policies import Policy
 
 __all__ = ["Steps", "expand"]
 
@@ -69,10 +69,10 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None = None) -> Steps:
     factor, factor_bound = infer_scale_factor(entries)
     first_scale = _NAN if rule is None else rule.loss_scale
     intervals = intervals_of(entries, factor, factor_bound, first_scale, notes)
-    if isinstance(rule, GuidedPolicy):
-        # Its scale moves by several factors at once, and without an overflow: only flags count.
+    if rule is not None and not rule.moves_by_one_factor:
+        # What the scale does tells nothing of skipped steps: only flags count.
         factor_bound, intervals = math.inf, list(map(_by_flag, intervals))
-    lines = None if rule is None or isinstance(rule, GuidedPolicy) else bounds_by_rule(rule, intervals, notes)
+    lines = bounds_by_rule(rule, intervals, notes) if rule is not None and rule.moves_by_one_factor else None
     steps = Steps([], [], [], [], [], [], [], [], [], _NAN, factor, factor_bound, notes)
     after, fewest, most = _NAN, 0, 0
     for interval in intervals:
