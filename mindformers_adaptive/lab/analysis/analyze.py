@@ -131,7 +131,7 @@ def _outcome_rows(
     used = forward_fill(run.loss_scale)
     policies = _policies(used, trace.largest_gradient is not None)
     if recommended is not None:
-        policies["as advised"] = partial(make_policy, "adaptive", **dataclasses.asdict(recommended))
+        policies["as advised"] = partial(make_policy, recommended.policy, **recommended.arguments)
     traces = [trace, *(run.to_trace(assume) for assume in run.assumptions)]
     rows: list[dict[str, Any]] = []
     for name, make in {"as recorded": None, **policies}.items():

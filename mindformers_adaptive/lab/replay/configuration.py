@@ -195,8 +195,9 @@ def yaml_value(value: Any) -> str:
         return str(value)
     if not isinstance(value, Real):
         return json.dumps(value)
-    if float(value).is_integer():
-        return str(int(value))
-    digits, exponent, power = repr(float(value)).partition("e")
+    number = float(value)
+    if number.is_integer():
+        return str(int(number))
+    digits, exponent, power = repr(number).partition("e")
     # YAML 1.1 reads 1e-05 as text, and 1.0e-05 as a number.
     return digits + ("" if "." in digits else ".0") + exponent + power
