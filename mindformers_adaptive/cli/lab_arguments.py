@@ -20,6 +20,7 @@ from mindformers_adaptive.lab.traces.gradients import from_gradient_ranges
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rules.catalog import find_rule, is_rule_name
 
 __all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources", "warn_without_gradients"]
 
@@ -122,18 +123,20 @@ def read_sources(options: argparse.Namespace) -> list[Source]:
 
 
 def warn_without_gradients(policies: Iterable[str], sources: Sequence[Source]) -> None:
-    """Say on the error output where the guided policy will not see any gradient.
+    """Say on the error output where a policy that follows the largest gradients will not see any.
 
     Args:
         policies (Iterable[str]): names of policies, with or without parameters.
         sources (Sequence[Source]): what they are replayed on.
     """
-    if any(policy.partition(":")[0] == "guided" for policy in policies):
+    names = [name for name in dict.fromkeys(policy.partition(":")[0] for policy in policies) if is_rule_name(name)]
+    for name in names:
+        rule = find_rule(name)
         for source in sources:
-            if source.trace.largest_gradient is None:
+            if rule.signals and source.trace.largest_gradient is None:
                 print(
-                    f"{source.trace.name} has no largest gradients: there 'guided' sees overflows only, and works as "
-                    "an adaptive scaler. A record of GradientGuidedLossScaleUpdateCell has them.",
+                    f"{source.trace.name} has no largest gradients: there {name!r} sees overflows only. A record of "
+                    f"{rule.cell} has them.",
                     file=sys.stderr,
                 )
 

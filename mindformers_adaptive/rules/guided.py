@@ -318,7 +318,7 @@ class GuidedRule(TextRule):
             >>> rule.find_state_problem({**values, "contradictions": 7})
             'The checkpoint has a state of gradient-guided scaling that this cell cannot have'
         """
-        smallest_weight = to_float32(1 / self.patience)
+        smallest_weight = min(to_float32(1 / self.patience), to_float32(1 / (PRIOR_STEPS + 1)))
         sound = (
             super().find_state_problem(values) is None
             and len(values["overflow_rate"]) == NUM_BINS

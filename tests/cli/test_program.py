@@ -72,7 +72,7 @@ def test_options_may_have_underscores_or_hyphens(run):
             "loss_scale_value, exchange_rate",
         ),
         (["tune", "synthetic:spikes", "--policy", "both", "--grid", "windows=2"], "must name arguments of the rule"),
-        (["tune", "synthetic:spikes", "--policy", "torch"], "invalid choice: 'torch'"),
+        (["tune", "synthetic:spikes", "--policy", "torch"], "'torch' cannot be imported"),
         (["tune", "synthetic:spikes", "--policy", "guided", "--grid", "exchange_rate=0"], "from 0.001 to 1000"),
         (["simulate", "--policy", "guided:scale_window=20", "synthetic:spikes"], "no parameter 'scale_window'"),
         (["compare", "synthetic", "--policies", "guided:exchange_rate=fast"], "'exchange_rate' must be"),
@@ -193,7 +193,7 @@ def test_tune_tries_exchange_rates_of_the_guided_rule(run):
     assert section.pop("type") == "GradientGuidedLossScaleUpdateCell"
     assert len(found["rows"]) == 2
     best = replay(make_policy("guided", **section), synthetic_traces(500, seed=0)["random walk"])
-    assert best.measures.headroom_lost == found["rows"][0]["headroom_lost"]
+    assert best.measures.headroom_lost == pytest.approx(found["rows"][0]["headroom_lost"])
     both = [*tried, "--grid", "scale_factor=2", "--grid", "min_scale_window=20", "--grid", "max_scale_window=100,200"]
     labels = {row["configuration"] for row in json.loads(run(*arguments, "both", *both)[1])["rows"]}
     adaptive = {f"adaptive 20-{largest} loss_scale_value=1024 hysteresis=2" for largest in (100, 200)}
@@ -236,6 +236,21 @@ def test_the_guided_policy_without_gradients_is_a_warning(run):
         assert "mindformers_1_9_cpu.log has no largest gradients: there 'guided' sees overflows only" in error
     assert run("compare", MINDFORMERS_LOG)[2] == ""
     assert "guided" not in run("compare", MINDFORMERS_LOG)[1]
+
+
+def test_every_command_of_the_lab_takes_a_rule_of_ones_own(run, guided_record):
+    policy = "own_rules.Follow:margin=1"
+    rows = json.loads(run("compare", "--json", "--policies", policy, "torch", "--", guided_record)[1])["rows"]
+    assert [row["policy"] for row in rows] == [policy, "torch"]
+    [found] = json.loads(run("simulate", "--json", "--policy", policy, guided_record)[1])
+    assert found["measures"]["skipped"] == rows[0]["skipped"]
+    assert "shown" in found["final_state"]
+    arguments = ("tune", "--json", "--policy", "own_rules.Follow", "--grid", "margin=0,1")
+    tuned = json.loads(run(*arguments, guided_record)[1])
+    assert {row["configuration"].split()[0] for row in tuned["rows"]} == {"follow"}
+    assert "rule: own_rules.Follow" in tuned["scale_sense"]
+    assert run("analyze", "--policy", policy, guided_record)[0] == 0
+    assert "there 'own_rules.Follow' sees overflows only" in run("simulate", "--policy", policy, MINDFORMERS_LOG)[2]
 
 
 def test_megatron_prints_the_section(run):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,10 @@ from mindformers_adaptive.lab.replay.measures import (
     measure,
 )
 from mindformers_adaptive.lab.replay.simulate import replay
-from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, Tuning, tune
+from mindformers_adaptive.lab.replay.tune import Tuning, tune
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, forward_fill
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.text.table import as_power_of_two
 
@@ -76,9 +77,7 @@ class Advice:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def advise(
-    run: RecordedRun, trace: Trace, changes: Sequence[Change]
-) -> tuple[list[Advice], Tuning[Configuration] | None]:
+def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[list[Advice], Tuning | None]:
     """Return what to change, and the settings that follow from it.
 
     Args:
@@ -116,17 +115,17 @@ def advise(
             on_windows, tuning = _windows(trace, recorded, max(windows), settings)
             advice.append(on_windows)
         if tuning is not None:
-            windows = [tuning.recommended.min_scale_window, tuning.recommended.max_scale_window]
+            windows = list(_windows_of(tuning.recommended))
         hysteresis = _hysteresis(run, trace, recorded if tuning is None else None, windows, settings)
         if hysteresis is not None:
             advice.append(hysteresis)
             settings |= hysteresis.settings
-            tuning = tuning and tune([trace], [replace(one, **hysteresis.settings) for one in tuning.configurations])
+            tuning = tuning and tune([trace], [one.replace(**hysteresis.settings) for one in tuning.configurations])
     given = [one for one in advice if one is not None]
     if given and tuning is None:
         # The windows that cost least on the trace; the defaults where it does not show what windows cost.
         shows_windows = len(trace) >= DEFAULT_MAX_SCALE_WINDOW and run.position_known.mean() >= _KNOWN
-        tuning = tune([trace], _configurations(settings) if shows_windows else [Configuration(**settings)])
+        tuning = tune([trace], _configurations(settings) if shows_windows else [Configuration("adaptive", **settings)])
     return given, tuning if given else None
 
 
@@ -301,7 +300,7 @@ def _hysteresis(
 
 def _windows(
     trace: Trace, recorded: Measures, largest: int, settings: dict[str, Any]
-) -> tuple[Advice | None, Tuning[Configuration] | None]:
+) -> tuple[Advice | None, Tuning | None]:
     """Judge larger windows than the largest of the run, smaller ones, and those on both sides of it."""
     tried = _configurations(settings)
     costs = tune([trace], tried).costs[:, 0] * len(trace) / 1000.0
@@ -313,12 +312,13 @@ def _windows(
     if saved <= worth:
         return None, None
     tuning = tune([trace], [one for one, its in zip(tried, rules, strict=True) if its == rule])
-    best, after = tuning.recommended, tuning.sweeps[0].measures[tuning.best]
+    after = tuning.sweeps[0].measures[tuning.best]
+    smallest_of_best, largest_of_best = _windows_of(tuning.recommended)
     return Advice(
         rule,
         _DIRECTIONS[rule].format(largest),
-        f"With windows up to {largest}, the run cost {_in_words(recorded)}. Windows from {best.min_scale_window} to "
-        f"{best.max_scale_window} would have cost {_in_words(after)}; {1000 / DEFAULT_EXCHANGE_RATE:.0f} steps "
+        f"With windows up to {largest}, the run cost {_in_words(recorded)}. Windows from {smallest_of_best} to "
+        f"{largest_of_best} would have cost {_in_words(after)}; {1000 / DEFAULT_EXCHANGE_RATE:.0f} steps "
         "that lose a bit count as one skipped step.",
         {"largest_window": largest, "skipped": recorded.skipped, "skipped_instead": after.skipped, "saves": saved},
     ), tuning
@@ -331,9 +331,14 @@ _DIRECTIONS = {
 }
 
 
+def _windows_of(configuration: Configuration) -> tuple[int, int]:
+    """The smallest and the largest window."""
+    return configuration.rule.min_scale_window, configuration.rule.max_scale_window
+
+
 def _direction(configuration: Configuration, window: int) -> str:
     """On which side of a window the windows of a configuration are; "" for that window itself."""
-    smallest, largest = configuration.min_scale_window, configuration.max_scale_window
+    smallest, largest = _windows_of(configuration)
     if smallest >= window:
         return "larger window" if largest > window else ""
     return "smaller window" if largest <= window else "moving window"
@@ -342,8 +347,8 @@ def _direction(configuration: Configuration, window: int) -> str:
 def _configurations(settings: dict[str, Any]) -> list[Configuration]:
     """The windows to try; of those that cost the same, the nearest to the defaults come first."""
     largest, smallest = (
-        sorted(DEFAULT_GRID["min_scale_window"], key=lambda tried: abs(math.log(tried / window)))
+        sorted(AdaptiveRule.grid["min_scale_window"], key=lambda tried: abs(math.log(tried / window)))
         for window in (DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW)
     )
     fixed = {name: [value] for name, value in settings.items()}
-    return grid(**fixed, max_scale_window=largest, min_scale_window=smallest)
+    return grid("adaptive", **fixed, max_scale_window=largest, min_scale_window=smallest)

@@ -50,7 +50,7 @@ class Analysis:
     phases: tuple[Phase, ...]
     outcomes: tuple[dict[str, Any], ...]
     advice: tuple[Advice, ...]
-    tuning: Tuning[Configuration] | None
+    tuning: Tuning | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON: None stands for what is not known.
@@ -164,7 +164,7 @@ def _outcome_rows(
     used = forward_fill(run.loss_scale)
     policies = _policies(used, trace.largest_gradient is not None)
     if recommended is not None:
-        policies["as advised"] = partial(make_policy, "adaptive", **dataclasses.asdict(recommended))
+        policies["as advised"] = partial(make_policy, recommended.policy, **recommended.arguments)
     traces = [trace, *(run.to_trace(assume) for assume in run.assumptions)]
     rows: list[dict[str, Any]] = []
     for name, make in {"as recorded": None, **policies}.items():

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.logs.intervals import Interval, bounds_by_rule, infer_scale_factor, intervals_of
 from mindformers_adaptive.lab.logs.reader import LogEntry
-from mindformers_adaptive.lab.policies.policy import GuidedPolicy, Policy
+from mindformers_adaptive.lab.policies import Policy
 
 __all__ = ["expand"]
 
@@ -46,15 +46,15 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
     factor, factor_bound = infer_scale_factor(entries)
     first_scale = _NAN if rule is None else rule.loss_scale
     intervals = intervals_of(entries, factor, factor_bound, first_scale, notes)
-    if isinstance(rule, GuidedPolicy):
-        # Its scale moves by several factors at once, and without an overflow: only flags count.
+    if rule is not None and not rule.moves_by_one_factor:
+        # What the scale does tells nothing of skipped steps: only flags count.
         factor_bound, intervals = math.inf, list(map(_by_flag, intervals))
     counts = np.array([interval.steps for interval in intervals])
     ends = np.cumsum(counts)
-    if rule is None or isinstance(rule, GuidedPolicy):
-        bounds = np.cumsum([(interval.fewest, interval.most) for interval in intervals], axis=0)
-    else:
+    if rule is not None and rule.moves_by_one_factor:
         bounds = np.array(bounds_by_rule(rule, intervals, notes))
+    else:
+        bounds = np.cumsum([(interval.fewest, interval.most) for interval in intervals], axis=0)
     overflow: list[bool] = []
     loss_scale: list[float] = []
     position_known: list[bool] = []

@@ -120,7 +120,7 @@ class DynamicRule:
             clean_steps = self._clean_steps_after_overflow
         return DynamicState(min(self.arithmetic.scale(loss_scale), self.cap), scale_window, clean_steps, overflows)
 
-    def step(self, state: DynamicState, overflow: bool) -> DynamicState:
+    def step(self, state: DynamicState, overflow: bool, largest_gradient: float | None = None) -> DynamicState:
         """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
         steps = state.steps_since_change if self.tolerated_share is None else state.steps_since_change + 1
         state = state._replace(steps_since_change=steps)

@@ -32,7 +32,7 @@ def recorded(ceilings, name="dynamic", **params):
 
 
 def policy_of(configuration):
-    return make_policy("adaptive", **dataclasses.asdict(configuration))
+    return make_policy("adaptive", **configuration.arguments)
 
 
 def rules(run):
@@ -171,7 +171,7 @@ def test_window_after_which_every_raise_fails_is_too_small():
     (advice,) = found.advice
     assert (advice.rule, advice.figures["largest_window"], advice.figures["skipped"]) == ("larger window", 50, 58)
     assert 0 < advice.figures["skipped_instead"] + advice.figures["saves"] <= 58
-    assert found.tuning.recommended.min_scale_window > 50
+    assert found.tuning.recommended.rule.min_scale_window > 50
 
 
 @pytest.mark.parametrize("last_raise_holds", [False, True])
@@ -201,7 +201,7 @@ def test_window_after_which_the_scale_stays_low_for_long_is_too_large():
     found = analyze(recorded(ceilings, init_loss_scale=2.0**16, scale_window=1000))
     (advice,) = found.advice
     assert (advice.rule, advice.figures["largest_window"]) == ("smaller window", 1000)
-    assert found.tuning.recommended.min_scale_window < 1000 >= found.tuning.recommended.max_scale_window
+    assert found.tuning.recommended.rule.min_scale_window < 1000 >= found.tuning.recommended.rule.max_scale_window
     assert advice.figures["saves"] > 40
     rows = {row["policy"]: row for row in found.outcomes}
     assert rows["as advised"]["headroom_lost"] < rows["as recorded"]["headroom_lost"]
@@ -212,7 +212,7 @@ def test_window_that_is_too_small_and_too_large_has_to_move():
     ceilings = [2.0**16] * 100 + [2.0**0.5] * 18 + [2.0**16] * 8400
     found = analyze(recorded(ceilings, init_loss_scale=2.0**16, scale_window=400))
     assert [advice.rule for advice in found.advice] == ["moving window"]
-    assert found.tuning.recommended.min_scale_window < 400 < found.tuning.recommended.max_scale_window
+    assert found.tuning.recommended.rule.min_scale_window < 400 < found.tuning.recommended.rule.max_scale_window
 
 
 def test_larger_windows_that_would_cost_more_are_not_advised():
@@ -349,9 +349,9 @@ def test_a_run_without_steps_or_scales_is_refused():
 
 
 def guided_run(**others):
-    """What the guided rule makes of a ceiling of 2^16 that its gradients show, from 2^20."""
+    """What the guided rule makes of a ceiling of 2^16 that its gradients show, from 2^18."""
     trace = with_gradients(Trace.exact("made", [2.0**16] * 300))
-    found = replay(make_policy("guided", loss_scale_value=2.0**20), trace)
+    found = replay(make_policy("guided", loss_scale_value=2.0**18), trace)
     assert 0 < found.measures.skipped < 6
     gradients = np.where(found.overflow, np.inf, trace.largest_gradient)
     return trace, run_of(found.loss_scale, found.overflow, largest_gradient=gradients, **others)
@@ -363,7 +363,7 @@ def test_a_run_with_gradients_is_judged_by_the_ceilings_that_they_show():
     applied = ~run.overflow
     expected = np.log2(trace.ceiling[applied] / run.loss_scale[applied]).mean()
     assert outcomes["as recorded"]["headroom_lost"] == pytest.approx(expected)
-    assert outcomes["guided from 2^20"]["skipped"] == run.skipped_steps
+    assert outcomes["guided from 2^18"]["skipped"] == run.skipped_steps
     # Without gradients nobody knows that there was room above.
     without = {row["policy"]: row for row in analyze(dataclasses.replace(run, largest_gradient=None)).outcomes}
     assert without["as recorded"]["headroom_lost"] < expected - 0.5

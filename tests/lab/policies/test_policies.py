@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from own_rules import Follow
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.policies.presets import PRESETS
@@ -50,7 +51,7 @@ def test_all_policies_are_there():
     ("name", "scale", "window", "scale_after_a_drop"),
     [
         ("adaptive", 2.0**16, 20, 2.0**15),
-        ("guided", 2.0**16, 500, 2.0**15),
+        ("guided", 2.0**16, 500, 2.0**8),
         ("fixed", 128.0, None, 128.0),
         ("metaseq", 4.0, 256, 2.0),
         ("dynamic", 2.0**24, 2000, 2.0**23),
@@ -305,6 +306,28 @@ def test_every_other_policy_ignores_the_largest_gradient(name):
     assert told.state() == other.state()
 
 
+def test_a_rule_of_ones_own_is_a_policy_by_its_name_and_by_its_class():
+    rule = Follow(margin=3)
+    policies = [make_policy("own_rules.Follow", margin=3, loss_scale_value=4.0), make_policy(Follow, margin=3)]
+    policies[1].step(True)
+    for policy, state in zip(policies, [rule.start(4.0), rule.step(rule.start(2.0**16), True)], strict=True):
+        for step in range(30):
+            gradient = [None, 0.25, 7.0][step % 3]
+            state = rule.step(state, step % 7 == 0, gradient)
+            assert policy.step(step % 7 == 0, gradient) == policy.loss_scale == state.loss_scale
+        assert policy.state() == state._asdict()
+    assert [policy.name for policy in policies] == ["own_rules.Follow", "follow"]
+    assert (policies[0].scale_window, make_policy("own_rules.Plain").state()["clean_steps"]) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_one_factor"),
+    [("adaptive", True), ("guided", False), ("torch", True), ("own_rules.Follow", False), ("own_rules.Plain", True)],
+)
+def test_whether_the_scale_alone_tells_which_steps_were_skipped(name, by_one_factor):
+    assert make_policy(name).moves_by_one_factor is by_one_factor
+
+
 def test_guided_is_the_rule():
     rule = GuidedRule(5.0, max_loss_scale=2.0**30)
     policy = make_policy("guided", loss_scale_value=2.0**20, exchange_rate=5.0, max_loss_scale=2.0**30)
@@ -355,6 +378,9 @@ def test_overflow_may_be_a_numpy_bool():
 @pytest.mark.parametrize(
     ("name", "params", "error", "message"),
     [
+        ("own_rules.Nothing", {}, ValueError, r"'own_rules.Nothing' cannot be imported"),
+        ("own_rules.PlainState", {}, TypeError, r"'rule' must be .* such a class, but got 'own_rules.PlainState'"),
+        ("own_rules.Follow", {"margins": 1}, TypeError, r"'own_rules.Follow' has no parameter 'margins'.* 'margin'\?"),
         ("adaptiv", {}, ValueError, r"'name' must be one of adaptive, guided, .*, but got 'adaptiv'. .* 'adaptive'\?"),
         (None, {}, ValueError, r"'name' must be one of adaptive, guided, .*, but got None."),
         (
@@ -367,7 +393,7 @@ def test_overflow_may_be_a_numpy_bool():
             "adaptive",
             {"window": 2},
             TypeError,
-            r"'adaptive' has no parameter 'window'. .* loss_scale_value, scale_window",
+            r"'adaptive' has no parameter 'window'. .* loss_scale_value, scale_factor, scale_window",
         ),
         ("adaptive", {"hysteresis": 0}, ValueError, r"'hysteresis' must be at least 1, but got 0"),
         ("fixed", {"loss_scale": 2, "loss_scale_value": 2}, TypeError, r"'loss_scale_value' and 'loss_scale' .* once"),
