@@ -1,4 +1,4 @@
-"""Compare adaptive loss scaling with fixed windows on made traces and sample logs, and draw the comparison.
+"""Compare adaptive and gradient-guided loss scaling with fixed windows on made traces and sample logs, and draw it.
 
     python scripts/study.py
 
@@ -9,18 +9,21 @@ the adaptive rule is worse. The same arguments give the same text and picture, d
 import argparse
 import math
 import os
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from argument_types import positive
-from guided_study import RATES, guided_rows, guided_study
+from reporting import positive, table
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay.guided_sweep import guided_sweep
 from mindformers_adaptive.lab.replay.simulate import compare, replay
+from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
+from mindformers_adaptive.rules.guided import GuidedRule
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "tests" / "lab" / "samples"
@@ -47,6 +50,19 @@ OWN_DEFAULTS = {
     "PyTorch": partial(make_policy, "torch"),
 }
 
+# The traces of guided_study(): by what the gradients show, the offset and the spread of it in bits.
+EXACT = "gradients show the ceiling"
+OFFSETS = {
+    EXACT: (0.0, 0.0),
+    "hidden by 3 bits": (3.0, 0.4),
+    "hidden by 8 bits": (8.0, 0.4),
+    "2 too little": (-2.0, 0.0),
+}
+OWN = "a ceiling of its own"
+FIXED_WINDOWS = (20, 100, 200, 500, 1000, 2000)
+# By exchange rate.
+GUIDED = {rate: f"guided, {rate:g} a bit" for rate in (1.0, 5.0)}
+
 
 def main():
     arguments = parse_arguments()
@@ -72,6 +88,54 @@ def study(policies, steps, seeds):
     for kind in seeded[0]:
         for policy, on_traces in compare(policies, [traces[kind] for traces in seeded]).measures.items():
             results[policy][kind] = figures(on_traces)
+    return with_means(results)
+
+
+def guided_study(steps, seeds, kinds=None):
+    """By what the gradients show, as study(): the guided rule by exchange rate, and fixed windows.
+
+    Args:
+        steps, seeds (int): of the traces.
+        kinds (Collection[str], optional): of traces. Default: None, all.
+    """
+    traces = {
+        place: each for place, each in traces_with_gradients(steps, seeds).items() if not kinds or place[1] in kinds
+    }
+    lanes = [(*place, rate) for place in traces for rate in GUIDED]
+    rules = [GuidedRule(rate) for *_, rate in lanes for _ in range(seeds)]
+    swept = iter(guided_sweep(rules, [one for *place, _ in lanes for one in traces[tuple(place)]], SAME_SCALE))
+    results = {group: {policy: {} for policy in (*GUIDED.values(), *FIXED_WINDOWS)} for group, _ in traces}
+    for group, kind, rate in lanes:
+        results[group][GUIDED[rate]][kind] = figures([next(swept) for _ in range(seeds)])
+    windows = {
+        window: partial(make_policy, "dynamic", init_loss_scale=SAME_SCALE, scale_window=window)
+        for window in FIXED_WINDOWS
+    }
+    replayed = {}
+    for (group, kind), on_traces in traces.items():
+        # The ceilings of a kind are the same whatever the gradients show, and fixed windows do not see gradients.
+        if kind not in replayed:
+            replayed[kind] = compare(windows, on_traces).measures
+        for window, measures in replayed[kind].items():
+            results[group][window][kind] = figures(measures)
+    return {group: with_means(by_policy) for group, by_policy in results.items()}
+
+
+def traces_with_gradients(steps, seeds):
+    """By what the gradients show and by kind, the traces of all seeds."""
+    traces = defaultdict(list)
+    for seed in range(seeds):
+        for kind, trace in synthetic_traces(steps, seed).items():
+            for group, (offset, spread) in OFFSETS.items():
+                traces[group, kind].append(with_gradients(trace, offset, spread, seed))
+        for numbers in INDEPENDENT_CEILINGS:
+            name = f"{numbers[1]:g} bits above, memory {numbers[3]:g}"
+            traces[OWN, name].append(independent_ceiling(steps, seed, *numbers))
+    return traces
+
+
+def with_means(results):
+    """Add to each policy the mean over its kinds of trace."""
     for on_kinds in results.values():
         rows = list(on_kinds.values())
         on_kinds[MEAN] = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
@@ -131,7 +195,7 @@ def section(rows, *lines):
 
 def guided_report(results):
     """The report on gradient-guided scaling, as lines of Markdown."""
-    rates = " and ".join(f"{rate:g}" for rate in RATES)
+    rates = " and ".join(f"{rate:g}" for rate in GUIDED)
     columns, *rows = guided_rows(results)
     return section(
         table(columns, rows),
@@ -143,18 +207,32 @@ def guided_report(results):
     )
 
 
-def table(columns, rows):
-    yield "| " + " | ".join(columns) + " |"
-    yield "|" + "---|" * len(columns)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
+def guided_rows(results):
+    """Yield the rows of the table on gradient-guided scaling, the first with its columns."""
+    yield [
+        "gradients",
+        "trace",
+        *(f"{what}, {rate:g} a bit" for rate in GUIDED for what in ("guided", "best", "share")),
+    ]
+    for group, by_policy in results.items():
+        shares = {rate: [] for rate in GUIDED}
+        for kind in by_policy[FIXED_WINDOWS[0]]:
+            on_kind, cells = {policy: row[kind] for policy, row in by_policy.items()}, []
+            for rate, guided in GUIDED.items():
+                best = cheapest({window: on_kind[window] for window in FIXED_WINDOWS}, rate)
+                share = cost(on_kind[guided], rate) / cost(on_kind[best], rate)
+                by_kind = f" (by kind {np.mean(shares[rate]):.2f})" if kind == MEAN else ""
+                shares[rate].append(share)
+                cells += [point(on_kind[guided]), f"{best}: {point(on_kind[best])}", f"{share:.2f}{by_kind}"]
+            yield [group, kind, *cells]
+
+
+def point(row):
+    return f"{row['skipped']:.1f} / {row['headroom_lost']:.2f}"
 
 
 def figures_table(results):
-    rows = []
-    for kind in next(iter(results.values())):
-        on_kind = [row[kind] for row in results.values()]
-        rows.append([kind, *(f"{row['skipped']:.1f} / {row['headroom_lost']:.2f}" for row in on_kind)])
+    rows = [[kind, *(point(row[kind]) for row in results.values())] for kind in next(iter(results.values()))]
     return table(["trace", *results], rows)
 
 
@@ -185,8 +263,12 @@ def beats(row, other):
 
 
 def cheapest(on_kind, rate):
-    """The policy of the smallest cost, which is that of lab.measures.cost in the mean."""
-    return min(on_kind, key=lambda policy: on_kind[policy]["skipped"] + rate * on_kind[policy]["headroom_lost"])
+    return min(on_kind, key=lambda policy: cost(on_kind[policy], rate))
+
+
+def cost(row, rate):
+    """The cost, as lab.replay.measures.cost has it, in the mean."""
+    return row["skipped"] + rate * row["headroom_lost"]
 
 
 def cheapest_rates(on_kind):
