@@ -349,7 +349,7 @@ def update_share(result, mode, name):
 def measure_detection(arguments):
     """Return by number of Tensors the times of looking for an overflow."""
     set_mode("graph")
-    elements, counts = (20_000, TENSORS[:1]) if arguments.quick else (ELEMENTS, TENSORS)
+    elements, counts = (200_000, TENSORS[:1]) if arguments.quick else (ELEMENTS, TENSORS)
     times = {
         count: take_turns(ways_of_detection(count, elements // count), arguments.copies, arguments.rounds)
         for count in counts

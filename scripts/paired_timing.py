@@ -67,7 +67,7 @@ def ratio(times, name, base, above=None):
     if name == base:
         return 1.0, 0.0
     (value, error), (unit, of_unit) = (typical_time(times, way, above) for way in (name, base))
-    return value / unit, math.hypot(error, value / unit * of_unit) / unit
+    return value / unit, math.hypot(error, value / unit * of_unit) / abs(unit)
 
 
 def typical_time(times, name, above=None):

@@ -16,7 +16,7 @@ from prepare_corpus import cut_into_samples, read_standard_library
 
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
-__all__ = ["CONFIG", "SMALL_TASKS", "Branches", "Data", "Llama", "Regression"]
+__all__ = ["CONFIG", "SMALL_TASKS", "Branches", "Data", "Llama", "Regression", "without_type"]
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "tiny_llama_cpu_fp16.yaml"
 HELD_OUT_BATCHES = 8
@@ -197,6 +197,7 @@ class Llama:
     Args:
         steps (int): how many.
         seq_length (int, optional): bytes of a sample. Default: None, as in the YAML file.
+        config (dict, optional): the sections of the YAML file. Default: None, those of the demo.
     """
 
     name = "the demo's Llama"
@@ -204,10 +205,9 @@ class Llama:
     higher_is_better = False
     look_every = 30
 
-    def __init__(self, steps, seq_length=None):
-        self.config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-        self.model = self.config["model"]["model_config"]
-        self.model.pop("type")
+    def __init__(self, steps, seq_length=None, config=None):
+        self.config = config or yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+        self.model = without_type(self.config["model"]["model_config"])
         self.steps = steps
         if seq_length is not None:
             self.model["seq_length"] = seq_length
@@ -221,11 +221,9 @@ class Llama:
 
     def train_step(self, network, update_cell):
         """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
-        schedule, optimizer = dict(self.config["lr_schedule"]), dict(self.config["optimizer"])
-        schedule.pop("type")
-        optimizer.pop("type")
-        learning_rate = CosineWithWarmUpLR(**{**schedule, "total_steps": self.steps})
-        optimizer = AdamW(network.trainable_params(), learning_rate, **optimizer)
+        schedule = {**without_type(self.config["lr_schedule"]), "total_steps": self.steps}
+        optimizer = without_type(self.config["optimizer"])
+        optimizer = AdamW(network.trainable_params(), CosineWithWarmUpLR(**schedule), **optimizer)
         max_norm = self.config["runner_wrapper"]["max_grad_norm"]
         return MFTrainOneStepCell(
             network, optimizer, use_clip_grad=True, max_grad_norm=max_norm, scale_sense=update_cell
@@ -246,6 +244,10 @@ class Llama:
     def quality(self, network, data):
         """Return the mean loss on text that was not trained on."""
         return float(np.mean([float(network(*inputs)) for inputs in data.held_out]))
+
+
+def without_type(section):
+    return {key: value for key, value in section.items() if key != "type"}
 
 
 @functools.cache
