@@ -19,8 +19,6 @@ from mindformers_adaptive.lab.replay.sweep import sweep
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 
-__all__ = ["measure", "report"]
-
 RULE, SWEEP, LONG_SWEEP = "rule in plain Python", "vectorised sweep", "vectorised sweep, long trace"
 
 
@@ -78,20 +76,18 @@ def replay_by_rule(configurations, trace):
 
 def count_different(swept, replayed):
     """Return the number of configurations whose final states or measures differ between the sweep and the rule."""
-    different = 0
-    for measures, final_state, expected in zip(swept.measures, swept.final_states, replayed, strict=True):
-        same_state = final_state._asdict() == expected.final_state
-        different += not (same_state and same_measures(measures.as_dict(), expected.measures.as_dict()))
-    return different
-
-
-def same_measures(measured, expected):
+    by_sweep = [
+        numbers_of(measures, state._asdict())
+        for measures, state in zip(swept.measures, swept.final_states, strict=True)
+    ]
+    by_rule = [numbers_of(one.measures, one.final_state) for one in replayed]
     # Sums in another order: the last digits of a float may differ.
-    return measured.keys() == expected.keys() and all(
-        value == expected[name]
-        or (isinstance(value, float) and isinstance(expected[name], float) and math.isclose(value, expected[name]))
-        for name, value in measured.items()
-    )
+    same = np.isclose(by_sweep, by_rule, rtol=1e-9, atol=0.0, equal_nan=True)
+    return int((~same.all(axis=1)).sum())
+
+
+def numbers_of(measures, final_state):
+    return np.array([*measures.as_dict().values(), *(final_state[name] for name in sorted(final_state))], float)
 
 
 def report(result):

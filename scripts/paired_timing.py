@@ -13,8 +13,6 @@ import random
 import statistics
 import time
 
-__all__ = ["ratio", "spread_percent", "take_turns", "typical_time", "with_error"]
-
 
 def take_turns(ways, copies, rounds):
     """Measure ways in turns.
@@ -72,11 +70,9 @@ def ratio(times, name, base, above=None):
 
 def typical_time(times, name, above=None):
     """Return the time of a way in milliseconds, above that of another if one is named, and its standard error."""
-    copies = list(itertools.chain(*times.values()))
-    medians = [statistics.median(of_round) for of_round in zip(*copies, strict=True)]
-    logarithms = _logarithms(times, name, medians)
-    value = statistics.median(medians) * math.exp(statistics.mean(logarithms))
-    error = value * statistics.stdev(logarithms) / len(logarithms) ** 0.5 if len(logarithms) > 1 else math.nan
+    unit, logarithms = _compared(times)
+    value, of_copies = unit * math.exp(statistics.mean(logarithms[name])), logarithms[name]
+    error = value * statistics.stdev(of_copies) / len(of_copies) ** 0.5 if len(of_copies) > 1 else math.nan
     if above is None:
         return value, error
     taken_off, of_taken_off = typical_time(times, above)
@@ -85,9 +81,8 @@ def typical_time(times, name, above=None):
 
 def spread_percent(times):
     """Return by how much the copies of a way differ, as a standard deviation over all ways, in percent."""
-    copies = list(itertools.chain(*times.values()))
-    medians = [statistics.median(of_round) for of_round in zip(*copies, strict=True)]
-    return 100.0 * statistics.mean(statistics.variance(_logarithms(times, name, medians)) for name in times) ** 0.5
+    _, logarithms = _compared(times)
+    return 100.0 * statistics.mean(map(statistics.variance, logarithms.values())) ** 0.5
 
 
 def with_error(value, error, digits):
@@ -100,9 +95,14 @@ def with_error(value, error, digits):
     return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
-def _logarithms(times, name, medians):
-    """Return for each copy of a way the logarithm of its time against the medians of the rounds."""
-    return [
-        statistics.median(math.log(taken / median) for taken, median in zip(copy, medians, strict=True))
-        for copy in times[name]
-    ]
+def _compared(times):
+    """Return the median of a round, and by way the logarithm of each copy's time against the medians of the rounds."""
+    rounds = zip(*itertools.chain(*times.values()), strict=True)
+    medians = [statistics.median(of_round) for of_round in rounds]
+    return statistics.median(medians), {
+        name: [
+            statistics.median(math.log(taken / median) for taken, median in zip(copy, medians, strict=True))
+            for copy in copies
+        ]
+        for name, copies in times.items()
+    }

@@ -9,8 +9,6 @@ from pathlib import Path
 from mindformers_adaptive.text.atomic_file import atomic_write
 from mindformers_adaptive.text.json_text import json_text
 
-__all__ = ["add_json_option", "output_to_stderr", "positive", "table", "write_json"]
-
 
 def positive(text):
     """Return a text as an integer of at least 1."""

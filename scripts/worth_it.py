@@ -16,9 +16,8 @@ from reporting import add_json_option, output_to_stderr, positive, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = "docs/images/quality_by_loss_scale.svg"
-LLAMA = "llama"
 QUICK_STEPS, QUICK_EXPONENTS = 30, (0, 9)
-TASKS = ("damped", "zero", "auxiliary", "moving", LLAMA)
+TASKS = ("damped", "zero", "auxiliary", "moving", "llama")
 
 
 def main():
@@ -68,16 +67,14 @@ def measure(arguments):
         "tasks": [],
     }
     figure = None
-    for name, task in zip(TASKS[:-1], SMALL_TASKS, strict=True):
+    llama = Llama(arguments.llama_steps, arguments.llama_seq_length)
+    for name, task in zip(TASKS, (*SMALL_TASKS, llama), strict=True):
         if name in arguments.tasks:
             trainings = Trainings(task)
             result["tasks"].append(train(trainings, methods, seeds, steps))
             if name == TASKS[0]:
                 result["picture"] = sweep(trainings, seeds, QUICK_EXPONENTS if arguments.quick else EXPONENTS, steps)
                 figure = draw(result["picture"])
-    if LLAMA in arguments.tasks:
-        llama = Llama(arguments.llama_steps, arguments.llama_seq_length)
-        result["tasks"].append(train(Trainings(llama), methods, seeds, steps))
     return result, figure
 
 

@@ -12,8 +12,6 @@ from worth_training import FP32, METHODS, REACHED_AT, SETTLED, UNSCALED, fixed
 
 from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, MUTED, SECOND, WARNING, headline, new_figure, style_axes
 
-__all__ = ["EXPONENTS", "OURS", "at_the_start", "draw", "report", "summary", "sweep", "table"]
-
 EXPONENTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 28, 32, 34, 36, 38, 40, 42, 44)
 OURS = "ours, adaptive from the found scale"
 # At and below it nothing was learned.
@@ -130,30 +128,21 @@ def sweep(trainings, seeds, exponents=EXPONENTS, steps=None):
         the seeds; ``fp32`` and ``ours``, the results; ``found``, log2 of the found scales.
     """
     methods = {method.name: method for method in METHODS}
-    points = []
+
+    def mean_quality(method):
+        return float(np.mean([trainings.run(method, seed, steps)["quality"] for seed in range(seeds)]))
+
+    swept = {"exponents": list(exponents), "quality": [], "underflow": [], "skipped": []}
     for exponent in exponents:
         runs = [trainings.run(fixed(2.0**exponent), seed, steps) for seed in range(seeds)]
         underflow = over_looks(runs, lambda look: look["underflow"])
-        points.append(
-            (
-                float(np.mean([run["quality"] for run in runs])),
-                None if underflow is None else float(np.mean(underflow)),
-                float(np.mean([len(run["skipped"]) / run["steps"] for run in runs])),
-            )
-        )
-    results = {
-        key: float(np.mean([trainings.run(methods[name], seed, steps)["quality"] for seed in range(seeds)]))
-        for key, name in (("fp32", FP32), ("unscaled", UNSCALED), ("ours", OURS))
-    }
-    quality, underflow, skipped = zip(*points, strict=True)
-    found = [math.log2(trainings.find(seed).loss_scale_value) for seed in range(seeds)]
+        swept["quality"].append(float(np.mean([run["quality"] for run in runs])))
+        swept["underflow"].append(None if underflow is None else float(np.mean(underflow)))
+        swept["skipped"].append(float(np.mean([len(run["skipped"]) / run["steps"] for run in runs])))
     return {
-        "exponents": list(exponents),
-        "quality": list(quality),
-        "underflow": list(underflow),
-        "skipped": list(skipped),
-        "found": found,
-        **results,
+        **swept,
+        "found": [math.log2(trainings.find(seed).loss_scale_value) for seed in range(seeds)],
+        **{key: mean_quality(methods[name]) for key, name in (("fp32", FP32), ("unscaled", UNSCALED), ("ours", OURS))},
     }
 
 
@@ -166,10 +155,8 @@ def draw(swept):
         f"Adaptive scaling: {swept['ours']:.3f}",
     )
     axes = figure.subplots()
-    exponents = np.array(swept["exponents"], float)
-    underflow = np.array([np.nan if share is None else share for share in swept["underflow"]])
-    underflow = np.nan_to_num(underflow)
-    skipped = np.array(swept["skipped"])
+    exponents, skipped = np.array(swept["exponents"], float), np.array(swept["skipped"])
+    underflow = np.array([share or 0.0 for share in swept["underflow"]])
     shaded = {"linewidth": 0, "step": None}
     axes.fill_between(
         exponents, underflow, color=WARNING, alpha=0.25, label="share of gradients that underflow", **shaded

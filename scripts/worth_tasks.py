@@ -16,8 +16,6 @@ from prepare_corpus import cut_into_samples, read_standard_library
 
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
-__all__ = ["CONFIG", "SMALL_TASKS", "Branches", "Data", "Llama", "Regression", "without_type"]
-
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "tiny_llama_cpu_fp16.yaml"
 HELD_OUT_BATCHES = 8
 
@@ -98,10 +96,10 @@ class Regression:
 
     name: str
     about: str
-    factors: tuple
-    targets: tuple
-    weights: tuple
-    steps: int
+    factors: tuple = (1.0,)
+    targets: tuple = (1.0,)
+    weights: tuple = (1.0,)
+    steps: int = 400
     learning_rate: float = 3e-3
     zero_last: bool = False
     beta2: float = 0.999
@@ -157,15 +155,11 @@ SMALL_TASKS = (
         "an output that is multiplied by 3e-3, as by a small residual factor",
         factors=(3e-3,),
         targets=(3e-3,),
-        weights=(1.0,),
-        steps=400,
     ),
     Regression(
         "zero-initialised last layer",
         "small targets, 1e-3, with a last layer that starts at 0 and a learning rate of 3e-5",
-        factors=(1.0,),
         targets=(1e-3,),
-        weights=(1.0,),
         steps=300,
         learning_rate=3e-5,
         zero_last=True,
@@ -176,7 +170,6 @@ SMALL_TASKS = (
         factors=(1.0, 1.0),
         targets=(1.0, 1.0),
         weights=(1.0, 1e-4),
-        steps=400,
     ),
     Regression(
         "moving ceiling",

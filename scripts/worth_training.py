@@ -18,21 +18,6 @@ from mindformers_adaptive.wrapper import (
     NoLossScaleUpdateCell,
 )
 
-__all__ = [
-    "FOUND",
-    "FP32",
-    "METHODS",
-    "REACHED_AT",
-    "SETTLED",
-    "UNSCALED",
-    "CompiledTraining",
-    "Method",
-    "Trainings",
-    "fixed",
-    "use_one_thread",
-    "weights_of",
-]
-
 FP32, UNSCALED = "FP32", "FP16, no scaling"
 # In place of a number: the scale that find_loss_scale() recommends for the seed.
 FOUND = "found"

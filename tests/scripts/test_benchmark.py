@@ -1,5 +1,6 @@
 """The benchmarks: what they say of times that are known, and the form of what they print. No test looks at a time."""
 
+import dataclasses
 import json
 import math
 import re
@@ -143,9 +144,11 @@ def test_a_result_that_differs_would_be_seen():
     swept = sweep([Configuration()], trace)
     [replayed] = benchmark_sweep.replay_by_rule([Configuration()], trace)
     assert benchmark_sweep.count_different(swept, [replayed]) == 0
-    measures = swept.measures[0].as_dict()
     for name, by in (("skipped", 1), ("headroom_lost", 1e-6)):
-        assert not benchmark_sweep.same_measures({**measures, name: measures[name] + by}, measures)
+        measures = dataclasses.replace(replayed.measures, **{name: getattr(replayed.measures, name) + by})
+        assert benchmark_sweep.count_different(swept, [dataclasses.replace(replayed, measures=measures)]) == 1
+    state = {**replayed.final_state, "down_num": replayed.final_state["down_num"] + 1}
+    assert benchmark_sweep.count_different(swept, [dataclasses.replace(replayed, final_state=state)]) == 1
 
 
 @pytest.mark.parametrize(
