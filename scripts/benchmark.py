@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from paired_timing import ratio, spread_percent, take_turns, typical_time, with_error
-from reporting import add_json_option, output_to_stderr, positive, table, write_json
+from reporting import add_json_option, output_to_stderr, positive, table, versions, write_json
 
 # Low enough for the adaptive cell to raise it for many rounds without an overflow, whose step would be shorter.
 START = 2.0**6
@@ -107,18 +107,14 @@ def set_mode(mode):
 
 
 def about_the_run(arguments):
-    import mindformers
-    import mindspore
-
-    versions = {"mindspore": mindspore.__version__, "mindformers": mindformers.__version__}
-    return {**versions, "copies": arguments.copies, "rounds": arguments.rounds}
+    return {**versions(), "copies": arguments.copies, "rounds": arguments.rounds}
 
 
 # One update
 
 
 def measure_update(arguments):
-    """Return the times of ``--calls`` updates by update cell, and the kernels of each, None where unknown."""
+    """Return the times of ``--calls`` updates by update cell, and the kernels of each where they are known."""
     import mindspore
     from exported_graph import export_update_cell
 
@@ -129,18 +125,10 @@ def measure_update(arguments):
     times = take_turns({name: partial(make_updates, name, calls) for name in names}, arguments.copies, arguments.rounds)
     set_mode("graph")
     # MindSpore exports no graph with a history, whose Parameters are no cell's.
-    kernels = {
-        name: None if "history" in name else len(export_update_cell(make_update_cell(name)).kernels) for name in names
-    }
-    result = {
-        **about_the_run(arguments),
-        "device": mindspore.get_context("device_target"),
-        "mode": arguments.mode,
-        "calls": calls,
-        "times": times,
-        "kernels": kernels,
-    }
-    return result, update_lines
+    exported = {name: export_update_cell(make_update_cell(name)) for name in names if "history" not in name}
+    kernels = {name: len(graph.kernels) for name, graph in exported.items()}
+    about = {"device": mindspore.get_context("device_target"), "mode": arguments.mode, "calls": calls}
+    return {**about_the_run(arguments), **about, "times": times, "kernels": kernels}, update_lines
 
 
 def make_updates(name, calls):
@@ -170,13 +158,9 @@ def make_update_cell(name):
     from mindformers_adaptive import wrapper
 
     class EmptyUpdateCell(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.logic_not = ops.LogicalNot()
-
         def construct(self, loss_scale, overflow):
             # One kernel, because MindSpore does not run a graph without any: that call would be too cheap.
-            return self.logic_not(overflow)
+            return ops.logical_not(overflow)
 
         def get_loss_scale(self):
             return START
@@ -206,7 +190,7 @@ def update_lines(result):
     yield f"{'update cell':<51} {'ratio':>13} {'above empty':>12} {'update':>10} {'kernels':>8}"
     for name in times:
         above, update = (typical_time(times, name, empty)[0] * 1e3 / result["calls"] for empty in (EMPTY, None))
-        kernels = "unknown" if result["kernels"][name] is None else result["kernels"][name]
+        kernels = result["kernels"].get(name, "unknown")
         yield f"{CELLS[name]:<51} {ratio_of(times, name):>13} {above:>9.1f} us {update:>7.1f} us {kernels:>8}"
     yield ""
     ours = f"; ours: {ratio_of(times, ADAPTIVE)}" if ADAPTIVE in times else ""

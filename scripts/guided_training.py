@@ -83,8 +83,7 @@ def trainings(steps, seeds, records=None):
                     record = read_record(file)
                 else:
                     record = training.run(start, seed, batches)
-                    if file:
-                        write_record(file, record)
+                    write_record(file, record)
                 runs[name, start].append(record)
                 print(f"{name} from {start}, seed {seed}: {summary(record)}", file=sys.stderr, flush=True)
     return runs
@@ -95,7 +94,7 @@ class Training:
 
     def __init__(self, config, sections, make_cell, steps):
         self.task = Llama(steps, config={**sections, "model": {"model_config": config}})
-        self.compiled = CompiledTraining(self.task, self.task.network(mstype.float16, 0), make_cell, STARTS[0])
+        self.compiled = CompiledTraining(self.task, self.task.network(mstype.float16, 0), make_cell)
 
     def run(self, start, seed, batches):
         """Return the record of a run, as ``LossScaleMonitor`` writes it."""
@@ -113,9 +112,11 @@ class Training:
 
 
 def write_record(file, record):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(file) as lines:
-        lines.writelines(json_text(row) + "\n" for row in record)
+    """Write a record to a file, if there is one."""
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as lines:
+            lines.writelines(json_text(row) + "\n" for row in record)
 
 
 def counts(record):

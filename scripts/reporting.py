@@ -32,6 +32,14 @@ def _file_to_write(text):
     return file
 
 
+def versions():
+    """Return the versions of MindSpore and MindFormers by their names."""
+    import mindformers
+    import mindspore
+
+    return {"mindspore": mindspore.__version__, "mindformers": mindformers.__version__}
+
+
 def write_json(file, result):
     """Write a result to the file of ``--json``, if there is one."""
     if file is not None:

@@ -9,7 +9,6 @@ the adaptive rule is worse. The same arguments give the same text and picture, d
 import argparse
 import math
 import os
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -83,12 +82,22 @@ def parse_arguments():
 
 def study(policies, steps, seeds):
     """By policy and kind of trace the means over the seeds: skipped steps in 1000, headroom lost, unavoidable skips."""
+    return with_means(replay_on(policies, made_traces(steps, seeds)))
+
+
+def made_traces(steps, seeds):
+    """By kind, the traces of all seeds."""
     seeded = [synthetic_traces(steps, seed) for seed in range(seeds)]
+    return {kind: [traces[kind] for traces in seeded] for kind in seeded[0]}
+
+
+def replay_on(policies, traces):
+    """By policy and kind the figures of study(), without the means over the kinds."""
     results = {policy: {} for policy in policies}
-    for kind in seeded[0]:
-        for policy, on_traces in compare(policies, [traces[kind] for traces in seeded]).measures.items():
-            results[policy][kind] = figures(on_traces)
-    return with_means(results)
+    for kind, of_kind in traces.items():
+        for policy, measures in compare(policies, of_kind).measures.items():
+            results[policy][kind] = figures(measures)
+    return results
 
 
 def guided_study(steps, seeds, kinds=None):
@@ -111,26 +120,24 @@ def guided_study(steps, seeds, kinds=None):
         window: partial(make_policy, "dynamic", init_loss_scale=SAME_SCALE, scale_window=window)
         for window in FIXED_WINDOWS
     }
-    replayed = {}
-    for (group, kind), on_traces in traces.items():
-        # The ceilings of a kind are the same whatever the gradients show, and fixed windows do not see gradients.
-        if kind not in replayed:
-            replayed[kind] = compare(windows, on_traces).measures
-        for window, measures in replayed[kind].items():
-            results[group][window][kind] = figures(measures)
+    # The ceilings of a kind are the same whatever the gradients show, and fixed windows do not see gradients.
+    replayed = replay_on(windows, {kind: of_kind for (_, kind), of_kind in traces.items()})
+    for group, kind in traces:
+        for window in FIXED_WINDOWS:
+            results[group][window][kind] = replayed[window][kind]
     return {group: with_means(by_policy) for group, by_policy in results.items()}
 
 
 def traces_with_gradients(steps, seeds):
     """By what the gradients show and by kind, the traces of all seeds."""
-    traces = defaultdict(list)
-    for seed in range(seeds):
-        for kind, trace in synthetic_traces(steps, seed).items():
-            for group, (offset, spread) in OFFSETS.items():
-                traces[group, kind].append(with_gradients(trace, offset, spread, seed))
-        for numbers in INDEPENDENT_CEILINGS:
-            name = f"{numbers[1]:g} bits above, memory {numbers[3]:g}"
-            traces[OWN, name].append(independent_ceiling(steps, seed, *numbers))
+    traces = {
+        (group, kind): [with_gradients(trace, *offset_and_spread, seed) for seed, trace in enumerate(of_kind)]
+        for group, offset_and_spread in OFFSETS.items()
+        for kind, of_kind in made_traces(steps, seeds).items()
+    }
+    for numbers in INDEPENDENT_CEILINGS:
+        name = f"{numbers[1]:g} bits above, memory {numbers[3]:g}"
+        traces[OWN, name] = [independent_ceiling(steps, seed, *numbers) for seed in range(seeds)]
     return traces
 
 
@@ -287,10 +294,9 @@ def cheapest_rates(on_kind):
 
 
 def reason_table(same, steps, seeds):
-    seeded = [synthetic_traces(steps, seed) for seed in range(seeds)]
     rows = []
-    for kind in seeded[0]:
-        looks = [look(traces[kind]) for traces in seeded]
+    for kind, traces in made_traces(steps, seeds).items():
+        looks = list(map(look, traces))
         mean = {name: float(np.mean([one[name] for one in looks])) for name in looks[0]}
         on_kind = {policy: row[kind] for policy, row in same.items()}
         rows.append(

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from reporting import add_json_option, output_to_stderr, positive, write_json
+from reporting import add_json_option, output_to_stderr, positive, versions, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = "docs/images/quality_by_loss_scale.svg"
@@ -50,8 +50,6 @@ def parse_arguments():
 
 def measure(arguments):
     """Run the trainings; return the result as JSON can hold it, and the picture, None without the first task."""
-    import mindformers
-    import mindspore
     from worth_report import EXPONENTS, OURS, draw, sweep
     from worth_tasks import SMALL_TASKS, Llama
     from worth_training import FP32, METHODS, UNSCALED, Trainings, use_one_thread
@@ -60,12 +58,7 @@ def measure(arguments):
     seeds, steps = (1, QUICK_STEPS) if arguments.quick else (arguments.seeds, None)
     # The picture is of the same methods, which compile nothing more.
     methods = [method for method in METHODS if not arguments.quick or method.name in (FP32, UNSCALED, OURS)]
-    result = {
-        "mindspore": mindspore.__version__,
-        "mindformers": mindformers.__version__,
-        "seeds": seeds,
-        "tasks": [],
-    }
+    result = {**versions(), "seeds": seeds, "tasks": []}
     figure = None
     llama = Llama(arguments.llama_steps, arguments.llama_seq_length)
     for name, task in zip(TASKS, (*SMALL_TASKS, llama), strict=True):

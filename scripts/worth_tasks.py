@@ -60,20 +60,16 @@ class Branches(nn.Cell):
         self.last = nn.CellList([nn.Dense(WIDTH, 1, **zeros).to_float(dtype) for _ in factors])
         self.outputs = len(factors)
         self.factors = Tensor(factors, mstype.float32)
-        self.tanh = ops.Tanh()
-        self.concat = ops.Concat(1)
-        self.cast = ops.Cast()
-        self.square = ops.Square()
 
     def construct(self, points, targets, weights):
-        shared = self.tanh(self.first(points))
+        shared = ops.tanh(self.first(points))
         outputs = ()
         for place in range(self.outputs):
-            hidden = self.tanh(self.middle[place](shared))
-            outputs += (self.cast(self.last[place](hidden), mstype.float32),)
+            hidden = ops.tanh(self.middle[place](shared))
+            outputs += (ops.cast(self.last[place](hidden), mstype.float32),)
         # MindSpore prints a message about the concatenation of a single Tensor.
-        together = self.concat(outputs) if self.outputs > 1 else outputs[0]
-        errors = self.square(together * self.factors - targets)
+        together = ops.concat(outputs, 1) if self.outputs > 1 else outputs[0]
+        errors = ops.square(together * self.factors - targets)
         return (errors * weights).sum(1).mean()
 
 

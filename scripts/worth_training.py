@@ -94,12 +94,11 @@ class CompiledTraining:
         task: a task of ``worth_tasks``.
         network (Cell): of the task.
         make_cell (Callable): makes the update cell from an initial scale.
-        loss_scale (float): any initial scale.
     """
 
-    def __init__(self, task, network, make_cell, loss_scale):
+    def __init__(self, task, network, make_cell):
         self.network, self.make_cell = network, make_cell
-        self.train_step = task.train_step(network, make_cell(loss_scale))
+        self.train_step = task.train_step(network, make_cell(LARGEST_START))
         self.initial = [(value, value.asnumpy().copy()) for value in self.train_step.get_parameters()]
 
     def begin(self, loss_scale, weights):
@@ -144,12 +143,7 @@ class Trainings:
             ``quality`` and, in FP16, ``loss_scale``, ``ceiling``, ``underflow``) and ``quality`` at the end.
         """
         data, network, steps = self.task.data(seed), self._network(method.dtype), steps or self.task.steps
-        training = self._once(
-            method.graph or method.name,
-            lambda: CompiledTraining(
-                self.task, network, method.cell, LARGEST_START if method.start == FOUND else method.start
-            ),
-        )
+        training = self._once(method.graph or method.name, lambda: CompiledTraining(self.task, network, method.cell))
         start = self.find(seed).loss_scale_value if method.start == FOUND else method.start
         training.begin(start, self._weights_of(seed))
         skipped, looks, scale = [], [], start
