@@ -274,7 +274,7 @@ def cheapest(on_kind, rate):
 
 
 def cost(row, rate):
-    """The cost, as lab.replay.measures.cost has it, in the mean."""
+    """Return the cost of mean figures, as lab.replay.measures.cost defines it."""
     return row["skipped"] + rate * row["headroom_lost"]
 
 
