@@ -72,10 +72,11 @@ def test_the_truth_lies_within_the_bounds(tmp_path, sink):
         ("adaptive", {"hysteresis": 2, "min_loss_scale": 2.0**14, "min_scale_window": 5}, 10),
         ("dynamic", {"scale_window": 20}, 50),
         ("megatron", {"growth_interval": 15}, 10),
+        ("own_rules.Plain", {"window": 15}, 10),
     ],
 )
 def test_bounds_of_the_rule_of_the_run_hold_and_are_narrower(tmp_path, rule, params, sink):
-    name = {"adaptive": "loss_scale_value", "dynamic": "init_loss_scale", "megatron": "initial_scale"}[rule]
+    name = {"dynamic": "init_loss_scale", "megatron": "initial_scale"}.get(rule, "loss_scale_value")
 
     def policy():
         return make_policy(rule, **{name: 2.0**32}, **params)
