@@ -17,7 +17,7 @@ STOCK = {
     "TrainOneStepWithLossScaleCell": nn.TrainOneStepWithLossScaleCell,
 }
 # These have no counterparts of their names in MindFormers.
-NEW = ("GradientGuidedLossScaleUpdateCell", "NoLossScaleUpdateCell")
+NEW = ("GradientGuidedLossScaleUpdateCell", "NoLossScaleUpdateCell", "RuleLossScaleUpdateCell")
 SCALE_SENSE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20}
 
 
