@@ -175,8 +175,7 @@ class AdaptiveRule(Rule):
     @classmethod
     def lanes(cls, rules: Sequence[AdaptiveRule], states: Sequence[LossScaleState]) -> Any:
         """Return runs of adaptive rules, stepped all at once by tables, as :meth:`Rule.lanes` does."""
-        # The steps of a subclass may be others.
-        return AdaptiveLanes(rules, states) if cls is AdaptiveRule else super().lanes(rules, states)
+        return AdaptiveLanes(rules, states)
 
     def start(
         self, loss_scale_value: float, scale_window: int | None = None, *, argument: str = "loss_scale_value"

@@ -9,9 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive
 
 __all__ = ["DEFAULT_LOSS_SCALE", "SIGNALS", "STEP_FIELDS", "STEP_LIMIT"]
@@ -170,10 +167,10 @@ class Rule:
             states (Sequence[NamedTuple]): of each lane, before the first step.
 
         Returns:
-            An object with the attributes and methods of :class:`LanesOneByOne`. A rule that can step all lanes at once
-            returns a faster one.
+            An object as :class:`~mindformers_adaptive.rules.text_rule.Lanes`: with ``loss_scale``, ``scale_window``,
+            ``step()`` and ``states()``.
         """
-        return LanesOneByOne(rules, states)
+        raise NotImplementedError
 
     @classmethod
     def all_fields(cls) -> tuple[Field, ...]:
@@ -302,45 +299,6 @@ class Rule:
     def describe_fresh_start(self, values: Mapping[str, Any]) -> str:
         """Return how training goes on where a checkpoint has no state, for a sentence."""
         return f"with a fresh state of {self.title}"
-
-
-class LanesOneByOne:
-    """Runs of rules side by side, each stepped by itself.
-
-    Args:
-        rules (Sequence[Rule]): of each lane.
-        states (Sequence[NamedTuple]): of each lane, before the first step.
-    """
-
-    def __init__(self, rules: Sequence[Rule], states: Sequence[Any]) -> None:
-        self._rules, self._states = rules, list(states)
-
-    @property
-    def loss_scale(self) -> NDArray[np.float64]:
-        """NDArray: float64 of shape (lanes,), for the next step."""
-        return np.array([state.loss_scale for state in self._states], np.float64)
-
-    @property
-    def scale_window(self) -> NDArray[np.int64] | None:
-        """NDArray, optional: the windows in steps, int64 of shape (lanes,); None for rules without one."""
-        windows = [getattr(state, "scale_window", None) for state in self._states]
-        return None if None in windows else np.array(windows, np.int64)
-
-    def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
-        """Take a step in every lane.
-
-        Args:
-            overflow (NDArray): bool of shape (lanes,).
-            largest_gradient (NDArray): float64 of shape (lanes,), nan where it is not known.
-        """
-        flags, gradients = overflow.tolist(), largest_gradient.tolist()
-        known = [None if over or math.isnan(value) else value for over, value in zip(flags, gradients, strict=True)]
-        each = zip(self._rules, self._states, flags, known, strict=True)
-        self._states = [rule.step(state, over, gradient) for rule, state, over, gradient in each]
-
-    def states(self) -> list[Any]:
-        """Return the state of each lane as the rules have it."""
-        return list(self._states)
 
 
 def _flat(value: Any) -> Sequence[float]:

@@ -82,7 +82,8 @@ def test_each_trace_begins_with_a_fresh_policy():
 
 @pytest.mark.parametrize("lengths", [(40, 40), (40, 60)])
 def test_comparison_of_a_rule_that_takes_traces_side_by_side_is_that_of_its_replays(lengths):
-    traces = [dataclasses.replace(synthetic_trace("sudden drop", steps, seed=steps), name=str(steps)) for steps in lengths]
+    drops = [synthetic_trace("sudden drop", steps, seed=steps) for steps in lengths]
+    traces = [dataclasses.replace(trace, name=str(len(trace))) for trace in drops]
     done = []
     found = compare({"guided": partial(make_policy, "guided")}, traces, progress=done.append)
     for trace, measures in zip(traces, found.measures["guided"], strict=True):
