@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive
 
 __all__ = ["DEFAULT_LOSS_SCALE", "SIGNALS", "STEP_FIELDS", "STEP_LIMIT"]
-__all__ += ["Field", "LanesOneByOne", "Rule", "to_integer", "to_number"]
+__all__ += ["Field", "Rule", "to_integer", "to_number"]
 
 # The initial loss scale of MindFormers' TrainingArguments.
 DEFAULT_LOSS_SCALE = 2.0**16
