@@ -5,10 +5,10 @@ from functools import partial
 
 import mindspore
 import numpy as np
+from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
 from mindspore import Tensor, amp, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.largest_gradient import LargestGradient
 from mindformers_adaptive.cells.overflow_on_cpu import has_inf_or_nan
 

@@ -78,9 +78,9 @@ def measure(rounds):
 
 def passes(gradients):
     """Yield the names and the cells that take the gradients and return whether they have an inf or a NaN."""
+    from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
     from mindspore import nn
 
-    from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
     from mindformers_adaptive.cells.largest_gradient import LargestGradient
     from mindformers_adaptive.cells.overflow_on_cpu import has_inf_or_nan
 

@@ -74,6 +74,7 @@ def parse_arguments():
 def make_configurations():
     """Return 1000 configurations; three of the five factors have no exact reciprocal or product in float32."""
     return grid(
+        "adaptive",
         loss_scale_value=[2.0**16, 2.0**32],
         scale_factor=[2, 4, 3, 1.5, 10],
         min_scale_window=[5, 10, 20, 50, 100],

@@ -144,9 +144,9 @@ def build_cells(names, copies=1):
     """Return lists of ``copies`` cells by name, in the order of ``LABELS``, each called with ``overflow`` only."""
     from exported_graph import LossScaleHolder
     from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
+    from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
     from mindspore import nn, ops
 
-    from mindformers_adaptive.cells.guided_update_cell import GradientGuidedLossScaleUpdateCell
     from mindformers_adaptive.cells.update_cell import AdaptiveLossScaleUpdateCell
 
     class EmptyUpdateCell(nn.Cell):

@@ -5,11 +5,9 @@ from collections import defaultdict
 import numpy as np
 
 from mindformers_adaptive.lab.replay.configuration import Configuration
-from mindformers_adaptive.lab.replay.guided_sweep import guided_sweep
 from mindformers_adaptive.lab.replay.sweep import sweep
 from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
-from mindformers_adaptive.rules.guided import GuidedRule
 
 EXACT = "gradients show the ceiling"
 OWN = "a ceiling of its own"
@@ -48,9 +46,11 @@ def guided_study(steps, seeds):
     """
     groups = traces_of(steps, seeds)
     lanes = [(group, kind, rate) for group, kinds in groups.items() for kind in kinds for rate in RATES]
-    rules = [GuidedRule(rate) for _, _, rate in lanes for _ in range(seeds)]
+    guided = [
+        Configuration("guided", loss_scale_value=START, exchange_rate=rate) for *_, rate in lanes for _ in range(seeds)
+    ]
     traces = [trace for group, kind, _ in lanes for trace in groups[group][kind]]
-    measures = guided_sweep(rules, traces, START)
+    measures = sweep(guided, traces).measures
     configurations = [Configuration.dynamic(window, loss_scale_value=START) for window in FIXED_WINDOWS]
     # The ceilings of a kind are the same whatever the gradients show, and fixed windows do not see gradients.
     windows = {
@@ -60,8 +60,8 @@ def guided_study(steps, seeds):
     }
     results = defaultdict(lambda: defaultdict(dict))
     for lane, (group, kind, rate) in enumerate(lanes):
-        guided = np.mean([point(one) for one in measures[lane * seeds : (lane + 1) * seeds]], axis=0)
-        results[group][kind][rate] = compared(guided, windows[kind], rate)
+        mean = np.mean([point(one) for one in measures[lane * seeds : (lane + 1) * seeds]], axis=0)
+        results[group][kind][rate] = compared(mean, windows[kind], rate)
     for kinds in results.values():
         kinds[MEAN] = {rate: mean_of([row[rate] for row in kinds.values()], rate) for rate in RATES}
     return results

@@ -48,7 +48,7 @@ def probe(
             ``batches * len(loss_scales)``. Default: None.
 
     Returns:
-        GradientRanges, for :func:`mindformers_adaptive.gradients.finder.recommend_loss_scale` as well.
+        GradientRanges, for :func:`mindformers_adaptive.gradients.recommendation.recommend_loss_scale` as well.
 
     Raises:
         TypeError: if ``batches`` is not an integer, a loss scale not a number, or a layer not a string.

@@ -18,8 +18,8 @@ from test_exported_graph import (
     undocumented_on_ascend,
 )
 
-from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar, write_sidecar
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell

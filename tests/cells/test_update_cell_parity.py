@@ -11,8 +11,8 @@ from scale_cells import HeldCell, SideBySide, StepFromState
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.ladder import window_ladder
 from mindformers_adaptive.rules.base import STEP_LIMIT, from_rule_state, repair_state, to_rule_state
+from mindformers_adaptive.rules.ladder import window_ladder
 
 INITIAL_SCALE = 2.0**16
 

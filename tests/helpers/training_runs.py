@@ -12,11 +12,11 @@ import numpy as np
 import psutil
 from conftest import ROOT
 from launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
+from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES
 from versions import BEFORE_1_7
 
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.rules import guided_names
-from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES
 
 _MODEL = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32, "model.model_config.num_layers": 1}
 # Windows so small that in 40 steps the window, its index and every counter move; the run overflows for real.

@@ -6,13 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
+from mindformers_adaptive.rules.guided_names import COUNTERS, PARAMETER_NAMES
 from test_resume import assert_one_record_has_every_step_once
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
 from versions import NEEDS_SECTION
 
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.guided_names import COUNTERS, PARAMETER_NAMES
 
 # One worker, because the runs that never stopped are shared.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("guided resume")]

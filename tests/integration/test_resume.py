@@ -7,12 +7,12 @@ import shutil
 import time
 
 import pytest
+from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
 from versions import NEEDS_SECTION
 
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
-from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 from training_runs import TrainingRun
 
 from mindformers_adaptive.gradients.ranges import gradient_ranges
-from mindformers_adaptive.lab.traces.measured import from_gradient_ranges
+from mindformers_adaptive.lab.traces.gradients import from_gradient_ranges
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,

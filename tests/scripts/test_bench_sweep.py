@@ -35,7 +35,7 @@ def test_benchmark_names_what_is_missed(changed, missing):
 
 
 def test_benchmark_would_see_a_result_that_differs():
-    result = sweep([Configuration()], bench_sweep.make_trace(2000))
+    result = sweep([Configuration("adaptive")], bench_sweep.make_trace(2000))
     measures = result.measures[0].as_dict()
     assert bench_sweep.same_measures(measures, measures)
     assert not bench_sweep.same_measures({**measures, "skipped": measures["skipped"] + 1}, measures)

@@ -58,10 +58,10 @@ def replay(policy: Policy, trace: Trace) -> Replay:
     """
     require_steps(trace)
     scales, windows, flags = [float(policy.loss_scale)], [policy.scale_window], []
-    gradients = itertools.repeat(None) if trace.largest_gradient is None else trace.largest_gradient.tolist()
-    for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=False):
+    gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
+    for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=True):
         flags.append(overflows(scales[-1], ceiling))
-        scales.append(float(policy.step(flags[-1], None if flags[-1] else gradient)))
+        scales.append(float(policy.step(flags[-1], None if flags[-1] or math.isnan(gradient) else gradient)))
         windows.append(policy.scale_window)
     window = None if windows[0] is None else np.array(windows, np.int64)
     return Replay(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 
-from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LogEntry, Reader
-from mindformers_adaptive.lab.logs.lines import LogLines
+from mindformers_adaptive.lab.logs.reader import LARGEST_STEP, LogEntry, LogLines, Reader, parse_number
 
-__all__ = ["RecordReader"]
+__all__ = ["JsonlReader"]
 
 
-class RecordReader(Reader):
+class JsonlReader(Reader):
     """Reads {"step": 1, "overflow": false, "loss_scale": 65536.0, "next_loss_scale": 65536.0, ...}.
 
     ``step``, ``overflow`` and ``loss_scale`` (used in the step) must be there, the last two may be null;
@@ -25,44 +24,42 @@ class RecordReader(Reader):
 
     @staticmethod
     def is_step_line(text: str) -> bool:
-        record = _json_object(text)
-        return record is not None and _entry_of(record, "") is not None
+        return _entry_of(_json_object(text), "") is not None
 
     def take(self, text: str, lines: LogLines) -> bool:
         if '"step"' not in text and '"missing_steps"' not in text:
             return False
         record = _json_object(text)
-        if record is not None and "missing_steps" in record:
+        if "missing_steps" in record:
             span = f"{record.get('first_step', '?')} to {record.get('last_step', '?')}"
-            self.timeline.notes.append(f"{lines.where}: {record['missing_steps']} step(s) were not recorded ({span}).")
+            self.notes.append(f"{lines.where}: {record['missing_steps']} step(s) were not recorded ({span}).")
             return True
-        entry = None if record is None else _entry_of(record, lines.where)
+        entry = _entry_of(record, lines.where)
         if entry is None:
             lines.problem("looks like a step's record, but is no JSON object with step, overflow and loss_scale")
             return False
-        self.timeline.add(entry)
+        self.add(entry)
         return True
 
 
-def _json_object(text: str) -> dict[str, object] | None:
-    if not text.startswith("{") or not text.endswith("}"):
-        return None
+def _json_object(text: str) -> dict[str, object]:
+    """The JSON object that a line is; an empty one where it is none."""
     try:
-        record = json.loads(text)
+        record = json.loads(text) if text.startswith("{") and text.endswith("}") else None
     except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _entry_of(record: dict[str, object], where: str) -> LogEntry | None:
-    step, overflow, loss_scale = record.get("step"), record.get("overflow"), _number(record.get("loss_scale"))
+    step, overflow, loss_scale = record.get("step"), record.get("overflow"), parse_number(record.get("loss_scale"))
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
         return None
     # null is what could not be known; another value that is none, or no value at all, is a torn record.
     unknown = {key for key in ("overflow", "loss_scale") if key in record and record[key] is None}
     if not (isinstance(overflow, bool) or "overflow" in unknown) or not (loss_scale > 0 or "loss_scale" in unknown):
         return None
-    next_loss_scale = _number(record.get("next_loss_scale"))
+    next_loss_scale, names = parse_number(record.get("next_loss_scale")), record.get("overflowed_parameters")
     return LogEntry(
         step,
         where,
@@ -70,24 +67,10 @@ def _entry_of(record: dict[str, object], where: str) -> LogEntry | None:
         loss_scale=loss_scale,
         overflow=overflow if isinstance(overflow, bool) else None,
         steps=1,
-        loss=_number(record.get("loss")),
-        seconds=_number(record.get("seconds")),
-        largest_gradient=_number(record.get("largest_gradient")),
-        overflowed_parameters=_names(record.get("overflowed_parameters")),
+        loss=parse_number(record.get("loss")),
+        seconds=parse_number(record.get("seconds")),
+        largest_gradient=parse_number(record.get("largest_gradient")),
+        overflowed_parameters=tuple(map(str, names)) if isinstance(names, list) else None,
         dropped_by_norm=record.get("dropped_by_norm") is True,
-        scale_window=_number(record.get("scale_window")),
+        scale_window=parse_number(record.get("scale_window")),
     )
-
-
-def _names(value: object) -> tuple[str, ...] | None:
-    return tuple(map(str, value)) if isinstance(value, list) else None
-
-
-def _number(value: object) -> float:
-    """A JSON number, or one written as text, which is how JSON without NaN and Infinity has to write them."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return math.nan
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return math.nan
