@@ -251,7 +251,7 @@ class Lanes:
         bounds = self._constants
         if self._by_bits:
             exponent = np.clip(after["exponent"], bounds["min_exponent"], bounds["max_exponent"])
-            self.loss_scale = np.ldexp(1.0, exponent)
+            self.loss_scale = np.ldexp(1.0, np.broadcast_to(exponent, overflow.shape))
         else:
             bounded = np.clip(after["loss_scale"], bounds["min_loss_scale"], bounds["max_loss_scale"])
             self.loss_scale = np.where(np.isnan(bounded), self.loss_scale, bounded.astype(np.float64))

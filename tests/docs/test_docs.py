@@ -219,7 +219,8 @@ def check_script(script, words):
         script = "scripts/run_mindformer.py"
     assert (ROOT / script).is_file()
     if options_of(words):
-        assert with_hyphens(options_of(words)) <= with_hyphens(help_of(sys.executable, script)), words
+        subcommand = words[: next(place for place, word in enumerate(words) if word.startswith("--"))]
+        assert with_hyphens(options_of(words)) <= with_hyphens(help_of(sys.executable, script, *subcommand)), words
 
 
 def check_python(words):

@@ -218,7 +218,7 @@ class MetaseqRule:
         """Return the state before the first step."""
         return MetaseqState(loss_scale, scale_window)
 
-    def step(self, state: MetaseqState, overflow: bool) -> MetaseqState:
+    def step(self, state: MetaseqState, overflow: bool, largest_gradient: float | None = None) -> MetaseqState:
         """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
         loss_scale, window, clean_steps, overflows, steps_since_change = state
         steps_since_change += 1

@@ -132,7 +132,7 @@ def test_section_to_paste_makes_the_cell_that_was_recommended(configuration):
     assert section.pop("type") == "AdaptiveLossScaleUpdateCell"
     cell = AdaptiveLossScaleUpdateCell(**section)
     assert vars(cell.rule) == vars(configuration.rule)
-    assert (cell.get_loss_scale(), cell.start_window) == configuration.start[:2]
+    assert (cell.get_loss_scale(), cell.state()["scale_window"]) == configuration.start[:2]
     assert Configuration("adaptive", **section).start == configuration.start
 
 
