@@ -173,9 +173,10 @@ class AdaptiveRule(Rule):
         return f"dynamic {smallest}" if smallest == largest else f"{self.name} {smallest}-{largest}", told
 
     @classmethod
-    def lanes(cls, rules: Sequence[AdaptiveRule], states: Sequence[LossScaleState]) -> AdaptiveLanes:
+    def lanes(cls, rules: Sequence[AdaptiveRule], states: Sequence[LossScaleState]) -> Any:
         """Return runs of adaptive rules, stepped all at once by tables, as :meth:`Rule.lanes` does."""
-        return AdaptiveLanes(rules, states)
+        # The steps of a subclass may be others.
+        return AdaptiveLanes(rules, states) if cls is AdaptiveRule else super().lanes(rules, states)
 
     def start(
         self, loss_scale_value: float, scale_window: int | None = None, *, argument: str = "loss_scale_value"

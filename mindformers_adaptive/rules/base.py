@@ -154,7 +154,7 @@ class Rule:
 
     def short_label(self, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
         """Return a short name of the rule with these arguments, and the arguments that the name tells."""
-        return self.name, set()
+        return self.name or type(self).__name__, set()
 
     @property
     def lane_shapes(self) -> tuple[Any, ...]:

@@ -1,8 +1,9 @@
-"""Rules as a user would write them: one that follows the gradients, one with a vector, one that is no text."""
+"""Rules as a user would write them: one that follows the gradients, one with a vector, two that are no text."""
 
 from typing import ClassVar, NamedTuple
 
 from mindformers_adaptive.rules import Field, Rule, TextRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.backend import argmin, float32, int32, where
 
 HALF = 0.5
@@ -76,3 +77,11 @@ class Plain(Rule):
         if clean_steps < self.window:
             return PlainState(state.loss_scale, clean_steps)
         return PlainState(min(state.loss_scale * 2, self.max_loss_scale))
+
+
+class Capped(AdaptiveRule):
+    """The adaptive rule with steps of its own: no clean step leaves the scale above 2^15."""
+
+    def step(self, state, overflow, largest_gradient=None):
+        after = super().step(state, overflow)
+        return after if overflow else after._replace(loss_scale=min(after.loss_scale, 2.0**15))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from own_rules import Follow, Plain, Weigh
+from own_rules import Capped, Follow, Plain, Weigh
 from scale_cells import SideBySide
 
 from mindformers_adaptive.lab.policies import make_policy
@@ -135,6 +135,7 @@ def test_rules_of_all_kinds_keep_their_order_and_do_not_disturb_each_other():
         Configuration("adaptive", hysteresis=2),
         Configuration(Weigh, length=2, growth=2.0),
         Configuration(Plain, window=3),
+        Configuration(Capped, min_scale_window=10),
     ]
     trace = with_gradients(synthetic_traces(STEPS, seed=1)["random walk"], 1.0, 0.5, seed=2)
     result = sweep(tried, trace)
