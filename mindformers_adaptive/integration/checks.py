@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from mindformers_adaptive.rules.base import Rule
-from mindformers_adaptive.rules.catalog import RULES, rule_of_cell
+from mindformers_adaptive.rules.catalog import RULES, find_rule, rule_of_cell
 from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
 
 __all__ = ["check_config", "check_cpu", "given_to_train_step", "value_at"]
@@ -209,6 +209,9 @@ def _check_keys(section: dict[str, Any], path: str, cls: Callable[..., Any] | No
     if cls is None:
         return
     names, may_take_more = _arguments_of(cls)
+    if section.get("type") == Rule.cell and "rule" in section:
+        # The arguments of the rule stand beside those of its cell.
+        names |= inspect.signature(find_rule(section["rule"])).parameters.keys()
     for key in section.keys() - names - _NOT_ARGUMENTS:
         own = sorted(names - {"network", "optimizer"})
         message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {_nearest(key, own)}"
