@@ -5,6 +5,7 @@ import warnings
 import mindspore.train.amp
 from mindspore import amp, context, nn
 
+from mindformers_adaptive.amp.manager import AdaptiveLossScaleManager, RuleLossScaleManager
 from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
@@ -107,8 +108,11 @@ def _refuse_cell_as_manager(manager):
 
 
 def _manager_like(given):
-    kind = type(given).__name__.partition("LossScale")[0]
-    return f"{kind if kind in ('GradientGuided', 'Rule') else 'Adaptive'}LossScaleManager"
+    cell = getattr(given, "update_cell", given)
+    kinds = (*RuleLossScaleManager.__subclasses__(), RuleLossScaleManager)
+    return next(
+        (kind.__name__ for kind in kinds if isinstance(cell, kind.cell_class)), AdaptiveLossScaleManager.__name__
+    )
 
 
 def _what_needs_a_stock_cell(network, boost_level):

@@ -277,7 +277,7 @@ class Rule:
         if problem is None:
             return {}, []
         changes = self.fresh_start(values, loss_scale)
-        return changes, [f"{problem}: {self.title} starts afresh at loss scale {loss_scale:g}."]
+        return changes, [f"{problem}: it starts afresh at loss scale {loss_scale:g}."]
 
     def _missing_state(self, values: Mapping[str, Any], restored: Collection[str] | None) -> str | None:
         if restored is None or "cur_iter" not in restored:
