@@ -177,12 +177,12 @@ class AdaptiveLossScaler(RuleLossScaler):
         >>> value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
         >>> def train_step(x, y):  # in a program of your own: with @mindspore.jit
         ...     loss, grads = value_and_grad(x, y)
-        ...     grads = scaler.unscale(grads)
+        ...     loss, grads = scaler.unscale(loss), scaler.unscale(grads)
         ...     grads_finite = amp.all_finite(grads)
         ...     if grads_finite:
         ...         optimizer(grads)
         ...     scaler.adjust(grads_finite)
-        ...     return scaler.unscale(loss), grads_finite
+        ...     return loss, grads_finite
         >>> loss, grads_finite = train_step(Tensor(np.full((4, 3), np.inf, np.float32)), ops.zeros((4, 2)))
         >>> bool(grads_finite), scaler.state()["loss_scale"]
         (False, 32768.0)
@@ -247,12 +247,12 @@ class GradientGuidedLossScaler(RuleLossScaler):
         >>> value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
         >>> def train_step(x, y):  # in a program of your own: with @mindspore.jit
         ...     loss, grads = value_and_grad(x, y)
-        ...     grads = scaler.unscale(grads)
+        ...     loss, grads = scaler.unscale(loss), scaler.unscale(grads)
         ...     grads_finite = amp.all_finite(grads)
         ...     if grads_finite:
         ...         optimizer(grads)
         ...     scaler.adjust(grads_finite, grads)
-        ...     return scaler.unscale(loss), grads_finite
+        ...     return loss, grads_finite
         >>> loss, grads_finite = train_step(Tensor(np.full((4, 3), np.inf, np.float32)), ops.zeros((4, 2)))
         >>> bool(grads_finite), scaler.state()["loss_scale"]
         (False, 256.0)

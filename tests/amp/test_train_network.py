@@ -5,8 +5,8 @@ import warnings
 import mindspore.train.amp
 import numpy as np
 import pytest
-from dense_network import Dense
-from mindspore import amp, dataset, nn
+from dense_network import Dense, batches
+from mindspore import amp, nn
 from mindspore.train import Callback, Model
 
 from mindformers_adaptive import (
@@ -66,12 +66,6 @@ class StepRecorder(Callback):
         self.loss_scales.append(float(loss_scale))
         self.changed.append(not np.array_equal(self.weight(), self.before))
         self.before = self.weight()
-
-
-def batches(count):
-    random = np.random.default_rng(0)
-    features = random.standard_normal((count * 3, 4)).astype(np.float32)
-    return dataset.NumpySlicesDataset((features, np.zeros((count * 3, 2), np.float32)), shuffle=False).batch(3)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "auto"])

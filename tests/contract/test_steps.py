@@ -12,7 +12,6 @@ from every_rule import KINDS, Kind, Owned, is_same
 from mindspore import Parameter, Tensor, nn
 from mindspore.train import Callback, Model
 
-
 from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.rules.base import STEP_LIMIT
 from mindformers_adaptive.rules.guided import GuidedRule
@@ -63,7 +62,7 @@ def test_paths_move_all_that_the_rules_keep(kind):
 
 
 def test_guided_cell_equals_lanes_of_numpy_where_rates_become_as_small_as_they_may(graph_mode):
-    arguments, steps = {"exchange_rate": 500.0}, 2500
+    arguments, steps = {"exchange_rate": 500.0}, 2100
     numbers = np.random.default_rng(0)
     level = np.repeat([20.0, 11.0, 14.0, 30.0, 5.0], steps // 5) + numbers.normal(0, 0.2, steps)
     gradients = (65504 / 2.0**level).astype(np.float32)
@@ -80,7 +79,7 @@ def test_guided_cell_equals_lanes_of_numpy_where_rates_become_as_small_as_they_m
             assert owned.update_cell.rule_state() == lanes.states()[0], number
             smallest_rates += min(owned.update_cell.state()["overflow_rate"]) == 2.0**-100
         overflows += overflow[0]
-    assert overflows > 50
+    assert overflows > 40
     assert smallest_rates > 10
 
 
@@ -96,7 +95,7 @@ def test_manager_equals_the_rule_on_the_host(name):
 
 def test_scaler_equals_the_rule(kind, mode):
     scaler = kind.scaler()
-    for number, (overflow, gradient, state) in enumerate(kind.path(150 if mode == "graph" else 20), start=1):
+    for number, (overflow, gradient, state) in enumerate(kind.path(60 if mode == "graph" else 20), start=1):
         measured = [Tensor([0.0, -gradient], mindspore.float32)] if kind.rule.signals else []
         assert scaler.adjust(Tensor(not overflow), *measured) is True
         assert scaler.state()["loss_scale"] == float(scaler.scale_value) == state.loss_scale, number

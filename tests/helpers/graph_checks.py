@@ -10,8 +10,8 @@ _FROM_THE_COMPILER = {"Load", "MakeTuple", "TupleGetItem", "UpdateState"}
 
 _TENSOR_TYPES = {"FLOAT", "INT32", "BOOL"}
 
-# What these take as plain numbers only, such as an axis, a dtype or a place. The compiler reads them; no kernel computes
-# with an int64.
+# What these take as plain numbers only, such as an axis, a dtype or a place. The compiler reads them, and no kernel
+# computes with an int64.
 _PLAIN_CONSTANTS = {
     *(("INT64", name, 1) for name in ("Cast", "TupleGetItem", "Argmin", "ExpandDims")),
     *(("INT64", name, place) for name, place in (("Argmin", 2), ("Gather", 2), ("Gather", 3))),

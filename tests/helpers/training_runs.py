@@ -16,6 +16,7 @@ from launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_
 from versions import BEFORE_1_7
 
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
+from mindformers_adaptive.monitor.record import read_record
 
 _MODEL = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32, "model.model_config.num_layers": 1}
 # Windows so small that in 40 steps the window, its index and every counter move; the run overflows for real.
@@ -151,6 +152,15 @@ def _as_parameters(state):
             value = [state[part] for part in field.parts] if field.parts else state[field.name]
             parameters[field.parameter] = np.array(value, field.dtype).tobytes() if field.shape else value
     return parameters
+
+
+def assert_one_record_has_every_step_once(output, expected):
+    # One for all runs, and of several processes only the first writes.
+    record = read_record(output / "loss_scale_record.jsonl")
+    assert [entry["step"] for entry in record] == list(expected)
+    for entry, step in zip(record, expected.values(), strict=True):
+        assert (entry["overflow"], entry["next_loss_scale"]) == (step.overflow, step.loss_scale)
+    assert len(list(output.rglob("*.jsonl*"))) == 1
 
 
 class TrainingRun:

@@ -7,10 +7,9 @@ import shutil
 import time
 
 import pytest
-from training_runs import CheckpointSection, LegacyFormat, TrainingRun
+from training_runs import CheckpointSection, LegacyFormat, TrainingRun, assert_one_record_has_every_step_once
 from versions import NEEDS_SECTION
 
-from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
 
 pytestmark = pytest.mark.slow
@@ -163,15 +162,6 @@ def assert_last_save_is_that_of_the_reference(saved, saved_by_reference, state):
     assert len(both) > 20
     assert {name for name in both if saved[name] != saved_by_reference[name]} == set()
     assert {name: saved[PARAMETER_OF[name]] for name in state} == state
-
-
-def assert_one_record_has_every_step_once(output, expected):
-    # One for all runs, and of several processes only the first writes.
-    record = read_record(output / "loss_scale_record.jsonl")
-    assert [entry["step"] for entry in record] == list(expected)
-    for entry, step in zip(record, expected.values(), strict=True):
-        assert (entry["overflow"], entry["next_loss_scale"]) == (step.overflow, step.loss_scale)
-    assert len(list(output.rglob("*.jsonl*"))) == 1
 
 
 def replay(overflows, restored=None, **windows):
