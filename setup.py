@@ -25,7 +25,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["mindformers_adaptive", "mindformers_adaptive.*"]),
-    package_data={"mindformers_adaptive": ["py.typed"]},
+    package_data={"mindformers_adaptive": ["py.typed", "__init__.pyi"]},
     # Neither MindSpore nor MindFormers: the lab and most of the program need none of them.
     install_requires=["numpy>=1.21", "pyyaml>=6", "tqdm>=4.60"],
     entry_points={"console_scripts": ["adaptive-loss-scale=mindformers_adaptive.cli.program:main"]},

@@ -5,11 +5,10 @@ that says what to install where MindSpore or MindFormers is missing.
 """
 
 import importlib
-from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# Where each public name is defined, without the package's own name. For editors a test holds the imports below to this.
+# Where each public name is defined, without the package's own name. For editors __init__.pyi has them too.
 _MODULE_OF = {
     "AdaptiveLossScaleManager": "amp.manager",
     "AdaptiveLossScaleUpdateCell": "cells.adaptive_update_cell",
@@ -30,7 +29,7 @@ _MODULE_OF = {
     "Trainer": "integration.trainer",
     "build_train_network": "amp.train_network",
     "enable_loss_scale_on_cpu": "amp.train_network",
-    "find_loss_scale": "gradients.finder",
+    "find_loss_scale": "gradients.recommendation",
     "gradient_ranges": "gradients.ranges",
     "make_policy": "lab.policies",
     "register": "integration.registration",
@@ -38,37 +37,6 @@ _MODULE_OF = {
     "window_ladder": "rules.ladder",
 }
 __all__ = [*_MODULE_OF]
-
-if TYPE_CHECKING:
-    from mindformers_adaptive.amp.fixed_scale import FixedScaleTrainOneStepCell as FixedScaleTrainOneStepCell
-    from mindformers_adaptive.amp.manager import AdaptiveLossScaleManager as AdaptiveLossScaleManager
-    from mindformers_adaptive.amp.manager import GradientGuidedLossScaleManager as GradientGuidedLossScaleManager
-    from mindformers_adaptive.amp.manager import RuleLossScaleManager as RuleLossScaleManager
-    from mindformers_adaptive.amp.scaler import AdaptiveLossScaler as AdaptiveLossScaler
-    from mindformers_adaptive.amp.scaler import GradientGuidedLossScaler as GradientGuidedLossScaler
-    from mindformers_adaptive.amp.scaler import RuleLossScaler as RuleLossScaler
-    from mindformers_adaptive.amp.train_network import build_train_network as build_train_network
-    from mindformers_adaptive.amp.train_network import enable_loss_scale_on_cpu as enable_loss_scale_on_cpu
-    from mindformers_adaptive.cells.adaptive_update_cell import (
-        AdaptiveLossScaleUpdateCell as AdaptiveLossScaleUpdateCell,
-    )
-    from mindformers_adaptive.cells.text_update_cell import (
-        GradientGuidedLossScaleUpdateCell as GradientGuidedLossScaleUpdateCell,
-    )
-    from mindformers_adaptive.cells.text_update_cell import RuleLossScaleUpdateCell as RuleLossScaleUpdateCell
-    from mindformers_adaptive.gradients.finder import find_loss_scale as find_loss_scale
-    from mindformers_adaptive.gradients.ranges import gradient_ranges as gradient_ranges
-    from mindformers_adaptive.integration.registration import register as register
-    from mindformers_adaptive.integration.trainer import Trainer as Trainer
-    from mindformers_adaptive.lab.policies import make_policy as make_policy
-    from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor as GradientRangeMonitor
-    from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor as LossScaleMonitor
-    from mindformers_adaptive.rules.adaptive import AdaptiveRule as AdaptiveRule
-    from mindformers_adaptive.rules.adaptive import LossScaleState as LossScaleState
-    from mindformers_adaptive.rules.guided import GuidedRule as GuidedRule
-    from mindformers_adaptive.rules.ladder import window_ladder as window_ladder
-    from mindformers_adaptive.rules.megatron import scale_sense_from_megatron as scale_sense_from_megatron
-    from mindformers_adaptive.rules.text_rule import TextRule as TextRule
 
 
 def __getattr__(name: str) -> object:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Change, path_line, phases, ranges
 from mindformers_adaptive.monitor.record import read_record
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"

@@ -10,26 +10,22 @@ from pathlib import Path
 
 import mindspore
 import numpy as np
+import reporting
 import yaml
-from mindformers.core import AdamW
-from mindformers.core.lr import CosineWithWarmUpLR
-from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
 from mindformers.tools.logger import get_logger
-from mindspore import Tensor, ops
+from mindspore import Tensor
+from mindspore import dtype as mstype
 from prepare_corpus import cut_into_samples, read_standard_library
+from worth_tasks import CONFIG, Llama, without_type
+from worth_training import CompiledTraining, weights_of
 
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.text.atomic_file import atomic_write
 from mindformers_adaptive.text.json_text import json_text
-from mindformers_adaptive.wrapper import (
-    AdaptiveLossScaleUpdateCell,
-    GradientGuidedLossScaleUpdateCell,
-    MFTrainOneStepCell,
-)
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "tiny_llama_cpu_fp16.yaml"
 STARTS = (2**32, 2**10)
 LAST = 20
 
@@ -43,8 +39,8 @@ CELLS = {"guided": GradientGuidedLossScaleUpdateCell, "adaptive": adaptive_cell}
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=reporting.positive, default=400, help="of each training (default: 400)")
+    parser.add_argument("--seeds", type=reporting.positive, default=3, help="of weights and data (default: 3)")
     parser.add_argument(
         "--records", type=Path, help="folder for the records; a run whose record is there is not repeated"
     )
@@ -73,8 +69,7 @@ def trainings(steps, seeds, records=None):
         dict, by the name of the cell and the start a list of records, one for each seed.
     """
     sections = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-    config = sections["model"]["model_config"]
-    del config["type"]
+    config = without_type(sections["model"]["model_config"])
     samples = cut_into_samples(read_standard_library(), config["seq_length"] + 1)
     runs = defaultdict(list)
     for name, make_cell in CELLS.items():
@@ -88,53 +83,28 @@ def trainings(steps, seeds, records=None):
                     record = read_record(file)
                 else:
                     record = training.run(start, seed, batches)
-                    if file:
-                        write_record(file, record)
+                    write_record(file, record)
                 runs[name, start].append(record)
                 print(f"{name} from {start}, seed {seed}: {summary(record)}", file=sys.stderr, flush=True)
     return runs
 
 
 class Training:
-    """A train step that is compiled once, and set back before each run."""
+    """The demo's training with a model of this size, compiled once and set back before each run."""
 
     def __init__(self, config, sections, make_cell, steps):
-        self.config, self.make_cell = config, make_cell
-        network = self.new_network(0)
-        schedule = {key: value for key, value in sections["lr_schedule"].items() if key != "type"}
-        options = {key: value for key, value in sections["optimizer"].items() if key != "type"}
-        rate = CosineWithWarmUpLR(**{**schedule, "total_steps": steps})
-        optimizer = AdamW(network.trainable_params(), learning_rate=rate, **options)
-        wrapper = sections["runner_wrapper"]
-        clip = {key: wrapper[key] for key in ("use_clip_grad", "max_grad_norm")}
-        self.train_step = MFTrainOneStepCell(network, optimizer, scale_sense=make_cell(STARTS[0]), **clip)
-        self.train_step.set_train()
-        self.initial = {weight.name: weight.asnumpy().copy() for weight in optimizer.get_parameters()}
-
-    def new_network(self, seed):
-        mindspore.set_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**self.config)).set_train()
-
-    def set_back(self, start, seed):
-        weights = {weight.name: weight.asnumpy() for weight in self.new_network(seed).get_parameters()}
-        cell = {weight.name: weight.asnumpy() for weight in self.make_cell(start).get_parameters()}
-        values = {**self.initial, **weights, **cell, self.train_step.scale_sense.name: np.float32(start)}
-        for weight in self.train_step.get_parameters():
-            if weight.name in values:
-                # After set_data MindSpore 2.7 would train in memory that is no longer its own.
-                value = Tensor(np.array(values[weight.name]).reshape(weight.shape), weight.dtype)
-                ops.assign(weight, value)
+        self.task = Llama(steps, config={**sections, "model": {"model_config": config}})
+        self.compiled = CompiledTraining(self.task, self.task.network(mstype.float16, 0), make_cell)
 
     def run(self, start, seed, batches):
         """Return the record of a run, as ``LossScaleMonitor`` writes it."""
-        self.set_back(start, seed)
-        gradient = getattr(self.train_step.loss_scaling_manager, "largest_gradient", None)
+        self.compiled.begin(start, weights_of(self.task.network(mstype.float16, seed)))
+        gradient = getattr(self.compiled.train_step.loss_scaling_manager, "largest_gradient", None)
         scale, record = float(start), []
         for step, batch in enumerate(batches, start=1):
-            loss, overflow, next_scale = (output.asnumpy().item() for output in self.train_step(Tensor(batch))[:3])
+            loss, overflow, next_scale = self.compiled.step((Tensor(batch),))
             record.append(
-                {"step": step, "loss": loss, "overflow": bool(overflow), "loss_scale": scale}
-                | {"next_loss_scale": next_scale}
+                {"step": step, "loss": loss, "overflow": overflow, "loss_scale": scale, "next_loss_scale": next_scale}
                 | {"largest_gradient": None if gradient is None else float(gradient)}
             )
             scale = next_scale
@@ -142,9 +112,11 @@ class Training:
 
 
 def write_record(file, record):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(file) as lines:
-        lines.writelines(json_text(row) + "\n" for row in record)
+    """Write a record to a file, if there is one."""
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as lines:
+            lines.writelines(json_text(row) + "\n" for row in record)
 
 
 def counts(record):
@@ -161,15 +133,15 @@ def summary(record):
 
 def table(runs):
     """The rows of the Markdown table."""
-    yield "| from | rule | skipped before the first applied step | skipped after it | final loss | mean |"
-    yield "|---|---|---|---|---|---|"
+    rows = []
     for start in STARTS:
         for name in CELLS:
             before, after, losses = zip(*map(counts, runs[name, start]), strict=True)
             listed = (", ".join(map(str, numbers)) for numbers in (before, after))
-            exponent = start.bit_length() - 1
             each = ", ".join(f"{loss:.3f}" for loss in losses)
-            yield f"| 2^{exponent} | {name} | {' | '.join(listed)} | {each} | {np.mean(losses):.3f} |"
+            rows.append([f"2^{start.bit_length() - 1}", name, *listed, each, f"{np.mean(losses):.3f}"])
+    columns = ["from", "rule", "skipped before the first applied step", "skipped after it", "final loss", "mean"]
+    return reporting.table(columns, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compare adaptive loss scaling with fixed windows on made traces and sample logs, and draw the comparison.
+"""Compare adaptive and gradient-guided loss scaling with fixed windows on made traces and sample logs, and draw it.
 
     python scripts/study.py
 
@@ -13,12 +13,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from argument_types import positive
-from guided_study import RATES, guided_rows, guided_study
+from reporting import positive, table
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.simulate import compare, replay
+from mindformers_adaptive.lab.replay.sweep import sweep
+from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
 
@@ -47,6 +49,19 @@ OWN_DEFAULTS = {
     "PyTorch": partial(make_policy, "torch"),
 }
 
+# The traces of guided_study(): by what the gradients show, the offset and the spread of it in bits.
+EXACT = "gradients show the ceiling"
+OFFSETS = {
+    EXACT: (0.0, 0.0),
+    "hidden by 3 bits": (3.0, 0.4),
+    "hidden by 8 bits": (8.0, 0.4),
+    "2 too little": (-2.0, 0.0),
+}
+OWN = "a ceiling of its own"
+FIXED_WINDOWS = (20, 100, 200, 500, 1000, 2000)
+# By exchange rate.
+GUIDED = {rate: f"guided, {rate:g} a bit" for rate in (1.0, 5.0)}
+
 
 def main():
     arguments = parse_arguments()
@@ -67,11 +82,71 @@ def parse_arguments():
 
 def study(policies, steps, seeds):
     """By policy and kind of trace the means over the seeds: skipped steps in 1000, headroom lost, unavoidable skips."""
+    return with_means(replay_on(policies, made_traces(steps, seeds)))
+
+
+def made_traces(steps, seeds):
+    """By kind, the traces of all seeds."""
     seeded = [synthetic_traces(steps, seed) for seed in range(seeds)]
+    return {kind: [traces[kind] for traces in seeded] for kind in seeded[0]}
+
+
+def replay_on(policies, traces):
+    """By policy and kind the figures of study(), without the means over the kinds."""
     results = {policy: {} for policy in policies}
-    for kind in seeded[0]:
-        for policy, on_traces in compare(policies, [traces[kind] for traces in seeded]).measures.items():
-            results[policy][kind] = figures(on_traces)
+    for kind, of_kind in traces.items():
+        for policy, measures in compare(policies, of_kind).measures.items():
+            results[policy][kind] = figures(measures)
+    return results
+
+
+def guided_study(steps, seeds, kinds=None):
+    """By what the gradients show, as study(): the guided rule by exchange rate, and fixed windows.
+
+    Args:
+        steps, seeds (int): of the traces.
+        kinds (Collection[str], optional): of traces. Default: None, all.
+    """
+    traces = {
+        place: each for place, each in traces_with_gradients(steps, seeds).items() if not kinds or place[1] in kinds
+    }
+    lanes = [(*place, rate) for place in traces for rate in GUIDED]
+    guided = [
+        Configuration("guided", loss_scale_value=SAME_SCALE, exchange_rate=rate)
+        for *_, rate in lanes
+        for _ in range(seeds)
+    ]
+    swept = iter(sweep(guided, [one for *place, _ in lanes for one in traces[tuple(place)]]).measures)
+    results = {group: {policy: {} for policy in (*GUIDED.values(), *FIXED_WINDOWS)} for group, _ in traces}
+    for group, kind, rate in lanes:
+        results[group][GUIDED[rate]][kind] = figures([next(swept) for _ in range(seeds)])
+    windows = {
+        window: partial(make_policy, "dynamic", init_loss_scale=SAME_SCALE, scale_window=window)
+        for window in FIXED_WINDOWS
+    }
+    # The ceilings of a kind are the same whatever the gradients show, and fixed windows do not see gradients.
+    replayed = replay_on(windows, {kind: of_kind for (_, kind), of_kind in traces.items()})
+    for group, kind in traces:
+        for window in FIXED_WINDOWS:
+            results[group][window][kind] = replayed[window][kind]
+    return {group: with_means(by_policy) for group, by_policy in results.items()}
+
+
+def traces_with_gradients(steps, seeds):
+    """By what the gradients show and by kind, the traces of all seeds."""
+    traces = {
+        (group, kind): [with_gradients(trace, *offset_and_spread, seed) for seed, trace in enumerate(of_kind)]
+        for group, offset_and_spread in OFFSETS.items()
+        for kind, of_kind in made_traces(steps, seeds).items()
+    }
+    for numbers in INDEPENDENT_CEILINGS:
+        name = f"{numbers[1]:g} bits above, memory {numbers[3]:g}"
+        traces[OWN, name] = [independent_ceiling(steps, seed, *numbers) for seed in range(seeds)]
+    return traces
+
+
+def with_means(results):
+    """Add to each policy the mean over its kinds of trace."""
     for on_kinds in results.values():
         rows = list(on_kinds.values())
         on_kinds[MEAN] = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
@@ -131,7 +206,7 @@ def section(rows, *lines):
 
 def guided_report(results):
     """The report on gradient-guided scaling, as lines of Markdown."""
-    rates = " and ".join(f"{rate:g}" for rate in RATES)
+    rates = " and ".join(f"{rate:g}" for rate in GUIDED)
     columns, *rows = guided_rows(results)
     return section(
         table(columns, rows),
@@ -143,18 +218,32 @@ def guided_report(results):
     )
 
 
-def table(columns, rows):
-    yield "| " + " | ".join(columns) + " |"
-    yield "|" + "---|" * len(columns)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
+def guided_rows(results):
+    """Yield the rows of the table on gradient-guided scaling, the first with its columns."""
+    yield [
+        "gradients",
+        "trace",
+        *(f"{what}, {rate:g} a bit" for rate in GUIDED for what in ("guided", "best", "share")),
+    ]
+    for group, by_policy in results.items():
+        shares = {rate: [] for rate in GUIDED}
+        for kind in by_policy[FIXED_WINDOWS[0]]:
+            on_kind, cells = {policy: row[kind] for policy, row in by_policy.items()}, []
+            for rate, guided in GUIDED.items():
+                best = cheapest({window: on_kind[window] for window in FIXED_WINDOWS}, rate)
+                share = cost(on_kind[guided], rate) / cost(on_kind[best], rate)
+                by_kind = f" (by kind {np.mean(shares[rate]):.2f})" if kind == MEAN else ""
+                shares[rate].append(share)
+                cells += [point(on_kind[guided]), f"{best}: {point(on_kind[best])}", f"{share:.2f}{by_kind}"]
+            yield [group, kind, *cells]
+
+
+def point(row):
+    return f"{row['skipped']:.1f} / {row['headroom_lost']:.2f}"
 
 
 def figures_table(results):
-    rows = []
-    for kind in next(iter(results.values())):
-        on_kind = [row[kind] for row in results.values()]
-        rows.append([kind, *(f"{row['skipped']:.1f} / {row['headroom_lost']:.2f}" for row in on_kind)])
+    rows = [[kind, *(point(row[kind]) for row in results.values())] for kind in next(iter(results.values()))]
     return table(["trace", *results], rows)
 
 
@@ -185,8 +274,12 @@ def beats(row, other):
 
 
 def cheapest(on_kind, rate):
-    """The policy of the smallest cost, which is that of lab.measures.cost in the mean."""
-    return min(on_kind, key=lambda policy: on_kind[policy]["skipped"] + rate * on_kind[policy]["headroom_lost"])
+    return min(on_kind, key=lambda policy: cost(on_kind[policy], rate))
+
+
+def cost(row, rate):
+    """Return the cost of mean figures, as lab.replay.measures.cost defines it."""
+    return row["skipped"] + rate * row["headroom_lost"]
 
 
 def cheapest_rates(on_kind):
@@ -205,10 +298,9 @@ def cheapest_rates(on_kind):
 
 
 def reason_table(same, steps, seeds):
-    seeded = [synthetic_traces(steps, seed) for seed in range(seeds)]
     rows = []
-    for kind in seeded[0]:
-        looks = [look(traces[kind]) for traces in seeded]
+    for kind, traces in made_traces(steps, seeds).items():
+        looks = list(map(look, traces))
         mean = {name: float(np.mean([one[name] for one in looks])) for name in looks[0]}
         on_kind = {policy: row[kind] for policy, row in same.items()}
         rows.append(

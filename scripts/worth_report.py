@@ -1,9 +1,21 @@
-"""What the trainings of worth_it.py came to, as Markdown: means over the seeds and their standard deviations."""
+"""What the trainings of worth_it.py came to, as Markdown and as a picture.
+
+The tables have means over the seeds and their standard deviations. The picture shows what a training comes to at each
+fixed loss scale, and what underflows there.
+"""
+
+import math
 
 import numpy as np
-from worth_training import FP32, REACHED_AT, SETTLED
+import reporting
+from worth_training import FP32, METHODS, REACHED_AT, SETTLED, UNSCALED, fixed
 
-__all__ = ["at_the_start", "report", "summary"]
+from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, MUTED, SECOND, WARNING, headline, new_figure, style_axes
+
+EXPONENTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 28, 32, 34, 36, 38, 40, 42, 44)
+OURS = "ours, adaptive from the found scale"
+# At and below it nothing was learned.
+LOWEST = 0.0
 
 COLUMNS = (
     "way of scaling",
@@ -34,10 +46,8 @@ def report(result):
 def table(task):
     """The table of one task, as lines of Markdown."""
     columns = [*COLUMNS, f"{task['measure']} on data not trained on", "less FP32's", "steps to FP32's result"]
-    yield "| " + " | ".join(columns) + " |"
-    yield "|" + "---|" * len(columns)
-    for name, row in summary(task).items():
-        yield "| " + " | ".join([name, *cells(row, len(task["ways"][name]))]) + " |"
+    rows = ([name, *cells(row, len(task["ways"][name]))] for name, row in summary(task).items())
+    return reporting.table(columns, rows)
 
 
 def cells(row, seeds):
@@ -108,3 +118,64 @@ def over_looks(runs, figure):
         seen = [figure(look) for look in run["looks"] if not look["skipped"] and look.get("underflow") is not None]
         means += [float(np.mean(seen))] if seen else []
     return means or None
+
+
+def sweep(trainings, seeds, exponents=EXPONENTS, steps=None):
+    """Train at fixed scales, and once in FP32 and once with adaptive scaling from the found scale.
+
+    Returns:
+        dict: ``exponents``; ``quality``, ``underflow`` and ``skipped``, the shares and results by exponent, means over
+        the seeds; ``fp32`` and ``ours``, the results; ``found``, log2 of the found scales.
+    """
+    methods = {method.name: method for method in METHODS}
+
+    def mean_quality(method):
+        return float(np.mean([trainings.run(method, seed, steps)["quality"] for seed in range(seeds)]))
+
+    swept = {"exponents": list(exponents), "quality": [], "underflow": [], "skipped": []}
+    for exponent in exponents:
+        runs = [trainings.run(fixed(2.0**exponent), seed, steps) for seed in range(seeds)]
+        underflow = over_looks(runs, lambda look: look["underflow"])
+        swept["quality"].append(float(np.mean([run["quality"] for run in runs])))
+        swept["underflow"].append(None if underflow is None else float(np.mean(underflow)))
+        swept["skipped"].append(float(np.mean([len(run["skipped"]) / run["steps"] for run in runs])))
+    return {
+        **swept,
+        "found": [math.log2(trainings.find(seed).loss_scale_value) for seed in range(seeds)],
+        **{key: mean_quality(methods[name]) for key, name in (("fp32", FP32), ("unscaled", UNSCALED), ("ours", OURS))},
+    }
+
+
+def draw(swept):
+    """Draw the quality against the loss scale; where gradients underflow or overflow, the picture is shaded."""
+    figure = new_figure(9, 4.6)
+    headline(
+        figure,
+        f"FP16 without loss scaling: R² {swept['unscaled']:.2f}. FP32: {swept['fp32']:.3f}. "
+        f"Adaptive scaling: {swept['ours']:.3f}",
+    )
+    axes = figure.subplots()
+    exponents, skipped = np.array(swept["exponents"], float), np.array(swept["skipped"])
+    underflow = np.array([share or 0.0 for share in swept["underflow"]])
+    shaded = {"linewidth": 0, "step": None}
+    axes.fill_between(
+        exponents, underflow, color=WARNING, alpha=0.25, label="share of gradients that underflow", **shaded
+    )
+    axes.fill_between(exponents, skipped, color=CONTEXT, label="share of steps skipped for an overflow", **shaded)
+    axes.axhline(swept["fp32"], color=MUTED, linestyle="dashed", linewidth=1.2, label="FP32")
+    axes.plot(exponents, np.maximum(swept["quality"], LOWEST), "o-", color=MAIN, label="FP16 at a fixed loss scale")
+    axes.plot(
+        np.mean(swept["found"]),
+        swept["ours"],
+        "D",
+        color=SECOND,
+        markersize=9,
+        label="FP16, adaptive, from the scale that 'find' says",
+    )
+    axes.set_ylim(LOWEST, 1.05)
+    axes.set_xlim(exponents[0], exponents[-1])
+    ticks = [exponent for exponent in swept["exponents"] if exponent % 4 == 0]
+    axes.set_xticks(ticks, [f"$2^{{{exponent}}}$" for exponent in ticks])
+    style_axes(axes, x_label="loss scale", y_label="R² on data not trained on; shares")
+    axes.legend(loc="center", fontsize=9.5, frameon=True, framealpha=0.9)
+    return figure

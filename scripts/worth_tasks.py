@@ -1,15 +1,23 @@
 """Trainings on which loss scaling is tried: what each learns, in FP16 or FP32, and how its result is measured."""
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 import mindspore
 import numpy as np
+import yaml
+from mindformers.core.lr import CosineWithWarmUpLR
+from mindformers.core.optim import AdamW
+from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
+from prepare_corpus import cut_into_samples, read_standard_library
 
-from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
-__all__ = ["SMALL_TASKS", "Branches", "Data", "Regression"]
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "tiny_llama_cpu_fp16.yaml"
+HELD_OUT_BATCHES = 8
 
 POINTS, HELD_OUT_POINTS = 1024, 1024
 WIDTH = 24
@@ -52,20 +60,16 @@ class Branches(nn.Cell):
         self.last = nn.CellList([nn.Dense(WIDTH, 1, **zeros).to_float(dtype) for _ in factors])
         self.outputs = len(factors)
         self.factors = Tensor(factors, mstype.float32)
-        self.tanh = ops.Tanh()
-        self.concat = ops.Concat(1)
-        self.cast = ops.Cast()
-        self.square = ops.Square()
 
     def construct(self, points, targets, weights):
-        shared = self.tanh(self.first(points))
+        shared = ops.tanh(self.first(points))
         outputs = ()
         for place in range(self.outputs):
-            hidden = self.tanh(self.middle[place](shared))
-            outputs += (self.cast(self.last[place](hidden), mstype.float32),)
+            hidden = ops.tanh(self.middle[place](shared))
+            outputs += (ops.cast(self.last[place](hidden), mstype.float32),)
         # MindSpore prints a message about the concatenation of a single Tensor.
-        together = self.concat(outputs) if self.outputs > 1 else outputs[0]
-        errors = self.square(together * self.factors - targets)
+        together = ops.concat(outputs, 1) if self.outputs > 1 else outputs[0]
+        errors = ops.square(together * self.factors - targets)
         return (errors * weights).sum(1).mean()
 
 
@@ -88,10 +92,10 @@ class Regression:
 
     name: str
     about: str
-    factors: tuple
-    targets: tuple
-    weights: tuple
-    steps: int
+    factors: tuple = (1.0,)
+    targets: tuple = (1.0,)
+    weights: tuple = (1.0,)
+    steps: int = 400
     learning_rate: float = 3e-3
     zero_last: bool = False
     beta2: float = 0.999
@@ -147,15 +151,11 @@ SMALL_TASKS = (
         "an output that is multiplied by 3e-3, as by a small residual factor",
         factors=(3e-3,),
         targets=(3e-3,),
-        weights=(1.0,),
-        steps=400,
     ),
     Regression(
         "zero-initialised last layer",
         "small targets, 1e-3, with a last layer that starts at 0 and a learning rate of 3e-5",
-        factors=(1.0,),
         targets=(1e-3,),
-        weights=(1.0,),
         steps=300,
         learning_rate=3e-5,
         zero_last=True,
@@ -166,7 +166,6 @@ SMALL_TASKS = (
         factors=(1.0, 1.0),
         targets=(1.0, 1.0),
         weights=(1.0, 1e-4),
-        steps=400,
     ),
     Regression(
         "moving ceiling",
@@ -179,3 +178,69 @@ SMALL_TASKS = (
         burst=(200, 300, 2.0**12),
     ),
 )
+
+
+class Llama:
+    """The demo's training, with samples drawn anew for each seed.
+
+    Args:
+        steps (int): how many.
+        seq_length (int, optional): bytes of a sample. Default: None, as in the YAML file.
+        config (dict, optional): the sections of the YAML file. Default: None, those of the demo.
+    """
+
+    name = "the demo's Llama"
+    measure = "loss"
+    higher_is_better = False
+    look_every = 30
+
+    def __init__(self, steps, seq_length=None, config=None):
+        self.config = config or yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+        self.model = without_type(self.config["model"]["model_config"])
+        self.steps = steps
+        if seq_length is not None:
+            self.model["seq_length"] = seq_length
+        self.about = f"bytes of Python's standard library, {self.model['seq_length']} a sample"
+
+    def network(self, dtype, seed):
+        """Return the model with its loss and the weights of this seed."""
+        mindspore.set_seed(seed)
+        compute_dtype = "float16" if dtype == mstype.float16 else "float32"
+        return LlamaForCausalLM(LlamaConfig(**{**self.model, "compute_dtype": compute_dtype})).set_train()
+
+    def train_step(self, network, update_cell):
+        """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
+        schedule = {**without_type(self.config["lr_schedule"]), "total_steps": self.steps}
+        optimizer = without_type(self.config["optimizer"])
+        optimizer = AdamW(network.trainable_params(), CosineWithWarmUpLR(**schedule), **optimizer)
+        max_norm = self.config["runner_wrapper"]["max_grad_norm"]
+        return MFTrainOneStepCell(
+            network, optimizer, use_clip_grad=True, max_grad_norm=max_norm, scale_sense=update_cell
+        ).set_train()
+
+    def data(self, seed):
+        """Return the Data of this seed; the last part of the text is held out, the same for all seeds."""
+        samples, size = text(self.model["seq_length"] + 1), self.model["batch_size"]
+        held_out = samples[-HELD_OUT_BATCHES * size :]
+        held_out = [(Tensor(rows),) for rows in np.split(held_out, HELD_OUT_BATCHES)]
+        order = np.random.default_rng(seed).permutation(len(samples) - HELD_OUT_BATCHES * size)
+
+        def batch(step):
+            return (Tensor(samples[np.take(order, range(step * size, (step + 1) * size), mode="wrap")]),)
+
+        return Data(batch, held_out)
+
+    def quality(self, network, data):
+        """Return the mean loss on text that was not trained on."""
+        return float(np.mean([float(network(*inputs)) for inputs in data.held_out]))
+
+
+def without_type(section):
+    return {key: value for key, value in section.items() if key != "type"}
+
+
+@functools.cache
+def text(length):
+    """Samples of so many bytes, int32, mixed once, so that what is held out is of all modules."""
+    samples = cut_into_samples(read_standard_library(), length)
+    return samples[np.random.default_rng(0).permutation(len(samples))]

@@ -22,6 +22,7 @@ STOCK = {
     "MFTrainOneStepCell": mindformers.wrapper.MFTrainOneStepCell,
     "MFPipelineWithLossScaleCell": mindformers.wrapper.MFPipelineWithLossScaleCell,
     "GradientGuidedLossScaleUpdateCell": nn.DynamicLossScaleUpdateCell,
+    "RuleLossScaleUpdateCell": nn.DynamicLossScaleUpdateCell,
     "NoLossScaleUpdateCell": nn.FixedLossScaleUpdateCell,
 }
 TRAIN_STEP_CELLS = [wrapper.TrainOneStepWithLossScaleCell, wrapper.MFTrainOneStepCell]

@@ -120,7 +120,9 @@ def _note_ranks(checkpoints: list[reader.Checkpoint], notes_of: dict[reader.Chec
 def _columns(checkpoints: list[dict[str, Any]]) -> set[str]:
     """The names to show: all that a checkpoint has, and what the update cells of their kinds have; no vectors."""
     kinds = {checkpoint["kind"] for checkpoint in checkpoints}
-    rules = [rule for rule in RULES.values() if rule.name in kinds] or [AdaptiveRule]
+    rules = [rule for rule in RULES.values() if any(kind.startswith(rule.name) for kind in kinds)]
+    if not rules and kinds & {"none", "unreadable", "loss scale only", "dynamic (no window)"}:
+        rules = [AdaptiveRule]
     usual = {"step_num", "global_step", "loss_scale"} | {field.name for field in STEP_FIELDS}
     usual |= {key for rule in rules for key in rule.own_keys()} - {"hysteresis_budget"}
     there = {name for one in checkpoints for name, value in one.items() if value is not None}

@@ -9,7 +9,7 @@ from mindformers_adaptive.cli.output import add_json_argument, print_result, pro
 from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import FORMATS, read_log
 from mindformers_adaptive.plots.canvas import save
-from mindformers_adaptive.plots.record import draw_run
+from mindformers_adaptive.plots.runs import draw_runs
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -47,4 +47,4 @@ def run(options: argparse.Namespace) -> None:
         analysis = analyze(recorded, progress=progress)
     print_result(options, analysis.to_dict, analysis.text)
     if options.plot:
-        save(draw_run(recorded), options.plot)
+        save(draw_runs({recorded.name: recorded}), options.plot)

@@ -17,6 +17,7 @@ from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_replays
 from mindformers_adaptive.plots.pareto import draw_comparison
+from mindformers_adaptive.rules.catalog import RULES
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -38,6 +39,9 @@ _DEFAULT_POLICIES = [
     "torch",
 ]
 
+# Added where all traces have what they follow.
+_WITH_GRADIENTS = [name for name, rule in RULES.items() if rule.signals]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -46,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         nargs="+",
         metavar="NAME[:PARAMETER=VALUE,...]",
-        help=f"default: {' '.join(_DEFAULT_POLICIES)}, and guided where all traces have largest gradients; all names: "
-        f"{', '.join(POLICY_NAMES)}",
+        help=f"default: {' '.join(_DEFAULT_POLICIES)}, and {', '.join(_WITH_GRADIENTS)} where all traces have largest "
+        f"gradients; all names: {', '.join(POLICY_NAMES)}, or module.Class, a rule of your own",
     )
     parser.add_argument("--each-trace", action="store_true", help="show each trace, not only the means of several")
     parser.add_argument("--plot", metavar="FILE", help="draw ceiling, scales and skips, or the Pareto front, to a file")
@@ -59,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     makers = dict(policy_maker(text) for text in options.policies or _DEFAULT_POLICIES)
     sources = read_sources(options)
     if not options.policies and all(source.trace.largest_gradient is not None for source in sources):
-        makers |= [policy_maker("guided")]
+        makers |= [policy_maker(name) for name in _WITH_GRADIENTS]
     warn_without_gradients(makers, sources)
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:

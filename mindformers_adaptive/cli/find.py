@@ -6,6 +6,12 @@ import argparse
 
 from mindformers_adaptive.cli.output import print_result
 from mindformers_adaptive.cli.probe import add_sweep_arguments, sweep
+from mindformers_adaptive.gradients.recommendation import (
+    DEFAULT_MARGIN,
+    EVERY_POWER,
+    check_margin,
+    recommend_loss_scale,
+)
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -19,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_sweep_arguments(parser)
     parser.add_argument(
-        "--margin", type=int, help="how many powers of two to stay below the largest scale that does not overflow"
+        "--margin",
+        type=int,
+        default=DEFAULT_MARGIN,
+        help="how many powers of two to stay below the largest scale that does not overflow",
     )
 
 
@@ -29,12 +38,8 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         RuntimeError: if no loss scale can be recommended.
     """
-    from mindformers_adaptive.gradients.finder import LOSS_SCALES
-    from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN, check_margin, recommend_loss_scale
-
-    margin = DEFAULT_MARGIN if options.margin is None else options.margin
-    check_margin(margin)
-    recommendation = recommend_loss_scale(sweep(options, LOSS_SCALES), margin)
+    check_margin(options.margin)
+    recommendation = recommend_loss_scale(sweep(options, EVERY_POWER), options.margin)
     print_result(options, recommendation.to_dict, recommendation.__str__)
     if recommendation.loss_scale_value is None:
         raise RuntimeError("no loss scale can be recommended")

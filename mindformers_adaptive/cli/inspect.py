@@ -11,18 +11,27 @@ import argparse
 
 from mindformers_adaptive.checkpoint.report import build_report, report_text, why_no_state
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result
+from mindformers_adaptive.rules.catalog import find_rule
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES = """\
-example:
+examples:
   adaptive-loss-scale inspect output/checkpoint
+  adaptive-loss-scale inspect output/checkpoint --policy log_max.LogMaxRule
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("path", metavar="PATH", help="the checkpoint file or folder")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="MODULE.CLASS",
+        help="a rule of your own whose state may be there, as log_max.LogMaxRule; may be given several times",
+    )
     add_json_argument(parser)
 
 
@@ -34,7 +43,11 @@ def run(options: argparse.Namespace) -> None:
     """
     if not options.path:
         raise UsageError("argument PATH: must name a file or folder, but is empty")
-    report = build_report(options.path)
+    try:
+        rules = [find_rule(name) for name in options.policy]
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    report = build_report(options.path, rules)
     if options.json or report["checkpoints"]:
         print_result(options, lambda: report, lambda: report_text(report))
     if not report["found"]:

@@ -16,10 +16,11 @@ import numpy as np
 from mindformers_adaptive.cli.output import UsageError, print_result, read_value
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import Policy, make_policy
-from mindformers_adaptive.lab.traces.measured import from_ceilings, from_gradient_ranges
+from mindformers_adaptive.lab.traces.gradients import from_gradient_ranges
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rules.catalog import find_rule, is_rule_name
 
 __all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources", "warn_without_gradients"]
 
@@ -88,9 +89,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
         "traces",
         nargs="+" if several else 1,
         metavar="TRACE",
-        help="a training log or a record of LossScaleMonitor, a folder of them, a JSON file of measured ceilings, a "
-        "record of GradientRangeMonitor with loss_scales, 'synthetic' for one made-up trace of each kind, or "
-        "'synthetic:random walk' for one of them",
+        help="a training log or a record of LossScaleMonitor, a folder of them, a record of GradientRangeMonitor "
+        "with loss_scales, 'synthetic' for one made-up trace of each kind, or 'synthetic:random walk' for one of them",
     )
     parser.add_argument(
         "--ceilings",
@@ -123,18 +123,20 @@ def read_sources(options: argparse.Namespace) -> list[Source]:
 
 
 def warn_without_gradients(policies: Iterable[str], sources: Sequence[Source]) -> None:
-    """Say on the error output where the guided policy will not see any gradient.
+    """Say on the error output where a policy that follows the largest gradients will not see any.
 
     Args:
         policies (Iterable[str]): names of policies, with or without parameters.
         sources (Sequence[Source]): what they are replayed on.
     """
-    if any(policy.partition(":")[0] == "guided" for policy in policies):
+    names = [name for name in dict.fromkeys(policy.partition(":")[0] for policy in policies) if is_rule_name(name)]
+    for name in names:
+        rule = find_rule(name)
         for source in sources:
-            if source.trace.largest_gradient is None:
+            if rule.signals and source.trace.largest_gradient is None:
                 print(
-                    f"{source.trace.name} has no largest gradients: there 'guided' sees overflows only, and works as "
-                    "an adaptive scaler. A record of GradientGuidedLossScaleUpdateCell has them.",
+                    f"{source.trace.name} has no largest gradients: there {name!r} sees overflows only. A record of "
+                    f"{rule.cell} has them.",
                     file=sys.stderr,
                 )
 
@@ -186,8 +188,6 @@ def _make(word: str, steps: int, seed: int) -> list[Source]:
 
 
 def _read_file(path: Path, assume: str | None) -> Source:
-    if path.suffix == ".json" and not {"ceilings", "steps"}.isdisjoint(_keys(path, path.read_bytes())):
-        return Source(from_ceilings(path))
     if path.suffix == ".jsonl" and _holds_sweeps(path):
         return Source(from_gradient_ranges(path), ceilings="known between the scales of a sweep")
     run = read_log(path)
@@ -196,21 +196,12 @@ def _read_file(path: Path, assume: str | None) -> Source:
 
 def _holds_sweeps(path: Path) -> bool:
     with path.open("rb") as lines:
-        return "batches" in _keys(path, lines.readline())
-
-
-def _keys(path: Path, text: bytes) -> set[str]:
-    """The keys of a JSON object; an empty set if the text is not a JSON object."""
+        first = lines.readline()
     try:
-        content = json.loads(text)
-    except ValueError:
-        return set()
-    except RecursionError:
-        raise ValueError(
-            f"{path} must hold JSON of a few levels, but its brackets are nested too deeply to be read. Give a log, a "
-            "record or a file of ceilings."
-        ) from None
-    return set(content) if isinstance(content, dict) else set()
+        sweep = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(sweep, dict) and "batches" in sweep
 
 
 def _read_folder(folder: Path, assume: str | None) -> list[Source]:

@@ -13,10 +13,8 @@ from mindformers_adaptive.cli.output import UsageError, read_scale
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
-from mindformers_adaptive.plots.gradient_record import draw_gradient_records
-from mindformers_adaptive.plots.gradient_series import is_gradient_record
+from mindformers_adaptive.plots.gradient_record import draw_gradient_records, is_gradient_record
 from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
-from mindformers_adaptive.plots.record import draw_record, draw_run
 from mindformers_adaptive.plots.runs import draw_runs
 
 if TYPE_CHECKING:
@@ -96,7 +94,7 @@ def _draw_runs(sources: Sequence[str]) -> Figure:
         return draw_gradient_records(dict(zip(_names(list(gradients)), gradients.values(), strict=True)))
     if len(read) == 1:
         [only] = runs.values()
-        return draw_record(only) if isinstance(only, list) else draw_run(only)
+        return draw_runs({"" if isinstance(only, list) else only.name: only})
     if gradients and len(gradients) != len(runs):
         raise UsageError(f"{len(gradients)} records of gradients are given for {len(runs)} runs: give one for each run")
     names = dict(zip(runs, _names(list(runs)), strict=True))

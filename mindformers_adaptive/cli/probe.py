@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result, progress_bar, read_scale
-from mindformers_adaptive.cli.yaml_arguments import add_yaml_arguments, read_options
+from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
+from mindformers_adaptive.gradients.recommendation import judge, table_of_groups
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms
 
@@ -51,7 +52,6 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Sweep, and print the tables and what the lowest scale loses."""
     from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES
-    from mindformers_adaptive.gradients.verdict import judge, table_of_groups
 
     scales = [read_scale("--loss-scales", text) for text in options.loss_scales] or DEFAULT_LOSS_SCALES
     scale_of_parameters = None if options.parameters is None else read_scale("--parameters", options.parameters)
@@ -63,8 +63,7 @@ def run(options: argparse.Namespace) -> None:
         yield ranges.table()
         lowest = judge(ranges, ranges.loss_scales[0])
         if lowest.groups:
-            fits = [scale for scale in ranges.loss_scales if not ranges.overflowed_batches(scale)]
-            yield table_of_groups([judge(ranges, scale) for scale in fits])
+            yield table_of_groups([judge(ranges, scale) for scale in ranges.fitting_scales])
             yield str(lowest)
         if scale_of_parameters is not None:
             yield ranges.table(scale_of_parameters)
@@ -82,7 +81,7 @@ def sweep(options: argparse.Namespace, loss_scales, layers=()):  # type: ignore[
     """Run the sweep with a progress bar; what MindFormers prints goes to the standard error."""
     overrides = read_options(options.options)
     with contextlib.redirect_stdout(sys.stderr):
-        from mindformers_adaptive.integration.probe import probe
+        from mindformers_adaptive.integration.training_probe import probe
 
         with progress_bar(options.batches * len(loss_scales), "backward passes") as progress:
             return probe(

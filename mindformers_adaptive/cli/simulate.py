@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="adaptive",
         metavar="NAME[:PARAMETER=VALUE,...]",
         help=f"one of {', '.join(POLICY_NAMES)}, with its own system's parameters, as guided:exchange_rate=5 or "
-        "metaseq:init_scale=2^16,scale_window=100; default: adaptive",
+        "metaseq:init_scale=2^16,scale_window=100, or module.Class, a rule of your own; default: adaptive",
     )
     add_trace_arguments(parser, several=False)
     parser.add_argument("--plot", metavar="FILE", help="draw ceiling, scale and skipped steps to this PNG or SVG file")

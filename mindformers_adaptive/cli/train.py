@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mindformers_adaptive.cli.output import UsageError, read_value
-from mindformers_adaptive.cli.yaml_arguments import add_yaml_arguments, read_options
-from mindformers_adaptive.integration.launcher import EVAL_NUM_SAMPLES, NUM_SAMPLES, launch, load_config
+from mindformers_adaptive.integration import launcher
 
-__all__ = ["EXAMPLES", "OPTION_KEYS", "add_arguments", "read_overrides", "run"]
+__all__ = ["EXAMPLES", "OPTION_KEYS", "add_arguments", "add_yaml_arguments", "read_options", "read_overrides", "run"]
 
 EXAMPLES = """\
 examples:
@@ -35,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the task; an error that stops it is printed with its traceback."""
-    config = load_config(options.config, read_overrides(options), options.register_path, may_add=OPTION_KEYS)
+    config = launcher.load_config(options.config, read_overrides(options), options.register_path, may_add=OPTION_KEYS)
     try:
-        launch(config)
+        launcher.launch(config)
     except Exception:
         # Nobody wants to repeat a long training to learn where it failed.
         traceback.print_exc()
@@ -47,9 +46,51 @@ def run(options: argparse.Namespace) -> None:
 def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
     """Return the overrides of the YAML file, by dotted key; those of ``--options`` come last."""
     overrides = {key: getattr(options, key) for key in OPTION_KEYS if getattr(options, key) is not None}
-    if NUM_SAMPLES in overrides:
-        overrides[EVAL_NUM_SAMPLES] = overrides[NUM_SAMPLES]
+    if launcher.NUM_SAMPLES in overrides:
+        overrides[launcher.EVAL_NUM_SAMPLES] = overrides[launcher.NUM_SAMPLES]
     return overrides | read_options(options.options)
+
+
+def add_yaml_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--config`` and ``--options``."""
+    parser.add_argument("--config", type=_yaml_file, required=True, help="the YAML file of MindFormers")
+    parser.add_argument(
+        "--options",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY.SUB=VALUE",
+        help="set any key of the YAML file, after all other arguments",
+    )
+
+
+def read_options(pairs: list[str]) -> dict[str, Any]:
+    """Return the overrides, by dotted key, that the words behind ``--options`` ask for.
+
+    Raises:
+        UsageError: if a word is not of the form ``key.sub=value``.
+
+    Examples:
+        >>> read_options(["optimizer.eps=1e-8", "runner_wrapper.scale_sense.loss_scale_value=2^16"])
+        {'optimizer.eps': 1e-08, 'runner_wrapper.scale_sense.loss_scale_value': 65536.0}
+    """
+    overrides = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not all(key.split(".")):
+            raise UsageError(f"argument --options: {pair!r} must have the form key.sub=value, as in optimizer.eps=1e-8")
+        try:
+            overrides[key] = read_value(value)
+        except UsageError as error:
+            raise UsageError(f"argument --options: {pair!r}: {error}") from error
+    return overrides
+
+
+def _yaml_file(text: str) -> str:
+    try:
+        return launcher.require_yaml_file(text)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _true_or_false(text: str) -> bool:
@@ -78,7 +119,12 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("gradient-accumulation-steps", "runner_config.gradient_accumulation_steps", int, "batches added up to one step"),
     ("train-dataset-dir", "train_dataset.data_loader.dataset_dir", str, "file or folder of the training data"),
     ("eval-dataset-dir", "eval_dataset.data_loader.dataset_dir", str, "file or folder of the evaluation data"),
-    ("num-samples", NUM_SAMPLES, int, "use only so many samples of the training data, and of the evaluation data"),
+    (
+        "num-samples",
+        launcher.NUM_SAMPLES,
+        int,
+        "use only so many samples of the training data, and of the evaluation data",
+    ),
     ("do-eval", "do_eval", _true_or_false, "evaluate while training"),
     ("load-checkpoint", "load_checkpoint", str, "checkpoint to load, a file or a folder"),
     ("resume-training", "resume_training", _true_or_false_or_name, "resume: true, or the name of the checkpoint file"),

@@ -1,10 +1,8 @@
-"""Find the settings of adaptive or guided loss scaling that would have cost least, and print the YAML to paste."""
+"""Find the settings of a rule of loss scaling that would have cost least, and print the YAML to paste."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 
 from mindformers_adaptive.cli.lab_arguments import (
     add_trace_arguments,
@@ -13,18 +11,15 @@ from mindformers_adaptive.cli.lab_arguments import (
     warn_without_gradients,
 )
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, progress_bar, read_value
-from mindformers_adaptive.lab.replay.configuration import Configuration, grid
-from mindformers_adaptive.lab.replay.guided_configuration import GuidedConfiguration, guided_grid
+from mindformers_adaptive.lab.replay.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE
-from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, DEFAULT_GUIDED_GRID, AnyConfiguration, tune
+from mindformers_adaptive.lab.replay.tune import tune
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS
+from mindformers_adaptive.rules.catalog import RULES, find_rule
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
-_GRIDS: dict[str, tuple[type, Callable[..., Sequence[AnyConfiguration]], Mapping[str, Sequence[float]]]] = {
-    "adaptive": (Configuration, grid, DEFAULT_GRID),
-    "guided": (GuidedConfiguration, guided_grid, DEFAULT_GUIDED_GRID),
-}
+_BOTH = "both"
 
 EXAMPLES = """\
 examples:
@@ -39,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trace_arguments(parser)
     parser.add_argument(
         "--policy",
-        choices=[*_GRIDS, "both"],
         default="adaptive",
+        metavar="NAME",
         help="whose settings to try: windows, factor and hysteresis of 'adaptive' (the default), exchange_rate of "
-        "'guided', or 'both' in one table",
+        "'guided', 'both' in one table, or the grid of a rule of your own, 'module.Class'",
     )
     parser.add_argument(
         "--exchange-rate",
@@ -64,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Search, and print the best settings."""
-    policies = list(_GRIDS) if options.policy == "both" else [options.policy]
+    policies = list(RULES) if options.policy == _BOTH else [options.policy]
     configurations = _configurations(policies, dict(_read_tried(text) for text in options.grid))
     sources = read_sources(options)
     warn_without_gradients(policies, sources)
@@ -87,17 +82,16 @@ def run(options: argparse.Namespace) -> None:
     print_sources(options, sources, content, tuning.text(options.rows))
 
 
-def _configurations(policies: Sequence[str], tried: dict[str, list[object]]) -> list[AnyConfiguration]:
+def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list[Configuration]:
     """All combinations of each policy; an argument that only one of them has is tried with that one."""
-    known = {name: {field.name for field in fields(_GRIDS[name][0])} for name in policies}
-    # An argument that none of them has goes to all, whose grids refuse it.
-    anywhere = set(tried).difference(*known.values())
-    configurations: list[AnyConfiguration] = []
     try:
+        known = {name: find_rule(name).all_arguments().keys() for name in policies}
+        # An argument that none of them has goes to all, whose grids refuse it.
+        anywhere = tried.keys() - set[str]().union(*known.values())
+        configurations: list[Configuration] = []
         for name, arguments in known.items():
-            _, make, default = _GRIDS[name]
-            own = {key: values for key, values in tried.items() if key in arguments | anywhere}
-            configurations += make(**{**default, **own})
+            own = {key: values for key, values in tried.items() if key in arguments or key in anywhere}
+            configurations += grid(name, **{**default_grid(name), **own})
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     return configurations

@@ -43,7 +43,12 @@ class LayerOutputs:
         for layer in checked_layers(layers):
             chosen = {name: cell for name, cell in cells.items() if layer in (name, type(cell).__name__)}
             if not chosen:
-                _refuse(layer, cells)
+                candidates = [*{type(cell).__name__: None for cell in cells.values()}, *cells]
+                similar = ", ".join(difflib.get_close_matches(layer, candidates, cutoff=0.0))
+                raise ValueError(
+                    f"'layers' must name cells of the network, or a class of them, but {layer!r} is neither. The "
+                    f"nearest names are {similar}."
+                )
             self._layers |= chosen
 
     def __call__(self, batch, observe=None):
@@ -108,12 +113,3 @@ def checked_layers(layers):
                 "class of cells."
             )
     return names
-
-
-def _refuse(layer, cells):
-    candidates = [*{type(cell).__name__: None for cell in cells.values()}, *cells]
-    similar = difflib.get_close_matches(layer, candidates, cutoff=0.0)
-    raise ValueError(
-        f"'layers' must name cells of the network, or a class of them, but {layer!r} is neither. The nearest names are "
-        f"{', '.join(similar)}."
-    )

@@ -10,8 +10,8 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
 from mindformers_adaptive.gradients.layer_outputs import LayerOutputs
-from mindformers_adaptive.gradients.report import GradientRanges, LostGradient, ScaleRanges
-from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows, lost_norm, merge_by_name
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 from mindformers_adaptive.rules.checks import require_positive
 
 __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "checked_loss_scales", "gradient_ranges"]
@@ -109,31 +109,24 @@ class GradientSweep:
         if not ranges:
             raise ValueError("'inputs' must hold at least one batch, but is empty. Give a tuple of Tensors.")
         weights = {weight.name: array_statistics(to_numpy(weight)) for weight in self.weights}
-        return GradientRanges(weights, tuple(ranges), merge_by_name(outputs))
+        merged = {name: merge_statistics(part[name] for part in outputs) for name in outputs[0]}
+        return GradientRanges(weights, tuple(ranges), merged)
 
     def _sweep(self, batch, scales, restore_random_state, observe):
-        at_scales, reference = [], None
+        at_scales, reference, reference_scale = [], {}, 1.0
         # Downwards: the first scale that does not overflow is the reference for all below it.
         for scale in reversed(scales):
             restore_random_state()
             loss, gradients, divisor = self._backward(Tensor(scale, mstype.float32), *batch)
             gradients = {w.name: to_numpy(gradient) for w, gradient in zip(self.weights, gradients, strict=True)}
-            is_finite = all(np.isfinite(array).all() for array in gradients.values())
             factor = float(to_numpy(divisor).mean())
-            if reference is None and len(scales) > 1 and is_finite:
+            if not reference and len(scales) > 1 and all(np.isfinite(array).all() for array in gradients.values()):
                 reference, reference_scale = gradients, scale
-                norms = {name: array_statistics(array).norm / (scale * factor) for name, array in gradients.items()}
-            underflows, lost = dict.fromkeys(gradients), {}
-            if reference is not None:
-                underflows = {name: count_underflows(array, reference[name] == 0) for name, array in gradients.items()}
-            if reference is not None and is_finite:
-                ratio, divided_by = scale / reference_scale, scale * factor
-                lost = {
-                    name: LostGradient(lost_norm(array, reference[name], ratio) / divided_by, norms[name])
-                    for name, array in gradients.items()
-                }
-            statistics = {name: array_statistics(array, underflows[name]) for name, array in gradients.items()}
-            at_scales.insert(0, ScaleRanges(scale, float(to_numpy(loss).mean()), statistics, factor, lost))
+            statistics = {
+                name: array_statistics(array, reference.get(name), scale / reference_scale, scale * factor)
+                for name, array in gradients.items()
+            }
+            at_scales.insert(0, ScaleRanges(scale, float(to_numpy(loss).mean()), statistics, factor))
             observe(scale, scale * factor, gradients)
         _warn_if_random(at_scales)
         return tuple(at_scales)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ArrayStatistics", "array_statistics", "count_underflows", "lost_norm", "merge_by_name", "merge_statistics"]
+__all__ = ["FP16_LARGEST", "FP16_SMALLEST_NORMAL", "FP16_SMALLEST_SUBNORMAL"]
+__all__ += ["ArrayStatistics", "array_statistics", "merge_statistics"]
+
+# Magnitudes of FP16: below the smallest normal number its numbers are coarse, below half of the smallest subnormal
+# number they become 0, and above the largest they become inf.
+FP16_SMALLEST_SUBNORMAL, FP16_SMALLEST_NORMAL, FP16_LARGEST = 2.0**-24, 2.0**-14, 65504.0
+
+_Floats = NDArray[np.float64]
 
 # An array is read in pieces of this many elements, so that the float64 copies stay small.
 _PIECE = 2**20
@@ -33,7 +40,10 @@ class ArrayStatistics:
         norm (float): the square root of the sum of the squares, in float64.
         histogram (dict[int, int]): how many magnitudes lie in [2^e, 2^(e+1)), by exponent e; in increasing order,
             without empty ones. Those of FP16 lie between e = -24 and e = 15.
-        underflowed (int, optional): how many elements are 0 here and not 0 at the reference; None without a reference.
+        underflowed (int, optional): how many elements are 0 here and not 0 in the reference; None without a reference.
+        lost (float, optional): the norm of the difference to the reference; None without a reference, and for an array
+            that is not finite.
+        reference_norm (float): the norm of the reference, in the unit of ``lost``.
     """
 
     size: int
@@ -44,6 +54,22 @@ class ArrayStatistics:
     norm: float = 0.0
     histogram: dict[int, int] = field(default_factory=dict)
     underflowed: int | None = None
+    lost: float | None = None
+    reference_norm: float = 0.0
+
+    @property
+    def lost_share(self) -> float | None:
+        """The norm of what underflow and the coarseness of subnormal numbers lost, as a share of the norm.
+
+        0 is nothing, 1 is everything; None where it is not known, or where all of the reference is 0.
+        """
+        return self.lost / self.reference_norm if self.lost is not None and self.reference_norm > 0 else None
+
+    @property
+    def subnormal_share(self) -> float:
+        """The share of elements below the smallest normal number of FP16, without those that are 0."""
+        below = math.log2(FP16_SMALLEST_NORMAL)
+        return self.share(sum(number for exponent, number in self.histogram.items() if exponent < below)) or 0.0
 
     def share(self, count: int | None) -> float | None:
         """Return a count as a share of all elements, between 0 and 1; None for None, and 0.0 for an empty array."""
@@ -57,37 +83,62 @@ class ArrayStatistics:
         return replace(self, largest=self.largest / divisor, smallest=smallest, norm=self.norm / divisor, histogram={})
 
     def to_dict(self) -> dict[str, object]:
-        """Return all attributes as JSON can hold them, and the counts as shares too."""
+        """Return all but what is lost, as JSON can hold it, and the counts as shares too."""
+        plain = {name: value for name, value in vars(self).items() if name not in ("lost", "reference_norm")}
         counts = {"zeros": self.zeros, "underflowed": self.underflowed, "infs_and_nans": self.infs_and_nans}
         return {
-            **vars(self),
+            **plain,
             **{f"{name}_share": self.share(count) for name, count in counts.items()},
             "histogram": {str(exponent): count for exponent, count in self.histogram.items()},
         }
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> ArrayStatistics:
+        """Return the statistics that :meth:`to_dict` returned, or that a JSON file holds.
 
-def array_statistics(array: ArrayLike, underflowed: int | None = None) -> ArrayStatistics:
+        Raises:
+            KeyError: if there is no histogram.
+            TypeError: if there is no size.
+        """
+        known = {one.name: content[one.name] for one in fields(cls) if one.name in content}
+        return cls(**{**known, "histogram": {int(exponent): n for exponent, n in content["histogram"].items()}})
+
+
+def array_statistics(
+    array: ArrayLike, reference: ArrayLike | None = None, ratio: float = 1.0, unit: float = 1.0
+) -> ArrayStatistics:
     """Return the statistics of an array.
 
     Args:
         array (ArrayLike): of any shape and any real dtype.
-        underflowed (int, optional): see :class:`ArrayStatistics`. Default: None.
+        reference (ArrayLike, optional): finite, of the same shape, to count what underflowed and to measure what is
+            lost. Default: None, these are not known.
+        ratio (float): what the array would be as a multiple of the reference if nothing were lost. Default: 1.
+        unit (float): what ``lost`` and ``reference_norm`` are divided by. Default: 1.
 
     Examples:
         >>> statistics = array_statistics([0.0, -0.25, 3.0, float("inf")])
         >>> statistics.largest, statistics.smallest, statistics.zeros, statistics.infs_and_nans, statistics.histogram
         (3.0, 0.25, 1, 1, {-2: 1, 1: 1})
+        >>> statistics = array_statistics([0.0, 1.0], reference=[6.0, 2.0], ratio=0.5)
+        >>> statistics.underflowed, statistics.lost
+        (1, 3.0)
     """
-    flat = np.asarray(array).reshape(-1)
-    pieces = [_piece_statistics(flat[start : start + _PIECE]) for start in range(0, flat.size, _PIECE)]
-    return replace(merge_statistics(pieces), underflowed=underflowed)
+    flat, expected = np.asarray(array).reshape(-1), None if reference is None else np.asarray(reference).reshape(-1)
+    pieces = []
+    for start in range(0, max(flat.size, 1), _PIECE):
+        piece = slice(start, start + _PIECE)
+        at_best = None if expected is None else ratio * expected[piece].astype(np.float64)
+        pieces.append(_piece_statistics(flat[piece].astype(np.float64), at_best, unit))
+    return merge_statistics(pieces)
 
 
 def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
     """Return the statistics of several arrays as if they were one.
 
     Args:
-        statistics (Iterable[ArrayStatistics]): one for each array; if ``underflowed`` is None in any, it is None.
+        statistics (Iterable[ArrayStatistics]): one for each array; where ``underflowed`` or ``lost`` is None in any of
+            them, it is None.
 
     Examples:
         >>> together = merge_statistics([array_statistics([3.0, 0.0]), array_statistics([4.0])])
@@ -99,6 +150,7 @@ def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
     for part in parts:
         histogram.update(part.histogram)
     underflows = [part.underflowed for part in parts if part.underflowed is not None]
+    lost = [part.lost for part in parts if part.lost is not None]
     return ArrayStatistics(
         size=sum(part.size for part in parts),
         zeros=sum(part.zeros for part in parts),
@@ -108,56 +160,19 @@ def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
         norm=math.hypot(*(part.norm for part in parts)),
         histogram=dict(sorted(histogram.items())),
         underflowed=sum(underflows) if len(underflows) == len(parts) else None,
+        lost=math.hypot(*lost) if len(lost) == len(parts) else None,
+        reference_norm=math.hypot(*(part.reference_norm for part in parts)),
     )
 
 
-def merge_by_name(parts: Sequence[Mapping[str, ArrayStatistics]]) -> dict[str, ArrayStatistics]:
-    """Return :func:`merge_statistics` for each name; all parts have the same names."""
-    return {name: merge_statistics(part[name] for part in parts) for name in parts[0]}
-
-
-def count_underflows(array: ArrayLike, reference_is_zero: ArrayLike) -> int:
-    """Return how many elements are exactly 0 in an array and were not at the reference.
-
-    Args:
-        array (ArrayLike): of any shape.
-        reference_is_zero (ArrayLike): bool of the same shape.
-
-    Examples:
-        >>> count_underflows([0.0, 0.0, 1.0], [True, False, False])
-        1
-    """
-    return int(np.count_nonzero((np.asarray(array) == 0) & ~np.asarray(reference_is_zero)))
-
-
-def lost_norm(array: ArrayLike, reference: ArrayLike, ratio: float) -> float:
-    """Return the norm of what an array lacks of ``ratio`` times the reference, in float64.
-
-    Args:
-        array (ArrayLike): of any shape, finite.
-        reference (ArrayLike): of the same shape.
-        ratio (float): what the array would be as a multiple of the reference, if nothing were lost.
-
-    Examples:
-        >>> lost_norm([0.0, 1.0], [6.0, 2.0], 0.5)
-        3.0
-    """
-    flat, expected = np.asarray(array).reshape(-1), np.asarray(reference).reshape(-1)
-    squares = 0.0
-    for start in range(0, flat.size, _PIECE):
-        piece = slice(start, start + _PIECE)
-        squares += float(np.sum(np.square(flat[piece].astype(np.float64) - ratio * expected[piece].astype(np.float64))))
-    return math.sqrt(squares)
-
-
-def _piece_statistics(piece: NDArray[Any]) -> ArrayStatistics:
+def _piece_statistics(piece: _Floats, expected: _Floats | None, unit: float) -> ArrayStatistics:
     # float64 holds the squares and every subnormal of float32.
-    magnitudes = np.abs(piece.astype(np.float64))
+    magnitudes = np.abs(piece)
     finite = magnitudes[np.isfinite(magnitudes)]
     nonzero = finite[finite > 0]
     # The mantissa of frexp lies in [0.5, 1), so its exponents are one higher.
     counts = np.bincount(np.frexp(nonzero)[1] - _LOWEST_EXPONENT - 1)
-    return ArrayStatistics(
+    statistics = ArrayStatistics(
         size=piece.size,
         zeros=finite.size - nonzero.size,
         infs_and_nans=piece.size - finite.size,
@@ -165,4 +180,12 @@ def _piece_statistics(piece: NDArray[Any]) -> ArrayStatistics:
         smallest=float(nonzero.min()) if nonzero.size else None,
         norm=float(np.sqrt(np.sum(np.square(nonzero)))),
         histogram={int(place) + _LOWEST_EXPONENT: int(counts[place]) for place in np.flatnonzero(counts)},
+    )
+    if expected is None:
+        return statistics
+    return replace(
+        statistics,
+        underflowed=int(np.count_nonzero((piece == 0) & (expected != 0))),
+        lost=None if statistics.infs_and_nans else float(np.linalg.norm(piece - expected)) / unit,
+        reference_norm=float(np.linalg.norm(expected)) / unit,
     )

@@ -3,13 +3,13 @@
 from mindformers.wrapper.wrapper import GradAccumulationCellWithTwoOutput
 from mindspore import nn
 
-from mindformers_adaptive.integration.feature_checks import given_to_train_step
+from mindformers_adaptive.integration.checks import given_to_train_step
 
 __all__ = ["MeanOverMicroBatches", "accumulate", "take_accumulation_steps"]
 
 
 class MeanOverMicroBatches(nn.Cell):
-    """The mean loss over the micro batches that a batch is cut into; its gradients are added up one by one.
+    """The mean loss over the micro batches that a batch is split into, whose gradients are accumulated.
 
     Args:
         network (Cell): returns the loss of a micro batch, a Tensor.

@@ -38,16 +38,15 @@ def load_config(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        TypeError: if :func:`mindformers_adaptive.integration.config_checks.check_config` raises it.
-        ValueError: likewise, and by :func:`mindformers_adaptive.integration.cpu_checks.check_cpu`; and if the file's
+        TypeError: if :func:`mindformers_adaptive.integration.checks.check_config` raises it.
+        ValueError: likewise, and by :func:`mindformers_adaptive.integration.checks.check_cpu`; and if the file's
             name does not end in .yaml or .yml, ``run_mode`` is not one of train, finetune, eval and predict, or a key
             is unknown or cannot be set.
     """
     path = require_yaml_file(path)
     from mindformers.tools.register import MindFormerConfig
 
-    from mindformers_adaptive.integration.config_checks import check_config
-    from mindformers_adaptive.integration.cpu_checks import check_cpu
+    from mindformers_adaptive.integration.checks import check_config, check_cpu
     from mindformers_adaptive.integration.registration import register
 
     if register_path is not None:

@@ -12,10 +12,10 @@ from mindspore import Tensor, nn
 from mindspore.dataset.engine.datasets import Dataset
 
 from mindformers_adaptive.integration.accumulation import accumulate, take_accumulation_steps
-from mindformers_adaptive.integration.config_checks import check_config
-from mindformers_adaptive.integration.cpu_checks import check_cpu
+from mindformers_adaptive.integration.checks import check_config, check_cpu
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.integration.workarounds import apply_workarounds
+from mindformers_adaptive.rules.catalog import rule_of_cell
 
 __all__ = ["Trainer"]
 
@@ -122,17 +122,21 @@ class Trainer(mindformers.Trainer):
 def _fit_window(args, scale_sense):
     """Change the window in the section of the update cell that ``args`` names, where MindFormers' default is none."""
     is_default = args.loss_scale_window == TrainingArguments.loss_scale_window
-    if args.scale_sense == "AdaptiveLossScaleUpdateCell" and is_default:
-        # Its default, the largest window, is not on a ladder with other bounds.
-        scale_sense.scale_window = args.min_scale_window
-    if args.scale_sense == "GradientGuidedLossScaleUpdateCell":
-        scale_sense.pop("scale_window", None)
-        if not is_default:
-            warnings.warn(
-                f"'loss_scale_window' {args.loss_scale_window} is not used: GradientGuidedLossScaleUpdateCell finds "
-                "its window itself. Leave it out.",
-                stacklevel=2,
-            )
+    rule = rule_of_cell(args.scale_sense)
+    if rule is None:
+        return
+    if "scale_window" in rule.start_arguments:
+        if is_default:
+            # Its default, the largest window, is not on a ladder with other bounds.
+            scale_sense.scale_window = args.min_scale_window
+        return
+    scale_sense.pop("scale_window", None)
+    if not is_default:
+        warnings.warn(
+            f"'loss_scale_window' {args.loss_scale_window} is not used: {rule.cell} finds its window itself. Leave it "
+            "out.",
+            stacklevel=2,
+        )
 
 
 def _require_whole_micro_batches(dataset, steps):

@@ -1,10 +1,12 @@
-"""MindFormers' ``TrainingStateMonitor``, for which an overflow that loss scaling deals with is no anomaly."""
+"""MindFormers' ``TrainingStateMonitor`` that does not take a skipped step for an anomaly."""
 
-import numpy as np
+import math
+
 from mindformers.core.callback import callback
-from mindspore import Tensor
 
-__all__ = ["TrainingStateMonitor", "require_finite_loss"]
+from mindformers_adaptive.monitor.step_reader import read_loss, read_overflow
+
+__all__ = ["TrainingStateMonitor"]
 
 
 class TrainingStateMonitor(callback.TrainingStateMonitor):
@@ -15,8 +17,8 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
 
     - ``check_for_nan_in_loss_and_grad`` checks the loss only. No loss scale makes a loss inf or NaN, because only the
       gradients are multiplied by it: then training ends, as with the stock class.
-    - ``use_skip_data_by_global_norm`` and ``check_for_global_norm`` take the norm for no spike. The spikes in a row
-      before it still count.
+    - ``use_skip_data_by_global_norm`` and ``check_for_global_norm`` do not count the norm as a spike. Consecutive
+      spikes before it still count.
 
     All other steps are checked as by the stock class.
 
@@ -46,30 +48,14 @@ class TrainingStateMonitor(callback.TrainingStateMonitor):
             super().on_train_step_end(run_context)
         finally:
             self.check_for_nan_in_loss_and_grad = checks
-        if checks and overflowed:
-            require_finite_loss(params.net_outputs[0], params.cur_step_num)
-
-
-def require_finite_loss(loss, step):
-    """Raise ValueError if the loss of a step, a Tensor, is inf or NaN.
-
-    Examples:
-        >>> require_finite_loss(Tensor(2.5), step=1)
-        >>> require_finite_loss(Tensor(np.float32(np.inf)), step=1)
-        Traceback (most recent call last):
-            ...
-        ValueError: The loss of step 1 is inf. No loss scale causes that, so training ends here: look at the data of ...
-    """
-    value = float(np.mean(loss.asnumpy()))
-    if not np.isfinite(value):
-        raise ValueError(
-            f"The loss of step {step} is {value}. No loss scale causes that, so training ends here: look at the data "
-            "of this step and at the weights. 'check_for_nan_in_loss_and_grad: False' skips such a step and goes on."
-        )
+        if checks and overflowed and not math.isfinite(loss := read_loss(params.net_outputs[0])):
+            raise ValueError(
+                f"The loss of step {params.cur_step_num} is {loss}. No loss scale causes that, so training ends here: "
+                "look at the data of this step and at the weights. 'check_for_nan_in_loss_and_grad: False' skips such "
+                "a step and goes on."
+            )
 
 
 def _overflowed(outputs):
-    if not isinstance(outputs, tuple | list) or len(outputs) < 3:
-        return False
-    overflow = outputs[1]
-    return bool(np.any(overflow.asnumpy() if isinstance(overflow, Tensor) else overflow))
+    # A network of a user may return something else beside its loss.
+    return isinstance(outputs, tuple | list) and len(outputs) > 2 and read_overflow(outputs)

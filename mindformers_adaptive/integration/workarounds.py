@@ -20,8 +20,8 @@ def apply_workarounds(config: Any) -> None:
 
     On a CPU, sink mode is turned off and the barrier of several processes is replaced. ``resume_training: True`` works
     with ``checkpoint.load_path`` alone, and is warned of without a checkpoint. A single process that resumes from the
-    safetensors of MindFormers' ``CheckpointMonitor`` is given a link to them under a name that MindFormers accepts. A
-    note of the newest checkpoint that is empty, damaged or wrong gives way to the newest checkpoint that is whole.
+    safetensors of MindFormers' ``CheckpointMonitor`` is given a link to them under a name that MindFormers accepts. If
+    MindFormers' note of its newest checkpoint is empty, damaged or wrong, the newest complete checkpoint is taken.
 
     Args:
         config (MindFormerConfig): the configuration of a trainer; changed in place.
@@ -130,7 +130,7 @@ def _file_of_meta(rank_folder: Path) -> tuple[Path | None, str]:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a safetensors file has all the bytes that its head promises."""
+    """Whether a safetensors file has all the bytes that its header promises."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -141,8 +141,8 @@ def _is_whole(file: Path) -> bool:
 
 
 def _choose_newest_iteration(config: Any) -> None:
-    # MindFormers empties the note before it writes the step, so a kill may leave it empty. It does so when that
-    # checkpoint is complete and before it writes anything of the next.
+    # MindFormers empties the note before it writes the step into it, so a kill may leave it empty. By then that
+    # checkpoint is complete, and nothing of the next one has been written.
     section, key = config.get("checkpoint") or {}, "load_path"
     if section.get(key) is None:
         section, key = config, "load_checkpoint"
@@ -153,7 +153,7 @@ def _choose_newest_iteration(config: Any) -> None:
     step = note.read_text(encoding="utf-8", errors="replace").strip()
     if step and not (step.isdecimal() and not _is_complete(folder / f"iteration_{int(step):08d}")):
         return
-    # By time, because who goes back to an older checkpoint may save beside folders of later steps.
+    # By time: a run that went back to an older checkpoint saves beside folders of later steps.
     folders = filter(_is_complete, folder.glob("iteration_*"))
     complete = sorted(folders, key=lambda iteration: (iteration / "common.json").stat().st_mtime_ns)
     if complete:
@@ -183,7 +183,7 @@ def _patch_barrier() -> None:
 
 
 def _barrier_by_all_reduce(group: str | None = None) -> None:
-    # Adding up a number over all processes waits for all of them as well.
+    # A sum over all processes waits for all of them too.
     from mindspore import Tensor, ops
     from mindspore.communication import GlobalComm
 

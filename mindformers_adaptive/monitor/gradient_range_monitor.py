@@ -2,24 +2,20 @@
 
 import math
 
-import numpy as np
 from mindformers.tools.logger import logger
 from mindspore import nn
 
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.gradients.layer_outputs import LayerOutputsError, checked_layers
 from mindformers_adaptive.gradients.ranges import GradientSweep, checked_loss_scales
-from mindformers_adaptive.monitor.output import MonitorOutput, RecordingCallback
-from mindformers_adaptive.monitor.step_reader import last_step_before
+from mindformers_adaptive.monitor.recording_callback import RecordingCallback
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["FILE_NAME", "GradientRangeMonitor"]
-
-FILE_NAME = "gradient_ranges.jsonl"
+__all__ = ["GradientRangeMonitor"]
 
 
 class GradientRangeMonitor(RecordingCallback):
-    """Callback that looks at the gradients every N steps, before the step is taken.
+    """Callback that measures the gradients every N steps, before the step is taken.
 
     It works with ``mindspore.train.Model`` and, after ``register()``, as ``type: GradientRangeMonitor`` in the
     ``callbacks`` of a MindFormers YAML file. For each loss scale it runs a forward and backward pass on the batch of
@@ -46,7 +42,7 @@ class GradientRangeMonitor(RecordingCallback):
     In data-sink mode the host does not see the batches: there the monitor warns once and does nothing.
 
     Args:
-        every_n_steps (int): look at the steps whose number is a multiple of it. Default: 100, so that one more
+        every_n_steps (int): measure at the steps whose number is a multiple of it. Default: 100, so that one more
             backward pass takes less than 1% of the time.
         loss_scales (Iterable[float], optional): further loss scales to try. Default: None, only that of the training,
             which cannot tell an underflow from a gradient of 0.
@@ -66,6 +62,7 @@ class GradientRangeMonitor(RecordingCallback):
     Examples:
         >>> import json, pathlib, tempfile
         >>> from mindspore import Model, dataset
+        >>> import numpy as np
         >>> net = nn.Dense(3, 2)
         >>> model = Model(net, nn.MSELoss(), nn.SGD(net.trainable_params(), learning_rate=0.1))
         >>> data = dataset.NumpySlicesDataset((np.ones((8, 3), np.float32), np.ones((8, 2), np.float32)))
@@ -75,30 +72,27 @@ class GradientRangeMonitor(RecordingCallback):
         [2, 4]
     """
 
+    subject = "The range of gradients"
+    file_name = "gradient_ranges.jsonl"
+    every_step = False
+
     def __init__(
         self, every_n_steps=100, loss_scales=None, record_path=None, tensorboard_dir=None, all_ranks=False, layers=None
     ):
-        super().__init__()
+        super().__init__(record_path, tensorboard_dir, all_ranks)
         self._every_n_steps = require_integer(
             "every_n_steps", every_n_steps, 1, "The default is 100.", unit="number of steps"
         )
         self._loss_scales = [] if loss_scales is None else checked_loss_scales(loss_scales)
         self._layers = () if layers is None else checked_layers(layers)
-        self._output = MonitorOutput(
-            "The range of gradients", FILE_NAME, record_path, tensorboard_dir, all_ranks, every_step=False
-        )
-        self._last_step = 0
 
     def on_train_begin(self, run_context):
         """Look up the network, and the step to go on from."""
         params = run_context.original_args()
         self._train_step = _find_train_step(params.train_network)
         self._sweep = GradientSweep(self._train_step, self._layers)
-        update_cell = getattr(self._train_step, "loss_scaling_manager", None)
-        self._last_step = last_step_before(params, update_cell, self._last_step)
-        self._ahead_of_model = self._last_step - params.cur_step_num
         self._warned = set()
-        self._output.open(self._last_step)
+        self._open(params, self._train_step)
 
     def on_train_step_begin(self, run_context):
         """Measure the gradients, if it is the turn of this step."""
@@ -112,7 +106,7 @@ class GradientRangeMonitor(RecordingCallback):
         elif step % self._every_n_steps == 0:
             loss_scale = _loss_scale(self._train_step)
             if math.isfinite(loss_scale) and loss_scale > 0:
-                self._look(step, params.train_dataset_element, loss_scale)
+                self._measure(step, params.train_dataset_element, loss_scale)
             else:
                 self._warn_once(f"GradientRangeMonitor looks at no gradients while the loss scale is {loss_scale}.")
 
@@ -120,17 +114,14 @@ class GradientRangeMonitor(RecordingCallback):
         super()._release()
         self._sweep = self._train_step = None
 
-    def _look(self, step, batch, loss_scale):
-        writer = self._output.writer
-
+    def _measure(self, step, batch, loss_scale):
         def observe(scale, gradients):
-            if writer is not None and scale == loss_scale:
+            if scale == loss_scale:
                 for name, gradient in gradients.items():
-                    _add_histogram(writer, f"{name}/grad", gradient, step)
+                    self._add_histogram(f"{name}/grad", gradient, step)
 
         def observe_output(name, output):
-            if writer is not None:
-                _add_histogram(writer, f"{name}/output", output, step)
+            self._add_histogram(f"{name}/output", output, step)
 
         scales = [loss_scale, *self._loss_scales]
         try:
@@ -139,12 +130,12 @@ class GradientRangeMonitor(RecordingCallback):
             self._warn_once(f"{error} GradientRangeMonitor goes on without 'layers'.")
             self._sweep = GradientSweep(self._train_step)
             ranges = self._sweep(batch, scales, observe=observe)
-        if writer is not None:
+        if self._writer is not None:
             for weight in self._sweep.weights:
-                _add_histogram(writer, weight.name, to_numpy(weight), step)
+                self._add_histogram(weight.name, to_numpy(weight), step)
         for tag, value in _scalars(ranges, loss_scale):
-            self._output.add_scalar(tag, value, step)
-        self._output.append([{"step": step, "loss_scale": loss_scale, **ranges.to_dict()}])
+            self._add_scalar(tag, value, step)
+        self._append([{"step": step, "loss_scale": loss_scale, **ranges.to_dict()}])
 
     def _warn_once(self, message):
         if message not in self._warned:
@@ -167,12 +158,6 @@ def _loss_scale(train_step):
     scale = getattr(train_step, "scale_sense", None)
     # A cell that scales by a constant has MindSpore's name for it, and None for 1.
     return float(train_step.sens or 1.0) if scale is None else float(scale.asnumpy().item())
-
-
-def _add_histogram(writer, tag, array, step):
-    finite = array[np.isfinite(array)]
-    if finite.size:
-        writer.add_histogram(tag, finite, step)
 
 
 def _scalars(ranges, loss_scale):

@@ -1,27 +1,19 @@
 """``LossScaleMonitor``: what loss scaling did in every step, in a file, in TensorBoard and in the log."""
 
+import functools
 from pathlib import Path
 
 from mindformers.core.callback import CheckpointMonitor
 from mindformers.tools.logger import logger
 from mindspore.train import ModelCheckpoint
 
-from mindformers_adaptive.monitor.arguments import require_choice
-from mindformers_adaptive.monitor.collapse import CollapseDetector
-from mindformers_adaptive.monitor.output import MonitorOutput, RecordingCallback
-from mindformers_adaptive.monitor.overflow_names import HOW_TO_NAME, OverflowNames, overflowed_in
+from mindformers_adaptive.monitor import reports
 from mindformers_adaptive.monitor.record import FIELDS
-from mindformers_adaptive.monitor.short_run import too_short_for_window
-from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, last_step_before, read_loss
-from mindformers_adaptive.monitor.stop_signals import StopSignals
+from mindformers_adaptive.monitor.recording_callback import RecordingCallback, require_choice
+from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["FILE_NAME", "TAG", "LossScaleMonitor"]
-
-FILE_NAME = "loss_scale_record.jsonl"
-
-# Scalars for TensorBoard are named TAG/KEY, where KEY is that of the record.
-TAG = "loss_scaling"
+__all__ = ["LossScaleMonitor"]
 
 # Of the norm of the gradients, in what MindFormers' train-step cells return.
 _PLACE_OF_NORM = 4
@@ -52,20 +44,20 @@ class LossScaleMonitor(RecordingCallback):
     ================================ ===========================================================================
 
     A value is null where it is unknown: the window of another update cell, the largest gradient where the cell does not
-    follow it, or the loss of a step inside a sink. ``overflowed_parameters`` needs a gradient-guided cell with
-    ``track_per_parameter=True``, and that the host looks at just this step; a line of the log names them too. The host
-    looks at the device every ``every_n_steps`` steps, or once a sink. If ``history_size`` of the update cell is at
+    track it, or the loss of a step inside a sink. ``overflowed_parameters`` needs a gradient-guided cell with
+    ``track_per_parameter=True``, and that the host reads the device right after the step; the log names them too. The
+    host reads the device every ``every_n_steps`` steps, or once a sink. If ``history_size`` of the update cell is at
     least as large, the record has every step; otherwise one line counts those that are missing.
 
     A run that is resumed from a checkpoint continues the file, and steps that it takes again replace the old ones. A
     new run keeps an older file under another name; one that starts while another run writes the file takes a file with
-    ``_2`` in its name. The host looks at the device before each checkpoint too, so that none is ahead of the record.
+    ``_2`` in its name. The host reads the device before each checkpoint too, so that none is ahead of the record.
     When SIGTERM or SIGINT stops the process, a line of the log says at which step, and how to resume.
 
     Args:
         record_path (str, optional): the file. Default: None, ``loss_scale_record.jsonl`` in the output folder of
             MindFormers, which is ``./output`` unless set otherwise.
-        every_n_steps (int): how many steps apart the host looks at the device, and waits for it. Default: 1, as in
+        every_n_steps (int): every how many steps the host reads the device, and waits for it. Default: 1, as in
             MindFormers' ``MFLossMonitor``.
         tensorboard_dir (str, optional): a folder for TensorBoard scalars ``loss_scaling/KEY``. Where the YAML file has
             a ``tensorboard`` section, they go beside MindFormers' own instead. Default: None.
@@ -102,6 +94,9 @@ class LossScaleMonitor(RecordingCallback):
         [(1, False, 4096.0), (2, True, 2048.0)]
     """
 
+    subject = "Loss scaling"
+    file_name = "loss_scale_record.jsonl"
+
     def __init__(
         self,
         record_path=None,
@@ -112,16 +107,14 @@ class LossScaleMonitor(RecordingCallback):
         on_write_error="warn",
         all_ranks=False,
     ):
-        super().__init__()
-        self._output = MonitorOutput("Loss scaling", FILE_NAME, record_path, tensorboard_dir, all_ranks, on_write_error)
+        super().__init__(record_path, tensorboard_dir, all_ranks, on_write_error)
         self._every_n_steps = require_integer(
             "every_n_steps", every_n_steps, 1, "Give 1 or more; 1 looks at every step.", unit="number of steps"
         )
-        self._collapse = CollapseDetector(max_consecutive_overflows)
+        self._collapse = reports.CollapseDetector(max_consecutive_overflows)
         self._on_collapse = require_choice("on_collapse", on_collapse, ("warn", "stop", "raise"))
-        self._signals = StopSignals(self._report_signal)
+        self._signals = reports.StopSignals(self._report_signal)
         self._reader = None
-        self._looked_at = 0
         self._savers = []
 
     def on_train_begin(self, run_context):
@@ -136,20 +129,19 @@ class LossScaleMonitor(RecordingCallback):
             )
             return
         self._reader = StepReader(train_step)
-        self._overflows = OverflowNames()
-        update_cell = getattr(train_step, "loss_scaling_manager", None)
-        self._looked_at = last_step_before(params, update_cell, self._looked_at)
-        self._ahead_of_model = self._looked_at - params.cur_step_num
-        self._ahead_of_cell = self._looked_at - (self._reader.steps_taken() or 0)
-        self._called_at, self._seen = self._looked_at, {}
-        self._output.open(self._looked_at)
+        self._overflows = reports.OverflowNames()
+        self._open(params, train_step)
+        self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
+        self._called_at, self._seen = self._last_step, {}
         # Before the first step, so that a folder that cannot be written to is reported at once.
-        self._output.append([])
-        self._reader.count_from(self._output.record.last_skipped_steps if self._looked_at else 0)
+        self._append([])
+        self._reader.count_from(self._record.last_skipped_steps if self._last_step else 0)
         self._look_before_saving(run_context)
-        if message := too_short_for_window(params, self._reader.window[0], self._looked_at, update_cell):
+        # A cell that is told the largest gradient raises its scale without a window.
+        window = None if self._reader.measures_gradients else self._reader.window[0]
+        if message := reports.too_short_for_window(params, window, self._last_step):
             logger.warning("%s", message)
-        if self._output.writes:
+        if self._writes:
             self._signals.install()
 
     def on_train_step_end(self, run_context):
@@ -187,18 +179,15 @@ class LossScaleMonitor(RecordingCallback):
         # A run that is killed goes on after its last checkpoint, so the steps before have to be in the record by then.
         for saver in run_context.original_args().list_callback:
             if isinstance(saver, ModelCheckpoint) and "_check_save_ckpt" not in vars(saver):
-                saver._check_save_ckpt = self._looking_if_due(saver._check_save_ckpt, run_context)
+                saver._check_save_ckpt = functools.partial(self._look_if_due, saver._check_save_ckpt, run_context)
                 self._savers.append(saver)
 
-    def _looking_if_due(self, is_due, run_context):
-        def look_if_due(*args, **kwargs):
-            due = is_due(*args, **kwargs)
-            if due:
-                self._note_call(run_context)
-                self._look(run_context)
-            return due
-
-        return look_if_due
+    def _look_if_due(self, is_due, run_context, *args, **kwargs):
+        due = is_due(*args, **kwargs)
+        if due:
+            self._note_call(run_context)
+            self._look(run_context)
+        return due
 
     def _report_signal(self, name):
         logger.warning(
@@ -210,15 +199,16 @@ class LossScaleMonitor(RecordingCallback):
         entries = self._read_entries(run_context.original_args().net_outputs)
         if not entries:
             return
-        kept = (*FIELDS, "overflowed_parameters")
-        self._output.append([{field: entry[field] for field in kept if field in entry} for entry in entries])
+        fields = (*FIELDS, *self._reader.recorded)
+        kept = (*fields, "overflowed_parameters")
+        self._append([{field: entry[field] for field in kept if field in entry} for entry in entries])
         for entry in entries:
-            for field in FIELDS[1:]:
-                self._output.add_scalar(f"{TAG}/{field}", entry[field], entry["step"])
+            for field in fields[1:]:
+                self._add_scalar(f"loss_scaling/{field}", entry[field], entry["step"])
             window = self._report_window(window, entry)
         # After the record, which is then complete for whoever looks for the cause.
         for entry in entries:
-            if (line := self._overflows.check(entry)) and self._output.writes:
+            if (line := self._overflows.check(entry)) and self._writes:
                 logger.info("%s", line)
             if message := self._collapse.check(entry):
                 self._react_to_collapse(f"{message}{self._name_overflows(entries[-1])}", run_context)
@@ -226,22 +216,22 @@ class LossScaleMonitor(RecordingCallback):
     def _name_overflows(self, last_entry):
         """What a collapse message says of the Parameters; only of the last step is it known which they are."""
         if self._reader.names_parameters:
-            sentence = overflowed_in(last_entry)
+            sentence = reports.overflowed_in(last_entry)
             return f" {sentence[0].upper()}{sentence[1:]}" if sentence else ""
-        return f" {HOW_TO_NAME}" if self._reader.measures_gradients else ""
+        return f" {reports.HOW_TO_NAME}" if self._reader.measures_gradients else ""
 
     def _read_entries(self, outputs):
         """Return the steps since the last look, oldest first, with the losses and norms that the host has seen."""
         taken = self._reader.steps_taken()
         step = self._called_at if taken is None else self._ahead_of_cell + taken
         seen, self._seen = self._seen, {}
-        if step == self._looked_at:
+        if step == self._last_step:
             return []
-        went_back = step < self._looked_at
-        entries = self._reader.read(step, step if went_back else step - self._looked_at, outputs)
+        went_back = step < self._last_step
+        entries = self._reader.read(step, step if went_back else step - self._last_step, outputs)
         if went_back:
             # The training was set back to an earlier state: the steps since then are taken again.
-            self._output.restart(entries[0]["step"] - 1)
+            self._restart(entries[0]["step"] - 1)
         # Where one call of the network takes several steps, its loss is that of the last.
         if step != self._called_at:
             seen = {step: seen[self._called_at]}
@@ -249,12 +239,12 @@ class LossScaleMonitor(RecordingCallback):
             loss, norm = seen.get(entry["step"], (None, None))
             entry["loss"] = read_loss(loss)
             entry["dropped_by_norm"] = self._reader.dropped_by_norm(entry["overflow"], norm)
-        self._looked_at = step
+        self._last_step = step
         return entries
 
     def _report_window(self, before, entry):
         after = (entry["scale_window"], entry["window_index"])
-        if after != before and self._output.writes:
+        if after != before and self._writes:
             (window, index), (next_window, next_index) = before, after
             places = "" if index is next_index is None else f" (index {index} to {next_index})"
             logger.info(
@@ -270,7 +260,7 @@ class LossScaleMonitor(RecordingCallback):
         if self._on_collapse == "stop":
             message += " Training stops here, as on_collapse is 'stop'."
             run_context.request_stop()
-        if self._output.writes:
+        if self._writes:
             logger.warning("%s", message)
 
 

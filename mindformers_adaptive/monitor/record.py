@@ -1,17 +1,23 @@
 """The record of a run: a file of JSON lines, one a step, that survives kills and resumes."""
 
+import bisect
+import contextlib
 import itertools
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from mindformers_adaptive.monitor.run_lock import RunLock
 from mindformers_adaptive.text.atomic_file import atomic_write
 from mindformers_adaptive.text.json_text import NOT_FINITE, json_text
 
-__all__ = ["FIELDS", "RunRecord", "read_record"]
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["FIELDS", "RunLock", "RunRecord", "read_record"]
 
 # Fields of one record line; null means unknown. From scale_window to skipped_steps, values are those after the step.
 FIELDS = (
@@ -28,6 +34,9 @@ FIELDS = (
     "largest_gradient",
     "dropped_by_norm",
 )
+
+# A process can lock a file again that it has locked itself, so the paths are kept here.
+_locked: set[Path] = set()
 
 
 class RunRecord:
@@ -99,22 +108,22 @@ class RunRecord:
         if last_step == 0 and entries:
             return [*notes, f"{self.path} has the steps of an earlier run: it is kept as {self._move_aside()}."]
         # A line for missing steps that ends later is removed too; append() writes a shorter one.
-        kept = [line for line, entry in zip(lines, entries, strict=True) if _last_step(entry) <= last_step]
+        steps = [_step(entry, "last_step") for entry in entries]
+        kept = bisect.bisect(steps, last_step)
         before = len(notes)
         if torn:
             notes.append(f"{self.path} ended in an unfinished line, which is taken out: {_excerpt(torn)}")
-        if len(kept) < len(lines):
+        if kept < len(lines):
             notes.append(
-                f"{self.path} went on to step {_last_step(entries[-1])}: the steps after {last_step} are taken out, "
-                "because the run takes them again."
+                f"{self.path} went on to step {steps[-1]}: the steps after {last_step} are taken out, because the run "
+                "takes them again."
             )
         if len(notes) > before:
-            self._replace(kept)
+            self._replace(lines[:kept])
         if kept:
-            last = json.loads(kept[-1])
-            self.last_step = _last_step(last)
-            if self.last_step == last_step:
-                self.last_skipped_steps = last.get("skipped_steps")
+            self.last_step = steps[kept - 1]
+        if kept and self.last_step == last_step:
+            self.last_skipped_steps = entries[kept - 1].get("skipped_steps")
         return notes
 
     def append(self, entries: Iterable[Mapping[str, object]]) -> None:
@@ -181,8 +190,65 @@ class RunRecord:
         return aside.name
 
 
-def read_record(path: str | os.PathLike[str]) -> list[dict[str, object]]:
-    """Read the record of a run, which may still be going on.
+class RunLock:
+    """A lock on a file, held by way of a hidden one beside it. It ends with its process, however that ends.
+
+    Args:
+        path (Path): the file; it need not exist.
+
+    Raises:
+        BlockingIOError: if another process, or another lock of this one, holds it.
+        OSError: if the file cannot be locked, such as in a folder that cannot be written to.
+
+    Examples:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp(), "record.jsonl")
+        >>> lock = RunLock(file)
+        >>> try:
+        ...     RunLock(file)
+        ... except BlockingIOError as error:
+        ...     print("locked")
+        locked
+        >>> lock.release()
+    """
+
+    _file: int | None = None
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.resolve().with_name(f".{path.name}.lock")
+        self._process = os.getpid()
+        if self._path in _locked:
+            raise BlockingIOError(f"{path} is locked by this process")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while self._file is None:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                if sys.platform != "win32":
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Between the two calls, the process that held the lock may have released it and deleted the file.
+                if self._path.exists() and os.path.samestat(os.fstat(file), os.stat(self._path)):
+                    self._file = file
+            finally:
+                if self._file is None:
+                    os.close(file)
+        _locked.add(self._path)
+
+    def release(self) -> None:
+        """Release the lock."""
+        # A forked process does not hold the locks of its parent.
+        if self._file is not None and os.getpid() == self._process:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            os.close(self._file)
+            _locked.discard(self._path)
+        self._file = None
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the record of a run, which may still be running.
 
     Args:
         path (str): the file.
@@ -220,26 +286,24 @@ def _split(content: bytes) -> tuple[list[bytes], bytes]:
     return lines, torn
 
 
-def _parse(lines: list[bytes]) -> list[dict[str, object]]:
+def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
     entries, last_step = [], 0
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-            first_step = _as_step(entry["first_step"] if "missing_steps" in entry else entry["step"])
-            if not last_step < first_step <= _last_step(entry):
+            first_step = _step(entry, "first_step")
+            if not last_step < first_step <= _step(entry, "last_step"):
                 raise ValueError(f"step {first_step} cannot follow step {last_step}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"line {number} is {_excerpt(line)} ({type(error).__name__}: {error})") from error
-        last_step = _last_step(entry)
+        last_step = _step(entry, "last_step")
         entries.append({key: NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in entry.items()})
     return entries
 
 
-def _last_step(entry: Mapping[str, object]) -> int:
-    return _as_step(entry["last_step"] if "missing_steps" in entry else entry["step"])
-
-
-def _as_step(value: object) -> int:
+def _step(entry: Mapping[str, object], end: str) -> int:
+    """The first or the last step that a line is about; there are several in a line for missing steps."""
+    value = entry[end if "missing_steps" in entry else "step"]
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"a step must be an integer, but is {value!r}")
     return value

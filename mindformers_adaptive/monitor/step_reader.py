@@ -4,19 +4,14 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.rules import guided_names, restored_state
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.base import STEP_FIELDS
 
-__all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "steps_taken"]
+__all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "read_overflow", "steps_taken"]
 
-_ATTRIBUTES = {
-    name: attribute
-    for names in (restored_state.PARAMETER_NAMES, guided_names.PARAMETER_NAMES)
-    for attribute, name in names.items()
-    if attribute not in ("level", "overflow_rate")
-}
 _OF_WINDOW = ("scale_window", "window_index")
-# What not every update cell has.
-_UNKNOWN = dict.fromkeys((*_OF_WINDOW, "growth_num", "down_num", "largest_gradient"))
+# What some update cells lack.
+_UNKNOWN = dict.fromkeys((*AdaptiveRule.recorded, "largest_gradient"))
 
 # Update cells from here count their steps.
 _COUNTING = ("mindspore", "mindformers", "mindformers_adaptive")
@@ -49,7 +44,7 @@ def last_step_before(params, update_cell, last_step):
 
 def steps_taken(update_cell):
     """Return how many steps an update cell has counted, or None if it does not count. Waits for the device."""
-    count = _count(_state_parameters(update_cell))
+    count = _count({field.name: parameter for field, parameter in _state_fields(update_cell)})
     # A user's own cell that inherits the count may leave it at its start.
     counts = count != 1 or type(update_cell).construct.__module__.partition(".")[0] in _COUNTING
     return count - 1 if counts and 1 <= count < _LARGEST_COUNT else None
@@ -66,6 +61,19 @@ def read_loss(loss):
     return float(np.mean(to_numpy(loss)))
 
 
+def read_overflow(outputs):
+    """Return the overflow flag among the outputs of a train-step cell, or None if there is none. Waits for the device.
+
+    Examples:
+        >>> read_overflow((Tensor(2.5), Tensor([True]), Tensor(1024.0))), read_overflow(Tensor(2.5))
+        (True, None)
+    """
+    if not isinstance(outputs, tuple | list) or len(outputs) < 2:
+        return None
+    overflow = outputs[1]
+    return bool(np.any(overflow.asnumpy() if isinstance(overflow, Tensor) else overflow))
+
+
 class StepReader:
     """Reads the last steps of a train-step cell with any update cell.
 
@@ -74,6 +82,7 @@ class StepReader:
 
     Attributes:
         window (tuple): the window in steps and its index; None if unknown.
+        recorded (tuple[str, ...]): what the rule of the update cell records beside what all of them do.
         measures_gradients (bool): whether the update cell is told the largest gradient of each step.
         names_parameters (bool): whether it keeps that of each Parameter, and so can name those that overflowed.
     """
@@ -81,7 +90,9 @@ class StepReader:
     def __init__(self, train_step):
         self._train_step = train_step
         self._update_cell = getattr(train_step, "loss_scaling_manager", None)
-        self._parameters = _state_parameters(self._update_cell)
+        self.recorded = tuple(name for name in _rule_of(self._update_cell).recorded if name not in _UNKNOWN)
+        self._fields = _state_fields(self._update_cell)
+        self._parameters = {field.name: parameter for field, parameter in self._fields}
         self.measures_gradients = "largest_gradient" in self._parameters
         self.names_parameters = getattr(self._update_cell, "each_largest", None) is not None
         self.window = tuple(map(self._state().get, _OF_WINDOW))
@@ -90,7 +101,7 @@ class StepReader:
 
     def steps_taken(self):
         """Return how many steps the update cell has counted, or None if it does not count. Waits for the device."""
-        # A count that is full, or damaged, is of no use from then on.
+        # A count that is saturated or damaged cannot be relied on from then on.
         if not 1 <= _count(self._parameters) < _LARGEST_COUNT:
             self._parameters.pop("cur_iter", None)
         return steps_taken(self._update_cell) if "cur_iter" in self._parameters else None
@@ -154,7 +165,8 @@ class StepReader:
     def _read_last(self, step, count, outputs):
         state = self._state()
         next_loss_scale = self._read_loss_scale()
-        overflow = _read_overflow(state, outputs)
+        following = state.get("consecutive_overflows")
+        overflow = read_overflow(outputs) if following is None else following > 0
         is_fixed = self._update_cell is None or isinstance(self._update_cell, nn.FixedLossScaleUpdateCell)
         if count > 1:
             self._skipped_steps, self._consecutive_overflows = None, 0
@@ -167,22 +179,19 @@ class StepReader:
             # Unknown if several steps were taken since, unless the scale never moves.
             "loss_scale": self._loss_scale if count == 1 else next_loss_scale if is_fixed else None,
             "next_loss_scale": next_loss_scale,
-            **{name: state.get(name) for name in _UNKNOWN},
+            **{name: state.get(name) for name in (*_UNKNOWN, *self.recorded)},
             "skipped_steps": state.get("skipped_steps", self._skipped_steps),
-            "consecutive_overflows": state.get("consecutive_overflows", self._consecutive_overflows),
+            "consecutive_overflows": self._consecutive_overflows if following is None else following,
         }
 
     def _state(self):
         state = {}
-        for name, parameter in self._parameters.items():
-            value = parameter.asnumpy()
-            if name == "counters":
-                state |= zip(guided_names.COUNTERS, value.tolist(), strict=True)
-            else:
-                state[name] = float(value) if name == "largest_gradient" else int(value)
-        # The window of MindSpore's own dynamic cell is a constant.
+        for field, parameter in self._fields:
+            value = parameter.asnumpy().tolist()
+            state |= zip(field.parts, value, strict=True) if field.parts else {field.name: value}
+        # The window of MindSpore's own dynamic cell is a constant, which a cell with a rule has and does not use.
         window = getattr(self._update_cell, "scale_window", None)
-        if "scale_window" not in state and isinstance(window, Tensor):
+        if "scale_window" not in state and isinstance(window, Tensor) and not hasattr(self._update_cell, "rule"):
             state["scale_window"] = int(window.asnumpy())
         return state
 
@@ -190,19 +199,18 @@ class StepReader:
         return float(self._train_step.scale_sense.asnumpy().item())
 
 
-def _state_parameters(update_cell):
-    """Return the Parameters of an update cell by attribute name; MindFormers' own cell has other attributes."""
+def _rule_of(update_cell):
+    """Return the rule of an update cell; that of MindFormers' own cell, and of any other, is the adaptive one."""
+    return getattr(update_cell, "rule", AdaptiveRule)
+
+
+def _state_fields(update_cell):
+    """Return the fields of an update cell that are recorded, with their Parameters."""
     if not isinstance(update_cell, nn.Cell):
-        return {}
+        return []
     # A cell that prefixes names puts more in front.
     by_name = {parameter.name.rpartition(".")[2]: parameter for parameter in update_cell.get_parameters()}
-    return {_ATTRIBUTES[name]: parameter for name, parameter in by_name.items() if name in _ATTRIBUTES}
-
-
-def _read_overflow(state, outputs):
-    if "consecutive_overflows" in state:
-        return state["consecutive_overflows"] > 0
-    if isinstance(outputs, tuple | list) and len(outputs) > 1:
-        overflow = outputs[1]
-        return bool(np.any(overflow.asnumpy() if isinstance(overflow, Tensor) else overflow))
-    return None
+    rule = _rule_of(update_cell)
+    recorded = {*_UNKNOWN, *rule.recorded, *(field.name for field in STEP_FIELDS)}
+    fields = [field for field in rule.all_fields() if field.parameter in by_name and recorded.intersection(field.keys)]
+    return [(field, by_name[field.parameter]) for field in fields]

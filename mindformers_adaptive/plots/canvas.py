@@ -1,4 +1,4 @@
-"""What all pictures share: matplotlib loaded on first use, one style, and files written whole or not at all."""
+"""What all pictures share: matplotlib loaded on first use, one style, thinned lines, files written whole."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import math
 import os
 import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.text.atomic_file import atomic_write
 
@@ -15,9 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "as_text"]
-__all__ += ["count", "headline", "legend_above", "new_figure", "percent", "power_of_two", "save", "style_axes"]
-__all__ += ["say_instead", "use_percent_axis", "use_power_of_two_axis", "use_step_axis"]
+__all__ = ["CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "Floats"]
+__all__ += ["as_text", "count", "draw_ceiling", "draw_steps", "gather", "headline", "legend_above", "legend_below"]
+__all__ += ["listed", "mark_above", "new_figure", "one_per_column", "percent", "point_marker", "power_of_two", "save"]
+__all__ += ["say_instead", "style_axes", "use_percent_axis", "use_power_of_two_axis", "use_step_axis"]
+
+Floats = NDArray[np.float64]
 
 # The colours of Okabe and Ito, https://jfly.uni-koeln.de/color, which people with colour blindness can distinguish.
 MAIN, SECOND, WARNING = "#0072b2", "#009e73", "#d55e00"
@@ -32,6 +39,17 @@ _DOTS_PER_INCH = 120
 _FORMATS = (".png", ".svg")
 _HEADLINE_SIZE, _LABEL_SIZE = 14, 10.5
 _LETTERS_PER_INCH = 9.6
+
+# About twice the pixels of a panel that is 1200 dots wide.
+_COLUMNS = 2000
+
+# Up to so many points a line shows each of them.
+_FEW_POINTS = 50
+
+# The lines of more steps than that would fill the panel; they are gathered into blocks.
+_BAND_FROM, _BLOCKS = 8000, 400
+
+_CEILING = "#9a9a9a"
 
 # A power of two in the notation for formulas, and a word of private letters of about its width in the picture.
 _FORMULA, _PLACE_OF_FORMULA = re.compile(r"\$2\^[^$]*\$"), "\ue000" * 3
@@ -127,6 +145,18 @@ def style_axes(axes: Axes, *, title: str = "", x_label: str = "", y_label: str =
         axes.set_ylabel(y_label, fontsize=_LABEL_SIZE)
 
 
+def point_marker(points: int) -> str:
+    """Return the marker of a line, whose points are all shown if they are few: between gaps one point makes no line."""
+    return "." if points <= _FEW_POINTS else ""
+
+
+def mark_above(axes: Axes, x: Floats, colour: str, label: str, gid: str) -> None:
+    """Mark places at the upper edge of a panel, if there are any."""
+    if len(x):
+        style: dict[str, Any] = {"linestyle": "none", "marker": "v", "clip_on": False, "color": colour}
+        axes.plot(x, np.ones(len(x)), transform=axes.get_xaxis_transform(), label=label, gid=gid, **style)
+
+
 def legend_above(axes: Axes) -> None:
     """Put a panel's legend above it on the right, where it hides no data, on as many rows as its names take."""
     figure: Any = axes.figure
@@ -138,6 +168,12 @@ def legend_above(axes: Axes) -> None:
         columns = len(handles) if sum(widths) <= room else max(1, room // max(widths))
         place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
         axes.legend(ncols=columns, fontsize=10, frameon=False, columnspacing=1.4, handlelength=1.6, **place)
+
+
+def legend_below(figure: Figure, handles: Sequence[Any]) -> None:
+    """Put one legend for all panels below them, in a row."""
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": len(handles)}
+    figure.legend(handles=handles, frameon=False, fontsize=10, **place)
 
 
 def use_power_of_two_axis(axes: Axes, lowest: float, highest: float) -> None:
@@ -172,6 +208,78 @@ def say_instead(axes: Axes, text: str) -> None:
     axes.set_yticks([])
 
 
+def draw_steps(axes: Axes, step: Floats, values: Floats, opacity: float = 0.25, **style: Any) -> tuple[Floats, Floats]:
+    """Draw values over the steps, those of a long run as medians within a band.
+
+    Returns:
+        tuple of two arrays, x and y of the upper edge.
+    """
+    if len(values) <= _BAND_FROM:
+        axes.step(step, values, where="post", **style)
+        return step, values
+    middle, lowest, median, highest = gather(step, values, _BLOCKS)
+    axes.plot(middle, median, **{**style, "linewidth": max(1.6, style["linewidth"])})
+    axes.fill_between(middle, lowest, highest, color=style["color"], alpha=opacity, linewidth=0)
+    return middle, highest
+
+
+def draw_ceiling(axes: Axes, step: Floats, ceiling: Floats, label: str) -> None:
+    """Draw the ceilings of steps, and shade what is above them; the limits of the axis are final."""
+    bottom, top = axes.get_ylim()
+    style: dict[str, Any] = {"label": label, "gid": "ceiling", "color": _CEILING, "linewidth": 0.8, "zorder": 1.5}
+    x, edge = draw_steps(axes, step, np.clip(ceiling, bottom, top), opacity=0.15, **style)
+    drawn: Literal["post"] | None = "post" if len(x) == len(step) else None
+    axes.fill_between(x, edge, top, step=drawn, color=CONTEXT, linewidth=0, label="overflows", gid="overflows")
+
+
+def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> NDArray[np.intp]:
+    """Return the indices of the marks to draw: the first in each column of the panel.
+
+    Args:
+        x (ArrayLike): of shape (marks,), increasing.
+        columns (int): into how many the range of x is cut. Default: 2000.
+
+    Returns:
+        NDArray of increasing indices: all of them up to ``columns`` marks.
+
+    Examples:
+        >>> one_per_column([0, 1, 2, 99], columns=2).tolist()
+        [0, 3]
+    """
+    across = np.asarray(x, np.float64)
+    if len(across) <= columns:
+        return np.arange(len(across))
+    column = np.floor((across - across[0]) / (across[-1] - across[0]) * columns)
+    kept: NDArray[np.intp] = np.unique(column, return_index=True)[1]
+    return kept
+
+
+def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Gather the points of a line into blocks; their medians show it without its noise.
+
+    Args:
+        x (ArrayLike): of shape (points,), increasing.
+        y (ArrayLike): of shape (points,); inf and nan do not count.
+        blocks (int): how many, of equal numbers of points to within one; at most as many as there are points.
+
+    Returns:
+        tuple of four float64 arrays of shape (blocks,): the middle of each block in x, and the lowest, the median and
+        the highest y in it, nan where a block has no finite number.
+
+    Examples:
+        >>> middle, _, median, highest = gather([1, 2, 3, 4, 5, 6], [1, 2, 900, 5, float("nan"), 7], 2)
+        >>> middle.tolist(), median.tolist(), highest.tolist()
+        ([2.0, 5.0], [2.0, 6.0], [900.0, 7.0])
+    """
+    rows = []
+    for across, values in zip(np.array_split(x, blocks), np.array_split(y, blocks), strict=True):
+        finite = values[np.isfinite(values)]
+        extremes = (finite.min(), np.median(finite), finite.max()) if len(finite) else (math.nan,) * 3
+        rows.append(((across[0] + across[-1]) / 2, *extremes))
+    middle, lowest, median, highest = np.array(rows, np.float64).T
+    return middle, lowest, median, highest
+
+
 def power_of_two(value: float) -> str:
     """Return a number above 0 as a power of two in matplotlib's notation for formulas.
 
@@ -183,13 +291,17 @@ def power_of_two(value: float) -> str:
     return f"$2^{{{exponent:g}}}$"
 
 
-def percent(share: float) -> str:
+def percent(share: float | None) -> str:
     """Return a share as a percentage of two significant digits; only a share of 0 reads 0, and only 1 reads 100.
+
+    A share of None is "not known".
 
     Examples:
         >>> percent(0.12345), percent(1.0), percent(0.0), percent(0.00000812)
         ('12 %', '100 %', '0 %', '0.00081 %')
     """
+    if share is None:
+        return "not known"
     hundredths = 100.0 * share
     if hundredths <= 0.0:
         return "0 %"
@@ -218,3 +330,16 @@ def as_text(name: str) -> str:
         run \\$1
     """
     return name.replace("$", r"\$")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a sentence lists them; of more than three, only how many policies they are.
+
+    Examples:
+        >>> listed(["torch"]), listed(["adaptive", "torch"]), listed(list("abcd"))
+        ('torch', 'adaptive and torch', '4 policies')
+    """
+    if len(names) > 3:
+        return f"{len(names)} policies"
+    *others, last = map(as_text, names)
+    return f"{', '.join(others)} and {last}" if others else last

@@ -2,29 +2,86 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mindformers_adaptive.gradients.parameter_groups import parameter_group
+from mindformers_adaptive.gradients.report import GradientRanges, parameter_group
 from mindformers_adaptive.plots import canvas
-from mindformers_adaptive.plots.gradient_series import GradientSeries, GroupSeries, series_of_gradients
-from mindformers_adaptive.plots.sweep_series import LARGEST, NORMAL, SUBNORMAL
+from mindformers_adaptive.plots.canvas import Floats
+from mindformers_adaptive.plots.gradients import FP16_EXPONENTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_gradient_records"]
+__all__ = ["GradientSeries", "GroupSeries", "draw_gradient_records", "is_gradient_record", "series_of_gradients"]
 
-# Up to so many points a line shows each of them.
-_FEW_POINTS = 50
+# The edges of the bands of magnitudes, as shares of the gradients.
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+# What is known of a group in a step: the bands, the largest, the underflowed and the subnormal share.
+_COLUMNS = len(_QUANTILES) + 3
+
+# All gradients together stand among the groups by this name, which no group has.
+_ALL = "\0"
 
 # The axis goes on to a limit of FP16 that is at most so many powers of two away from the gradients.
 _NEAR = 12.0
 
+_SUBNORMAL, _NORMAL, _LARGEST = FP16_EXPONENTS
+
 _WARNING, _PALE_WARNING = "#f2b48f", "#fae3d6"
+
+
+@dataclass(frozen=True, eq=False)
+class GroupSeries:
+    """The gradients of a group of Parameters; all arrays are float64.
+
+    Attributes:
+        bands (NDArray): of shape (5, steps): 5, 25, 50, 75 and 95 % of the gradients that are not 0 have a magnitude
+            below 2 to this power, without the loss scale. As measured at the highest loss scale that did not overflow;
+            nan if every one did.
+        largest (NDArray): of shape (steps,), likewise the exponent of the largest magnitude.
+        underflowed (NDArray): of shape (steps,), the share of the gradients that underflows at the loss scale of the
+            training; nan where that is not known.
+        subnormal (NDArray): of shape (steps,), likewise the share that is subnormal in FP16.
+    """
+
+    bands: Floats
+    largest: Floats
+    underflowed: Floats
+    subnormal: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class GradientSeries:
+    """The gradients of a run, at those steps that were measured.
+
+    Attributes:
+        step (NDArray): float64 of shape (steps,), increasing.
+        loss_scale (NDArray): float64 of shape (steps,), that of the training; nan where it is not known.
+        overflow (NDArray): bool of shape (steps,), whether the gradients overflowed at that scale.
+        groups (dict[str, GroupSeries]): by group of Parameters.
+        overall (GroupSeries): all gradients together.
+    """
+
+    step: Floats
+    loss_scale: Floats
+    overflow: NDArray[np.bool_]
+    groups: dict[str, GroupSeries]
+    overall: GroupSeries
+
+
+def is_gradient_record(record: Iterable[Mapping[str, object]]) -> bool:
+    """Return whether lines are those of ``GradientRangeMonitor``'s record."""
+    return any("loss_scales" in line for line in record)
 
 
 def draw_gradient_records(
@@ -40,7 +97,7 @@ def draw_gradient_records(
         records (Mapping[str, Sequence[Mapping]]): by the runs' names the lines of ``GradientRangeMonitor``'s record, as
             :func:`mindformers_adaptive.monitor.record.read_record` returns them; at least one.
         group (Callable): from a Parameter's name to its group, or None for its first component. Default:
-            :func:`mindformers_adaptive.gradients.parameter_groups.parameter_group`.
+            :func:`mindformers_adaptive.gradients.report.parameter_group`.
 
     Returns:
         Figure, at least 1200 pixels wide; the title says what each run loses at worst.
@@ -77,8 +134,7 @@ def draw_gradient_records(
         axes.set_ylabel(f"{canvas.as_text(kind)}\nmagnitude", fontsize=10.5)
         axes.yaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:g}}}$")
     handles = {handle.get_label(): handle for axes in panels.flat for handle in axes.get_legend_handles_labels()[0]}
-    place: dict[str, Any] = {"loc": "outside lower center", "ncols": len(handles)}
-    figure.legend(handles=list(handles.values()), frameon=False, fontsize=10, **place)
+    canvas.legend_below(figure, list(handles.values()))
     figure.align_ylabels()
     canvas.headline(figure, _finding(runs))
     return figure
@@ -90,7 +146,7 @@ def _limits(runs: Iterable[GradientSeries]) -> tuple[float, float]:
     for run in runs:
         known = np.log2(run.loss_scale[np.isfinite(run.loss_scale)])
         if len(known):
-            limits += [SUBNORMAL - np.median(known), LARGEST - np.median(known)]
+            limits += [exponent - np.median(known) for exponent in (_SUBNORMAL, _LARGEST)]
         for group in run.groups.values():
             low.append(float(np.nanmin(group.bands, initial=np.inf)))
             high.append(float(np.nanmax(group.largest, initial=-np.inf)))
@@ -107,9 +163,9 @@ def _shade_limits(axes: Axes, run: GradientSeries) -> None:
     edges = np.concatenate([[run.step[0] - 0.5], (run.step[1:] + run.step[:-1]) / 2, [run.step[-1] + 0.5]])
     bottom, top = axes.get_ylim()
     for low, high, colour, label in (
-        (np.full(len(scale), bottom), SUBNORMAL - scale, _WARNING, "underflows to 0"),
-        (SUBNORMAL - scale, NORMAL - scale, _PALE_WARNING, "subnormal"),
-        (LARGEST - scale, np.full(len(scale), top), canvas.CONTEXT, "overflows"),
+        (np.full(len(scale), bottom), _SUBNORMAL - scale, _WARNING, "underflows to 0"),
+        (_SUBNORMAL - scale, _NORMAL - scale, _PALE_WARNING, "subnormal"),
+        (_LARGEST - scale, np.full(len(scale), top), canvas.CONTEXT, "overflows"),
     ):
         low, high = np.clip(low, bottom, top), np.clip(high, bottom, top)
         if (high > low).any():
@@ -120,14 +176,10 @@ def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries) -> None:
     low, lower, median, upper, high = group.bands
     axes.fill_between(run.step, low, high, color=canvas.MAIN, alpha=0.2, linewidth=0, label="90 % of the gradients")
     axes.fill_between(run.step, lower, upper, color=canvas.MAIN, alpha=0.4, linewidth=0, label="50 %")
-    marker = "." if len(run.step) <= _FEW_POINTS else ""
+    marker = canvas.point_marker(len(run.step))
     axes.plot(run.step, median, color=canvas.MAIN, linewidth=1.6, marker=marker, label="median", gid="median")
     axes.plot(run.step, group.largest, color=canvas.MUTED, linewidth=0.9, marker=marker, label="largest", gid="largest")
-    skipped = run.step[run.overflow]
-    if len(skipped):
-        style: dict[str, Any] = {"linestyle": "none", "marker": "v", "color": canvas.WARNING, "clip_on": False}
-        top = axes.get_xaxis_transform()
-        axes.plot(skipped, np.ones(len(skipped)), transform=top, label="overflowed", gid="overflowed", **style)
+    canvas.mark_above(axes, run.step[run.overflow], canvas.WARNING, "overflowed", "overflowed")
     worst = ", ".join(_worst(group))
     axes.set_title(worst and f"at most {worst}", loc="right", fontsize=10, color=canvas.MUTED, pad=3)
 
@@ -156,3 +208,72 @@ def _finding(runs: Mapping[str, GradientSeries]) -> str:
             finding += f", in the others at most {worst} at loss scale {_scales(run)}" if worst else ""
         findings.append(f"{canvas.as_text(name)}: {finding}" if len(runs) > 1 else finding[0].upper() + finding[1:])
     return "; ".join(findings).replace(" %", " % of the gradients", 1)
+
+
+def series_of_gradients(record: Sequence[Mapping[str, Any]], group: Callable[[str], str | None]) -> GradientSeries:
+    """Return the series of a record of gradients.
+
+    Args:
+        record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.monitor.record.read_record` returns them.
+        group (Callable): from a Parameter's name to its group, or None.
+
+    Raises:
+        TypeError: if a line is not a sweep over loss scales.
+        ValueError: if there is no line with gradients.
+    """
+    lines = [line for line in record if "missing_steps" not in line]
+    if not lines:
+        raise ValueError(
+            "There must be at least 1 step with gradients to draw, but there is none. Let the run take 'every_n_steps' "
+            "steps, or check that the file is the record of GradientRangeMonitor."
+        )
+    group = functools.cache(group)
+    sweeps = [GradientRanges.from_dict(line) for line in lines]
+    scales = _training_scales(lines, sweeps)
+    measured = list(zip(sweeps, scales, strict=True))
+    rows = [_rows(sweep, scale, group) for sweep, scale in measured]
+    groups = {}
+    for kind in dict.fromkeys(chain(*rows)):
+        # In some steps a group may be absent.
+        *bands, largest, underflowed, subnormal = np.array([row.get(kind, [math.nan] * _COLUMNS) for row in rows]).T
+        groups[kind] = GroupSeries(np.array(bands), largest, underflowed, subnormal)
+    return GradientSeries(
+        step=np.array([line["step"] for line in lines], np.float64),
+        loss_scale=np.array(scales),
+        overflow=np.array([scale in {*sweep.loss_scales} - {*sweep.fitting_scales} for sweep, scale in measured]),
+        overall=groups.pop(_ALL),
+        groups=groups,
+    )
+
+
+def _training_scales(lines: Sequence[Mapping[str, Any]], sweeps: Sequence[GradientRanges]) -> list[float]:
+    """Return the training's loss scale in each step, nan if it is not known or was not measured."""
+    always = set.intersection(*(set(sweep.loss_scales) for sweep in sweeps))
+    scales = []
+    for line, sweep in zip(lines, sweeps, strict=True):
+        # A record without the training's scale was measured at it and at the same other scales in every step.
+        others = [scale for scale in sweep.loss_scales if scale not in always or len(sweep.loss_scales) == 1]
+        scale = line.get("loss_scale", others[0] if len(others) == 1 else None)
+        scales.append(float(scale) if scale in sweep.loss_scales else math.nan)
+    return scales
+
+
+def _rows(ranges: GradientRanges, loss_scale: float, group: Callable[[str], str | None]) -> dict[str, list[float]]:
+    """Return by group bands, largest, underflowed and subnormal in one step."""
+    fits = ranges.fitting_scales
+    best = (fits or ranges.loss_scales)[-1]
+    at_best = {**ranges.groups(best, group), _ALL: ranges.overall(best)}
+    at_training = {**ranges.groups(loss_scale, group), _ALL: ranges.overall(loss_scale)} if loss_scale in fits else {}
+    rows = {}
+    for kind, counts in at_best.items():
+        rows[kind] = row = [math.nan] * _COLUMNS
+        if fits and counts.histogram:
+            exponents, numbers = np.array(sorted(counts.histogram.items())).T
+            edges = np.append(exponents[0], exponents + 1)
+            below = np.append(0, np.cumsum(numbers)) / numbers.sum()
+            largest = math.log2(counts.largest) if counts.largest else float(edges[-1])
+            row[:-2] = (np.append(np.interp(_QUANTILES, below, edges), largest) - math.log2(best)).tolist()
+        if kind in at_training:
+            share = at_training[kind].share(at_training[kind].underflowed)
+            row[-2:] = math.nan if share is None else share, at_training[kind].subnormal_share
+    return rows

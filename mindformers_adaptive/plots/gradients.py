@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from mindformers_adaptive.gradients.parameter_groups import parameter_group
-from mindformers_adaptive.gradients.statistics import ArrayStatistics
-from mindformers_adaptive.plots import canvas
-from mindformers_adaptive.plots.sweep_series import (
-    LARGEST,
-    NORMAL,
-    SUBNORMAL,
-    SweepSeries,
-    series_of_sweep,
-    subnormal_share,
+from mindformers_adaptive.gradients.report import GradientRanges, parameter_group
+from mindformers_adaptive.gradients.statistics import (
+    FP16_LARGEST,
+    FP16_SMALLEST_NORMAL,
+    FP16_SMALLEST_SUBNORMAL,
+    ArrayStatistics,
 )
+from mindformers_adaptive.plots import canvas
+from mindformers_adaptive.text.table import as_power_of_two
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_histograms", "draw_underflow"]
+__all__ = ["FP16_EXPONENTS", "draw_histograms", "draw_underflow"]
+
+# The smallest subnormal number of FP16, the smallest normal one and the largest, as exponents of 2.
+FP16_EXPONENTS = tuple(map(math.log2, (FP16_SMALLEST_SUBNORMAL, FP16_SMALLEST_NORMAL, FP16_LARGEST)))
 
 # The exponents that have a bar: those of FP16 and a few beyond. Gradients in float32 further out count at the ends.
 _FIRST, _LAST = -30, 19
@@ -54,7 +55,7 @@ def draw_histograms(
         loss_scales (Sequence[float], optional): scales of the sweep. Default: None, the lowest and the highest that did
             not overflow.
         group (Callable): from a Parameter's name to its group, or None for its first component. Default:
-            :func:`mindformers_adaptive.gradients.parameter_groups.parameter_group`.
+            :func:`mindformers_adaptive.gradients.report.parameter_group`.
 
     Returns:
         Figure, at least 1200 pixels wide; the title gives the shares of underflows and subnormal numbers at each scale.
@@ -70,25 +71,24 @@ def draw_histograms(
         >>> draw_histograms({"loss_scales": [at_64], "batches": [{}]}, [64]).get_suptitle()
         'At loss scale $2^{6}$, 40 % of the gradients underflow and 10 % are subnormal'
     """
-    series = series_of_sweep(sweep, group)
-    chosen = series.places(loss_scales)
-    figure = canvas.new_figure(max(10.0, 4.2 * len(chosen)), 2.0 + 1.5 * len(series.groups))
-    panels = figure.subplots(len(series.groups), len(chosen), sharex=True, sharey="row", squeeze=False)
-    for row, (name, at_scales) in zip(panels, series.groups.items(), strict=True):
-        bars = [_draw_histogram(axes, at_scales[place]) for axes, place in zip(row, chosen, strict=True)]
+    ranges = GradientRanges.from_dict(sweep)
+    chosen = _chosen_scales(ranges, loss_scales)
+    columns = [ranges.groups(scale, group) for scale in chosen]
+    figure = canvas.new_figure(max(10.0, 4.2 * len(chosen)), 2.0 + 1.5 * len(columns[0]))
+    panels = figure.subplots(len(columns[0]), len(chosen), sharex=True, sharey="row", squeeze=False)
+    for row, name in zip(panels, columns[0], strict=True):
+        bars = [_draw_histogram(axes, counts[name]) for axes, counts in zip(row, columns, strict=True)]
         row[0].set_ylabel(f"{canvas.as_text(name)}\nshare, %", fontsize=10.5)
         # Room above the bars for the text.
         row[0].set_ylim(0, (max(map(max, bars)) or 1.0) * 1.45)
-    for axes, place in zip(panels[0], chosen, strict=True):
-        scale = series.loss_scales[place]
-        axes.set_title(
-            f"loss scale {canvas.power_of_two(scale)} = {scale:,.10g}", loc="left", fontsize=11, color=canvas.MUTED
-        )
+    for axes, scale in zip(panels[0], chosen, strict=True):
+        title = f"loss scale {canvas.power_of_two(scale)} = {scale:,.10g}"
+        axes.set_title(title, loc="left", fontsize=11, color=canvas.MUTED)
     for axes in panels[-1]:
         axes.set_xlabel("magnitude of gradient times loss scale, log2", fontsize=10.5)
     _legend_of_histograms(figure)
     figure.align_ylabels()
-    canvas.headline(figure, _histogram_finding(series, chosen))
+    canvas.headline(figure, _histogram_finding({scale: ranges.overall(scale) for scale in chosen}))
     return figure
 
 
@@ -108,25 +108,41 @@ def draw_underflow(sweep: Mapping[str, Any], group: Callable[[str], str | None] 
         ImportError: if matplotlib is missing.
         TypeError: if ``sweep`` is not a sweep.
     """
-    series = series_of_sweep(sweep, group)
+    ranges = GradientRanges.from_dict(sweep)
+    scales = ranges.loss_scales
+    overall = [ranges.overall(scale) for scale in scales]
+    groups = [ranges.groups(scale, group) for scale in scales]
     figure = canvas.new_figure(10, 5.5)
     axes = figure.subplots()
     canvas.style_axes(axes, x_label="loss scale, log2", y_label="underflowed share of the gradients, %")
-    for row, ((name, counts), (colour, dashes)) in enumerate(
-        zip(series.groups.items(), canvas.LINE_STYLES, strict=False)
-    ):
+    for row, (name, (colour, dashes)) in enumerate(zip(groups[0], canvas.LINE_STYLES, strict=False)):
         # Where lines cover each other, the marks of all of them are visible.
         style: dict[str, Any] = {"marker": "o", "markersize": 10 - 1.5 * row, "color": colour, "linestyle": dashes}
-        axes.plot(series.loss_scales, _percents(counts), label=canvas.as_text(name), gid=name, **style)
+        percents = _percents(at_scale[name] for at_scale in groups)
+        axes.plot(scales, percents, label=canvas.as_text(name), gid=name, **style)
     style = {"color": "black", "linewidth": 2.6, "zorder": 1.9}
-    axes.plot(series.loss_scales, _percents(series.overall), label="all", gid="all", **style)
+    axes.plot(scales, _percents(overall), label="all", gid="all", **style)
     axes.set_xscale("log", base=2)
     axes.minorticks_off()
     canvas.use_percent_axis(axes)
-    _shade_overflow(axes, series)
+    _shade_overflow(axes, ranges)
     canvas.legend_above(axes)
-    canvas.headline(figure, _underflow_finding(series))
+    canvas.headline(figure, _underflow_finding(ranges))
     return figure
+
+
+def _chosen_scales(ranges: GradientRanges, loss_scales: Sequence[float] | None) -> list[float]:
+    """Return scales of the sweep; of None the lowest, and the highest that did not overflow."""
+    known = ranges.loss_scales
+    if loss_scales is None:
+        return sorted({known[0], (ranges.fitting_scales or known)[-1]})
+    if not len(loss_scales) or not set(loss_scales) <= set(known):
+        listed = ", ".join(map(as_power_of_two, known))
+        raise ValueError(
+            f"'loss_scales' must be some of the sweep's, {listed}, but got {list(loss_scales)}. Choose from these, or "
+            "run the sweep with the others."
+        )
+    return list(loss_scales)
 
 
 def _draw_histogram(axes: Axes, counts: ArrayStatistics) -> list[float]:
@@ -137,16 +153,17 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics) -> list[float]:
     for exponent, number in counts.histogram.items():
         place = min(max(exponent, _FIRST), _LAST)
         numbers[place] = numbers.get(place, 0) + number
-    colours = [_SPECIAL.get(place, canvas.MAIN if place >= NORMAL else canvas.FAINT) for place in numbers]
+    colours = [_SPECIAL.get(place, canvas.MAIN if place >= FP16_EXPONENTS[1] else canvas.FAINT) for place in numbers]
     shares = [100.0 * (counts.share(number) or 0.0) for number in numbers.values()]
     axes.bar(list(numbers), shares, width=1.0, align="edge", color=colours, edgecolor="white", linewidth=0.4)
-    for limit in (SUBNORMAL, NORMAL, LARGEST):
+    for limit in FP16_EXPONENTS:
         axes.axvline(limit, color=canvas.MUTED, linewidth=0.9, linestyle="dashed")
     axes.set_xticks(list(_TICKS), list(_TICKS.values()))
     axes.set_xlim(_ZERO - 1.5, _INF + 2.5)
-    text, colour = f"underflow {_underflow(counts)}, subnormal {_subnormal(counts)}", canvas.MUTED
+    underflow, subnormal, inf_or_nan = _lost(counts)
+    text, colour = f"underflow {underflow}, subnormal {subnormal}", canvas.MUTED
     if counts.infs_and_nans:
-        text, colour = f"inf or NaN {_inf_or_nan(counts)}", _DARK_PURPLE
+        text, colour = f"inf or NaN {inf_or_nan}", _DARK_PURPLE
     elif counts.underflowed:
         colour = canvas.WARNING
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
@@ -158,68 +175,61 @@ def _legend_of_histograms(figure: Figure) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    limits: dict[str, Any] = {"linewidth": 0.9, "linestyle": "dashed", "label": "FP16: $2^{-24}$, $2^{-14}$, 65504"}
     handles = [
         Patch(color=canvas.WARNING, label="underflowed to 0"),
         Patch(color=canvas.FAINT, label="subnormal or below"),
         Patch(color=canvas.MAIN, label="normal"),
         Patch(color=canvas.PURPLE, label="inf or NaN"),
-        Line2D(
-            [], [], color=canvas.MUTED, linewidth=0.9, linestyle="dashed", label="FP16: $2^{-24}$, $2^{-14}$, 65504"
-        ),
+        Line2D([], [], color=canvas.MUTED, **limits),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=10)
+    canvas.legend_below(figure, handles)
 
 
-def _percents(at_scales: Sequence[ArrayStatistics]) -> list[float]:
+def _percents(at_scales: Iterable[ArrayStatistics]) -> list[float]:
     shares = [counts.share(counts.underflowed) for counts in at_scales]
     return [math.nan if share is None else 100.0 * share for share in shares]
 
 
-def _shade_overflow(axes: Axes, series: SweepSeries) -> None:
-    scales = series.loss_scales
-    edges = [math.sqrt(low * high) for low, high in pairwise(scales)]
-    edges = [scales[0] / 2, *edges, scales[-1] * 2]
+def _shade_overflow(axes: Axes, ranges: GradientRanges) -> None:
+    scales = ranges.loss_scales
+    edges = [scales[0] / 2, *(math.sqrt(low * high) for low, high in pairwise(scales)), scales[-1] * 2]
     axes.set_xlim(edges[0], edges[-1])
     label = "a batch overflowed"
-    for place, overflowed in enumerate(series.overflowed):
-        if overflowed:
-            axes.axvspan(edges[place], edges[place + 1], color=canvas.WARNING, alpha=0.15, linewidth=0, label=label)
-            axes.patches[-1].set_gid("overflow")
+    for scale, low, high in zip(scales, edges[:-1], edges[1:], strict=True):
+        if ranges.overflowed_batches(scale):
+            style: dict[str, Any] = {"color": canvas.WARNING, "alpha": 0.15, "linewidth": 0}
+            axes.axvspan(low, high, label=label, gid="overflow", **style)
             label = "_"
 
 
-def _histogram_finding(series: SweepSeries, chosen: Sequence[int]) -> str:
+def _histogram_finding(chosen: Mapping[float, ArrayStatistics]) -> str:
     findings = []
-    for place in chosen:
-        counts, scale = series.overall[place], canvas.power_of_two(series.loss_scales[place])
-        lost = f"{_subnormal(counts)} are subnormal"
+    for scale, counts in chosen.items():
+        underflow, subnormal, inf_or_nan = _lost(counts)
+        lost = f"{subnormal} are subnormal"
         if counts.infs_and_nans:
-            lost = f"{_inf_or_nan(counts)} are inf or NaN"
+            lost = f"{inf_or_nan} are inf or NaN"
         elif counts.underflowed is not None:
-            lost = f"{_underflow(counts)} underflow and {lost}"
-        findings.append(f"at {scale}, {lost}")
+            lost = f"{underflow} underflow and {lost}"
+        findings.append(f"at {canvas.power_of_two(scale)}, {lost}")
     first = findings[0].replace("at ", "At loss scale ", 1).replace(" %", " % of the gradients", 1)
     return "; ".join([first, *findings[1:]])
 
 
-def _underflow_finding(series: SweepSeries) -> str:
-    fits = [place for place, overflowed in enumerate(series.overflowed) if not overflowed]
-    scales = [canvas.power_of_two(scale) for scale in series.loss_scales]
+def _underflow_finding(ranges: GradientRanges) -> str:
+    scales, fits = ranges.loss_scales, ranges.fitting_scales
     if not fits:
-        return f"Every loss scale from {scales[0]} to {scales[-1]} overflows"
-    ends = [f"{_underflow(series.overall[place])} at {scales[place]}" for place in sorted({fits[0], fits[-1]})]
-    last = "the highest tried" if fits[-1] == len(scales) - 1 else "the highest that does not overflow"
-    return f"Underflow: {', '.join(ends)}, {last}"
+        return f"Every loss scale from {canvas.power_of_two(scales[0])} to {canvas.power_of_two(scales[-1])} overflows"
+    known = [
+        f"{_lost(ranges.overall(scale))[0]} at {canvas.power_of_two(scale)}" for scale in sorted({fits[0], fits[-1]})
+    ]
+    last = "the highest tried" if fits[-1] == scales[-1] else "the highest that does not overflow"
+    return f"Underflow: {', '.join(known)}, {last}"
 
 
-def _underflow(counts: ArrayStatistics) -> str:
-    share = counts.share(counts.underflowed)
-    return "not known" if share is None else canvas.percent(share)
-
-
-def _subnormal(counts: ArrayStatistics) -> str:
-    return canvas.percent(subnormal_share(counts))
-
-
-def _inf_or_nan(counts: ArrayStatistics) -> str:
-    return canvas.percent(counts.share(counts.infs_and_nans) or 0.0)
+def _lost(counts: ArrayStatistics) -> tuple[str, str, str]:
+    """Return the shares that underflow, are subnormal, and are inf or NaN."""
+    shares = (counts.share(counts.underflowed), counts.subnormal_share, counts.share(counts.infs_and_nans))
+    underflow, subnormal, inf_or_nan = map(canvas.percent, shares)
+    return underflow, subnormal, inf_or_nan

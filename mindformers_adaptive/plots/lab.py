@@ -13,10 +13,7 @@ from mindformers_adaptive.lab.replay.simulate import Replay
 from mindformers_adaptive.lab.traces.gradients import shown_ceilings
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.plots import canvas
-from mindformers_adaptive.plots.ceilings import draw_ceiling, draw_steps
-from mindformers_adaptive.plots.labels import listed
-from mindformers_adaptive.plots.run_series import Floats
-from mindformers_adaptive.plots.thinning import one_per_column
+from mindformers_adaptive.plots.canvas import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,16 +61,10 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     for row, ((name, result), (colour, dashes)) in enumerate(zip(replays.items(), canvas.LINE_STYLES, strict=False)):
         # Where lines cover each other, the first is the widest, so that all of them are visible.
         width = 1.2 + 2.6 * (1 - (row + 1) / len(replays))
-        line: dict[str, Any] = {
-            "color": colour,
-            "linestyle": dashes,
-            "linewidth": width,
-            "label": canvas.as_text(name),
-            "gid": name,
-        }
-        draw_steps(upper, steps, result.loss_scale, **line)
+        line: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": width, "gid": name}
+        canvas.draw_steps(upper, steps, result.loss_scale, label=canvas.as_text(name), **line)
         skipped = np.flatnonzero(result.overflow) + 1
-        skipped = skipped[one_per_column(skipped)]
+        skipped = skipped[canvas.one_per_column(skipped)]
         style: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 11, "markeredgewidth": 1.0}
         lower.plot(skipped, np.full(len(skipped), row), color=colour, gid=name, **style)
     names = [f"{canvas.as_text(name)} ({result.measures.skipped:,})" for name, result in replays.items()]
@@ -82,9 +73,8 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     lower.grid(visible=False, axis="y")
     canvas.use_step_axis(lower, 1, len(trace))
     canvas.legend_above(upper)
-    canvas.headline(
-        figure, f"{canvas.as_text(trace.name)}: {_finding({name: one.measures for name, one in replays.items()})}"
-    )
+    finding = _finding({name: result.measures for name, result in replays.items()})
+    canvas.headline(figure, f"{canvas.as_text(trace.name)}: {finding}")
     return figure
 
 
@@ -101,7 +91,7 @@ def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> No
     exact = (trace.ceiling <= trace.lower_bound) & (trace.upper_bound <= np.nextafter(trace.ceiling, np.inf))
     label = "ceiling" if exact.all() else "ceiling, partly assumed"
     steps = np.arange(1, len(trace) + 1, dtype=np.float64)
-    draw_ceiling(axes, steps, trace.ceiling, label)
+    canvas.draw_ceiling(axes, steps, trace.ceiling, label)
     if shown is not None:
         _draw_shown(axes, steps, shown, trace)
 
@@ -114,7 +104,7 @@ def _draw_shown(axes: Axes, steps: Floats, shown: Floats, trace: Trace) -> None:
     if differs.sum() > _FEW * known.sum():
         style: dict[str, Any] = {"color": canvas.MUTED, "linestyle": "dotted", "linewidth": 1.0, "gid": "shown"}
         values = np.clip(shown[known], *axes.get_ylim())
-        draw_steps(axes, steps[known], values, opacity=0.1, label="what the gradients show", **style)
+        canvas.draw_steps(axes, steps[known], values, opacity=0.1, label="what the gradients show", **style)
 
 
 def _finding(measures: Mapping[str, Measures]) -> str:
@@ -137,7 +127,7 @@ def _finding(measures: Mapping[str, Measures]) -> str:
 def _smallest(values: Mapping[str, float]) -> tuple[float, str]:
     """Return the smallest value, and the names that have it as a text."""
     smallest = min(values.values())
-    return smallest, listed([name for name, value in values.items() if value == smallest])
+    return smallest, canvas.listed([name for name, value in values.items() if value == smallest])
 
 
 def _require_replays(trace: Trace, replays: Mapping[str, Replay]) -> None:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.replay.simulate import Comparison, pareto_front
-from mindformers_adaptive.plots.canvas import (
-    MAIN,
-    MUTED,
-    as_text,
-    count,
-    headline,
-    legend_above,
-    new_figure,
-    style_axes,
-)
-from mindformers_adaptive.plots.labels import listed, place_labels
-from mindformers_adaptive.plots.run_series import Floats
+from mindformers_adaptive.plots import canvas
+from mindformers_adaptive.plots.canvas import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 __all__ = ["draw_comparison", "draw_pareto_front"]
 
@@ -33,6 +26,15 @@ _LOG_SKIPPED_FROM = 50.0
 
 # Up to so many results all have a name; of more results, so many of those on the front.
 _ALL_NAMED, _NAMED_ON_FRONT = 24, 10
+
+
+# Where a name may stand, in font points from its point, and on which side of it; the first free place is taken.
+_SIDES = ((1, 1), (1, 0), (1, -1), (0, 1), (0, -1), (-1, 1), (-1, 0), (-1, -1))
+_PLACES = [(distance, *side) for distance in (9, 22, 38, 56, 78, 104) for side in _SIDES]
+_BESIDE = 22
+
+# Names of one point stand together, on lines of so many letters.
+_LETTERS, _MOST_NAMES = 34, 8
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
@@ -98,25 +100,28 @@ def draw_pareto_front(
         )
     x, y, called = x[measured], y[measured], [called[place] for place in np.flatnonzero(measured)]
     front = pareto_front(x, y)
-    figure = new_figure(10, 6.2)
+    figure = canvas.new_figure(10, 6.2)
     axes = figure.subplots()
-    hidden = "" if measured.all() else f"; {count(int((~measured).sum()), 'result')} without headroom not shown"
-    style_axes(axes, x_label=f"skipped steps{hidden}", y_label="headroom lost, bits in the mean of applied steps")
+    x_label = "skipped steps"
+    if len(x) < len(measured):
+        x_label += f"; {canvas.count(len(measured) - len(x), 'result')} without headroom not shown"
+    canvas.style_axes(axes, x_label=x_label, y_label="headroom lost, bits in the mean of applied steps")
     corners = _draw_points(axes, x, y, front)
-    legend_above(axes)
-    place_labels(axes, x, y, _shown_names(called, x, front), corners)
+    canvas.legend_above(axes)
+    _place_labels(axes, x, y, _shown_names(called, x, front), corners)
     finding = _front_finding(front, called, kind)
-    headline(figure, f"{as_text(where)}: {finding}" if where else finding)
+    canvas.headline(figure, f"{canvas.as_text(where)}: {finding}" if where else finding)
     return figure
 
 
 def _draw_points(axes: Axes, x: Floats, y: Floats, front: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     """Draw the results and the front; return the corners of its line, x and y."""
-    axes.plot(x[~front], y[~front], "o", color=MUTED, alpha=0.55, markersize=6, label="beaten by another", gid="beaten")
+    beaten: dict[str, Any] = {"color": canvas.MUTED, "alpha": 0.55, "markersize": 6, "label": "beaten by another"}
+    axes.plot(x[~front], y[~front], "o", gid="beaten", **beaten)
     order = np.lexsort((y[front], x[front]))
     corners_x, corners_y = np.repeat(x[front][order], 2)[1:], np.repeat(y[front][order], 2)[:-1]
-    axes.plot(corners_x, corners_y, color=MAIN, linewidth=1.2, gid="front line")
-    axes.plot(x[front], y[front], "o", color=MAIN, markersize=8, label="Pareto front", gid="front", zorder=3)
+    axes.plot(corners_x, corners_y, color=canvas.MAIN, linewidth=1.2, gid="front line")
+    axes.plot(x[front], y[front], "o", color=canvas.MAIN, markersize=8, label="Pareto front", gid="front", zorder=3)
     if x.max() > _LOG_SKIPPED_FROM * max(float(np.median(x)), 1.0):
         axes.set_xscale("symlog", linthresh=1.0)
     axes.margins(x=0.12, y=0.14)
@@ -138,5 +143,62 @@ def _front_finding(front: NDArray[np.bool_], names: Sequence[str], kind: str) ->
     best = [names[place] for place in np.flatnonzero(front) if names[place]]
     subject = f"{int(front.sum()):,} of {len(front):,} {kind} are"
     if 1 <= len(best) <= 3:
-        subject = f"{listed(best)} {'is' if len(best) == 1 else 'are'}"
+        subject = f"{canvas.listed(best)} {'is' if len(best) == 1 else 'are'}"
     return f"{subject} on the Pareto front of skipped steps and headroom lost"
+
+
+def _place_labels(axes: Axes, x: Floats, y: Floats, names: Sequence[str], corners: tuple[Floats, Floats]) -> None:
+    """Write a name beside each point; it covers no other name, no point and no line as long as there is room.
+
+    Args:
+        axes (Axes): the panel with its points; its limits and scales are final.
+        x, y (NDArray): the points, shape (points,).
+        names (Sequence[str]): a name for each, "" for no name.
+        corners (tuple[NDArray, NDArray]): x and y of a line of horizontal and vertical pieces, to be kept free.
+    """
+    from matplotlib.transforms import Bbox
+
+    drawn: Any = axes.figure.canvas
+    drawn.draw()  # The layout decides where the points are.
+    centres, ends = (axes.transData.transform(np.column_stack(line)) for line in ((x, y), corners))
+    taken = [Bbox([centre, centre]).padded(6) for centre in centres]
+    taken += [Bbox(np.sort(piece, axis=0)).padded(2) for piece in pairwise(ends)]
+    together: dict[tuple[float, float], list[str]] = {}
+    for point, name in zip(zip(x.tolist(), y.tolist(), strict=True), names, strict=True):
+        if name:
+            together.setdefault(point, []).append(name)
+    for point, called in sorted(together.items()):
+        shown = called if len(called) <= _MOST_NAMES else [*called[: _MOST_NAMES - 1], "..."]
+        taken.append(_place(axes, point, canvas.as_text(textwrap.fill(", ".join(shown), _LETTERS)), taken))
+
+
+def _place(axes: Axes, point: tuple[float, float], text: str, taken: Sequence[Bbox]) -> Bbox:
+    """Write a text where it covers the fewest boxes, and return its own box; all boxes are in pixels."""
+    from matplotlib.transforms import Bbox
+
+    style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 10, "color": canvas.MUTED}
+    label = axes.annotate(text, point, (0, 0), va="bottom", gid="name", **style)
+    frame, size = axes.get_window_extent(), label.get_window_extent()
+    per_point = axes.figure.dpi / 72
+    centre = axes.transData.transform(point)
+
+    def box_at(place: tuple[int, int, int]) -> Bbox:
+        distance, *side = place
+        sides = np.array(side)
+        # A side of 1, 0 or -1 leaves the text after, around or before its place.
+        corner = centre + per_point * distance * sides * (1, 0.8) + (sides - 1) / 2 * size.size
+        return Bbox([corner, corner + size.size])
+
+    def cost(place: tuple[int, int, int]) -> int:
+        box = box_at(place)
+        inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+        return box.count_overlaps(taken) + (0 if inside else 1000)
+
+    best = min(_PLACES, key=cost)
+    box = box_at(best)
+    label.set_position(tuple((box.min - centre) / per_point))
+    if best[0] >= _BESIDE:
+        arrow = {"arrowstyle": "-", "color": canvas.MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 5}
+        nearest = np.clip(centre, box.min, box.max)
+        axes.annotate("", point, tuple((nearest - centre) / per_point), textcoords="offset points", arrowprops=arrow)
+    return box

@@ -10,12 +10,9 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.gradients import shown_ceilings
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
-from mindformers_adaptive.plots.canvas import count, power_of_two
-from mindformers_adaptive.plots.ceilings import headroom_text
+from mindformers_adaptive.plots.canvas import Floats, count, power_of_two
 
-__all__ = ["Floats", "RunSeries", "series_of", "series_of_record", "series_of_run"]
-
-Floats = NDArray[np.float64]
+__all__ = ["RunSeries", "series_of"]
 
 # A scale has settled if it stays within a factor of 4 in 95 % of the last quarter of at least 40 steps: it tries the
 # next power of two, and falls back. Single outliers do not count.
@@ -56,6 +53,11 @@ class RunSeries:
     ceiling: Floats | None = None
 
     @property
+    def skipped(self) -> int:
+        """How many steps were skipped, missing ones included where that is known."""
+        return int(self.overflow.sum()) if self.all_skipped is None else self.all_skipped
+
+    @property
     def complete(self) -> bool:
         """Whether no step between the first and the last is missing."""
         return len(self.step) == self.last_step - self.first_step + 1
@@ -84,19 +86,12 @@ class RunSeries:
 
     def finding(self) -> str:
         """Return in one sentence how many steps were skipped and where the loss scale went."""
-        if self.all_skipped is None:
-            steps, skipped = len(self.step), int(self.overflow.sum())
-            kind = "step" if self.complete else "recorded step"
-        else:
-            steps, skipped, kind = self.last_step, self.all_skipped, "step"
-        whole = count(steps, kind)
-        number = f"{skipped:,} of"
-        if skipped == 0:
-            number = "None of"
-        elif skipped == steps > 1:
-            number = "All"
+        known = self.all_skipped is not None
+        steps, skipped = self.last_step if known else len(self.step), self.skipped
+        whole = count(steps, "step" if known or self.complete else "recorded step")
+        number = "None of" if skipped == 0 else "All" if skipped == steps > 1 else f"{skipped:,} of"
         path = _path(np.append(self.loss_scale, self.final_loss_scale))
-        below = "" if self.ceiling is None else headroom_text(self.loss_scale, self.ceiling)
+        below = "" if self.ceiling is None else _headroom(self.loss_scale, self.ceiling)
         return "".join([f"{number} {whole} skipped", f"; loss scale {path}" if path else "", below and f", {below}"])
 
 
@@ -118,21 +113,47 @@ def _path(loss_scale: Floats) -> str:
     return f"{'rose' if last > first else 'fell'} from {power_of_two(first)} to {power_of_two(last)}"
 
 
+def _headroom(loss_scale: Floats, ceiling: Floats) -> str:
+    """Say how far scales were below the ceilings that the gradients show; "" where nothing is known."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bits = np.log2(ceiling / loss_scale)
+    bits = bits[np.isfinite(bits)]
+    if not len(bits):
+        return ""
+    middle = float(np.median(bits))
+    if abs(middle) < 0.05:
+        return "at the ceiling"
+    return f"{abs(middle):.1f} bits {'below' if middle > 0 else 'above'} the ceiling"
+
+
 def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
-    """Return the series of a run that was read from its log or from its record."""
-    return series_of_run(run) if isinstance(run, RecordedRun) else series_of_record(run)
-
-
-def series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
-    """Return the series of a record.
+    """Return the series of a run.
 
     Args:
-        record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.monitor.record.read_record` returns them.
+        run (RecordedRun or Sequence[Mapping]): the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it,
+            which has no windows, or the lines that :func:`mindformers_adaptive.monitor.record.read_record` returns.
 
     Raises:
         TypeError: if a line is not a mapping, or a value is neither a number nor None.
-        ValueError: if the record has no step, or is not one of loss scales.
+        ValueError: if there is no step, or the record is not one of loss scales.
     """
+    if not isinstance(run, RecordedRun):
+        return _series_of_record(run)
+    _require_steps(run.step)
+    return RunSeries(
+        step=run.step.astype(np.float64),
+        loss=np.full(len(run), np.nan) if run.loss is None else run.loss,
+        loss_scale=run.loss_scale,
+        overflow=run.overflow,
+        scale_window=None,
+        final_loss_scale=float(run.loss_scale[-1]),
+        first_step=int(run.step[0]),
+        last_step=int(run.step[-1]),
+        ceiling=_shown(run.applied_gradients()),
+    )
+
+
+def _series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
     if not isinstance(record, Sequence) or not all(isinstance(row, Mapping) for row in record):
         raise TypeError(
             f"'record' must be a list of lines, each a dict, but got {str(record)[:80]!r} of type "
@@ -164,29 +185,6 @@ def series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
         last_step=int(last_step),
         all_skipped=int(all_skipped) if first_step == 1 and not np.isnan(all_skipped) else None,
         ceiling=ceiling,
-    )
-
-
-def series_of_run(run: RecordedRun) -> RunSeries:
-    """Return the series of a run that was read from its log, which has no windows.
-
-    Args:
-        run (RecordedRun): at least one step.
-
-    Raises:
-        ValueError: if there is no step.
-    """
-    _require_steps(run.step)
-    return RunSeries(
-        step=run.step.astype(np.float64),
-        loss=np.full(len(run), np.nan) if run.loss is None else run.loss,
-        loss_scale=run.loss_scale,
-        overflow=run.overflow,
-        scale_window=None,
-        final_loss_scale=float(run.loss_scale[-1]),
-        first_step=int(run.step[0]),
-        last_step=int(run.step[-1]),
-        ceiling=_shown(run.applied_gradients()),
     )
 
 

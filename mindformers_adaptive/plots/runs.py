@@ -1,4 +1,4 @@
-"""The picture of several runs side by side: loss, loss scale with the skipped steps, and underflow over the steps."""
+"""The picture of one run or several: loss, loss scale with the skipped steps marked, scale window or underflow."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
-from mindformers_adaptive.plots import canvas, record
-from mindformers_adaptive.plots.gradient_series import GradientSeries, series_of_gradients
-from mindformers_adaptive.plots.run_series import Floats, RunSeries, series_of
+from mindformers_adaptive.plots import canvas
+from mindformers_adaptive.plots.canvas import Floats
+from mindformers_adaptive.plots.gradient_record import GradientSeries, series_of_gradients
+from mindformers_adaptive.plots.run_series import RunSeries, series_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,12 +20,26 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_runs"]
 
+# From so many steps on, a line of medians shows the loss without its noise.
+_SMOOTH_FROM = 200
+_MEDIANS = 100
+
+# Up to so many skipped steps are crosses.
+_FEW_MARKS = 300
+
+# Ceilings fit the axis up to so many times the highest loss scale.
+_CEILINGS_UP_TO = 2.0**8
+
+# A loss that falls to less than one part in so many is drawn on a logarithmic axis.
+_LOG_LOSS_FROM = 50.0
+
 # The loss at the end of a run is the median over this share of its steps.
 _END = 0.05
 
 # Of more runs the title names the best and the worst.
 _MOST_NAMED = 4
 
+_Runs = Mapping[str, RunSeries]
 _Styles = Mapping[str, tuple[str, str]]
 
 
@@ -32,27 +47,32 @@ def draw_runs(
     runs: Mapping[str, RecordedRun | Sequence[Mapping[str, object]]],
     gradients: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> Figure:
-    """Draw several runs over the same steps: loss, loss scale with the skipped steps marked, and underflow.
+    """Draw runs over the same steps: loss, loss scale with the skipped steps marked, and underflow.
 
-    Where the record of just one of them has largest gradients, the loss scales above the ceiling that they show are
-    shaded.
+    A single run without gradients is drawn in more detail: with the loss of each step, its scale window where the
+    record has one, and the steps that are missing in the record shaded, unless most are missing. Where the record of
+    just one run has largest gradients, the loss scales above the ceiling that they show are shaded.
 
     Args:
         runs (Mapping): by name the record of each run, as :func:`mindformers_adaptive.monitor.record.read_record`
-            returns it, or the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it; at least one.
+            returns it, or the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it; at least one. A single
+            run may have the name "", which leaves it out of the title.
         gradients (Mapping, optional): by name of the run the record of its gradients, where there is one. Default:
             None, no panel for the underflow.
 
     Returns:
-        Figure of two or three panels over the same steps, 1200 pixels wide; the title compares the losses at the end
-        and what underflows.
+        Figure of two or three panels over the same steps, 1200 pixels wide; the title says how many steps a single run
+        skipped, and of several it compares the losses at the end and what underflows.
 
     Raises:
         ImportError: if matplotlib is missing.
-        TypeError: if a record is not a list of lines.
+        TypeError: if a record is not a list of lines, or a value is neither a number nor None.
         ValueError: if there is no run, a run has no step, or gradients belong to none of the runs.
 
     Examples:
+        >>> record = [{"step": 1, "loss": 5.5, "overflow": True, "loss_scale": 8.0, "next_loss_scale": 4.0}]
+        >>> draw_runs({"": record}).get_suptitle()
+        '1 of 1 step skipped; loss scale fell from $2^{3}$ to $2^{2}$'
         >>> row = {"step": 1, "overflow": False, "scale_window": 20}
         >>> low, high = ({**row, "loss": 9.0 / s, "loss_scale": s, "next_loss_scale": s} for s in (2.0, 4.0))
         >>> draw_runs({"2": [low], "4": [high]}).get_suptitle()
@@ -65,52 +85,149 @@ def draw_runs(
         )
     series = {name: series_of(run) for name, run in runs.items()}
     measured = {name: series_of_gradients(lines, lambda _: "all") for name, lines in (gradients or {}).items()}
-    figure = canvas.new_figure(10, 8.6 if measured else 6)
-    panels = figure.subplots(3 if measured else 2, 1, sharex=True)
+    alone = len(series) == 1 and not measured
+    [run, *_] = series.values()
+    window = run.scale_window if alone else None
+    heights = [3.0, 3.0] + [2.2] * (window is not None) + [3.0] * bool(measured)
+    figure = canvas.new_figure(10, 6 + 0.85 * sum(heights[2:]))
+    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     styles = {name: canvas.LINE_STYLES[place % len(canvas.LINE_STYLES)] for place, name in enumerate(series)}
-    _draw_losses(panels[0], series, styles)
-    _draw_loss_scales(panels[1], series, styles)
+    _draw_losses(panels[0], series, styles, alone)
+    _draw_loss_scales(panels[1], series, styles, alone)
+    if window is not None:
+        _draw_window(panels[2], run, window)
     if measured:
         _draw_underflow(panels[2], measured, styles)
-    for axes in panels[:2]:
+    for axes in panels:
+        if alone:
+            _shade_gaps(axes, run)
         canvas.legend_above(axes)
     first, last = min(run.first_step for run in series.values()), max(run.last_step for run in series.values())
     canvas.use_step_axis(panels[-1], first, last)
+    if alone and not run.complete:
+        panels[-1].set_xlabel(f"step ({len(run.step):,} recorded)")
     figure.align_ylabels()
-    canvas.headline(figure, _finding(series, measured))
+    name = "".join(f"{canvas.as_text(name)}: " for name in series if name)
+    canvas.headline(figure, name + run.finding() if alone else _comparison(series, measured))
     return figure
 
 
-def _draw_losses(axes: Axes, runs: Mapping[str, RunSeries], styles: _Styles) -> None:
-    blocks = {record.loss_line(run)[2] for run in runs.values()}
-    medians = " or ".join(f"{block:,}" for block in sorted(blocks))
-    canvas.style_axes(
-        axes, title="loss" if blocks == {1} else f"loss, medians of {medians} steps", y_label="loss, unscaled"
-    )
-    record.use_loss_axis(axes, list(runs.values()))
+def _draw_losses(axes: Axes, runs: _Runs, styles: _Styles, alone: bool) -> None:
+    lines = {name: _loss_line(run) for name, run in runs.items()}
+    medians = " or ".join(f"{block:,}" for block in sorted({block for *_, block in lines.values()}))
+    title = "loss" if alone or medians == "1" else f"loss, medians of {medians} steps"
+    canvas.style_axes(axes, title=title, y_label="loss, unscaled")
+    known = {name: np.isfinite(run.loss) for name, run in runs.items()}
+    losses = np.concatenate([run.loss[known[name]] for name, run in runs.items()])
+    if not len(losses):
+        canvas.say_instead(axes, "no finite loss in the record")
+    elif 0 < losses.min() < losses.max() / _LOG_LOSS_FROM:
+        axes.set_yscale("log")
     for name, run in runs.items():
         colour, dashes = styles[name]
-        step, loss, _ = record.loss_line(run)
-        marker = "." if len(step) == 1 else ""
-        style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.8, "marker": marker}
-        axes.plot(step, loss, label=canvas.as_text(name), gid=name, **style)
-        record.mark_broken_loss(axes, run, colour, "inf or NaN")
+        step, loss, block = lines[name]
+        label, gid = canvas.as_text(name), name
+        if alone:
+            label, gid = ("loss", "loss") if block == 1 else (f"median of {block:,} steps", "median loss")
+        if alone and block > 1:
+            faint: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
+            axes.plot(*run.broken(run.step[known[name]], run.loss[known[name]]), color=colour, **faint)
+        if len(loss):
+            style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.6, "gid": gid}
+            axes.plot(step, loss, label=label, marker=canvas.point_marker(len(loss)), **style)
+        broken = run.step[np.isinf(run.loss)]
+        thinned, colour = broken[canvas.one_per_column(broken)], canvas.WARNING if alone else colour
+        canvas.mark_above(axes, thinned, colour, f"inf or NaN ({len(broken):,})", "broken loss")
 
 
-def _draw_loss_scales(axes: Axes, runs: Mapping[str, RunSeries], styles: _Styles) -> None:
-    shown = [(name, run) for name, run in runs.items() if run.ceiling is not None]
+def _loss_line(run: RunSeries) -> tuple[Floats, Floats, int]:
+    """Return the loss of a run to draw, x and y, and how many steps each point is the median of; 1 for short runs."""
+    # A log may have the loss of some steps only: lines break at gaps, not at each of the other steps.
+    known = np.isfinite(run.loss)
+    step, loss = run.step[known], run.loss[known]
+    if len(loss) < _SMOOTH_FROM:
+        return *run.broken(step, loss), 1
+    blocks = min(len(loss) // 10, _MEDIANS)
+    middle, _, median, _ = canvas.gather(step, loss, blocks)
+    return *run.broken(middle, median), len(loss) // blocks
+
+
+def _draw_loss_scales(axes: Axes, runs: _Runs, styles: _Styles, alone: bool) -> None:
+    shown = {name: run.ceiling for name, run in runs.items() if run.ceiling is not None}
     # The ceilings of several runs would hide each other. With one, the legend leaves the title less room.
-    title = "loss scale" if len(shown) == 1 else "loss scale, with skipped steps marked"
+    title = "loss scale" if alone or len(shown) == 1 else "loss scale, with skipped steps marked"
     canvas.style_axes(axes, title=title, y_label="loss scale, log2")
-    record.use_loss_scale_axis(axes, list(runs.values()))
-    if len(shown) == 1:
-        record.draw_shown_ceiling(axes, shown[0][1], f"ceiling that gradients show ({canvas.as_text(shown[0][0])})")
+    _use_loss_scale_axis(axes, runs)
+    for name, ceiling in shown.items() if len(shown) == 1 else ():
+        known = np.isfinite(ceiling)
+        label = "ceiling that gradients show" + ("" if alone else f" ({canvas.as_text(name)})")
+        canvas.draw_ceiling(axes, runs[name].step[known], ceiling[known], label)
     for place, (name, run) in enumerate(runs.items()):
         colour, dashes = styles[name]
-        record.draw_loss_scale(axes, run, colour, "_" + name, dashes)
-        record.mark_skipped(
-            axes, run, colour, f"{canvas.as_text(name)}: {_skipped(run):,} skipped", height=0.96 - 0.07 * place
-        )
+        label = "loss scale" if alone else "_" + name
+        if np.isfinite(run.scales[1]).any():
+            style: dict[str, Any] = {"where": "post", "color": colour, "linestyle": dashes, "linewidth": 1.6}
+            axes.step(*run.broken(*run.scales), label=label, gid=label, **style)
+        recorded, skipped = int(run.overflow.sum()), run.skipped
+        of_all = "" if recorded == skipped else f" of {skipped:,} recorded"
+        label = f"skipped step ({recorded:,}{of_all})" if alone else f"{canvas.as_text(name)}: {skipped:,} skipped"
+        if skipped or recorded or not alone:
+            _mark_skipped(axes, run, canvas.WARNING if alone else colour, label, height=0.96 - 0.07 * place)
+
+
+def _use_loss_scale_axis(axes: Axes, runs: _Runs) -> None:
+    """Make the y axis one of loss scales, which holds those of all runs."""
+    scales = np.concatenate([run.scales[1] for run in runs.values()])
+    if np.isnan(scales).all():
+        canvas.say_instead(axes, "no loss scale in the record")
+        axes.set_ylim(0.5, 2)
+    else:
+        lowest, highest = np.nanmin(scales), np.nanmax(scales)
+        ceilings = [np.nanmax(run.ceiling) for run in runs.values() if run.ceiling is not None]
+        # A single tiny gradient must not squeeze everything else.
+        canvas.use_power_of_two_axis(axes, lowest, max([highest, *np.minimum(ceilings, _CEILINGS_UP_TO * highest)]))
+
+
+def _mark_skipped(axes: Axes, run: RunSeries, colour: str, label: str, height: float) -> None:
+    """Mark the skipped steps of a run, each at its scale; many of them as a strip at a height of the panel."""
+    # A skipped step of unknown scale is marked all the same, at the bottom.
+    scale = run.scales[1][:-1][run.overflow]
+    step, y = run.step[run.overflow], np.where(np.isnan(scale), axes.get_ylim()[0], scale)
+    style: dict[str, Any] = {"linestyle": "none", "color": colour, "label": label, "gid": "skipped steps"}
+    if len(step) <= _FEW_MARKS:
+        axes.plot(step, y, marker="x", markersize=6, markeredgewidth=1.4, zorder=3, **style)
+    else:
+        # So many crosses would hide the line: a strip shows where they are dense.
+        step = step[canvas.one_per_column(step)]
+        style.update(marker="|", markersize=9, markeredgewidth=0.6, transform=axes.get_xaxis_transform())
+        axes.plot(step, np.full(len(step), height), **style)
+
+
+def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
+    what = "the loss scale" if run.ceiling is None else "the limit of the loss scale"
+    canvas.style_axes(axes, title=f"scale window: clean steps before {what} is raised", y_label="scale window, steps")
+    style: dict[str, Any] = {"color": canvas.SECOND, "linewidth": 1.6, "gid": "scale window"}
+    marker = canvas.point_marker(len(scale_window))
+    axes.step(*run.broken(run.step, scale_window), where="post", marker=marker, **style)
+    windows = np.unique(scale_window[np.isfinite(scale_window)])
+    # From the largest down, those windows have a label that have room for it.
+    room = np.log(windows[-1] / windows[0]) / 8
+    labelled: list[float] = []
+    for window in windows[::-1].tolist():
+        if not labelled or np.log(labelled[-1] / window) >= room:
+            labelled.append(window)
+    axes.set_yscale("log")
+    axes.set_ylim(windows[0] / 1.4, windows[-1] * 1.4)
+    axes.set_yticks(labelled, [f"{window:g}" for window in labelled])
+    axes.minorticks_off()
+
+
+def _shade_gaps(axes: Axes, run: RunSeries) -> None:
+    """Shade the steps that are missing in the record."""
+    if len(run.gaps):
+        spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
+        style: dict[str, Any] = {"color": canvas.CONTEXT, "label": "not recorded", "gid": "gaps"}
+        axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), **style)
 
 
 def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], styles: _Styles) -> None:
@@ -131,11 +248,7 @@ def _lost(runs: Mapping[str, GradientSeries]) -> tuple[str, dict[str, Floats]]:
     return "subnormal gradients", {name: run.overall.subnormal for name, run in runs.items()}
 
 
-def _skipped(run: RunSeries) -> int:
-    return int(run.overflow.sum()) if run.all_skipped is None else run.all_skipped
-
-
-def _finding(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientSeries]) -> str:
+def _comparison(runs: _Runs, gradients: Mapping[str, GradientSeries]) -> str:
     """Compare the runs at the last step that all of them have taken, the lowest loss first."""
     last = min(run.last_step for run in runs.values())
     losses = {name: _end_loss(run, last) for name, run in runs.items()}
@@ -148,7 +261,7 @@ def _finding(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientSeri
     known = {name: canvas.percent(float(most[name].max())) for name in order if name in most and len(most[name])}
     if known:
         return f"Loss {end}: {ends}; {what} at most {_listed(known)}"
-    return f"Loss {end}: {ends}; skipped steps: {_listed({name: f'{_skipped(runs[name]):,}' for name in order})}"
+    return f"Loss {end}: {ends}; skipped steps: {_listed({name: f'{runs[name].skipped:,}' for name in order})}"
 
 
 def _end_loss(run: RunSeries, last: int) -> float:

@@ -4,8 +4,13 @@ MindFormers copies this file into ``./modules`` of the working folder and import
 from the installed package: a class defined here would exist twice.
 """
 
-from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell, register
+from mindformers_adaptive import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    RuleLossScaleUpdateCell,
+    register,
+)
 
-__all__ = ["AdaptiveLossScaleUpdateCell", "GradientGuidedLossScaleUpdateCell"]
+__all__ = ["AdaptiveLossScaleUpdateCell", "GradientGuidedLossScaleUpdateCell", "RuleLossScaleUpdateCell"]
 
 register()

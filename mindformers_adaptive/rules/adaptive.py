@@ -6,11 +6,13 @@ against it bit for bit.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.base import STEP_LIMIT, Field, Rule
 from mindformers_adaptive.rules.checks import as_float32, require_flag, require_integer, require_number, to_float32
@@ -21,7 +23,8 @@ from mindformers_adaptive.rules.ladder import (
     window_ladder,
 )
 
-__all__ = ["COUNTER_LIMIT", "EVENTS", "HIDDEN_INDEX", "AdaptiveRule", "LossScaleState", "transition_tables"]
+__all__ = ["COUNTER_LIMIT", "EVENTS", "HIDDEN_INDEX", "AdaptiveLanes", "AdaptiveRule", "LossScaleState"]
+__all__ += ["transition_tables"]
 
 # MindFormers' documentation: "every three raises the window moves up", "three drops in a row lead to window 1".
 COUNTER_LIMIT = 3
@@ -114,6 +117,7 @@ class AdaptiveRule(Rule):
     recorded = ("scale_window", "window_index", "growth_num", "down_num")
     start_arguments = ("scale_window",)
     usual_arguments = ("loss_scale_value", "scale_factor", "scale_window", "max_scale_window", "min_scale_window")
+    moves_by_one_factor = True
     # From a quarter of MindFormers' smallest window to 2000, the default of MindSpore's DynamicLossScaleManager and of
     # PyTorch's GradScaler; equal windows are dynamic loss scaling.
     grid: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -146,6 +150,32 @@ class AdaptiveRule(Rule):
         self.shrink_from_min_window = require_flag("shrink_from_min_window", shrink_from_min_window)
         if self.hysteresis == 1:
             self.fields = tuple(field for field in type(self).fields if field.name != "hysteresis_budget")
+
+    @classmethod
+    def values_fit(
+        cls,
+        max_scale_window: int = DEFAULT_MAX_SCALE_WINDOW,
+        min_scale_window: int = DEFAULT_MIN_SCALE_WINDOW,
+        scale_window: int | None = None,
+        **others: Any,
+    ) -> bool:
+        """Return whether the largest window is not below the smallest, and the first one is on their ladder."""
+        if max_scale_window < min_scale_window:
+            return False
+        return scale_window is None or scale_window in window_ladder(max_scale_window, min_scale_window)
+
+    def short_label(self, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
+        """Return the rule and its windows, as :meth:`Rule.short_label` does; a single window is dynamic scaling."""
+        smallest, largest = self.min_scale_window, self.max_scale_window
+        told = {"min_scale_window", "max_scale_window"}
+        if arguments["scale_window"] == smallest:
+            told.add("scale_window")
+        return f"dynamic {smallest}" if smallest == largest else f"{self.name} {smallest}-{largest}", told
+
+    @classmethod
+    def lanes(cls, rules: Sequence[AdaptiveRule], states: Sequence[LossScaleState]) -> Any:
+        """Return runs of adaptive rules, stepped all at once by tables, as :meth:`Rule.lanes` does."""
+        return AdaptiveLanes(rules, states)
 
     def start(
         self, loss_scale_value: float, scale_window: int | None = None, *, argument: str = "loss_scale_value"
@@ -325,3 +355,90 @@ def _after(rule: AdaptiveRule, event: str, index: int, growth_num: int, down_num
     elif event == "drop":
         state = rule.step(state, overflow=True)
     return state.scale_window, state.window_index, state.growth_num, state.down_num
+
+
+class AdaptiveLanes:
+    """Runs of adaptive rules side by side, each at a number that stands for its window and counters.
+
+    Args:
+        rules (Sequence[AdaptiveRule]): of each lane.
+        states (Sequence[LossScaleState]): of each lane, before the first step.
+
+    Attributes:
+        loss_scale (NDArray): float64 of shape (lanes,), for the next step.
+        scale_window (NDArray): int64 of shape (lanes,), in steps.
+    """
+
+    def __init__(self, rules: Sequence[AdaptiveRule], states: Sequence[LossScaleState]) -> None:
+        # Lanes with the same ladder share a table; the numbers of one table follow those of the other.
+        keys = [(rule.max_scale_window, rule.min_scale_window, rule.shrink_from_min_window) for rule in rules]
+        tables = {key: _numbered_transitions(*key) for key in dict.fromkeys(keys)}
+        sizes = [table.shape[1] for table in tables.values()]
+        first = dict(zip(tables, np.cumsum([0, *sizes]).tolist(), strict=False))
+        self._after = np.concatenate([table[:-1] + first[key] for key, table in tables.items()], axis=1)
+        self._windows = np.concatenate([table[-1] for table in tables.values()])
+        self._first = np.array([first[key] for key in keys])
+        counters = ((state.window_index, state.growth_num, state.down_num) for state in states)
+        self._number = self._first + np.array([_number_of(*each) for each in counters])
+        self._factors = np.array([(1.0, rule.scale_factor, rule.backoff_factor, 1.0) for rule in rules], np.float32).T
+        self._smallest = np.array([rule.min_loss_scale for rule in rules], np.float32)
+        self._largest = np.array([rule.max_loss_scale for rule in rules], np.float32)
+        self._hysteresis = np.array([rule.hysteresis for rule in rules])
+        self._budget = np.array([state.hysteresis_budget for state in states])
+        self._clean = np.array([state.clean_steps for state in states])
+        self._skipped = np.array([state.skipped_steps for state in states])
+        self._consecutive = np.array([state.consecutive_overflows for state in states])
+        self.loss_scale = np.array([state.loss_scale for state in states], np.float64)
+        self.scale_window = self._windows[self._number]
+
+    def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
+        """Take a step in every lane.
+
+        Args:
+            overflow (NDArray): bool of shape (lanes,).
+            largest_gradient (NDArray): not used.
+        """
+        self._clean += 1
+        self._skipped += overflow
+        self._consecutive += 1
+        self._consecutive *= overflow
+        places = np.flatnonzero(overflow | (self._clean >= self.scale_window))
+        if not len(places):
+            return
+        overflowed, number = overflow[places], self._number[places]
+        budget = np.where(overflowed, np.maximum(self._budget[places] - 1, 0), self._hysteresis[places])
+        event = np.where(overflowed, np.where(budget == 0, _DROP, _TOLERATE), _RAISE)
+        number = self._after[event, number]
+        scale = self.loss_scale[places].astype(np.float32)
+        with np.errstate(over="ignore"):
+            product = scale * self._factors[event, places]
+        # A raise beyond the cap is left out; only a drop can pass the floor.
+        moved = np.where(product <= self._largest[places], product, scale)
+        self.loss_scale[places] = np.maximum(moved, self._smallest[places])
+        self.scale_window[places] = self._windows[number]
+        self._number[places], self._budget[places], self._clean[places] = number, budget, 0
+
+    def states(self) -> list[LossScaleState]:
+        """Return the state of each lane as the rule has it."""
+        place, counters = np.divmod(self._number - self._first, (COUNTER_LIMIT + 1) ** 2)
+        growth, down = np.divmod(counters, COUNTER_LIMIT + 1)
+        steps = (self._clean, self._budget, self._skipped, self._consecutive)
+        columns = (self.loss_scale, self.scale_window, place + HIDDEN_INDEX, growth, down, *steps)
+        return [LossScaleState(*lane) for lane in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+_WAIT, _RAISE, _DROP, _TOLERATE = range(len(EVENTS))
+
+
+def _number_of(window_index: Any, growth_num: Any, down_num: Any) -> Any:
+    return ((window_index - HIDDEN_INDEX) * (COUNTER_LIMIT + 1) + growth_num) * (COUNTER_LIMIT + 1) + down_num
+
+
+@functools.lru_cache(maxsize=256)
+def _numbered_transitions(largest: int, smallest: int, shrink_from_min_window: bool) -> NDArray[np.int64]:
+    """For each number the numbers after the four events and, last, its window; shape (5, numbers)."""
+    rule = AdaptiveRule(2.0, largest, smallest, shrink_from_min_window=shrink_from_min_window)
+    transitions = transition_tables(rule)[1].reshape(len(EVENTS), -1, 6).astype(np.int64)
+    after = _number_of(*transitions[..., 1:4].transpose(2, 0, 1))
+    # Waiting changes nothing.
+    return np.concatenate([after, transitions[:1, :, 0]])

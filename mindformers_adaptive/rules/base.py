@@ -11,7 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive
 
-__all__ = ["SIGNALS", "STEP_FIELDS", "STEP_LIMIT", "Field", "Rule", "to_integer", "to_number"]
+__all__ = ["DEFAULT_LOSS_SCALE", "SIGNALS", "STEP_FIELDS", "STEP_LIMIT"]
+__all__ += ["Field", "Rule", "to_integer", "to_number"]
+
+# The initial loss scale of MindFormers' TrainingArguments.
+DEFAULT_LOSS_SCALE = 2.0**16
 
 # Steps are counted up to here: about 34 years at a step a second, and far from where int32 would wrap.
 STEP_LIMIT = 2**30
@@ -68,6 +72,8 @@ class Rule:
         recorded (tuple[str, ...]): what of the state stands in the record of each step.
         start_arguments (tuple[str, ...]): arguments of :meth:`start` beside the loss scale.
         usual_arguments (tuple[str, ...]): those that a YAML section always shows.
+        moves_by_one_factor (bool): whether the scale falls at overflows only and rises at applied steps only, by one
+            factor at a time, so that the scales in a log tell which steps were skipped. Default: False.
         grid (Mapping[str, Sequence]): for some arguments, the values that ``tune`` tries.
 
     Args:
@@ -87,6 +93,7 @@ class Rule:
     recorded: ClassVar[tuple[str, ...]] = ()
     start_arguments: ClassVar[tuple[str, ...]] = ()
     usual_arguments: ClassVar[tuple[str, ...]] = ("loss_scale_value",)
+    moves_by_one_factor: ClassVar[bool] = False
     grid: ClassVar[Mapping[str, Sequence[Any]]] = {}
 
     def __init__(self, min_loss_scale: float = 1.0, max_loss_scale: float | None = None) -> None:
@@ -119,6 +126,51 @@ class Rule:
     def arguments(self) -> dict[str, Any]:
         """dict: the constructor's arguments, by name."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    @classmethod
+    def all_arguments(cls) -> dict[str, Any]:
+        """Return the constructor's arguments, the initial loss scale and ``start_arguments`` with their defaults.
+
+        The usual ones come first. An argument without a default has ``inspect.Parameter.empty``.
+
+        Examples:
+            >>> from mindformers_adaptive.rules.guided import GuidedRule
+            >>> list(GuidedRule.all_arguments().items())[:3]
+            [('loss_scale_value', 65536.0), ('exchange_rate', 1.0), ('scale_factor', 2)]
+        """
+        of_start = inspect.signature(cls.start).parameters
+        defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+        defaults |= {name: of_start[name].default for name in cls.start_arguments}
+        defaults["loss_scale_value"] = DEFAULT_LOSS_SCALE
+        return {name: defaults[name] for name in dict.fromkeys((*cls.usual_arguments, *defaults))}
+
+    @classmethod
+    def values_fit(cls, **arguments: Any) -> bool:
+        """Return whether arguments, each in its range, fit each other; a grid leaves out those that do not."""
+        return True
+
+    def short_label(self, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
+        """Return a short name of the rule with these arguments, and the arguments that the name tells."""
+        return self.name or type(self).__name__, set()
+
+    @property
+    def lane_shapes(self) -> tuple[Any, ...]:
+        """tuple: what has to be equal for rules of one class to be stepped side by side."""
+        return ()
+
+    @classmethod
+    def lanes(cls, rules: Sequence[Any], states: Sequence[Any]) -> Any:
+        """Return runs of rules of this class, to be stepped side by side.
+
+        Args:
+            rules (Sequence[Rule]): of each lane, with equal ``lane_shapes``.
+            states (Sequence[NamedTuple]): of each lane, before the first step.
+
+        Returns:
+            An object as :class:`~mindformers_adaptive.rules.text_rule.Lanes`: with ``loss_scale``, ``scale_window``,
+            ``step()`` and ``states()``.
+        """
+        raise NotImplementedError
 
     @classmethod
     def all_fields(cls) -> tuple[Field, ...]:

@@ -12,7 +12,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.base import Rule
 from mindformers_adaptive.rules.guided import GuidedRule
 
-__all__ = ["RULES", "find_rule", "is_rule_name", "make_rule"]
+__all__ = ["RULES", "find_rule", "is_rule_name", "make_rule", "rule_of_cell"]
 
 # The rules that this package brings, by name.
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdaptiveRule, GuidedRule)}
@@ -21,6 +21,11 @@ RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdaptiveRule, Guide
 def is_rule_name(name: object) -> bool:
     """Return whether a name is that of a rule of this package, or may be that of a user's, ``module.Class``."""
     return isinstance(name, str) and (name in RULES or "." in name)
+
+
+def rule_of_cell(cell: object) -> type[Rule] | None:
+    """Return the rule of this package whose update cell has this type in a YAML file, or None."""
+    return next((rule for rule in RULES.values() if rule.cell == cell), None)
 
 
 def find_rule(rule: str | type[Rule]) -> type[Rule]:

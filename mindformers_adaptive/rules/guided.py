@@ -84,24 +84,24 @@ _COUNTS = ("scale_window", "base", "limit", "trial", "clean_steps", "contradicti
 
 
 def step(
-    exponent: Any,
-    counts: Any,
-    levels: Any,
-    overflow_rate: Any,
-    overflow: Any,
-    consecutive_overflows: Any,
-    gradient_known: Any,
-    max_safe_exponent: Any,
-    bins: Any,
-    below_base: Any,
-    patience: Any,
-    memory: Any,
-    recent: Any,
-    smallest_window: Any,
-    largest_window: Any,
-    min_exponent: Any,
-    max_exponent: Any,
-) -> dict[str, Any]:
+    exponent,
+    counts,
+    levels,
+    overflow_rate,
+    overflow,
+    consecutive_overflows,
+    gradient_known,
+    max_safe_exponent,
+    bins,
+    below_base,
+    patience,
+    memory,
+    recent,
+    smallest_window,
+    largest_window,
+    min_exponent,
+    max_exponent,
+):
     """Take a step; the names are those of :class:`GuidedRule`."""
     window, base, limit, trial, clean, contradictions, first = unstack(counts)
     weight, low, level = unstack(levels)
@@ -318,7 +318,7 @@ class GuidedRule(TextRule):
             >>> rule.find_state_problem({**values, "contradictions": 7})
             'The checkpoint has a state of gradient-guided scaling that this cell cannot have'
         """
-        smallest_weight = to_float32(1 / self.patience)
+        smallest_weight = min(to_float32(1 / self.patience), to_float32(1 / (PRIOR_STEPS + 1)))
         sound = (
             super().find_state_problem(values) is None
             and len(values["overflow_rate"]) == NUM_BINS

@@ -129,6 +129,16 @@ class TextRule(Rule):
         lanes.step(np.array([overflow]), np.array([math.nan if largest_gradient is None else largest_gradient]))
         return lanes.states()[0]
 
+    @property
+    def lane_shapes(self) -> tuple[Any, ...]:
+        """tuple: the shapes of the fields and constants; lanes keep them in common arrays."""
+        return (*(field.shape for field in self.fields), *(np.shape(value) for value in self.constants.values()))
+
+    @classmethod
+    def lanes(cls, rules: Sequence[TextRule], states: Sequence[Any]) -> Lanes:
+        """Return runs of rules of this class, stepped all at once by the text, as :meth:`Rule.lanes` does."""
+        return Lanes(rules, states)
+
     def repair_loss_scale(self, loss_scale: float, name: str) -> float:
         """Return a restored loss scale within the bounds; where the rule needs a power of two, the nearest below."""
         bounded = super().repair_loss_scale(loss_scale, name)
@@ -241,7 +251,7 @@ class Lanes:
         bounds = self._constants
         if self._by_bits:
             exponent = np.clip(after["exponent"], bounds["min_exponent"], bounds["max_exponent"])
-            self.loss_scale = np.ldexp(1.0, exponent)
+            self.loss_scale = np.ldexp(1.0, np.broadcast_to(exponent, overflow.shape))
         else:
             bounded = np.clip(after["loss_scale"], bounds["min_loss_scale"], bounds["max_loss_scale"])
             self.loss_scale = np.where(np.isnan(bounded), self.loss_scale, bounded.astype(np.float64))

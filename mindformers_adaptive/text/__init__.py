@@ -1,1 +1,1 @@
-"""What is written for people: tables, loss scales as powers of two, and files that appear whole or not at all."""
+"""What the package prints and writes: tables, loss scales as powers of two, JSON, and atomic writes of files."""

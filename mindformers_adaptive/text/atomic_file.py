@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic writes: a file is replaced as a whole, or stays as it was."""
 
 import os
 import tempfile
@@ -12,12 +12,12 @@ __all__ = ["atomic_write"]
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int = 0o644) -> Iterator[IO[Any]]:
-    """Open a temporary file beside a file that takes its place when all is written.
+    """Open a temporary file that replaces a file once it is completely written.
 
     Args:
-        path (str): the file; one that is there is replaced at the end, and stays as it was if anything fails.
+        path (str): the file; an older one is replaced at the end, and stays as it was if anything fails.
         mode (str): "w" for text or "wb" for bytes. Default: "w".
-        permissions (int): those of the file. Default: 0o644, because a temporary file is for its owner only.
+        permissions (int): those of the file. Default: 0o644; a temporary file can be read by its owner only.
 
     Yields:
         the temporary file, open.

@@ -1,4 +1,4 @@
-"""Say what to install where a package is missing that only a part of this one needs."""
+"""Errors that say what to install where an optional package is missing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""JSON for machines: strict, with the numbers that JSON lacks as strings."""
+"""Strict JSON, in which NaN and the infinities are strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of plain text, aligned for a terminal."""
+"""Tables of plain text, aligned for a terminal, and loss scales as people read them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-__all__ = ["align", "text_table"]
+__all__ = ["align", "as_power_of_two", "text_table"]
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as aligned text, columns of text to the left; the words of a heading stand one below the other.
+    """Return rows as aligned text, columns of text to the left; each word of a heading has a line of its own.
 
     Args:
         columns (Sequence[str]): the keys to show, in this order. A heading is broken at each ``_``.
@@ -54,6 +54,21 @@ def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def as_power_of_two(loss_scale: float) -> str:
+    """Return a loss scale as 2^n where it is one, else as a plain number.
+
+    Logs print eight digits of a scale, so one that agrees to that many counts as a power of two.
+
+    Examples:
+        >>> as_power_of_two(65536.0), as_power_of_two(3.0), as_power_of_two(float("inf"))
+        ('2^16', '3', 'inf')
+    """
+    if not 0.0 < loss_scale < math.inf:
+        return f"{loss_scale:g}"
+    exponent = round(math.log2(loss_scale))
+    return f"2^{exponent}" if math.isclose(loss_scale, 2.0**exponent, rel_tol=1e-6) else f"{loss_scale:g}"
 
 
 def _cell(value: Any) -> str:

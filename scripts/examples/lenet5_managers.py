@@ -12,7 +12,7 @@ from mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager
 from mindspore.train import Callback, Model
 
 from mindformers_adaptive import AdaptiveLossScaleManager, FixedScaleTrainOneStepCell, enable_loss_scale_on_cpu
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two
 
 
 def fixed_skipping_overflows(network, loss_fn, amp_level):

@@ -3,21 +3,20 @@
 import json
 import math
 
-import mindspore
 import numpy as np
 import pytest
 import yaml
 from conftest import ROOT, write_corpus
-from fp16_networks import HalfPrecisionSum, OnlyLoss, WithStateAndDropout, rows
+from fp16_networks import HalfPrecisionSum
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.gradients.finder import LOSS_SCALES, find_loss_scale
 from mindformers_adaptive.gradients.ranges import GradientSweep
-from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN, recommend_loss_scale
+from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN as MARGIN
+from mindformers_adaptive.gradients.recommendation import EVERY_POWER, find_loss_scale, recommend_loss_scale
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import ArrayStatistics
 from mindformers_adaptive.monitor.record import read_record
@@ -46,23 +45,11 @@ def find():
     network = TimesFactor(HalfPrecisionSum(2))
     sweep = GradientSweep(network)
 
-    def find(batches, factor=1.0, margin=DEFAULT_MARGIN, loss_scales=LOSS_SCALES):
+    def find(batches, factor=1.0, margin=MARGIN, loss_scales=EVERY_POWER):
         network.factor.set_data(Tensor(factor, mstype.float32))
         return recommend_loss_scale(sweep(batches, loss_scales), margin)
 
     return find
-
-
-def test_recommendation_moves_by_the_powers_of_two_of_the_gradients():
-    mindspore.set_seed(1)
-    network = TimesFactor(OnlyLoss(WithStateAndDropout()))
-    sweep = GradientSweep(network)
-    found = {}
-    for power in range(-8, 9, 2):
-        network.factor.set_data(Tensor(2.0**power, mstype.float32))
-        found[power] = math.log2(recommend_loss_scale(sweep(rows(), LOSS_SCALES)).loss_scale_value)
-    assert found == {power: found[0] - power for power in found}
-    assert 10 < found[0] < 24
 
 
 @pytest.mark.parametrize("power", [-17, 0, 13, 15])
@@ -74,8 +61,7 @@ def test_recommendation_is_the_largest_power_that_fits_less_the_margin(find, pow
 
 
 def test_recommendation_is_the_lowest_of_several_batches(find):
-    batches = [(ONES,), (8 * ONES,), (ONES,)]
-    assert find(batches, margin=0).loss_scale_value == 2.0**12
+    assert find([(ONES,), (8 * ONES,), (ONES,)], margin=0).loss_scale_value == 2.0**12
 
 
 def test_overflow_at_scale_1_is_said_and_nothing_recommended(find):
@@ -106,10 +92,7 @@ def test_what_underflows_needs_scaling_if_much_of_the_norm_is_lost(find, large, 
     assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in str(found)
     assert found.needs_scaling is needs_scaling
     assert f"At 2^0 FP16 loses {lost}% of the gradient of weight, by its norm" in str(found)
-    assert ("needs loss scaling here" in str(found), "needs no loss scaling" in str(found)) == (
-        needs_scaling,
-        not needs_scaling,
-    )
+    assert ("needs loss scaling here" in str(found)) == ("needs no loss scaling" not in str(found)) == needs_scaling
 
 
 def test_a_coarse_sweep_serves_as_well(find):
@@ -154,24 +137,18 @@ def test_no_scale_up_to_the_recommendation_overflows(overflows, margin):
     assert found.ceiling_is_highest or overflows[ceiling + 1]
 
 
-@pytest.mark.parametrize(
-    ("margin", "error", "message"),
-    [
-        (1.0, TypeError, "'margin' must be an integer"),
-        (True, TypeError, "'margin' must be an integer"),
-        (-1, ValueError, "'margin' must be at least 0"),
-    ],
-)
-def test_bad_margin_is_refused(margin, error, message):
-    with pytest.raises(error, match=message):
-        find_loss_scale(HalfPrecisionSum(2), ONES, margin)
+def test_bad_margin_is_refused():
+    with pytest.raises(TypeError, match="'margin' must be an integer"):
+        find_loss_scale(HalfPrecisionSum(2), ONES, 1.0)
+    with pytest.raises(ValueError, match="'margin' must be at least 0"):
+        find_loss_scale(HalfPrecisionSum(2), ONES, -1)
 
 
 # The demo on samples a quarter as long, started from the found scale and cut off after 100 of its 400 steps.
 FIND_AND_TRAIN = """
 import json, sys
 from mindformers_adaptive.cli.program import main
-from mindformers_adaptive.integration.probe import probe
+from mindformers_adaptive.integration.training_probe import probe
 from mindformers_adaptive.gradients.recommendation import recommend_loss_scale
 
 config, corpus = sys.argv[1:]
@@ -193,7 +170,7 @@ def test_demo_started_from_the_found_scale_skips_at_most_one_of_100_steps(run_fo
     script.write_text(FIND_AND_TRAIN)
     run_forked(script, ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", corpus)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert 2**12 <= found["loss_scale_value"] == found["ceiling"] / 2**DEFAULT_MARGIN
+    assert 2**12 <= found["loss_scale_value"] == found["ceiling"] / 2**MARGIN
     record = read_record(tmp_path / "run" / "loss_scale_record.jsonl")
     assert record[0]["loss_scale"] == found["loss_scale_value"]
     assert [line["step"] for line in record] == list(range(1, 101))

@@ -20,11 +20,9 @@ def test_outputs_of_all_calls_are_measured_in_their_own_dtype(mode):
     outputs = LayerOutputs(network, ["shared", "Pair"])((Tensor(X),), lambda name, array: seen.append((name, array)))
     first = np.full((1, 4), X.sum(), np.float16)
     second = np.full((1, 4), first.astype(np.float32).sum(), np.float16)
-    assert outputs["shared"] == merge_statistics([array_statistics(first), array_statistics(second)])
+    assert outputs["shared"] == merge_statistics(map(array_statistics, (first, second)))
     third = second.astype(np.float32)
-    assert outputs["pair"] == merge_statistics(
-        [array_statistics(np.full((1, 4), third.sum())), array_statistics(third)]
-    )
+    assert outputs["pair"] == merge_statistics(map(array_statistics, (np.full((1, 4), third.sum()), third)))
     assert list(outputs) == ["shared", "pair"]
     assert [(name, array.dtype) for name, array in seen] == [("shared", np.float16)] * 2 + [("pair", np.float32)] * 2
     assert mindspore.get_context("mode") == before

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from mindformers_adaptive.gradients import statistics
-from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows, merge_statistics
+from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 
 ARRAYS = st.sampled_from(["float16", "float32"]).flatmap(
     lambda dtype: arrays(dtype, st.integers(0, 30), elements=st.floats(width=int(dtype[-2:])))
@@ -35,17 +35,22 @@ def test_numbers_are_those_of_a_count_one_by_one(array):
 
 @given(first=ARRAYS, second=ARRAYS)
 def test_merged_statistics_are_those_of_one_array(first, second):
-    together = array_statistics(np.concatenate([first.astype(np.float64), second.astype(np.float64)]), underflowed=7)
-    merged = merge_statistics([array_statistics(first, underflowed=3), array_statistics(second, underflowed=4)])
-    assert merged.norm == pytest.approx(together.norm, rel=1e-12)
-    assert {**vars(merged), "norm": 0.0} == {**vars(together), "norm": 0.0}
+    both = [first.astype(np.float64), second.astype(np.float64)]
+    together = array_statistics(np.concatenate(both), np.ones(first.size + second.size), 0.5)
+    merged = merge_statistics(array_statistics(one, np.ones(one.size), 0.5) for one in both)
+    assert vars(merged) == {
+        name: pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+        for name, value in vars(together).items()
+    }
 
 
 def test_an_array_longer_than_a_piece_is_read_to_its_end(monkeypatch):
     monkeypatch.setattr(statistics, "_PIECE", 4)
     array = np.arange(10, dtype=np.float32).reshape(2, 5)
-    assert array_statistics(array).histogram == {0: 1, 1: 2, 2: 4, 3: 2}
-    assert array_statistics(array).norm == pytest.approx(math.sqrt(285))
+    found = array_statistics(array, reference=array + 1)
+    assert found.histogram == {0: 1, 1: 2, 2: 4, 3: 2}
+    assert (found.norm, found.underflowed) == (pytest.approx(math.sqrt(285)), 1)
+    assert (found.lost, found.reference_norm) == pytest.approx((math.sqrt(10), math.sqrt(385)))
 
 
 def test_the_ends_of_fp16_lie_in_the_histogram_at_minus_24_and_15():
@@ -54,18 +59,32 @@ def test_the_ends_of_fp16_lie_in_the_histogram_at_minus_24_and_15():
 
 
 def test_underflows_are_zeros_that_were_not_zero_at_the_reference():
-    reference = np.array([0.0, 1.0, 2.0, 3.0])
-    assert count_underflows([0.0, 0.0, 2.0, -0.0], reference == 0) == 2
+    assert array_statistics([0.0, 0.0, 2.0, -0.0], reference=[0.0, 1.0, 2.0, 3.0]).underflowed == 2
 
 
-def test_underflows_are_unknown_together_where_one_is_unknown():
-    known, unknown = array_statistics([0.0], underflowed=1), array_statistics([0.0])
-    assert merge_statistics([known, known]).underflowed == 2
-    assert merge_statistics([known, unknown]).underflowed is None
+def test_lost_is_the_norm_of_the_difference_and_unknown_for_what_is_not_finite():
+    random = np.random.default_rng(0)
+    array, reference = random.normal(size=(3, 5)), random.normal(size=(3, 5))
+    found = array_statistics(array, reference, ratio=0.25, unit=8.0)
+    assert found.lost == pytest.approx(np.linalg.norm(array - 0.25 * reference) / 8)
+    assert found.lost_share == pytest.approx(found.lost * 32 / np.linalg.norm(reference))
+    assert array_statistics([0.0], [0.0]).lost_share is None
+    overflowed = array_statistics([np.inf, 0.0], [1.0, 1.0])
+    assert (overflowed.underflowed, overflowed.lost, overflowed.lost_share) == (1, None, None)
+
+
+def test_what_is_unknown_of_one_array_is_unknown_of_all():
+    known, unknown = array_statistics([0.0], [1.0]), array_statistics([0.0])
+    both = merge_statistics([known, known])
+    assert (both.underflowed, both.lost_share) == (2, 1.0)
+    either = merge_statistics([known, unknown])
+    assert (either.underflowed, either.lost, either.lost_share) == (None, None, None)
 
 
 def test_shares_are_of_all_elements_and_json_holds_them():
-    found = json.loads(json.dumps(array_statistics([0.0, 0.0, 1.0, np.nan], underflowed=1).to_dict(), allow_nan=False))
+    found = json.loads(
+        json.dumps(array_statistics([0.0, 0.0, 1.0, np.nan], [0.0, 1.0, 1.0, 1.0]).to_dict(), allow_nan=False)
+    )
     assert (found["zeros_share"], found["underflowed_share"], found["infs_and_nans_share"]) == (0.5, 0.25, 0.25)
     assert found["histogram"] == {"0": 1}
     assert array_statistics([]).to_dict()["zeros_share"] == 0.0

@@ -1,36 +1,28 @@
 """What FP16 loses of gradients without scaling, by their norms, and the verdict that follows."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from fp16_networks import HalfPrecisionSum, gradient_in_fp16
 
 from mindformers_adaptive.gradients.ranges import gradient_ranges
-from mindformers_adaptive.gradients.recommendation import recommend_loss_scale
-from mindformers_adaptive.gradients.report import GradientRanges, LostGradient, ScaleRanges
-from mindformers_adaptive.gradients.statistics import array_statistics, lost_norm
-from mindformers_adaptive.gradients.verdict import HARMLESS_SHARE, judge, table_of_groups
+from mindformers_adaptive.gradients.recommendation import HARMLESS_SHARE, judge, recommend_loss_scale, table_of_groups
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import ArrayStatistics
 
 ATTENTION, OUTPUT, SILENT = "layers.0.attention.wq.weight", "lm_head.weight", "layers.0.feed_forward.w1.weight"
 
 
 def sweep(*batches):
     """A sweep over 1 and 1024 from what 1 loses in each batch, and the norms of the gradients."""
-    one = array_statistics([1.0])
     found = []
     for lost in batches:
-        at_1 = {name: LostGradient(*values) for name, values in lost.items()}
-        at_1024 = {name: LostGradient(0.0, norm) for name, (_, norm) in lost.items()}
-        each = dict.fromkeys(lost, one)
-        found.append((ScaleRanges(1.0, 1.0, each, 1.0, at_1), ScaleRanges(1024.0, 1.0, each, 1.0, at_1024)))
-    return GradientRanges(dict.fromkeys(batches[0], one), tuple(found))
-
-
-def test_lost_norm_is_that_of_the_difference():
-    random = np.random.default_rng(0)
-    array, reference = random.normal(size=(3, 5)), random.normal(size=(3, 5))
-    assert lost_norm(array, reference, 0.25) == pytest.approx(np.linalg.norm(array - 0.25 * reference))
+        at_1 = {name: ArrayStatistics(1, lost=share, reference_norm=norm) for name, (share, norm) in lost.items()}
+        at_1024 = {name: replace(statistics, lost=0.0) for name, statistics in at_1.items()}
+        found.append((ScaleRanges(1.0, 1.0, at_1), ScaleRanges(1024.0, 1.0, at_1024)))
+    return GradientRanges({}, tuple(found))
 
 
 def test_share_counts_underflow_and_the_rounding_of_subnormals(graph_mode):
@@ -39,11 +31,14 @@ def test_share_counts_underflow_and_the_rounding_of_subnormals(graph_mode):
     reference = gradient_in_fp16(gradients, factor, 2.0**20) / 2.0**20
     at_1 = gradient_in_fp16(gradients, factor, 1.0)
     assert (at_1[0], at_1[1], at_1[2] == reference[2]) == (2.0**-20, 0.0, False)
-    assert found.lost_share(1) == pytest.approx(np.linalg.norm(at_1 - reference) / np.linalg.norm(reference))
-    assert found.lost_share(2**20) == 0.0
-    assert found.lost_share(2**40) is None
-    assert json.loads(json.dumps(found.to_dict()))["loss_scales"][0]["overall"]["lost_share"] == found.lost_share(1)
-    assert f"{found.lost_share(1):.3%}" in found.table().splitlines()[1]
+    assert found.overall(1).lost_share == pytest.approx(np.linalg.norm(at_1 - reference) / np.linalg.norm(reference))
+    assert found.overall(2**20).lost_share == 0.0
+    assert found.overall(2**40).lost_share is None
+    assert (
+        json.loads(json.dumps(found.to_dict()))["loss_scales"][0]["overall"]["lost_share"]
+        == found.overall(1).lost_share
+    )
+    assert f"{found.overall(1).lost_share:.3%}" in found.table().splitlines()[1]
 
 
 def test_groups_and_the_worst_parameter_over_batches():

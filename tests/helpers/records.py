@@ -5,16 +5,17 @@ import json
 import numpy as np
 
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
-from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows
+from mindformers_adaptive.gradients.statistics import array_statistics
 
-NAMES = ("layers.0.attention.wq.weight", "lm_head.weight")
+NAMES = ("layers.0.attention.wq.weight", "layers.1.attention.wo.weight", "lm_head.weight")
 SIZE = 1000
 REFERENCE = 512.0
 
 
 def unscaled_gradients(step):
     random = np.random.default_rng(step)
-    return dict(zip(NAMES, (random.normal(0, 2.0**-28, SIZE), random.normal(0, 2.0**-9, SIZE)), strict=True))
+    deviations = (2.0**-28, 2.0**-26, 2.0**-9)
+    return {name: random.normal(0, deviation, SIZE) for name, deviation in zip(NAMES, deviations, strict=True)}
 
 
 def in_fp16(step, scale):
@@ -27,11 +28,8 @@ def gradient_line(step, scale, *others):
     ranges = []
     for one in sorted({scale, *others}):
         gradients, at_reference = in_fp16(step, one), in_fp16(step, REFERENCE)
-        counts = {
-            name: count_underflows(gradients[name], at_reference[name] == 0) if others and one <= REFERENCE else None
-            for name in NAMES
-        }
-        statistics = {name: array_statistics(gradients[name], counts[name]) for name in NAMES}
+        reference = at_reference if others and one <= REFERENCE else {}
+        statistics = {name: array_statistics(gradients[name], reference.get(name), one / REFERENCE) for name in NAMES}
         ranges.append(ScaleRanges(one, 1.0, statistics))
     weights = {name: array_statistics([1.0]) for name in NAMES}
     return json.loads(json.dumps({"step": step, **GradientRanges(weights, (tuple(ranges),)).to_dict()}))

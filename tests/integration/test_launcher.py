@@ -14,6 +14,7 @@ from mindformers.tools.register import MindFormerConfig, MindFormerRegister
 from mindformers_adaptive import wrapper
 from mindformers_adaptive.cli import train
 from mindformers_adaptive.cli.program import main
+from mindformers_adaptive.integration.checks import value_at
 from mindformers_adaptive.integration.launcher import load_config, set_key
 from mindformers_adaptive.integration.workarounds import apply_workarounds
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -33,12 +34,6 @@ def overrides(*arguments):
 
 def load(*arguments):
     return load_config(CONFIG, overrides(*arguments), may_add=train.OPTION_KEYS)
-
-
-def value_at(config, key):
-    for name in key.split("."):
-        config = config.get(name) if config is not None else None
-    return config
 
 
 # option, what is typed, the key it sets, the value it sets it to: another than in the YAML file
@@ -270,43 +265,38 @@ def test_register_path_is_known_to_auto_register_and_to_import(tmp_path, monkeyp
     assert str(tmp_path / "mine") in sys.path
 
 
-SMALL_WINDOWS = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
+SCALE_SENSE = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
+SCALE_SENSE |= {"hysteresis": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "steps", "scale_sense"),
-    [
-        pytest.param(["--epochs=2"], [8, 8], {}, id="as in the YAML file"),
-        pytest.param(["--mode=1"], [8], {**SMALL_WINDOWS, "hysteresis": 2}, id="PyNative, hysteresis"),
-    ],
-)
-def test_a_run_prints_every_step_follows_the_rule_and_saves_its_state(
-    run_forked, corpus, tmp_path, arguments, steps, scale_sense
-):
+def test_a_run_in_pynative_mode_prints_every_step_follows_the_rule_and_saves_its_state(run_forked, corpus, tmp_path):
     options = {
         "model.model_config.seq_length": 32,
         "model.model_config.hidden_size": 32,
-        "runner_wrapper.type": "MFTrainOneStepCell",
-        **{f"runner_wrapper.scale_sense.{key}": value for key, value in scale_sense.items()},
+        **{f"runner_wrapper.scale_sense.{key}": value for key, value in SCALE_SENSE.items()},
     }
     run = run_forked(
-        *(SCRIPT, "--config", CONFIG, "--train_dataset_dir", corpus, "--num_samples", 64, *arguments),
+        *(SCRIPT, "--config", CONFIG, "--train_dataset_dir", corpus, "--num_samples", 64, "--mode=1", "--epochs=2"),
         *("--options", *(f"{key}={value}" for key, value in options.items())),
     )
     printed = printed_steps(run.stdout + run.stderr)
-    assert [place for place, _, _ in printed] == [(step, last) for last in steps for step in range(1, last + 1)]
+    assert [place for place, _, _ in printed] == [(step, 8) for _ in range(2) for step in range(1, 9)]
     overflows = [overflow for _, overflow, _ in printed]
-    assert scale_sense == {} or set(overflows) == {True, False}
+    assert set(overflows) == {True, False}
 
-    rule, states = replay({**yaml_scale_sense(), **scale_sense}, overflows)
+    rule = AdaptiveRule(max_scale_window=4, min_scale_window=1, hysteresis=2)
+    states = [rule.start(2.0**20, scale_window=1)]
+    for overflow in overflows:
+        states.append(rule.step(states[-1], overflow))
+    del states[0]
     # The log has eight digits of what is a float32.
     expected = [pytest.approx(state.loss_scale, rel=1e-6) for state in states]
     assert [loss_scale for _, _, loss_scale in printed] == expected
 
     [file] = tmp_path.glob("output/checkpoint/rank_0/*.ckpt")
     saved = mindspore.load_checkpoint(str(file))
-    expected = checkpoint_of(rule, states[-1], len(states))
+    expected = checkpoint_of(states[-1], len(states))
     assert {name: saved[name].asnumpy().item() for name in expected} == expected
 
 
@@ -317,24 +307,8 @@ def printed_steps(log):
     return [((int(step), int(last)), overflow == "True", float(scale)) for step, last, overflow, scale in found]
 
 
-def yaml_scale_sense():
-    scale_sense = dict(MindFormerConfig(str(CONFIG)).runner_wrapper.scale_sense)
-    del scale_sense["type"]
-    return scale_sense
-
-
-def replay(scale_sense, overflows):
-    """Return the rule and its states after each step."""
-    start = {key: scale_sense.pop(key) for key in ("loss_scale_value", "scale_window")}
-    rule = AdaptiveRule(**scale_sense)
-    states = [rule.start(**start)]
-    for overflow in overflows:
-        states.append(rule.step(states[-1], overflow))
-    return rule, states[1:]
-
-
-def checkpoint_of(rule, state, steps):
-    saved = {
+def checkpoint_of(state, steps):
+    return {
         "scale_sense": state.loss_scale,
         "scale_window": state.scale_window,
         "list_index": state.window_index,
@@ -344,7 +318,5 @@ def checkpoint_of(rule, state, steps):
         "last_overflow_iterator_step": steps - state.clean_steps,
         "skipped_steps": state.skipped_steps,
         "consecutive_overflows": state.consecutive_overflows,
+        "hysteresis_budget": state.hysteresis_budget,
     }
-    if rule.hysteresis > 1:
-        saved["hysteresis_budget"] = state.hysteresis_budget
-    return saved

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import yaml
 from conftest import ROOT
+from record_checks import assert_follows
 from training_runs import LegacyFormat, TrainingRun
 
 from mindformers_adaptive.monitor.record import FIELDS, read_record
@@ -58,11 +59,7 @@ def test_an_overflow_of_one_of_four_is_skipped_by_all(four_processes):
     assert [line["step"] for line in first] == list(range(1, STEPS + 1))
     assert {line["step"] for line in first if line["overflow"]} > PLANTED
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
-    state = rule.start(2.0**20)
-    for line in first:
-        state = rule.step(state, line["overflow"])
-        reached = state.loss_scale, state.scale_window, state.window_index, state.growth_num, state.down_num
-        assert tuple(line[field] for field in FIELDS[4:9]) == reached
+    assert_follows(rule, rule.start(2.0**20), first)
     for record in others:
         assert without_loss(record) == without_loss(first)
         # Each has data of its own.

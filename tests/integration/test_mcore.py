@@ -9,8 +9,9 @@ from mindformers.utils.parameter_register import parameter_register
 from mindspore import Parameter, Tensor, dataset, nn
 from mindspore.train import Callback, Model
 from printed_parameters import LOSSES, forget_printed
+from record_checks import assert_follows
 
-from mindformers_adaptive.gradients.finder import find_loss_scale
+from mindformers_adaptive.gradients.recommendation import find_loss_scale
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -80,12 +81,7 @@ def run(tmp_path_factory):
 def test_qwen3_learns_in_fp16_by_the_rule(run):
     _, _, lines = run
     rule = AdaptiveRule(**WINDOWS)
-    state = rule.start(START, 2)
-    for line in lines:
-        assert line["loss_scale"] == state.loss_scale
-        state = rule.step(state, line["overflow"])
-        assert (line["next_loss_scale"], line["scale_window"]) == (state.loss_scale, state.scale_window)
-        assert line["skipped_steps"] == state.skipped_steps
+    assert_follows(rule, rule.start(START, 2), lines)
     assert len(lines) == STEPS
     # Those of the start, and later ones after a raise.
     assert lines[-1]["skipped_steps"] >= 6

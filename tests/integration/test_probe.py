@@ -9,14 +9,14 @@ import pytest
 from conftest import ROOT
 from training_runs import TrainingRun
 
-from mindformers_adaptive.integration.probe import probe
+from mindformers_adaptive.integration.training_probe import probe
 
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 
 PROBES = """
 import json, sys, warnings
 import mindspore
-from mindformers_adaptive.integration.probe import build_training, load_weights, probe
+from mindformers_adaptive.integration.training_probe import build_training, load_weights, probe
 
 config, corpus = sys.argv[1:]
 small = {"model.model_config." + key: value for key, value in
@@ -123,7 +123,7 @@ def test_bad_input_is_refused(changes, error, message):
 FIND = """
 import json, sys
 from mindformers_adaptive.gradients.recommendation import recommend_loss_scale
-from mindformers_adaptive.integration.probe import probe
+from mindformers_adaptive.integration.training_probe import probe
 
 config, corpus, overrides = sys.argv[1:]
 ranges = probe(config, None, corpus, [2.0**e for e in range(25)], 2, overrides=json.loads(overrides))

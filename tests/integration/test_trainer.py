@@ -13,6 +13,7 @@ from mindformers import TrainingArguments
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.amp import DynamicLossScaleManager
 from mindspore.train import Callback
+from record_checks import assert_follows
 
 from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.integration.trainer import Trainer
@@ -155,10 +156,7 @@ def test_arguments_that_name_the_gradient_guided_cell_train_by_its_rule():
     trainer.train()
     lines = read_record("record.jsonl")
     rule = GuidedRule()
-    state = rule.start(2.0**24)
-    for line in lines:
-        assert line["loss_scale"] == state.loss_scale
-        state = rule.step(state, line["overflow"], line["largest_gradient"])
+    assert_follows(rule, rule.start(2.0**24), lines)
     assert {line["overflow"] for line in lines} == {True, False}
 
 

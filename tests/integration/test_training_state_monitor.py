@@ -4,11 +4,11 @@ import mindformers.core.callback
 import numpy as np
 import pytest
 from fp16_networks import HalfPrecisionSum
-from mindformers.tools.register import MindFormerConfig, MindFormerRegister
+from mindformers.tools.register import MindFormerConfig
 from mindspore import dataset, nn
 from mindspore.train import Callback, Model
+from record_checks import assert_follows
 
-from mindformers_adaptive import register
 from mindformers_adaptive.integration.training_state_monitor import TrainingStateMonitor
 from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import read_log
@@ -75,11 +75,6 @@ def spike_monitor(kind, **config):
     return kind(100, section, use_skip_data_by_global_norm=not config.get("check_for_global_norm"))
 
 
-def test_mindformers_builds_our_monitor_by_its_name():
-    register()
-    assert MindFormerRegister.get_cls("callback", "TrainingStateMonitor") is TrainingStateMonitor
-
-
 @pytest.mark.parametrize("kind", [STOCK, TrainingStateMonitor])
 def test_the_overflows_of_the_start_are_no_anomaly_with_the_check_for_nan(kind):
     seen, error = train([*SEARCH, 1.0], kind(100, check_for_nan_in_loss_and_grad=True))
@@ -126,10 +121,7 @@ def test_steps_dropped_by_norm_are_in_record_and_analysis_and_leave_the_scale_al
     assert [line["step"] for line in lines if line["overflow"]] == [*range(1, OVERFLOWS_AT_START + 1), overflowed_again]
     # A dropped step is clean to the rule: the 20th since the overflows raises the scale, at which the spike overflows.
     rule = AdaptiveRule()
-    state = rule.start(START)
-    for line in lines:
-        state = rule.step(state, line["overflow"])
-        assert (line["next_loss_scale"], line["scale_window"]) == (state.loss_scale, state.scale_window)
+    assert_follows(rule, rule.start(START), lines)
     for step in dropped:
         assert seen[step - 1] == seen[step - 2]
     # Neither an overflowed nor a dropped step moves the schedule of the learning rate.

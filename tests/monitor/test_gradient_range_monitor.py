@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 from training_runs import TrainingRun
 
 from mindformers_adaptive.gradients.ranges import gradient_ranges
-from mindformers_adaptive.lab.traces.measured import from_gradient_ranges
+from mindformers_adaptive.lab.traces.gradients import from_gradient_ranges
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
@@ -57,6 +57,15 @@ def lines_of(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def watch(tmp_path, network, data, *callbacks, every_n_steps=1, tensorboard_dir=None, **arguments):
+    """Train a train-step cell or a Model with the monitor, and return the lines of its record."""
+    file = tmp_path / "record.jsonl"
+    monitor = GradientRangeMonitor(every_n_steps, record_path=file, tensorboard_dir=tensorboard_dir, **arguments)
+    model = network if isinstance(network, Model) else Model(network)
+    model.train(1, data, callbacks=[*callbacks, monitor], dataset_sink_mode=False)
+    return lines_of(file) if file.exists() else None
+
+
 def events_of(folder):
     """Return {(tag, step): value} of all TensorBoard files in a folder."""
     found = {}
@@ -86,15 +95,13 @@ def sum_training(tmp_path, x, **arguments):
     update_cell = AdaptiveLossScaleUpdateCell(2**10, 2, 20)
     optimizer = nn.SGD(network.trainable_params(), 0.25)
     step = TrainOneStepWithLossScaleCell(network, optimizer, update_cell)
-    monitor = GradientRangeMonitor(1, record_path=tmp_path / "record.jsonl", tensorboard_dir=tmp_path, **arguments)
     data = dataset.NumpySlicesDataset(x, shuffle=False).batch(1)
-    Model(step).train(1, data, callbacks=[monitor], dataset_sink_mode=False)
+    return watch(tmp_path, step, data, tensorboard_dir=tmp_path, **arguments)
 
 
 def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path):
     x = np.array([[1.0, 2.0], [4.0, 8.0]], np.float32)
-    sum_training(tmp_path, x, loss_scales=[1, 2**14])
-    first, second = lines_of(tmp_path / "record.jsonl")
+    first, second = sum_training(tmp_path, x, loss_scales=[1, 2**14])
     assert [scale["loss_scale"] for scale in first["loss_scales"]] == [1, 2**10, 2**14]
     assert [scale["overflowed_batches"] for scale in first["loss_scales"]] == [0, 0, 0]
     assert [scale["overflowed_batches"] for scale in second["loss_scales"]] == [0, 0, 1]
@@ -121,13 +128,12 @@ def test_norm_in_tensorboard_is_that_of_mindformers_in_the_same_step(graph_mode,
         scale_sense=AdaptiveLossScaleUpdateCell(2**6, 2, 20),
         calculate_per_token_loss=True,
     )
-    monitor = GradientRangeMonitor(1, record_path=tmp_path / "record.jsonl", tensorboard_dir=tmp_path)
     data = dataset.NumpySlicesDataset(np.random.default_rng(0).normal(size=(TOKENS * 3, 8)).astype(np.float32))
-    Model(step).train(1, data.batch(TOKENS), callbacks=[monitor, Norms()], dataset_sink_mode=False)
+    lines = watch(tmp_path, step, data.batch(TOKENS), Norms(), tensorboard_dir=tmp_path)
     events = events_of(tmp_path)
     assert len(norms) == 3
     assert [events["gradients/norm", number] for number in (1, 2, 3)] == pytest.approx(norms, rel=1e-5)
-    for line, norm in zip(lines_of(tmp_path / "record.jsonl"), norms, strict=True):
+    for line, norm in zip(lines, norms, strict=True):
         [batch], [at_scale] = line["batches"], line["loss_scales"]
         assert at_scale["overall"]["norm"] == pytest.approx(norm * 2**6 * batch["grad_scale_factor"], rel=1e-5)
 
@@ -135,10 +141,8 @@ def test_norm_in_tensorboard_is_that_of_mindformers_in_the_same_step(graph_mode,
 def test_outputs_of_layers_are_in_the_record_and_in_tensorboard(graph_mode, tmp_path):
     network = nn.Dense(8, 2, "ones", has_bias=False)
     model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
-    monitor = GradientRangeMonitor(2, None, tmp_path / "record.jsonl", tmp_path, layers=["Dense"])
     data = dataset.NumpySlicesDataset((np.ones((8, 8), np.float32), np.zeros((8, 2), np.float32))).batch(4)
-    model.train(1, data, callbacks=[monitor], dataset_sink_mode=False)
-    [line] = lines_of(tmp_path / "record.jsonl")
+    [line] = watch(tmp_path, model, data, every_n_steps=2, tensorboard_dir=tmp_path, layers=["Dense"])
     weight = line["weights"]["parameters"]["weight"]["largest"]
     [(name, output)] = line["outputs"].items()
     assert (output["size"], output["largest"]) == (8, pytest.approx(8 * weight))
@@ -150,15 +154,13 @@ def test_outputs_of_layers_are_in_the_record_and_in_tensorboard(graph_mode, tmp_
 def test_layers_that_cannot_be_measured_do_not_stop_the_training(graph_mode, tmp_path, mindformers_log):
     network = GraphOnly()
     step = TrainOneStepWithLossScaleCell(network, nn.SGD(network.trainable_params(), 0.1), Tensor(4.0, mstype.float32))
-    monitor = GradientRangeMonitor(1, record_path=tmp_path / "record.jsonl", layers=["Dense"])
-    data = dataset.NumpySlicesDataset(np.ones((3, 4), np.float32)).batch(1)
-    Model(step).train(1, data, callbacks=[monitor], dataset_sink_mode=False)
+    lines = watch(tmp_path, step, dataset.NumpySlicesDataset(np.ones((3, 4), np.float32)).batch(1), layers=["Dense"])
     assert mindformers_log.text.count("a kernel is missing. GradientRangeMonitor goes on without 'layers'.") == 1
-    assert [line["outputs"] for line in lines_of(tmp_path / "record.jsonl")] == [{}] * 3
+    assert [line["outputs"] for line in lines] == [{}] * 3
 
 
 def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):
-    record, checkpoint = tmp_path / "record.jsonl", str(tmp_path / "3.ckpt")
+    checkpoint = str(tmp_path / "3.ckpt")
 
     class Killed(Callback):
         """Saves after step 3, and fails after step 5."""
@@ -170,21 +172,15 @@ def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):
             if params.cur_step_num == 5:
                 raise KeyboardInterrupt
 
-    def train_from(step, data, *callbacks):
-        callbacks = [GradientRangeMonitor(1, record_path=record), *callbacks]
-        Model(step).train(1, data, callbacks=callbacks, dataset_sink_mode=False)
-
     with pytest.raises(KeyboardInterrupt):
-        train_from(seeded_train_step(), batches(8), Killed())
-    assert [line["step"] for line in lines_of(record)] == [1, 2, 3, 4, 5]
+        watch(tmp_path, seeded_train_step(), batches(8), Killed())
+    assert [line["step"] for line in lines_of(tmp_path / "record.jsonl")] == [1, 2, 3, 4, 5]
     resumed = seeded_train_step()
     mindspore.load_checkpoint(checkpoint, resumed)
-    train_from(resumed, batches(5))
-    assert [line["step"] for line in lines_of(record)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [line["step"] for line in watch(tmp_path, resumed, batches(5))] == [1, 2, 3, 4, 5, 6, 7, 8]
     # A new run keeps the old file.
-    train_from(seeded_train_step(), batches(2))
-    assert [line["step"] for line in lines_of(record)] == [1, 2]
-    assert len(lines_of(record.with_name("record.jsonl.1"))) == 8
+    assert [line["step"] for line in watch(tmp_path, seeded_train_step(), batches(2))] == [1, 2]
+    assert len(lines_of(tmp_path / "record.jsonl.1")) == 8
 
 
 def test_record_is_a_trace_of_measured_ceilings(graph_mode, tmp_path):
@@ -212,21 +208,19 @@ def test_tensorboard_has_histograms_and_norms_of_weights_and_gradients_without_t
 
 
 def test_gradients_that_overflow_are_reported_and_left_out_of_the_histogram(graph_mode, tmp_path):
-    sum_training(tmp_path, np.array([[1.0, np.inf], [np.inf, np.inf]], np.float32))
+    lines = sum_training(tmp_path, np.array([[1.0, np.inf], [np.inf, np.inf]], np.float32))
     events = events_of(tmp_path)
     assert [events["gradients/infs_and_nans_share", step] for step in (1, 2)] == [0.5, 1]
     assert events["weight/grad", 1].num == 1
     assert ("weight/grad", 2) not in events
-    lines = lines_of(tmp_path / "record.jsonl")
     assert [line["loss_scales"][0]["overflowed_batches"] for line in lines] == [1, 1]
 
 
 def test_a_model_without_loss_scaling_is_looked_at_at_scale_1(graph_mode, tmp_path):
     network = nn.Dense(8, 2)
     model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
-    monitor = GradientRangeMonitor(2, record_path=tmp_path / "record.jsonl")
-    model.train(1, batches(), callbacks=[monitor], dataset_sink_mode=False)
-    assert [line["loss_scales"][0]["loss_scale"] for line in lines_of(tmp_path / "record.jsonl")] == [1, 1]
+    lines = watch(tmp_path, model, batches(), every_n_steps=2)
+    assert [line["loss_scales"][0]["loss_scale"] for line in lines] == [1, 1]
     assert not list(tmp_path.glob("events.*"))
 
 
@@ -239,24 +233,12 @@ def mindformers_log(caplog):
     logger.removeHandler(caplog.handler)
 
 
-def test_a_record_that_cannot_be_written_does_not_stop_the_training(graph_mode, tmp_path, mindformers_log):
-    (tmp_path / "file").touch()
-    network = nn.Dense(8, 2)
-    model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
-    monitor = GradientRangeMonitor(2, record_path=tmp_path / "file" / "record.jsonl")
-    model.train(1, batches(), callbacks=[monitor], dataset_sink_mode=False)
-    assert mindformers_log.text.count("cannot be written") == 1
-
-
 def test_a_loss_scale_of_inf_is_said_once(graph_mode, tmp_path, mindformers_log):
     network = HalfPrecisionSum(2)
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     step = TrainOneStepWithLossScaleCell(network, optimizer, Tensor(np.inf, mstype.float32))
-    monitor = GradientRangeMonitor(1, record_path=tmp_path / "record.jsonl")
-    data = dataset.NumpySlicesDataset(np.ones((3, 2), np.float32)).batch(1)
-    Model(step).train(1, data, callbacks=[monitor], dataset_sink_mode=False)
+    assert watch(tmp_path, step, dataset.NumpySlicesDataset(np.ones((3, 2), np.float32)).batch(1)) is None
     assert mindformers_log.text.count("looks at no gradients while the loss scale is inf") == 1
-    assert not (tmp_path / "record.jsonl").exists()
 
 
 def test_data_sink_mode_is_said_once(graph_mode, tmp_path, mindformers_log):
@@ -269,19 +251,17 @@ def test_data_sink_mode_is_said_once(graph_mode, tmp_path, mindformers_log):
         def on_train_step_begin(self, run_context):
             run_context.original_args().train_dataset_element = ()
 
-    train(SinkMode(), GradientRangeMonitor(1, record_path=tmp_path / "record.jsonl"))
+    assert watch(tmp_path, seeded_train_step(), batches(), SinkMode()) is None
     assert mindformers_log.text.count("cannot see the batches in data-sink mode") == 1
-    assert not (tmp_path / "record.jsonl").exists()
 
 
-def test_a_network_without_a_train_step_is_refused():
+def test_a_network_without_a_train_step_is_refused(tmp_path):
     class Stepless(nn.Cell):
         def construct(self, x, target):
             return x.sum()
 
-    monitor = GradientRangeMonitor()
     with pytest.raises(ValueError, match="must be used with a train-step cell"):
-        Model(Stepless()).train(1, batches(), callbacks=[monitor], dataset_sink_mode=False)
+        watch(tmp_path, Stepless(), batches())
 
 
 @pytest.mark.parametrize(
@@ -291,9 +271,7 @@ def test_a_network_without_a_train_step_is_refused():
         ({"every_n_steps": 1.0}, TypeError, "'every_n_steps' must be an integer"),
         ({"loss_scales": [-1]}, ValueError, "'loss_scales' must be finite and above 0"),
         ({"loss_scales": 2}, TypeError, "'loss_scales' must be a list"),
-        ({"record_path": 3}, TypeError, "'record_path' must be a path"),
         ({"layers": "Dense"}, TypeError, "'layers' must be a list of names"),
-        ({"all_ranks": 1}, TypeError, "'all_ranks' must be True or False"),
     ],
 )
 def test_bad_input_is_refused(arguments, error, message):

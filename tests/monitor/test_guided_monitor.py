@@ -10,7 +10,6 @@ from mindspore import Parameter, Tensor, nn
 from test_loss_scale_monitor import train
 
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-from mindformers_adaptive.monitor.overflow_names import OverflowNames
 from mindformers_adaptive.monitor.record import FIELDS, read_record
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
@@ -142,12 +141,3 @@ def test_a_collapse_names_the_parameters_or_says_how_to_have_them_named(path, ke
     with pytest.raises(RuntimeError, match="3 steps in a row have overflowed up to step 3") as error:
         train(build(("third",), track_per_parameter=keeps), [monitor], [True] * 4)
     assert str(error.value).endswith(f"going on from a checkpoint before the overflows began.{end}")
-
-
-def test_a_row_that_goes_on_after_a_resume_has_its_line_too():
-    step = {"loss_scale": None, "overflowed_parameters": []}
-    names = OverflowNames()
-    line = "Loss scaling: step 7 overflowed, but had neither inf nor NaN in the gradients of the Parameters."
-    assert names.check({**step, "step": 7, "consecutive_overflows": 4}) == line
-    assert names.check({**step, "step": 8, "consecutive_overflows": 5}) is None
-    assert names.check({**step, "step": 10, "consecutive_overflows": 1}) == line.replace("7", "10")

@@ -8,6 +8,7 @@ import signal
 import pytest
 from conftest import write_corpus
 from event_files import read_scalars
+from record_checks import assert_follows
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
 from versions import BEFORE_1_7, NEEDS_SECTION
 
@@ -37,16 +38,12 @@ def assert_is_what_happened(lines, printed):
     """Compare a record with MindFormers' own log lines, and with the rule replayed on its overflow flags."""
     assert [line["step"] for line in lines] == list(range(1, LAST + 1)) == sorted(printed)
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
-    state = rule.start(2.0**20, scale_window=1)
+    assert_follows(rule, rule.start(2.0**20, scale_window=1), lines)
     for line in lines:
         step = printed[line["step"]]
         loss = f"{line['loss']:.{3 if BEFORE_1_7 else 6}f}"
         assert (loss, line["overflow"]) == (step.loss, step.overflow)
         assert line["next_loss_scale"] == step.loss_scale
-        assert line["loss_scale"] == state.loss_scale
-        state = rule.step(state, line["overflow"])
-        by_rule = state._asdict() | {"next_loss_scale": state.loss_scale}
-        assert {name: line[name] for name in MOVING[2:]} == {name: by_rule[name] for name in MOVING[2:]}
         # This cell follows no gradients, and MindFormers was not told to drop steps.
         assert (line["largest_gradient"], line["dropped_by_norm"]) == (None, False)
     for name in MOVING:

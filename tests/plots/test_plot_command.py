@@ -8,7 +8,6 @@ from records import gradient_line, record_of
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_record import draw_gradient_records
-from mindformers_adaptive.plots.record import draw_record
 from mindformers_adaptive.plots.runs import draw_runs
 
 RUNS = {"64": record_of([64.0] * 21), "512": record_of([512.0] * 21, [7])}
@@ -59,12 +58,9 @@ def test_record_of_gradients_is_drawn(plot, tmp_path, picture_of):
     code, picture, printed = plot("gradient_ranges.jsonl", "out.png")
     assert (code, printed) == (0, "written: out.png\n")
     assert picture == picture_of(draw_gradient_records({"gradient_ranges.jsonl": GRADIENTS["64"]}))
-
-
-def test_record_of_gradients_with_one_line_is_no_sweep(plot, tmp_path, picture_of):
+    # A record of one line is JSON, as a sweep is.
     write(tmp_path / "gradient_ranges.jsonl", GRADIENTS["64"][:1])
-    code, picture, _ = plot("gradient_ranges.jsonl", "out.png")
-    assert code == 0
+    picture = plot("gradient_ranges.jsonl", "out.png")[1]
     assert picture == picture_of(draw_gradient_records({"x": GRADIENTS["64"][:1]}))
 
 
@@ -79,7 +75,7 @@ def test_one_run_is_drawn_as_before(plot, tmp_path, picture_of):
     write_runs(tmp_path)
     code, picture, _ = plot("512/loss_scale_record.jsonl", "out.png")
     assert code == 0
-    assert picture == picture_of(draw_record(RUNS["512"]))
+    assert picture == picture_of(draw_runs({"": RUNS["512"]}))
 
 
 def test_runs_are_drawn_side_by_side_with_the_gradients_that_lie_beside_them(plot, tmp_path, picture_of):

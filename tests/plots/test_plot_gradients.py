@@ -1,48 +1,26 @@
 """The pictures of a sweep show exactly what FP16 did to the gradients, group by group and scale by scale."""
 
-import json
-
 import numpy as np
 import pytest
 from drawn import artist, artists, legend, points, title
+from records import NAMES, gradient_line, in_fp16
 
-from mindformers_adaptive.gradients.parameter_groups import group_parameters, parameter_group
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
-from mindformers_adaptive.gradients.statistics import array_statistics, count_underflows
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, group_parameters, parameter_group
+from mindformers_adaptive.gradients.statistics import array_statistics
 from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
 
 SCALES = (1.0, 64.0, 512.0, 2.0**30)
-NAMES = ("model.layers.0.attention.wq.weight", "model.layers.1.attention.wo.weight", "lm_head.weight")
-
-
-def unscaled_gradients():
-    """By Parameter name 1000 gradients: some 0 in truth, most of attention below the subnormal numbers of FP16."""
-    random = np.random.default_rng(0)
-    found = {name: random.normal(0, 2.0**-26, 1000) for name in NAMES[:2]}
-    found[NAMES[2]] = random.normal(0, 2.0**-10, 1000)
-    for gradients in found.values():
-        gradients[:100] = 0
-    return found
-
-
-def in_fp16(scale):
-    with np.errstate(over="ignore"):
-        return {name: (gradients * scale).astype(np.float16) for name, gradients in unscaled_gradients().items()}
 
 
 @pytest.fixture(scope="module")
 def sweep():
     """A sweep over ``SCALES`` as its JSON file holds it; 2^30 overflows."""
-    reference = {name: gradients == 0 for name, gradients in in_fp16(512.0).items()}
-    found = []
-    for scale in SCALES:
-        statistics = {
-            name: array_statistics(gradients, count_underflows(gradients, reference[name]) if scale <= 512 else None)
-            for name, gradients in in_fp16(scale).items()
-        }
-        found.append(ScaleRanges(scale, 1.0, statistics))
-    ranges = GradientRanges({name: array_statistics([1.0]) for name in NAMES}, (tuple(found),))
-    return json.loads(json.dumps(ranges.to_dict()))
+    return gradient_line(1, *SCALES)
+
+
+def at_scale(scale, names=NAMES):
+    """The gradients of some Parameters at a scale, in one array."""
+    return np.concatenate([in_fp16(1, scale)[name] for name in names])
 
 
 def bars(axes):
@@ -56,8 +34,7 @@ def test_bars_are_the_shares_of_all_gradients_of_a_group(sweep):
     for column, scale in enumerate((64.0, 512.0)):
         together = {"attention": NAMES[:2], "output": NAMES[2:]}
         for row, names in enumerate(together.values()):
-            all_of_them = np.concatenate([in_fp16(scale)[name] for name in names]).astype(np.float64)
-            zeros_in_512 = np.concatenate([in_fp16(512.0)[name] for name in names]) == 0
+            all_of_them, zeros_in_512 = at_scale(scale, names).astype(np.float64), at_scale(512.0, names) == 0
             nonzero = np.abs(all_of_them[all_of_them != 0])
             exponents, counts = np.unique(np.floor(np.log2(nonzero)), return_counts=True)
             expected = {int(e): 100 * n / len(all_of_them) for e, n in zip(exponents, counts, strict=True)}
@@ -70,7 +47,7 @@ def test_bars_are_the_shares_of_all_gradients_of_a_group(sweep):
 def test_title_tells_underflow_and_subnormals_of_each_scale(sweep):
     shares = []
     for scale in (64.0, 512.0):
-        found, reference = (np.abs(np.concatenate(list(in_fp16(one).values()))) for one in (scale, 512.0))
+        found, reference = (np.abs(at_scale(one)) for one in (scale, 512.0))
         shares += [100 * np.mean((found == 0) & (reference > 0)), 100 * np.mean((found > 0) & (found < 2.0**-14))]
     assert shares[0] > 1
     first, second = shares[:2], shares[2:]
@@ -99,28 +76,25 @@ def test_overflowed_scale_says_so(sweep):
     figure = draw_histograms(sweep, [2.0**30])
     said = [artist(axes, "lost").get_text() for axes in figure.axes]
     assert said[0] == "underflow not known, subnormal 0 %"
-    share = 100 * np.mean(~np.isfinite(in_fp16(2.0**30)[NAMES[2]]))
+    share = 100 * np.mean(~np.isfinite(at_scale(2.0**30, NAMES[2:])))
     assert said[1] == f"inf or NaN {share:.0f} %"
     assert bars(figure.axes[1])[22] == pytest.approx(share)
     assert title(figure) == f"At loss scale $2^{{30}}$, {share / 3:.2g} % of the gradients are inf or NaN"
 
 
 def test_lowest_and_highest_scale_without_overflow_are_compared_by_default(sweep):
-    figure = draw_histograms(sweep)
-    assert [axes.get_title("left") for axes in figure.axes[:2]] == [
-        "loss scale $2^{0}$ = 1",
-        "loss scale $2^{9}$ = 512",
-    ]
+    titles = [axes.get_title("left") for axes in draw_histograms(sweep).axes[:2]]
+    assert titles == ["loss scale $2^{0}$ = 1", "loss scale $2^{9}$ = 512"]
 
 
 def test_gradients_beyond_fp16_count_at_the_ends():
-    found = array_statistics([2.0**-100, 2.0**-40, 1.0, 2.0**90], underflowed=0)
+    found = array_statistics([2.0**-100, 2.0**-40, 1.0, 2.0**90], np.ones(4))
     ranges = GradientRanges({"a": found}, ((ScaleRanges(1.0, 1.0, {"a": found}),),))
     assert bars(draw_histograms(ranges.to_dict()).axes[0]) == {-30: 50.0, 0: 25.0, 19: 25.0}
 
 
 def test_subnormals_are_those_below_the_smallest_normal_number():
-    found = array_statistics([2.0**-25, 2.0**-15, 1.99 * 2.0**-15, 2.0**-14, 1.0], underflowed=0)
+    found = array_statistics([2.0**-25, 2.0**-15, 1.99 * 2.0**-15, 2.0**-14, 1.0], np.ones(5))
     ranges = GradientRanges({"a": found}, ((ScaleRanges(1.0, 1.0, {"a": found}),),))
     axes = draw_histograms(ranges.to_dict()).axes[0]
     assert artist(axes, "lost").get_text() == "underflow 0 %, subnormal 60 %"
@@ -133,11 +107,8 @@ def test_underflow_is_drawn_for_each_group_and_all(sweep):
     for gid, names in (("attention", NAMES[:2]), ("output", NAMES[2:]), ("all", NAMES)):
         x, y = points(axes, gid)
         assert x == list(SCALES)
-        reference = np.concatenate([in_fp16(512.0)[name] for name in names])
-        shares = [
-            100 * np.mean((np.concatenate([in_fp16(scale)[name] for name in names]) == 0) & (reference != 0))
-            for scale in SCALES[:3]
-        ]
+        reference = at_scale(512.0, names)
+        shares = [100 * np.mean((at_scale(scale, names) == 0) & (reference != 0)) for scale in SCALES[:3]]
         assert y[:3] == pytest.approx(shares)
         assert np.isnan(y[3])
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "symlog")
@@ -154,8 +125,7 @@ def test_overflowed_scales_are_shaded(sweep):
 
 
 def test_title_of_underflow_tells_the_ends(sweep):
-    at_1, reference = np.concatenate(list(in_fp16(1.0).values())), np.concatenate(list(in_fp16(512.0).values()))
-    share = 100 * np.mean((at_1 == 0) & (reference != 0))
+    share = 100 * np.mean((at_scale(1.0) == 0) & (at_scale(512.0) != 0))
     said = f"Underflow: {share:.0f} % at $2^{{0}}$, 0 % at $2^{{9}}$, "
     assert title(draw_underflow(sweep)) == said + "the highest that does not overflow"
     without = {**sweep, "loss_scales": sweep["loss_scales"][:3]}
@@ -166,9 +136,8 @@ def test_title_of_underflow_tells_the_ends(sweep):
 
 @pytest.mark.parametrize("scales", [[64, 100], []])
 def test_scale_that_was_not_tried_is_refused(sweep, scales):
-    with pytest.raises(
-        ValueError, match=r"'loss_scales' must be some of the sweep's, 2\^0, 2\^6, 2\^9, 2\^30, but got"
-    ):
+    message = r"'loss_scales' must be some of the sweep's, 2\^0, 2\^6, 2\^9, 2\^30, but got"
+    with pytest.raises(ValueError, match=message):
         draw_histograms(sweep, scales)
 
 
@@ -218,5 +187,5 @@ def test_small_groups_of_many_are_gathered():
 
 
 def test_groups_can_be_ones_own(sweep):
-    figure = draw_histograms(sweep, [64], group=lambda name: name.split(".")[1])
-    assert [axes.get_ylabel() for axes in figure.axes] == ["layers\nshare, %", "weight\nshare, %"]
+    figure = draw_histograms(sweep, [64], group=lambda name: name.split(".")[0])
+    assert [axes.get_ylabel() for axes in figure.axes] == ["layers\nshare, %", "lm_head\nshare, %"]

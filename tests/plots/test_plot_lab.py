@@ -10,7 +10,7 @@ from drawn import artist, artists, legend, overlap, points, title
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.lab.traces.gradients import with_gradients
-from mindformers_adaptive.lab.traces.synthetic import spikes, sudden_drop, synthetic_traces
+from mindformers_adaptive.lab.traces.synthetic import synthetic_trace, synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.plots.lab import draw_replays
 from mindformers_adaptive.plots.pareto import draw_comparison, draw_pareto_front
@@ -23,7 +23,7 @@ def replays_on(trace, names=NAMES):
 
 
 def test_scales_and_ceiling_are_drawn_as_they_are():
-    trace = sudden_drop(500, seed=1)
+    trace = synthetic_trace("sudden drop", 500, seed=1)
     replays = replays_on(trace)
     upper = draw_replays(trace, replays).axes[0]
     assert points(upper, "ceiling") == (list(range(1, 501)), list(trace.ceiling))
@@ -37,7 +37,7 @@ def test_scales_and_ceiling_are_drawn_as_they_are():
 
 
 def test_every_skipped_step_has_a_mark_in_the_row_of_its_policy():
-    trace = sudden_drop(500, seed=1)
+    trace = synthetic_trace("sudden drop", 500, seed=1)
     replays = replays_on(trace)
     lower = draw_replays(trace, replays).axes[1]
     for row, (name, found) in enumerate(replays.items()):
@@ -49,7 +49,7 @@ def test_every_skipped_step_has_a_mark_in_the_row_of_its_policy():
 
 
 def test_policies_have_a_colour_or_dashes_of_their_own():
-    trace = sudden_drop(50, seed=0)
+    trace = synthetic_trace("sudden drop", 50, seed=0)
     names = [name for name in POLICY_NAMES if name != "fixed"]
     upper = draw_replays(trace, replays_on(trace, names)).axes[0]
     looks = {(artist(upper, name).get_color(), artist(upper, name).get_linestyle()) for name in names}
@@ -57,11 +57,9 @@ def test_policies_have_a_colour_or_dashes_of_their_own():
 
 
 def test_long_names_leave_the_panels_their_room():
-    trace = sudden_drop(50, seed=0)
-    windows = {
-        f"dynamic:scale_window={window}": make_policy("dynamic", scale_window=window) for window in range(20, 27)
-    }
-    figure = draw_replays(trace, {name: replay(policy, trace) for name, policy in windows.items()})
+    trace = synthetic_trace("sudden drop", 50, seed=0)
+    policies = {f"dynamic:scale_window={one}": make_policy("dynamic", scale_window=one) for one in range(20, 27)}
+    figure = draw_replays(trace, {name: replay(policy, trace) for name, policy in policies.items()})
     figure.canvas.draw()
     upper, box = figure.axes[0].get_window_extent(), figure.axes[0].get_legend().get_window_extent()
     assert upper.width > 0.6 * 1200
@@ -89,20 +87,16 @@ def test_ceilings_that_are_no_numbers_stay_within_the_panel():
     assert points(upper, "ceiling")[1] == [low, high, 2.0**10, high]
 
 
-@pytest.mark.parametrize(
-    ("lower_bound", "upper_bound"), [(0.0, math.inf), (8.0, math.inf), (0.0, np.nextafter(8.0, 9.0))]
-)
-def test_ceiling_that_is_not_known_is_called_assumed(lower_bound, upper_bound):
-    trace = Trace(
-        "log", np.array([8.0, math.inf]), np.array([lower_bound, math.inf]), np.array([upper_bound, math.inf])
-    )
+@pytest.mark.parametrize("bounds", [(0.0, math.inf), (8.0, math.inf), (0.0, np.nextafter(8.0, 9.0))])
+def test_ceiling_that_is_not_known_is_called_assumed(bounds):
+    trace = Trace("log", *(np.array([number, math.inf]) for number in (8.0, *bounds)))
     assert legend(draw_replays(trace, replays_on(trace)).axes[0])[0] == "ceiling, partly assumed"
     exact = Trace.exact("made", trace.ceiling)
     assert legend(draw_replays(exact, replays_on(exact)).axes[0])[0] == "ceiling"
 
 
 def test_long_trace_is_drawn_as_medians_within_a_band():
-    trace = spikes(20_000, seed=0)
+    trace = synthetic_trace("spikes", 20_000, seed=0)
     found = replays_on(trace, ["dynamic"])
     upper, lower = draw_replays(trace, found).axes
     x, y = points(upper, "ceiling")
@@ -117,10 +111,9 @@ def test_long_trace_is_drawn_as_medians_within_a_band():
 
 
 def test_replays_of_another_trace_are_refused():
-    short, long = sudden_drop(5, seed=0), sudden_drop(6, seed=0)
-    with pytest.raises(
-        ValueError, match="'replays' must be of the trace 'sudden drop' with 6 steps, but 'torch' has 5"
-    ):
+    short, long = synthetic_trace("sudden drop", 5, seed=0), synthetic_trace("sudden drop", 6, seed=0)
+    message = "'replays' must be of the trace 'sudden drop' with 6 steps, but 'torch' has 5"
+    with pytest.raises(ValueError, match=message):
         draw_replays(long, replays_on(short, ["torch"]))
     with pytest.raises(ValueError, match="'replays' must have at least 1 entry, but it is empty"):
         draw_replays(long, {})
@@ -169,8 +162,17 @@ def test_names_lie_neither_on_each_other_nor_on_points():
     assert not any(overlap(one, other) for place, one in enumerate(boxes) for other in boxes[:place])
     dots = axes.transData.transform(np.column_stack([skipped, headroom]))
     assert not any(box.x0 < x < box.x1 and box.y0 < y < box.y1 for box in boxes for x, y in dots)
+    assert_within_the_panel(axes)
+    assert_within_the_panel(draw_pareto_front([1, 5, 9], [3.0, 2.0, 1.0], ["w" * 34, "x" * 30, "y" * 34]).axes[0])
+
+
+def assert_within_the_panel(axes):
+    """The names of a panel lie within it."""
     frame = axes.get_window_extent()
-    assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 for box in boxes)
+    for name in artists(axes, "name"):
+        box = name.get_window_extent()
+        assert frame.x0 <= box.x0 < box.x1 <= frame.x1
+        assert frame.y0 <= box.y0 < box.y1 <= frame.y1
 
 
 def test_name_does_not_lie_on_the_line():
@@ -180,15 +182,6 @@ def test_name_does_not_lie_on_the_line():
     names = {text.get_text(): text.get_window_extent() for text in artists(axes, "name")}
     line = axes.transData.transform((1, 2.0))[1]
     assert not names["first of the front"].y0 < line < names["first of the front"].y1
-
-
-def test_long_names_stay_within_the_panel():
-    figure = draw_pareto_front([1, 5, 9], [3.0, 2.0, 1.0], ["w" * 34, "x" * 30, "y" * 34])
-    frame = figure.axes[0].get_window_extent()
-    for name in artists(figure.axes[0], "name"):
-        box = name.get_window_extent()
-        assert frame.x0 <= box.x0 < box.x1 <= frame.x1
-        assert frame.y0 <= box.y0 < box.y1 <= frame.y1
 
 
 def test_of_many_results_some_on_the_front_are_named():
@@ -204,22 +197,21 @@ def test_far_outlier_in_skipped_steps_gets_a_logarithmic_axis():
     assert draw_pareto_front([1, 2, 3000], [3, 2, 1]).axes[0].get_xscale() == "symlog"
 
 
-@pytest.mark.parametrize(
-    ("skipped", "headroom", "names", "message"),
-    [
-        ([1], [1.0, 2.0], None, "must have one entry for each result, but got"),
-        ([1], [1.0], ["a", "b"], "must have one entry for each result, but got"),
-        ([1, 2], [math.nan, math.nan], None, "At least 1 result must have headroom to measure, but none of 2 has"),
-        ([], [], None, "At least 1 result must have headroom to measure"),
-    ],
-)
-def test_bad_results_are_refused(skipped, headroom, names, message):
+@pytest.mark.parametrize("results", [([1], [1.0, 2.0]), ([1], [1.0], ["a", "b"])])
+def test_results_of_different_lengths_are_refused(results):
+    with pytest.raises(ValueError, match="must have one entry for each result, but got"):
+        draw_pareto_front(*results)
+
+
+@pytest.mark.parametrize("skipped", [[1, 2], []])
+def test_results_without_any_headroom_are_refused(skipped):
+    message = f"At least 1 result must have headroom to measure, but none of {len(skipped)} has"
     with pytest.raises(ValueError, match=message):
-        draw_pareto_front(skipped, headroom, names)
+        draw_pareto_front(skipped, [math.nan for _ in skipped])
 
 
 def test_what_the_gradients_show_has_a_line_where_it_is_not_the_ceiling():
-    trace = with_gradients(sudden_drop(300, seed=1), offset=3.0)
+    trace = with_gradients(synthetic_trace("sudden drop", 300, seed=1), offset=3.0)
     upper = draw_replays(trace, replays_on(trace, ["guided"])).axes[0]
     assert points(upper, "shown")[1] == pytest.approx(trace.ceiling * 8.0)
     assert legend(upper) == ["ceiling", "overflows", "what the gradients show", "guided"]

@@ -1,4 +1,4 @@
-"""The gradient-guided rule in plain Python: a hand-made table a branch, bounds on lost steps, invariants, bad input."""
+"""The gradient-guided rule: its text against the form with branches, a hand-made table a branch, invariants, limits."""
 
 import math
 import warnings
@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from readable_guided import ReadableGuided
 
-from mindformers_adaptive.rules.guided import PLACES, GuidedRule, GuidedState
+from mindformers_adaptive.rules.guided import NUM_BINS, GuidedRule
 from mindformers_adaptive.rules.safe_exponent import max_safe_exponent
+from mindformers_adaptive.rules.text_rule import Lanes
 
 # A patience of 100 steps: trouble is recent for 10, windows are 50, 400 and 3200.
 RULE = GuidedRule(exchange_rate=10)
@@ -23,18 +25,19 @@ def gradient(bits):
 
 def run(rule, state, events):
     """Take events: "!" for an overflow, None for an applied step that shows nothing, else the bits that it shows."""
+    lanes = Lanes([rule], [state])
     for event in events:
-        state = rule.step(state, event == "!", None if event in ("!", None) else gradient(event))
-    return state
+        lanes.step(np.array([event == "!"]), np.array([math.nan if event in ("!", None) else gradient(event)]))
+    return lanes.states()[0]
 
 
 def train(rule, state, ceilings, shown=None):
     """Take steps whose ceilings are known, in bits; returns the last state and the flags of the steps."""
-    overflow = []
+    lanes, overflow = Lanes([rule], [state]), []
     for ceiling, bits in zip(ceilings, ceilings if shown is None else shown, strict=True):
-        overflow.append(state.loss_scale > 2.0**ceiling)
-        state = rule.step(state, overflow[-1], None if overflow[-1] else gradient(bits))
-    return state, overflow
+        overflow.append(bool(lanes.loss_scale[0] > 2.0**ceiling))
+        lanes.step(np.array(overflow[-1:]), np.array([math.nan if overflow[-1] else gradient(bits)]))
+    return lanes.states()[0], overflow
 
 
 def bits_of(state):
@@ -46,6 +49,62 @@ def settled(rule=RULE, bits=18, steps=400):
     state = run(rule, rule.start(2.0**10), [bits] * steps)
     assert (bits_of(state), state.limit, state.skipped_steps) == (bits, 0, 0)
     return state
+
+
+RATES = (0.001, 0.2, 1.0, 5.0, 50.0, 333.0, 1000.0)
+# Lowest and highest exponents of the scale.
+BOUNDS = ((0, 127), (4, 20), (-10, 40))
+
+
+def random_steps(random, steps):
+    """Ceilings and gradients, a column for each run: regimes, noise, hidden ceilings, silent stretches."""
+    lanes, step = len(RATES) * len(BOUNDS), np.arange(steps)[:, np.newaxis]
+    low = random.integers(3, 20, lanes) * (step // random.integers(40, 400, lanes) % 2)
+    ceiling = random.normal(17, 1, lanes) - low + random.normal(0, 0.6, (steps, lanes))
+    hidden = np.where(step // 700 % 2, random.choice([-3.0, 0.0, 2.5, 8.0], lanes), 0.0)
+    gradients = 65504 / 2.0 ** (ceiling + hidden)
+    gradients[random.random(gradients.shape) < 0.05] = np.nan
+    gradients[random.random(gradients.shape) < 0.01] = 0.0
+    # Half of the runs start silent.
+    gradients[:60, ::2] = np.nan
+    return ceiling, gradients
+
+
+@pytest.mark.parametrize("start", [0, 8, 16, 20])
+def test_text_equals_the_form_with_branches_at_every_step(start):
+    ceiling, gradients = random_steps(np.random.default_rng(start), 1500)
+    lanes_of = [(rate, max(lowest, 0), highest) for rate in RATES for lowest, highest in BOUNDS]
+    rules = [
+        GuidedRule(rate, min_loss_scale=2.0**lowest, max_loss_scale=None if highest == 127 else 2.0**highest)
+        for rate, lowest, highest in lanes_of
+    ]
+    readable = [ReadableGuided(*arguments) for arguments in lanes_of]
+    exponents = [max(start, lowest) for _, lowest, _ in lanes_of]
+    lanes = Lanes(rules, [rule.start(2.0**exponent) for rule, exponent in zip(rules, exponents, strict=True)])
+    states = [one.start(exponent) for one, exponent in zip(readable, exponents, strict=True)]
+    seen = set()
+    for limits, shown in zip(ceiling, gradients, strict=True):
+        overflow = lanes.loss_scale > 2.0**limits
+        lanes.step(overflow, shown)
+        flags = overflow.tolist()
+        each = zip(readable, states, flags, shown.tolist(), strict=True)
+        states = [one.step(state, over, None if over else value) for one, state, over, value in each]
+        assert lanes.states() == states
+        seen |= {(state.trial, state.contradictions > 0, state.limit > 0, state.level == 1024) for state in states}
+    assert len(seen) >= 8
+
+
+def test_lanes_take_the_steps_of_the_rule_one_by_one():
+    ceiling, gradients = random_steps(np.random.default_rng(9), 200)
+    rules = [GuidedRule(rate) for rate in RATES]
+    states = [rule.start(2.0**12) for rule in rules]
+    lanes = Lanes(rules, states)
+    for limits, shown in zip(ceiling[:, : len(rules)], gradients[:, : len(rules)], strict=True):
+        overflow = lanes.loss_scale > 2.0**limits
+        lanes.step(overflow, shown)
+        each = zip(rules, states, overflow.tolist(), shown.tolist(), strict=True)
+        states = [rule.step(state, over, value) for rule, state, over, value in each]
+        assert lanes.states() == states
 
 
 @pytest.mark.parametrize(
@@ -74,23 +133,21 @@ def test_shown_is_the_largest_scale_without_overflow_as_a_device_counts_it(value
     assert shown == int((np.float32(value) <= thresholds).sum()) - 113
 
 
-@pytest.mark.parametrize(
-    ("overflows", "expected"), [(0, 32), (1, 31), (2, 29), (3, 25), (4, 17), (5, 9), (6, 1), (7, 0), (8, 0)]
-)
-def test_overflows_in_a_row_drop_further_and_further(overflows, expected):
+@pytest.mark.parametrize(("overflows", "expected"), [(0, 32), (1, 24), (2, 16), (3, 8), (4, 0), (5, 0)])
+def test_every_overflow_drops_eight_bits(overflows, expected):
     state = run(RULE, RULE.start(2.0**32), ["!"] * overflows)
     assert bits_of(state) == expected
-    assert (state.skipped_steps, state.consecutive_overflows) == (overflows, overflows)
-    assert state.first_exponent == (32 if overflows else 0)
+    assert (state.skipped_steps, state.consecutive_overflows, state.first_exponent) == (overflows, overflows, 32)
 
 
-def test_first_step_that_shows_something_sets_the_frame_and_leads_close_below():
-    state = run(GuidedRule(), GuidedRule().start(2.0**32), ["!"] * 4 + [18.5])
-    assert (state.level, state.base, state.limit, state.observed_steps, state.clean_steps) == (18.0, 18, 0, 1, 1)
-    # Only 2^19, the first place, would have overflowed; the record counts as if 8 steps had been seen before.
-    rates = [0.5 + 0.5 / 9, *(2.0 ** -(place + 1) * 8 / 9 for place in range(1, PLACES))]
+def test_first_step_that_shows_something_sets_base_and_leads_close_below():
+    state = run(GuidedRule(), GuidedRule().start(2.0**10), [18.5])
+    assert (state.level, state.low, state.base, state.limit, state.clean_steps) == (18.0, 18.0, 18, 0, 0)
+    # Only 2^19, the first bin, would have overflowed; the record counts as if 2 steps had been seen before.
+    rates = [0.5 + 0.5 / 3, *(2.0 ** -(place + 1) * 2 / 3 for place in range(1, NUM_BINS))]
     assert state.overflow_rate == pytest.approx(rates, rel=1e-6)
-    # 1000 * 2^-9 * 8 / 9 + 8 is the least cost.
+    assert state.weight == pytest.approx(1 / 4)
+    # 1000 * 2^-9 * 2 / 3 + 8 is the least cost.
     assert bits_of(state) == 19 - 8
 
 
@@ -98,35 +155,39 @@ def test_scale_comes_to_rest_at_a_ceiling_that_does_not_move_and_stays_below_one
     assert bits_of(settled()) == 18
     noise = np.random.default_rng(0).normal(18.5, 0.5, 4000)
     state, overflow = train(GuidedRule(), GuidedRule().start(2.0**10), noise)
-    assert (bits_of(state), sum(overflow)) == (17, 0)
+    assert bits_of(state) == 17
+    assert sum(overflow) <= 3
 
 
 def test_it_follows_in_both_directions_without_windows():
-    rise = [18] * 400 + [28] * 100
-    state, overflow = train(RULE, RULE.start(2.0**10), rise)
-    # The last bit waits until the record has seen that the frame's first place no longer overflows.
-    assert (bits_of(state), sum(overflow)) == (27, 0)
-    state, overflow = train(RULE, state, [28] * 500)
+    state, overflow = train(RULE, RULE.start(2.0**10), [18] * 400 + [28] * 600)
     assert (bits_of(state), sum(overflow)) == (28, 0)
-    gradual = np.linspace(28, 8, 4000)
-    state, overflow = train(RULE, state, gradual)
+    state, overflow = train(RULE, state, np.linspace(28, 8, 4000))
     assert 6 <= bits_of(state) <= 8
     assert sum(overflow) <= 20
 
 
+def test_it_is_back_soon_after_a_regime_of_large_gradients():
+    state, overflow = train(GuidedRule(), GuidedRule().start(2.0**16), [18] * 500 + [8] * 100)
+    assert sum(overflow) <= 3
+    assert bits_of(state) >= 5
+    state, overflow = train(GuidedRule(), state, [18] * 20)
+    assert (bits_of(state) >= 16, sum(overflow)) == (True, 0)
+
+
 @pytest.mark.parametrize("ceiling", [1.5, 7, 18.2, 31])
-def test_a_start_from_far_above_costs_at_most_six_steps(ceiling):
+def test_a_start_from_far_above_costs_at_most_four_steps(ceiling):
     _, overflow = train(GuidedRule(), GuidedRule().start(2.0**32), [ceiling] * 400)
-    assert sum(overflow) == overflow.index(False) <= 6
+    assert sum(overflow) == overflow.index(False) <= 4
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("level", [18.0, 18.3, 18.7, 18.95])
-def test_a_ceiling_that_drops_tenfold_costs_at_most_five_steps(level, spread):
+def test_a_ceiling_that_drops_tenfold_costs_at_most_three_steps(level, spread):
     noise = np.random.default_rng(1).normal(0, spread, 2200)
     ceilings = np.where(np.arange(2200) < 2000, level, level - 10) + noise
     _, overflow = train(GuidedRule(), GuidedRule().start(2.0**16), ceilings)
-    assert sum(overflow[2000:]) <= 5
+    assert sum(overflow[2000:]) <= 3
     assert sum(overflow) - sum(overflow[2000:]) <= 2
 
 
@@ -134,45 +195,61 @@ def test_a_ceiling_that_drops_tenfold_costs_at_most_five_steps(level, spread):
 def test_a_lone_spike_costs_its_step_and_is_gone(after):
     state = run(RULE, RULE.start(2.0**10), [18] * after)
     spiked = run(RULE, state, ["!"])
-    assert bits_of(spiked) == bits_of(state) - 1
+    assert bits_of(spiked) == bits_of(state) - 8
     back = run(RULE, spiked, [18])
-    assert (back.loss_scale, back.limit, back.bound, back.trial) == (state.loss_scale, 0, False, False)
+    assert (back.loss_scale, back.limit, back.trial, back.clean_steps) == (state.loss_scale, 0, 0, 0)
+    # What follows an overflow is no surprise, and is not counted.
+    assert (back.overflow_rate, back.weight) == (state.overflow_rate, state.weight)
 
 
-def test_overflows_that_the_gradients_explain_set_no_limit():
-    state, overflow = train(RULE, settled(), [12.5, 12.5, 12.5, 12.5, 9.5, 9.5, 9.5])
-    assert overflow == [True, True, True, False, True, True, False]
-    assert (state.limit, state.clean_steps, state.level, state.base) == (0, 1, 9.0, 9)
+def test_overflows_that_the_gradients_explain_set_no_limit_and_make_careful():
+    state = run(RULE, settled(), ["!", 12.5])
+    assert (state.limit, state.clean_steps, state.low, state.level, state.base) == (0, 0, 9.0, 9.0, 10)
+    again = run(RULE, state, [12.5])
+    assert (again.low, again.level) == (9.375, 9.09375)
 
 
-def test_two_unexplained_overflows_close_together_set_a_limit():
-    state = run(RULE, settled(), ["!", 18, "!", 18])
-    assert (bits_of(state), state.limit, state.bound, state.trial) == (17, state.base + 1 - 17, True, False)
-    assert (state.scale_window, state.clean_steps) == (50, 1)
-    apart = run(RULE, settled(), ["!", *[18] * 11, "!", 18])
-    assert (bits_of(apart), apart.limit) == (18, 0)
+def test_low_falls_at_once_and_climbs_by_an_eighth_and_level_stays_close_to_it():
+    fallen = run(RULE, settled(), [14])
+    assert (fallen.low, fallen.level) == (14.0, 18 - 4 / 32)
+    risen = run(RULE, fallen, [18])
+    assert risen.low == 14.5
+    high = run(RULE, settled(), [26])
+    assert (high.low, high.level) == (19.0, 18.5)
 
 
 def limited():
+    """The state after two unexplained overflows close together."""
     return run(RULE, settled(), ["!", 18, "!", 18])
 
 
-def test_limit_rises_after_a_window_and_a_trial_that_holds_keeps_the_window_small():
-    state = run(RULE, limited(), [18] * 48)
+def test_two_unexplained_overflows_close_together_set_a_limit():
+    state = limited()
+    assert (bits_of(state), state.limit, state.trial) == (17, state.base + 1 - 17, 0)
+    assert (state.scale_window, state.clean_steps) == (50, 0)
+    apart = run(RULE, settled(), ["!", *[18] * 12, "!", 18])
+    assert (bits_of(apart), apart.limit) == (18, 0)
+    # The limit falls by a bit for each overflow of the row, not by what the scale dropped.
+    row = run(RULE, settled(), ["!", 18, "!", "!", "!", 18])
+    assert (bits_of(row), row.limit) == (15, row.base + 1 - 15)
+
+
+def test_limit_rises_after_a_window_and_a_trial_that_holds_leads_back_to_the_gradients():
+    state = run(RULE, limited(), [18] * 49)
     assert (bits_of(state), state.clean_steps) == (17, 49)
     state = run(RULE, state, [18])
-    assert (bits_of(state), state.trial, state.clean_steps, state.scale_window) == (18, True, 0, 50)
-    # At 2^18 the gradients decide again.
-    assert not state.bound
+    assert (bits_of(state), state.trial, state.clean_steps, state.scale_window) == (18, 1, 0, 50)
+    # The limit no longer decides.
+    assert run(RULE, state, [18] * 200).limit <= state.limit
 
 
 def test_a_trial_that_fails_makes_the_window_larger_up_to_64_times():
     state, windows = limited(), []
     for _ in range(4):
         state = run(RULE, state, [18] * (state.scale_window - state.clean_steps))
-        assert (bits_of(state), state.trial) == (18, True)
+        assert (bits_of(state), state.trial) == (18, 1)
         state = run(RULE, state, ["!", 18])
-        assert (bits_of(state), state.trial, state.clean_steps) == (17, False, 1)
+        assert (bits_of(state), state.trial, state.clean_steps) == (17, 0, 0)
         windows.append(state.scale_window)
     assert windows == [400, 3200, 3200, 3200]
     # A fall that no trial brought about makes it small again.
@@ -181,16 +258,15 @@ def test_a_trial_that_fails_makes_the_window_larger_up_to_64_times():
 
 def test_two_trials_that_hold_make_the_window_small_again():
     state = run(RULE, settled(), ["!", 18, "!", "!", "!", 18])
-    assert (bits_of(state), state.scale_window) == (11, 50)
-    failed = run(RULE, state, [18] * 49 + ["!", 18])
-    assert (bits_of(failed), failed.scale_window) == (11, 400)
-    once = run(RULE, failed, [18] * 399)
-    assert (bits_of(once), once.scale_window, once.trial) == (12, 400, True)
+    failed = run(RULE, state, [18] * 50 + ["!", 18])
+    assert (bits_of(failed), failed.scale_window) == (15, 400)
+    once = run(RULE, failed, [18] * 400)
+    assert (bits_of(once), once.scale_window, once.trial) == (16, 400, 1)
     twice = run(RULE, once, [18] * 400)
-    assert (bits_of(twice), twice.scale_window, twice.trial) == (13, 50, True)
+    assert (bits_of(twice), twice.scale_window, twice.trial) == (17, 50, 1)
 
 
-def test_limit_moves_with_the_frame():
+def test_limit_moves_with_base():
     state = run(RULE, limited(), [24] * 20)
     assert state.limit == limited().limit
     assert bits_of(state) == state.base + 1 - state.limit > 17
@@ -198,19 +274,25 @@ def test_limit_moves_with_the_frame():
 
 def test_gradients_that_show_too_little_twice_count_as_a_bit_more():
     once = run(RULE, settled(), [16])
-    assert (once.contradictions, bits_of(once)) == (1, 18)
-    twice = run(RULE, once, [16])
-    assert (twice.contradictions, bits_of(twice)) == (2, 16)
+    assert once.contradictions == 1
+    twice = run(RULE, once._replace(loss_scale=2.0**18), [16])
+    assert twice.contradictions == 2
     # From then on 16 stands for 17, which the scale comes to rest at.
-    later = run(RULE, twice, [16] * 400)
+    later = run(RULE, twice, [16] * 600)
     assert (later.contradictions, bits_of(later), round(later.level, 3)) == (2, 17, 17)
-    assert run(RULE, settled(), [1] * 20).contradictions == 6
-    fallen = run(RULE, twice, ["!", 16, "!", 16])
+    fallen = run(RULE, later, ["!", 16, "!", 16])
     assert (fallen.contradictions, fallen.limit > 0) == (0, True)
 
 
+def test_contradictions_are_at_most_six():
+    state = settled()
+    for _ in range(20):
+        state = run(RULE, state._replace(loss_scale=2.0**18), [1])
+    assert state.contradictions == 6
+
+
 def test_it_learns_that_gradients_show_too_little():
-    noise = np.random.default_rng(2).normal(18.5, 0.5, 20_000)
+    noise = np.random.default_rng(2).normal(18.5, 0.5, 10_000)
     state, _ = train(GuidedRule(5), GuidedRule(5).start(2.0**10), noise, noise - 2)
     assert state.contradictions // 2 == 2
     assert bits_of(state) >= 16
@@ -225,54 +307,31 @@ def test_a_step_that_shows_nothing_counts_as_clean_and_nothing_else(nothing):
 
 def test_without_gradients_it_is_adaptive_scaling():
     state = run(RULE, RULE.start(2.0**10), [None] * 49)
-    assert (bits_of(state), state.observed_steps) == (10, 0)
+    assert (bits_of(state), state.level, state.clean_steps) == (10, 1024.0, 49)
     state = run(RULE, state, [None])
-    assert (bits_of(state), state.trial) == (11, True)
+    assert (bits_of(state), state.trial) == (11, 1)
     state = run(RULE, state, [None] * 100)
     assert bits_of(state) == 13
     fallen = run(RULE, state, ["!", None])
-    assert (bits_of(fallen), fallen.scale_window, fallen.trial) == (12, 400, False)
+    assert (bits_of(fallen), fallen.scale_window, fallen.trial) == (12, 400, 0)
     # As soon as something is shown, that decides.
     shown = run(RULE, fallen, [20])
-    assert (shown.limit, shown.base, bits_of(shown) > 12) == (0, 20, True)
+    assert (shown.limit, shown.base, shown.level) == (0, 20, 20.0)
 
 
 def test_floor_and_cap_are_powers_of_two_within_the_bounds():
     rule = GuidedRule(10, min_loss_scale=100.0, max_loss_scale=3000.0)
     assert run(rule, rule.start(1024.0), ["!"] * 9).loss_scale == 128.0
     assert run(rule, rule.start(1024.0), [18] * 400).loss_scale == 2048.0
-    silent = run(rule, rule.start(1024.0), [None] * 400)
-    assert (silent.loss_scale, silent.limit) == (2048.0, -1)
+    assert run(rule, rule.start(1024.0), [None] * 400).loss_scale == 2048.0
     assert run(rule, rule.start(1024.0), [3] * 400).loss_scale == 128.0
 
 
-def test_scale_stays_finite_whatever_is_shown():
-    rule = GuidedRule()
-    state = rule.start(2.0**100)
-    for _ in range(3000):
-        state = rule.step(state, False, 2.0**-126)
-    assert bits_of(state) == 127
-    for _ in range(3000):
-        state = rule.step(state, False, np.finfo(np.float32).max)
-    assert bits_of(state) == 0
-    assert all(0 <= rate <= 1 for rate in state.overflow_rate)
-
-
-def test_level_and_record_are_float32_in_the_written_order():
-    rule, rng = GuidedRule(3.3), np.random.default_rng(3)
-    state = rule.start(2.0**8)
-    for bits in rng.normal(18, 2, 500):
-        base, level, seen = state.base, np.float32(state.level), state.observed_steps
-        rates = np.array(state.overflow_rate, np.float32)
-        state = rule.step(state, False, gradient(bits))
-        shown = np.float32(math.floor(bits) + state.contradictions // 2)
-        if seen == 0:
-            base, level = int(shown), shown
-        weight = max(np.float32(1 / rule.patience), np.float32(1) / np.float32(seen + 9))
-        for place in range(PLACES):
-            rates[place] += (np.float32(base + 1 - place > shown) - rates[place]) * weight
-        assert state.overflow_rate == tuple(rates.tolist())
-        assert state.level == float(level + (shown - level) * np.float32(1 / 32))
+@pytest.mark.parametrize(("start", "bits", "expected"), [(100, 141, 127), (127, -112, 0)])
+def test_scale_stays_finite_whatever_is_shown(start, bits, expected):
+    state = run(GuidedRule(), GuidedRule().start(2.0**start), [bits] * 3000)
+    assert bits_of(state) == expected
+    assert all(0 < rate <= 1 for rate in state.overflow_rate)
 
 
 @pytest.mark.parametrize(
@@ -294,11 +353,11 @@ def test_a_higher_rate_goes_nearer_to_the_ceiling():
 
 def test_a_patience_of_one_step_still_trains():
     state, overflow = train(GuidedRule(1000), GuidedRule(1000).start(2.0**30), [18.0] * 500)
-    assert 17 <= bits_of(state) <= 19
+    assert 10 <= bits_of(state) <= 19
     assert not all(overflow[-20:])
 
 
-EVENTS = st.lists(st.sampled_from(["!", None, -200, 0, 3, 10, 17, 18, 19, 30, 140]), max_size=150)
+EVENTS = st.lists(st.sampled_from(["!", None, -200, 0, 3, 10, 17, 18, 19, 30, 140]), max_size=80)
 RULES = st.builds(
     GuidedRule,
     st.sampled_from([0.001, 1, 10, 100, 1000]),
@@ -310,26 +369,28 @@ RULES = st.builds(
 @given(rule=RULES, events=EVENTS)
 def test_state_stays_within_its_bounds(rule, events):
     state = rule.start(2.0**16)
-    for event in events:
+    for number, event in enumerate(events, start=1):
         after = run(rule, state, [event])
         assert rule.min_loss_scale <= after.loss_scale <= rule.max_loss_scale
         assert math.frexp(after.loss_scale)[0] == 0.5
-        assert all(0.0 <= rate <= 1.0 for rate in after.overflow_rate)
-        assert rule.smallest_window <= after.scale_window <= rule.largest_window
-        assert abs(after.base - after.level) <= 1.25 or after.observed_steps == 0
-        assert 0 <= after.contradictions <= 6
+        assert all(2.0**-100 <= rate <= 1.0 for rate in after.overflow_rate)
+        assert after.low - 0.5 <= after.level
+        assert abs(after.base - after.level) <= 1.25 or after.level == 1024
         assert after.skipped_steps == state.skipped_steps + (event == "!")
         assert after.consecutive_overflows == (state.consecutive_overflows + 1 if event == "!" else 0)
         # An overflow never raises the scale.
         assert event != "!" or after.loss_scale <= state.loss_scale
+        # What a run can lead to is what a checkpoint may hold.
+        assert rule.find_state_problem(rule.to_values(after, number)) is None
         state = after
 
 
-@given(rule=RULES, events=EVENTS, cut=st.integers(0, 150))
+@given(rule=RULES, events=EVENTS, cut=st.integers(0, 80))
 def test_a_run_taken_up_from_its_state_goes_on_as_if_never_stopped(rule, events, cut):
     first = run(rule, rule.start(2.0**16), events[:cut])
-    copied = GuidedState(*(tuple(value) if isinstance(value, tuple) else type(value)(value) for value in first))
-    assert run(rule, copied, events[cut:]) == run(rule, rule.start(2.0**16), events)
+    values = rule.to_values(first, len(events[:cut]))
+    assert rule.from_values(first.loss_scale, values) == first
+    assert run(rule, rule.from_values(first.loss_scale, values), events[cut:]) == run(rule, rule.start(2.0**16), events)
 
 
 @pytest.mark.parametrize(

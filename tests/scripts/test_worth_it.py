@@ -5,14 +5,14 @@ import json
 import mindspore
 import pytest
 from conftest import ROOT, mindspore_mode
-from worth_report import at_the_start, summary, table
+from worth_report import OURS, at_the_start, summary, table
 from worth_tasks import SMALL_TASKS
-from worth_training import FOUND, FP32, UNSCALED, WAYS, Trainings, fixed
+from worth_training import FOUND, FP32, METHODS, UNSCALED, Trainings, fixed
 
 # Of 400 steps. MindSpore 2.7 rounds otherwise.
 MOST_SKIPPED = 4 if mindspore.__version__.startswith("2.7") else 3
-WAY = {way.name: way for way in WAYS}
-ADAPTIVE, GUIDED = "ours, adaptive from the found scale", "ours, guided from the found scale"
+METHOD = {method.name: method for method in METHODS}
+GUIDED = "ours, guided from the found scale"
 
 
 @pytest.fixture(scope="module")
@@ -23,23 +23,22 @@ def trainings():
 
 
 def test_without_scaling_the_damped_output_is_not_learned_and_with_it_as_in_fp32(trainings):
-    runs = {name: trainings.run(WAY[name], seed=0) for name in (FP32, ADAPTIVE, GUIDED)}
+    runs = {name: trainings.run(METHOD[name], seed=0) for name in (FP32, OURS, GUIDED)}
     scale_1 = trainings.run(fixed(1.0), seed=0)
     assert scale_1["skipped"] == []
     assert scale_1["quality"] <= runs[FP32]["quality"] - 0.5
     assert runs[FP32]["quality"] > 0.98
-    for name in (ADAPTIVE, GUIDED):
+    for name in (OURS, GUIDED):
         assert runs[name]["start"] > 2.0**20
         assert abs(runs[name]["quality"] - runs[FP32]["quality"]) <= 0.005
         assert len(runs[name]["skipped"]) <= MOST_SKIPPED
 
 
 def test_found_scale_comes_with_the_verdict_that_scaling_is_needed(trainings):
-    found = trainings.recommendation(0, trainings.task.data(0))
+    found = trainings.find(0)
     lowest, start = found.verdicts
     assert (found.needs_scaling, start.is_harmful) == (True, False)
     assert lowest.groups == {"first": 1.0, "middle": 1.0, "last": 1.0}
-    assert trainings.find(0) == found.loss_scale_value
 
 
 def test_a_second_run_of_the_same_graph_is_as_the_first(trainings):
@@ -48,13 +47,14 @@ def test_a_second_run_of_the_same_graph_is_as_the_first(trainings):
     assert first == second != other
 
 
-def test_ways_differ_in_name_and_share_graphs_only_within_a_rule():
-    assert len(WAY) == len(WAYS) == 14
+def test_methods_differ_in_name_and_share_graphs_only_within_a_rule():
+    assert len(METHOD) == len(METHODS) == 14
     graphs = {}
-    for way in WAYS:
-        graphs.setdefault(way.graph or way.name, set()).add((way.name.split(" from")[0].split(" 2^")[0], way.dtype))
+    for method in METHODS:
+        rule = method.name.split(" from")[0].split(" 2^")[0]
+        graphs.setdefault(method.graph or method.name, set()).add((rule, method.dtype))
     assert all(len(rules) == 1 for rules in graphs.values())
-    assert [way.name for way in WAYS if way.start == FOUND] == [ADAPTIVE, GUIDED]
+    assert [method.name for method in METHODS if method.start == FOUND] == [OURS, GUIDED]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_quick_run_prints_tables_and_draws(run_forked, tmp_path):
     printed = run_forked(ROOT / "scripts" / "worth_it.py", *arguments).stdout
     result = json.loads((tmp_path / "worth.json").read_text())
     [task] = result["tasks"]
-    assert (task["steps"], list(task["ways"])) == (30, [FP32, UNSCALED, ADAPTIVE])
+    assert (task["steps"], list(task["ways"])) == (30, [FP32, UNSCALED, OURS])
     assert "\n".join(table(task)) in printed
     assert printed.startswith("MindSpore ")
     assert printed.splitlines()[-1] == "Drawn: worth.svg"

@@ -1,8 +1,8 @@
-"""What a recorded run gives reason to change: what it cost, against what other settings would have cost in its place.
+"""What to change after a recorded run, by what it cost and what other settings would have cost in its place.
 
 Costs are counted in skipped steps; 1000 steps that lose a bit of headroom each count as one, see
 :func:`~mindformers_adaptive.lab.replay.measures.cost`. Candidates are replayed on the run's own trace, with
-ceilings raised by :func:`~mindformers_adaptive.lab.analysis.evidence.raise_ceilings`. Advice is given where that
+ceilings raised by :func:`~mindformers_adaptive.lab.analysis.analyze.raise_ceilings`. Advice is given where that
 saves more than two skipped steps, which Megatron-LM and others tolerate anyway. Windows and hysteresis are judged only
 where the log knows which steps were skipped, and not for a rule that follows the gradients, which has neither.
 """
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.analysis.advice import TOLERABLE, Advice, lost
 from mindformers_adaptive.lab.analysis.scale_path import Change
-from mindformers_adaptive.lab.analysis.start_advice import start_advice, unseen_start_advice
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.configuration import Configuration, grid
 from mindformers_adaptive.lab.replay.measures import (
@@ -26,30 +25,59 @@ from mindformers_adaptive.lab.replay.measures import (
     LARGEST_LOSS_SCALE,
     SMALLEST_LOSS_SCALE,
     Measures,
+    cost,
     measure,
 )
 from mindformers_adaptive.lab.replay.simulate import replay
-from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, Tuning, tune
+from mindformers_adaptive.lab.replay.tune import Tuning, tune
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, forward_fill
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["advise"]
+__all__ = ["Advice", "advise"]
+
+# Skipped steps that a change has to save more than.
+_TOLERABLE = 2.0
+
+# Where Megatron-LM, DeepSpeed and MindFormers start by default.
+_LARGEST_START = 2.0**32
+
+# A scale held if it bore as many consecutive clean steps as MindFormers' smallest window.
+_HELD = DEFAULT_MIN_SCALE_WINDOW
 
 # Other windows have to save as much as usual settings pay: one skipped step in 1000, see cost().
 _TOLERABLE_SHARE = DEFAULT_EXCHANGE_RATE / 1000.0
 
-# LossScaleMonitor's default for overflows in a row. At one and the same scale fewer prove it.
+# LossScaleMonitor's default for consecutive overflows. At one and the same scale fewer prove it.
 _COLLAPSE, _COLLAPSE_AT_ONE_SCALE = 50, 10
 
 # The share of steps that the log has to know for windows and hysteresis to be judged; tune() calls that "known".
 _KNOWN = 0.9
 
 
-def advise(
-    run: RecordedRun, trace: Trace, changes: Sequence[Change]
-) -> tuple[list[Advice], Tuning[Configuration] | None]:
+@dataclass(frozen=True)
+class Advice:
+    """Something to change.
+
+    Attributes:
+        rule (str): "start lower", "start higher", "larger window", "smaller window", "moving window", "more
+            hysteresis", "less hysteresis", "short run" or "collapse".
+        change (str): what to change.
+        reason (str): why, with figures.
+        figures (dict): the figures by name, ready for JSON.
+        settings (dict): the cell's arguments that make the change; those for windows are in the tuning.
+    """
+
+    rule: str
+    change: str
+    reason: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[list[Advice], Tuning | None]:
     """Return what to change, and the settings that follow from it.
 
     Args:
@@ -62,7 +90,7 @@ def advise(
         None where there is no advice or no setting would help.
     """
     collapse, scale = _collapse(run), forward_fill(run.loss_scale)
-    start = start_advice(run, trace, scale)
+    start = _start(run, trace, scale)
     if start is not None:
         # What the run would have used if it had started there: that scale until it was reached, then the same.
         reached = int(np.searchsorted(run.step, start.figures["reached_at"]))
@@ -74,7 +102,7 @@ def advise(
     if collapse is not None or guided or not len(usable):
         return [one for one in advice if one is not None], None
     if start is None:
-        advice.append(unseen_start_advice(run, float(usable[0])))
+        advice.append(_unseen_start(run, float(usable[0])))
     settings = {
         "loss_scale_value": float(usable[0]),
         "scale_factor": run.scale_factor,
@@ -87,14 +115,23 @@ def advise(
             on_windows, tuning = _windows(trace, recorded, max(windows), settings)
             advice.append(on_windows)
         if tuning is not None:
-            windows = [tuning.recommended.min_scale_window, tuning.recommended.max_scale_window]
+            windows = list(_windows_of(tuning.recommended))
         hysteresis = _hysteresis(run, trace, recorded if tuning is None else None, windows, settings)
         if hysteresis is not None:
             advice.append(hysteresis)
             settings |= hysteresis.settings
-            tuning = tuning and tune([trace], [replace(one, **hysteresis.settings) for one in tuning.configurations])
+            tuning = tuning and tune([trace], [one.replace(**hysteresis.settings) for one in tuning.configurations])
     given = [one for one in advice if one is not None]
-    return given, (tuning or _best_windows(trace, settings, run)) if given else None
+    if given and tuning is None:
+        # The windows that cost least on the trace; the defaults where it does not show what windows cost.
+        shows_windows = len(trace) >= DEFAULT_MAX_SCALE_WINDOW and run.position_known.mean() >= _KNOWN
+        tuning = tune([trace], _configurations(settings) if shows_windows else [Configuration("adaptive", **settings)])
+    return given, tuning if given else None
+
+
+def _lost(measures: Measures) -> float:
+    """Total cost, in equivalent skipped steps."""
+    return cost(measures) * measures.steps / 1000.0
 
 
 def _in_words(measures: Measures) -> str:
@@ -103,7 +140,7 @@ def _in_words(measures: Measures) -> str:
 
 
 def _collapse(run: RecordedRun) -> Advice | None:
-    """Return the advice to look at the model, where overflows in a row show that no scale helps; else None."""
+    """Return the advice to look at the model, where consecutive overflows show that no scale helps; else None."""
     places = np.flatnonzero(run.position_known)
     step, scale = run.step[places], run.loss_scale[places]
     for first, last in consecutive_runs(np.flatnonzero(run.overflow[places])).tolist():
@@ -141,6 +178,87 @@ def _short_run(run: RecordedRun, changes: Sequence[Change]) -> Advice | None:
     )
 
 
+def _start(run: RecordedRun, trace: Trace, scale: NDArray[np.float64]) -> Advice | None:
+    """Judge the scale that the run first held, or climbed to before any overflow, as the scale to start from."""
+    clean = consecutive_runs(np.flatnonzero(~run.overflow)).tolist()
+    held = (
+        first
+        for first, last in clean
+        if last - first + 1 >= _HELD or last == len(run) - 1 or scale[first : last + 2].max() > scale[first]
+    )
+    reached = next(held, 0)
+    if reached == 0 and clean and clean[0][0] == 0:
+        reached = int(np.argmax(scale[: clean[0][1] + 1]))
+    shown = trace.largest_gradient is not None and not run.overflow[reached]
+    # Gradients show what the first steps bear; a scale that follows them begins well below.
+    lowest = float(trace.ceiling[reached : reached + _HELD].min()) if shown else 0.0
+    better, first = 2.0 ** math.floor(math.log2(lowest)) if lowest > 0 else float(scale[reached]), float(scale[0])
+    if better == first or not SMALLEST_LOSS_SCALE <= better <= LARGEST_LOSS_SCALE:
+        return None
+    from_there = np.append(np.full(reached, better), scale[reached:])
+    as_recorded, instead = (measure(trace, np.append(scales, scale[-1])) for scales in (scale, from_there))
+    saved = _lost(as_recorded) - _lost(instead)
+    if saved <= _TOLERABLE:
+        return None
+    change = _start_at(better, None if math.isnan(run.loss_scale[0]) else first)
+    figures = {"scale": better, "reached_at": int(run.step[reached]), "saves": saved}
+    if better < first:
+        place = f"{as_power_of_two(better)}, from step {run.step[reached]} on"
+        what = f"gradients allowed {place}" if shown else f"{place}, was the first scale that held"
+        reason = _why_lower(run, reached, what, figures)
+        return Advice("start lower", change, reason, figures, {"loss_scale_value": better})
+    figures["raises"] = int((np.diff(scale[: reached + 1]) > 0).sum())
+    figures["headroom_lost"] = float(np.log2(better / scale[:reached]).sum())
+    reason = (
+        f"{figures['raises']} raises without an overflow led to {as_power_of_two(better)}, at step "
+        f"{run.step[reached]}. The headroom lost on the way is worth {saved:.0f} skipped steps, at "
+        f"{1000 / DEFAULT_EXCHANGE_RATE:.0f} bits for a step."
+    )
+    return Advice("start higher", change, reason, figures, {"loss_scale_value": better})
+
+
+def _unseen_start(run: RecordedRun, scale: float) -> Advice | None:
+    """The advice for a log whose first line stands for several steps: what they started from is not in it."""
+    steps = int(run.line_ends()[0])
+    fewest, most = run.skipped_bounds(steps)
+    drops = math.log(_LARGEST_START / scale, run.scale_factor) if 0 < scale < _LARGEST_START else 0
+    if run.step[0] != 1 or not math.isnan(run.loss_scale[0]) or min(most, drops) <= _TOLERABLE:
+        return None
+    return Advice(
+        "start lower",
+        f"If the run started above {as_power_of_two(scale)}: {_start_at(scale, None)}",
+        f"The first line of the log stands for steps 1 to {steps}. It does not show the scale that they started from, "
+        f"nor which of them were skipped: at least {fewest} and at most {most}.",
+        {"scale": scale, "reached_at": int(run.step[steps - 1]), "saves_skipped_steps": fewest, "saves_at_most": most},
+        {"loss_scale_value": scale},
+    )
+
+
+def _why_lower(run: RecordedRun, reached: int, what: str, figures: dict[str, Any]) -> str:
+    """The reason for a lower start; adds its figures."""
+    ends = run.line_ends()
+    # Where a line stands for several steps, what is known of them is known at its end.
+    end = reached if reached in ends else int(ends[np.searchsorted(ends, reached)])
+    fewest, most = run.skipped_bounds(end)
+    known = int((run.overflow & run.position_known)[:end].sum())
+    figures |= {"saves_skipped_steps": fewest, "saves_at_most": most, "known": known}
+    inferred = "" if known == fewest else f" ({fewest - known} of them inferred)"
+    count = f"{fewest}{inferred}" if fewest == most else f"At least {fewest}{inferred} and at most {most}"
+    reason = f"{count} steps were skipped before {what}. If they could have used it too, starting there avoids them."
+    if run.step[0] == 1:
+        return reason
+    return (
+        f"{reason} The log begins at step {run.step[0]}: if the run was resumed there without its loss scale, resume "
+        "the loss scale too."
+    )
+
+
+def _start_at(scale: float, instead_of: float | None) -> str:
+    value = int(scale) if scale.is_integer() else scale
+    instead = "" if instead_of is None else f" instead of {as_power_of_two(instead_of)}"
+    return f"Start at {as_power_of_two(scale)} (loss_scale_value: {value}){instead}."
+
+
 def _hysteresis(
     run: RecordedRun, trace: Trace, recorded: Measures | None, windows: Sequence[int], settings: dict[str, Any]
 ) -> Advice | None:
@@ -161,7 +279,7 @@ def _hysteresis(
     else:
         grounds, hysteresis, rule, change = single, 2, "more hysteresis", "Tolerate single overflows: hysteresis: 2."
         reason = f"{single} overflows were single steps."
-    if grounds <= TOLERABLE:
+    if grounds <= _TOLERABLE:
         return None
     never = len(run) + 1
     of_run = {"min_scale_window": min(windows, default=never), "max_scale_window": max(windows, default=never)}
@@ -172,8 +290,8 @@ def _hysteresis(
     )
     if tolerated.any() and recorded is not None:
         before = recorded
-    saved = lost(before) - lost(after)
-    if saved <= TOLERABLE:
+    saved = _lost(before) - _lost(after)
+    if saved <= _TOLERABLE:
         return None
     reason += f" With the same windows, the change costs {_in_words(after)} instead of {_in_words(before)}."
     figures = {"single": single, "tolerated": int(tolerated.sum()), "in_vain": in_vain, "saves": saved}
@@ -182,24 +300,25 @@ def _hysteresis(
 
 def _windows(
     trace: Trace, recorded: Measures, largest: int, settings: dict[str, Any]
-) -> tuple[Advice | None, Tuning[Configuration] | None]:
+) -> tuple[Advice | None, Tuning | None]:
     """Judge larger windows than the largest of the run, smaller ones, and those on both sides of it."""
     tried = _configurations(settings)
     costs = tune([trace], tried).costs[:, 0] * len(trace) / 1000.0
     rules = np.array([_direction(one, largest) for one in tried])
-    worth = max(TOLERABLE, _TOLERABLE_SHARE * len(trace))
+    worth = max(_TOLERABLE, _TOLERABLE_SHARE * len(trace))
     cheapest = {rule: float(costs[rules == rule].min(initial=math.inf)) for rule in _DIRECTIONS}
     rule = min(_DIRECTIONS, key=lambda one: cheapest[one] + (worth if one == "moving window" else 0.0))
-    saved = lost(recorded) - cheapest[rule]
+    saved = _lost(recorded) - cheapest[rule]
     if saved <= worth:
         return None, None
     tuning = tune([trace], [one for one, its in zip(tried, rules, strict=True) if its == rule])
-    best, after = tuning.recommended, tuning.sweeps[0].measures[tuning.best]
+    after = tuning.sweeps[0].measures[tuning.best]
+    smallest_of_best, largest_of_best = _windows_of(tuning.recommended)
     return Advice(
         rule,
         _DIRECTIONS[rule].format(largest),
-        f"With windows up to {largest}, the run cost {_in_words(recorded)}. Windows from {best.min_scale_window} to "
-        f"{best.max_scale_window} would have cost {_in_words(after)}; {1000 / DEFAULT_EXCHANGE_RATE:.0f} steps "
+        f"With windows up to {largest}, the run cost {_in_words(recorded)}. Windows from {smallest_of_best} to "
+        f"{largest_of_best} would have cost {_in_words(after)}; {1000 / DEFAULT_EXCHANGE_RATE:.0f} steps "
         "that lose a bit count as one skipped step.",
         {"largest_window": largest, "skipped": recorded.skipped, "skipped_instead": after.skipped, "saves": saved},
     ), tuning
@@ -212,25 +331,24 @@ _DIRECTIONS = {
 }
 
 
+def _windows_of(configuration: Configuration) -> tuple[int, int]:
+    """The smallest and the largest window."""
+    return configuration.rule.min_scale_window, configuration.rule.max_scale_window
+
+
 def _direction(configuration: Configuration, window: int) -> str:
     """On which side of a window the windows of a configuration are; "" for that window itself."""
-    smallest, largest = configuration.min_scale_window, configuration.max_scale_window
+    smallest, largest = _windows_of(configuration)
     if smallest >= window:
         return "larger window" if largest > window else ""
     return "smaller window" if largest <= window else "moving window"
 
 
-def _best_windows(trace: Trace, settings: dict[str, Any], run: RecordedRun) -> Tuning[Configuration]:
-    """The windows that cost least on the trace; the defaults where it does not show what windows cost."""
-    shows_windows = len(trace) >= DEFAULT_MAX_SCALE_WINDOW and run.position_known.mean() >= _KNOWN
-    return tune([trace], _configurations(settings) if shows_windows else [Configuration(**settings)])
-
-
 def _configurations(settings: dict[str, Any]) -> list[Configuration]:
     """The windows to try; of those that cost the same, the nearest to the defaults come first."""
     largest, smallest = (
-        sorted(DEFAULT_GRID["min_scale_window"], key=lambda tried: abs(math.log(tried / window)))
+        sorted(AdaptiveRule.grid["min_scale_window"], key=lambda tried: abs(math.log(tried / window)))
         for window in (DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW)
     )
     fixed = {name: [value] for name, value in settings.items()}
-    return grid(**fixed, max_scale_window=largest, min_scale_window=smallest)
+    return grid("adaptive", **fixed, max_scale_window=largest, min_scale_window=smallest)

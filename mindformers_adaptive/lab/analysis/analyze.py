@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.analysis.advice import Advice
-from mindformers_adaptive.lab.analysis.advise import advise
-from mindformers_adaptive.lab.analysis.evidence import facts_of, raise_ceilings
+from mindformers_adaptive.lab.analysis.advise import Advice, advise
 from mindformers_adaptive.lab.analysis.scale_path import Phase, changes_of, phases
 from mindformers_adaptive.lab.analysis.text import analysis_text
 from mindformers_adaptive.lab.policies import Policy, make_policy
@@ -23,10 +22,13 @@ from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, measure
 from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.replay.tune import Tuning
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, forward_fill
-from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
+from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["Analysis", "analyze"]
+__all__ = ["Analysis", "analyze", "raise_ceilings"]
+
+# The start-up of a run, in steps: published logs lose 16 to 19 of their first 30 to 100.
+_START_UP = 100
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,8 @@ class Analysis:
         phases (tuple[Phase, ...]): the path of the loss scale.
         outcomes (tuple[dict, ...]): a row for the run itself and for each policy that was replayed on it, ready for
             JSON: ``policy``, ``skipped``, ``headroom_lost`` (bits) and ``known_share`` with the ceilings that gradients
-            show, or where none are known with interpolated ones, raised by
-            :func:`~mindformers_adaptive.lab.analysis.evidence.raise_ceilings`; and ``fewest_skipped`` and
-            ``most_skipped`` with
-            these and the ceilings of each of ``run.assumptions``.
+            show, or where none are known with interpolated ones, raised by :func:`raise_ceilings`; and
+            ``fewest_skipped`` and ``most_skipped`` with these and the ceilings of each of ``run.assumptions``.
         advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for anything.
         tuning (Tuning, optional): the settings that follow the advice, with how sure they are; None without any.
     """
@@ -50,10 +50,13 @@ class Analysis:
     phases: tuple[Phase, ...]
     outcomes: tuple[dict[str, Any], ...]
     advice: tuple[Advice, ...]
-    tuning: Tuning[Configuration] | None
+    tuning: Tuning | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON: None stands for what is not known.
+
+        A number that the log does not give exactly is None, with its bounds in ``..._at_least`` and ``..._at_most``;
+        those of ``skipped`` are ``at_least`` and ``at_most``.
 
         Returns:
             dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``dropped_by_norm``,
@@ -63,7 +66,7 @@ class Analysis:
             ``known_steps``, of how many skipped steps they are known, ``steps_without``, in how many of those no
             gradient of a Parameter overflowed, and ``counts``, in how many each did, by name, the most frequent first.
         """
-        run, facts = self.run, facts_of(self.run)
+        run, tuning = self.run, self.tuning
         return {
             "log": {
                 "name": run.name,
@@ -76,17 +79,25 @@ class Analysis:
                 "notes": list(run.notes),
                 "problems": list(run.problems),
             },
-            **facts,
-            "loss_scale": {**facts["loss_scale"], "phases": [phase._asdict() for phase in self.phases]},
+            "steps": {"count": len(run), "first": int(run.step[0]), "last": int(run.step[-1])},
+            "skipped": _skipped(run),
+            "dropped_by_norm": {"count": len(run.dropped_by_norm), "ranges": _ranges(run.dropped_by_norm)},
+            "start_up": {
+                **_bounded("before_first_applied", *_before_first_applied(run)),
+                "first_steps": min(_START_UP, len(run)),
+                **_bounded("skipped_in_first_steps", *run.skipped_bounds(min(_START_UP, len(run)))),
+            },
+            "loss_scale": {**_scales(run), "phases": [phase._asdict() for phase in self.phases]},
+            "overflowed_parameters": _overflowed_parameters(run),
             "outcomes": list(self.outcomes),
             "advice": [dataclasses.asdict(advice) for advice in self.advice],
-            "scale_sense": None if self.tuning is None else self.tuning.recommended.scale_sense(),
-            "certainty": None if self.tuning is None else self.tuning.certainty(),
+            "scale_sense": None if tuning is None else tuning.recommended.scale_sense(),
+            "certainty": None if tuning is None else tuning.certainty(),
         }
 
     def text(self) -> str:
         """Return the analysis for a terminal."""
-        return analysis_text(self.to_dict(), self.phases)
+        return analysis_text(self.to_dict())
 
 
 def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) -> Analysis:
@@ -124,6 +135,28 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     return Analysis(run, tuple(phases(changes)), tuple(rows), tuple(advice), tuning)
 
 
+def raise_ceilings(trace: Trace) -> Trace:
+    """Return the trace with each clean step's ceiling raised to the largest scale that a later clean step used.
+
+    Only the clean steps before the next overflow count. Without this, each scale that a run used would seem to be the
+    highest possible.
+
+    Examples:
+        >>> flags = np.array([True, False, False, True])
+        >>> scale, known = np.array([8.0, 4.0, 8.0, 16.0]), np.full(4, True)
+        >>> trace = RecordedRun("run", (), "jsonl", np.arange(1, 5), scale, flags, known).to_trace("lower_bound")
+        >>> trace.ceiling.tolist(), raise_ceilings(trace).ceiling.tolist()
+        ([4.0, 4.0, 8.0, 8.0], [4.0, 8.0, 8.0, 8.0])
+    """
+    if trace.loss_scale is None or trace.overflow is None:
+        return trace
+    ceiling, scale = trace.ceiling.copy(), np.nan_to_num(trace.loss_scale, nan=0.0)
+    for first, last in consecutive_runs(np.flatnonzero(~trace.overflow)).tolist():
+        row = slice(first, last + 1)
+        ceiling[row] = np.maximum(ceiling[row], np.maximum.accumulate(scale[row][::-1])[::-1])
+    return dataclasses.replace(trace, ceiling=ceiling)
+
+
 def _outcome_rows(
     run: RecordedRun, trace: Trace, recommended: Configuration | None, progress: Callable[[int], None] | None
 ) -> list[dict[str, Any]]:
@@ -131,7 +164,7 @@ def _outcome_rows(
     used = forward_fill(run.loss_scale)
     policies = _policies(used, trace.largest_gradient is not None)
     if recommended is not None:
-        policies["as advised"] = partial(make_policy, "adaptive", **dataclasses.asdict(recommended))
+        policies["as advised"] = partial(make_policy, recommended.policy, **recommended.arguments)
     traces = [trace, *(run.to_trace(assume) for assume in run.assumptions)]
     rows: list[dict[str, Any]] = []
     for name, make in {"as recorded": None, **policies}.items():
@@ -166,3 +199,70 @@ def _policies(used: NDArray[np.float64], gradients: bool) -> dict[str, Callable[
         at_power = 2.0 ** math.floor(math.log2(start))
         policies[f"guided from {as_power_of_two(at_power)}"] = partial(make_policy, "guided", loss_scale_value=at_power)
     return policies
+
+
+def _ranges(steps: ArrayLike) -> list[tuple[int, int]]:
+    """The first and the last of each run of consecutive steps."""
+    return [(first, last) for first, last in consecutive_runs(steps).tolist()]
+
+
+def _skipped(run: RecordedRun) -> dict[str, Any]:
+    fewest, most = run.skipped_bounds()
+    known = run.overflow & run.position_known
+    runs = consecutive_runs(np.flatnonzero(known))
+    longest = runs[np.argmax(runs[:, 1] - runs[:, 0])] if len(runs) else None
+    return {
+        "count": fewest if fewest == most else None,
+        "at_least": fewest,
+        "at_most": most,
+        "known": int(known.sum()),
+        "inferred": fewest - int(known.sum()),
+        "ranges": _ranges(run.step[known]),
+        "longest_run": 0 if longest is None else int(longest[1] - longest[0] + 1),
+        "longest_run_steps": None if longest is None else tuple(run.step[longest].tolist()),
+        **_seconds(run, run.overflow if fewest == most else known),
+    }
+
+
+def _overflowed_parameters(run: RecordedRun) -> dict[str, Any]:
+    """Of how many skipped steps the Parameters are known whose gradients overflowed, and how often each did."""
+    counts = Counter(name for names in run.overflowed_parameters for name in dict.fromkeys(names))
+    return {
+        "known_steps": len(run.overflowed_parameters),
+        "steps_without": sum(not names for names in run.overflowed_parameters),
+        "counts": dict(sorted(counts.items(), key=lambda item: -item[1])),
+    }
+
+
+def _bounded(name: str, fewest: int, most: int) -> dict[str, int | None]:
+    return {name: fewest if fewest == most else None, f"{name}_at_least": fewest, f"{name}_at_most": most}
+
+
+def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
+    """How many steps at least and at most were skipped before the first that was applied."""
+    surely_skipped, surely_applied = run.overflow & run.position_known, ~run.overflow & run.position_known
+    least = len(run) if surely_skipped.all() else int(np.argmin(surely_skipped))
+    most = int(np.argmax(surely_applied)) if surely_applied.any() else len(run)
+    while run.skipped_bounds(most)[1] < most:
+        most = run.skipped_bounds(most)[1]
+    return least, most
+
+
+def _seconds(run: RecordedRun, skipped: NDArray[np.bool_]) -> dict[str, Any]:
+    """The time of skipped steps, and for how many of them the log states it."""
+    if run.seconds is None:
+        return {"seconds_lost": None, "steps_with_seconds": 0}
+    lost = run.seconds[skipped]
+    known = lost[~np.isnan(lost)]
+    return {"seconds_lost": float(known.sum()) if len(known) else None, "steps_with_seconds": len(known)}
+
+
+def _scales(run: RecordedRun) -> dict[str, Any]:
+    """The scales at the ends of lines; the first is that before the first step."""
+    starts = np.append(0, run.line_ends()[:-1])
+    scales = np.append(run.loss_scale[starts], run.final_loss_scale)
+    known = scales[~np.isnan(scales)].tolist() or run.loss_scale[~np.isnan(run.loss_scale)].tolist()
+    named = {"first": float(scales[0]), "final": known[-1], "smallest": min(known), "largest": max(known)}
+    return {
+        name: None if math.isnan(scale) else scale if math.isfinite(scale) else "inf" for name, scale in named.items()
+    }

@@ -1,4 +1,4 @@
-"""What a loss scale did in a run, as phases: rows of drops and rows of raises."""
+"""What a loss scale did in a run, as phases: consecutive drops, consecutive raises."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.trace import consecutive_runs
-from mindformers_adaptive.text.power_of_two import as_power_of_two
+from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["PATH_HEADING", "Change", "Phase", "as_range", "changes_of", "path_line", "phases", "ranges"]
 
 PATH_HEADING = "   steps      what the loss scale did      loss scale        window"
+
+# What happened within lines that stand for several steps.
+_WITHIN_LINES = {"fall": "fell over {} line", "rise": "rose over {} line"}
 
 # Printed scales are rounded.
 _NEAR = 1e-3
@@ -85,10 +88,7 @@ def path_line(phase: Phase) -> str:
     """Return a phase as a line below ``PATH_HEADING``."""
     steps = as_range(phase.first_step, phase.last_step)
     plural = "s" if phase.changes > 1 else ""
-    within_lines = {"fall": "fell", "rise": "rose"}.get(phase.kind)
-    what = (
-        f"{within_lines} over {phase.changes} line{plural}" if within_lines else f"{phase.changes} {phase.kind}{plural}"
-    )
+    what = f"{_WITHIN_LINES.get(phase.kind, '{} ' + phase.kind).format(phase.changes)}{plural}"
     scales = f"{as_power_of_two(phase.scale_before)} -> {as_power_of_two(phase.scale_after)}"
     return f"   {steps:<10} {what:<28} {scales:<17} {' -> '.join(map(str, phase.windows))}".rstrip()
 
@@ -139,18 +139,15 @@ def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _kind(before: float, after: float, run: RecordedRun, first: int, last: int) -> str:
-    steps, factor = last - first + 1, (run.factor_bound or run.scale_factor) * (1 + _NEAR)
-    if (
-        min(before, after) <= 0
-        or math.isinf(max(before, after))
-        or abs(math.log2(after / before)) > steps * math.log2(factor)
-    ):
+    steps, factor, falls = last - first + 1, (run.factor_bound or run.scale_factor) * (1 + _NEAR), after < before
+    is_possible = min(before, after) > 0 and not math.isinf(max(before, after))
+    if not is_possible or abs(math.log2(after / before)) > steps * math.log2(factor):
         return "jump"
     if steps > 1:
-        return "fall" if after < before else "rise"
-    if bool(run.overflow[first]) != (after < before):
+        return "fall" if falls else "rise"
+    if bool(run.overflow[first]) != falls:
         return "jump"
-    return "drop" if after < before else "raise"
+    return "drop" if falls else "raise"
 
 
 def _clean_steps(run: RecordedRun, last: int, here: int) -> int | None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.logs.deepspeed import DeepSpeedReader
-from mindformers_adaptive.lab.logs.entries import Reader
 from mindformers_adaptive.lab.logs.expansion import expand
-from mindformers_adaptive.lab.logs.lines import LogLines
-from mindformers_adaptive.lab.logs.megatron import MegatronReader
+from mindformers_adaptive.lab.logs.jsonl import JsonlReader
+from mindformers_adaptive.lab.logs.megatron_deepspeed import DeepSpeedReader, MegatronReader
 from mindformers_adaptive.lab.logs.mindformers import MindFormersReader
-from mindformers_adaptive.lab.logs.record import RecordReader
+from mindformers_adaptive.lab.logs.reader import LogLines, Reader
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 
@@ -26,10 +23,13 @@ __all__ = ["FORMATS", "read_log"]
 LogPath = str | os.PathLike[str]
 
 
-# Megatron-DeepSpeed's logs have DeepSpeed's lines too, so DeepSpeed comes last.
-_READERS: tuple[type[Reader], ...] = (RecordReader, MindFormersReader, MegatronReader, DeepSpeedReader)
+# Megatron-DeepSpeed's logs have DeepSpeed's lines too, so DeepSpeed comes last: a log is of its format where no line is
+# of another.
+_READERS: dict[str, type[Reader]] = {
+    reader.name: reader for reader in (JsonlReader, MindFormersReader, MegatronReader, DeepSpeedReader)
+}
 
-FORMATS = tuple(reader.name for reader in _READERS)
+FORMATS = tuple(_READERS)
 
 
 def read_log(
@@ -68,87 +68,63 @@ def read_log(
         ('jsonl', 1, [4.0, 2.0])
     """
     paths = _require_paths(path)
-    reader = _reader_of(paths, format)()
-    lines = LogLines(paths)
-    used, foreign = 0, Counter[str]()
+    reader = _READERS[_find_format(paths) if format is None else _require_format(format)]()
+    others = [name for name in FORMATS if name not in (reader.name, *reader.printed_with)]
+    lines, used, foreign = LogLines(paths), 0, Counter[str]()
     for text in lines:
         if reader.take(text, lines):
             used += 1
-        else:
-            foreign.update(_other_format(text, reader))
-    cut = not lines.complete
+        elif name := _format_of_line(text, others):
+            foreign[name] += 1
+    is_cut, notes = not lines.complete, list[str]()
     entries = reader.finish()
     if not entries:
         raise ValueError(_nothing_found(paths, [reader], lines))
-    steps = expand(entries, rule)
-    loss_scale = np.array(steps.loss_scale, dtype=np.float64)
-    if np.isnan(loss_scale).all():
+    steps = expand(entries, rule, notes)
+    if np.isnan(steps["loss_scale"]).all():
         raise ValueError(
             f"The log must name a loss scale, but none of the {used} lines of steps in {_names(paths)} does. Give a "
             "log of a training with loss scaling."
         )
-    reader.timeline.close()
-    notes = [*steps.notes, *reader.timeline.notes]
+    notes += reader.notes
     notes += [
         f"{count} line(s) are of another format, {name}, and were ignored; format={name!r} reads them instead."
         for name, count in foreign.items()
     ]
     if lines.undecodable:
         notes.append(f"{lines.undecodable} line(s) have bytes that are not UTF-8.")
-    if cut:
+    if is_cut:
         notes.append(f"{lines.where}: the log ends in the middle of a line, or without a newline.")
     return RecordedRun(
-        paths[0].name,
-        tuple(map(str, paths)),
-        reader.name,
-        np.array(steps.step, dtype=np.int64),
-        loss_scale,
-        np.array(steps.overflow, dtype=np.bool_),
-        np.array(steps.position_known, dtype=np.bool_),
-        _or_none(steps.loss),
-        _or_none(steps.seconds),
-        steps.scale_factor,
-        lines.lines_read,
-        used,
-        lines.lines_read - used,
-        tuple(notes),
-        tuple(lines.problems),
-        np.array(steps.lines, dtype=np.int64),
-        steps.final_loss_scale,
-        steps.factor_bound,
-        reader.timeline.superseded,
-        _or_none(steps.largest_gradient),
-        tuple(steps.overflowed_parameters),
-        tuple(entry.step for entry in entries if entry.dropped_by_norm),
-        smallest_window=min((entry.scale_window for entry in entries if entry.scale_window >= 1), default=np.nan),
+        name=paths[0].name,
+        files=tuple(map(str, paths)),
+        log_format=reader.name,
+        lines_read=lines.lines_read,
+        lines_used=used,
+        lines_ignored=lines.lines_read - used,
+        lines_superseded=reader.superseded,
+        notes=tuple(notes),
+        problems=tuple(lines.problems),
+        **steps,
     )
 
 
-def _reader_of(paths: tuple[Path, ...], format: str | None) -> type[Reader]:
-    if format is not None:
-        if not isinstance(format, str):
-            raise TypeError(
-                f"'format' must be text, but got {format!r} of type {type(format).__name__}. Use {FORMATS}."
-            )
-        if format not in FORMATS:
-            raise ValueError(f"'format' must be one of {FORMATS}, but got {format!r}. Leave it out: the lines show it.")
-        return _READERS[FORMATS.index(format)]
-    *certain, last = _READERS
-    lines, last_seen = LogLines(paths), False
+def _format_of_line(text: str, formats: Sequence[str]) -> str:
+    """The first of some formats of which a line is that of a step; "" where there is none."""
+    return next((name for name in formats if _READERS[name].is_step_line(text)), "")
+
+
+def _find_format(paths: tuple[Path, ...]) -> str:
+    *_, last = FORMATS
+    lines, found = LogLines(paths), ""
     for text in lines:
-        for reader in certain:
-            if reader.is_step_line(text):
-                return reader
-        last_seen = last_seen or last.is_step_line(text)
-    if not last_seen:
-        raise ValueError(_nothing_found(paths, _READERS, lines))
-    return last
-
-
-def _other_format(text: str, reader: Reader) -> list[str]:
-    """The format of which a line is that the reader could not use; Megatron-DeepSpeed prints two."""
-    expected = {reader.name, DeepSpeedReader.name} if reader.name == MegatronReader.name else {reader.name}
-    return [other.name for other in _READERS if other.name not in expected and other.is_step_line(text)][:1]
+        name = _format_of_line(text, FORMATS)
+        if name not in ("", last):
+            return name
+        found = found or name
+    if not found:
+        raise ValueError(_nothing_found(paths, _READERS.values(), lines))
+    return found
 
 
 def _nothing_found(paths: tuple[Path, ...], readers: Iterable[Reader | type[Reader]], lines: LogLines) -> str:
@@ -157,6 +133,14 @@ def _nothing_found(paths: tuple[Path, ...], readers: Iterable[Reader | type[Read
         f"The log must have lines of steps, but in {_names(paths)} ({lines.lines_read} lines) there is none. Looked "
         f"for: {looked_for}. Give the log of a training, or another format."
     )
+
+
+def _require_format(format: object) -> str:
+    if not isinstance(format, str):
+        raise TypeError(f"'format' must be text, but got {format!r} of type {type(format).__name__}. Use {FORMATS}.")
+    if format not in FORMATS:
+        raise ValueError(f"'format' must be one of {FORMATS}, but got {format!r}. Leave it out: the lines show it.")
+    return format
 
 
 def _names(paths: tuple[Path, ...]) -> str:
@@ -175,8 +159,3 @@ def _require_paths(path: object) -> tuple[Path, ...]:
     if not paths:
         raise ValueError("'path' must name at least one log, but got none. Give the name of the log.")
     return tuple(map(Path, paths))
-
-
-def _or_none(values: list[float]) -> NDArray[np.float64] | None:
-    array = np.array(values, dtype=np.float64)
-    return None if np.isnan(array).all() else array

@@ -3,8 +3,8 @@
 Which of the steps were skipped is a guess that agrees with this. Skipped steps come first, at the scale that the one
 before left; more skips than drops were tolerated at the scale before; where the scale did not fall, it was raised once
 before them; other raises come last. The scale before the first line, and after a gap or a restart, is unknown. Where
-the number of skips is exact, it is that after it, taken back by a factor for each skip but never above 2^32, the
-largest scale that Megatron-LM, DeepSpeed and MindFormers start from by default.
+the number of skips is exact, it is computed back from the scale after the line, by a factor for each skip but never
+beyond 2^32, the largest scale that Megatron-LM, DeepSpeed and MindFormers start from by default.
 """
 
 from __future__ import annotations
@@ -12,89 +12,92 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any
 
-from mindformers_adaptive.lab.logs.entries import LogEntry
-from mindformers_adaptive.lab.logs.intervals import Interval, infer_scale_factor, intervals_of
-from mindformers_adaptive.lab.logs.rule_bounds import bounds_by_rule
-from mindformers_adaptive.lab.policies.policy import GuidedPolicy, Policy
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Steps", "expand"]
+from mindformers_adaptive.lab.logs.intervals import Interval, bounds_by_rule, infer_scale_factor, intervals_of
+from mindformers_adaptive.lab.logs.reader import LogEntry
+from mindformers_adaptive.lab.policies import Policy
+
+__all__ = ["expand"]
 
 _LARGEST_START = 2.0**32
 _NEAR = 1e-3  # printed scales are rounded
 _NAN = math.nan
 
 
-class Steps(NamedTuple):
-    """The steps of a log.
-
-    Attributes:
-        step, loss_scale, overflow, position_known, loss, seconds, largest_gradient (list): an element for each step.
-        overflowed_parameters (list[tuple[str, ...]]): for each step that names them.
-        lines (list[tuple[int, int, int]]): for each line the number of steps up to its last one, and the fewest and the
-            most that may have been skipped up to there.
-        final_loss_scale (float): the scale after the last step.
-        scale_factor (float): the commonest factor between the scales of neighbouring steps, or what the log allows.
-        factor_bound (float): the largest that the log allows.
-        notes (list[str]): what had to be inferred, and where lines are missing or contradict each other.
-    """
-
-    step: list[int]
-    loss_scale: list[float]
-    overflow: list[bool]
-    position_known: list[bool]
-    loss: list[float]
-    seconds: list[float]
-    largest_gradient: list[float]
-    overflowed_parameters: list[tuple[str, ...]]
-    lines: list[tuple[int, int, int]]
-    final_loss_scale: float
-    scale_factor: float
-    factor_bound: float
-    notes: list[str]
-
-
-def expand(entries: Sequence[LogEntry], rule: Policy | None = None) -> Steps:
-    """Return the steps of lines.
+def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -> dict[str, Any]:
+    """Return what the lines of a log tell of its steps.
 
     Args:
         entries (Sequence[LogEntry]): steps strictly increasing, at least one.
         rule (Policy, optional): the rule that the run followed, with the state before step 1.
+        notes (list[str]): gets a sentence for what had to be inferred, is missing or contradicts itself.
+
+    Returns:
+        dict of arguments for :class:`~mindformers_adaptive.lab.traces.recorded_run.RecordedRun`: all that are about
+        steps.
 
     Raises:
         ValueError: if the lines do not follow the rule.
     """
-    notes: list[str] = []
     factor, factor_bound = infer_scale_factor(entries)
     first_scale = _NAN if rule is None else rule.loss_scale
     intervals = intervals_of(entries, factor, factor_bound, first_scale, notes)
-    if isinstance(rule, GuidedPolicy):
-        # Its scale moves by several factors at once, and without an overflow: only flags count.
+    if rule is not None and not rule.moves_by_one_factor:
+        # What the scale does tells nothing of skipped steps: only flags count.
         factor_bound, intervals = math.inf, list(map(_by_flag, intervals))
-    lines = None if rule is None or isinstance(rule, GuidedPolicy) else bounds_by_rule(rule, intervals, notes)
-    steps = Steps([], [], [], [], [], [], [], [], [], _NAN, factor, factor_bound, notes)
-    after, fewest, most = _NAN, 0, 0
+    counts = np.array([interval.steps for interval in intervals])
+    ends = np.cumsum(counts)
+    if rule is not None and rule.moves_by_one_factor:
+        bounds = np.array(bounds_by_rule(rule, intervals, notes))
+    else:
+        bounds = np.cumsum([(interval.fewest, interval.most) for interval in intervals], axis=0)
+    overflow: list[bool] = []
+    loss_scale: list[float] = []
+    position_known: list[bool] = []
+    after = _NAN
     for interval in intervals:
-        entry, count = interval.entry, interval.steps
-        # A line that names no scale leaves the one that the lines before had led to.
-        before = after if math.isnan(interval.before) and math.isnan(entry.next_loss_scale) else interval.before
-        interval = interval._replace(before=before)
+        entry = interval.entry
+        if math.isnan(interval.before) and math.isnan(entry.next_loss_scale):
+            # A line that names no scale leaves the one that the lines before had led to.
+            interval = interval._replace(before=after)
         after = _scale_after(interval, factor)
-        overflow, scales = _guessed_path(interval, after, factor, notes)
-        known = entry.placed and interval.fewest == interval.most and interval.fewest in (0, count)
-        steps.step.extend(range(entry.step - count + 1, entry.step + 1))
-        steps.overflow.extend(overflow)
-        steps.loss_scale.extend(scales)
-        steps.position_known.extend([known] * (count - 1) + [known or entry.overflow is not None])
-        steps.loss.extend([_NAN] * (count - 1) + [entry.loss])
-        steps.seconds.extend([entry.seconds] * count)
-        steps.largest_gradient.extend([_NAN] * (count - 1) + [entry.largest_gradient])
-        if entry.overflowed_parameters is not None:
-            steps.overflowed_parameters.append(entry.overflowed_parameters)
-        fewest, most = fewest + interval.fewest, most + interval.most
-        steps.lines.append((len(steps.step), fewest, most))
-    return steps._replace(final_loss_scale=after, lines=lines or steps.lines)
+        flags, scales = _guessed_path(interval, after, factor, notes)
+        overflow += flags
+        loss_scale += scales
+        known = entry.placed and interval.fewest == interval.most and interval.fewest in (0, interval.steps)
+        position_known += [known] * (interval.steps - 1) + [known or entry.overflow is not None]
+
+    def at_last_steps(values: ArrayLike) -> NDArray[np.float64] | None:
+        array = np.full(len(overflow), _NAN)
+        array[ends - 1] = values
+        return _or_none(array)
+
+    return {
+        "step": np.arange(len(overflow)) + np.repeat([entry.step for entry in entries] - ends + 1, counts),
+        "loss_scale": np.array(loss_scale, dtype=np.float64),
+        "overflow": np.array(overflow),
+        "position_known": np.array(position_known),
+        "loss": at_last_steps([entry.loss for entry in entries]),
+        "seconds": _or_none(np.repeat([entry.seconds for entry in entries], counts)),
+        "largest_gradient": at_last_steps([entry.largest_gradient for entry in entries]),
+        "overflowed_parameters": tuple(
+            entry.overflowed_parameters for entry in entries if entry.overflowed_parameters is not None
+        ),
+        "dropped_by_norm": tuple(entry.step for entry in entries if entry.dropped_by_norm),
+        "smallest_window": min((entry.scale_window for entry in entries if entry.scale_window >= 1), default=_NAN),
+        "lines": np.column_stack([ends, bounds]),
+        "final_loss_scale": after,
+        "scale_factor": factor,
+        "factor_bound": factor_bound,
+    }
+
+
+def _or_none(array: NDArray[np.float64]) -> NDArray[np.float64] | None:
+    return None if np.isnan(array).all() else array
 
 
 def _by_flag(interval: Interval) -> Interval:
@@ -146,14 +149,12 @@ def _guessed_path(interval: Interval, after: float, factor: float, notes: list[s
     drops = max(fall, raised_before)
     tolerated = count - min(drops, count)
     changes = [0] * tolerated + [-1] * (count - tolerated)
-    at_end = [(True, changes.pop())] if last_overflowed else []
-    raises = [(False, 1)] * min(drops - fall, steps - count)
-    front = raises[:raised_before] if changes else []
-    path = [*front, *((True, change) for change in changes)]
-    back = [*raises[len(front) :], *at_end]
-    path += [(False, 0)] * (steps - len(path) - len(back)) + back
-    exponents = accumulate((change for _, change in path[:-1]), initial=0)
-    return [flag for flag, _ in path], [before * factor**exponent for exponent in exponents]
+    at_end = [changes.pop()] if last_overflowed else []
+    raises = min(drops - fall, steps - count)
+    front = min(raised_before, raises) if changes else 0
+    overflow = [False] * front + [True] * len(changes) + [False] * (steps - count - front) + [True] * len(at_end)
+    changes = [1] * front + changes + [0] * (steps - count - raises) + [1] * (raises - front) + at_end
+    return overflow, [before * factor**exponent for exponent in accumulate(changes[:-1], initial=0)]
 
 
 def _listed_scales(interval: Interval, after: float, factor: float, notes: list[str]) -> list[float]:

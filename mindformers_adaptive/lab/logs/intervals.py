@@ -1,4 +1,4 @@
-"""For how many steps each line of a log speaks, and how many of them were skipped.
+"""How many steps each line of a log stands for, and how many of them were skipped.
 
 A line stands for one step or, in sink mode and where only every k-th step is printed, for several. It states the scale
 after its last step and, in MindFormers' logs, the flag of that step. From two such lines, N steps apart, follows:
@@ -11,9 +11,12 @@ after its last step and, in MindFormers' logs, the flag of that step. From two s
 This holds for every rule that changes the scale by one factor and at most once a step: the adaptive one, MindSpore's
 and MindFormers' cells, Megatron-LM's, with any window, hysteresis, floor and cap. It does not for the gradient-guided
 rule, which has to be given. The factor is the one between lines that are one step apart. Where no lines are, the bounds
-are those of the largest factor of which all scales are powers, times a constant; one change that does not fit may have
-led by way of a floor of up to 2^14. The guess is 2, where it fits. A printed number of skipped steps is exact, unless a
-fall of the scale shows that the log does not count them.
+are those of the largest factor of which all scales are powers, times a constant; one change need not fit, because the
+scale may have hit a floor of up to 2^14. The guess is 2, where it fits. A printed number of skipped steps is exact,
+unless a fall of the scale shows that the log does not count them.
+
+Where the rule of the run is given, every sequence of flags by which it leads to the scales of the log is followed, and
+the bounds are the fewest and the most overflows among them.
 """
 
 from __future__ import annotations
@@ -22,20 +25,28 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mindformers_adaptive.lab.logs.entries import LONGEST_INTERVAL, LogEntry
+from mindformers_adaptive.lab.logs.reader import LONGEST_INTERVAL, LogEntry
+from mindformers_adaptive.lab.policies import Policy
 
-__all__ = ["Interval", "infer_scale_factor", "intervals_of"]
+__all__ = ["Interval", "bounds_by_rule", "infer_scale_factor", "intervals_of"]
 
 _NEAR = 1e-3  # printed scales are rounded
 _SAME_BITS = 1e-4  # the same in bits: eight digits are printed, and float32 rounds at each change
 _FEWEST_BITS = 0.05  # no scale factor is this near to 1
 _LARGEST_FLOOR_BITS = 14.0  # no floor is above 2^14
+_PRINTED = 1e-6  # eight digits are printed
+
+# Following a rule through more states than this, summed over the steps, takes more than about half a minute.
+_MOST_STATES = 5e6
+
+# Counters that have no effect on the scale.
+_COUNTERS = ("skipped_steps", "consecutive_overflows")
 
 
 class Interval(NamedTuple):
-    """The steps that one line speaks for.
+    """The steps that one line stands for.
 
     Attributes:
         entry (LogEntry): the line.
@@ -142,7 +153,7 @@ def intervals_of(
 
 
 def _span(earlier: LogEntry, entry: LogEntry, usual: int, notes: list[str]) -> tuple[int, float]:
-    """For how many steps a line speaks, and the scale before them, nan if that is unknown."""
+    """How many steps a line stands for, and the scale before them, nan if that is unknown."""
     apart = max(entry.step - earlier.step, 1)
     steps = min(entry.steps or usual, apart, LONGEST_INTERVAL)
     if apart > steps and earlier.step:
@@ -169,3 +180,103 @@ def _usual_stride(entries: Sequence[LogEntry]) -> int:
     if not strides:
         return max(1, min(entries[0].skips or 1, LONGEST_INTERVAL))
     return min(strides, key=lambda stride: (-strides[stride], stride))
+
+
+def bounds_by_rule(policy: Policy, intervals: Sequence[Interval], notes: list[str]) -> list[tuple[int, int]]:
+    """Follow every sequence of flags that the lines of a log allow, and count its overflows.
+
+    Args:
+        policy (Policy): the rule of the run, with the state before step 1.
+        intervals (Sequence[Interval]): the lines, of which the first begins at step 1. After a gap or a restart the
+            state is unknown, and the bounds are those of any rule.
+        notes (list[str]): gets a sentence where that happens.
+
+    Returns:
+        list of tuple: for each line the fewest and the most of the steps up to its last one that may have been skipped.
+
+    Raises:
+        ValueError: if the log does not begin at step 1, or no sequence leads to the scales that it states.
+    """
+    first = intervals[0]
+    if first.entry.step != first.steps:
+        raise ValueError(
+            f"'rule' needs a log that begins at step 1, but {first.entry.where} is at step {first.entry.step}. Leave "
+            "the rule out."
+        )
+    successors = _Successors(policy.rule)
+    states = {_without_counters(policy.current): (0, 0)}
+    bounds, step = [(0, 0)], 0
+    for interval in intervals:
+        entry = interval.entry
+        has_gap = entry.step - interval.steps != step or entry.after_restart
+        if states and (has_gap or successors.followed > _MOST_STATES):
+            why = "after a gap or a restart" if has_gap else "because it has too many states"
+            notes.append(f"{entry.where}: the rule is not followed from here on, {why}.")
+            states = {}
+        if states:
+            states = _follow(states, interval, successors)
+            if not states:
+                raise ValueError(
+                    f"{entry.where}: no sequence of overflows leads the rule {policy.name!r} to loss scale "
+                    f"{entry.next_loss_scale:g}. Correct the rule's arguments, its initial loss scale first, or leave "
+                    "the rule out."
+                )
+            bounds.append((min(low for low, _ in states.values()), max(high for _, high in states.values())))
+        else:
+            bounds.append((bounds[-1][0] + interval.fewest, bounds[-1][1] + interval.most))
+        step = entry.step
+    return bounds[1:]
+
+
+class _Successors(dict[Any, tuple[Any, Any]]):
+    """The states after a clean step and after an overflow, by the state before."""
+
+    def __init__(self, rule: Any) -> None:
+        super().__init__()
+        self.rule = rule
+        self.followed = 0
+        growth: float = getattr(rule, "scale_factor", getattr(rule, "growth_factor", math.inf))
+        backoff: float = getattr(rule, "backoff_factor", None) or 1.0 / growth
+        # A rule that names no factor may reach any scale.
+        self.largest_changes = (math.log2(growth), -math.log2(backoff) if backoff else math.inf)
+
+    def __missing__(self, state: Any) -> tuple[Any, Any]:
+        clean, overflowed = (_without_counters(self.rule.step(state, overflow)) for overflow in (False, True))
+        self[state] = (clean, overflowed)
+        return clean, overflowed
+
+    def can_reach(self, target: float, scale: float, steps: int) -> bool:
+        """Whether so many steps can lead from a scale to another; True where the other is unknown."""
+        if math.isnan(target) or math.isclose(scale, target, rel_tol=_PRINTED):
+            return True
+        if not 0 < scale < math.inf or not 0 < target < math.inf:
+            return steps > 0
+        bits = math.log2(target / scale)
+        return abs(bits) <= steps * self.largest_changes[bits < 0] + _PRINTED
+
+
+def _follow(
+    states: dict[Any, tuple[int, int]], interval: Interval, successors: _Successors
+) -> dict[Any, tuple[int, int]]:
+    """The states after the steps of a line, each with the fewest and the most overflows that lead to it."""
+    entry = interval.entry
+    for left in range(interval.steps - 1, -1, -1):
+        flags = (False, True) if left or entry.overflow is None else (entry.overflow,)
+        reached: dict[Any, tuple[int, int]] = {}
+        possible: dict[float, bool] = {}
+        successors.followed += len(states)
+        for state, (low, high) in states.items():
+            for overflow in flags:
+                after = successors[state][overflow]
+                scale = after.loss_scale
+                if scale not in possible:
+                    possible[scale] = successors.can_reach(entry.next_loss_scale, scale, left)
+                if possible[scale]:
+                    others = reached.get(after, (low + overflow, high + overflow))
+                    reached[after] = (min(low + overflow, others[0]), max(high + overflow, others[1]))
+        states = reached
+    return states
+
+
+def _without_counters(state: Any) -> Any:
+    return state._replace(**{name: 0 for name in _COUNTERS if name in state._fields})

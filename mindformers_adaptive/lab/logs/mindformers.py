@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
 
-from mindformers_adaptive.lab.logs.entries import LARGEST_STEP, LogEntry, Reader
-from mindformers_adaptive.lab.logs.lines import LogLines, parse_number, parse_scale
+from mindformers_adaptive.lab.logs.reader import LARGEST_STEP, LogEntry, LogLines, Reader, parse_number, parse_scale
 
 __all__ = ["MindFormersReader"]
 
@@ -55,29 +55,33 @@ class MindFormersReader(Reader):
         for part in _parts(text):
             entry = _parse(part, lines.where, lines.complete)
             if entry is not None:
-                self.timeline.add(entry)
+                self.add(entry)
                 used = True
-            elif not _OTHER_MONITOR.search(part):
-                lines.problem("looks like a step's line, but its step, overflow or loss scale cannot be read")
+            else:
+                _report_unreadable(part, lines)
         return used
 
     def finish(self) -> list[LogEntry]:
         if self._without_scale:
-            self.timeline.notes.append(
-                f"{self.timeline.entries[-1].where}: {self._without_scale} line(s) up to here are of a trainer that "
-                "prints no loss scale; nothing is known of their steps."
+            self.notes.append(
+                f"{self.entries[-1].where}: {self._without_scale} line(s) up to here are of a trainer that prints no "
+                "loss scale; nothing is known of their steps."
             )
-        return self.timeline.entries
+        return super().finish()
 
     def _take_without_scale(self, text: str, lines: LogLines) -> bool:
         match = _WITHOUT_SCALE.search(text)
         if match is None or int(match[1]) > LARGEST_STEP:
-            if not _OTHER_MONITOR.search(text):
-                lines.problem("looks like a step's line, but its step, overflow or loss scale cannot be read")
+            _report_unreadable(text, lines)
             return False
         self._without_scale += 1
-        self.timeline.add(LogEntry(int(match[1]), lines.where, loss=parse_number(match[2])))
+        self.add(LogEntry(int(match[1]), lines.where, loss=parse_number(match[2])))
         return True
+
+
+def _report_unreadable(text: str, lines: LogLines) -> None:
+    if not _OTHER_MONITOR.search(text):
+        lines.problem("looks like a step's line, but its step, overflow or loss scale cannot be read")
 
 
 def _parts(text: str) -> list[str]:
@@ -92,7 +96,7 @@ def _parse(text: str, where: str, complete: bool) -> LogEntry | None:
     # The number at the end of a cut line may have lost digits, and what NumPy prints has a point or an exponent.
     if (not complete and match.end() == len(text)) or _WHOLE_SCALE.search(match[7]) is None:
         return None
-    scale = float("nan") if match[7] in ("unavailable", "nan") else parse_scale(match[7])
+    scale = math.nan if match[7] in ("unavailable", "nan") else parse_scale(match[7])
     epoch, steps_per_epoch = int(match[1]), int(match[3])
     step = max(epoch - 1, 0) * steps_per_epoch + int(match[2])
     if scale is None or step > LARGEST_STEP:
@@ -104,5 +108,5 @@ def _parse(text: str, where: str, complete: bool) -> LogEntry | None:
         overflow=None if match[6] is None else match[6] == "True",
         loss=parse_number(match[4]),
         # Up to 0.7 the time is that of the whole call, which in sink mode is more than one step.
-        seconds=parse_number(match[5]) / 1000.0 if "per_step_time" in text else float("nan"),
+        seconds=parse_number(match[5]) / 1000.0 if "per_step_time" in text else math.nan,
     )

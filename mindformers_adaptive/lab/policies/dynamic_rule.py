@@ -1,4 +1,4 @@
-"""One general rule of dynamic loss scaling, of which the policies of other systems are settings."""
+"""One general rule of dynamic loss scaling, of which the policies of other systems are settings; and metaseq's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32, to_float32
 
 __all__ = ["FLOAT32", "FLOAT32_FLOAT64_FACTORS", "FLOAT32_FLUSHED_FLOAT64_FACTORS", "FLOAT64", "Arithmetic"]
-__all__ += ["DynamicRule", "DynamicState"]
+__all__ += ["DynamicRule", "DynamicState", "MetaseqRule", "MetaseqState"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class DynamicRule:
             ``scale_window``.
         tolerance (int): the overflow of this number drops the scale; 1, every overflow.
         clean_step_forgives (bool): whether a clean step sets the count of overflows back to 0.
-        drop_forgives (bool): whether a drop does; otherwise every further overflow drops too.
+        drop_forgives (bool): whether a drop sets it back to 0; otherwise every further overflow drops too.
         tolerated_share (float, optional): instead of ``tolerance``, the share of overflowed steps since the last drop
             or raise from which on the scale drops. A raise then does not set the count of overflows back.
         stops_at_floor (bool): whether the system ends the training when a scale at the floor would drop.
@@ -120,7 +120,7 @@ class DynamicRule:
             clean_steps = self._clean_steps_after_overflow
         return DynamicState(min(self.arithmetic.scale(loss_scale), self.cap), scale_window, clean_steps, overflows)
 
-    def step(self, state: DynamicState, overflow: bool) -> DynamicState:
+    def step(self, state: DynamicState, overflow: bool, largest_gradient: float | None = None) -> DynamicState:
         """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
         steps = state.steps_since_change if self.tolerated_share is None else state.steps_since_change + 1
         state = state._replace(steps_since_change=steps)
@@ -169,3 +169,68 @@ class DynamicRule:
     @property
     def _clean_steps_after_overflow(self) -> int:
         return 0 if self.first_clean_step_counts else -1
+
+
+class MetaseqState(NamedTuple):
+    """All that :class:`MetaseqRule` remembers between two steps.
+
+    Attributes:
+        loss_scale (float): the scale for the next step.
+        scale_window (float): the window in force, in steps; a raise multiplies it by the scale factor, which need not
+            be an integer.
+        clean_steps (int): steps since the last overflow. A raise does not set it back.
+        overflows (int): overflows since the last drop.
+        steps_since_change (int): steps since the last drop or raise.
+    """
+
+    loss_scale: float
+    scale_window: float
+    clean_steps: int = 0
+    overflows: int = 0
+    steps_since_change: int = 0
+
+
+@dataclass(frozen=True)
+class MetaseqRule:
+    """metaseq's dynamic loss scaling, with a window that follows the scale, in float64.
+
+    .. code-block:: text
+
+        overflow:  the share of overflows since the last drop in the steps since the last change >= tolerated_share:
+                   loss_scale /= scale_factor, at least the floor; scale_window = int(scale_window / scale_factor), at
+                   least 1; but a scale below min_loss_scale is taken back
+        clean:     after a multiple of scale_window steps since the last overflow:
+                   loss_scale *= scale_factor, scale_window *= scale_factor
+
+    Attributes:
+        scale_factor (float): what a raise multiplies by, and a drop divides by.
+        tolerated_share (float): the share of overflows from which on the scale drops.
+        floor (float, optional): the smallest scale of a drop.
+        min_loss_scale (float): a drop below it leaves the scale where it is.
+    """
+
+    scale_factor: float = 2.0
+    tolerated_share: float = 0.0
+    floor: float | None = None
+    min_loss_scale: float = 2.0**-5
+
+    def start(self, loss_scale: float, scale_window: int) -> MetaseqState:
+        """Return the state before the first step."""
+        return MetaseqState(loss_scale, scale_window)
+
+    def step(self, state: MetaseqState, overflow: bool, largest_gradient: float | None = None) -> MetaseqState:
+        """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
+        loss_scale, window, clean_steps, overflows, steps_since_change = state
+        steps_since_change += 1
+        if overflow:
+            overflows += 1
+            if overflows / steps_since_change >= self.tolerated_share:
+                dropped = max(loss_scale / self.scale_factor, self.floor or 0.0)
+                loss_scale = loss_scale if dropped < self.min_loss_scale else dropped
+                window = max(int(window / self.scale_factor), 1)
+                overflows, steps_since_change = 0, 0
+            return MetaseqState(loss_scale, window, 0, overflows, steps_since_change)
+        clean_steps += 1
+        if clean_steps % window == 0:
+            loss_scale, window, steps_since_change = loss_scale * self.scale_factor, window * self.scale_factor, 0
+        return MetaseqState(loss_scale, window, clean_steps, overflows, steps_since_change)

@@ -3,64 +3,46 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
-from mindformers_adaptive.lab.policies.metaseq import METASEQ, MetaseqRule, MetaseqState
-from mindformers_adaptive.lab.policies.policy import FixedRule, FixedState, GuidedPolicy, Policy
-from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS, Parameter, Preset, positive
-from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.lab.policies.policy import FixedRule, FixedState, Policy, TextPolicy
+from mindformers_adaptive.lab.policies.presets import PRESETS, Preset
+from mindformers_adaptive.rules.base import DEFAULT_LOSS_SCALE, Rule
+from mindformers_adaptive.rules.catalog import RULES, find_rule, is_rule_name
+from mindformers_adaptive.rules.text_rule import TextRule
 
-__all__ = ["POLICY_NAMES", "make_policy"]
+__all__ = ["POLICY_NAMES", "make_policy", "start_rule"]
 
-_FIXED = Preset(
-    "MindSpore amp.FixedLossScaleManager; the name 'loss_scale_value': nn.FixedLossScaleUpdateCell",
-    {"loss_scale": Parameter("loss_scale", 128.0, positive)},
-    {},
-    aliases={"loss_scale_value": "loss_scale"},
-)
+POLICY_NAMES = (*RULES, *PRESETS)
 
-# The default of MindFormers' TrainingArguments; the others are those of AdaptiveRule and GuidedRule.
-_OWN_LOSS_SCALE = 2.0**16
-
-# Rule, policy and arguments of the rule's start.
-_OWN_RULES: dict[str, tuple[Any, type[Policy], tuple[str, ...]]] = {
-    "adaptive": (AdaptiveRule, Policy, ("loss_scale_value", "scale_window")),
-    "guided": (GuidedRule, GuidedPolicy, ("loss_scale_value",)),
-}
-
-_PRESETS = {"fixed": _FIXED, "metaseq": METASEQ, **DYNAMIC_PRESETS}
-
-POLICY_NAMES = (*_OWN_RULES, *_PRESETS)
-
-# Arguments of DynamicRule.start; what else a preset sets are the rule's own.
+# Arguments of a rule's start; what else a preset sets are the rule's own.
 _STARTS = ("loss_scale", "scale_window", "clean_steps", "overflows")
 
 
-def make_policy(name: str, **params: Any) -> Policy:
+def make_policy(name: str | type[Rule], **params: Any) -> Policy:
     """Return a loss-scaling policy by name, with the parameters of the system that it comes from.
 
     ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``:
     ``loss_scale_value`` (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the
     smallest window) and all of :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`. ``guided`` is the one
     that follows the largest gradients, with ``loss_scale_value`` (default 65536) and all arguments of
-    :class:`~mindformers_adaptive.rules.guided.GuidedRule`. ``fixed`` keeps ``loss_scale`` (default 128.0, as in
-    MindSpore's ``FixedLossScaleManager``). ``metaseq`` is
-    :class:`~mindformers_adaptive.lab.policies.metaseq.MetaseqRule`. The other policies are rows of
-    :data:`~mindformers_adaptive.lab.policies.presets.DYNAMIC_PRESETS`, each with its source, parameters and defaults.
+    :class:`~mindformers_adaptive.rules.guided.GuidedRule`. ``module.Class`` is a rule of one's own, see
+    :class:`~mindformers_adaptive.rules.text_rule.TextRule`, with ``loss_scale_value`` (default 65536) and its own
+    arguments. ``fixed`` keeps ``loss_scale`` (default 128.0, as in MindSpore's ``FixedLossScaleManager``). All but
+    these are rows of :data:`~mindformers_adaptive.lab.policies.presets.PRESETS`, each with its source, parameters and
+    defaults.
 
     Args:
-        name (str): one of ``POLICY_NAMES``.
+        name (Union[str, type]): one of ``POLICY_NAMES``, or a rule of one's own: ``module.Class``, or the class.
         **params: the system's own parameters; what is left out has the system's own default.
 
     Returns:
         Policy, before its first step. ``step(overflow, largest_gradient=None)`` returns the loss scale for the next
-        step; only ``guided`` uses the largest gradient, unscaled, of a step that was applied. Where the system would
-        end the training with an error, ``stopped`` is True from then on and the replay goes on.
+        step; only ``guided`` and rules of one's own with this signal use the largest gradient, unscaled, of a step that
+        was applied. Where the system would end the training with an error, ``stopped`` is True from then on and the
+        replay goes on.
 
     Raises:
         TypeError: if the policy has no such parameter, or a value is not of its type.
@@ -74,36 +56,40 @@ def make_policy(name: str, **params: Any) -> Policy:
         20
         >>> policy = make_policy("guided", loss_scale_value=2.0**32)
         >>> [policy.step(True), policy.step(True), policy.step(False, largest_gradient=1.0)]
-        [2147483648.0, 536870912.0, 256.0]
+        [16777216.0, 65536.0, 64.0]
     """
+    if isinstance(name, type) or is_rule_name(name):
+        rule_class = find_rule(name)
+        label = name if isinstance(name, str) else rule_class.name
+        _refuse_unknown(label, params, rule_class.all_arguments())
+        own_rule, state = start_rule(rule_class, params)
+        return TextPolicy(label, own_rule, state) if isinstance(own_rule, TextRule) else Policy(label, own_rule, state)
     if name not in POLICY_NAMES:
         raise ValueError(
             f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}.{_did_you_mean(name, POLICY_NAMES)}"
         )
-    if name in _OWN_RULES:
-        return _make_own(name, params)
-    preset = _PRESETS[name]
+    preset = PRESETS[name]
     values = _values_of(name, preset, params)
     settings = {parameter.sets: values[own] for own, parameter in preset.parameters.items() if parameter.sets}
     if name == "fixed":
         return Policy(name, FixedRule(), FixedState(settings["loss_scale"]))
-    if name == "metaseq":
-        state = MetaseqState(settings.pop("loss_scale"), settings.pop("scale_window"))
-        return Policy(name, MetaseqRule(**settings), state)
     _check_limits(preset, values)
     start = {key: settings.pop(key) for key in _STARTS if key in settings}
-    settings = {key: value for key, value in settings.items() if value is not None}
-    rule = DynamicRule(**preset.constants, **settings)
+    rule = preset.rule(**preset.constants, **{key: value for key, value in settings.items() if value is not None})
     return Policy(name, rule, rule.start(**start))
 
 
-def _make_own(name: str, params: dict[str, Any]) -> Policy:
-    rule_class, policy_class, of_start = _OWN_RULES[name]
-    of_rule = inspect.signature(rule_class).parameters
-    _refuse_unknown(name, params, [*of_start, *of_rule])
-    rule = rule_class(**{key: value for key, value in params.items() if key in of_rule})
-    start = {key: value for key, value in params.items() if key in of_start}
-    return policy_class(name, rule, rule.start(**{"loss_scale_value": _OWN_LOSS_SCALE, **start}))
+def start_rule(rule_class: type[Rule], arguments: Mapping[str, Any]) -> tuple[Rule, Any]:
+    """Return a rule and its state before the first step.
+
+    Args:
+        rule_class (type): of the rule.
+        arguments (Mapping): by names of its ``all_arguments()``; what is left out has its default.
+    """
+    of_start = {"loss_scale_value", *rule_class.start_arguments}
+    rule = rule_class(**{name: value for name, value in arguments.items() if name not in of_start})
+    given = {name: value for name, value in arguments.items() if name in of_start}
+    return rule, rule.start(**{"loss_scale_value": DEFAULT_LOSS_SCALE, **given})
 
 
 def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:

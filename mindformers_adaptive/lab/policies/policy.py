@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from mindformers_adaptive.rules.guided import GuidedRule
+import numpy as np
 
-__all__ = ["FixedRule", "FixedState", "GuidedPolicy", "Policy", "Rule"]
+from mindformers_adaptive.rules.text_rule import TextRule
+
+__all__ = ["FixedRule", "FixedState", "Policy", "Rule", "TextPolicy"]
 
 
 class Rule(Protocol):
-    """A rule of loss scaling: from a state, a NamedTuple with ``loss_scale`` and ``scale_window``, to the next one."""
+    """A rule of loss scaling: from a state, a NamedTuple with ``loss_scale``, to the next one."""
 
-    def step(self, state: Any, overflow: bool) -> Any:
+    def step(self, state: Any, overflow: bool, largest_gradient: float | None = None) -> Any:
         """Return the state after a step that overflowed or was clean."""
 
 
@@ -48,9 +50,14 @@ class Policy:
 
     @property
     def scale_window(self) -> int | None:
-        """int: the clean steps before a raise, as of now; None where the scale never changes."""
-        window: int | None = self.current.scale_window
+        """int: the clean steps before a raise, as of now; None where the policy has no window."""
+        window: int | None = getattr(self.current, "scale_window", None)
         return window
+
+    @property
+    def moves_by_one_factor(self) -> bool:
+        """bool: whether the scale falls at overflows only and rises at applied steps only, by one factor at a time."""
+        return bool(getattr(self.rule, "moves_by_one_factor", True))
 
     @property
     def stopped(self) -> bool:
@@ -67,9 +74,9 @@ class Policy:
         Args:
             overflow (bool): whether it overflowed.
             largest_gradient (float, optional): the largest absolute value of its gradients, unscaled, if it was
-                applied. Only ``guided`` uses it. Default: None, not known.
+                applied. Rules without this signal ignore it. Default: None, not known.
         """
-        self.current = self.rule.step(self.current, bool(overflow))
+        self.current = self.rule.step(self.current, bool(overflow), largest_gradient)
         return self.loss_scale
 
     def state(self) -> dict[str, Any]:
@@ -80,14 +87,34 @@ class Policy:
         return f"<policy {self.name}: {self.current}>"
 
 
-class GuidedPolicy(Policy):
-    """The policy of a rule that sees the largest gradient of a step, too."""
+class TextPolicy(Policy):
+    """The policy of a rule whose step is a text. It keeps the state in arrays, which the text works on."""
 
-    rule: GuidedRule
+    def __init__(self, name: str, rule: TextRule, state: Any) -> None:
+        self._lanes = rule.lanes([rule], [state])
+        self.name = name
+        self.rule = rule
+
+    @property
+    def current(self) -> Any:
+        """NamedTuple: the state that it is in."""
+        return self._lanes.states()[0]
+
+    @property
+    def loss_scale(self) -> float:
+        """float: the scale for the next step."""
+        return float(self._lanes.loss_scale[0])
+
+    @property
+    def scale_window(self) -> int | None:
+        """int: the window as of now; None for a rule without one."""
+        window = self._lanes.scale_window
+        return None if window is None else int(window[0])
 
     def step(self, overflow: bool, largest_gradient: float | None = None) -> float:
         """Take a step, as :meth:`Policy.step` does."""
-        self.current = self.rule.step(self.current, bool(overflow), largest_gradient)
+        gradient = np.nan if largest_gradient is None else largest_gradient
+        self._lanes.step(np.array([bool(overflow)]), np.array([gradient], np.float64))
         return self.loss_scale
 
 
@@ -101,6 +128,6 @@ class FixedState(NamedTuple):
 class FixedRule:
     """The rule that leaves the scale as it is."""
 
-    def step(self, state: FixedState, overflow: bool) -> FixedState:
+    def step(self, state: FixedState, overflow: bool, largest_gradient: float | None = None) -> FixedState:
         """Return ``state``."""
         return state

@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mindformers_adaptive.lab.policies import dynamic_rule
-from mindformers_adaptive.lab.policies.dynamic_rule import FLOAT32, FLOAT64
+from mindformers_adaptive.lab.policies.dynamic_rule import FLOAT32, FLOAT64, DynamicRule, MetaseqRule
 from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
 
-__all__ = ["DYNAMIC_PRESETS", "Parameter", "Preset"]
-__all__ += ["factor_above_one", "not_negative", "optional", "positive", "steps"]
+__all__ = ["PRESETS", "Parameter", "Preset"]
 
 # Takes the name of a parameter and a value; returns the value as its type, or raises.
 _Check = Callable[[str, object], object]
@@ -24,20 +23,20 @@ def _number(wanted: str, accepts: Callable[[float], bool], remedy: str) -> _Chec
     return lambda name, value: require_number(name, value, wanted, accepts, remedy)
 
 
-def optional(check: _Check) -> _Check:
-    """Return a check that accepts None, and whatever ``check`` accepts."""
+def _optional(check: _Check) -> _Check:
+    """A check that accepts None, and whatever ``check`` accepts."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 _FACTOR_REMEDY, _RATIO_REMEDY = "The usual value is 2.", "The usual value is 0.5."
 
-positive = _number("a finite number above 0", lambda number: number > 0, "Loss scales are usually 1 to 2^32.")
-not_negative = _number("a finite number of at least 0", lambda number: number >= 0, "0 means no limit.")
-factor_above_one = _number("a finite number above 1", lambda number: number > 1, _FACTOR_REMEDY)
+_positive = _number("a finite number above 0", lambda number: number > 0, "Loss scales are usually 1 to 2^32.")
+_not_negative = _number("a finite number of at least 0", lambda number: number >= 0, "0 means no limit.")
+_factor_above_one = _number("a finite number above 1", lambda number: number > 1, _FACTOR_REMEDY)
 _at_least_one = _number("a finite number of at least 1", lambda number: number >= 1, _FACTOR_REMEDY)
 _ratio_below_one = _number("a number between 0 and 1", lambda number: 0 < number < 1, _RATIO_REMEDY)
 _ratio_up_to_one = _number("a number above 0 and at most 1", lambda number: 0 < number <= 1, _RATIO_REMEDY)
-steps: _Check = partial(require_integer, least=1, remedy="Give a positive number of steps.")
+_steps: _Check = partial(require_integer, least=1, remedy="Give a positive number of steps.")
 _count: _Check = partial(require_integer, least=0, remedy="A fresh counter is 0.")
 
 
@@ -45,7 +44,7 @@ class Parameter(NamedTuple):
     """A parameter of a system.
 
     Attributes:
-        sets (str, optional): what it is called in ``DynamicRule`` or in its ``start``; None where the system takes it
+        sets (str, optional): what it is called in the rule or in its ``start``; None where the system takes it
             and does not use it.
         default (object): its value where it is left out.
         check (Callable): takes its name and a value, returns the value as its type or raises.
@@ -62,23 +61,25 @@ class Preset(NamedTuple):
     Attributes:
         source (str): where the rule and the defaults stand.
         parameters (Mapping[str, Parameter]): its parameters by name.
-        constants (Mapping[str, object]): arguments of ``DynamicRule`` that are always the same.
+        constants (Mapping[str, object]): arguments of the rule that are always the same.
         aliases (Mapping[str, str]): second names of parameters.
+        rule (Callable): makes the rule; not used where the scale is fixed.
     """
 
     source: str
     parameters: Mapping[str, Parameter]
     constants: Mapping[str, Any]
     aliases: Mapping[str, str] = {}
+    rule: Callable[..., Any] = DynamicRule
 
 
 # What most systems have, by its default.
-_scale = partial(Parameter, "loss_scale", check=positive)
-_window = partial(Parameter, "scale_window", check=steps)
-_factor = Parameter("growth_factor", 2.0, factor_above_one)
+_scale = partial(Parameter, "loss_scale", check=_positive)
+_window = partial(Parameter, "scale_window", check=_steps)
+_factor = Parameter("growth_factor", 2.0, _factor_above_one)
 _backoff = partial(Parameter, "backoff_factor", check=_ratio_below_one)
-_floor = partial(Parameter, "floor", check=not_negative)
-_tolerance = partial(Parameter, "tolerance", check=steps)
+_floor = partial(Parameter, "floor", check=_not_negative)
+_tolerance = partial(Parameter, "tolerance", check=_steps)
 
 
 def _deepspeed_optimizer(name: str, scale: Parameter, floor: Parameter) -> Preset:
@@ -89,7 +90,26 @@ def _deepspeed_optimizer(name: str, scale: Parameter, floor: Parameter) -> Prese
     )
 
 
-DYNAMIC_PRESETS: dict[str, Preset] = {
+PRESETS: dict[str, Preset] = {
+    "fixed": Preset(
+        "MindSpore amp.FixedLossScaleManager; the name 'loss_scale_value': nn.FixedLossScaleUpdateCell",
+        {"loss_scale": _scale(128.0)},
+        {},
+        aliases={"loss_scale_value": "loss_scale"},
+    ),
+    "metaseq": Preset(
+        "facebookresearch/metaseq optim.dynamic_loss_scaler.DynamicLossScaler",
+        {
+            "init_scale": _scale(4.0),
+            "scale_factor": Parameter("scale_factor", 2.0, _factor_above_one),
+            "scale_window": _window(256),
+            "tolerance": Parameter("tolerated_share", 0.0, _not_negative),
+            "threshold": Parameter("floor", None, _optional(_not_negative)),
+            "min_loss_scale": Parameter("min_loss_scale", 2.0**-5, _not_negative),
+        },
+        {},
+        rule=MetaseqRule,
+    ),
     "dynamic": Preset(
         "MindSpore nn.DynamicLossScaleUpdateCell; defaults and the name 'init_loss_scale': DynamicLossScaleManager",
         {"init_loss_scale": _scale(2.0**24), "scale_factor": _factor, "scale_window": _window(2000)},
@@ -121,7 +141,7 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
         "get_megatron_optimizer passes",
         {
             "initial_scale": _scale(2.0**32),
-            "min_scale": Parameter("floor", 1.0, positive),
+            "min_scale": Parameter("floor", 1.0, _positive),
             "growth_factor": _factor,
             "backoff_factor": _backoff(0.5),
             "growth_interval": _window(1000),
@@ -148,10 +168,10 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
         "Apex amp.scaler.LossScaler, which takes a scale_factor and always doubles and halves",
         {
             "init_scale": _scale(2.0**16),
-            "scale_factor": Parameter(None, 2.0, factor_above_one),
+            "scale_factor": Parameter(None, 2.0, _factor_above_one),
             "scale_window": _window(2000),
-            "min_loss_scale": Parameter("floor", None, optional(not_negative)),
-            "max_loss_scale": Parameter("cap", 2.0**24, positive),
+            "min_loss_scale": Parameter("floor", None, _optional(_not_negative)),
+            "max_loss_scale": Parameter("cap", 2.0**24, _positive),
         },
         {"arithmetic": FLOAT64, "growth_factor": 2.0},
     ),
@@ -173,9 +193,9 @@ DYNAMIC_PRESETS: dict[str, Preset] = {
             "init_scale": _scale(2.0**15),
             "scale_factor": _factor,
             "scale_window": _window(2000),
-            "tolerance": Parameter("tolerated_share", 0.0, not_negative),
-            "threshold": Parameter("floor", None, optional(not_negative)),
-            "min_loss_scale": Parameter("stops_at_or_below", 1e-4, not_negative),
+            "tolerance": Parameter("tolerated_share", 0.0, _not_negative),
+            "threshold": Parameter("floor", None, _optional(_not_negative)),
+            "min_loss_scale": Parameter("stops_at_or_below", 1e-4, _not_negative),
         },
         {"arithmetic": FLOAT64, "drop_forgives": True},
     ),

@@ -1,67 +1,75 @@
-"""A configuration of the adaptive rule, and grids of them."""
+"""A configuration of a rule, and grids of them."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from numbers import Integral
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
-from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
-from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW, window_ladder
+from mindformers_adaptive.lab.policies.factory import start_rule
+from mindformers_adaptive.rules.base import Rule
+from mindformers_adaptive.rules.catalog import RULES, find_rule
 
-__all__ = ["Configuration", "grid", "yaml_number"]
+__all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
+
+# Megatron-LM starts from 2**32.
+_INITIAL_SCALES = (2.0**12, 2.0**16, 2.0**20, 2.0**24, 2.0**32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Configuration:
-    """The arguments of ``AdaptiveLossScaleUpdateCell``, under the same names, refused where the cell refuses them.
+    """A rule and its arguments, under the names that its update cell takes, and refused as the cell does.
 
     A ladder of one window is dynamic loss scaling: :meth:`dynamic`.
 
     Args:
-        loss_scale_value (float): the initial loss scale. Default: 2**16, the usual start where the scale is known
-            roughly, as in MindFormers' ``TrainingArguments``.
-        scale_window (int, optional): the window to start with, in steps. Default: None, the smallest.
-        scale_factor, max_scale_window, min_scale_window, min_loss_scale, max_loss_scale, hysteresis,
-        shrink_from_min_window: as in :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`, with its defaults.
+        policy (Union[str, type]): the rule: ``adaptive``, ``guided``, or one of your own as ``module.Class`` or as
+            the class.
+        **arguments: those of the rule, with its defaults, and ``loss_scale_value``, the initial loss scale (default
+            65536, the usual start where the scale is known roughly, as in MindFormers' ``TrainingArguments``).
+
+    Attributes:
+        policy (str): the name of the rule, for :func:`~mindformers_adaptive.lab.policies.make_policy`.
+        items (tuple[tuple[str, Any], ...]): the names and values of all arguments.
+        rule (Rule): made with them.
+        start (NamedTuple): the state of the rule before the first step.
 
     Raises:
-        TypeError: if an argument is not of its type.
-        ValueError: if an argument is out of its range, ``scale_window`` is not on the ladder, or
-            ``max_scale_window`` is below ``min_scale_window``: what the cell would only warn of is not worth a replay.
+        TypeError: if there is no such argument, or one is not of its type.
+        ValueError: if there is no such rule, an argument is out of its range, or the cell would give a warning and use
+            another value: that is not worth a replay.
 
     Examples:
-        >>> Configuration(min_scale_window=50).rule.ladder
+        >>> Configuration("adaptive", min_scale_window=50).rule.ladder
         (50, 100, 200, 500, 1000)
-        >>> Configuration.dynamic(200).rule.ladder
-        (200,)
+        >>> Configuration("guided", exchange_rate=5).label
+        'guided exchange_rate=5'
     """
 
-    loss_scale_value: float = 2.0**16
-    scale_factor: float = 2
-    scale_window: int | None = None
-    max_scale_window: int = DEFAULT_MAX_SCALE_WINDOW
-    min_scale_window: int = DEFAULT_MIN_SCALE_WINDOW
-    min_loss_scale: float = 1.0
-    max_loss_scale: float | None = None
-    hysteresis: int = 1
-    shrink_from_min_window: bool = False
+    policy: str
+    items: tuple[tuple[str, Any], ...]
+    rule: Any = field(compare=False, repr=False)
+    start: Any = field(compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
-        of_start = arguments.pop("loss_scale_value"), arguments.pop("scale_window")
+    def __init__(self, policy: str | type[Rule], /, **arguments: Any) -> None:
+        rule_class = find_rule(policy)
+        _refuse_unknown(rule_class, arguments)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             try:
-                rule = AdaptiveRule(**arguments)
-                start = rule.start(*of_start)
+                rule, start = start_rule(rule_class, arguments)
             except UserWarning as warning:
-                raise ValueError(f"{warning} A configuration must not rely on that: give windows that fit.") from None
-        object.__setattr__(self, "_rule", rule)
-        object.__setattr__(self, "_start", start)
+                raise ValueError(f"{warning} A configuration must not rely on that: give values that fit.") from None
+        path = f"{rule_class.__module__}.{rule_class.__qualname__}"
+        name = rule_class.name if rule_class in RULES.values() else path
+        object.__setattr__(self, "policy", policy if isinstance(policy, str) else name)
+        object.__setattr__(self, "items", tuple({**rule_class.all_arguments(), **arguments}.items()))
+        object.__setattr__(self, "rule", rule)
+        object.__setattr__(self, "start", start)
 
     @classmethod
     def dynamic(cls, scale_window: int, **others: Any) -> Configuration:
@@ -69,46 +77,37 @@ class Configuration:
 
         Args:
             scale_window (int): the window, in steps.
-            others: the other arguments of :class:`Configuration`, by name.
+            others: the other arguments of the adaptive rule, by name.
+
+        Examples:
+            >>> Configuration.dynamic(200).rule.ladder
+            (200,)
         """
-        return cls(scale_window=scale_window, max_scale_window=scale_window, min_scale_window=scale_window, **others)
+        windows = dict.fromkeys(("scale_window", "max_scale_window", "min_scale_window"), scale_window)
+        return cls("adaptive", **windows, **others)
 
     @property
-    def rule(self) -> AdaptiveRule:
-        """The rule that the configuration describes."""
-        rule: AdaptiveRule = self._rule  # type: ignore[attr-defined]
-        return rule
+    def arguments(self) -> dict[str, Any]:
+        """dict: all arguments, those with their defaults included."""
+        return dict(self.items)
 
-    @property
-    def start(self) -> LossScaleState:
-        """The state before the first step."""
-        start: LossScaleState = self._start  # type: ignore[attr-defined]
-        return start
+    def replace(self, **changes: Any) -> Configuration:
+        """Return the same configuration with other values of some arguments."""
+        return Configuration(self.policy, **{**self.arguments, **changes})
 
     @property
     def label(self) -> str:
-        """A short name: which rule, its windows, and whatever is not the default."""
-        if self.max_scale_window == self.min_scale_window:
-            windows = f"dynamic {self.min_scale_window}"
-        else:
-            windows = f"adaptive {self.min_scale_window}-{self.max_scale_window}"
-        implied = {"max_scale_window", "min_scale_window"}
-        if self.scale_window == self.start.scale_window == self.min_scale_window:
-            implied.add("scale_window")
-        others = [
-            f"{field.name}={getattr(self, field.name):g}"
-            for field in fields(self)
-            if field.name not in implied and getattr(self, field.name) != field.default
-        ]
-        return " ".join([windows, *others])
+        """A short name: which rule, and whatever is not the default."""
+        name, told = self.rule.short_label(self.arguments)
+        return " ".join([name, *(f"{key}={_short(value)}" for key, value in self._changed() if key not in told)])
 
     def scale_sense(self) -> str:
         """Return the section ``scale_sense`` for ``runner_wrapper`` in MindFormers' YAML, as text to paste.
 
-        Arguments without which the cell has these values anyway are left out, but for the usual five.
+        Arguments without which the cell has these values anyway are left out, but for the usual ones.
 
         Examples:
-            >>> print(Configuration(min_scale_window=50, hysteresis=2).scale_sense(), end="")
+            >>> print(Configuration("adaptive", min_scale_window=50, hysteresis=2).scale_sense(), end="")
             scale_sense:
               type: AdaptiveLossScaleUpdateCell
               loss_scale_value: 65536
@@ -118,74 +117,90 @@ class Configuration:
               min_scale_window: 50
               hysteresis: 2
         """
-        usual = ("loss_scale_value", "scale_factor", "scale_window", "max_scale_window", "min_scale_window")
-        values = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name in usual or getattr(self, field.name) != field.default
-        }
-        values["scale_window"] = self.start.scale_window
-        lines = [f"  {name}: {yaml_number(value)}" for name, value in values.items()]
-        return "\n".join(["scale_sense:", "  type: AdaptiveLossScaleUpdateCell", *lines, ""])
+        values = dict(self._changed(self.rule.usual_arguments))
+        values |= {name: getattr(self.start, name) for name in self.rule.start_arguments}
+        is_ours = type(self.rule) in RULES.values()
+        cell = [f"  type: {self.rule.cell}"] if is_ours else [f"  type: {Rule.cell}", f"  rule: {self.policy}"]
+        return "\n".join(
+            ["scale_sense:", *cell, *(f"  {key}: {yaml_value(value)}" for key, value in values.items()), ""]
+        )
+
+    def _changed(self, always: Sequence[str] = ()) -> list[tuple[str, Any]]:
+        defaults = self.rule.all_arguments()
+        return [(name, value) for name, value in self.items if name in always or value != defaults[name]]
 
 
-def grid(**values: Iterable[Any]) -> list[Configuration]:
-    """Return all combinations of values whose windows fit each other.
+def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configuration]:
+    """Return all combinations of values that fit each other.
 
-    Left out are those whose largest window is below the smallest, and those that start at a window that is not on
-    their ladder.
+    Of the adaptive rule, those are left out whose largest window is below the smallest, and those that start at a
+    window that is not on their ladder.
 
     Args:
-        values: for names of :class:`Configuration`'s arguments, the values to try.
+        policy (Union[str, type]): the rule, as of :class:`Configuration`.
+        values: for names of its arguments, the values to try.
 
     Returns:
         list[Configuration], the last name varying fastest.
 
     Raises:
         TypeError: if a name is none of the arguments', or a value not of its type.
-        ValueError: if a value is out of its range, or if no combination is left.
+        ValueError: if there is no such rule, a value is out of its range, or no combination is left.
 
     Examples:
-        >>> [one.label for one in grid(min_scale_window=[20, 50], max_scale_window=[20, 1000])]
+        >>> [one.label for one in grid("adaptive", min_scale_window=[20, 50], max_scale_window=[20, 1000])]
         ['dynamic 20', 'adaptive 20-1000', 'adaptive 50-1000']
     """
-    names = [field.name for field in fields(Configuration)]
-    unknown = sorted(values.keys() - set(names))
-    if unknown:
-        raise TypeError(f"A grid must name arguments of the rule ({', '.join(names)}), but got {unknown}.")
+    rule_class = find_rule(policy)
+    _refuse_unknown(rule_class, values)
     tried = {name: list(choices) for name, choices in values.items()}
     combinations = [dict(zip(tried, chosen, strict=True)) for chosen in itertools.product(*tried.values())]
-    configurations = [Configuration(**combination) for combination in combinations if _windows_fit(**combination)]
+    configurations = [Configuration(policy, **one) for one in combinations if rule_class.values_fit(**one)]
     if not configurations:
         raise ValueError(
-            "A grid must have at least one combination with 'scale_window' on the ladder from 'min_scale_window' to "
-            f"'max_scale_window', but got {tried}. Add windows that fit each other."
+            f"A grid must have at least one combination of values that fit each other, but got {tried}. Add values "
+            "that do: of windows, the smallest at most the largest, and the first one on their ladder."
         )
     return configurations
 
 
-def _windows_fit(
-    max_scale_window: int = DEFAULT_MAX_SCALE_WINDOW,
-    min_scale_window: int = DEFAULT_MIN_SCALE_WINDOW,
-    scale_window: int | None = None,
-    **_others: Any,
-) -> bool:
-    if max_scale_window < min_scale_window:
-        return False
-    return scale_window is None or scale_window in window_ladder(max_scale_window, min_scale_window)
-
-
-def yaml_number(value: float | bool) -> str:
-    """Return a number or a bool as YAML 1.1 reads it.
+def default_grid(policy: str | type[Rule]) -> dict[str, Sequence[Any]]:
+    """Return the values that :func:`~mindformers_adaptive.lab.replay.tune.tune` tries: the rule's, and initial scales.
 
     Examples:
-        >>> yaml_number(65536.0), yaml_number(1e-05), yaml_number(True)
-        ('65536', '1.0e-05', 'True')
+        >>> len(grid("adaptive", **default_grid("adaptive")))
+        900
+    """
+    return {"loss_scale_value": _INITIAL_SCALES, **find_rule(policy).grid}
+
+
+def _refuse_unknown(rule_class: type[Rule], given: Iterable[str]) -> None:
+    names = list(rule_class.all_arguments())
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise TypeError(
+            f"A grid or a configuration must name arguments of the rule ({', '.join(names)}), but got {unknown}."
+        )
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, Real) else str(value)
+
+
+def yaml_value(value: Any) -> str:
+    """Return a value as YAML 1.1 reads it.
+
+    Examples:
+        >>> yaml_value(65536.0), yaml_value(1e-05), yaml_value(True), yaml_value(None)
+        ('65536', '1.0e-05', 'True', 'null')
     """
     if isinstance(value, (bool, Integral)):
         return str(value)
-    if float(value).is_integer():
-        return str(int(value))
-    digits, exponent, power = repr(float(value)).partition("e")
+    if not isinstance(value, Real):
+        return json.dumps(value)
+    number = float(value)
+    if number.is_integer():
+        return str(int(number))
+    digits, exponent, power = repr(number).partition("e")
     # YAML 1.1 reads 1e-05 as text, and 1.0e-05 as a number.
     return digits + ("" if "." in digits else ".0") + exponent + power

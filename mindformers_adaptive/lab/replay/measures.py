@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
+from mindformers_adaptive.lab.traces.trace import Trace
 
-__all__ = ["DEFAULT_EXCHANGE_RATE", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "Measures", "cost"]
-__all__ += ["longest_run", "measure", "overflows", "require_steps"]
+__all__ = ["DEFAULT_EXCHANGE_RATE", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "Measures", "Tally"]
+__all__ += ["cost", "measure", "overflow_flags", "overflows", "require_steps", "rows_of"]
 
 # The normal float32 numbers. A step with a ceiling above them never overflows, and one with a ceiling below always.
 SMALLEST_LOSS_SCALE = float(np.finfo(np.float32).tiny)
@@ -100,6 +102,11 @@ def overflows(loss_scale: float, ceiling: float) -> bool:
     return not 0.0 < loss_scale <= min(ceiling, LARGEST_LOSS_SCALE)
 
 
+def overflow_flags(loss_scale: NDArray[np.float64], ceiling: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return :func:`overflows` of arrays, bool of their common shape."""
+    return ~((loss_scale > 0.0) & (loss_scale <= np.minimum(ceiling, LARGEST_LOSS_SCALE)))
+
+
 def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None = None) -> Measures:
     """Return the measures of the scales and windows that a policy had on a trace.
 
@@ -114,26 +121,101 @@ def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None 
     require_steps(trace)
     scales = _one_more_than_steps("loss_scale", loss_scale, trace)
     windows = None if scale_window is None else _one_more_than_steps("scale_window", scale_window, trace)
-    used, ceiling = scales[:-1], trace.ceiling
-    overflow = ~((used > 0.0) & (used <= np.minimum(ceiling, LARGEST_LOSS_SCALE)))  # as overflows() has it
-    counts = ~overflow & (ceiling <= LARGEST_LOSS_SCALE)
-    headroom = float(np.log2(ceiling[counts] / used[counts]).mean()) if counts.any() else math.nan
-    avoidable = ceiling >= SMALLEST_LOSS_SCALE
-    return Measures(
-        steps=len(trace),
-        skipped=int(overflow.sum()),
-        unavoidable=int((~avoidable).sum()),
-        skipped_regret=int((overflow & avoidable).sum()),
-        seconds_lost=None if trace.seconds is None else float(trace.seconds[overflow].sum()),
-        headroom_lost=headroom,
-        headroom_regret=headroom,
-        unbounded=int((ceiling > LARGEST_LOSS_SCALE).sum()),
-        longest_skip_run=longest_run(overflow),
-        steps_to_first_applied=len(trace) if overflow.all() else int(np.argmin(overflow)),
-        scale_changes=int((scales[1:] != scales[:-1]).sum()),
-        window_changes=0 if windows is None else int((windows[1:] != windows[:-1]).sum()),
-        known_share=float(trace.known(used).mean()),
-    )
+    tally = Tally([trace], 1)
+    tally.add(0, scales[:, np.newaxis], None if windows is None else windows[:, np.newaxis])
+    return tally.measures()[0]
+
+
+class Tally:
+    """The measures of several policies side by side, gathered over one stretch of their traces after the other.
+
+    Args:
+        traces (Sequence[Trace]): one that all lanes are on, or one for each lane; of one length.
+        lanes (int): how many policies there are.
+    """
+
+    def __init__(self, traces: Sequence[Trace], lanes: int) -> None:
+        self._traces = traces
+        self._skipped, self._avoidable, self._measured, self._known = np.zeros((4, lanes), np.int64)
+        self._run, self._longest_run, self._first_applied = np.zeros((3, lanes), np.int64)
+        self._scale_changes, self._window_changes = np.zeros((2, lanes), np.int64)
+        self._headroom, self._seconds = np.zeros((2, lanes))
+
+    def add(self, start: int, loss_scale: NDArray[np.float64], scale_window: NDArray[Any] | None) -> None:
+        """Gather the steps of a stretch.
+
+        Args:
+            start (int): its first step, counted from 0; up to there all is gathered.
+            loss_scale (NDArray): the scale of each step and that after the last one, shape (steps + 1, lanes).
+            scale_window (NDArray, optional): the windows, likewise; None for policies without one.
+        """
+        used, steps = loss_scale[:-1], len(loss_scale) - 1
+        ceiling, lower_bound, upper_bound, seconds = (
+            rows_of(self._traces, name, start, start + steps)
+            for name in ("ceiling", "lower_bound", "upper_bound", "seconds")
+        )
+        overflow = overflow_flags(used, ceiling)
+        skipped = np.count_nonzero(overflow, axis=0)
+        self._skipped += skipped
+        self._avoidable += np.count_nonzero(overflow & (ceiling >= SMALLEST_LOSS_SCALE), axis=0)
+        counts = ~overflow & (ceiling <= LARGEST_LOSS_SCALE)
+        ratio = np.divide(ceiling, used, out=np.ones(used.shape), where=counts)
+        self._measured += np.count_nonzero(counts, axis=0)
+        self._headroom += np.log2(ratio).sum(axis=0)
+        self._seconds += np.where(overflow, seconds, 0.0).sum(axis=0)
+        self._known += np.count_nonzero((used <= lower_bound) | (used >= upper_bound), axis=0)
+        self._scale_changes += np.count_nonzero(loss_scale[1:] != used, axis=0)
+        if scale_window is not None:
+            self._window_changes += np.count_nonzero(scale_window[1:] != scale_window[:-1], axis=0)
+        # While all steps so far were skipped, the first applied one is still ahead.
+        before_first = np.where(skipped == steps, steps, np.argmin(overflow, axis=0))
+        self._first_applied += np.where(self._first_applied == start, before_first, 0)
+        # A run of skips may have begun before this stretch.
+        step = np.arange(steps)[:, np.newaxis]
+        runs = step - np.maximum.accumulate(np.where(overflow, -1 - self._run, step), axis=0)
+        self._longest_run = np.maximum(self._longest_run, runs.max(axis=0))
+        self._run = runs[-1]
+
+    def measures(self) -> list[Measures]:
+        """Return the measures of each lane on its whole trace."""
+        lanes = len(self._skipped)
+        of_traces = [
+            (
+                len(trace),
+                int((trace.ceiling < SMALLEST_LOSS_SCALE).sum()),
+                int((trace.ceiling > LARGEST_LOSS_SCALE).sum()),
+                trace.seconds is not None,
+            )
+            for trace in self._traces
+        ]
+        of_lanes = of_traces * lanes if len(of_traces) == 1 else of_traces
+        found = np.full(lanes, math.nan)
+        headroom = np.divide(self._headroom, self._measured, out=found, where=self._measured > 0).tolist()
+        return [
+            Measures(
+                steps=steps,
+                skipped=int(self._skipped[lane]),
+                unavoidable=unavoidable,
+                skipped_regret=int(self._avoidable[lane]),
+                seconds_lost=float(self._seconds[lane]) if has_seconds else None,
+                headroom_lost=headroom[lane],
+                headroom_regret=headroom[lane],
+                unbounded=unbounded,
+                longest_skip_run=int(self._longest_run[lane]),
+                steps_to_first_applied=int(self._first_applied[lane]),
+                scale_changes=int(self._scale_changes[lane]),
+                window_changes=int(self._window_changes[lane]),
+                known_share=int(self._known[lane]) / steps,
+            )
+            for lane, (steps, unavoidable, unbounded, has_seconds) in enumerate(of_lanes)
+        ]
+
+
+def rows_of(traces: Sequence[Trace], name: str, start: int, stop: int) -> NDArray[np.float64]:
+    """Return a stretch of an attribute of traces, float64 of shape (steps, traces); nan where a trace has none."""
+    columns = [getattr(trace, name) for trace in traces]
+    missing = np.full(stop - start, math.nan)
+    return np.stack([missing if column is None else column[start:stop] for column in columns], axis=1)
 
 
 def cost(measures: Measures, exchange_rate: float = DEFAULT_EXCHANGE_RATE) -> float:
@@ -145,7 +227,7 @@ def cost(measures: Measures, exchange_rate: float = DEFAULT_EXCHANGE_RATE) -> fl
 
     ``exchange_rate`` says how many skipped steps, for each 1000 of the run, one bit of headroom is worth that is
     missing at every applied step. The two are of different kinds. A skipped step costs the time of a step. A bit of
-    headroom costs time never and accuracy perhaps: the gradients lie one power of two lower than they could, so those
+    headroom costs no time but may cost accuracy: the gradients lie one power of two lower than they could, so those
     whose scaled values fall below FP16's normal numbers (2**-14) lose one bit of their 11, and those between 2**-25
     and 2**-24, the last that round to something else than 0, become 0. How many gradients that are is a matter of
     the model and not in a trace. FP16 spans 40 powers of two from its smallest subnormal to its largest number, so
@@ -167,17 +249,6 @@ def cost(measures: Measures, exchange_rate: float = DEFAULT_EXCHANGE_RATE) -> fl
     """
     headroom = 0.0 if math.isnan(measures.headroom_lost) else measures.headroom_lost
     return 1000.0 * measures.skipped / measures.steps + exchange_rate * headroom
-
-
-def longest_run(flags: ArrayLike) -> int:
-    """Return the largest number of true flags in a row.
-
-    Examples:
-        >>> longest_run([True, False, True, True])
-        2
-    """
-    first, last = consecutive_runs(np.flatnonzero(flags)).T
-    return int(np.max(last - first + 1, initial=0))
 
 
 def require_steps(trace: Trace) -> None:

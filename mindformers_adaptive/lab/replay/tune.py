@@ -6,25 +6,20 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.replay.configuration import Configuration, grid
-from mindformers_adaptive.lab.replay.guided_configuration import GuidedConfiguration
-from mindformers_adaptive.lab.replay.guided_sweep import guided_sweep
+from mindformers_adaptive.lab.replay.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE, cost
 from mindformers_adaptive.lab.replay.simulate import pareto_front
-from mindformers_adaptive.lab.replay.sweep import TraceMeasures, sweep
+from mindformers_adaptive.lab.replay.sweep import SweepResult, sweep
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.checks import require_number
 from mindformers_adaptive.text.table import text_table
 
-__all__ = ["DEFAULT_GRID", "DEFAULT_GUIDED_GRID", "AnyConfiguration", "Tuning", "tune"]
-
-AnyConfiguration = Configuration | GuidedConfiguration
-_Tried = TypeVar("_Tried", bound=AnyConfiguration)
+__all__ = ["Tuning", "tune"]
 
 # Shares of outcomes that are known, from which on a recommendation is called likely and known. They are a judgement:
 # below the first, most of what was counted was assumed.
@@ -32,40 +27,23 @@ _LIKELY_FROM = 0.5
 _KNOWN_FROM = 0.9
 
 
-# Tried where nothing else is asked for. The windows go from 5, a quarter of MindFormers' smallest, to 2000, the default
-# of MindSpore's DynamicLossScaleManager and of PyTorch's GradScaler; equal ones are dynamic loss scaling. The initial
-# scales go up to 2**32, Megatron-LM's.
-_WINDOWS = (5, 10, 20, 50, 100, 200, 500, 1000, 2000)
-DEFAULT_GRID: Mapping[str, Sequence[float]] = {
-    "loss_scale_value": (2.0**12, 2.0**16, 2.0**20, 2.0**24, 2.0**32),
-    "min_scale_window": _WINDOWS,
-    "max_scale_window": _WINDOWS,
-    "scale_factor": (2, 4),
-    "hysteresis": (1, 2),
-}
-
-# Likewise of the guided rule. From 0.1 to 50 its patience goes from 10,000 steps down to 20.
-DEFAULT_GUIDED_GRID: Mapping[str, Sequence[float]] = {
-    "loss_scale_value": DEFAULT_GRID["loss_scale_value"],
-    "exchange_rate": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0),
-}
-
-
 @dataclass(frozen=True)
-class Tuning(Generic[_Tried]):
+class Tuning:
     """What a search found.
 
     Attributes:
-        configurations (tuple[Configuration or GuidedConfiguration, ...]): what was tried.
-        sweeps (tuple[TraceMeasures, ...]): on each trace.
+        traces (tuple[Trace, ...]): what was tried on.
+        configurations (tuple[Configuration, ...]): what was tried.
+        sweeps (tuple[SweepResult, ...]): on each trace.
         exchange_rate (float): see :func:`~mindformers_adaptive.lab.replay.measures.cost`.
         costs (NDArray): float64 of shape (configurations, traces), see
             :func:`~mindformers_adaptive.lab.replay.measures.cost`.
         assumed (dict[str, NDArray]): the costs under other assumptions about the ceilings, by the assumption's name.
     """
 
-    configurations: tuple[_Tried, ...]
-    sweeps: tuple[TraceMeasures, ...]
+    traces: tuple[Trace, ...]
+    configurations: tuple[Configuration, ...]
+    sweeps: tuple[SweepResult, ...]
     exchange_rate: float
     costs: NDArray[np.float64]
     assumed: dict[str, NDArray[np.float64]]
@@ -76,13 +54,13 @@ class Tuning(Generic[_Tried]):
         return int(np.argmin(self.costs.mean(axis=1)))
 
     @property
-    def recommended(self) -> _Tried:
+    def recommended(self) -> Configuration:
         """The configuration with the smallest mean cost over the traces."""
         return self.configurations[self.best]
 
     def known_share(self, place: int) -> float:
         """Return the share of a configuration's steps whose outcome the traces know, over all traces."""
-        steps = [len(result.trace) for result in self.sweeps]
+        steps = [len(trace) for trace in self.traces]
         return float(np.average([result.measures[place].known_share for result in self.sweeps], weights=steps))
 
     def certainty(self) -> dict[str, Any]:
@@ -169,11 +147,11 @@ class Tuning(Generic[_Tried]):
         if len(self.sweeps) == 1:
             return []
         rows = []
-        for place, result in enumerate(self.sweeps):
+        for place, trace in enumerate(self.traces):
             chosen = int(np.argmin(np.delete(self.costs, place, axis=1).mean(axis=1)))
             above = float(self.costs[chosen, place] - self.costs[:, place].min())
             label = self.configurations[chosen].label
-            rows.append({"trace": result.trace.name, "recommended": label, "above_smallest": above})
+            rows.append({"trace": trace.name, "recommended": label, "above_smallest": above})
         return rows
 
     def _under(self, costs: NDArray[np.float64]) -> dict[str, Any]:
@@ -191,55 +169,21 @@ def _mean_of_numbers(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.array([column.mean() if len(column) else math.nan for column in columns])
 
 
-def _replayed(tried: Sequence[AnyConfiguration], trace: Trace) -> TraceMeasures:
-    """Each rule has a sweep of its own; the measures come in the order of the configurations."""
-    adaptive = [one for one in tried if isinstance(one, Configuration)]
-    guided = [one for one in tried if isinstance(one, GuidedConfiguration)]
-    of_adaptive = iter(sweep(adaptive, trace).measures if adaptive or not guided else ())
-    scales = [one.loss_scale_value for one in guided]
-    of_guided = iter(guided_sweep([one.rule for one in guided], [trace] * len(guided), scales) if guided else ())
-    measures = (next(of_adaptive if isinstance(one, Configuration) else of_guided) for one in tried)
-    return TraceMeasures(trace, tuple(measures))
-
-
-@overload
 def tune(
     traces: Sequence[Trace],
-    configurations: None = None,
-    *,
-    exchange_rate: float = ...,
-    assumptions: Mapping[str, Sequence[Trace]] | None = ...,
-    progress: Callable[[int], None] | None = ...,
-) -> Tuning[Configuration]: ...
-
-
-@overload
-def tune(
-    traces: Sequence[Trace],
-    configurations: Sequence[_Tried],
-    *,
-    exchange_rate: float = ...,
-    assumptions: Mapping[str, Sequence[Trace]] | None = ...,
-    progress: Callable[[int], None] | None = ...,
-) -> Tuning[_Tried]: ...
-
-
-def tune(
-    traces: Sequence[Trace],
-    configurations: Sequence[AnyConfiguration] | None = None,
+    configurations: Sequence[Configuration] | None = None,
     *,
     exchange_rate: float = DEFAULT_EXCHANGE_RATE,
     assumptions: Mapping[str, Sequence[Trace]] | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Tuning[Any]:
+) -> Tuning:
     """Try configurations on traces and recommend the one of the smallest mean cost.
 
     Args:
         traces (Sequence[Trace]): at least one; each counts the same, however long it is.
-        configurations (Sequence[Configuration or GuidedConfiguration], optional): what to try, see
-            :func:`~mindformers_adaptive.lab.replay.configuration.grid` and
-            :func:`~mindformers_adaptive.lab.replay.guided_configuration.guided_grid`. Default: None, all of
-            ``DEFAULT_GRID``.
+        configurations (Sequence[Configuration], optional): what to try, of any rules, see
+            :func:`~mindformers_adaptive.lab.replay.configuration.grid`. Default: None, the default grid of the
+            adaptive rule.
         exchange_rate (float): see :func:`~mindformers_adaptive.lab.replay.measures.cost`. Default: 1.0.
         assumptions (Mapping, optional): by a name for it, the same traces with ceilings assumed in another way; the
             configurations' costs on them show what the assumption matters. Default: None, the lowest and the highest
@@ -268,13 +212,13 @@ def tune(
     )
     if len(traces) == 0:
         raise ValueError("'traces' must have at least 1 trace, but got none. There is nothing to tune on.")
-    tried: tuple[AnyConfiguration, ...] = tuple(grid(**DEFAULT_GRID) if configurations is None else configurations)
+    tried = grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations
     numbers = itertools.count(1)
 
-    def swept(trace: Trace, known: TraceMeasures | None = None) -> TraceMeasures:
+    def swept(trace: Trace, known: Trace | None = None, result: SweepResult | None = None) -> SweepResult:
         # What is known is not swept twice.
-        is_known = known is not None and np.array_equal(known.trace.ceiling, trace.ceiling)
-        result = known if known is not None and is_known else _replayed(tried, trace)
+        if known is None or result is None or not np.array_equal(known.ceiling, trace.ceiling):
+            result = sweep(tried, trace)
         if progress is not None:
             progress(next(numbers))
         return result
@@ -289,11 +233,11 @@ def tune(
             ],
         }
 
-    def costs_on(results: Iterable[TraceMeasures]) -> NDArray[np.float64]:
+    def costs_on(results: Iterable[SweepResult]) -> NDArray[np.float64]:
         return np.array([[cost(one, rate) for one in result.measures] for result in results]).T
 
     assumed = {
-        name: costs_on(swept(other, known) for known, other in zip(sweeps, others, strict=True))
+        name: costs_on(itertools.starmap(swept, zip(others, traces, sweeps, strict=True)))
         for name, others in assumptions.items()
     }
-    return Tuning(tried, sweeps, rate, costs_on(sweeps), assumed)
+    return Tuning(tuple(traces), tuple(tried), sweeps, rate, costs_on(sweeps), assumed)

@@ -1,8 +1,14 @@
-"""What the largest gradient of a step shows of its ceiling: all of it, or less."""
+"""Ceilings that gradients show: all of them, too much or nothing, and those that gradient sweeps measured."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,6 +20,7 @@ from mindformers_adaptive.rules.safe_exponent import LARGEST_FLOAT16
 __all__ = [
     "INDEPENDENT_CEILINGS",
     "checked_steps",
+    "from_gradient_ranges",
     "independent_ceiling",
     "random_of",
     "shown_ceilings",
@@ -82,7 +89,7 @@ def independent_ceiling(steps: int, seed: int, level: float, offset: float, spre
         seed (int): at least 0; the same seed gives the same trace.
         level (float): log2 of the ceiling.
         offset (float), spread (float): mean and standard deviation of what the gradients show above it, in bits.
-        memory (float): correlation of what two steps in a row show, 0 to 1.
+        memory (float): correlation between consecutive steps of what the gradients show, 0 to 1.
 
     Examples:
         >>> traces = [independent_ceiling(1000, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]
@@ -97,6 +104,57 @@ def independent_ceiling(steps: int, seed: int, level: float, offset: float, spre
         wander[step] += memory * wander[step - 1]
     gradients = LARGEST_FLOAT16 / np.exp2(level + offset + spread * wander)
     return dataclasses.replace(Trace.exact("own ceiling", ceiling), largest_gradient=gradients)
+
+
+def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
+    """Return the trace of the steps at which ``GradientRangeMonitor`` swept over loss scales.
+
+    A sweep bounds the ceiling of its step: at least the largest scale below all that overflowed, and below the smallest
+    that did. The lower bound is assumed. The largest gradient is that of the largest scale that fits, unscaled. Steps
+    between the sweeps are not in the trace.
+
+    Args:
+        path (str or os.PathLike): ``gradient_ranges.jsonl`` of a monitor with ``loss_scales``.
+
+    Returns:
+        Trace, named as the file.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if a line is no sweep of that monitor, or there is none; the message names the line.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "gradient_ranges.jsonl")
+        >>> tried = [{"loss_scale": 64.0, "overflow": False}, {"loss_scale": 512.0, "overflow": True}]
+        >>> _ = file.write_text(json.dumps({"step": 100, "batches": [{"loss_scales": tried}]}))
+        >>> trace = from_gradient_ranges(file)
+        >>> trace.lower_bound.tolist(), trace.upper_bound.tolist()
+        ([64.0], [512.0])
+    """
+    sweeps = []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+        try:
+            sweeps.append(_bounds_and_gradient_of(json.loads(line)))
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}:{number} is no sweep of GradientRangeMonitor ({type(error).__name__}: {error}). Take the line "
+                "out, or give another file."
+            ) from error
+    if not sweeps:
+        raise ValueError(f"{path} must have at least 1 sweep, but is empty. Give the record of a GradientRangeMonitor.")
+    lower, upper, gradients = np.array(sweeps, dtype=np.float64).T
+    known = None if np.isnan(gradients).all() else gradients
+    return Trace(Path(path).name, lower, lower, upper, largest_gradient=known)
+
+
+def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, float]:
+    tried = [(float(one["loss_scale"]), one["overflow"]) for batch in sweep["batches"] for one in batch["loss_scales"]]
+    upper = min((scale for scale, overflow in tried if overflow), default=math.inf)
+    lower = max((scale for scale, overflow in tried if not overflow and scale < upper), default=0.0)
+    # Multiplied by the scale, and by nothing else.
+    largest = [one["overall"]["largest"] for one in sweep.get("loss_scales", []) if float(one["loss_scale"]) == lower]
+    return lower, upper, float(largest[0]) / lower if largest else math.nan
 
 
 def random_of(seed: int, symbol: str) -> np.random.Generator:

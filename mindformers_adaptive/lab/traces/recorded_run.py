@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.traces.assumed_ceilings import ASSUMPTIONS, BY_GRADIENTS, assumed_ceiling, just_below
 from mindformers_adaptive.lab.traces.gradients import shown_ceilings
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs, require_one_length
 
 __all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares", "forward_fill"]
 
 Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+ASSUMPTIONS = ("interpolated", "lower_bound", "upper_bound", "gradients")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +68,8 @@ class RecordedRun:
     log_format: str
     step: NDArray[np.int64]
     loss_scale: Floats
-    overflow: NDArray[np.bool_]
-    position_known: NDArray[np.bool_]
+    overflow: Flags
+    position_known: Flags
     loss: Floats | None = None
     seconds: Floats | None = None
     scale_factor: float = 2.0
@@ -87,12 +89,7 @@ class RecordedRun:
 
     def __post_init__(self) -> None:
         arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]
-        shapes = {array.shape for array in [*arrays, self.largest_gradient] if array is not None}
-        if len(shapes) != 1 or len(self.step.shape) != 1:
-            raise ValueError(
-                f"All arrays of the run {self.name!r} must have one number for each step, but got shapes "
-                f"{sorted(shapes)}. Give one-dimensional arrays of one length."
-            )
+        require_one_length(f"run {self.name!r}", *arrays, self.largest_gradient)
         if (np.diff(self.step) <= 0).any():
             raise ValueError(f"The steps of the run {self.name!r} must increase. Give each step once, in order.")
         if self.lines_read != self.lines_used + self.lines_ignored:
@@ -153,7 +150,9 @@ class RecordedRun:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What :meth:`to_trace` can assume of this run, the default first."""
-        return ASSUMPTIONS[:-1] if self.applied_gradients() is None else (BY_GRADIENTS, *ASSUMPTIONS[:-1])
+        *without_gradients, by_gradients = ASSUMPTIONS
+        first = [] if self.applied_gradients() is None else [by_gradients]
+        return (*first, *without_gradients)
 
     def to_trace(self, assume: str | None = None) -> Trace:
         r"""Return the trace of ceilings that this run is evidence of.
@@ -163,10 +162,10 @@ class RecordedRun:
         last of several steps of a line is known, s is the scale after it, taken back by the change that it may have
         made. The ceiling is assumed, for inferred steps within the bounds that they would give:
 
-        - ``"interpolated"``: at each row of skipped steps, with s the smallest scale that was skipped and a the scale
-          of the next applied step, or s / scale_factor if that is smaller or there is none,
-          :math:`\log_2 c = (\log_2 s + \log_2 a) / 2`. Between two rows :math:`\log_2 c` is linear in the place of the
-          step, before the first and after the last it is constant; then it is moved into the step's own bounds.
+        - ``"interpolated"``: at each run of consecutive skipped steps, with s the smallest scale that was skipped and a
+          the scale of the next applied step, or s / scale_factor if that is smaller or there is none,
+          :math:`\log_2 c = (\log_2 s + \log_2 a) / 2`. Between two of them :math:`\log_2 c` is linear in the place of
+          the step, before the first and after the last it is constant; then it is moved into the step's own bounds.
           Without any skipped step c is the largest scale that was applied.
         - ``"lower_bound"``: an applied step has c = s; a skipped one the smallest of s / scale_factor and the scales of
           the nearest applied steps before and after it.
@@ -174,8 +173,8 @@ class RecordedRun:
           nearest skipped steps before and after it, at least s; inf if no step was skipped.
         - ``"gradients"``: an applied step has the c that its largest gradient g shows, 65504 / g; between two of them
           :math:`\log_2 c` is linear, for skipped steps and for those that show nothing. If after more than half of the
-          rows of skipped steps the gradients show more than the scale that was skipped, then something else overflows
-          first, and all c are lower by the median of what they show too much. Without gradients as ``"interpolated"``.
+          runs of skipped steps the gradients show more than the scale that was skipped, then something else overflows
+          first, and all c are lowered by the median of the excess. Without gradients as ``"interpolated"``.
 
         Args:
             assume (str, optional): one of ``ASSUMPTIONS``. Default: None, "gradients" where any are known, else
@@ -204,8 +203,13 @@ class RecordedRun:
         bound = self.factor_bound or self.scale_factor
         lower[last] = np.where(self.overflow[last], 0.0, np.nan_to_num(after / bound))
         below[last] = np.where(self.overflow[last], np.nan_to_num(after * bound, nan=np.inf), np.inf)
-        ceiling = assumed_ceiling(assume, scale, self.overflow, self.scale_factor, self.applied_gradients())
-        ceiling = np.maximum(np.minimum(ceiling, just_below(below)), lower)
+        gradients = self.applied_gradients()
+        if assume == "gradients" and gradients is not None:
+            ceiling = _by_gradients(scale, self.overflow, shown_ceilings(gradients))
+        else:
+            assumed = {"lower_bound": _lower, "upper_bound": _upper}.get(assume, _interpolated)
+            ceiling = assumed(scale, self.overflow, self.scale_factor)
+        ceiling = np.maximum(np.minimum(ceiling, _just_below(below)), lower)
         return Trace(
             self.name,
             ceiling,
@@ -214,7 +218,7 @@ class RecordedRun:
             self.loss_scale,
             self.overflow,
             self.seconds,
-            self.applied_gradients(),
+            gradients,
         )
 
 
@@ -253,3 +257,57 @@ def forward_fill(scale: Floats) -> Floats:
     before = np.searchsorted(known, np.arange(len(scale)), side="right") - 1
     carried: Floats = scale[known[np.maximum(before, 0)]]
     return carried
+
+
+def _just_below(scale: Floats) -> Floats:
+    """The next smaller numbers; of inf itself."""
+    return np.where(np.isinf(scale), np.inf, np.nextafter(scale, 0.0))
+
+
+def _nearest(values: Floats, chosen: Flags, missing: float) -> tuple[Floats, Floats]:
+    """For each step the value at the nearest chosen step before, and after it; itself where it is chosen."""
+    at = np.flatnonzero(chosen)
+    padded = np.concatenate([[missing], values[at], [missing]])
+    places = np.arange(len(values))
+    return padded[np.searchsorted(at, places, side="right")], padded[np.searchsorted(at, places, side="left") + 1]
+
+
+def _skipped_runs(scale: Floats, overflow: Flags) -> tuple[NDArray[np.int64], Floats]:
+    """The first and the last place of each run of consecutive skipped steps, and its smallest scale."""
+    runs = consecutive_runs(np.flatnonzero(overflow))
+    between = np.minimum.reduceat(np.append(scale, np.inf), (runs + np.array([0, 1])).ravel())
+    return runs, between[::2]
+
+
+def _lower(scale: Floats, overflow: Flags, factor: float) -> Floats:
+    before, after = _nearest(scale, ~overflow, np.inf)
+    return np.where(overflow, np.minimum(np.minimum(before, after), scale / factor), scale)
+
+
+def _upper(scale: Floats, overflow: Flags, factor: float) -> Floats:
+    if not overflow.any():
+        return np.full_like(scale, np.inf)
+    before, after = _nearest(_just_below(scale), overflow, 0.0)
+    return np.maximum(before, after)
+
+
+def _interpolated(scale: Floats, overflow: Flags, factor: float) -> Floats:
+    if not overflow.any():
+        return np.full_like(scale, scale.max(initial=0.0))
+    runs, smallest = _skipped_runs(scale, overflow)
+    following = np.append(scale, np.inf)[runs[:, 1] + 1]
+    anchors = (np.log2(smallest) + np.log2(np.minimum(following, smallest / factor))) / 2
+    # Each run has one value, from its first step to its last.
+    interpolated: Floats = np.exp2(np.interp(np.arange(len(scale)), runs.ravel(), np.repeat(anchors, 2)))
+    return interpolated
+
+
+def _by_gradients(scale: Floats, overflow: Flags, shown: Floats) -> Floats:
+    known = np.flatnonzero(~np.isnan(shown))
+    exponents = np.interp(np.arange(len(scale)), known, np.log2(shown[known]))
+    if overflow.any():
+        runs, smallest = _skipped_runs(scale, overflow)
+        after = known[np.minimum(np.searchsorted(known, runs[:, 1]), len(known) - 1)]
+        exponents -= max(float(np.median(exponents[after] - np.log2(smallest))), 0.0)
+    ceiling: Floats = np.exp2(exponents)
+    return ceiling

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Trace", "consecutive_runs"]
+__all__ = ["Trace", "consecutive_runs", "require_one_length"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +53,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         arrays = [self.ceiling, self.lower_bound, self.upper_bound, self.loss_scale, self.overflow, self.seconds]
-        lengths = {array.shape for array in [*arrays, self.largest_gradient] if array is not None}
-        if len(lengths) > 1 or len(self.ceiling.shape) != 1:
-            raise ValueError(
-                f"All arrays of the trace {self.name!r} must have one number for each step, but got shapes "
-                f"{sorted(lengths)}. Give one-dimensional arrays of one length."
-            )
+        require_one_length(f"trace {self.name!r}", *arrays, self.largest_gradient)
         outside = ~((self.lower_bound <= self.ceiling) & ((self.ceiling < self.upper_bound) | np.isinf(self.ceiling)))
         if outside.any():
             step = int(np.flatnonzero(outside)[0])
@@ -110,3 +106,13 @@ def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:
     array = np.asarray(numbers, dtype=np.int64)
     starts = np.diff(array, prepend=array[:1] - 2) != 1
     return np.column_stack([array[starts], array[np.roll(starts, -1)]])
+
+
+def require_one_length(what: str, *arrays: NDArray[Any] | None) -> None:
+    """Raise ValueError unless arrays, the first of which is there, have one number for each step."""
+    shapes = {array.shape for array in arrays if array is not None}
+    if len(shapes) > 1 or len(min(shapes)) != 1:
+        raise ValueError(
+            f"All arrays of the {what} must have one number for each step, but got shapes {sorted(shapes)}. Give "
+            "one-dimensional arrays of one length."
+        )

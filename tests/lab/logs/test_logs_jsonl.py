@@ -1,4 +1,4 @@
-"""The package's own record: one JSON object a step, gaps, restarts, and keys that are not known."""
+"""The package's own record: one JSON object a step, gaps, torn lines, and keys that are not known."""
 
 import json
 
@@ -13,33 +13,18 @@ def record(step, overflow=False, loss_scale=1024.0, **others):
     return json.dumps({**values, "next_loss_scale": loss_scale / (2 if overflow else 1), **others}) + "\n"
 
 
-def write(tmp_path, *lines):
-    log = tmp_path / "loss_scale.jsonl"
-    log.write_text("".join(lines), encoding="utf-8")
-    return log
+def read(tmp_path, *lines):
+    (tmp_path / "loss_scale.jsonl").write_text("".join(lines), encoding="utf-8")
+    return read_log(tmp_path / "loss_scale.jsonl")
 
 
 def test_the_record_is_read_as_it_stands(tmp_path):
-    run = read_log(write(tmp_path, record(1, True, 2048.0), record(2, scale_window=20, novelty={"step": [1]})))
+    run = read(tmp_path, record(1, True, 2048.0), record(2, novelty={"step": [1]}, overflowed_parameters="wq"))
     assert (run.log_format, run.step.tolist(), run.overflow.tolist()) == ("jsonl", [1, 2], [True, False])
     assert (run.loss_scale.tolist(), run.loss.tolist()) == ([2048.0, 1024.0], [2.5, 2.5])
     assert run.position_known.all()
     assert (run.notes, run.problems, run.seconds) == ((), (), None)
-
-
-def test_a_gap_marker_is_noted_and_its_steps_are_left_out(tmp_path):
-    gap = '{"missing_steps": 3, "first_step": 2, "last_step": 4}\n'
-    run = read_log(write(tmp_path, record(1), gap, record(5)))
-    assert (run.step.tolist(), run.lines_used) == ([1, 5], 3)
-    assert [note for note in run.notes if "jsonl:2: 3 step(s) were not recorded (2 to 4)" in note]
-
-
-def test_a_restart_supersedes_the_steps_that_it_repeats(tmp_path):
-    first, second = [record(step) for step in range(1, 31)], [record(step, True, 64.0) for step in range(11, 13)]
-    run = read_log(write(tmp_path, *first, *second))
-    assert (run.step.tolist(), run.skipped_steps) == (list(range(1, 13)), 2)
-    assert (run.lines_read, run.lines_used) == (32, 32)
-    assert [note for note in run.notes if "jsonl:31: the run goes back from step 30 to step 11; what 20" in note]
+    assert (run.largest_gradient, run.overflowed_parameters) == (None, ())
 
 
 @pytest.mark.parametrize(
@@ -55,7 +40,7 @@ def test_a_restart_supersedes_the_steps_that_it_repeats(tmp_path):
     ],
 )
 def test_a_line_that_is_no_record_is_a_problem_with_its_place(tmp_path, torn):
-    run = read_log(write(tmp_path, record(1), torn, record(3)))
+    run = read(tmp_path, record(1), torn, record(3))
     assert (run.step.tolist(), run.lines_used, run.lines_ignored) == ([1, 3], 2, 1)
     assert len(run.problems) == 1
     assert "loss_scale.jsonl:2: looks like a step's record" in run.problems[0]
@@ -63,7 +48,7 @@ def test_a_line_that_is_no_record_is_a_problem_with_its_place(tmp_path, torn):
 
 def test_numbers_that_json_has_no_sign_for_may_be_text_or_absent(tmp_path):
     text = '{"step": 1, "overflow": true, "loss_scale": "inf", "next_loss_scale": null, "loss": "nan"}\n'
-    run = read_log(write(tmp_path, text))
+    run = read(tmp_path, text)
     assert (run.loss_scale.tolist(), run.loss) == ([float("inf")], None)
     assert run.to_trace("lower_bound").upper_bound.tolist() == [float("inf")]
 
@@ -74,26 +59,21 @@ def test_largest_gradients_and_the_parameters_that_overflowed_are_read(tmp_path)
         record(2, largest_gradient=0.5),
         record(3, largest_gradient=None),
     ]
-    run = read_log(write(tmp_path, *lines))
+    run = read(tmp_path, *lines)
     assert run.largest_gradient.tolist() == pytest.approx([float("inf"), 0.5, float("nan")], nan_ok=True)
     assert run.overflowed_parameters == (("wq", "wk"),)
     assert run.to_trace().largest_gradient.tolist() == pytest.approx([float("nan"), 0.5, float("nan")], nan_ok=True)
     # Steps that a restart repeats count once.
     again = [record(step, True, 64.0, overflowed_parameters=["wv"]) for step in (1, 2)]
-    run = read_log(write(tmp_path, *lines, *map(record, range(4, 20)), *again))
+    run = read(tmp_path, *lines, *map(record, range(4, 20)), *again)
     assert run.overflowed_parameters == (("wv",), ("wv",))
     assert run.largest_gradient is None
 
 
-def test_a_record_without_gradients_is_read_as_before(tmp_path):
-    run = read_log(write(tmp_path, record(1), record(2, overflowed_parameters="wq")))
-    assert (run.largest_gradient, run.overflowed_parameters, run.problems) == (None, (), ())
-
-
 def test_what_was_null_is_inferred_from_the_scales_around_it(tmp_path):
-    run = read_log(write(tmp_path, record(1), record(2, loss_scale=8.0, next_loss_scale=512.0).replace("8.0", "null")))
+    run = read(tmp_path, record(1), record(2, loss_scale=8.0, next_loss_scale=512.0).replace("8.0", "null"))
     assert run.loss_scale.tolist() == [1024.0, 512.0]
-    run = read_log(write(tmp_path, record(1), record(2, next_loss_scale=512.0).replace("false", "null")))
+    run = read(tmp_path, record(1), record(2, next_loss_scale=512.0).replace("false", "null"))
     assert (run.overflow.tolist(), run.loss_scale.tolist()) == ([False, True], [1024.0, 1024.0])
 
 

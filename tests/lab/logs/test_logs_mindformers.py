@@ -12,10 +12,9 @@ LINE = (
 )
 
 
-def write(tmp_path, *lines):
-    log = tmp_path / "worker_0.log"
-    log.write_text("".join(lines), encoding="utf-8")
-    return log
+def read(tmp_path, *lines):
+    (tmp_path / "worker_0.log").write_text("".join(lines), encoding="utf-8")
+    return read_log(tmp_path / "worker_0.log")
 
 
 def line(step, overflow, scale, epoch=1, steps=100):
@@ -44,7 +43,7 @@ VERSIONS = {
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_line_of_each_version_is_read(tmp_path, version):
-    run = read_log(write(tmp_path, VERSIONS[version]))
+    run = read(tmp_path, VERSIONS[version])
     assert (run.log_format, run.step.tolist(), run.overflow.tolist()) == ("mindformers", [3], [True])
     assert (run.loss_scale.tolist(), run.loss.tolist()) == ([65536.0], [2.5])
     # Until 0.7 the time is that of the whole call.
@@ -53,36 +52,35 @@ def test_the_line_of_each_version_is_read(tmp_path, version):
 
 def test_without_a_flag_a_falling_scale_tells_of_the_overflow(tmp_path):
     lines = [line(step, "X", 2.0**k).replace("overflow cond: X, ", "") for step, k in ((1, 16), (2, 16), (3, 15))]
-    run = read_log(write(tmp_path, *lines))
+    run = read(tmp_path, *lines)
     assert run.overflow.tolist() == [False, False, True]
     # That a step whose scale stayed was applied is not said.
     assert run.position_known.tolist() == [False, False, True]
 
 
-def test_eight_printed_digits_are_the_float32_that_they_stand_for(tmp_path):
-    run = read_log(write(tmp_path, line(1, "True", "2147483600.0"), line(2, "True", "[1.0737418e+09]")))
-    assert run.loss_scale.tolist() == [2.0**32, 2.0**31]
-
-
-def test_the_scale_of_the_first_step_is_inferred_with_the_factor_of_the_log(tmp_path):
-    run = read_log(write(tmp_path, line(1, "True", 900.0), line(2, "True", 300.0), line(3, "True", 100.0)))
-    assert (run.scale_factor, run.loss_scale.tolist()) == (3.0, [2700.0, 900.0, 300.0])
-
-
-def test_a_clean_first_step_used_the_printed_scale(tmp_path):
-    run = read_log(write(tmp_path, line(1, "False", 1024.0), line(2, "False", 2048.0)))
-    assert run.loss_scale.tolist() == [1024.0, 1024.0]
+@pytest.mark.parametrize(
+    ("lines", "used"),
+    [
+        ([("True", 900.0), ("True", 300.0), ("True", 100.0)], [2700.0, 900.0, 300.0]),
+        ([("False", 1024.0), ("False", 2048.0)], [1024.0, 1024.0]),
+        # Eight printed digits are the float32 that they stand for.
+        ([("True", "2147483600.0"), ("True", "[1.0737418e+09]")], [2.0**32, 2.0**31]),
+    ],
+)
+def test_the_scale_of_the_first_step_is_inferred_with_the_factor_of_the_log(tmp_path, lines, used):
+    run = read(tmp_path, *(line(step, *said) for step, said in enumerate(lines, start=1)))
+    assert (run.loss_scale.tolist(), run.scale_factor) == (used, 3.0 if used[0] == 2700.0 else 2.0)
 
 
 def test_steps_are_counted_over_epochs(tmp_path):
     lines = [line(step, "False", 1.0, epoch, steps=2) for epoch in (1, 2) for step in (1, 2)]
-    assert read_log(write(tmp_path, *lines)).step.tolist() == [1, 2, 3, 4]
+    assert read(tmp_path, *lines).step.tolist() == [1, 2, 3, 4]
 
 
 def test_sink_mode_lines_stand_for_four_steps_each(tmp_path):
     # As in a published log of GLM-6B with a sink size of 4: 2^32, 2^28 and 2^24 after 0, 4 and 8 skips.
     lines = [line(4, "True", "268435460.0"), line(8, "True", "16777216.0"), line(12, "False", "8388608.0")]
-    run = read_log(write(tmp_path, *lines))
+    run = read(tmp_path, *lines)
     assert run.step.tolist() == list(range(1, 13))
     # The first line proves one skip, its own; the fall to the second proves four, and that to the third one.
     assert run.overflow.tolist() == [False] * 3 + [True] + [True] * 4 + [True] + [False] * 3
@@ -93,14 +91,14 @@ def test_sink_mode_lines_stand_for_four_steps_each(tmp_path):
 
 
 def test_a_raise_and_a_drop_between_two_lines_is_seen_by_its_flag(tmp_path):
-    run = read_log(write(tmp_path, *(line(4 * k, k == 3, 1024.0) for k in (1, 2, 3))))
+    run = read(tmp_path, *(line(4 * k, k == 3, 1024.0) for k in (1, 2, 3)))
     assert run.overflow.tolist() == [False] * 11 + [True]
     assert (run.loss_scale[-1], run.loss_scale[-2]) == (2048.0, 1024.0)
     assert run.position_known.tolist() == [False, False, False, True] * 3
 
 
 def test_missing_steps_are_left_out_and_named(tmp_path):
-    run = read_log(write(tmp_path, *(line(step, "False", 1024.0) for step in (1, 2, 3, 7, 8))))
+    run = read(tmp_path, *(line(step, "False", 1024.0) for step in (1, 2, 3, 7, 8)))
     assert run.step.tolist() == [1, 2, 3, 7, 8]
     assert [note for note in run.notes if "log:4: 3 step(s) before this line, 4 to 6, are not in the log" in note]
 
@@ -108,7 +106,7 @@ def test_missing_steps_are_left_out_and_named(tmp_path):
 def test_lines_of_other_monitors_and_progress_bars_are_ignored_and_no_problems(tmp_path):
     other = "- INFO - Epoch:[  1/  2], step:[    1/  100] local_norm: 0.5000\n"
     bar = "- INFO -    0.0% |      | 0.00600 samples/s/p  25 days, 2:07:47 }\n"
-    run = read_log(write(tmp_path, line(1, "False", 1024.0), bar, other))
+    run = read(tmp_path, line(1, "False", 1024.0), bar, other)
     assert (run.lines_used, run.lines_ignored, run.problems) == (1, 2, ())
 
 
@@ -120,10 +118,10 @@ def test_a_trainer_that_prints_no_scale_is_refused(tmp_path):
     fixed = line(1, "False", "unavailable")
     for text in (pynative, fixed):
         with pytest.raises(ValueError, match=r"must name a loss scale, but none of the 1 lines of steps in .*worker_0"):
-            read_log(write(tmp_path, text))
+            read(tmp_path, text)
 
 
 def test_a_scale_that_jumps_is_noted_and_inferred(tmp_path):
-    run = read_log(write(tmp_path, line(1, "False", 1024.0), line(2, "False", 64.0)))
+    run = read(tmp_path, line(1, "False", 1024.0), line(2, "False", 64.0))
     assert run.loss_scale.tolist() == [1024.0, 64.0]
     assert [note for note in run.notes if "log:2: the scale 64 does not follow from 1024" in note]

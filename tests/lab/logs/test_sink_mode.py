@@ -8,26 +8,28 @@ from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 
-RULES = {
-    "adaptive": lambda start: make_policy("adaptive", loss_scale_value=start),
-    "adaptive from window 5": lambda start: make_policy("adaptive", loss_scale_value=start, min_scale_window=5),
-    "adaptive from window 1": lambda start: make_policy(
-        "adaptive", loss_scale_value=start, min_scale_window=1, max_scale_window=50, shrink_from_min_window=True
-    ),
-    "hysteresis 3": lambda start: make_policy("adaptive", loss_scale_value=start, hysteresis=3, min_scale_window=10),
-    "floor and cap": lambda start: make_policy(
-        "adaptive", loss_scale_value=start, min_loss_scale=2.0**12, max_loss_scale=2.0**32, min_scale_window=7
-    ),
-    "a floor that is no power of two": lambda start: make_policy(
-        "adaptive", loss_scale_value=start, min_loss_scale=5000.0, min_scale_window=3
-    ),
-    "factor 4": lambda start: make_policy("adaptive", loss_scale_value=start, scale_factor=4, min_scale_window=5),
-    "factor 1.5": lambda start: make_policy("adaptive", loss_scale_value=start, scale_factor=1.5, min_scale_window=2),
-    "factor 3": lambda start: make_policy("adaptive", loss_scale_value=start, scale_factor=3, min_scale_window=2),
-    "dynamic": lambda start: make_policy("dynamic", init_loss_scale=start, scale_window=20),
-    "dynamic, every step": lambda start: make_policy("dynamic", init_loss_scale=start, scale_window=1),
-    "megatron": lambda start: make_policy("megatron", initial_scale=start, growth_interval=15),
-}
+# What each rule calls the scale that it starts from.
+START = {"adaptive": "loss_scale_value", "dynamic": "init_loss_scale", "megatron": "initial_scale"}
+
+RULES = [
+    ("adaptive", {}),
+    ("adaptive", {"min_scale_window": 5}),
+    ("adaptive", {"min_scale_window": 1, "max_scale_window": 50, "shrink_from_min_window": True}),
+    ("adaptive", {"hysteresis": 3, "min_scale_window": 10}),
+    ("adaptive", {"min_loss_scale": 2.0**12, "max_loss_scale": 2.0**32, "min_scale_window": 7}),
+    # A floor that is no power of two.
+    ("adaptive", {"min_loss_scale": 5000.0, "min_scale_window": 3}),
+    ("adaptive", {"scale_factor": 4, "min_scale_window": 5}),
+    ("adaptive", {"scale_factor": 1.5, "min_scale_window": 2}),
+    ("adaptive", {"scale_factor": 3, "min_scale_window": 2}),
+    ("dynamic", {"scale_window": 20}),
+    ("dynamic", {"scale_window": 1}),
+    ("megatron", {"growth_interval": 15}),
+]
+
+
+def policy_of(name, start, params=()):
+    return make_policy(name, **{START.get(name, "loss_scale_value"): start, **dict(params)})
 
 
 def ceilings_of(seed, steps):
@@ -46,9 +48,9 @@ def test_the_truth_lies_within_the_bounds(tmp_path, sink):
     widths = []
     for seed in range(200):
         random = np.random.default_rng([seed, sink])
-        rule = list(RULES)[seed % len(RULES)]
+        name, params = rule = RULES[seed % len(RULES)]
         start = 2.0 ** random.choice([13, 16, 24, 32])
-        flags, scales = run_of(RULES[rule](start), ceilings_of(seed, 400))
+        flags, scales = run_of(policy_of(name, start, params), ceilings_of(seed, 400))
         run = read_log(write_sink_log(tmp_path / "sink.log", flags, scales, sink))
         assert len(run) == 400
         for steps in [*range(sink, 401, sink), *random.integers(1, 400, 5)]:
@@ -72,18 +74,14 @@ def test_the_truth_lies_within_the_bounds(tmp_path, sink):
         ("adaptive", {"hysteresis": 2, "min_loss_scale": 2.0**14, "min_scale_window": 5}, 10),
         ("dynamic", {"scale_window": 20}, 50),
         ("megatron", {"growth_interval": 15}, 10),
+        ("own_rules.Plain", {"window": 15}, 10),
     ],
 )
 def test_bounds_of_the_rule_of_the_run_hold_and_are_narrower(tmp_path, rule, params, sink):
-    name = {"adaptive": "loss_scale_value", "dynamic": "init_loss_scale", "megatron": "initial_scale"}[rule]
-
-    def policy():
-        return make_policy(rule, **{name: 2.0**32}, **params)
-
     for seed in range(10):
-        flags, scales = run_of(policy(), ceilings_of(seed, 300))
+        flags, scales = run_of(policy_of(rule, 2.0**32, params), ceilings_of(seed, 300))
         log = write_sink_log(tmp_path / "sink.log", flags, scales, sink)
-        loose, narrow = read_log(log), read_log(log, rule=policy())
+        loose, narrow = read_log(log), read_log(log, rule=policy_of(rule, 2.0**32, params))
         for steps in range(sink, 301, sink):
             assert narrow.skipped_bounds(steps)[0] <= sum(flags[:steps]) <= narrow.skipped_bounds(steps)[1]
         assert narrow.skipped_bounds()[0] >= loose.skipped_bounds()[0]
@@ -93,27 +91,27 @@ def test_bounds_of_the_rule_of_the_run_hold_and_are_narrower(tmp_path, rule, par
 
 
 def test_a_log_that_does_not_follow_the_rule_is_refused(tmp_path):
-    flags, scales = run_of(RULES["adaptive"](2.0**24), [2.0**16] * 40)
+    flags, scales = run_of(policy_of("adaptive", 2.0**24), [2.0**16] * 40)
     log = write_sink_log(tmp_path / "sink.log", flags, scales, 4)
-    assert read_log(log, rule=RULES["adaptive"](2.0**24)).skipped_bounds()[0] == sum(flags)
+    assert read_log(log, rule=policy_of("adaptive", 2.0**24)).skipped_bounds()[0] == sum(flags)
     with pytest.raises(
         ValueError, match=r"sink.log:1: no sequence of overflows leads the rule 'adaptive' to loss scale"
     ):
-        read_log(log, rule=RULES["adaptive"](2.0**32))
+        read_log(log, rule=policy_of("adaptive", 2.0**32))
     later = tmp_path / "later.log"
     later.write_text("".join(log.read_text().splitlines(keepends=True)[3:]))
     with pytest.raises(ValueError, match=r"'rule' needs a log that begins at step 1, but .*later.log:1 is at step 16"):
-        read_log(later, rule=RULES["adaptive"](2.0**24))
+        read_log(later, rule=policy_of("adaptive", 2.0**24))
 
 
 def test_a_rule_is_followed_up_to_a_gap(tmp_path):
-    flags, scales = run_of(RULES["adaptive"](2.0**24), [2.0**16] * 80)
+    flags, scales = run_of(policy_of("adaptive", 2.0**24), [2.0**16] * 80)
     log = write_sink_log(tmp_path / "sink.log", flags, scales, 4)
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:10] + lines[11:]))
-    run = read_log(log, rule=RULES["adaptive"](2.0**24))
+    run = read_log(log, rule=policy_of("adaptive", 2.0**24))
     assert [note for note in run.notes if "sink.log:11: the rule is not followed from here on, after a gap" in note]
-    assert run.skipped_bounds(40) == read_log(log, rule=RULES["adaptive"](2.0**24)).skipped_bounds(40)
+    assert run.skipped_bounds(40) == read_log(log, rule=policy_of("adaptive", 2.0**24)).skipped_bounds(40)
     assert run.skipped_bounds()[0] <= sum(flags[:40] + flags[44:]) <= run.skipped_bounds()[1]
 
 
@@ -130,11 +128,5 @@ def test_of_a_guided_run_only_the_flags_count(tmp_path):
 def test_a_prefix_that_ends_within_a_line_has_bounds_too():
     arrays = np.arange(1, 9), np.full(8, 4.0), np.full(8, False), np.full(8, False)
     run = RecordedRun("run", (), "mindformers", *arrays, lines=np.array([[4, 2, 3], [8, 2, 7]]))
-    assert [run.skipped_bounds(steps) for steps in (0, 1, 3, 4, 5, 8)] == [
-        (0, 0),
-        (0, 1),
-        (1, 3),
-        (2, 3),
-        (2, 4),
-        (2, 7),
-    ]
+    bounds = [run.skipped_bounds(steps) for steps in (0, 1, 3, 4, 5, 8)]
+    assert bounds == [(0, 0), (0, 1), (1, 3), (2, 3), (2, 4), (2, 7)]

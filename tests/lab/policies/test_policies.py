@@ -5,9 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from own_rules import Follow
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
-from mindformers_adaptive.lab.policies.presets import DYNAMIC_PRESETS
+from mindformers_adaptive.lab.policies.presets import PRESETS
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
@@ -43,14 +44,14 @@ def replay(policy, steps):
 
 def test_all_policies_are_there():
     assert set(POLICY_NAMES) == {"adaptive", "guided", "fixed", "metaseq", *NAMES}
-    assert all(preset.source for preset in DYNAMIC_PRESETS.values())
+    assert all(preset.source for preset in PRESETS.values())
 
 
 @pytest.mark.parametrize(
     ("name", "scale", "window", "scale_after_a_drop"),
     [
         ("adaptive", 2.0**16, 20, 2.0**15),
-        ("guided", 2.0**16, 500, 2.0**15),
+        ("guided", 2.0**16, 500, 2.0**8),
         ("fixed", 128.0, None, 128.0),
         ("metaseq", 4.0, 256, 2.0),
         ("dynamic", 2.0**24, 2000, 2.0**23),
@@ -182,14 +183,10 @@ def test_many_clean_steps_end_at_the_cap_or_at_inf(name):
     assert policy.loss_scale == (2.0**127 if name in KEPT_FINITE else 2.0**24 if name == "apex" else math.inf)
 
 
-@pytest.mark.parametrize("name", ["dynamic", "megatron", "keras"])
-def test_a_float32_scale_that_nothing_caps_is_inf_after_2_to_the_127(name):
-    assert replay(start(name, 2.0**126, 1), "..") == [2.0**127, math.inf]
-
-
-@pytest.mark.parametrize("name", ["deepspeed", "deepspeed_fused", "deepspeed_unfused", "fairseq"])
-def test_a_python_scale_grows_beyond_float32(name):
-    assert replay(start(name, 2.0**126, 1), "....")[-1] >= 2.0**129
+@pytest.mark.parametrize("name", ["dynamic", "megatron", "keras", "deepspeed", "fairseq"])
+def test_a_scale_that_nothing_caps_is_inf_beyond_float32_but_as_a_python_number(name):
+    python_number = name.startswith(("deepspeed", "fairseq"))
+    assert replay(start(name, 2.0**125, 1), "...")[1:] == [2.0**127, 2.0**128 if python_number else math.inf]
 
 
 def test_apex_cuts_the_start_and_the_raise_to_its_maximum():
@@ -206,25 +203,15 @@ def test_apex_takes_a_scale_factor_and_does_not_use_it():
 @pytest.mark.parametrize(
     ("name", "params", "drop", "growth"),
     [
-        ("adaptive", {"scale_factor": 3}, lambda s: s * (np.float32(1) / np.float32(3)), lambda s: s * np.float32(3)),
-        ("dynamic", {"scale_factor": 3}, lambda s: s * (np.float32(1) / np.float32(3)), lambda s: s * np.float32(3)),
-        ("dynamic_scaler", {"scale_factor": 3}, lambda s: s / np.float32(3), lambda s: s * np.float32(3)),
-        ("tensorflow", {"multiplier": 3}, lambda s: s / np.float32(3), lambda s: s * np.float32(3)),
-        (
-            "tensorflow_contrib",
-            {"decr_every_n_nan_or_inf": 1},
-            lambda s: s * np.float32(0.8),
-            lambda s: s * np.float32(2),
-        ),
-        ("paddle", {"decr_ratio": 0.8}, lambda s: s * np.float32(0.8), lambda s: s * np.float32(2)),
-        (
-            "megatron",
-            {"hysteresis": 1, "backoff_factor": 0.8},
-            lambda s: s * np.float32(0.8),
-            lambda s: s * np.float32(2),
-        ),
-        ("torch", {"backoff_factor": 0.8}, lambda s: np.float32(float(s) * 0.8), lambda s: s * np.float32(2)),
-        ("apex_hysteresis", {"backoff_factor": 0.8}, lambda s: np.float32(float(s) * 0.8), lambda s: s * np.float32(2)),
+        ("adaptive", {"scale_factor": 3}, lambda s: s * (np.float32(1) / np.float32(3)), 3),
+        ("dynamic", {"scale_factor": 3}, lambda s: s * (np.float32(1) / np.float32(3)), 3),
+        ("dynamic_scaler", {"scale_factor": 3}, lambda s: s / np.float32(3), 3),
+        ("tensorflow", {"multiplier": 3}, lambda s: s / np.float32(3), 3),
+        ("tensorflow_contrib", {"decr_every_n_nan_or_inf": 1}, lambda s: s * np.float32(0.8), 2),
+        ("paddle", {"decr_ratio": 0.8}, lambda s: s * np.float32(0.8), 2),
+        ("megatron", {"hysteresis": 1, "backoff_factor": 0.8}, lambda s: s * np.float32(0.8), 2),
+        ("torch", {"backoff_factor": 0.8}, lambda s: np.float32(float(s) * 0.8), 2),
+        ("apex_hysteresis", {"backoff_factor": 0.8}, lambda s: np.float32(float(s) * 0.8), 2),
     ],
 )
 def test_arithmetic_is_float32_in_the_order_of_the_system(name, params, drop, growth):
@@ -233,16 +220,13 @@ def test_arithmetic_is_float32_in_the_order_of_the_system(name, params, drop, gr
     policy = make_policy(name, **window, **params) if name == "adaptive" else start(name, 2.0**60, 1, **params)
     expected = np.float32(2.0**60)
     for step in "!" * 20 + "." * 5 + "!" * 20:
-        expected = drop(expected) if step == "!" else growth(expected)
+        expected = drop(expected) if step == "!" else expected * np.float32(growth)
         assert policy.step(step == "!") == float(expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "factor"),
-    [("deepspeed", "scale_factor"), ("deepspeed_fused", "scale_factor"), ("fairseq", "scale_factor")],
-)
-def test_arithmetic_is_that_of_python_numbers(name, factor):
-    policy, expected = start(name, 2.0**60, 1000, **{factor: 3}), 2.0**60
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed_fused", "fairseq"])
+def test_arithmetic_is_that_of_python_numbers(name):
+    policy, expected = start(name, 2.0**60, 1000, scale_factor=3), 2.0**60
     for _ in range(20):
         expected /= 3.0
         assert policy.step(True) == expected
@@ -322,6 +306,28 @@ def test_every_other_policy_ignores_the_largest_gradient(name):
     assert told.state() == other.state()
 
 
+def test_a_rule_of_ones_own_is_a_policy_by_its_name_and_by_its_class():
+    rule = Follow(margin=3)
+    policies = [make_policy("own_rules.Follow", margin=3, loss_scale_value=4.0), make_policy(Follow, margin=3)]
+    policies[1].step(True)
+    for policy, state in zip(policies, [rule.start(4.0), rule.step(rule.start(2.0**16), True)], strict=True):
+        for step in range(30):
+            gradient = [None, 0.25, 7.0][step % 3]
+            state = rule.step(state, step % 7 == 0, gradient)
+            assert policy.step(step % 7 == 0, gradient) == policy.loss_scale == state.loss_scale
+        assert policy.state() == state._asdict()
+    assert [policy.name for policy in policies] == ["own_rules.Follow", "follow"]
+    assert (policies[0].scale_window, make_policy("own_rules.Plain").state()["clean_steps"]) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_one_factor"),
+    [("adaptive", True), ("guided", False), ("torch", True), ("own_rules.Follow", False), ("own_rules.Plain", True)],
+)
+def test_whether_the_scale_alone_tells_which_steps_were_skipped(name, by_one_factor):
+    assert make_policy(name).moves_by_one_factor is by_one_factor
+
+
 def test_guided_is_the_rule():
     rule = GuidedRule(5.0, max_loss_scale=2.0**30)
     policy = make_policy("guided", loss_scale_value=2.0**20, exchange_rate=5.0, max_loss_scale=2.0**30)
@@ -372,6 +378,9 @@ def test_overflow_may_be_a_numpy_bool():
 @pytest.mark.parametrize(
     ("name", "params", "error", "message"),
     [
+        ("own_rules.Nothing", {}, ValueError, r"'own_rules.Nothing' cannot be imported"),
+        ("own_rules.PlainState", {}, TypeError, r"'rule' must be .* such a class, but got 'own_rules.PlainState'"),
+        ("own_rules.Follow", {"margins": 1}, TypeError, r"'own_rules.Follow' has no parameter 'margins'.* 'margin'\?"),
         ("adaptiv", {}, ValueError, r"'name' must be one of adaptive, guided, .*, but got 'adaptiv'. .* 'adaptive'\?"),
         (None, {}, ValueError, r"'name' must be one of adaptive, guided, .*, but got None."),
         (
@@ -384,36 +393,22 @@ def test_overflow_may_be_a_numpy_bool():
             "adaptive",
             {"window": 2},
             TypeError,
-            r"'adaptive' has no parameter 'window'. .* loss_scale_value, scale_window",
+            r"'adaptive' has no parameter 'window'. .* loss_scale_value, scale_factor, scale_window",
         ),
         ("adaptive", {"hysteresis": 0}, ValueError, r"'hysteresis' must be at least 1, but got 0"),
         ("fixed", {"loss_scale": 2, "loss_scale_value": 2}, TypeError, r"'loss_scale_value' and 'loss_scale' .* once"),
         ("dynamic", {"loss_scale_value": 0}, ValueError, r"'loss_scale_value' must be .* above 0 .* but got 0"),
-        ("fixed", {"loss_scale": math.nan}, ValueError, r"'loss_scale' must be a finite number above 0 .* got nan"),
         ("torch", {"init_scale": 1e39}, ValueError, r"'init_scale' must be a finite .* in float32, but got 1e\+39"),
-        ("torch", {"init_scale": 10**400}, ValueError, r"'init_scale' must be a finite number above 0 in float32"),
         ("torch", {"init_scale": "2e16"}, TypeError, r"'init_scale' must be .* but got '2e16' of type str"),
-        ("torch", {"init_scale": True}, TypeError, r"'init_scale' must be .* but got True of type bool"),
         ("torch", {"growth_factor": 1}, ValueError, r"'growth_factor' must be a finite number above 1 .* but got 1"),
-        ("torch", {"growth_factor": 1 + 1e-12}, ValueError, r"'growth_factor' must be .* above 1 in float32"),
         ("torch", {"backoff_factor": 1.0}, ValueError, r"'backoff_factor' must be a number between 0 and 1"),
         ("torch", {"growth_interval": 0}, ValueError, r"'growth_interval' must be at least 1, but got 0"),
-        (
-            "torch",
-            {"growth_interval": 2.0},
-            TypeError,
-            r"'growth_interval' must be an integer, but got 2.0 of type float",
-        ),
-        ("torch", {"growth_interval": True}, TypeError, r"'growth_interval' must be an integer, but got True"),
+        ("torch", {"growth_interval": 2.0}, TypeError, r"'growth_interval' must be an integer, but got 2.0 of type"),
         ("apex_hysteresis", {"growth_factor": 0.5}, ValueError, r"'growth_factor' must be .* at least 1 .* got 0.5"),
         ("apex_hysteresis", {"backoff_factor": 1.5}, ValueError, r"'backoff_factor' must be .* at most 1 .* got 1.5"),
         ("megatron", {"min_scale": 0}, ValueError, r"'min_scale' must be a finite number above 0"),
-        (
-            "megatron",
-            {"initial_scale": 1, "min_scale": 2},
-            ValueError,
-            r"'initial_scale' must be .* 'min_scale' \(2.0\)",
-        ),
+        ("megatron", {"initial_scale": 1, "min_scale": 2}, ValueError, r"'initial_scale' must be .* 'min_scale' \(2.0"),
+        ("metaseq", {"threshold": 8.0}, ValueError, r"'init_scale' must be at least 'threshold' \(8.0\), but got 4.0"),
         ("apex", {"min_loss_scale": 2.0**25}, ValueError, r"'max_loss_scale' must be at least 'min_loss_scale'"),
         ("deepspeed", {"min_scale": -1}, ValueError, r"'min_scale' must be a finite number of at least 0 .* got -1"),
         ("deepspeed", {"consecutive_hysteresis": 1}, TypeError, r"'consecutive_hysteresis' must be True or False"),

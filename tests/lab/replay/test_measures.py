@@ -1,6 +1,7 @@
 """The measures of a replay: hand-made tables, the edges of what can be measured, and the oracle that nothing beats."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.lab.replay.measures import cost, longest_run, measure, overflows
+from mindformers_adaptive.lab.replay.measures import Tally, cost, measure, overflows
 from mindformers_adaptive.lab.traces.trace import Trace
 
 INF = math.inf
@@ -67,10 +68,17 @@ def test_dictionary_is_json_without_nan():
     json.dumps(told, allow_nan=False)
 
 
-@given(st.lists(st.booleans(), max_size=30))
-def test_longest_run_is_the_longest_of_true_flags(flags):
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.lists(st.integers(1, 30), max_size=3))
+def test_runs_of_skips_are_counted_across_the_stretches_that_a_tally_gets(flags, cuts):
+    trace, scales = Trace.exact("made", [4.0] * len(flags)), np.where([*flags, False], 8.0, 4.0)[:, np.newaxis]
+    tally, starts = Tally([trace], 1), sorted({0, *(cut for cut in cuts if cut < len(flags))})
+    for start, stop in itertools.pairwise([*starts, len(flags)]):
+        tally.add(start, scales[start : stop + 1], None)
     text = "".join("x" if flag else " " for flag in flags)
-    assert longest_run(flags) == max(map(len, text.split()), default=0)
+    [found] = tally.measures()
+    assert found.longest_skip_run == max(map(len, text.split()), default=0)
+    assert found.steps_to_first_applied == len(text) - len(text.lstrip("x"))
+    assert found.as_dict() == measure(trace, scales[:, 0]).as_dict()
 
 
 SCALES = st.one_of(st.sampled_from([0.0, 2.0**-140, 2.0**-126, 1.0, 2.0**16, 1e38, 1e39, INF]), st.floats(1e-3, 1e9))

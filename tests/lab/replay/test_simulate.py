@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
+from mindformers_adaptive.lab.replay.measures import cost
 from mindformers_adaptive.lab.replay.simulate import compare, pareto_front, replay
 from mindformers_adaptive.lab.traces.gradients import with_gradients
-from mindformers_adaptive.lab.traces.synthetic import sudden_drop
+from mindformers_adaptive.lab.traces.synthetic import synthetic_trace
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.text.table import text_table
 
@@ -79,6 +80,18 @@ def test_each_trace_begins_with_a_fresh_policy():
     assert found.measures["adaptive"][0] == found.measures["adaptive"][1]
 
 
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 60)])
+def test_comparison_of_a_rule_that_takes_traces_side_by_side_is_that_of_its_replays(lengths):
+    drops = [synthetic_trace("sudden drop", steps, seed=steps) for steps in lengths]
+    traces = [dataclasses.replace(trace, name=str(len(trace))) for trace in drops]
+    done = []
+    found = compare({"guided": partial(make_policy, "guided")}, traces, progress=done.append)
+    for trace, measures in zip(traces, found.measures["guided"], strict=True):
+        expected = replay(make_policy("guided"), trace).measures
+        assert measures.as_dict() == pytest.approx(expected.as_dict())
+    assert done == [1, 2]
+
+
 def test_pareto_front_of_a_comparison_leaves_out_what_another_beats_in_both():
     trace = Trace.exact("made", [4.0, 4.0, 16.0, 16.0])
     found = compare({"one": fixed(1.0), "four": fixed(4.0), "five": fixed(5.0), "sixteen": fixed(16.0)}, [trace])
@@ -137,6 +150,7 @@ def test_pareto_front_is_what_no_other_result_beats(results):
     [
         ({}, [Trace.exact("made", [1.0])], r"'policies' must have at least 1 entry, but got none"),
         ({"one": fixed(1.0)}, [], r"'traces' must have at least 1 entry, but got none"),
+        ({"one": partial(make_policy, "guided")}, [Trace.exact("empty", [])], r"The trace 'empty' must have at least"),
         ({"one": fixed(1.0)}, [Trace.exact("empty", [])], r"The trace 'empty' must have at least 1 step"),
     ],
 )
@@ -172,9 +186,9 @@ def test_a_policy_is_given_the_largest_gradient_of_applied_steps_only():
 
 
 def test_guided_follows_the_gradients_of_a_trace():
-    trace = sudden_drop(4000, seed=0)
+    trace = synthetic_trace("sudden drop", 4000, seed=0)
     guided = replay(make_policy("guided"), trace).measures
     silent = replay(make_policy("guided"), dataclasses.replace(trace, largest_gradient=None)).measures
     dynamic = replay(make_policy("dynamic", init_loss_scale=2**16, scale_window=1000), trace).measures
     assert guided.skipped <= 8 < dynamic.skipped
-    assert guided.headroom_lost < silent.headroom_lost
+    assert cost(guided) < cost(silent)

@@ -6,15 +6,15 @@ import json
 import numpy as np
 import pytest
 import yaml
+from own_rules import Capped, Follow
 
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.lab.replay.configuration import Configuration, grid
-from mindformers_adaptive.lab.replay.guided_configuration import GuidedConfiguration, guided_grid
+from mindformers_adaptive.lab.replay.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.replay.measures import cost
 from mindformers_adaptive.lab.replay.simulate import replay
-from mindformers_adaptive.lab.replay.tune import DEFAULT_GRID, tune
+from mindformers_adaptive.lab.replay.tune import tune
 from mindformers_adaptive.lab.traces.gradients import with_gradients
-from mindformers_adaptive.lab.traces.synthetic import random_walk
+from mindformers_adaptive.lab.traces.synthetic import synthetic_trace
 from mindformers_adaptive.lab.traces.trace import Trace
 
 CALM = Trace.exact("calm", [2.0**16] * 2000)
@@ -22,11 +22,11 @@ RISING = Trace.exact("rising", 2.0 ** np.linspace(16, 66, 2000))
 
 
 def test_costs_are_those_of_replaying_each_configuration():
-    tried = grid(min_scale_window=[5, 50], max_scale_window=[50, 500], scale_factor=[2, 3])
+    tried = grid("adaptive", min_scale_window=[5, 50], max_scale_window=[50, 500], scale_factor=[2, 3])
     found = tune([CALM, RISING], tried, exchange_rate=2.5)
     for place, configuration in enumerate(tried):
         expected = [
-            cost(replay(make_policy("adaptive", **dataclasses.asdict(configuration)), trace).measures, 2.5)
+            cost(replay(make_policy("adaptive", **configuration.arguments), trace).measures, 2.5)
             for trace in (CALM, RISING)
         ]
         assert found.costs[place].tolist() == pytest.approx(expected)
@@ -36,13 +36,13 @@ def test_costs_are_those_of_replaying_each_configuration():
 
 def test_dear_bits_favour_a_small_window_and_cheap_ones_a_large_window():
     tried = [Configuration.dynamic(window) for window in (10, 100, 1000)]
-    assert tune([RISING], tried, exchange_rate=1e5).recommended.max_scale_window == 10
-    assert tune([RISING], tried, exchange_rate=0.0).recommended.max_scale_window > 10
-    assert tune([CALM], tried).recommended.max_scale_window == 1000
+    assert tune([RISING], tried, exchange_rate=1e5).recommended.rule.max_scale_window == 10
+    assert tune([RISING], tried, exchange_rate=0.0).recommended.rule.max_scale_window > 10
+    assert tune([CALM], tried).recommended.rule.max_scale_window == 1000
 
 
 def test_of_equals_the_first_is_recommended():
-    tried = [Configuration(hysteresis=count) for count in (2, 1)]
+    tried = [Configuration("adaptive", hysteresis=count) for count in (2, 1)]
     assert tune([Trace.exact("free", [float("inf")] * 10)], tried).best == 0
 
 
@@ -65,7 +65,7 @@ def test_certainty_shows_costs_at_the_lowest_and_the_highest_ceilings():
     told = tune([trace], tried).certainty()["assumed"]
     for name, ceiling in (("lowest", 2.0**15), ("highest", np.nextafter(2.0**20, 0))):
         costs = [
-            cost(replay(make_policy("adaptive", **dataclasses.asdict(one)), Trace.exact("", [ceiling] * 1000)).measures)
+            cost(replay(make_policy("adaptive", **one.arguments), Trace.exact("", [ceiling] * 1000)).measures)
             for one in tried
         ]
         found = told[f"the {name} possible ceilings"]
@@ -92,7 +92,7 @@ def test_leaving_a_trace_out_shows_what_the_others_would_have_recommended_for_it
 
 
 def test_text_holds_the_table_the_section_and_how_sure_it_is():
-    found = tune([CALM, RISING], [Configuration.dynamic(10), Configuration(hysteresis=2)])
+    found = tune([CALM, RISING], [Configuration.dynamic(10), Configuration("adaptive", hysteresis=2)])
     text = found.text()
     assert found.recommended.scale_sense() in text
     assert "adaptive 20-1000 hysteresis=2" in text
@@ -110,8 +110,8 @@ def test_text_shows_other_assumptions_where_they_matter():
 
 
 def test_a_configuration_that_applies_nothing_is_not_on_the_front():
-    stuck = Configuration(min_loss_scale=2.0**16)
-    rows = tune([Trace.exact("low", [2.0**10] * 50)], [stuck, Configuration()]).rows()
+    stuck = Configuration("adaptive", min_loss_scale=2.0**16)
+    rows = tune([Trace.exact("low", [2.0**10] * 50)], [stuck, Configuration("adaptive")]).rows()
     assert [(row["on_front"], row["headroom_lost"]) for row in rows] == [(True, pytest.approx(0.0)), (False, None)]
     json.dumps(rows, allow_nan=False)
 
@@ -119,10 +119,10 @@ def test_a_configuration_that_applies_nothing_is_not_on_the_front():
 @pytest.mark.parametrize(
     "configuration",
     [
-        Configuration(),
+        Configuration("adaptive"),
         Configuration.dynamic(200, loss_scale_value=2.0**32),
-        Configuration(max_loss_scale=2.0**100, min_loss_scale=1e-5, hysteresis=2, scale_factor=1.5),
-        Configuration(loss_scale_value=50000.5, scale_window=100, shrink_from_min_window=True),
+        Configuration("adaptive", max_loss_scale=2.0**100, min_loss_scale=1e-5, hysteresis=2, scale_factor=1.5),
+        Configuration("adaptive", loss_scale_value=50000.5, scale_window=100, shrink_from_min_window=True),
     ],
 )
 def test_section_to_paste_makes_the_cell_that_was_recommended(configuration):
@@ -132,31 +132,48 @@ def test_section_to_paste_makes_the_cell_that_was_recommended(configuration):
     assert section.pop("type") == "AdaptiveLossScaleUpdateCell"
     cell = AdaptiveLossScaleUpdateCell(**section)
     assert vars(cell.rule) == vars(configuration.rule)
-    assert (cell.get_loss_scale(), cell.start_window) == configuration.start[:2]
-    assert Configuration(**section).start == configuration.start
+    assert (cell.get_loss_scale(), cell.state()["scale_window"]) == configuration.start[:2]
+    assert Configuration("adaptive", **section).start == configuration.start
 
 
 def test_default_grid_has_dynamic_and_adaptive_configurations_once_each():
-    tried = grid(**DEFAULT_GRID)
+    tried = grid("adaptive", **default_grid("adaptive"))
     assert len(set(tried)) == len(tried) == 900
     assert {one.label.split()[0] for one in tried} == {"dynamic", "adaptive"}
     assert len({one.label for one in tried}) == len(tried)
 
 
 def test_grid_leaves_out_windows_that_do_not_fit():
-    tried = grid(min_scale_window=[20, 100], max_scale_window=[50, 100], scale_window=[20, 100])
-    windows = [(one.min_scale_window, one.max_scale_window, one.scale_window) for one in tried]
+    tried = grid("adaptive", min_scale_window=[20, 100], max_scale_window=[50, 100], scale_window=[20, 100])
+    names = ("min_scale_window", "max_scale_window", "scale_window")
+    windows = [tuple(one.arguments[name] for name in names) for one in tried]
     assert windows == [(20, 50, 20), (20, 100, 20), (20, 100, 100), (100, 100, 100)]
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: grid(window=[1]), TypeError, r"A grid must name arguments of the rule .* but got \['window'\]"),
-        (lambda: grid(max_scale_window=[5]), ValueError, r"A grid must have at least one combination .* but got"),
-        (lambda: grid(hysteresis=[0]), ValueError, r"'hysteresis' must be at least 1, but got 0"),
-        (lambda: Configuration(scale_window=25), ValueError, r"must be one of the ladder .* must not rely on that"),
-        (lambda: Configuration(max_scale_window=5), ValueError, r"'max_scale_window' must be .* must not rely on that"),
+        (
+            lambda: grid("adaptive", window=[1]),
+            TypeError,
+            r"must name arguments of the rule .* but got \['window'\]",
+        ),
+        (
+            lambda: grid("adaptive", max_scale_window=[5]),
+            ValueError,
+            r"must have at least one combination .* but got",
+        ),
+        (lambda: grid("adaptive", hysteresis=[0]), ValueError, r"'hysteresis' must be at least 1, but got 0"),
+        (
+            lambda: Configuration("adaptive", scale_window=25),
+            ValueError,
+            r"must be one of the ladder .* must not rely",
+        ),
+        (
+            lambda: Configuration("adaptive", max_scale_window=5),
+            ValueError,
+            r"'max_scale_window' must be .* not rely on",
+        ),
         (lambda: tune([]), ValueError, r"'traces' must have at least 1 trace, but got none"),
         (lambda: tune([CALM], []), ValueError, r"'configurations' must have at least 1 configuration"),
         (
@@ -177,13 +194,12 @@ def test_bad_arguments_are_refused(make, error, message):
         make()
 
 
-def test_guided_configurations_are_tuned_beside_adaptive_ones():
-    trace = with_gradients(random_walk(1500, seed=2))
-    tried = [Configuration.dynamic(100), *guided_grid(loss_scale_value=[2.0**16, 2.0**24], exchange_rate=[0.5, 5])]
-    found = tune([trace, CALM], [tried[1], tried[0], *tried[2:]], exchange_rate=3.0)
+def test_configurations_of_several_rules_are_tuned_side_by_side():
+    trace = with_gradients(synthetic_trace("random walk", 1500, seed=2))
+    guided = grid("guided", loss_scale_value=[2.0**16, 2.0**24], exchange_rate=[0.5, 5])
+    found = tune([trace, CALM], [guided[0], Configuration.dynamic(100), *guided[1:]], exchange_rate=3.0)
     for place, one in enumerate(found.configurations):
-        name = "adaptive" if isinstance(one, Configuration) else "guided"
-        policies = [make_policy(name, **dataclasses.asdict(one)) for _ in range(2)]
+        policies = [make_policy(one.policy, **one.arguments) for _ in range(2)]
         expected = [cost(replay(policy, on).measures, 3.0) for policy, on in zip(policies, (trace, CALM), strict=True)]
         assert found.costs[place].tolist() == pytest.approx(expected), one.label
     assert "guided loss_scale_value=1.67772e+07 exchange_rate=5" in found.text()
@@ -191,36 +207,83 @@ def test_guided_configurations_are_tuned_beside_adaptive_ones():
 
 def test_of_exchange_rates_that_which_is_asked_for_is_near_the_best():
     """The rule's own exchange rate is what it is tuned for."""
-    trace = with_gradients(random_walk(5000, seed=1))
+    trace = with_gradients(synthetic_trace("random walk", 5000, seed=1))
     costs = {}
     for rate in (0.5, 20.0):
-        found = tune([trace], guided_grid(exchange_rate=[0.5, 20.0]), exchange_rate=rate)
-        costs[rate] = found.recommended.exchange_rate
+        found = tune([trace], grid("guided", exchange_rate=[0.5, 20.0]), exchange_rate=rate)
+        costs[rate] = found.recommended.rule.exchange_rate
     assert costs == {0.5: 0.5, 20.0: 20.0}
 
 
-def test_the_section_of_a_guided_configuration_is_that_of_the_cell():
-    section = yaml.safe_load(GuidedConfiguration(2.0**10, 0.001, max_loss_scale=2.0**20).scale_sense())["scale_sense"]
-    assert section == {
-        "type": "GradientGuidedLossScaleUpdateCell",
-        "loss_scale_value": 1024,
-        "exchange_rate": 0.001,
-        "max_loss_scale": 2**20,
-    }
-    del section["type"]
-    assert make_policy("guided", **section).loss_scale == 1024.0
+GUIDED = Configuration("guided", loss_scale_value=2.0**10, exchange_rate=0.001, max_loss_scale=2.0**20)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "label", "section"),
+    [
+        (
+            GUIDED,
+            "guided loss_scale_value=1024 exchange_rate=0.001 max_loss_scale=1.04858e+06",
+            {"type": "GradientGuidedLossScaleUpdateCell", "loss_scale_value": 1024, "exchange_rate": 0.001}
+            | {"max_loss_scale": 2**20},
+        ),
+        (
+            Configuration("own_rules.Follow", margin=1),
+            "follow margin=1",
+            {"type": "RuleLossScaleUpdateCell", "rule": "own_rules.Follow", "loss_scale_value": 65536, "margin": 1},
+        ),
+        (
+            Configuration(Follow),
+            "follow",
+            {"type": "RuleLossScaleUpdateCell", "rule": "own_rules.Follow", "loss_scale_value": 65536},
+        ),
+        (
+            Configuration(Capped, max_scale_window=20),
+            "dynamic 20",
+            {"type": "RuleLossScaleUpdateCell", "rule": "own_rules.Capped", "loss_scale_value": 65536}
+            | {"scale_factor": 2, "scale_window": 20, "max_scale_window": 20, "min_scale_window": 20},
+        ),
+    ],
+)
+def test_label_and_section_of_other_rules(configuration, label, section):
+    assert configuration.label == label
+    assert yaml.safe_load(configuration.scale_sense())["scale_sense"] == section
+    arguments = {name: value for name, value in section.items() if name not in ("type", "rule")}
+    assert Configuration(configuration.policy, **arguments).start == configuration.start
+
+
+@pytest.mark.parametrize(
+    ("configuration", "label"),
+    [
+        (Configuration("adaptive", scale_window=20), "adaptive 20-1000"),
+        (Configuration("adaptive", scale_window=30), "adaptive 20-1000 scale_window=30"),
+        (Configuration.dynamic(20, shrink_from_min_window=True), "dynamic 20 shrink_from_min_window=1"),
+    ],
+)
+def test_label_of_the_adaptive_rule_tells_its_windows(configuration, label):
+    assert configuration.label == label
+
+
+def test_replace_keeps_the_other_arguments():
+    assert Configuration.dynamic(20).replace(hysteresis=2) == Configuration.dynamic(20, hysteresis=2)
+
+
+def test_default_grid_of_a_rule_of_ones_own_has_its_values_and_the_initial_scales():
+    tried = grid("own_rules.Follow", **default_grid("own_rules.Follow"))
+    assert len(tried) == 15
+    assert {one.rule.margin for one in tried} == {1, 2, 4}
 
 
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"windows": [1]}, TypeError, r"A grid must name arguments of the rule \(loss_scale_value, exchange_rate"),
+        ({"windows": [1]}, TypeError, r"must name arguments of the rule \(loss_scale_value, exchange_rate"),
         ({"exchange_rate": [0]}, ValueError, r"'exchange_rate' must be a number from 0.001 to 1000.* got 0"),
         ({"exchange_rate": ["1"]}, TypeError, r"'exchange_rate' must be .* got '1'"),
-        ({"loss_scale_value": [1000]}, ValueError, r"must be a power of two here, but got 1000.* give a power of two"),
+        ({"loss_scale_value": [1000]}, ValueError, r"must be a power of two here, but got 1000.* must not rely on"),
         ({"max_loss_scale": [2.0]}, ValueError, r"'loss_scale_value' must lie between"),
     ],
 )
 def test_grids_of_what_the_guided_cell_refuses_are_refused(values, error, message):
     with pytest.raises(error, match=message):
-        guided_grid(**values)
+        grid("guided", **values)

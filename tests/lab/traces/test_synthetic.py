@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.traces import synthetic
-from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
+from mindformers_adaptive.lab.traces.synthetic import synthetic_trace, synthetic_traces
 
 STEPS = 20_000
 TRACES = {name: np.log2(trace.ceiling) for name, trace in synthetic_traces(STEPS, seed=3).items()}
@@ -67,7 +66,7 @@ def test_a_trace_of_one_step_can_be_made():
 
 
 def test_ceilings_stay_within_float32():
-    far = synthetic.random_walk(1000, 0, level=500.0)
+    far = synthetic_trace("random walk", 1000, 0, level=500.0)
     assert far.ceiling.max() == 2.0**127
 
 

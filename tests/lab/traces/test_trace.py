@@ -18,11 +18,6 @@ def test_what_lies_between_the_bounds_is_assumed():
     assert [trace.known(scale).tolist() for scale in (1, 2, 3, 7, 8, 9)] == [[k] for k in (1, 1, 0, 0, 1, 1)]
 
 
-def test_known_takes_one_scale_for_all_steps_or_one_for_each():
-    trace = Trace.exact("made", [8.0, 16.0])
-    assert trace.known(4.0).shape == trace.known([4.0, 5.0]).shape == (2,)
-
-
 @pytest.mark.parametrize(
     ("ceiling", "lower_bound", "upper_bound"),
     [([1.0], [2.0], [4.0]), ([4.0], [2.0], [4.0]), ([np.nan], [2.0], [4.0])],
@@ -33,11 +28,7 @@ def test_a_ceiling_outside_its_bounds_is_refused(ceiling, lower_bound, upper_bou
         Trace("log", np.array(ceiling), np.array(lower_bound), np.array(upper_bound))
 
 
-def test_arrays_of_different_lengths_are_refused():
+@pytest.mark.parametrize("other", [{"upper_bound": np.full(3, 2.0)}, {"largest_gradient": np.ones(3)}])
+def test_arrays_of_different_lengths_are_refused(other):
     with pytest.raises(ValueError, match=r"All arrays of the trace 'log' must have one number for each step"):
-        Trace("log", np.ones(2), np.ones(2), np.full(3, 2.0))
-
-
-def test_largest_gradients_must_be_one_for_each_step_too():
-    with pytest.raises(ValueError, match=r"All arrays of the trace 'log' must have one number for each step"):
-        Trace("log", np.ones(2), np.ones(2), np.full(2, 2.0), largest_gradient=np.ones(3))
+        Trace("log", **{"ceiling": np.ones(2), "lower_bound": np.ones(2), "upper_bound": np.full(2, 2.0), **other})

@@ -1,0 +1,367 @@
+"""Checks of a configuration before anything is built: what MindFormers ignores, reports late, or cannot do on a CPU."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from mindformers_adaptive.rules.base import Rule
+from mindformers_adaptive.rules.catalog import RULES, find_rule, rule_of_cell
+from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
+
+__all__ = ["check_config", "check_cpu", "given_to_train_step", "value_at"]
+
+_SKIP = "use_skip_data_by_global_norm"
+_PER_TOKEN = "calculate_per_token_loss"
+_ACCUMULATION = "runner_config.gradient_accumulation_steps"
+_SCALE_SENSE = "runner_wrapper.scale_sense"
+_COMPUTE_DTYPE = "model.model_config.compute_dtype"
+_FLAGS = (
+    "use_parallel",
+    _PER_TOKEN,
+    _SKIP,
+    "check_for_nan_in_loss_and_grad",
+    "runner_config.sink_mode",
+    "runner_wrapper.use_clip_grad",
+    "runner_wrapper.local_norm",
+)
+# Both stop on a norm that is too large, where use_skip_data_by_global_norm goes on.
+_STOP_BY_NORM = ("check_for_global_norm", "health_checkpoint.global_norm_spike_threshold")
+
+# Keys of every section of a class that are not arguments of the class.
+_NOT_ARGUMENTS = {"type", "auto_register"}
+# Keys of runner_wrapper that MindFormers sets itself.
+_SET_BY_MINDFORMERS = {"micro_batch_num", "parallel_config"}
+_OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
+# The module in the register_path folder of this package, whose class is registered already.
+_OWN_AUTO_REGISTER = "adaptive_loss_scaling."
+
+# Update cells that move the scale, and so skip steps and keep a state.
+_MOVING = ("DynamicLossScaleUpdateCell", Rule.cell, *(rule.cell for rule in RULES.values()))
+# From 2^32, the usual start, a training of mean losses loses about 16 steps. A start above that is worth a word.
+_USUAL_START = 2.0**32
+_BFLOAT16 = ("bfloat16", "bf16")
+
+# Of the configuration of a model: what a CPU needs, and why.
+_CPU_MODEL: dict[str, tuple[bool, str]] = {
+    "use_flash_attention": (False, "MindSpore has no flash attention (FlashAttentionScore) for a CPU"),
+    "fused_rms_norm": (False, "MindSpore has no fused norm (RmsNorm) for a CPU"),
+    "use_rope_slice": (True, "a CPU does not broadcast the matrices of the other way"),
+}
+# From parallel.parallel_mode: semi-automatic and automatic parallelism, by number and by name.
+_COMPILED_PARALLELISM = (1, 2, "semi_auto_parallel", "auto_parallel")
+_SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
+
+
+def value_at(config: Any, key: str) -> Any:
+    """Return what a dotted key of a configuration leads to, or None."""
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config
+
+
+def given_to_train_step(config: Any, name: str) -> Any:
+    """Return what MindFormers gives to a train-step cell: from the cell's own section, or else from the top."""
+    own = value_at(config, f"runner_wrapper.{name}")
+    return value_at(config, name) if own is None else own
+
+
+def check_config(config: Any) -> None:
+    """Check what a configuration says about the training loop, the train step, loss scaling and its callbacks.
+
+    Keys are compared with the arguments of the class that ``type`` names. A class that ``auto_register`` is still to
+    load is not checked, and for a user's class with ``**kwargs`` a doubtful key is only warned of.
+
+    Args:
+        config (MindFormerConfig): a loaded configuration, with this package registered. That of an evaluation or a
+            prediction is not checked.
+
+    Raises:
+        TypeError: if a value has the wrong type, a section has a key that its class does not take, or lacks one.
+        ValueError: if a value is out of range, no class has the name that ``type`` gives, or steps are to be dropped
+            by a norm that is not calculated, or that two features react to.
+
+    Warns:
+        UserWarning: if a loss per token starts from a scale that costs a dozen steps more than the usual start, or if
+            the loss scale of a bfloat16 model moves.
+    """
+    if config.run_mode in ("eval", "predict"):
+        return
+    _check_values(config)
+    if given_to_train_step(config, _SKIP):
+        _check_dropping(config)
+    train_step = config.runner_wrapper
+    if isinstance(train_step, dict) and train_step:
+        _check_train_step(train_step)
+        _check_scale_sense(train_step.get("scale_sense"))
+        _warn_of_needless_scaling(config)
+        _warn_of_high_start(config)
+    for place, callback in enumerate(config.callbacks or []):
+        if isinstance(callback, dict) and callback.get("type") in _OWN_CALLBACKS:
+            path = f"callbacks.{place}"
+            _check_keys(callback, path, _find_class(callback, path, "callback"))
+
+
+def _check_values(config: Any) -> None:
+    for key in _FLAGS:
+        if (value := value_at(config, key)) is not None:
+            require_flag(key, value)
+    resume = config.resume_training
+    if isinstance(resume, str) and resume.lower() in ("true", "false"):
+        raise TypeError(
+            f"'resume_training' must be True, False or the name of a checkpoint file, but got the text {resume!r}. "
+            "Write it without quotation marks."
+        )
+    if (epochs := value_at(config, "runner_config.epochs")) is not None:
+        # The default of TrainingArguments is 3.0.
+        epochs = int(epochs) if isinstance(epochs, float) and epochs.is_integer() else epochs
+        require_integer("runner_config.epochs", epochs, 1, "Give how often to go through the data.")
+    if (steps := value_at(config, _ACCUMULATION)) is not None:
+        require_integer(_ACCUMULATION, steps, 1, "Give 1 for no accumulation.", unit="number of batches")
+    if (norm := value_at(config, "runner_wrapper.max_grad_norm")) is not None:
+        remedy = "YAML reads '1.0' in quotation marks and 1e-3 as text, and 1.0 and 1.0e-3 as numbers."
+        require_number("runner_wrapper.max_grad_norm", norm, "a finite number above 0", lambda value: value > 0, remedy)
+    threshold = value_at(config, "monitor_config.global_norm_spike_threshold")
+    if not isinstance(threshold, float | None):
+        raise TypeError(
+            f"'monitor_config.global_norm_spike_threshold' must be a float, but got {threshold!r}. Write it with a "
+            "decimal point, as in 3.0."
+        )
+
+
+def _check_dropping(config: Any) -> None:
+    if not value_at(config, "runner_wrapper.use_clip_grad"):
+        raise ValueError(
+            f"'{_SKIP}' must come with 'runner_wrapper.use_clip_grad: True', because only clipping calculates the norm "
+            "of the gradients, but got use_clip_grad=False. Set it to True; a large 'max_grad_norm' clips nothing."
+        )
+    for other in _STOP_BY_NORM:
+        if value_at(config, "monitor_config.monitor_on") and value_at(config, f"monitor_config.{other}"):
+            raise ValueError(
+                f"'{_SKIP}' must not be True beside 'monitor_config.{other}': one drops a step with a large norm, the "
+                "other ends the training there. Set one of them to False."
+            )
+
+
+def _check_train_step(section: dict[str, Any]) -> None:
+    cls = _find_class(section, "runner_wrapper")
+    names, takes_any = (set(), True) if cls is None else _keywords(cls)
+    if _PER_TOKEN not in names and not takes_any:
+        raise TypeError(
+            f"'runner_wrapper.type' must be a cell that takes '{_PER_TOKEN}', which MindFormers gives to it, but got "
+            f"{section['type']!r}. Use MFTrainOneStepCell, which does the same and clips gradients."
+        )
+    _check_keys({key: section[key] for key in section.keys() - _SET_BY_MINDFORMERS}, "runner_wrapper", cls)
+
+
+def _check_scale_sense(scale_sense: Any) -> None:
+    if isinstance(scale_sense, str):
+        raise TypeError(
+            f"'{_SCALE_SENSE}' must be a section or a number, but got the text {scale_sense!r}. Write the name of the "
+            "class as its 'type', with 'loss_scale_value' and the other arguments beside it."
+        )
+    if not isinstance(scale_sense, dict):
+        return
+    if not scale_sense.get("type"):
+        raise TypeError(
+            f"'{_SCALE_SENSE}' must have a 'type', but has only {', '.join(scale_sense) or 'no keys'}. Add "
+            "'type: AdaptiveLossScaleUpdateCell'."
+        )
+    cls = _find_class(scale_sense, _SCALE_SENSE)
+    _check_keys(scale_sense, _SCALE_SENSE, cls)
+    if cls is None:
+        return
+    required = [
+        argument.name
+        for argument in inspect.signature(cls).parameters.values()
+        if argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD
+    ]
+    if missing := [name for name in required if name not in scale_sense]:
+        raise TypeError(
+            f"'{_SCALE_SENSE}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
+            f"{', '.join(missing)}. Add {'it' if len(missing) == 1 else 'them'}."
+        )
+
+
+def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Callable[..., Any] | None:
+    """Return the class that a section names; None if ``auto_register`` is still to load it."""
+    from mindformers.tools.register import MindFormerRegister
+
+    name, auto_register = section["type"], section.get("auto_register")
+    if auto_register and not str(auto_register).startswith(_OWN_AUTO_REGISTER):
+        return None
+    if not isinstance(name, str):
+        return name if callable(name) else None
+    if MindFormerRegister.is_exist(kind, name):
+        return MindFormerRegister.get_cls(kind, name)  # type: ignore[no-any-return]
+    nearest = _nearest(name, sorted(MindFormerRegister.registry[kind]))
+    raise ValueError(
+        f"'{path}.type' must name a registered class, but got {name!r}. {nearest}A class of your own needs "
+        "'auto_register' beside it."
+    )
+
+
+def _check_keys(section: dict[str, Any], path: str, cls: Callable[..., Any] | None) -> None:
+    if cls is None:
+        return
+    names, may_take_more = _arguments_of(cls)
+    if section.get("type") == Rule.cell and "rule" in section:
+        # The arguments of the rule stand beside those of its cell.
+        names |= inspect.signature(find_rule(section["rule"])).parameters.keys()
+    for key in section.keys() - names - _NOT_ARGUMENTS:
+        own = sorted(names - {"network", "optimizer"})
+        message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {_nearest(key, own)}"
+        if not may_take_more:
+            raise TypeError(f"{message}It takes {', '.join(own)}.")
+        if difflib.get_close_matches(key, own, cutoff=0.8):
+            warnings.warn(f"{message}It is passed on as it is.", stacklevel=5)
+
+
+def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
+    """Return the keyword arguments of a class, and whether code of a user may take others from ``**kwargs``."""
+    names, may_take_more = _keywords(cls)
+    if not inspect.isclass(cls) or not may_take_more:
+        return names, may_take_more
+    may_take_more = False
+    for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
+        own, takes_any = _keywords(vars(base)["__init__"])
+        names |= own
+        if not takes_any:
+            break
+        # What this class does not take is given to the next one.
+        package = base.__module__.partition(".")[0]
+        may_take_more |= package not in ("mindspore", "mindformers", "mindformers_adaptive")
+    return names - {"self"}, may_take_more
+
+
+def _keywords(function: Callable[..., Any]) -> tuple[set[str], bool]:
+    """Return the keyword arguments in a signature, and whether it has ``**kwargs``."""
+    parameters = inspect.signature(function).parameters.values()
+    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return names, any(each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def _nearest(word: str, known: Collection[str]) -> str:
+    candidates = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    return f"Did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""
+
+
+def _warn_of_needless_scaling(config: Any) -> None:
+    # bfloat16 has the range of float32: nothing underflows or overflows that would not in float32.
+    cell, dtype = value_at(config, f"{_SCALE_SENSE}.type"), value_at(config, _COMPUTE_DTYPE)
+    if cell in _MOVING and str(dtype).lower() in _BFLOAT16:
+        warnings.warn(
+            f"'{_COMPUTE_DTYPE}' is {dtype}, which has the range of float32 and needs no loss scaling, but "
+            f"'{_SCALE_SENSE}' is of type {cell}. Training goes on with it. Set 'scale_sense: 1.0' to train without, "
+            "or 'compute_dtype' to float16 if that is what you mean.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_high_start(config: Any) -> None:
+    scale_sense = value_at(config, _SCALE_SENSE)
+    if config.get("resume_training") or not isinstance(scale_sense, dict):
+        return
+    # Whoever sees the gradients comes down in a few steps from anywhere.
+    if (rule := rule_of_cell(scale_sense.get("type"))) is not None and rule.signals:
+        return
+    scale, tokens = scale_sense.get("loss_scale_value"), _tokens_of_batch(config)
+    # A wrong value is for the cell to refuse.
+    if not given_to_train_step(config, _PER_TOKEN) or tokens is None or not isinstance(scale, int | float):
+        return
+    if scale * tokens > _USUAL_START:
+        bits = math.log2(tokens)
+        warnings.warn(
+            f"With '{_PER_TOKEN}' the gradients are divided by the number of tokens only after the backward pass, so "
+            f"overflows begin at a scale lower by log2({tokens}) = {bits:.0f} bits, and a start from "
+            f"2^{math.log2(scale):.0f} skips about {bits:.0f} steps more. 'adaptive-loss-scale find' says where to "
+            "start.",
+            stacklevel=4,
+        )
+
+
+def _tokens_of_batch(config: Any) -> int | None:
+    """How many tokens the backward pass sums over in one process at most, where the file says."""
+    numbers = [value_at(config, key) for key in ("runner_config.batch_size", "model.model_config.seq_length")]
+    numbers.append(value_at(config, _ACCUMULATION) or 1)
+    return math.prod(numbers) if all(isinstance(number, int) and number >= 1 for number in numbers) else None
+
+
+def check_cpu(config: Any, model_config: Any = None) -> None:
+    """Refuse a training on a CPU that asks for what MindSpore or MindFormers cannot do there.
+
+    MindSpore says it after it has compiled, or not at all.
+
+    Args:
+        config (MindFormerConfig): of a training.
+        model_config (PretrainedConfig, optional): of the model, where it is built already. Default: None, the section
+            ``model.model_config``, and the defaults of the class that it names.
+
+    Raises:
+        ValueError: for flash attention, fused norms, BF16, mixture of experts, mcore models, semi-automatic
+            parallelism, pipeline stages, dumps of ``monitor_config`` and Lamb; it names each key, and what
+            to set instead.
+    """
+    model = _model_values(config) if model_config is None else vars(model_config)
+    if problems := [*_cpu_problems_of_model(model), *_cpu_problems(config)]:
+        raise ValueError("This cannot be trained on a CPU:\n" + "\n".join(f"- {problem}." for problem in problems))
+
+
+def _model_values(config: Any) -> Mapping[str, Any]:
+    """The section of the model, and the defaults of its class."""
+    section = value_at(config, "model.model_config")
+    if not isinstance(section, dict):
+        return {}
+    from mindformers.tools.register import MindFormerRegister
+
+    name = section.get("type")
+    defaults: dict[str, Any] = {}
+    if isinstance(name, str) and MindFormerRegister.is_exist("config", name):
+        parameters = inspect.signature(MindFormerRegister.get_cls("config", name)).parameters.values()
+        defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+    return defaults | section
+
+
+def _cpu_problems_of_model(values: Mapping[str, Any]) -> Iterator[str]:
+    for key, (needed, reason) in _CPU_MODEL.items():
+        if key in values and bool(values[key]) is not needed:
+            yield f"'model.model_config.{key}' must be {needed}, but is {values[key]}: {reason}"
+    for key, value in values.items():
+        if str(value).lower().rpartition(".")[2] == "bfloat16":
+            yield f"'model.model_config.{key}' must be another type, but is bfloat16. Set it to float16 or float32"
+
+
+def _cpu_problems(config: Any) -> Iterator[str]:
+    if config.get("use_legacy") is False:
+        yield (
+            "'use_legacy' must be True, but is False: the mcore models need operators that MindSpore does not have for "
+            "a CPU (RmsNorm, FlashAttentionScore). Take one of the models under mindformers.models.llama"
+        )
+    if (experts := value_at(config, "moe_config.expert_num") or 1) > 1:
+        yield f"'moe_config.expert_num' must be 1, but is {experts}: MindFormers' experts need an Ascend"
+    # MindFormers reads these in a parallel run only.
+    parallel = config if config.get("use_parallel") else {}
+    if (mode := value_at(parallel, "parallel.parallel_mode")) in _COMPILED_PARALLELISM:
+        yield (
+            f"'parallel.parallel_mode' must be 0 (data parallel), but is {mode}: MindSpore does not compile "
+            "semi-automatic parallelism for a CPU"
+        )
+    for key in _SPLITS:
+        parts = value_at(parallel, f"parallel_config.{key}")
+        if isinstance(parts, int) and parts > 1:
+            yield (
+                f"'parallel_config.{key}' must be 1, but is {parts}: it needs semi-automatic parallelism. Share the "
+                "work by 'data_parallel'"
+            )
+    folder = value_at(config, "monitor_config.dump_path")
+    if value_at(config, "monitor_config.monitor_on") and folder:
+        yield (
+            f"'monitor_config.dump_path' must be '', but is {folder!r}: MindSpore writes no dumps (TensorDump) on a "
+            "CPU. What the formats print to the log and to TensorBoard does not need it"
+        )
+    if value_at(config, "optimizer.type") == "Lamb":
+        yield "'optimizer.type' must be another optimizer, but is Lamb. Set it to AdamW"

@@ -1,0 +1,153 @@
+"""Gradient ranges and the loss-scale finder for a training that a YAML file of MindFormers describes."""
+
+import itertools
+import warnings
+
+import mindspore
+from mindspore import nn
+
+from mindformers_adaptive.checkpoint.reader import read_checkpoints
+from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, gradient_ranges
+from mindformers_adaptive.integration.accumulation import accumulate, take_accumulation_steps
+from mindformers_adaptive.integration.launcher import load_config
+from mindformers_adaptive.rules.checks import require_integer
+
+__all__ = ["build_training", "load_weights", "probe"]
+
+# Batches differ little where a sum over many tokens is taken; a few tell of an unusual one.
+DEFAULT_BATCHES = 4
+
+
+def probe(
+    config_path,
+    checkpoint=None,
+    train_dataset_dir=None,
+    loss_scales=DEFAULT_LOSS_SCALES,
+    batches=DEFAULT_BATCHES,
+    *,
+    overrides=None,
+    layers=(),
+    progress=None,
+):
+    """Sweep over loss scales with the model and the data of a MindFormers YAML file.
+
+    The backward pass is that of the train-step cell that a training would use.
+
+    Args:
+        config_path (str): the YAML file.
+        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder of which the newest is taken.
+            Default: None, the weights that a training starts from.
+        train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
+        loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
+        batches (int): how many batches of the training data. Default: 4.
+        overrides (dict, optional): values by dotted key that replace those of the YAML file, ``{"seed": 1}``. Default:
+            None.
+        layers (Iterable[str]): layers whose outputs are measured too, by name or by the name of their class. Default:
+            none.
+        progress (Callable, optional): called with the number of backward passes done; there are
+            ``batches * len(loss_scales)``. Default: None.
+
+    Returns:
+        GradientRanges, for :func:`mindformers_adaptive.gradients.recommendation.recommend_loss_scale` as well.
+
+    Raises:
+        TypeError: if ``batches`` is not an integer, a loss scale not a number, or a layer not a string.
+        ValueError: if ``batches`` is below 1, the checkpoint has none of the network's weights, or the network has no
+            such layer.
+        FileNotFoundError: if there is no such file, or no checkpoint in the folder.
+    """
+    require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
+    train_step, dataset = build_training(config_path, train_dataset_dir, overrides)
+    if checkpoint is not None:
+        load_weights(train_step.network, checkpoint)
+    rows = itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches)
+    return gradient_ranges(train_step, rows, loss_scales, layers=layers, progress=progress)
+
+
+def build_training(config_path, train_dataset_dir=None, overrides=None):
+    """Build the train-step cell and the training data of a YAML file as MindFormers' trainer does.
+
+    The optimizer is a stand-in, which has the Parameters and no state.
+
+    Args:
+        config_path (str): the YAML file.
+        train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
+        overrides (dict, optional): values by dotted key that replace those of the YAML file. Default: None.
+
+    Returns:
+        tuple[Cell, Dataset], the train-step cell, which has the model as its ``network``, and the data in batches.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+    """
+    from mindformers.core.context import build_context
+    from mindformers.core.parallel_config import build_parallel_config
+    from mindformers.dataset import build_dataset, check_dataset_config
+    from mindformers.trainer.base_trainer import BaseTrainer
+
+    overrides = {"run_mode": "train", **(overrides or {})}
+    if train_dataset_dir is not None:
+        overrides["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
+    config = load_config(config_path, overrides, may_add=("run_mode",))
+    build_context(config)
+    build_parallel_config(config)
+    order_of_inputs = config.train_dataset.pop("construct_args_key", None)
+    trainer = BaseTrainer()
+    if mindspore.get_context("device_target") == "CPU" and (steps := take_accumulation_steps(config)) > 1:
+        accumulate(trainer, steps)
+    trainer.set_config(config, is_full_config=True)
+    check_dataset_config(config)
+    dataset = build_dataset(config.train_dataset_task)
+    network = trainer.create_network(
+        {
+            "parallel_config": config.parallel_config,
+            "moe_config": config.moe_config,
+            "dataset_config": config.train_dataset,
+            "calculate_per_token_loss": getattr(config, "calculate_per_token_loss", False),
+            "batch_size": config.runner_config.mini_batch_size,
+        }
+    )
+    if order_of_inputs is not None:
+        network = trainer.warp_data_order_with_tool_cells(network, order_of_inputs)
+    network = trainer.wrap_network_with_tool_cells(network)
+    return trainer.create_model_wrapper(network, nn.SGD(network.trainable_params(), learning_rate=0.0)), dataset
+
+
+def load_weights(network, checkpoint):
+    """Load the weights of a checkpoint into a network; everything else in the checkpoint is ignored.
+
+    Args:
+        network (Cell): changed in place.
+        checkpoint (str): a ``.ckpt`` or ``.safetensors`` file, or a folder of them, of ``rank_N`` folders or of
+            MindFormers' ``checkpoint:`` format, of which the newest is taken.
+
+    Returns:
+        str, the file or folder that was read.
+
+    Raises:
+        FileNotFoundError: if there is no such path, or no checkpoint in the folder.
+        ValueError: if the checkpoint has none of the network's weights.
+    """
+    checkpoints = read_checkpoints(checkpoint)
+    if not checkpoints:
+        raise FileNotFoundError(f"There is no .ckpt or .safetensors file in the folder {str(checkpoint)!r}.")
+    newest = checkpoints[-1].path
+    files = [newest] if newest.is_file() else sorted(newest.glob("*-model-*.safetensors"))
+    loaded = {}
+    for file in files:
+        loaded |= mindspore.load_checkpoint(str(file), format=file.suffix[1:])
+    wanted = {weight.name for weight in network.get_parameters()}
+    missing = sorted(wanted - loaded.keys())
+    if not wanted & loaded.keys():
+        raise ValueError(
+            f"'checkpoint' must hold the network's weights, such as {missing[0]!r}, but {newest} has none of them. "
+            "Give a checkpoint of this model."
+        )
+    if missing:
+        warnings.warn(
+            f"{newest} does not have {len(missing)} of the network's {len(wanted)} Parameters, such as "
+            f"{missing[0]!r}: they stay as a training starts from them.",
+            stacklevel=2,
+        )
+    mindspore.load_param_into_net(network, {name: value for name, value in loaded.items() if name in wanted})
+    return str(newest)

@@ -1,0 +1,257 @@
+"""What all readers of logs share: the lines of the files, what a line says of steps, and the order of such lines."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, ClassVar, NamedTuple
+
+__all__ = ["LARGEST_STEP", "LONGEST_INTERVAL", "LogEntry", "LogLines", "Overflow", "Reader"]
+__all__ += ["parse_number", "parse_scale"]
+
+# A line that would stand for more steps than this is taken for one after a gap.
+LONGEST_INTERVAL = 10_000
+
+# A larger step number is a torn or mixed line, not a step; 2^53 is also where float64 stops counting.
+LARGEST_STEP = 2**53
+
+# Lines of several ranks may come out of order by a few steps. A run that goes back by more was restarted.
+_RANKS_APART = 8
+
+# At most this many restarts get a note each.
+_RESTARTS_NAMED = 3
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+_LARGEST_SCALE = 3.5e38  # just above the largest float32, 3.4e38
+_SMALLEST_SCALE = 1e-45  # the smallest float32 above 0
+
+
+class LogLines:
+    """Iterates over the lines of several files as over one: decoded, ANSI codes stripped, counted.
+
+    Args:
+        paths (Sequence[Path]): the files, in the order in which they were written.
+
+    Attributes:
+        lines_read (int): how many lines were handed out so far.
+        undecodable (int): how many of them were not UTF-8; bytes that are not are replaced by U+FFFD.
+        problems (list[str]): what is wrong with lines, each naming file and line.
+        complete (bool): whether the current line ended with a newline; a line that was cut off did not.
+
+    Raises:
+        OSError: if a file cannot be read; the subclass and the number are the system's.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = tuple(paths)
+        self.lines_read = 0
+        self.undecodable = 0
+        self.problems: list[str] = []
+        self.complete = True
+        self._name = str(self.paths[0])
+        self._number = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for path in self.paths:
+            self._name, self._number = str(path), 0
+            try:
+                with open(path, "rb") as file:
+                    yield from map(self._text, _in_utf_8(file))
+            except OSError as error:
+                reason = f"The log must be a file that can be read, but: {error.strerror}. Check the path"
+                raise OSError(error.errno, reason, str(path)) from error
+
+    @property
+    def where(self) -> str:
+        """The current line as ``file:number``, counted from 1."""
+        return f"{self._name}:{self._number}"
+
+    def problem(self, what: str) -> None:
+        """Keep what is wrong with the current line."""
+        self.problems.append(f"{self.where}: {what}")
+
+    def _text(self, raw: bytes) -> str:
+        self.lines_read += 1
+        self._number += 1
+        self.complete = raw.endswith(b"\n")
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            self.undecodable += 1
+            text = raw.decode("utf-8", errors="replace")
+        if "\x1b" in text:
+            text = _ANSI.sub("", text)
+        return text.rstrip()
+
+
+def _in_utf_8(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file, re-encoded where it begins with the mark of UTF-16, as PowerShell writes it."""
+    mark = file.read(len(codecs.BOM_UTF8))
+    file.seek(len(mark) if mark == codecs.BOM_UTF8 else 0)
+    if not mark.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        yield from file
+        return
+    with io.TextIOWrapper(file, encoding="utf-16", errors="replace", newline="\n") as text:
+        yield from (line.encode("utf-8") for line in text)
+
+
+def parse_number(value: object) -> float:
+    """Return a number that was printed, or one of JSON, which has to write NaN and Infinity as text; nan for others.
+
+    Examples:
+        >>> parse_number("2.5"), parse_number(3), parse_number("inf"), parse_number(True), parse_number(None)
+        (2.5, 3.0, inf, nan, nan)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def parse_scale(text: str) -> float | None:
+    """Return a printed loss scale, or None where the text is no number that a loss scale can be.
+
+    Examples:
+        >>> parse_scale("65536.0"), parse_scale("inf"), parse_scale("0"), parse_scale("6553x")
+        (65536.0, inf, None, None)
+    """
+    scale = parse_number(text)
+    return scale if _SMALLEST_SCALE < scale < _LARGEST_SCALE or scale == math.inf else None
+
+
+class Overflow(NamedTuple):
+    """One skipped step that has a line of its own: the scale that was tried, and the one after."""
+
+    loss_scale: float
+    next_loss_scale: float
+
+
+class LogEntry(NamedTuple):
+    """A line of a log that names a step.
+
+    Attributes:
+        step (int): the last step that the line speaks of.
+        where (str): the line, as file:number.
+        next_loss_scale (float): the scale after that step; nan where the line does not say.
+        loss_scale (float): the scale used in that step; nan where the line does not say.
+        overflow (bool, optional): whether just that step overflowed; None where the line does not say.
+        skips (int, optional): how many steps were skipped since the line before; None where the line does not say.
+        overflows (tuple[Overflow, ...]): the skipped steps since the line before that have lines of their own.
+        steps (int, optional): how many steps the line stands for; None for as many as the others.
+        placed (bool): whether ``step`` stood in the log; False where it was counted.
+        loss (float), seconds (float): the step's loss, and how long a step took; nan where the line does not say.
+        largest_gradient (float): the largest absolute gradient of the step, unscaled; nan where the line does not say.
+        overflowed_parameters (tuple[str, ...], optional): whose gradients overflowed; None where that is not known.
+        dropped_by_norm (bool): whether the step was dropped for the size of its gradients, which is no overflow.
+        scale_window (float): the window after the step, in steps; nan where the line does not say.
+        after_restart (bool): whether the run was restarted between the line before and this one.
+    """
+
+    step: int
+    where: str
+    next_loss_scale: float = math.nan
+    loss_scale: float = math.nan
+    overflow: bool | None = None
+    skips: int | None = None
+    overflows: tuple[Overflow, ...] = ()
+    steps: int | None = None
+    placed: bool = True
+    loss: float = math.nan
+    seconds: float = math.nan
+    largest_gradient: float = math.nan
+    overflowed_parameters: tuple[str, ...] | None = None
+    dropped_by_norm: bool = False
+    scale_window: float = math.nan
+    after_restart: bool = False
+
+
+class Reader(ABC):
+    """Reads the lines of one format, and puts what they say into the order of the steps.
+
+    Lines of other ranks that say the same of a step are merged; a later attempt at a step supersedes an earlier one.
+
+    Attributes:
+        name (str): what the format is called.
+        looked_for (str): what a line of a step looks like, for messages.
+        printed_with (tuple[str, ...]): formats whose lines belong among those of this one.
+        entries (list[LogEntry]): the lines that name a step; steps strictly increasing.
+        merged (int): lines that said of a step what another line had said.
+        merged_with_other_loss (int): those of them whose loss is another one.
+        superseded (int): lines on steps that a later line says something else of.
+        notes (list[str]): what was inferred, merged or superseded, after :meth:`finish`.
+    """
+
+    name: ClassVar[str]
+    looked_for: ClassVar[str]
+    printed_with: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self.entries: list[LogEntry] = []
+        self.merged = self.merged_with_other_loss = self.superseded = 0
+        self.notes: list[str] = []
+        self._restarts: list[str] = []
+
+    @staticmethod
+    @abstractmethod
+    def is_step_line(text: str) -> bool:
+        """Whether a line is one that this reader can use."""
+
+    @abstractmethod
+    def take(self, text: str, lines: LogLines) -> bool:
+        """Take a line; return whether it was used."""
+
+    def add(self, entry: LogEntry) -> bool:
+        """Take an entry; return False if another rank had said the same of its step."""
+        if not self.entries or entry.step > self.entries[-1].step:
+            self.entries.append(entry)
+            return True
+        recent = self.entries[-_RANKS_APART - 1 :]
+        same = [earlier for earlier in recent if _statement(earlier) == _statement(entry)]
+        if same:
+            self.merged += 1
+            self.merged_with_other_loss += repr(entry.loss) != repr(same[0].loss)
+            return False
+        last, superseded = self.entries[-1].step, 0
+        while self.entries and self.entries[-1].step >= entry.step:
+            self.entries.pop()
+            superseded += 1
+        self.entries.append(entry._replace(after_restart=True))
+        self.superseded += superseded
+        self._restarts.append(
+            f"{entry.where}: the run goes back from step {last} to step {entry.step}; what {superseded} earlier "
+            "line(s) said of the steps from there on is superseded."
+        )
+        return True
+
+    def finish(self) -> list[LogEntry]:
+        """Return the entries of all lines, after the notes on restarts and merged lines were added."""
+        self.notes += self._restarts[:_RESTARTS_NAMED]
+        if len(self._restarts) > _RESTARTS_NAMED:
+            self.notes.append(f"The run goes back {len(self._restarts)} times in all.")
+        if self.superseded > len(self.entries):
+            self.notes.append(
+                f"{self.superseded} step(s) cannot be placed: later lines give their numbers to others, and only "
+                f"{len(self.entries)} line(s) are left. If the run was not restarted, the log does not number its "
+                "steps."
+            )
+        if self.merged_with_other_loss:
+            self.notes.append(
+                f"{self.merged} line(s) said the same of a step's overflow and scale as another and were merged, as "
+                f"those of other ranks; {self.merged_with_other_loss} of them have another loss. If they are of "
+                "another run, read each run from a file of its own."
+            )
+        elif self.merged:
+            self.notes.append(f"{self.merged} line(s) of other ranks said the same of a step and were merged.")
+        return self.entries
+
+
+def _statement(entry: LogEntry) -> tuple[object, ...]:
+    # nan, where a line does not name the scale, equals nan here.
+    return entry.step, entry.overflow, entry.skips, repr(entry.loss_scale), repr(entry.next_loss_scale)

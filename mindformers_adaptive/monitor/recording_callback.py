@@ -1,0 +1,162 @@
+"""The base of the callbacks that write: a record, and scalars and histograms for TensorBoard."""
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+from mindformers.tools.logger import logger
+from mindformers.tools.utils import get_output_root_path, get_real_rank
+from mindformers.utils.tensorboard import get_tensorboard_writer
+from mindspore.train import Callback
+from tensorboardX import SummaryWriter
+
+from mindformers_adaptive.monitor.record import RunRecord
+from mindformers_adaptive.monitor.step_reader import last_step_before
+from mindformers_adaptive.rules.checks import require_flag
+
+__all__ = ["RecordingCallback", "require_choice"]
+
+
+class RecordingCallback(Callback):
+    """A callback with a record and a TensorBoard writer, which are closed however a training ends.
+
+    A subclass calls ``_open`` when a training begins, and sets ``subject``, what is recorded, for the messages;
+    ``file_name``, the record's name in MindFormers' output folder; and ``every_step``, whether the record has a line
+    for steps that are missing.
+
+    Args:
+        record_path (str, optional): the record, if it is to be another file.
+        tensorboard_dir (str, optional): a folder for TensorBoard where the YAML file has no ``tensorboard`` section.
+        all_ranks (bool): whether every process writes, each into files of its own, or only the first one.
+        on_write_error (str): ``"warn"`` or ``"raise"``. Default: ``"warn"``.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+    """
+
+    subject = file_name = ""
+    every_step = True
+
+    def __init__(self, record_path, tensorboard_dir, all_ranks, on_write_error="warn"):
+        super().__init__()
+        self._record_path = _require_path("record_path", record_path)
+        self._tensorboard_dir = _require_path("tensorboard_dir", tensorboard_dir)
+        self._all_ranks = require_flag("all_ranks", all_ranks)
+        self._on_write_error = require_choice("on_write_error", on_write_error, ("warn", "raise"))
+        # Whether this process writes, and what it writes to.
+        self._writes, self._record, self._writer = False, None, None
+        self._last_step = self._entered = 0
+
+    def __enter__(self):
+        self._entered += 1
+        return self
+
+    def __exit__(self, *error):
+        # Model.fit enters and leaves its callbacks in the midst of a training too, to evaluate.
+        self._entered -= 1
+        if self._entered == 0:
+            self._release()
+
+    def on_train_end(self, run_context):
+        """Close what was opened."""
+        self._release()
+
+    def _open(self, params, train_step):
+        """Start to write the steps of a training, of which MindSpore gives ``params`` to a callback."""
+        update_cell = getattr(train_step, "loss_scaling_manager", None)
+        self._last_step = last_step_before(params, update_cell, self._last_step)
+        self._ahead_of_model = self._last_step - params.cur_step_num
+        rank = get_real_rank()
+        self._writes = self._all_ranks or rank == 0
+        path, folder = self._record_path or Path(get_output_root_path(), self.file_name), self._tensorboard_dir
+        if self._all_ranks:
+            path = path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")
+            folder = folder and folder / f"rank_{rank}"
+        self._record, self._failed = RunRecord(path, self.every_step), False
+        self._restart(self._last_step)
+        # Where the YAML file has a tensorboard section, MindFormers has a writer already.
+        self._writer, self._owns_writer = get_tensorboard_writer() if self._writes else None, False
+        if self._writes and self._writer is None and folder is not None:
+            self._open_writer(folder)
+
+    def _restart(self, last_step):
+        """Remove the steps after ``last_step`` from the record before the next line is written."""
+        self._resume_after = last_step
+
+    def _append(self, entries):
+        """Write the entries to the record, if this process writes; a failure is reported as ``on_write_error`` says."""
+        if not self._writes:
+            return
+        try:
+            if self._resume_after is not None:
+                self._resume()
+            self._record.append(entries)
+        except OSError as error:
+            self._report_failure(error)
+        else:
+            if self._failed and entries:
+                logger.warning("The record %s is written again, from step %s.", self._record.path, entries[0]["step"])
+                self._failed = False
+
+    def _add_scalar(self, tag, value, step):
+        """Write a number for TensorBoard; None, inf and NaN have no place in a curve."""
+        if self._writer is not None and value is not None and math.isfinite(value):
+            self._writer.add_scalar(tag, float(value), step)
+
+    def _add_histogram(self, tag, array, step):
+        """Write the finite values of an array for TensorBoard, if there are any."""
+        if self._writer is not None and (finite := array[np.isfinite(array)]).size:
+            self._writer.add_histogram(tag, finite, step)
+
+    def _release(self):
+        """Close what was opened; calling it again does nothing."""
+        if self._record is not None:
+            self._record.close()
+        if self._writer is not None and self._owns_writer:
+            self._writer.close()
+        self._writer = None
+
+    def _open_writer(self, folder):
+        try:
+            self._writer, self._owns_writer = SummaryWriter(str(folder), purge_step=self._last_step + 1), True
+        except OSError as error:
+            if self._on_write_error == "raise":
+                raise
+            logger.warning("Nothing will be written to 'tensorboard_dir' %s: %s.", folder, error)
+
+    def _resume(self):
+        for note in self._record.resume(self._resume_after):
+            logger.warning("%s", note)
+        logger.info("%s is recorded in %s from step %s.", self.subject, self._record.path, self._resume_after + 1)
+        self._resume_after = None
+
+    def _report_failure(self, error):
+        message = (
+            f"The record {self._record.path} cannot be written: {error}. It ends at step {self._record.last_step}. "
+            "Make room on the disk, or give another 'record_path'."
+        )
+        if self._on_write_error == "raise":
+            raise OSError(f"{message} Training stops, because 'on_write_error' is 'raise'.") from error
+        if not self._failed:
+            logger.warning("%s Training goes on; the record goes on as soon as it can.", message)
+        self._failed = True
+
+
+def require_choice(name, value, choices):
+    """Return an argument that must be one of a few words, or raise ValueError."""
+    if value not in choices:
+        raise ValueError(f"'{name}' must be one of {', '.join(map(repr, choices))}, but got {value!r}.")
+    return value
+
+
+def _require_path(name, value):
+    """Return a path as a Path, or None if it was left out."""
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise TypeError(
+            f"'{name}' must be a path, but got {value!r} of type {type(value).__name__}. Give text, or leave it out."
+        )
+    if value == "":
+        raise ValueError(f"'{name}' must be a path, but got ''. Give the name of a file or folder, or leave it out.")
+    return None if value is None else Path(value)

@@ -1,0 +1,195 @@
+"""What the log says of a run: overflows, a collapsed scale, a window that is too long, a signal that stops it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from mindformers_adaptive.rules.checks import require_integer
+
+__all__ = ["HOW_TO_NAME", "CollapseDetector", "OverflowNames", "StopSignals", "overflowed_in", "too_short_for_window"]
+
+HOW_TO_NAME = "To have the Parameters named whose gradients overflow, set track_per_parameter=True in the update cell."
+
+_MOST_NAMES = 3
+
+
+class CollapseDetector:
+    """Watches the number of consecutive overflows of a run.
+
+    Args:
+        max_consecutive_overflows (int, optional): how many are a collapse, at least 1. None: any number is fine.
+
+    Examples:
+        >>> detector = CollapseDetector(max_consecutive_overflows=2)
+        >>> step = {"step": 1, "overflow": True, "loss_scale": 2.0, "next_loss_scale": 1.0, "loss": 3.5}
+        >>> detector.check(step | {"consecutive_overflows": 1})
+        >>> message = detector.check(step | {"step": 2, "consecutive_overflows": 2})
+        >>> message.partition(":")[0]
+        'Loss scaling has collapsed'
+    """
+
+    def __init__(self, max_consecutive_overflows: int | None) -> None:
+        if max_consecutive_overflows is not None:
+            remedy, unit = "Give 1 or more; None allows any number.", "number of steps"
+            require_integer("max_consecutive_overflows", max_consecutive_overflows, 1, remedy, unit=unit)
+        self._limit = max_consecutive_overflows or math.inf
+        self._reported = 0.0
+
+    def check(self, entry: Mapping[str, Any]) -> str | None:
+        """Return a message if a step reaches the limit or a multiple of it, else None.
+
+        Args:
+            entry (Mapping): a step, with ``step``, ``loss``, ``loss_scale``, ``next_loss_scale`` and
+                ``consecutive_overflows``.
+        """
+        before, self._reported = self._reported, entry["consecutive_overflows"] // self._limit
+        return _collapse_message(entry) if self._reported > before else None
+
+
+def _collapse_message(entry: Mapping[str, Any]) -> str:
+    scale, next_scale, loss = entry["loss_scale"], entry["next_loss_scale"], entry["loss"]
+    if loss is not None and not math.isfinite(loss):
+        cause = (
+            f"The loss itself is {loss}, which no loss scale can help: look for NaN or inf in the data and in the "
+            "weights, such as those of the checkpoint that was loaded."
+        )
+    elif scale == next_scale:
+        cause = (
+            "The loss scale falls no further (min_loss_scale), so the gradients overflow as they are: look for NaN or "
+            "inf in the data and in the weights."
+        )
+    else:
+        cause = "The loss scale is still falling: a lower loss_scale_value would have skipped fewer steps."
+    return (
+        f"Loss scaling has collapsed: {entry['consecutive_overflows']} steps in a row have overflowed up to step "
+        f"{entry['step']}, the last of them at loss scale {next_scale if scale is None else scale}. None of them has "
+        f"changed a weight. {cause} What else usually helps: a lower learning rate or a longer warm-up, gradient "
+        "clipping, softmax and normalization layers in float32 (softmax_compute_type, layernorm_compute_type), a "
+        "min_loss_scale below 1, and going on from a checkpoint before the overflows began."
+    )
+
+
+class OverflowNames:
+    """Makes one log line per run of consecutive overflows, at the first step whose Parameters are known.
+
+    Examples:
+        >>> step = {"step": 7, "overflow": True, "loss_scale": 1024.0, "consecutive_overflows": 1}
+        >>> names = OverflowNames()
+        >>> names.check(step | {"overflowed_parameters": ["weight", "bias"]})
+        'Loss scaling: at loss scale 1024.0, step 7 had inf or NaN in the gradients of weight, bias.'
+        >>> names.check(step | {"step": 8, "consecutive_overflows": 2, "overflowed_parameters": ["bias"]})
+    """
+
+    def __init__(self) -> None:
+        self._last_clean_step: int | None = None
+
+    def check(self, entry: Mapping[str, Any]) -> str | None:
+        """Return the line for a step, or None.
+
+        Args:
+            entry (Mapping): a step, with ``step``, ``loss_scale``, ``consecutive_overflows`` and, where they are known,
+                ``overflowed_parameters``.
+        """
+        sentence = overflowed_in(entry)
+        last_clean_step = entry["step"] - entry["consecutive_overflows"]
+        if sentence is None or last_clean_step == self._last_clean_step:
+            return None
+        self._last_clean_step = last_clean_step
+        where = "" if entry["loss_scale"] is None else f"at loss scale {entry['loss_scale']}, "
+        return f"Loss scaling: {where}{sentence}"
+
+
+def overflowed_in(entry: Mapping[str, Any]) -> str | None:
+    """Return a sentence that names the Parameters whose gradients overflowed in a step, or None if nothing is known.
+
+    Args:
+        entry (Mapping): a step, with ``step`` and, where they are known, ``overflowed_parameters``.
+
+    Examples:
+        >>> overflowed_in({"step": 7, "overflowed_parameters": ["a", "b", "c", "d"]})
+        'step 7 had inf or NaN in the gradients of a, b, c and 1 more.'
+        >>> overflowed_in({"step": 7, "overflowed_parameters": []})
+        'step 7 overflowed, but had neither inf nor NaN in the gradients of the Parameters.'
+    """
+    names = entry.get("overflowed_parameters")
+    if names is None:
+        return None
+    if not names:
+        return f"step {entry['step']} overflowed, but had neither inf nor NaN in the gradients of the Parameters."
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"step {entry['step']} had inf or NaN in the gradients of {', '.join(names[:_MOST_NAMES])}{more}."
+
+
+def too_short_for_window(params: Mapping[str, Any], scale_window: int | None, steps_before: int) -> str | None:
+    """Return a warning for a training that ends before its loss scale can rise, else None.
+
+    Args:
+        params (Mapping): what MindSpore gives to a callback; ``epoch_num`` and ``batch_num`` tell the number of steps.
+        scale_window (int, optional): steps without overflow before the scale rises; None if unknown.
+        steps_before (int): steps taken before; after a resume nothing is said, because the window began earlier.
+
+    Examples:
+        >>> too_short_for_window({"epoch_num": 1, "batch_num": 25}, 1000, 0).partition(":")[0]
+        'The loss scale cannot rise in this training'
+        >>> too_short_for_window({"epoch_num": 40, "batch_num": 25}, 1000, 0) is None
+        True
+    """
+    steps = (params.get("epoch_num") or 0) * (params.get("batch_num") or 0)
+    if scale_window is None or steps_before or not 0 < steps < scale_window:
+        return None
+    return (
+        f"The loss scale cannot rise in this training: it has {steps} steps, and the scale rises after {scale_window} "
+        "steps without an overflow. It trains on from where it starts, and can only fall. Start at the scale that "
+        f"'adaptive-loss-scale find' says, or set 'scale_window' and 'min_scale_window' below {steps}."
+    )
+
+
+class StopSignals:
+    """Calls a function when SIGTERM or SIGINT arrives, and then the handler that was there before.
+
+    Python runs handlers between two steps of the interpreter: the report, and the end of the process, wait until the
+    call of MindSpore that is under way returns.
+
+    Args:
+        report (Callable): called with the signal's name.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._process = 0
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int] = {}
+
+    def install(self) -> None:
+        """Install the handlers; outside the main thread this does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._process = os.getpid()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            previous = signal.getsignal(number)
+            # None is a handler that was not set from Python and could not be restored.
+            if previous not in (None, signal.SIG_IGN, self._handle):
+                self._previous[number] = previous
+                signal.signal(number, self._handle)
+
+    def restore(self) -> None:
+        """Restore the previous handlers, unless others have been installed since."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # A process that was forked to load data is not the run.
+        if os.getpid() == self._process:
+            self._report(signal.Signals(number).name)
+        previous = self._previous[number]
+        if callable(previous):
+            previous(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

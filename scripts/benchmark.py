@@ -1,0 +1,422 @@
+"""Measure what loss scaling costs: an update of the scale, a train step, the overflow detection, and the lab's sweep.
+
+    python scripts/benchmark.py update
+    python scripts/benchmark.py step --pynative-rounds 8
+    python scripts/benchmark.py detection
+    python scripts/benchmark.py sweep
+
+All four are measured as paired_timing.py describes: several copies of each way, in turns, in random order. A figure
+after ± is its standard error. Machines differ and are noisy, so compare the ratios from one run, not the times.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from paired_timing import ratio, spread_percent, take_turns, typical_time, with_error
+from reporting import add_json_option, output_to_stderr, positive, table, versions, write_json
+
+# Low enough for the adaptive cell to raise it for many rounds without an overflow, whose step would be shorter.
+START = 2.0**6
+# With a window of 20 clean steps, one overflow in 25 steps keeps every scale within float32, the stock cells' too.
+STEPS_PER_OVERFLOW = 25
+
+EMPTY, DYNAMIC, MINDFORMERS = "empty call", "MindSpore's dynamic", "MindFormers' adaptive"
+ADAPTIVE, HYSTERESIS, HISTORY = "adaptive", "adaptive, hysteresis=2", "adaptive, history_size=100"
+GUIDED, GUIDED_HISTORY = "guided", "guided, history_size=100"
+# What the table of updates calls them.
+CELLS = {
+    EMPTY: "empty call",
+    DYNAMIC: "MindSpore's DynamicLossScaleUpdateCell",
+    MINDFORMERS: "MindFormers' AdaptiveLossScaleUpdateCell",
+    ADAPTIVE: "AdaptiveLossScaleUpdateCell",
+    HYSTERESIS: "AdaptiveLossScaleUpdateCell, hysteresis=2",
+    HISTORY: "AdaptiveLossScaleUpdateCell, history_size=100",
+    GUIDED: "GradientGuidedLossScaleUpdateCell",
+    GUIDED_HISTORY: "GradientGuidedLossScaleUpdateCell, history_size=100",
+}
+
+MONITOR, LOOK_EVERY = "adaptive, LossScaleMonitor", 100
+# Its times are those of one look.
+GRADIENTS = f"adaptive, GradientRangeMonitor every {LOOK_EVERY} steps"
+QUICK_STEPS = (DYNAMIC, ADAPTIVE, MONITOR)
+STEPS = ("no scaling", "fixed", DYNAMIC, MINDFORMERS, ADAPTIVE, MONITOR, HISTORY, GUIDED)
+# Whole steps differ by more than these updates cost, so they are also measured alone, so many in a round.
+UPDATES, UPDATE_CALLS = (DYNAMIC, MINDFORMERS, ADAPTIVE, GUIDED), {"graph": 200, "PyNative": 10}
+FORWARD, BACKWARD = "forward", "forward and backward"
+
+PLAIN, ALL_FINITE, NUMPY = "ReduceMax alone", "amp.all_finite", "NumPy's pass"
+DETECTIONS = {ADAPTIVE: "adaptive cell", GUIDED: "guided cell, with the largest gradient"}
+TENSORS, ELEMENTS = (4, 50, 200), 5_000_000
+
+
+def main():
+    arguments = parse_arguments()
+    if arguments.quick:
+        arguments.copies, arguments.rounds = 2, 3
+    # What MindSpore and MindFormers print does not belong to the result.
+    with output_to_stderr():
+        result, lines = arguments.measure(arguments)
+    print("\n".join(lines(result)))
+    write_json(arguments.json, result)
+    sys.exit(1 if result.get("different_configurations") else 0)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    each_copy = "steps of each copy in graph mode"
+    update = add_command(commands, measure_update, "one update of the loss scale, by each update cell", 5, 100)
+    update.add_argument("--mode", choices=("graph", "PyNative"), default="graph", help="MindSpore's (default: graph)")
+    update.add_argument("--calls", type=positive, default=100, help="updates a copy makes in a round (default: 100)")
+    step = add_command(commands, measure_step, "a train step of the demo's model", 4, 50, each_copy)
+    step.add_argument("--pynative-rounds", type=positive, default=5, help="in PyNative mode (default: 5)")
+    step.add_argument("--seq-length", type=positive, default=128, help="bytes a sample (default: 128, the demo's)")
+    for command, names, compared in ((update, CELLS, MINDFORMERS), (step, STEPS, DYNAMIC)):
+        command.add_argument(
+            "--only", nargs="+", choices=names, metavar="NAME", help=f"compare only these with {compared} cell"
+        )
+    add_command(commands, measure_detection, "what it takes to see an overflow in 5 million gradients", 4, 25)
+    sweep = add_command(commands, measure_sweep, "the lab's sweep, against the rule in plain Python", 2, 3)
+    sweep.add_argument("--steps", type=positive, default=100_000, help="of the sweep alone (default: 100000)")
+    sweep.add_argument("--compared-steps", type=positive, default=5_000, help="the rule's too (default: 5000)")
+    sweep.add_argument("--configurations", type=positive, default=1_000, help="of the 1000 (default: all)")
+    return parser.parse_args()
+
+
+def add_command(commands, measure, about, copies, rounds, of_rounds="calls of each copy"):
+    name = measure.__name__.removeprefix("measure_")
+    command = commands.add_parser(name, help=about, description=f"Measure {about}.")
+    command.set_defaults(measure=measure)
+    command.add_argument(
+        "--copies", type=positive, default=copies, help=f"times each way is built; fewer need less memory ({copies})"
+    )
+    command.add_argument("--rounds", type=positive, default=rounds, help=f"{of_rounds} (default: {rounds})")
+    command.add_argument("--quick", action="store_true", help="2 copies, 3 rounds, small sizes: a test of this script")
+    add_json_option(command)
+    return command
+
+
+def set_mode(mode):
+    import mindspore
+
+    mindspore.set_context(mode=mindspore.GRAPH_MODE if mode == "graph" else mindspore.PYNATIVE_MODE)
+
+
+def about_the_run(arguments):
+    return {**versions(), "copies": arguments.copies, "rounds": arguments.rounds}
+
+
+# One update
+
+
+def measure_update(arguments):
+    """Return the times of ``--calls`` updates by update cell, and the kernels of each where they are known."""
+    import mindspore
+    from exported_graph import export_update_cell
+
+    set_mode(arguments.mode)
+    chosen = {EMPTY, MINDFORMERS, *(arguments.only or CELLS)}
+    names = [name for name in CELLS if name in chosen]
+    calls = 5 if arguments.quick else arguments.calls
+    times = take_turns({name: partial(make_updates, name, calls) for name in names}, arguments.copies, arguments.rounds)
+    set_mode("graph")
+    # MindSpore exports no graph with a history, whose Parameters are no cell's.
+    exported = {name: export_update_cell(make_update_cell(name)) for name in names if "history" not in name}
+    kernels = {name: len(graph.kernels) for name, graph in exported.items()}
+    about = {"device": mindspore.get_context("device_target"), "mode": arguments.mode, "calls": calls}
+    return {**about_the_run(arguments), **about, "times": times, "kernels": kernels}, update_lines
+
+
+def make_updates(name, calls):
+    """Return a function that makes so many updates with a cell of its own."""
+    from exported_graph import LossScaleHolder
+    from mindspore import Tensor
+
+    cell = LossScaleHolder(make_update_cell(name), START)
+    clean, overflowed = Tensor(False), Tensor(True)
+    flags = [overflowed if step % STEPS_PER_OVERFLOW == 0 else clean for step in range(calls)]
+
+    def update(_):
+        for flag in flags:
+            output = cell(flag)
+        # Wait for the device. In PyNative mode the flag comes back before the state is there.
+        output.asnumpy()
+        for parameter in cell.get_parameters():
+            parameter.asnumpy()
+
+    return update
+
+
+def make_update_cell(name):
+    from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
+    from mindspore import nn, ops
+
+    from mindformers_adaptive import wrapper
+
+    class EmptyUpdateCell(nn.Cell):
+        def construct(self, loss_scale, overflow):
+            # One kernel, because MindSpore does not run a graph without any: that call would be too cheap.
+            return ops.logical_not(overflow)
+
+        def get_loss_scale(self):
+            return START
+
+    adaptive = partial(wrapper.AdaptiveLossScaleUpdateCell, START, 2, 20)
+    guided = partial(wrapper.GradientGuidedLossScaleUpdateCell, START)
+    cells = {
+        EMPTY: EmptyUpdateCell,
+        "no scaling": wrapper.NoLossScaleUpdateCell,
+        "fixed": lambda: nn.FixedLossScaleUpdateCell(START),
+        DYNAMIC: lambda: nn.DynamicLossScaleUpdateCell(START, 2, 20),
+        MINDFORMERS: lambda: MindFormersUpdateCell(START, 2, 20),
+        HYSTERESIS: lambda: adaptive(hysteresis=2),
+        HISTORY: lambda: adaptive(history_size=100),
+        GUIDED: guided,
+        GUIDED_HISTORY: lambda: guided(history_size=100),
+    }
+    return cells.get(name, adaptive)()
+
+
+def update_lines(result):
+    """Yield the lines of the table, as plain text."""
+    times = result["times"]
+    yield "MindSpore {mindspore}, MindFormers {mindformers}, {device}, {mode} mode".format(**result)
+    yield "{copies} copies of each cell, {rounds} rounds of {calls} updates".format(**result)
+    yield ""
+    yield f"{'update cell':<51} {'ratio':>13} {'above empty':>12} {'update':>10} {'kernels':>8}"
+    for name in times:
+        above, update = (typical_time(times, name, empty)[0] * 1e3 / result["calls"] for empty in (EMPTY, None))
+        kernels = result["kernels"].get(name, "unknown")
+        yield f"{CELLS[name]:<51} {ratio_of(times, name):>13} {above:>9.1f} us {update:>7.1f} us {kernels:>8}"
+    yield ""
+    ours = f"; ours: {ratio_of(times, ADAPTIVE)}" if ADAPTIVE in times else ""
+    yield f"ratio: time above the empty call, MindFormers' cell = 1{ours}"
+
+
+def ratio_of(times, name):
+    return with_error(*ratio(times, name, MINDFORMERS, EMPTY), 2)
+
+
+# A train step
+
+
+def measure_step(arguments):
+    """Return by mode the times of train steps, of their parts, and of updates alone."""
+    from worth_tasks import SMALL_TASKS, Llama
+
+    task = SMALL_TASKS[0] if arguments.quick else Llama(steps=10_000, seq_length=arguments.seq_length)
+    names = (*(QUICK_STEPS if arguments.quick else STEPS), GRADIENTS)
+    rounds_by_mode = {"graph": arguments.rounds, "PyNative": arguments.pynative_rounds}
+    if arguments.only is not None:
+        names = (DYNAMIC, *arguments.only)
+    if arguments.quick or arguments.only is not None:
+        del rounds_by_mode["PyNative"]
+    times, updates = {}, {}
+    for mode, rounds in rounds_by_mode.items():
+        print(f"{mode} mode", file=sys.stderr, flush=True)
+        set_mode(mode)
+        with tempfile.TemporaryDirectory() as folder:
+            times[mode] = take_turns(ways_of_a_step(task, names, mode, folder), arguments.copies, rounds)
+        if arguments.only is None:
+            ways = {name: partial(make_updates, name, UPDATE_CALLS[mode]) for name in UPDATES}
+            updates[mode] = take_turns(ways, arguments.copies, rounds)
+    about = f"{task.name}, {task.about}"
+    return {**about_the_run(arguments), "task": about, "times": times, "updates": updates}, step_lines
+
+
+def ways_of_a_step(task, names, mode, folder):
+    """Return by name what builds a train step, a part of one, or a look of GradientRangeMonitor."""
+    from mindspore import Tensor
+    from mindspore import dtype as mstype
+
+    from mindformers_adaptive.gradients.backward import backward_pass
+
+    network, batch = task.network(mstype.float16, 0), task.data(0).batch
+    ways = {name: partial(make_step, task, network, name, folder) for name in names}
+    if GRADIENTS in names and mode == "graph":
+        scale = Tensor(START, mstype.float32)
+
+        def make_backward():
+            backward = backward_pass(network)
+            return lambda count: backward(scale, *batch(count))[1][0].asnumpy()
+
+        ways[FORWARD] = lambda: lambda count: network(*batch(count)).asnumpy()
+        ways[BACKWARD] = make_backward
+    return ways
+
+
+def make_step(task, network, name, folder):
+    """Return a function that takes a train step, with its callback if it has one, or only looks at the gradients."""
+    from mindspore.train.callback import RunContext
+    from mindspore.train.model import _InternalCallbackParam
+
+    from mindformers_adaptive import GradientRangeMonitor, LossScaleMonitor
+
+    batch = task.data(0).batch
+    train_step = task.train_step(network, make_update_cell(name))
+    if name not in (MONITOR, GRADIENTS):
+        return lambda count: train_step(*batch(count))[0].asnumpy()
+    # The callbacks lock their records, so each has a folder of its own.
+    record = Path(tempfile.mkdtemp(dir=folder), "record.jsonl")
+    callback = LossScaleMonitor(record) if name == MONITOR else GradientRangeMonitor(1, record_path=record)
+    params = _InternalCallbackParam()
+    params.train_network = params.network = train_step
+    params.cur_step_num, params.cur_epoch_num, params.batch_num = 0, 1, 10**6
+    params.dataset_sink_mode, params.list_callback = False, [callback]
+    context = RunContext(params)
+    callback.on_train_begin(context)
+
+    def step(count):
+        params.cur_step_num += 1
+        params.train_dataset_element = batch(count)
+        if name == GRADIENTS:
+            callback.on_train_step_begin(context)
+            return
+        params.net_outputs = train_step(*params.train_dataset_element)
+        callback.on_train_step_end(context)
+        params.net_outputs[0].asnumpy()
+
+    return step
+
+
+def step_lines(result):
+    """Yield the lines of the report, as Markdown."""
+    times, copies = result["times"], result["copies"]
+    modes = [f"{mode} mode" for mode in times]
+    rounds = {mode: len(of_mode[DYNAMIC][0]) for mode, of_mode in times.items()}
+    counts = " and ".join(f"{count} steps each in {mode} mode" for mode, count in rounds.items())
+    yield "MindSpore {mindspore}, MindFormers {mindformers}, CPU; {task}.".format(**result)
+    yield f"Extra cost of a step against {DYNAMIC} cell, in percent of that step: mean of {copies} train steps,"
+    yield f"compiled in random order, ± its standard error; {counts}:"
+    yield ""
+    names = [name for name in times["graph"] if name not in (FORWARD, BACKWARD)]
+    rows = [[name, *(extra_cost(of_mode, name) for of_mode in times.values())] for name in names]
+    yield from table(["way of scaling", *modes], rows)
+    if copies > 1:
+        spreads = " and ".join(f"{spread_percent(of_mode):.1f}% in {mode} mode" for mode, of_mode in times.items())
+        yield ""
+        yield f"The figures of train steps with the same cell differ by {spreads} (standard deviation)."
+    if not result["updates"]:
+        return
+    forward, both = (ratio(times["graph"], name, DYNAMIC)[0] for name in (FORWARD, BACKWARD))
+    parts = {FORWARD: forward, "backward": both - forward, "detection, clipping, optimizer, scaling": 1.0 - both}
+    yield from ["", "Where the time of a step goes in graph mode, as a share of the whole step:", ""]
+    yield from table(["part", "share"], ([name, f"{share:.0%}"] for name, share in parts.items()))
+    yield from ["", f"An update alone above one of {DYNAMIC} cell, as a share of the whole step:", ""]
+    rows = [[name, *(f"{update_share(result, mode, name):.2%}" for mode in times)] for name in UPDATES[1:]]
+    yield from table(["update cell", *modes], rows)
+
+
+def extra_cost(times, name):
+    """Return how much longer a way's steps take than the dynamic cell's, in percent, as text."""
+    if name == DYNAMIC:
+        return "0"
+    of_looks = ratio(times, GRADIENTS, DYNAMIC)[0] / LOOK_EVERY if name == GRADIENTS else 0.0
+    value, error = ratio(times, ADAPTIVE if name == GRADIENTS else name, DYNAMIC)
+    percent = 100.0 * (value - 1.0 + of_looks)
+    return ("+" if percent >= 0 else "") + with_error(percent, 100.0 * error, 1)
+
+
+def update_share(result, mode, name):
+    """Return what an update takes above one of the dynamic cell, as a share of the whole step."""
+    extra = typical_time(result["updates"][mode], name, DYNAMIC)[0] / UPDATE_CALLS[mode]
+    return extra / typical_time(result["times"][mode], DYNAMIC)[0]
+
+
+# The detection
+
+
+def measure_detection(arguments):
+    """Return by number of Tensors the times of looking for an overflow."""
+    set_mode("graph")
+    elements, counts = (200_000, TENSORS[:1]) if arguments.quick else (ELEMENTS, TENSORS)
+    times = {
+        count: take_turns(ways_of_detection(count, elements // count), arguments.copies, arguments.rounds)
+        for count in counts
+    }
+    return {**about_the_run(arguments), "elements": elements, "times": times}, detection_lines
+
+
+def ways_of_detection(count, size):
+    """Return by name what builds a pass over so many gradients of this size."""
+    import mindspore
+    import numpy as np
+    from mindspore import Tensor, amp, nn, ops
+
+    from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+
+    class Pass(nn.Cell):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def construct(self, gradients):
+            return self.function(gradients)
+
+    class Detection(nn.Cell):
+        """That of a train-step cell."""
+
+        def __init__(self, name):
+            super().__init__(auto_prefix=False)
+            network = nn.Dense(1, 1)
+            optimizer = nn.SGD(network.trainable_params())
+            self.train_step = TrainOneStepWithLossScaleCell(network, optimizer, make_update_cell(name))
+
+        def construct(self, gradients):
+            return self.train_step.get_overflow_status(None, gradients)
+
+    def first_element(gradients):
+        return ops.neg(gradients[0][0:1])
+
+    def largest_values(gradients):
+        # One primitive a Tensor, and nothing else.
+        return ops.stack([ops.ReduceMax()(gradient) for gradient in gradients])
+
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=size).astype(np.float32) for _ in range(count)]
+    # A tuple that is not mutable would be folded into the graph as a constant.
+    gradients = mindspore.mutable(tuple(map(Tensor, arrays)))
+
+    def compiled(make_cell, argument):
+        cell = make_cell(argument)
+        return lambda _: cell(gradients).asnumpy()
+
+    functions = {EMPTY: first_element, PLAIN: largest_values, ALL_FINITE: amp.all_finite}
+    ways = {name: partial(compiled, Pass, function) for name, function in functions.items()}
+    ways |= {name: partial(compiled, Detection, name) for name in DETECTIONS}
+    return ways | {NUMPY: lambda: lambda _: [array.max() for array in arrays]}
+
+
+def detection_lines(result):
+    """Yield the lines of the report, as Markdown."""
+    yield f"Overflow detection on {result['elements'] / 1e6:g} million float32 gradients, as a multiple of a plain pass"
+    yield f"over the same bytes ({PLAIN}), each above an empty call; {result['copies']} copies, compiled in random"
+    yield f"order, ± the standard error of their mean; {result['rounds']} rounds:"
+    yield ""
+    rows = []
+    for count, times in result["times"].items():
+        ratios = [ratio(times, name, PLAIN, EMPTY) for name in (ALL_FINITE, *DETECTIONS)]
+        # NumPy is called without MindSpore.
+        plain, (numpy, error) = typical_time(times, PLAIN, EMPTY)[0], typical_time(times, NUMPY)
+        ratios.append((numpy / plain, error / plain))
+        rows.append([str(count), *(with_error(*each, 1) for each in ratios)])
+    yield from table(["Tensors", ALL_FINITE, *DETECTIONS.values(), NUMPY], rows)
+
+
+def measure_sweep(arguments):
+    """Return the times of replaying configurations by the rule and by the sweep, and how many results differ."""
+    # NumPy reads them when it is imported.
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    from benchmark_sweep import measure, report
+
+    if arguments.quick:
+        arguments.configurations, arguments.compared_steps, arguments.steps = 20, 400, 800
+    return measure(arguments), report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""How long several ways of doing the same take, measured so that their ratios can be compared.
+
+Two compiled graphs of the same cell may differ by some percent, and other programs take time from all. So each way is
+built several times, in random order. In every round each of these copies makes one call, in random order again. A
+copy's time is the median, over the rounds, of its time against the median of all copies in that round; a way's is the
+mean over its copies, and the standard error is that of their differences.
+"""
+
+import gc
+import itertools
+import math
+import random
+import statistics
+import time
+
+
+def take_turns(ways, copies, rounds):
+    """Measure ways in turns.
+
+    Args:
+        ways (dict[str, Callable]): by name, what builds a copy; it returns a function that takes the number of the
+            round. A call of that function is what is timed.
+        copies (int): how often each way is built.
+        rounds (int): calls of each copy that are timed, after two that are not.
+
+    Returns:
+        dict[str, list[list[float]]]: by name, for each copy the times in milliseconds, one for each round.
+
+    Examples:
+        >>> times = take_turns({"nothing": lambda: lambda count: None}, copies=2, rounds=3)
+        >>> [len(copy) for copy in times["nothing"]]
+        [3, 3]
+    """
+    order = random.Random(0)
+    times = {name: [[] for _ in range(copies)] for name in ways}
+    turns = [(name, taken) for name, each in times.items() for taken in each]
+    turns = [(ways[name](), taken) for name, taken in order.sample(turns, len(turns))]
+    for call, _ in (*turns, *turns):
+        call(0)  # compiles the graph, and reaches all memory once
+    gc.collect()
+    gc.disable()
+    try:
+        for count in range(rounds):
+            for call, taken in order.sample(turns, len(turns)):
+                start = time.perf_counter()
+                call(count)
+                taken.append((time.perf_counter() - start) * 1e3)
+    finally:
+        gc.enable()
+    return times
+
+
+def ratio(times, name, base, above=None):
+    """Return the time of a way as a multiple of another's, and the standard error of that.
+
+    Args:
+        times (dict): from :func:`take_turns`.
+        name, base (str): the two ways.
+        above (str, optional): a way whose time is taken off both, such as an empty call. Default: None.
+
+    Examples:
+        >>> ratio({"one": [[1.0, 2.0], [1.0, 2.0]], "other": [[3.0, 6.0], [3.0, 6.0]]}, "other", "one")
+        (3.0, 0.0)
+    """
+    if name == base:
+        return 1.0, 0.0
+    (value, error), (unit, of_unit) = (typical_time(times, way, above) for way in (name, base))
+    return value / unit, math.hypot(error, value / unit * of_unit) / abs(unit)
+
+
+def typical_time(times, name, above=None):
+    """Return the time of a way in milliseconds, above that of another if one is named, and its standard error."""
+    unit, logarithms = _compared(times)
+    value, of_copies = unit * math.exp(statistics.mean(logarithms[name])), logarithms[name]
+    error = value * statistics.stdev(of_copies) / len(of_copies) ** 0.5 if len(of_copies) > 1 else math.nan
+    if above is None:
+        return value, error
+    taken_off, of_taken_off = typical_time(times, above)
+    return value - taken_off, math.hypot(error, of_taken_off)
+
+
+def spread_percent(times):
+    """Return by how much the copies of a way differ, as a standard deviation over all ways, in percent."""
+    _, logarithms = _compared(times)
+    return 100.0 * statistics.mean(map(statistics.variance, logarithms.values())) ** 0.5
+
+
+def with_error(value, error, digits):
+    """Return a number with its standard error, which a single copy does not have, as text.
+
+    Examples:
+        >>> with_error(1.25, 0.5, 1), with_error(1.25, float("nan"), 2)
+        ('1.2 ± 0.5', '1.25')
+    """
+    return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
+
+
+def _compared(times):
+    """Return the median of a round, and by way the logarithm of each copy's time against the medians of the rounds."""
+    rounds = zip(*itertools.chain(*times.values()), strict=True)
+    medians = [statistics.median(of_round) for of_round in rounds]
+    return statistics.median(medians), {
+        name: [
+            statistics.median(math.log(taken / median) for taken, median in zip(copy, medians, strict=True))
+            for copy in copies
+        ]
+        for name, copies in times.items()
+    }

@@ -1,0 +1,74 @@
+"""What the scripts share: types of arguments, tables in Markdown, and a standard output that holds the report only."""
+
+import argparse
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from mindformers_adaptive.text.atomic_file import atomic_write
+from mindformers_adaptive.text.json_text import json_text
+
+
+def positive(text):
+    """Return a text as an integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but got {text}")
+    return number
+
+
+def add_json_option(parser):
+    """Add the option ``--json``, whose file can be written if the arguments are accepted."""
+    parser.add_argument("--json", type=_file_to_write, metavar="FILE", help="also write the result to this file")
+
+
+def _file_to_write(text):
+    file = Path(text)
+    if not file.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(file.parent)!r}")
+    if file.exists() and not file.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is there and is no regular file")
+    return file
+
+
+def versions():
+    """Return the versions of MindSpore and MindFormers by their names."""
+    import mindformers
+    import mindspore
+
+    return {"mindspore": mindspore.__version__, "mindformers": mindformers.__version__}
+
+
+def write_json(file, result):
+    """Write a result to the file of ``--json``, if there is one."""
+    if file is not None:
+        with atomic_write(file) as lines:
+            lines.write(json_text(result, indent=1) + "\n")
+
+
+def table(columns, rows):
+    """Yield the lines of a table in Markdown.
+
+    Examples:
+        >>> list(table(["step", "loss"], [["1", "2.5"]]))
+        ['| step | loss |', '|---|---|', '| 1 | 2.5 |']
+    """
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
+@contextlib.contextmanager
+def output_to_stderr():
+    """Send all that is written to the standard output, by C++ too, to the standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,0 +1,108 @@
+"""The gradient-guided rule with branches, one run in plain Python: the oracle of its text."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from mindformers_adaptive.rules.safe_exponent import max_safe_exponent
+
+PLACES = np.arange(16, dtype=np.float32)
+UNSEEN = np.float32(1024)
+NEARLY_ZERO = np.float32(2.0**-100)
+
+
+class State(NamedTuple):
+    loss_scale: float
+    scale_window: int
+    base: int
+    limit: int
+    trial: int
+    clean_steps: int
+    contradictions: int
+    first_exponent: int
+    weight: float
+    low: float
+    level: float
+    overflow_rate: tuple
+    skipped_steps: int = 0
+    consecutive_overflows: int = 0
+
+
+class ReadableGuided:
+    """The rule for an exchange rate, with a scale from ``2**lowest`` to ``2**highest``."""
+
+    def __init__(self, exchange_rate=1.0, lowest=0, highest=127):
+        self.patience = max(round(1000 / exchange_rate), 1)
+        self.small = max(self.patience // 2, 1)
+        self.lowest, self.highest = lowest, highest
+
+    def start(self, exponent):
+        rates = tuple(2.0 ** -(place + 1) for place in range(16))
+        third = float(np.float32(1 / 3))
+        return State(2.0**exponent, self.small, exponent - 1, 0, 0, 0, 0, exponent, third, 1024.0, 1024.0, rates)
+
+    def step(self, state, overflow, largest_gradient=None):
+        exponent = round(math.log2(state.loss_scale))
+        if overflow:
+            return state._replace(
+                loss_scale=2.0 ** max(exponent - 8, self.lowest),
+                skipped_steps=state.skipped_steps + 1,
+                consecutive_overflows=state.consecutive_overflows + 1,
+            )
+        shown, contradictions = max_safe_exponent(largest_gradient), state.contradictions
+        if shown is not None:
+            if exponent > shown + contradictions // 2:
+                contradictions = min(contradictions + 1, 6)
+            shown += contradictions // 2
+        after = state.consecutive_overflows > 0
+        explained = shown is not None and shown < state.first_exponent
+        fall = after and not explained and state.clean_steps < self.patience // 10
+        bound = exponent == state.base + 1 - state.limit
+        base, limit, weight = state.base, state.limit, np.float32(state.weight)
+        low, level, rates = np.float32(state.low), np.float32(state.level), np.array(state.overflow_rate, np.float32)
+        if shown is not None:
+            if level == UNSEEN:
+                base, limit, bound, level = shown, 0, False, bits_of(shown)
+            if not after:
+                overflowed = (np.float32(base + 1) - PLACES > bits_of(shown)).astype(np.float32)
+                rates = np.maximum(rates + (overflowed - rates) * weight, NEARLY_ZERO)
+                weight = max(np.float32(1 / self.patience), weight / (np.float32(1) + weight))
+            if after and explained:
+                low = level = bits_of(shown) - np.float32(3)
+            else:
+                low = min(bits_of(shown), low + (bits_of(shown) - low) * np.float32(1 / 8))
+                level = max(level + (bits_of(shown) - level) * np.float32(1 / 32), low - np.float32(0.5))
+            base = min(max(base, math.ceil(level - np.float32(1.25))), math.floor(level + np.float32(1.25)))
+        window, trial = state.scale_window, state.trial
+        if fall:
+            limit = base + 1 - state.first_exponent + state.consecutive_overflows
+            contradictions = max(contradictions - 2, 0)
+            window = min(8 * window, 64 * self.small) if trial else self.small
+            trial = 0
+        elif bound and state.clean_steps + 1 >= window:
+            limit, window, trial = limit - 1, self.small if trial else window, 1
+        # Until a gradient has shown something, only the limit counts.
+        cheapest = -1024 if level == UNSEEN else int(np.argmin(rates * np.float32(self.patience) + PLACES))
+        following = min(max(base + 1 - max(cheapest, limit), self.lowest), self.highest)
+        clean = 0 if after or following > exponent else min(state.clean_steps + 1, 64 * self.small)
+        return State(
+            2.0**following,
+            window,
+            base,
+            limit,
+            trial,
+            clean,
+            contradictions,
+            following,
+            float(weight),
+            float(low),
+            float(level),
+            tuple(rates.tolist()),
+            state.skipped_steps,
+        )
+
+
+def bits_of(shown):
+    """What a step shows, in bits; 0 stands as a number just above it."""
+    return np.float32(shown) if shown else NEARLY_ZERO

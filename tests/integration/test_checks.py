@@ -1,0 +1,298 @@
+"""Mistakes, and what a CPU cannot do, are named with the key and the remedy before anything is built."""
+
+import re
+import warnings
+
+import pytest
+import yaml
+from conftest import ROOT
+from examples.tiny_llama import build_dataset, build_model
+from mindformers import TrainingArguments
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+
+from mindformers_adaptive.cli.program import main
+from mindformers_adaptive.integration.checks import check_config
+from mindformers_adaptive.integration.launcher import load_config
+from mindformers_adaptive.integration.trainer import Trainer
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+
+CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
+SCALE_SENSE = "runner_wrapper.scale_sense"
+COMPLETE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20}
+GUIDED = {"type": "GradientGuidedLossScaleUpdateCell", "loss_scale_value": 2**32}
+AUTO_REGISTER = "adaptive_loss_scaling.AdaptiveLossScaleUpdateCell"
+
+pytestmark = pytest.mark.usefixtures("registry_put_back")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    # MindFormers writes its logs there.
+    monkeypatch.chdir(tmp_path)
+
+
+def load(changes, *, strictly=False):
+    """Load the YAML file of the demo with other values; if strictly, without a warning."""
+    with warnings.catch_warnings():
+        if strictly:
+            warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*(it is added|needs no loss scaling)")
+        return load_config(CONFIG, changes)
+
+
+EPOCHS, NORM, CLIP = "runner_config.epochs", "runner_wrapper.max_grad_norm", "runner_wrapper.use_clip_grad"
+SINK, TYPE = "runner_config.sink_mode", "runner_wrapper.type"
+DROPS, PER_TOKEN = "use_skip_data_by_global_norm", "calculate_per_token_loss"
+STOPS = {"monitor_config": {"monitor_on": True, "check_for_global_norm": True}}
+# changes of the YAML file, and the message
+WRONG_TYPES = [
+    ({"runner_wrapper.use_clip_gard": True}, "MFTrainOneStepCell takes, but got 'use_clip_gard'.*'use_clip_g"),
+    ({f"{SCALE_SENSE}.max_scale_windows": 5}, "Adaptive.* but got 'max_scale_windows'.*'max_scale_window'"),
+    ({f"{SCALE_SENSE}.xyz": 5}, "but got 'xyz'. It takes history_size, hysteresis, "),
+    ({f"{SCALE_SENSE}.type": "DynamicLossScaleUpdateCell"}, "Dynamic.*'m.._scale_window'.*It takes loss"),
+    ({TYPE: "TrainOneStepWithLossScaleCell"}, "got 'TrainOne.*Use MFTrainOneStepCell"),
+    ({"callbacks.2.max_consecutive_overflow": 9}, "'callbacks.2'.*mean 'max_consecutive_overflows'"),
+    ({SCALE_SENSE: {"loss_scale_value": 1024}}, "must have a 'type', but has only loss_scale_value"),
+    ({SCALE_SENSE: "AdaptiveLossScaleUpdateCell"}, "must be a section or a number, but got the text"),
+    ({SCALE_SENSE: {**COMPLETE, "scale_facto": 2}}, "but got 'scale_facto'.*'scale_factor'"),
+    ({SCALE_SENSE: {**COMPLETE, "auto_register": AUTO_REGISTER, "hysteresys": 2}}, "'hysteresys'.*'hysteresis'"),
+    ({SCALE_SENSE: {"type": COMPLETE["type"], "loss_scale_value": 2}}, "lacks scale_factor, scale_window.*them"),
+    ({EPOCHS: "2"}, f"'{EPOCHS}' must be an integer, but got '2'"),
+    ({NORM: "1.0"}, f"'{NORM}' must be a finite number above 0, but got '1.0'"),
+    ({CLIP: "False"}, f"'{CLIP}' must be True or False, but got 'False'"),
+    ({SINK: "False"}, f"'{SINK}' must be True or False, but got 'False'"),
+    ({"use_parallel": "no"}, "'use_parallel' must be True or False, but got 'no'"),
+    ({DROPS: 1}, f"'{DROPS}' must be True or False, but got 1"),
+    ({"monitor_config": {"global_norm_spike_threshold": 3}}, "must be a float, but got 3.*as in 3.0"),
+    ({"resume_training": "true"}, "'resume_training' must be True, False or the name .* text 'true'"),
+]
+WRONG_VALUES = [
+    ({f"{SCALE_SENSE}.type": "AdaptivLossScaleUpdateCell"}, "'Adaptiv.*mean 'AdaptiveLossScaleUpdateCell'"),
+    ({TYPE: "MFTrainOneStep"}, "'runner_wrapper.type'.*'MFTrainOneStep'.*'MFTrainOneStepC"),
+    ({EPOCHS: 0}, f"'{EPOCHS}' must be at least 1, but got 0"),
+    ({NORM: -1}, f"'{NORM}' must be a finite number above 0.* but got -1"),
+    ({DROPS: True, CLIP: False}, f"'{DROPS}' must come with 'runner_wrapper.use_clip_grad: True'"),
+    ({DROPS: True, **STOPS}, f"'{DROPS}' must not be True beside 'monitor_config.check_for_global_norm'"),
+]
+MISTAKES = [
+    *(pytest.param(changes, TypeError, message, id=next(iter(changes))) for changes, message in WRONG_TYPES),
+    *(pytest.param(changes, ValueError, message, id=next(iter(changes))) for changes, message in WRONG_VALUES),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), MISTAKES)
+def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message):
+    with pytest.raises(error, match=message):
+        load(changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {SCALE_SENSE: 1024},
+        {SCALE_SENSE: 1024.0},
+        {SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 1024}},
+        {SCALE_SENSE: {**COMPLETE, "auto_register": "my_cells.MyUpdateCell", "type": "MyUpdateCell", "mine": 1}},
+        {SCALE_SENSE: {**COMPLETE, "auto_register": AUTO_REGISTER}},
+        {TYPE: "mf_wrapper"},
+        {TYPE: "MFPipelineWithLossScaleCell", "runner_wrapper.micro_batch_num": 4},
+        {"runner_wrapper.micro_batch_num": 4},
+        {"runner_wrapper.max_grad_norm": 1},
+        {"resume_training": "last.ckpt"},
+        {"run_mode": "predict", "runner_config.epochs": 0},
+        {DROPS: True, "monitor_config": {"global_norm_spike_threshold": 3.0}},
+        # The demo has 8 * 128 tokens a batch.
+        {PER_TOKEN: True, f"{SCALE_SENSE}.loss_scale_value": 2**22},
+        {PER_TOKEN: True, "resume_training": True},
+        {PER_TOKEN: True, SCALE_SENSE: GUIDED},
+    ],
+    ids=str,
+)
+def test_what_mindformers_accepts_is_accepted(changes):
+    load(changes, strictly=True)
+
+
+@pytest.mark.parametrize(("accumulated", "bits"), [(1, 10), (4, 12)])
+def test_a_high_start_with_a_loss_per_token_is_advised_to_ask_find(accumulated, bits):
+    changes = {PER_TOKEN: True, "runner_config.gradient_accumulation_steps": accumulated}
+    message = rf"lower by log2\({2**bits}\) = {bits} bits.* from 2\^32 skips about {bits} .*adaptive-loss-scale find"
+    with pytest.warns(UserWarning, match=message):
+        load(changes)
+
+
+def config_of(dtype, scale_sense):
+    """The configuration of the demo in a number format; a CPU would refuse bfloat16 as the file is loaded."""
+    config = load({SCALE_SENSE: scale_sense})
+    config.model.model_config.compute_dtype = dtype
+    return config
+
+
+@pytest.mark.parametrize("cell", [{**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, COMPLETE, GUIDED])
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16"])
+def test_a_moving_scale_in_bfloat16_gets_one_warning(dtype, cell):
+    with pytest.warns(UserWarning, match=f"compute_dtype' is {dtype}.* needs no loss .*'scale_sense: 1.0'") as caught:
+        check_config(config_of(dtype, cell))
+    [warning] = caught
+    assert f"is of type {cell['type']}" in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale_sense"),
+    [
+        ("float16", COMPLETE),
+        ("bfloat16", {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 8}),
+        ("bfloat16", 1.0),
+        (None, None),
+    ],
+)
+def test_a_scale_that_is_needed_or_stands_still_gets_none(dtype, scale_sense):
+    config = config_of(dtype, scale_sense)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        check_config(config)
+
+
+class MyUpdateCell(AdaptiveLossScaleUpdateCell):
+    """Takes an argument of its own, and passes the others on."""
+
+    def __init__(self, *args, patience=1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.patience = patience
+
+
+class MyTrainStep(MFTrainOneStepCell):
+    """Takes out of ``kwargs`` what it needs."""
+
+    def __init__(self, network, optimizer, **kwargs):
+        self.mine = kwargs.pop("something_else", None)
+        super().__init__(network, optimizer, **kwargs)
+
+
+def test_classes_of_users_keep_working_and_a_doubtful_key_is_warned_of():
+    load({})
+    for cls in (MyUpdateCell, MyTrainStep):
+        MindFormerRegister.register_cls(cls, MindFormerModuleType.WRAPPER)
+    mine = {TYPE: "MyTrainStep", SCALE_SENSE: {**COMPLETE, "type": "MyUpdateCell", "patience": 2}}
+    load({**mine, "runner_wrapper.something_else": 1, f"{SCALE_SENSE}.hysteresis": 2}, strictly=True)
+    with pytest.warns(UserWarning, match="MyTrainStep takes, but got 'use_clip_gard'.*'use_clip_grad'.* passed on"):
+        load({**mine, "runner_wrapper.use_clip_gard": True})
+
+
+def test_an_unknown_key_of_another_section_is_named_with_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    content = yaml.safe_load(CONFIG.read_text())
+    content["runner_config"]["epoks"] = 2
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=rf"{file}: The config 'runner_config' gets an unexpected key: epoks"):
+        load_config(file)
+
+
+def test_the_launcher_prints_a_mistake_without_a_traceback(capsys):
+    options = ["--config", str(CONFIG), "--options", f"{SCALE_SENSE}.max_scale_windows=5"]
+    with pytest.warns(UserWarning, match="it is added"):
+        assert main(["train", *options]) == 1
+    assert re.match("adaptive-loss-scale train: error: .*mean 'max_scale_window'", capsys.readouterr().err)
+
+
+def trainer(model=None, dataset=None, **arguments):
+    """A Trainer from ``TrainingArguments``."""
+    settings = {"output_dir": "output", "num_train_epochs": 1, "batch_size": 4, "sink_mode": False, **arguments}
+    return Trainer(TrainingArguments(**settings), model=model or build_model(), train_dataset=dataset)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_train_epochs": 0}, ValueError, "'runner_config.epochs' must be at least 1"),
+        ({"max_grad_norm": "1.0"}, TypeError, "'runner_wrapper.max_grad_norm' must be a finite number"),
+        ({"use_clip_grad": "False"}, TypeError, "'runner_wrapper.use_clip_grad' must be True or False"),
+        ({"scale_sense": "AdaptivLossScaleUpdateCell"}, ValueError, "mean 'AdaptiveLossScaleUpdateCell'"),
+        ({"wrapper_type": "MFTrainOneStepCel"}, ValueError, "mean 'MFTrainOneStepCell'"),
+    ],
+)
+def test_trainer_makes_the_same_checks(arguments, error, message):
+    with pytest.raises(error, match=message):
+        trainer(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, 20),
+        ({"min_scale_window": 5, "max_scale_window": 300}, 5),
+        ({"loss_scale_window": 50}, 50),
+        # The window of another cell is that of the arguments.
+        ({"scale_sense": "DynamicLossScaleUpdateCell"}, 1000),
+    ],
+)
+def test_training_starts_at_the_smallest_window_if_the_user_gave_none(arguments, expected):
+    config = trainer(**{"scale_sense": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 2**24, **arguments}).config
+    section = dict(config.runner_wrapper.scale_sense)
+    assert (section["scale_window"], section["loss_scale_value"]) == (expected, 2**24)
+    if section.pop("type") == "AdaptiveLossScaleUpdateCell":
+        # Without a warning: the window is on the ladder.
+        assert AdaptiveLossScaleUpdateCell(**section).state()["scale_window"] == expected
+
+
+MODEL = "model.model_config"
+PARALLEL = {"use_parallel": True}
+DUMP = {"monitor_config": {"monitor_on": True, "dump_path": "./dump"}}
+# changes of the YAML file, and what the message says of them
+REFUSED_ON_CPU = [
+    ({f"{MODEL}.use_flash_attention": True}, "use_flash_attention' must be False, but is True: .*FlashAttentionScore"),
+    ({f"{MODEL}.fused_rms_norm": True}, "fused_rms_norm' must be False, but is True: .*RmsNorm"),
+    ({f"{MODEL}.use_rope_slice": False}, "use_rope_slice' must be True, but is False"),
+    ({f"{MODEL}.compute_dtype": "bfloat16"}, "compute_dtype' must be another type, but is bfloat16. Set it to float16"),
+    ({f"{MODEL}.param_init_type": "bfloat16"}, "param_init_type' must be another type, but is bfloat16"),
+    ({f"{MODEL}.layernorm_compute_type": "bfloat16"}, "layernorm_compute_type' must be another type"),
+    ({"moe_config": {"expert_num": 4}}, "'moe_config.expert_num' must be 1, but is 4"),
+    ({"use_legacy": False}, "'use_legacy' must be True, but is False: the mcore models need"),
+    ({**PARALLEL, "parallel.parallel_mode": 1}, r"'parallel.parallel_mode' must be 0 \(data parallel\), but is 1"),
+    ({**PARALLEL, "parallel.parallel_mode": "auto_parallel"}, "parallel_mode' must be 0 .*, but is auto_parallel"),
+    ({**PARALLEL, "parallel_config.pipeline_stage": 2}, "'parallel_config.pipeline_stage' must be 1, but is 2"),
+    ({**PARALLEL, "parallel_config.model_parallel": 4}, "'parallel_config.model_parallel' must be 1, but is 4"),
+    (DUMP, "dump_path' must be '', but is './dump'"),
+    ({"optimizer.type": "Lamb"}, "'optimizer.type' must be another optimizer, but is Lamb. Set it to AdamW"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED_ON_CPU, ids=[[*row[0]][-1] for row in REFUSED_ON_CPU])
+def test_what_a_cpu_cannot_do_is_refused_there_and_left_to_mindformers_on_an_ascend(changes, message):
+    with pytest.raises(ValueError, match=rf"^This cannot be trained on a CPU:\n- '.*{message.lstrip(chr(39))}"):
+        load(changes)
+    load({"context.device_target": "Ascend", **changes})
+
+
+def test_all_that_a_cpu_cannot_do_is_named_at_once():
+    with pytest.raises(ValueError, match=r"use_flash_attention(.|\n)*compute_dtype(.|\n)*monitor_config.dump_path"):
+        load({f"{MODEL}.use_flash_attention": True, f"{MODEL}.compute_dtype": "bfloat16", **DUMP})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"monitor_config": {"monitor_on": True, "dump_path": "", "local_norm_format": ["log"]}},
+        {"monitor_config": {"monitor_on": False, "dump_path": "./dump"}},
+        # MindFormers reads these in a parallel run only.
+        {"parallel.parallel_mode": 1, "parallel_config.pipeline_stage": 2},
+        {**PARALLEL, "parallel_config.data_parallel": 2},
+    ],
+    ids=str,
+)
+def test_what_runs_on_a_cpu_is_accepted(changes):
+    load(changes)
+
+
+def test_a_key_that_is_not_in_the_file_has_the_default_of_the_model(tmp_path):
+    text = CONFIG.read_text(encoding="utf-8").replace("    fused_rms_norm: False\n", "")
+    (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="fused_rms_norm' must be False, but is True"):
+        load_config(tmp_path / "my.yaml")
+
+
+def test_trainer_looks_at_the_model_that_it_is_given():
+    model = build_model()
+    model.config.use_flash_attention = True
+    with pytest.raises(ValueError, match="use_flash_attention' must be False, but is True"):
+        trainer(model, build_dataset().take(1)).train()

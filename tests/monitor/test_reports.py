@@ -1,0 +1,133 @@
+"""What the log says of a run: a collapsed scale, Parameters that overflowed, a signal that stops the run."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from mindformers_adaptive.monitor.reports import CollapseDetector, OverflowNames, StopSignals
+
+
+def step(consecutive_overflows, **entry):
+    entry = {"step": 99, "loss": 2.5, "loss_scale": 8.0, "next_loss_scale": 4.0, **entry}
+    return entry | {"consecutive_overflows": consecutive_overflows}
+
+
+@pytest.mark.parametrize(
+    ("rows", "told_at"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6, 7], [3, 6]),
+        ([1, 2, 0, 1, 2, 0], []),
+        ([2, 3, 0, 1, 2, 3], [3, 3]),
+        # Steps that nobody saw, and a run that was resumed in mid row.
+        ([2, 7, 8, 9], [7, 9]),
+    ],
+)
+def test_a_row_is_told_at_each_multiple_of_the_limit(rows, told_at):
+    detector = CollapseDetector(max_consecutive_overflows=3)
+    assert [row for row in rows if detector.check(step(row))] == told_at
+
+
+def test_without_a_limit_nothing_is_told():
+    assert CollapseDetector(None).check(step(10**6)) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ({"loss": float("nan")}, "The loss itself is nan, which no loss scale can help: look for NaN or inf in"),
+        ({"loss_scale": 1.0, "next_loss_scale": 1.0}, "The loss scale falls no further (min_loss_scale)"),
+        ({}, "The loss scale is still falling: a lower loss_scale_value would have skipped fewer steps."),
+        ({"loss": None}, "The loss scale is still falling"),
+    ],
+)
+def test_the_message_says_where_and_what_helps(entry, sentence):
+    message = CollapseDetector(2).check(step(2, **entry))
+    scale = entry.get("loss_scale", 8.0)
+    assert message.startswith(
+        f"Loss scaling has collapsed: 2 steps in a row have overflowed up to step 99, the last of them at loss scale "
+        f"{scale}. None of them has changed a weight. {sentence}"
+    )
+    for advice in ("learning rate", "softmax", "float32", "min_loss_scale", "checkpoint before the overflows began"):
+        assert advice in message
+
+
+def test_a_step_whose_own_scale_is_unknown_is_told_with_the_next():
+    message = CollapseDetector(2).check(step(2, loss_scale=None))
+    assert "the last of them at loss scale 4.0." in message
+
+
+def test_a_row_that_goes_on_after_a_resume_has_its_line_too():
+    step = {"loss_scale": None, "overflowed_parameters": []}
+    names = OverflowNames()
+    line = "Loss scaling: step 7 overflowed, but had neither inf nor NaN in the gradients of the Parameters."
+    assert names.check({**step, "step": 7, "consecutive_overflows": 4}) == line
+    assert names.check({**step, "step": 8, "consecutive_overflows": 5}) is None
+    assert names.check({**step, "step": 10, "consecutive_overflows": 1}) == line.replace("7", "10")
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.fixture
+def received():
+    """Handlers that note the signals instead of ending the test."""
+    received, before = [], {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: received.append(number))
+    yield received
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_report_comes_first_and_then_the_previous_handler(received, number):
+    handler, reports = signal.getsignal(number), []
+    signals = StopSignals(lambda name: reports.append((name, list(received))))
+    signals.install()
+    signals.install()
+    signal.raise_signal(number)
+    assert (reports, received) == ([(signal.Signals(number).name, [])], [number])
+    signals.restore()
+    signals.restore()
+    assert signal.getsignal(number) is handler
+
+
+def test_a_handler_that_came_later_stays(received):
+    signals, later = StopSignals(lambda name: None), lambda number, frame: None
+    signals.install()
+    signal.signal(signal.SIGTERM, later)
+    signals.restore()
+    assert signal.getsignal(signal.SIGTERM) is later
+
+
+def test_a_signal_that_is_ignored_stays_ignored(received):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals = StopSignals(lambda name: pytest.fail("reported"))
+    signals.install()
+    signal.raise_signal(signal.SIGINT)
+    signals.restore()
+
+
+def test_other_threads_have_no_handlers(received):
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=StopSignals(lambda name: None).install)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_process_that_was_forked_reports_nothing(received):
+    reading, writing = os.pipe()
+    signals = StopSignals(lambda name: os.write(writing, b"reported"))
+    signals.install()
+    child = os.fork()
+    if child == 0:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0 if received == [signal.SIGTERM] else 1)
+    signals.restore()
+    os.close(writing)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(reading, 100) == b""
+    os.close(reading)

@@ -1,0 +1,297 @@
+"""A state from a checkpoint becomes one that the rule can go on with: other windows, damage, other cells."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.base import STEP_LIMIT
+from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.ladder import window_ladder
+
+RULE = AdaptiveRule(max_scale_window=1000)
+COUNTERS = {"cur_iter": 700, "last_overflow_iter": 650, "skipped_steps": 40, "consecutive_overflows": 2}
+GOOD = {"scale_window": 200, "window_index": 5, "growth_num": 2, "down_num": 1, **COUNTERS}
+SCALE = 1024.0
+
+GUIDED = GuidedRule(exchange_rate=10)
+
+
+def guided_values(steps=30):
+    """What the guided cell holds after some steps."""
+    state = GUIDED.start(SCALE)
+    for step in range(steps):
+        overflow = step in (3, 4, 20)
+        state = GUIDED.step(state, overflow, None if overflow else 2.0 ** -(step % 3))
+    return {**GUIDED.to_values(state, steps), "largest_gradient": 0.5}
+
+
+def test_a_good_state_is_left_as_it_is():
+    assert RULE.repair(GOOD, SCALE) == (GOOD, [])
+    hidden = {**GOOD, "scale_window": 1, "window_index": -1}
+    assert RULE.repair(hidden, SCALE) == (hidden, [])
+    values = guided_values()
+    assert GUIDED.repair(values, SCALE) == (values, [])
+
+
+@pytest.mark.parametrize("index", range(-1, 8))
+def test_windows_of_1000_resume_with_2000(index):
+    """The ladder for 2000 is that for 1000 and one more window: nothing has to change."""
+    rule = AdaptiveRule(max_scale_window=2000)
+    state = {**GOOD, "scale_window": RULE.window_at(index), "window_index": index}
+    assert rule.repair(state, SCALE) == (state, [])
+
+
+@pytest.mark.parametrize(
+    ("index", "nearest"), [(-1, -1), (0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (6, 4), (7, 4)]
+)
+def test_windows_of_1000_resume_with_100(index, nearest):
+    rule = AdaptiveRule(max_scale_window=100)
+    window = RULE.window_at(index)
+    repaired, problems = rule.repair({**GOOD, "scale_window": window, "window_index": index}, SCALE)
+    assert repaired == {**GOOD, "scale_window": rule.window_at(nearest), "window_index": nearest}
+    assert len(problems) == (1 if index > nearest else 0)
+    if problems:
+        assert f"'scale_window' {window} with 'list_index' {index}" in problems[0]
+        assert "goes on at its nearest window, 100 (index 4)" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("minimum", "window", "index", "expected"),
+    [
+        (20, 45, 3, (40, 2)),
+        (30, 20, 0, (30, 0)),
+        (30, 50, 3, (50, 2)),
+        (1, 1, -1, (1, -1)),
+        (1, 1, 0, (1, 0)),
+    ],
+)
+def test_a_window_keeps_its_size_and_takes_the_index_of_the_new_ladder(minimum, window, index, expected):
+    rule = AdaptiveRule(max_scale_window=1000, min_scale_window=minimum)
+    repaired, _ = rule.repair({**GOOD, "scale_window": window, "window_index": index}, SCALE)
+    assert (repaired["scale_window"], repaired["window_index"]) == expected
+
+
+# What every rule counts, and is mended to.
+STEP_DAMAGE = [
+    (
+        {"cur_iter": 0},
+        {"cur_iter": 1, "last_overflow_iter": 0},
+        r"'current_iterator_step' 0, which must lie between 1 and",
+    ),
+    ({"last_overflow_iter": 700}, {"last_overflow_iter": 699}, r"'last_overflow_iterator_step' 700, which .* 699"),
+    ({"last_overflow_iter": -1}, {"last_overflow_iter": 699}, r"'last_overflow_iterator_step' -1, which .* 699"),
+    ({"cur_iter": 2**31 - 5}, {"cur_iter": 1, "last_overflow_iter": 0}, r"'current_iterator_step' 2147483643, which"),
+    ({"skipped_steps": 2**31 - 1}, {"skipped_steps": 0, "consecutive_overflows": 0}, r"'skipped_steps' 2147483647"),
+    (
+        {"skipped_steps": -1},
+        {"skipped_steps": 0, "consecutive_overflows": 0},
+        r"'skipped_steps' -1, which must lie between 0 and",
+    ),
+    ({"consecutive_overflows": 41}, {"consecutive_overflows": 0}, r"'consecutive_overflows' 41, .*40, the number of"),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "mended_to", "message"),
+    [
+        ({"scale_window": -5}, {}, r"'scale_window' -5 with 'list_index' 5.* index is kept"),
+        ({"scale_window": 0, "window_index": 99}, {"scale_window": 20, "window_index": 0}, r"neither can be used.*20"),
+        ({"window_index": 99}, {}, r"'scale_window' 200 with 'list_index' 99.*nearest window, 200 \(index 5\)"),
+        ({"window_index": -7}, {}, r"'scale_window' 200 with 'list_index' -7"),
+        (
+            {"scale_window": 1},
+            {"scale_window": 1, "window_index": -1},
+            r"'scale_window' 1 with 'list_index' 5.*hidden window 1",
+        ),
+        ({"growth_num": 9}, {"growth_num": 3}, r"'scale_window_up_count' 9, which must lie between 0 and 3: 3 is used"),
+        ({"down_num": -1}, {"down_num": 0}, r"'scale_window_down_count' -1, which .*: 0 is used"),
+        *STEP_DAMAGE,
+    ],
+)
+def test_damage_is_mended_and_named(damage, mended_to, message):
+    repaired, problems = RULE.repair({**GOOD, **damage}, SCALE)
+    assert repaired == {**GOOD, **mended_to}
+    assert any(re.search(message, problem) for problem in problems), problems
+
+
+def test_a_hysteresis_budget_beyond_the_hysteresis_is_mended():
+    repaired, [problem] = AdaptiveRule(hysteresis=2).repair({**GOOD, "hysteresis_budget": 3}, SCALE)
+    assert repaired == {**GOOD, "hysteresis_budget": 2}
+    assert "'hysteresis_budget' 3, which must lie between 0 and 2: 2 is used" in problem
+
+
+@pytest.mark.parametrize(("damage", "mended_to", "message"), STEP_DAMAGE)
+def test_counters_of_the_guided_cell_are_mended_likewise_and_its_own_state_is_kept(damage, mended_to, message):
+    values = {**guided_values(), **COUNTERS}
+    repaired, [problem, *_] = GUIDED.repair({**values, **damage}, SCALE)
+    assert repaired == {**values, **mended_to}
+    assert re.search(message, problem)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"overflow_rate": (0.5,) * 15},
+        {"overflow_rate": (1.5, *(0.5,) * 15)},
+        {"weight": 0.001},
+        {"weight": 2.0},
+        {"low": -1025.0},
+        {"scale_window": 49},
+        {"scale_window": 3201},
+        {"clean_steps": -1},
+        {"contradictions": 7},
+        {"base": 600},
+        {"limit": -600},
+        {"first_exponent": 600},
+        {"trial": 2},
+    ],
+)
+def test_a_state_that_the_guided_rule_cannot_have_starts_afresh(damage):
+    values = guided_values()
+    repaired, [problem] = GUIDED.repair({**values, **damage}, SCALE)
+    assert re.search(r"that this cell cannot have: gradient-guided scaling starts afresh at loss scale 1024\.", problem)
+    fresh = GUIDED.to_values(GUIDED.start(SCALE), 0)
+    own = {name: fresh[name] for name in GuidedRule.own_keys()}
+    assert repaired == {**values, **own, "last_overflow_iter": 30}
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["weight", "level", "overflow_rate"])
+def test_a_state_that_is_not_finite_starts_afresh(name, number):
+    values = guided_values()
+    damaged = {**values, name: (number, *values[name][1:]) if name == "overflow_rate" else number}
+    repaired, [problem] = GUIDED.repair(damaged, SCALE)
+    assert GUIDED.repair(repaired, SCALE) == (repaired, [])
+    assert "starts afresh at loss scale 1024" in problem
+
+
+@pytest.mark.parametrize(
+    ("restored", "message"),
+    [
+        ({"cur_iter"}, r"has 30 steps but no state of gradient-guided scaling: .* starts afresh"),
+        ({"cur_iter", "overflow_rate"}, r"has an older form of the state of gradient-guided scaling: .* starts afresh"),
+        ({"cur_iter", "overflow_rate", "counts", "levels"}, None),
+        (set(), None),
+        (None, None),
+    ],
+)
+def test_a_checkpoint_without_all_of_the_guided_state_starts_it_afresh(restored, message):
+    values = guided_values()
+    repaired, problems = GUIDED.repair(values, SCALE, restored)
+    assert [bool(re.search(message, problem)) for problem in problems] == ([True] if message else [])
+    assert (repaired == values) is (message is None)
+
+
+FRESH = {**dict.fromkeys(GOOD, 0), "scale_window": 20, "cur_iter": 1}
+STEP_NAMES = {"cur_iter", "last_overflow_iter"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "restored", "lacks_window"),
+    [
+        ({}, STEP_NAMES, False),
+        ({"cur_iter": 15}, STEP_NAMES, False),
+        ({"cur_iter": 501}, STEP_NAMES, True),
+        ({"cur_iter": 31, "last_overflow_iter": 16}, STEP_NAMES, True),
+        ({"cur_iter": 31, "skipped_steps": 4}, STEP_NAMES, True),
+        ({"cur_iter": 501}, {*STEP_NAMES, "window_index"}, False),
+        ({"cur_iter": 501}, set(), False),
+        ({"cur_iter": 501}, None, False),
+    ],
+)
+def test_steps_without_a_window_start_the_ladder_afresh(changes, restored, lacks_window):
+    values = {**FRESH, **changes}
+    repaired, problems = RULE.repair(values, SCALE, restored)
+    last_step = values["cur_iter"] - 1
+    assert repaired == ({**values, "last_overflow_iter": last_step} if lacks_window else values)
+    assert ["no window" in problem for problem in problems] == [True] * lacks_window
+
+
+WHOLE_NUMBERS = st.integers(-(2**31), 2**31 - 1)
+
+
+@given(
+    state=st.fixed_dictionaries(dict.fromkeys([*GOOD, "hysteresis_budget"], WHOLE_NUMBERS)),
+    bounds=st.tuples(st.integers(1, 50), st.integers(0, 2000)),
+    hysteresis=st.integers(1, 3),
+    overflows=st.lists(st.booleans(), max_size=30),
+)
+def test_whatever_was_restored_the_rule_can_go_on_and_a_second_look_finds_nothing(state, bounds, hysteresis, overflows):
+    smallest, span = bounds
+    rule = AdaptiveRule(max_scale_window=smallest + span, min_scale_window=smallest, hysteresis=hysteresis)
+    if hysteresis == 1:
+        del state["hysteresis_budget"]
+    repaired, _ = rule.repair(state, SCALE)
+    assert rule.repair(repaired, SCALE) == (repaired, [])
+    going_on = rule.from_values(SCALE, repaired)
+    for overflow in overflows:
+        going_on = rule.step(going_on, overflow)
+        assert going_on.scale_window in {1, *window_ladder(smallest + span, smallest)}
+
+
+INTEGERS = dict.fromkeys([name for name in guided_values(0) if name not in ("overflow_rate", "largest_gradient")])
+FLOATS = st.floats(width=32)
+
+
+@given(
+    values=st.fixed_dictionaries(
+        {
+            **dict.fromkeys(INTEGERS, st.one_of(st.integers(-2, 3300), WHOLE_NUMBERS)),
+            **dict.fromkeys(("weight", "low", "level", "largest_gradient"), st.one_of(st.floats(0, 1), FLOATS)),
+            "overflow_rate": st.lists(st.one_of(st.floats(0, 1), FLOATS), min_size=16, max_size=16).map(tuple),
+        }
+    ),
+    events=st.lists(st.sampled_from(["!", None, 1.0]), max_size=5),
+)
+def test_whatever_was_restored_the_guided_rule_can_go_on(values, events):
+    repaired, _ = GUIDED.repair(values, SCALE)
+    assert GUIDED.repair(repaired, SCALE) == (repaired, [])
+    state = GUIDED.from_values(SCALE, repaired)
+    for event in events:
+        state = GUIDED.step(state, event == "!", None if event == "!" else event)
+        assert 1.0 <= state.loss_scale <= 2.0**127
+
+
+# Without hysteresis the budget is not kept, and has no effect.
+@pytest.mark.parametrize("rule", [AdaptiveRule(hysteresis=2), GUIDED])
+def test_values_of_the_cell_and_states_of_the_rule_turn_into_each_other(rule):
+    state = rule.start(2.0**16)
+    for steps in range(1, 80):
+        state = rule.step(state, steps % 9 == 0, 0.25)
+        values = rule.to_values(state, steps)
+        assert values["cur_iter"] == steps + 1
+        assert rule.from_values(state.loss_scale, values) == state
+
+
+@pytest.mark.parametrize("rule", [RULE, GUIDED])
+def test_steps_are_counted_up_to_their_limit(rule):
+    values = rule.to_values(rule.start(2.0**16)._replace(skipped_steps=2**31), 2**31)
+    assert (values["cur_iter"], values["skipped_steps"]) == (STEP_LIMIT, STEP_LIMIT)
+    assert values["last_overflow_iter"] == STEP_LIMIT - 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "restored", "expected", "message"),
+    [
+        (RULE, 1024.0, 1024.0, None),
+        (RULE, 1000.0, 1000.0, None),
+        (AdaptiveRule(max_loss_scale=512.0), 1024.0, 512.0, "is not between 'min_loss_scale' and 'max_loss_scale'"),
+        (AdaptiveRule(min_loss_scale=2048.0), 1024.0, 2048.0, "2048.0 is used"),
+        (GUIDED, 1024.0, 1024.0, None),
+        (GUIDED, 1000.0, 512.0, "1000.0, and this cell needs a power of two: 512.0 is used"),
+        (GuidedRule(max_loss_scale=512.0), 1024.0, 512.0, "is not between 'min_loss_scale' and 'max_loss_scale'"),
+    ],
+)
+def test_a_restored_scale_is_moved_within_the_bounds_with_a_warning(rule, restored, expected, message, recwarn):
+    assert rule.repair_loss_scale(restored, "scale_sense") == expected
+    assert [message in str(warning.message) for warning in recwarn] == ([True] if message else [])
+
+
+@pytest.mark.parametrize("rule", [RULE, GUIDED])
+@pytest.mark.parametrize("restored", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_restored_scale_that_is_no_positive_number_is_refused(rule, restored):
+    with pytest.raises(ValueError, match=r"has 'scale_sense' .*; a loss scale must be finite and above 0. Resume from"):
+        rule.repair_loss_scale(restored, "scale_sense")

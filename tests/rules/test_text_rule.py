@@ -1,0 +1,217 @@
+"""What the text of a rule may be made of, what it takes and returns, and how its lanes keep states."""
+
+import math
+
+import numpy as np
+import pytest
+import refused_texts
+from own_rules import Follow, Weigh
+
+from mindformers_adaptive.rules import Field, TextRule
+from mindformers_adaptive.rules.backend import float32, int32, where
+
+FACTOR = 2.0
+HUGE = 1e30
+
+
+def fixed(loss_scale):
+    """Keep the scale."""
+    return {"loss_scale": loss_scale}
+
+
+def rule_of(text, **others):
+    """A class of rules with a text."""
+    return type("Own", (TextRule,), {"name": "own", "text": staticmethod(text), **others})
+
+
+def start(text, **others):
+    return rule_of(text, **others)().start(2.0**16)
+
+
+BRANCH, LOOP = (
+    r"has a branch. Use where\(condition, a, b\): ",
+    r"has a loop. Keep several values in a field with a shape: ",
+)
+FLAGS = r"combines flags by an operator. Use logical_and, logical_or and logical_not: "
+INEXACT = r"has an operator that devices compute differently. Use products, or a table and count: "
+NUMBER = r"has a number without a dtype. Write int32\(...\) or float32\(...\), or name it in the module: "
+OTHERWISE = r"has something that is no arithmetic, comparison or call of a function by its name: "
+FOREIGN = r"uses what is neither of mindformers_adaptive.rules.backend nor of its own module: "
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("branch", BRANCH + "'if overflow:"),
+        ("inner_branch", BRANCH + "'loss_scale if overflow else loss_scale"),
+        ("calls_helper", BRANCH + "'scale if scale > TWO else TWO'"),
+        ("loop", LOOP + "'for _ in TABLE:"),
+        ("endless_loop", LOOP + "'while loss_scale < TWO:"),
+        ("list_of", LOOP + r"'\[loss_scale for _ in TABLE\]'"),
+        ("flags_with_and", FLAGS + "'overflow and loss_scale > TWO'"),
+        ("flags_with_or", FLAGS + r"'overflow \| \(loss_scale > TWO\)'"),
+        ("flags_with_not", FLAGS + "'not overflow'"),
+        ("flags_with_tilde", FLAGS + "'~overflow'"),
+        ("power", INEXACT + r"'loss_scale \*\* TWO'"),
+        ("remainder", INEXACT + "'loss_scale % TWO'"),
+        ("bare_number", NUMBER + "'2.0'"),
+        ("of_numpy", OTHERWISE + "'np.log2'"),
+        ("inner_function", OTHERWISE + r"'lambda scale: scale \* TWO'"),
+        ("element", OTHERWISE + r"'TABLE\[int32\(0\)\]'"),
+        ("changed_in_place", OTHERWISE + r"'loss_scale \*= TWO'"),
+        ("printing", OTHERWISE + r"'print\(loss_scale\)'"),
+        ("of_python", FOREIGN + "'max'"),
+        ("unknown_name", FOREIGN + "'nothing'"),
+        ("three_at_once", r"compares three values at once. Use logical_and: 'TWO < loss_scale < float32\(8\)'"),
+        ("wrapped", "has a decorator. Leave it out: 'plain'"),
+        ("decorated", "must be a function defined with def, but is <functools._lru_cache_wrapper"),
+        ("by_lambda", "must be a function defined with def, but is <function <lambda>"),
+    ],
+)
+def test_text_that_cannot_be_compiled_for_every_device_is_refused_when_the_class_is_made(name, message):
+    with pytest.raises(ValueError, match=f"The text of the rule 'own' {message}"):
+        rule_of(getattr(refused_texts, name))
+
+
+def test_refusal_names_the_line():
+    line = refused_texts.power.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=rf"in line {line} of"):
+        rule_of(refused_texts.power)
+
+
+def takes_window(loss_scale, window):
+    return {"loss_scale": loss_scale * window}
+
+
+def takes_gradient(loss_scale, gradient_known):
+    return {"loss_scale": where(gradient_known, loss_scale, loss_scale * FACTOR)}
+
+
+def forgets(loss_scale, clean):
+    return {"loss_scale": loss_scale * float32(clean)}
+
+
+def returns_number(loss_scale):
+    return loss_scale * FACTOR
+
+
+def returns_exponent(loss_scale):
+    return {"exponent": loss_scale}
+
+
+def counts_in_float(loss_scale, clean):
+    return {"loss_scale": loss_scale, "clean": float32(clean)}
+
+
+def grows(loss_scale, clean, places):
+    return {"loss_scale": loss_scale, "clean": clean + places}
+
+
+CLEAN = {"fields": (Field("clean"),)}
+
+
+@pytest.mark.parametrize(
+    ("text", "others", "message"),
+    [
+        (
+            takes_window,
+            {},
+            r"takes 'window', which is none of consecutive_overflows, exponent, loss_scale",
+        ),
+        (takes_gradient, {}, r"takes 'gradient_known', .* It needs signals = \('largest_gradient',\)\."),
+        (forgets, CLEAN, r"must return a dict with clean, loss_scale, but returns \['loss_scale'\]\."),
+        (returns_exponent, {}, r"must return a dict with loss_scale, but returns \['exponent'\]\."),
+        (returns_number, {}, r"must return a dict with loss_scale, but returns ndarray\."),
+        (
+            counts_in_float,
+            CLEAN,
+            r"must return 'clean' as int32 of shape \(\), but returns float32 of shape \(\)",
+        ),
+        (
+            grows,
+            {**CLEAN, "constants": {"places": [1, 2, 3]}},
+            r"must return 'clean' as int32 of shape \(\), but returns int32 of shape \(3,\)\. Put",
+        ),
+    ],
+)
+def test_text_that_takes_or_returns_something_else_is_refused_at_the_start(text, others, message):
+    with pytest.raises(ValueError, match=f"The text of the rule 'own' {message}"):
+        start(text, **others)
+
+
+def to_huge(loss_scale, overflow):
+    return {"loss_scale": where(overflow, loss_scale / HUGE, loss_scale * HUGE)}
+
+
+def to_nan(loss_scale):
+    return {"loss_scale": (loss_scale - loss_scale) / (loss_scale - loss_scale)}
+
+
+def test_scale_is_moved_to_the_nearer_bound_and_nan_leaves_it_as_it_is():
+    rule = rule_of(to_huge)(min_loss_scale=4.0, max_loss_scale=2.0**20)
+    state = rule.start(2.0**16)
+    assert rule.step(state, False).loss_scale == 2.0**20
+    assert rule.step(state, True).loss_scale == 4.0
+    assert rule_of(to_nan)().step(start(to_nan), False).loss_scale == 2.0**16
+
+
+def count_skips(exponent, skipped_steps, consecutive_overflows, overflow, min_exponent, max_exponent):
+    moved = where(overflow, min_exponent + skipped_steps, max_exponent - consecutive_overflows)
+    return {"exponent": int32(moved) + exponent - exponent}
+
+
+def test_text_takes_counts_and_bounds():
+    rule = rule_of(count_skips)(min_loss_scale=3.0, max_loss_scale=1000.0)
+    state, exponents = rule.start(2.0**5), []
+    for overflow in (True, True, False, True, False, False):
+        state = rule.step(state, overflow)
+        exponents.append(int(math.log2(state.loss_scale)))
+    assert exponents == [2, 3, 7, 4, 8, 9]
+    assert (state.skipped_steps, state.consecutive_overflows) == (3, 0)
+
+
+def test_state_has_parts_vectors_and_numbers_of_python():
+    state = Weigh(length=2).step(Weigh(length=2).start(8.0), False)
+    assert state == (8.0, (2.0, 1.0), 0, 0)
+    assert [type(value) for value in state] == [float, tuple, int, int]
+    assert Follow().start(8.0)._fields == ("loss_scale", "shown", "skipped_steps", "consecutive_overflows")
+
+
+@pytest.mark.parametrize(("gradient", "shown"), [(1.0, 15), (None, 16), (0.0, 16), (math.inf, 16), (1e-40, 16)])
+def test_a_gradient_counts_where_it_shows_something(gradient, shown):
+    rule = Follow()
+    assert rule.step(rule.start(4.0), False, gradient).shown == shown
+    assert rule.step(rule.start(4.0), True, gradient).shown == 16
+
+
+def test_only_a_rule_that_moves_by_bits_needs_a_power_of_two():
+    assert start(fixed)._replace(loss_scale=1.0) == rule_of(fixed)().start(1.0)
+    assert rule_of(fixed)().start(1000.0).loss_scale == 1000.0
+    with pytest.warns(UserWarning, match=r"must be a power of two here, but got 1000.0: training starts at 512.0"):
+        assert Follow().start(1000.0).loss_scale == 512.0
+    with pytest.raises(ValueError, match=r"There must be a power of two from .* but got 5.0 and 7.0"):
+        Follow(min_loss_scale=5.0, max_loss_scale=7.0)
+
+
+def to_the_top(exponent, clean, max_exponent):
+    return {"exponent": max_exponent, "clean": int32(3)}
+
+
+def test_what_a_text_returns_for_all_lanes_at_once_is_that_of_each():
+    rule = rule_of(to_the_top, **CLEAN)(max_loss_scale=1024.0)
+    lanes = type(rule).lanes([rule] * 3, [rule.start(4.0)] * 3)
+    lanes.step(np.array([False, True, False]), np.full(3, np.nan))
+    assert lanes.states() == [(1024.0, 3, 0, 0), (1024.0, 3, 1, 1), (1024.0, 3, 0, 0)]
+
+
+def test_lanes_of_one_class_may_differ_in_constants():
+    rules = [Weigh(growth=growth) for growth in (1.25, 2.0)]
+    lanes = Weigh.lanes(rules, [rule.start(8.0) for rule in rules])
+    for overflow in (False, False, True, False):
+        lanes.step(np.array([overflow] * 2), np.full(2, np.nan))
+    states = [rule.start(8.0) for rule in rules]
+    for overflow in (False, False, True, False):
+        states = [rule.step(state, overflow) for rule, state in zip(rules, states, strict=True)]
+    assert lanes.states() == states
+    assert states[0].loss_scale != states[1].loss_scale
+    assert lanes.scale_window is None
