@@ -44,13 +44,6 @@ def path(owned, overflows):
         yield owned.update_cell.state_dict()
 
 
-@pytest.mark.parametrize("scale", [65536.0, 3.0, 1000.1])
-def test_inv_scale_is_the_reciprocal_in_float32(scale):
-    cell = stepped(1).update_cell
-    cell.load_state_dict({**cell.state_dict(), "scale": np.array([scale], np.float32)})
-    assert cell.inv_scale == np.float32(1.0 / np.float64(np.float32(scale)))
-
-
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 def test_megatron_goes_on_from_a_state_of_ours(graph_mode, hysteresis):
     ours = stepped(hysteresis, scale_window=4, max_scale_window=4, min_scale_window=4)

@@ -11,7 +11,6 @@ from mindspore.train import Callback, Model
 
 from mindformers_adaptive import (
     AdaptiveLossScaleManager,
-    AdaptiveLossScaler,
     AdaptiveLossScaleUpdateCell,
     build_train_network,
     enable_loss_scale_on_cpu,
@@ -154,9 +153,7 @@ def test_none_as_manager_scales_nothing():
 @pytest.mark.parametrize(
     ("manager", "remedy"),
     [
-        (AdaptiveLossScaleUpdateCell(1024, 2, 20), "Give AdaptiveLossScaleManager"),
         (nn.FixedLossScaleUpdateCell(1024), "Give AdaptiveLossScaleManager"),
-        (AdaptiveLossScaler(1024), "Give AdaptiveLossScaleManager"),
     ],
 )
 def test_what_is_no_manager_is_refused_where_one_is_needed(scaling_on_cpu, manager, remedy):
