@@ -127,7 +127,9 @@ def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
         both = saved.keys() & saved_by_reference.keys() - {"global_batch_size"}
         assert len(both) > 20
         assert {name for name in both if saved[name] != saved_by_reference[name]} == set()
-    assert {expected[step].overflow for step in resumed.steps()} == {True, False}
+    # Two processes overflow at the start only.
+    overflows = {expected[step].overflow for step in (resumed.steps() if processes == 1 else expected)}
+    assert overflows == {True, False}
 
     # The record has all that the rule needs to tell the state.
     assert_one_record_has_every_step_once(output, expected)
