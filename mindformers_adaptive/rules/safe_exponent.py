@@ -15,8 +15,8 @@ __all__ = ["LARGEST_FLOAT16", "SAFE_EXPONENTS", "max_safe_exponent", "safe_expon
 LARGEST_FLOAT16 = 65504.0
 _FRACTION, _EXPONENT = math.frexp(LARGEST_FLOAT16)
 
-# The exponents n for which 65504 * 2**-n is a normal float32 number: what a largest gradient can show.
-SAFE_EXPONENTS = range(-112, 142)
+# What a largest gradient can show: up to -112, 65504 * 2**-n is a normal float32 number, and at -113 it is beyond them.
+SAFE_EXPONENTS = range(-113, 142)
 
 
 def max_safe_exponent(largest_gradient: float | None) -> int | None:
