@@ -63,8 +63,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
         width = 1.2 + 2.6 * (1 - (row + 1) / len(replays))
         line: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": width, "gid": name}
         canvas.draw_steps(upper, steps, result.loss_scale, label=canvas.as_text(name), **line)
-        skipped = np.flatnonzero(result.overflow) + 1
-        skipped = skipped[canvas.one_per_column(skipped)]
+        skipped = canvas.one_per_column(np.flatnonzero(result.overflow) + 1)
         style: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 11, "markeredgewidth": 1.0}
         lower.plot(skipped, np.full(len(skipped), row), color=colour, gid=name, **style)
     names = [f"{canvas.as_text(name)} ({result.measures.skipped:,})" for name, result in replays.items()]

@@ -135,9 +135,8 @@ def _draw_losses(axes: Axes, runs: _Runs, styles: _Styles, alone: bool) -> None:
         if len(loss):
             style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.6, "gid": gid}
             axes.plot(step, loss, label=label, marker=canvas.point_marker(len(loss)), **style)
-        broken = run.step[np.isinf(run.loss)]
-        thinned, colour = broken[canvas.one_per_column(broken)], canvas.WARNING if alone else colour
-        canvas.mark_above(axes, thinned, colour, f"inf or NaN ({len(broken):,})", "broken loss")
+        broken, colour = run.step[np.isinf(run.loss)], canvas.WARNING if alone else colour
+        canvas.mark_above(axes, canvas.one_per_column(broken), colour, f"inf or NaN ({len(broken):,})", "broken loss")
 
 
 def _loss_line(run: RunSeries) -> tuple[Floats, Floats, int]:
@@ -198,7 +197,7 @@ def _mark_skipped(axes: Axes, run: RunSeries, colour: str, label: str, height: f
         axes.plot(step, y, marker="x", markersize=6, markeredgewidth=1.4, zorder=3, **style)
     else:
         # So many crosses would hide the line: a strip shows where they are dense.
-        step = step[canvas.one_per_column(step)]
+        step = canvas.one_per_column(step)
         style.update(marker="|", markersize=9, markeredgewidth=0.6, transform=axes.get_xaxis_transform())
         axes.plot(step, np.full(len(step), height), **style)
 
