@@ -261,7 +261,8 @@ def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[Floats, Floats, Flo
         ([2.0, 5.0], [2.0, 6.0], [900.0, 7.0])
     """
     rows = []
-    for across, values in zip(np.array_split(x, blocks), np.array_split(y, blocks), strict=True):
+    for block in np.array_split(np.column_stack([x, y]), blocks):
+        across, values = block.T
         finite = values[np.isfinite(values)]
         extremes = (finite.min(), np.median(finite), finite.max()) if len(finite) else (math.nan,) * 3
         rows.append(((across[0] + across[-1]) / 2, *extremes))
