@@ -19,10 +19,9 @@ from mindformers_adaptive.rules.base import SIGNALS, STEP_FIELDS, Rule
 from mindformers_adaptive.rules.catalog import RULES
 from mindformers_adaptive.text.install_hint import install_hint
 
-__all__ = ["Checkpoint", "State", "differences_between_ranks", "latest_iteration", "read_checkpoints"]
+__all__ = ["Checkpoint", "State", "one_line", "read_checkpoints"]
 
 COMMON = "common.json"
-TRACKER = "latest_checkpointed_iteration.txt"
 
 _STEP_NAMES = ("step_num", "global_step")
 # MindFormers writes `loss_scale` beside the Parameter itself, which is better.
@@ -95,9 +94,9 @@ class Checkpoint:
             if self.parameters & own:
                 by_mindformers = rule is AdaptiveRule and not self.parameters & set(_NOT_MINDFORMERS)
                 return f"{rule.name} (MindFormers' own cell)" if by_mindformers else rule.name
-        if self._has("cur_iter", "last_overflow_iter"):
+        if any(self.values[name] is not None for name in ("cur_iter", "last_overflow_iter")):
             return "dynamic (no window)"
-        return "loss scale only" if self._has("loss_scale") else "none"
+        return "none" if self.values["loss_scale"] is None else "loss scale only"
 
     @property
     def holds_state(self) -> bool:
@@ -119,9 +118,6 @@ class Checkpoint:
         match = re.fullmatch(r"iteration_(\d+)|(?s:.*)-1_(\d+)\.\w+", self.path.name)
         return int(match[1] or match[2]) if match else None
 
-    def _has(self, *names: str) -> bool:
-        return any(self.values[name] is not None for name in names)
-
 
 def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list[Checkpoint]:
     """Read a checkpoint file, or all checkpoints of a folder.
@@ -142,67 +138,17 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
     state = State(rules)
     root = Path(path).resolve(strict=True)
     if root.is_file():
-        return [_read_file(root, state)]
+        return [_read(root, [root], state)]
     if _is_iteration(root):
         return [_read_iteration(root, state)]
-    checkpoints = [_read_file(file, state) for file in _checkpoint_files(root)]
-    for folder in filter(Path.is_dir, root.iterdir()):
-        if re.fullmatch(r"rank_\d+", folder.name):
-            checkpoints += [_read_file(file, state) for file in _checkpoint_files(folder)]
+    checkpoints = []
+    for folder in (root, *filter(Path.is_dir, root.iterdir())):
+        if folder == root or re.fullmatch(r"rank_\d+", folder.name):
+            files = [file for file in folder.iterdir() if file.suffix in _READERS and file.is_file()]
+            checkpoints += [_read(file, [file], state) for file in files]
         elif _is_iteration(folder):
             checkpoints.append(_read_iteration(folder, state))
     return sorted(checkpoints, key=_age)
-
-
-def latest_iteration(path: str | Path) -> int | None:
-    """Return which iteration MindFormers would resume from.
-
-    Args:
-        path (str): a folder with folders ``iteration_N``.
-
-    Returns:
-        int, or None if the folder has no ``latest_checkpointed_iteration.txt``.
-
-    Raises:
-        ValueError: if ``latest_checkpointed_iteration.txt`` does not hold a number.
-    """
-    file = Path(path) / TRACKER
-    if not file.is_file():
-        return None
-    try:
-        return int(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{TRACKER} cannot be used: {_one_line(error)}") from error
-
-
-def differences_between_ranks(
-    checkpoints: list[Checkpoint],
-) -> list[tuple[Checkpoint, Checkpoint, dict[str, tuple[Any, Any]]]]:
-    """Compare what several ranks saved at the same step.
-
-    Args:
-        checkpoints (list[Checkpoint]): as :func:`read_checkpoints` returns them.
-
-    Returns:
-        list[tuple[Checkpoint, Checkpoint, dict]]: each readable checkpoint of a rank, that of the first rank at the
-        same step, and the values in which they differ, as {field: (value, first rank's value)}; {} where they agree.
-    """
-    first_of: dict[str | int, Checkpoint] = {}
-    compared = []
-    for checkpoint in checkpoints:
-        if checkpoint.rank is None or checkpoint.unreadable:
-            continue
-        name = re.sub(r"rank_\d+", "rank", checkpoint.path.name)
-        first = first_of.setdefault(name if checkpoint.step is None else checkpoint.step, checkpoint)
-        if first.rank != checkpoint.rank:
-            pairs = {name: (checkpoint.values[name], first.values[name]) for name in checkpoint.state.names}
-            # By text, because NaN is not equal to itself.
-            compared.append((checkpoint, first, {k: pair for k, pair in pairs.items() if str(pair[0]) != str(pair[1])}))
-    return compared
-
-
-def _checkpoint_files(folder: Path) -> list[Path]:
-    return [file for file in folder.iterdir() if file.suffix in _READERS and file.is_file()]
 
 
 def _is_iteration(folder: Path) -> bool:
@@ -213,10 +159,6 @@ def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
     numbers_as_numbers = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", checkpoint.path.name)]
     rank = -1 if checkpoint.rank is None else checkpoint.rank
     return checkpoint.step is None, checkpoint.step or 0, numbers_as_numbers, rank
-
-
-def _read_file(file: Path, state: State) -> Checkpoint:
-    return _read(file, [file], state)
 
 
 def _read_iteration(folder: Path, state: State) -> Checkpoint:
@@ -236,7 +178,7 @@ def _read(path: Path, files: Sequence[Path], state: State) -> Checkpoint:
             values, problems = _by_name(content, state)
         except Exception as error:  # for a torn file every library has errors of its own
             name = "" if file == path else f"{file.name} "
-            checkpoint.problems.append(f"{name}cannot be read: {_one_line(error)}")
+            checkpoint.problems.append(f"{name}cannot be read: {one_line(error)}")
             any_is_torn = True
             continue
         checkpoint.problems += problems
@@ -346,7 +288,8 @@ def _last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return the message of an error without line breaks, or the name of its class."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
