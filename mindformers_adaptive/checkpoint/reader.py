@@ -15,7 +15,7 @@ from typing import Any
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME as SIDECAR
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.base import SIGNALS, STEP_FIELDS, Rule
+from mindformers_adaptive.rules.base import SIGNALS, STEP_FIELDS, Field, Rule
 from mindformers_adaptive.rules.catalog import RULES
 from mindformers_adaptive.text.install_hint import install_hint
 
@@ -23,9 +23,12 @@ __all__ = ["Checkpoint", "State", "one_line", "read_checkpoints"]
 
 COMMON = "common.json"
 
-_STEP_NAMES = ("step_num", "global_step")
-# MindFormers writes `loss_scale` beside the Parameter itself, which is better.
-_SCALE_NAMES = ("scale_sense", "loss_scale")
+# What a checkpoint has with any rule.
+_FIELDS = (
+    Field("step_num", parameter="step_num"),
+    Field("global_step", parameter="global_step"),
+    Field("loss_scale", "float32", parameter="scale_sense"),
+)
 # What MindFormers' own adaptive cell has not.
 _NOT_MINDFORMERS = ("skipped_steps", "consecutive_overflows", "hysteresis_budget")
 
@@ -41,16 +44,16 @@ class State:
 
     Attributes:
         rules (tuple[type, ...]): the rules.
-        fields (tuple[Field, ...]): the fields of all rules, each once.
-        names (tuple[str, ...]): the loss scale, and the names by which update cells show their states.
+        fields (tuple[Field, ...]): steps and loss scale, and the fields of all rules, each once.
+        names (tuple[str, ...]): the names by which they are shown.
     """
 
     def __init__(self, rules: Sequence[type[Rule]] = ()) -> None:
         self.rules = (*RULES.values(), *rules)
-        by_parameter = {field.parameter: field for rule in self.rules for field in rule.all_fields()}
-        self.fields = tuple(by_parameter.values())
-        self.names = tuple(dict.fromkeys(["loss_scale", *(key for field in self.fields for key in field.keys)]))
-        self.wanted = by_parameter.keys() | {*_SCALE_NAMES, *_STEP_NAMES}
+        fields = (*_FIELDS, *(field for rule in self.rules for field in rule.all_fields()))
+        self.fields = tuple({field.parameter: field for field in fields}.values())
+        self.names = tuple(dict.fromkeys(key for field in self.fields for key in field.keys))
+        self.wanted = {"loss_scale", *(field.parameter for field in self.fields)}
         self.shapes = {field.parameter: field.shape for field in self.fields}
 
     def has_shape(self, key: str, shape: Sequence[int]) -> bool:
@@ -66,8 +69,8 @@ class Checkpoint:
     Attributes:
         path (Path): the file or folder.
         state (State): what it can hold.
-        values (dict[str, int | float | list[float] | None]): ``step_num``, ``global_step``, and what is in
-            ``state.names``; None where there is no such value.
+        values (dict[str, int | float | list[float] | None]): what is in ``state.names``; None where there is no such
+            value.
         parameters (set[str]): the names of the Parameters that it has.
         problems (list[str]): what could not be read, and what contradicts itself.
         unreadable (bool): whether there is no state, and something could not be read.
@@ -75,13 +78,10 @@ class Checkpoint:
 
     path: Path
     state: State
-    values: _Values = field(init=False)
+    values: _Values
     parameters: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     unreadable: bool = False
-
-    def __post_init__(self) -> None:
-        self.values = dict.fromkeys((*_STEP_NAMES, *self.state.names))
 
     @property
     def kind(self) -> str:
@@ -168,20 +168,19 @@ def _read_iteration(folder: Path, state: State) -> Checkpoint:
 
 
 def _read(path: Path, files: Sequence[Path], state: State) -> Checkpoint:
-    checkpoint = Checkpoint(path, state)
+    checkpoint = Checkpoint(path, state, dict.fromkeys(state.names))
     origin: dict[str, str] = {}
     any_is_torn = False
     for file in files:
         read = _SMALL_FILES.get(file.name) or _READERS.get(file.suffix, _refuse)
         try:
             content = read(file, state)
-            values, problems = _by_name(content, state)
+            values = _by_name(content, state, checkpoint.problems)
         except Exception as error:  # for a torn file every library has errors of its own
             name = "" if file == path else f"{file.name} "
             checkpoint.problems.append(f"{name}cannot be read: {one_line(error)}")
             any_is_torn = True
             continue
-        checkpoint.problems += problems
         checkpoint.parameters |= set(map(_last_part, content))
         for name, value in values.items():
             if name not in origin:
@@ -194,34 +193,30 @@ def _read(path: Path, files: Sequence[Path], state: State) -> Checkpoint:
     return checkpoint
 
 
-def _by_name(content: Mapping[str, Any], state: State) -> tuple[_Values, list[str]]:
-    """Return the values in the content of a file by the names of ``state()``, and what contradicts itself."""
+def _by_name(content: Mapping[str, Any], state: State, problems: list[str]) -> _Values:
+    """Return the values in the content of a file by the names of ``state()``; add what contradicts itself."""
     values: _Values = {}
-    problems: list[str] = []
 
-    def find(names: Sequence[str]) -> Any:
+    def find(name: str) -> Any:
         # A bare name before one with a prefix, which a cell gets as a child of another.
-        places = sorted(
-            (names.index(_last_part(key)), key.count("."), key) for key in content if _last_part(key) in names
-        )
-        for *like, other in places[1:]:
-            if like == list(places[0][:2]) and content[other] != content[places[0][2]]:
-                key = places[0][2]
-                problems.append(f"{key} is {content[key]} but {other} is {content[other]}; {key} is shown")
-        return content[places[0][2]] if places else None
+        keys = sorted((key for key in content if _last_part(key) == name), key=lambda key: (key.count("."), key))
+        for other in keys[1:]:
+            if other.count(".") == keys[0].count(".") and content[other] != content[keys[0]]:
+                problems.append(f"{keys[0]} is {content[keys[0]]} but {other} is {content[other]}; {keys[0]} is shown")
+        return content[keys[0]] if keys else None
 
-    wanted = {**{name: (name,) for name in _STEP_NAMES}, "loss_scale": _SCALE_NAMES}
-    for name, names in wanted.items():
-        if (value := find(names)) is not None:
-            values[name] = float(value) if name == "loss_scale" else int(value)
     for one in state.fields:
-        if (value := find((one.parameter,))) is None:
+        value = find(one.parameter)
+        if value is None and one.name == "loss_scale":
+            # MindFormers writes it beside the Parameter itself, which is better.
+            value = find(one.name)
+        if value is None:
             continue
         if one.shape:
             values |= zip(one.parts, value, strict=True) if one.parts else {one.name: value}
         else:
             values[one.name] = float(value) if one.dtype == "float32" else int(value)
-    return values, problems
+    return values
 
 
 def _read_safetensors(file: Path, state: State) -> _Values:
