@@ -20,11 +20,8 @@ _LARGEST_COUNT = 2**31 - 1
 
 def find_train_step(*networks):
     """Return the first cell in the networks that scales its loss by a Parameter, or None."""
-    for network in filter(None, networks):
-        for _, cell in network.cells_and_names():
-            if isinstance(getattr(cell, "scale_sense", None), Parameter):
-                return cell
-    return None
+    cells = (cell for network in filter(None, networks) for _, cell in network.cells_and_names())
+    return next((cell for cell in cells if isinstance(getattr(cell, "scale_sense", None), Parameter)), None)
 
 
 def last_step_before(params, update_cell, last_step):

@@ -16,7 +16,6 @@ from mindformers_adaptive.cli import train
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.integration.checks import value_at
 from mindformers_adaptive.integration.launcher import load_config, set_key
-from mindformers_adaptive.integration.workarounds import apply_workarounds
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
@@ -205,11 +204,6 @@ def small_config():
     return MindFormerConfig(seed=0, empty=None, section={"off": False}, places=[{"type": "first"}, "second"])
 
 
-def test_a_way_that_leads_nowhere_is_refused_on_the_command_line():
-    with pytest.raises(ValueError, match=r"'callbacks\.9\.type' leads to nothing .* no '9' in"):
-        load("--options", "callbacks.9.type=LossMonitor")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -240,13 +234,6 @@ def test_a_wrong_command_line_is_explained(arguments, message, tmp_path, monkeyp
 def test_a_wrong_run_mode_is_refused(arguments):
     with pytest.raises(ValueError, match=r"'run_mode' must be one of train, .* predict, but got 'trian'.*--run-mode"):
         load(*arguments)
-
-
-def test_sink_mode_on_cpu_warns_and_is_turned_off():
-    config = load("--sink-mode", "true")
-    with pytest.warns(UserWarning, match=r"'runner_config\.sink_mode' must be False on CPU"):
-        apply_workarounds(config)
-    assert config.runner_config.sink_mode is False
 
 
 def test_loading_registers_the_plugin():

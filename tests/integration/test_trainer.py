@@ -138,6 +138,7 @@ def test_exactly_the_given_cell_is_trained_with_its_own_optimizer_and_clipping()
     )
     with pytest.warns(UserWarning, match="'runner_config.sink_mode' must be False on CPU"):
         trainer.train()
+    assert trainer.config.runner_config.sink_mode is False
     assert [entry["step"] for entry in read_record("record.jsonl")] == [1, 2]
     assert seen.cells == [train_step] * 3
     for before, after in zip(seen.weights, seen.weights[1:], strict=False):
