@@ -129,15 +129,9 @@ def _guessed_path(interval: Interval, after: float, factor: float, notes: list[s
     low, high = (before / factor, before) if count else (before, before * factor)
     jumps = steps == 1 and not math.isnan(before) and not low * (1 - _NEAR) <= after <= high * (1 + _NEAR)
     if jumps or (math.isnan(before) and not math.isnan(after)):
-        if jumps:
-            why = f"the scale {after:g} does not follow from {before:g} on the line before; the scale used in this step "
-            why += "is inferred."
-        elif steps == 1:
-            why = f"the scale used in step {entry.step} is inferred from the one after it."
-        else:
-            why = f"the scales used in steps {entry.step - steps + 1} to {entry.step} are inferred from the one after "
-            why += "them."
-        notes.append(f"{entry.where}: {why}")
+        why = f"the scale {after:g} does not follow from {before:g} on the line before; " if jumps else ""
+        which = f"step {entry.step}" if steps == 1 else f"steps {entry.step - steps + 1} to {entry.step}"
+        notes.append(f"{entry.where}: {why}the scale used in {which} is inferred from the one after.")
         if steps > 1 and interval.fewest != interval.most:
             at_last = after * factor if last_overflowed else after
             return overflow, [_NAN] * (steps - 1) + [at_last if entry.overflow is not None else _NAN]
