@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,35 +13,29 @@ __all__ = ["FLOAT32", "FLOAT32_FLOAT64_FACTORS", "FLOAT32_FLUSHED_FLOAT64_FACTOR
 __all__ += ["DynamicRule", "DynamicState"]
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """How a system computes: the type of its scale, that of its factors, and whether subnormal scales become 0.
+class Arithmetic(NamedTuple):
+    """How a system computes: functions that round to the type of its scale, and to that of its factors.
 
     Products and quotients of float32 numbers, computed in float64 and then rounded, are those of float32 arithmetic.
+    Beyond the largest number of its type a scale is inf.
     """
 
-    float32_scale: bool
-    float32_factors: bool
-    flushes_subnormals: bool = False
+    scale: Callable[[float], float]
+    factor: Callable[[float], float]
 
-    def scale(self, value: float) -> float:
-        """Round to the type of the scale; beyond its largest number that is inf."""
-        rounded = to_float32(value) if self.float32_scale else value
-        if self.flushes_subnormals and rounded < SMALLEST_FLOAT32:
-            return 0.0
-        return rounded
 
-    def factor(self, value: float) -> float:
-        """Round to the type of the factors."""
-        return to_float32(value) if self.float32_factors else value
+def _flushed_float32(value: float) -> float:
+    """Round to float32 without subnormal numbers."""
+    rounded = to_float32(value)
+    return 0.0 if rounded < SMALLEST_FLOAT32 else rounded
 
 
 # Tensors of the scale and of the factors; a float32 tensor and C++ doubles; the same in a CUDA kernel that is compiled
 # for fast mathematics; Python numbers.
-FLOAT32 = Arithmetic(float32_scale=True, float32_factors=True)
-FLOAT32_FLOAT64_FACTORS = Arithmetic(float32_scale=True, float32_factors=False)
-FLOAT32_FLUSHED_FLOAT64_FACTORS = Arithmetic(float32_scale=True, float32_factors=False, flushes_subnormals=True)
-FLOAT64 = Arithmetic(float32_scale=False, float32_factors=False)
+FLOAT32 = Arithmetic(to_float32, to_float32)
+FLOAT32_FLOAT64_FACTORS = Arithmetic(to_float32, float)
+FLOAT32_FLUSHED_FLOAT64_FACTORS = Arithmetic(_flushed_float32, float)
+FLOAT64 = Arithmetic(float, float)
 
 
 class DynamicState(NamedTuple):
@@ -90,8 +85,8 @@ class DynamicRule:
         floor (float): the smallest scale of a drop.
         cap (float): the largest scale of a raise.
         stays_finite (bool): whether a raise that would leave the finite float32 numbers is left out.
-        first_clean_step_counts (bool): whether the first clean step after the start or an overflow is one of the
-            ``scale_window``.
+        clean_steps_before (int): the count of clean steps at the start and after an overflow; -1 where the first one
+            is none of the ``scale_window``.
         tolerance (int): the overflow of this number drops the scale; 1, every overflow.
         clean_step_forgives (bool): whether a clean step sets the count of overflows back to 0.
         drop_forgives (bool): whether a drop sets it back to 0; otherwise every further overflow drops too.
@@ -111,7 +106,7 @@ class DynamicRule:
     floor: float = 0.0
     cap: float = math.inf
     stays_finite: bool = False
-    first_clean_step_counts: bool = True
+    clean_steps_before: int = 0
     tolerance: int = 1
     clean_step_forgives: bool = False
     drop_forgives: bool = False
@@ -125,9 +120,8 @@ class DynamicRule:
         self, loss_scale: float, scale_window: int, clean_steps: int | None = None, overflows: int = 0
     ) -> DynamicState:
         """Return the state before the first step."""
-        if clean_steps is None:
-            clean_steps = self._clean_steps_after_overflow
-        return DynamicState(min(self.arithmetic.scale(loss_scale), self.cap), scale_window, clean_steps, overflows)
+        before = self.clean_steps_before if clean_steps is None else clean_steps
+        return DynamicState(min(self.arithmetic.scale(loss_scale), self.cap), scale_window, before, overflows)
 
     def step(self, state: DynamicState, overflow: bool, largest_gradient: float | None = None) -> DynamicState:
         """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
@@ -138,7 +132,8 @@ class DynamicRule:
     def _after_overflow(self, state: DynamicState) -> DynamicState:
         loss_scale, window, _, overflows, steps, stopped = state
         overflows += 1
-        if self._tolerates(overflows, steps):
+        share = self.tolerated_share
+        if overflows < self.tolerance if share is None else overflows / steps < share:
             dropped = loss_scale
         else:
             dropped = self._drop(loss_scale)
@@ -149,7 +144,7 @@ class DynamicRule:
         dropped = loss_scale if dropped < self.keeps_below else dropped
         if self.stops_at_or_below is not None and dropped <= self.stops_at_or_below:
             dropped, stopped = loss_scale, True
-        return DynamicState(dropped, window, self._clean_steps_after_overflow, overflows, steps, stopped)
+        return DynamicState(dropped, window, self.clean_steps_before, overflows, steps, stopped)
 
     def _after_clean(self, state: DynamicState) -> DynamicState:
         loss_scale, window, clean_steps, overflows, steps, stopped = state
@@ -166,11 +161,6 @@ class DynamicRule:
                 clean_steps = 0
         return DynamicState(loss_scale, window, clean_steps, overflows, steps, stopped)
 
-    def _tolerates(self, overflows: int, steps: int) -> bool:
-        if self.tolerated_share is None:
-            return overflows < self.tolerance
-        return overflows / steps < self.tolerated_share
-
     def _drop(self, loss_scale: float) -> float:
         numbers = self.arithmetic
         if self.backoff_factor is not None:
@@ -180,7 +170,3 @@ class DynamicRule:
         else:
             dropped = loss_scale / numbers.factor(self.growth_factor)
         return max(numbers.scale(dropped), numbers.scale(self.floor))
-
-    @property
-    def _clean_steps_after_overflow(self) -> int:
-        return 0 if self.first_clean_step_counts else -1

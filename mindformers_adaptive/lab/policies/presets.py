@@ -84,7 +84,7 @@ def _deepspeed_optimizer(name: str, scale: Parameter, floor: Parameter) -> Prese
     return Preset(
         f"DeepSpeed runtime.fp16.{name} without dynamic_loss_args; its scale_factor is fixed at 2",
         {"init_scale": scale, "scale_factor": _factor, "scale_window": _window(1000), "min_scale": floor},
-        {"arithmetic": FLOAT64, "first_clean_step_counts": False},
+        {"arithmetic": FLOAT64, "clean_steps_before": -1},
     )
 
 
