@@ -115,13 +115,11 @@ def _format_of_line(text: str, formats: Sequence[str]) -> str:
 
 
 def _find_format(paths: tuple[Path, ...]) -> str:
-    *_, last = FORMATS
     lines, found = LogLines(paths), ""
     for text in lines:
-        name = _format_of_line(text, FORMATS)
-        if name not in ("", last):
-            return name
-        found = found or name
+        found = _format_of_line(text, FORMATS) or found
+        if found not in ("", FORMATS[-1]):
+            break
     if not found:
         raise ValueError(_nothing_found(paths, _READERS.values(), lines))
     return found

@@ -48,13 +48,12 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
     intervals = intervals_of(entries, factor, factor_bound, first_scale, notes)
     if rule is not None and not rule.moves_by_one_factor:
         # What the scale does tells nothing of skipped steps: only flags count.
-        factor_bound, intervals = math.inf, list(map(_by_flag, intervals))
+        factor_bound, intervals, rule = math.inf, list(map(_by_flag, intervals)), None
     counts = np.array([interval.steps for interval in intervals])
     ends = np.cumsum(counts)
-    if rule is not None and rule.moves_by_one_factor:
+    bounds = np.cumsum([(interval.fewest, interval.most) for interval in intervals], axis=0)
+    if rule is not None:
         bounds = np.array(bounds_by_rule(rule, intervals, notes))
-    else:
-        bounds = np.cumsum([(interval.fewest, interval.most) for interval in intervals], axis=0)
     overflow: list[bool] = []
     loss_scale: list[float] = []
     position_known: list[bool] = []
@@ -127,14 +126,13 @@ def _guessed_path(interval: Interval, after: float, factor: float, notes: list[s
         return overflow, [entry.loss_scale] * steps
     if entry.overflows:
         return overflow, _listed_scales(interval, after, factor, notes)
-    if steps == 1:
-        return overflow, [_scale_used(entry, before, bool(count), factor, notes)]
-    if math.isnan(before):
-        notes.append(
-            f"{entry.where}: the scales used in steps {entry.step - steps + 1} to {entry.step} are inferred from the "
-            "one after them."
-        )
-        if interval.fewest != interval.most:
+    low, high = (before / factor, before) if count else (before, before * factor)
+    jumps = steps == 1 and not math.isnan(before) and not low * (1 - _NEAR) <= after <= high * (1 + _NEAR)
+    if jumps or (math.isnan(before) and not math.isnan(after)):
+        why = f"the scale {after:g} does not follow from {before:g} on the line before; " if jumps else ""
+        which = f"step {entry.step}" if steps == 1 else f"steps {entry.step - steps + 1} to {entry.step}"
+        notes.append(f"{entry.where}: {why}the scale used in {which} is inferred from the one after.")
+        if steps > 1 and interval.fewest != interval.most:
             at_last = after * factor if last_overflowed else after
             return overflow, [_NAN] * (steps - 1) + [at_last if entry.overflow is not None else _NAN]
         highest = max(_LARGEST_START, after)
@@ -169,21 +167,3 @@ def _listed_scales(interval: Interval, after: float, factor: float, notes: list[
         )
     falling = [entry.overflows[-1].next_loss_scale / factor**place for place in range(unlisted)]
     return [*listed, *falling, *[after] * (interval.steps - count)]
-
-
-def _scale_used(entry: LogEntry, before: float, overflow: bool, factor: float, notes: list[str]) -> float:
-    """The scale of a single step."""
-    after = entry.next_loss_scale
-    if math.isnan(after):
-        return before
-    if not math.isnan(before):
-        low, high = (before / factor, before) if overflow else (before, before * factor)
-        if low * (1 - _NEAR) <= after <= high * (1 + _NEAR):
-            return before
-        notes.append(
-            f"{entry.where}: the scale {after:g} does not follow from {before:g} on the line before; the scale used in "
-            "this step is inferred."
-        )
-    else:
-        notes.append(f"{entry.where}: the scale used in step {entry.step} is inferred from the one after it.")
-    return min(after * factor, max(_LARGEST_START, after)) if overflow else after

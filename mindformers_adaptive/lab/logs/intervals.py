@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mindformers_adaptive.lab.logs.reader import LONGEST_INTERVAL, LogEntry
 from mindformers_adaptive.lab.policies import Policy
 
@@ -138,17 +140,13 @@ def intervals_of(
             )
             before = math.nan
         overflowed, clean = entry.overflow is True, entry.overflow is False
-        drops, raises = (_drops(*scales, factor_bound) for scales in ((before, after), (after, before)))
-        if steps == 1 and entry.overflow is not None:
-            fewest = most = guess = int(entry.overflow)
-        else:
-            at_most = steps - clean
-            fewest = min(max(skips or 0, drops, overflowed), at_most)
-            guess = min(max(skips or 0, _drops(before, after, factor), overflowed), at_most)
-            is_exact = skips is not None and not wrong and skips == fewest
-            most = fewest if is_exact else steps - max(raises, clean)
-            guess = min(max(guess, fewest), max(most, fewest))
-        intervals.append(Interval(entry, steps, before, fewest, max(most, fewest), guess))
+        fewest, guess = (
+            min(max(skips or 0, _drops(before, after, one), overflowed), steps - clean)
+            for one in (factor_bound, factor)
+        )
+        is_exact = skips == fewest and not wrong
+        most = fewest if is_exact else max(steps - max(_drops(after, before, factor_bound), clean), fewest)
+        intervals.append(Interval(entry, steps, before, fewest, most, min(max(guess, fewest), most)))
     return intervals
 
 
@@ -175,11 +173,9 @@ def _drops(before: float, after: float, factor: float) -> int:
 
 def _usual_stride(entries: Sequence[LogEntry]) -> int:
     """The commonest number of steps from one line to the next, the smaller of two as common."""
-    strides = Counter(later.step - earlier.step for earlier, later in pairwise(entries))
-    strides = Counter({stride: count for stride, count in strides.items() if stride <= LONGEST_INTERVAL})
-    if not strides:
-        return max(1, min(entries[0].skips or 1, LONGEST_INTERVAL))
-    return min(strides, key=lambda stride: (-strides[stride], stride))
+    apart = np.diff([entry.step for entry in entries])
+    strides, counts = np.unique(apart[apart <= LONGEST_INTERVAL], return_counts=True)
+    return int(strides[np.argmax(counts)]) if len(strides) else max(1, min(entries[0].skips or 1, LONGEST_INTERVAL))
 
 
 def bounds_by_rule(policy: Policy, intervals: Sequence[Interval], notes: list[str]) -> list[tuple[int, int]]:

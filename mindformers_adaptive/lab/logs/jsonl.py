@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 
 from mindformers_adaptive.lab.logs.reader import LARGEST_STEP, LogEntry, LogLines, Reader, parse_number
 
@@ -22,23 +23,19 @@ class JsonlReader(Reader):
     name = "jsonl"
     looked_for = 'JSON objects, one a line, with "step", "overflow" and "loss_scale"'
 
-    @staticmethod
-    def is_step_line(text: str) -> bool:
-        return _entry_of(_json_object(text), "") is not None
+    @classmethod
+    def parse(cls, text: str, where: str, complete: bool) -> Iterator[LogEntry | str]:
+        if '"step"' in text or '"missing_steps"' in text:
+            yield _entry_of(_json_object(text), where) or (
+                "looks like a step's record, but is no JSON object with step, overflow and loss_scale"
+            )
 
     def take(self, text: str, lines: LogLines) -> bool:
-        if '"step"' not in text and '"missing_steps"' not in text:
-            return False
-        record = _json_object(text)
-        if "missing_steps" in record:
-            span = f"{record.get('first_step', '?')} to {record.get('last_step', '?')}"
-            self.notes.append(f"{lines.where}: {record['missing_steps']} step(s) were not recorded ({span}).")
-            return True
-        entry = _entry_of(record, lines.where)
-        if entry is None:
-            lines.problem("looks like a step's record, but is no JSON object with step, overflow and loss_scale")
-            return False
-        self.add(entry)
+        record = _json_object(text) if '"missing_steps"' in text else {}
+        if "missing_steps" not in record:
+            return super().take(text, lines)
+        span = f"{record.get('first_step', '?')} to {record.get('last_step', '?')}"
+        self.notes.append(f"{lines.where}: {record['missing_steps']} step(s) were not recorded ({span}).")
         return True
 
 
@@ -67,10 +64,10 @@ def _entry_of(record: dict[str, object], where: str) -> LogEntry | None:
         loss_scale=loss_scale,
         overflow=overflow if isinstance(overflow, bool) else None,
         steps=1,
+        overflowed_parameters=tuple(map(str, names)) if isinstance(names, list) else None,
+        dropped_by_norm=record.get("dropped_by_norm") is True,
         loss=parse_number(record.get("loss")),
         seconds=parse_number(record.get("seconds")),
         largest_gradient=parse_number(record.get("largest_gradient")),
-        overflowed_parameters=tuple(map(str, names)) if isinstance(names, list) else None,
-        dropped_by_norm=record.get("dropped_by_norm") is True,
         scale_window=parse_number(record.get("scale_window")),
     )

@@ -7,13 +7,14 @@ the number of skipped ones.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from mindformers_adaptive.lab.logs.reader import (
     LARGEST_STEP,
     LONGEST_INTERVAL,
     LogEntry,
-    LogLines,
     Overflow,
     Reader,
     parse_number,
@@ -29,7 +30,7 @@ _ATTEMPT = re.compile(
 )
 _RANK = re.compile(r"\brank (\d+)", re.IGNORECASE)
 _SOURCE = re.compile(r"\[(\w+)\.py:\d+")
-_PROGRESS = re.compile(r"(?<!\w)step=(\d+), skipped=(\d+)(?=,|\s|$)")
+_PROGRESS = re.compile(r"(?<!\w)step=(\d{1,16}), skipped=(\d{1,16})(?=,|\s|$)")
 
 _ITERATION = re.compile(r"iteration\s+(\d{1,16})/\s*\d+\s*\|")
 _LOSS_SCALE = re.compile(r"loss scale:?\s*([-+.\w]+)\s*\|")
@@ -49,7 +50,7 @@ class _OverflowReader(Reader):
     this source file.
 
     Attributes:
-        overflows (list[Overflow]): the skipped steps since the last entry.
+        overflows (list[Overflow]): the skipped steps since the last entry, by the last line on each.
     """
 
     def __init__(self) -> None:
@@ -57,30 +58,35 @@ class _OverflowReader(Reader):
         self.overflows: list[Overflow] = []
         self._printed_by: set[tuple[str, str]] = set()
 
-    def add(self, entry: LogEntry) -> bool:
-        """Take an entry, with the skipped steps before it."""
-        is_new = super().add(entry._replace(overflows=tuple(self.overflows)))
-        if is_new:
-            self.overflows, self._printed_by = [], set()
-        return is_new
+    @staticmethod
+    @abstractmethod
+    def parse_step(text: str, where: str, complete: bool) -> Iterable[LogEntry | str]:
+        """Return what a line without a readable overflow says, as :meth:`parse` does."""
 
-    def take_overflow(self, text: str, lines: LogLines) -> bool:
-        """Take a line, if it is one about an overflow."""
-        if "Attempted loss" not in text:
-            return False
-        overflow = _parse_attempt(text, lines.complete)
-        if overflow is None:
-            lines.problem("looks like a line about an overflow, but its loss scales cannot be read")
-            return False
-        source, rank = _SOURCE.findall(text), _RANK.findall(text)
-        printer = (source[-1] if source else "", rank[-1] if rank else "")
-        if self.overflows and overflow == self.overflows[-1] and printer not in self._printed_by:
-            self.merged += 1
-        else:
-            self.overflows.append(overflow)
+    @classmethod
+    def parse(cls, text: str, where: str, complete: bool) -> Iterator[LogEntry | Overflow | str]:
+        overflow = _parse_overflow(text, where, complete) if "Attempted loss" in text else None
+        if overflow is not None:
+            yield overflow
+        if not isinstance(overflow, Overflow):
+            yield from cls.parse_step(text, where, complete)
+
+    def add(self, entry: LogEntry | Overflow) -> bool:
+        """Take an entry, with the skipped steps before it, or a line about one of these."""
+        if isinstance(entry, LogEntry):
+            is_new = super().add(entry._replace(overflows=tuple(self.overflows)))
+            if is_new:
+                self.overflows, self._printed_by = [], set()
+            return is_new
+        is_new = not self.overflows or entry[:2] != self.overflows[-1][:2] or entry.printer in self._printed_by
+        if is_new:
+            self.overflows.append(entry)
             self._printed_by = set()
-        self._printed_by.add(printer)
-        return True
+        else:
+            self.overflows[-1] = entry
+            self.merged += 1
+        self._printed_by.add(entry.printer)
+        return is_new
 
 
 class MegatronReader(_OverflowReader):
@@ -95,21 +101,13 @@ class MegatronReader(_OverflowReader):
     printed_with = ("deepspeed",)
 
     @staticmethod
-    def is_step_line(text: str) -> bool:
-        return any(_parse_iteration(part, "", True) for part in _iterations(text))
-
-    def take(self, text: str, lines: LogLines) -> bool:
-        if self.take_overflow(text, lines):
-            return True
-        used = False
-        for part in _iterations(text):
-            entry = _parse_iteration(part, lines.where, lines.complete)
-            if entry is None:
-                lines.problem("looks like an iteration's line, but its loss scale or skipped iterations cannot be read")
-            else:
-                used = True
-                self.add(entry)
-        return used
+    def parse_step(text: str, where: str, complete: bool) -> Iterator[LogEntry | str]:
+        # Two lines that were written into each other speak of an iteration each.
+        starts = [match.start() for match in _ITERATION.finditer(text)]
+        for start, end in pairwise([*starts, len(text)]):
+            yield _parse_iteration(text if len(starts) == 1 else text[start:end], where, complete) or (
+                "looks like an iteration's line, but its loss scale or skipped iterations cannot be read"
+            )
 
     def finish(self) -> list[LogEntry]:
         if self.overflows:
@@ -130,35 +128,25 @@ class DeepSpeedReader(_OverflowReader):
     name = "deepspeed"
     looked_for = '"... Attempted loss scale: A, reducing to B" and "step=N, skipped=M"'
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._last_where = ""
-
     @staticmethod
-    def is_step_line(text: str) -> bool:
-        return _parse_attempt(text, True) is not None or _parse_progress(text, True) is not None
+    def parse_step(text: str, where: str, complete: bool) -> Iterator[LogEntry | str]:
+        if "skipped=" in text and "step=" in text:
+            yield _parse_progress(text, where, complete) or (
+                "looks like a line with the number of skipped steps, but cannot be read"
+            )
 
-    def take(self, text: str, lines: LogLines) -> bool:
-        if self.take_overflow(text, lines):
-            self._last_where = lines.where
-            return True
-        progress = _parse_progress(text, lines.complete)
-        if progress is None:
-            if "skipped=" in text and "step=" in text:
-                lines.problem("looks like a line with the number of skipped steps, but cannot be read")
-            return False
-        step, skipped = progress
-        self.add(LogEntry(step, lines.where, skips=skipped))
-        return True
+    @classmethod
+    def is_step_line(cls, text: str) -> bool:
+        return any(not isinstance(said, str) for said in cls.parse(text, "", True))
 
     def finish(self) -> list[LogEntry]:
         entries = _skips_since_the_line_before(self.entries)
-        count = len(self.overflows)
-        if count:
+        if count := len(self.overflows):
             step, left = count + (entries[-1].step if entries else 0), tuple(self.overflows)
-            entries.append(LogEntry(step, self._last_where, skips=count, overflows=left, steps=count, placed=False))
+            where = left[-1].where
+            entries.append(LogEntry(step, where, skips=count, overflows=left, steps=count, placed=False))
             self.notes.append(
-                f"{self._last_where}: {count} overflow(s) up to here follow no line that names a step; they are "
+                f"{where}: {count} overflow(s) up to here follow no line that names a step; they are "
                 "counted as steps that follow each other, and applied steps between them are not in the log."
             )
         super().finish()
@@ -167,46 +155,39 @@ class DeepSpeedReader(_OverflowReader):
 
 def _skips_since_the_line_before(entries: list[LogEntry]) -> list[LogEntry]:
     """Turn the skips since the start of the run into those since the line before."""
-    result: list[LogEntry] = []
     strides = [later.step - earlier.step for earlier, later in pairwise(entries)]
-    for place, entry in enumerate(entries):
-        if place == 0 and entry.step <= min(strides, default=LONGEST_INTERVAL):
-            steps, skips = entry.step, entry.skips
-        elif place == 0 or entry.after_restart:
-            steps, skips = None, None
+    start = LogEntry(0, "the start", skips=0)
+    result = []
+    for earlier, entry in pairwise([start, *entries]):
+        steps, skips = entry.step - earlier.step, (entry.skips or 0) - (earlier.skips or 0)
+        is_far = steps > min(strides, default=LONGEST_INTERVAL)
+        if is_far if earlier is start else entry.after_restart:
+            result.append(entry._replace(skips=None))
         else:
-            earlier = entries[place - 1]
-            steps, skips = entry.step - earlier.step, (entry.skips or 0) - (earlier.skips or 0)
-            if not 0 <= skips <= steps:
-                skips = None
-        result.append(entry._replace(steps=steps or None, skips=skips))
+            result.append(entry._replace(steps=steps or None, skips=skips if 0 <= skips <= steps else None))
     return result
 
 
-def _parse_attempt(text: str, complete: bool) -> Overflow | None:
-    match = _ATTEMPT.search(text) if "Attempted loss" in text else None
-    # The number at the end of a cut line may have lost digits.
-    if match is None or (not complete and match.end() == len(text)):
-        return None
-    scale = parse_scale(match[1])
-    reduced = scale if match[2] is None else parse_scale(match[2])
+def _parse_overflow(text: str, where: str, complete: bool) -> Overflow | str:
+    match = _ATTEMPT.search(text)
+    scale = None if match is None or _is_cut(match, complete) else parse_scale(match[1])
+    reduced = scale if match is None or match[2] is None else parse_scale(match[2])
     if scale is None or reduced is None or reduced > scale:
-        return None
-    return Overflow(scale, reduced)
+        return "looks like a line about an overflow, but its loss scales cannot be read"
+    source, rank = ((found.findall(text) or [""])[-1] for found in (_SOURCE, _RANK))
+    return Overflow(scale, reduced, where, (source, rank))
 
 
-def _parse_progress(text: str, complete: bool) -> tuple[int, int] | None:
-    match = _PROGRESS.search(text) if "skipped=" in text else None
-    if match is None or len(match[1]) > 16 or len(match[2]) > 16 or (not complete and match.end() == len(text)):
+def _parse_progress(text: str, where: str, complete: bool) -> LogEntry | None:
+    match = _PROGRESS.search(text)
+    if match is None or _is_cut(match, complete):
         return None
     step, skipped = int(match[1]), int(match[2])
-    return (step, skipped) if skipped <= step <= LARGEST_STEP else None
+    return LogEntry(step, where, skips=skipped) if skipped <= step <= LARGEST_STEP else None
 
 
-def _iterations(text: str) -> list[str]:
-    """The parts of a line that speak of an iteration each: two lines that were written into each other have two."""
-    starts = [match.start() for match in _ITERATION.finditer(text)]
-    return [text] if len(starts) == 1 else [text[start:end] for start, end in pairwise([*starts, len(text)])]
+def _is_cut(match: re.Match[str], complete: bool) -> bool:
+    return not complete and match.end() == len(match.string)
 
 
 def _parse_iteration(text: str, where: str, complete: bool) -> LogEntry | None:

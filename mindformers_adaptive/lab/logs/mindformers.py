@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from mindformers_adaptive.lab.logs.reader import LARGEST_STEP, LogEntry, LogLine
 __all__ = ["MindFormersReader"]
 
 _STEP = re.compile(
-    r"Epoch:\[\s*(\d{1,9})/\s*\d+\],\s*step:\[\s*(\d{1,16})/\s*(\d{1,16})\],\s*loss:\s*\[?\s*([-+.\w]+)"
+    r"^\s*(\d{1,9})/\s*\d+\],\s*step:\[\s*(\d{1,16})/\s*(\d{1,16})\],\s*loss:\s*\[?\s*([-+.\w]+)"
     r".*?time:\s*([\d.]+)\s*ms,"
     r"(?:.*?overflow cond:\s*\[?\s*(True|False)\s*\]?,)?"
     r".*?loss_scale:\s*\[?\s*([-+.\w]+)\s*\]?(?=,|\s*$)"
@@ -40,25 +41,21 @@ class MindFormersReader(Reader):
         super().__init__()
         self._without_scale = 0
 
-    @staticmethod
-    def is_step_line(text: str) -> bool:
+    @classmethod
+    def parse(cls, text: str, where: str, complete: bool) -> Iterator[LogEntry | str]:
         if "step:[" not in text:
-            return False
-        return any(_parse(part, "", True) for part in _parts(text)) or _WITHOUT_SCALE.search(text) is not None
+            return
+        # Two lines that were written into each other start twice.
+        for part in text.split(_START)[1:] or [text]:
+            entry = _parse(part, where, complete) if _START in text else _parse_without_scale(part, where)
+            if entry is not None:
+                yield entry
+            elif not _OTHER_MONITOR.search(part):
+                yield "looks like a step's line, but its step, overflow or loss scale cannot be read"
 
     def take(self, text: str, lines: LogLines) -> bool:
-        if "step:[" not in text:
-            return False
-        if _START not in text:
-            return self._take_without_scale(text, lines)
-        used = False
-        for part in _parts(text):
-            entry = _parse(part, lines.where, lines.complete)
-            if entry is not None:
-                self.add(entry)
-                used = True
-            else:
-                _report_unreadable(part, lines)
+        used = super().take(text, lines)
+        self._without_scale += used and _START not in text
         return used
 
     def finish(self) -> list[LogEntry]:
@@ -69,24 +66,12 @@ class MindFormersReader(Reader):
             )
         return super().finish()
 
-    def _take_without_scale(self, text: str, lines: LogLines) -> bool:
-        match = _WITHOUT_SCALE.search(text)
-        if match is None or int(match[1]) > LARGEST_STEP:
-            _report_unreadable(text, lines)
-            return False
-        self._without_scale += 1
-        self.add(LogEntry(int(match[1]), lines.where, loss=parse_number(match[2])))
-        return True
 
-
-def _report_unreadable(text: str, lines: LogLines) -> None:
-    if not _OTHER_MONITOR.search(text):
-        lines.problem("looks like a step's line, but its step, overflow or loss scale cannot be read")
-
-
-def _parts(text: str) -> list[str]:
-    """Two lines that were written into each other start twice."""
-    return [_START + part for part in text.split(_START)[1:]]
+def _parse_without_scale(text: str, where: str) -> LogEntry | None:
+    match = _WITHOUT_SCALE.search(text)
+    if match is None or int(match[1]) > LARGEST_STEP:
+        return None
+    return LogEntry(int(match[1]), where, loss=parse_number(match[2]))
 
 
 def _parse(text: str, where: str, complete: bool) -> LogEntry | None:

@@ -7,9 +7,9 @@ import io
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 __all__ = ["LARGEST_STEP", "LONGEST_INTERVAL", "LogEntry", "LogLines", "Overflow", "Reader"]
 __all__ += ["parse_number", "parse_scale"]
@@ -127,10 +127,18 @@ def parse_scale(text: str) -> float | None:
 
 
 class Overflow(NamedTuple):
-    """One skipped step that has a line of its own: the scale that was tried, and the one after."""
+    """A line on one skipped step: the scale that was tried, the one after, and where the line stands and comes from.
+
+    Attributes:
+        loss_scale (float), next_loss_scale (float): the scale that was tried, and the one after.
+        where (str): the line, as file:number.
+        printer (tuple[str, str]): the source file and the rank that printed it; "" where the line does not say.
+    """
 
     loss_scale: float
     next_loss_scale: float
+    where: str
+    printer: tuple[str, str]
 
 
 class LogEntry(NamedTuple):
@@ -198,16 +206,34 @@ class Reader(ABC):
         self.notes: list[str] = []
         self._restarts: list[str] = []
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def is_step_line(text: str) -> bool:
-        """Whether a line is one that this reader can use."""
+    def parse(cls, text: str, where: str, complete: bool) -> Iterable[LogEntry | Overflow | str]:
+        """Return what a line says, in order; for what looks like a step and cannot be read, a sentence on that.
 
-    @abstractmethod
+        Args:
+            text (str): the line.
+            where (str): as file:number.
+            complete (bool): whether it ended with a newline. The number at the end of a cut line may have lost digits.
+        """
+
+    @classmethod
+    def is_step_line(cls, text: str) -> bool:
+        """Whether a line is one that shows the format."""
+        return any(isinstance(said, LogEntry) for said in cls.parse(text, "", True))
+
     def take(self, text: str, lines: LogLines) -> bool:
         """Take a line; return whether it was used."""
+        used = False
+        for said in self.parse(text, lines.where, lines.complete):
+            if isinstance(said, str):
+                lines.problem(said)
+            else:
+                self.add(said)
+                used = True
+        return used
 
-    def add(self, entry: LogEntry) -> bool:
+    def add(self, entry: Any) -> bool:
         """Take an entry; return False if another rank had said the same of its step."""
         if not self.entries or entry.step > self.entries[-1].step:
             self.entries.append(entry)

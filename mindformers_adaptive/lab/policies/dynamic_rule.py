@@ -1,46 +1,41 @@
-"""One general rule of dynamic loss scaling, of which the policies of other systems are settings; and metaseq's."""
+"""One general rule of dynamic loss scaling, of which the policies of other systems are settings."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32, to_float32
 
 __all__ = ["FLOAT32", "FLOAT32_FLOAT64_FACTORS", "FLOAT32_FLUSHED_FLOAT64_FACTORS", "FLOAT64", "Arithmetic"]
-__all__ += ["DynamicRule", "DynamicState", "MetaseqRule", "MetaseqState"]
+__all__ += ["DynamicRule", "DynamicState"]
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """How a system computes: the type of its scale, that of its factors, and whether subnormal scales become 0.
+class Arithmetic(NamedTuple):
+    """How a system computes: functions that round to the type of its scale, and to that of its factors.
 
     Products and quotients of float32 numbers, computed in float64 and then rounded, are those of float32 arithmetic.
+    Beyond the largest number of its type a scale is inf.
     """
 
-    float32_scale: bool
-    float32_factors: bool
-    flushes_subnormals: bool = False
+    scale: Callable[[float], float]
+    factor: Callable[[float], float]
 
-    def scale(self, value: float) -> float:
-        """Round to the type of the scale; beyond its largest number that is inf."""
-        rounded = to_float32(value) if self.float32_scale else value
-        if self.flushes_subnormals and rounded < SMALLEST_FLOAT32:
-            return 0.0
-        return rounded
 
-    def factor(self, value: float) -> float:
-        """Round to the type of the factors."""
-        return to_float32(value) if self.float32_factors else value
+def _flushed_float32(value: float) -> float:
+    """Round to float32 without subnormal numbers."""
+    rounded = to_float32(value)
+    return 0.0 if rounded < SMALLEST_FLOAT32 else rounded
 
 
 # Tensors of the scale and of the factors; a float32 tensor and C++ doubles; the same in a CUDA kernel that is compiled
 # for fast mathematics; Python numbers.
-FLOAT32 = Arithmetic(float32_scale=True, float32_factors=True)
-FLOAT32_FLOAT64_FACTORS = Arithmetic(float32_scale=True, float32_factors=False)
-FLOAT32_FLUSHED_FLOAT64_FACTORS = Arithmetic(float32_scale=True, float32_factors=False, flushes_subnormals=True)
-FLOAT64 = Arithmetic(float32_scale=False, float32_factors=False)
+FLOAT32 = Arithmetic(to_float32, to_float32)
+FLOAT32_FLOAT64_FACTORS = Arithmetic(to_float32, float)
+FLOAT32_FLUSHED_FLOAT64_FACTORS = Arithmetic(_flushed_float32, float)
+FLOAT64 = Arithmetic(float, float)
 
 
 class DynamicState(NamedTuple):
@@ -48,15 +43,17 @@ class DynamicState(NamedTuple):
 
     Attributes:
         loss_scale (float): the scale for the next step.
-        scale_window (int): clean steps before a raise; a setting, the same at all steps.
-        clean_steps (int): steps since the last overflow or raise; -1 where the first of them does not count.
+        scale_window (float): clean steps before a raise; the same at all steps, unless it follows the scale: then a
+            raise multiplies it by the growth factor, which need not be an integer.
+        clean_steps (int): steps since the last overflow or raise; -1 where the first of them does not count. Where the
+            window follows the scale, a raise does not set it back.
         overflows (int): overflows that were tolerated since the count began again.
         steps_since_change (int): steps since the last drop or raise, where overflows are judged by their share; else 0.
         stopped (bool): whether the system itself would have ended the training with an error.
     """
 
     loss_scale: float
-    scale_window: int
+    scale_window: float
     clean_steps: int
     overflows: int = 0
     steps_since_change: int = 0
@@ -76,6 +73,9 @@ class DynamicRule:
                    if clean_steps == scale_window:
                        clean_steps = 0, loss_scale = min(loss_scale * growth_factor, cap)    (a raise)
 
+    With a window that follows the scale, a drop also divides it: scale_window = int(scale_window / growth_factor), at
+    least 1. A raise multiplies it, comes after each multiple of scale_window, and leaves the count of clean steps.
+
     Attributes:
         arithmetic (Arithmetic): the types of the numbers.
         growth_factor (float): what a raise multiplies the scale by.
@@ -85,13 +85,15 @@ class DynamicRule:
         floor (float): the smallest scale of a drop.
         cap (float): the largest scale of a raise.
         stays_finite (bool): whether a raise that would leave the finite float32 numbers is left out.
-        first_clean_step_counts (bool): whether the first clean step after the start or an overflow is one of the
-            ``scale_window``.
+        clean_steps_before (int): the count of clean steps at the start and after an overflow; -1 where the first one
+            is none of the ``scale_window``.
         tolerance (int): the overflow of this number drops the scale; 1, every overflow.
         clean_step_forgives (bool): whether a clean step sets the count of overflows back to 0.
         drop_forgives (bool): whether a drop sets it back to 0; otherwise every further overflow drops too.
         tolerated_share (float, optional): instead of ``tolerance``, the share of overflowed steps since the last drop
             or raise from which on the scale drops. A raise then does not set the count of overflows back.
+        window_follows (bool): whether the window follows the scale.
+        keeps_below (float): a drop below it leaves the scale where it is.
         stops_at_floor (bool): whether the system ends the training when a scale at the floor would drop.
         stops_at_or_below (float, optional): the system ends the training when an overflow leaves the scale there; the
             scale keeps its value.
@@ -104,11 +106,13 @@ class DynamicRule:
     floor: float = 0.0
     cap: float = math.inf
     stays_finite: bool = False
-    first_clean_step_counts: bool = True
+    clean_steps_before: int = 0
     tolerance: int = 1
     clean_step_forgives: bool = False
     drop_forgives: bool = False
     tolerated_share: float | None = None
+    window_follows: bool = False
+    keeps_below: float = 0.0
     stops_at_floor: bool = False
     stops_at_or_below: float | None = None
 
@@ -116,9 +120,8 @@ class DynamicRule:
         self, loss_scale: float, scale_window: int, clean_steps: int | None = None, overflows: int = 0
     ) -> DynamicState:
         """Return the state before the first step."""
-        if clean_steps is None:
-            clean_steps = self._clean_steps_after_overflow
-        return DynamicState(min(self.arithmetic.scale(loss_scale), self.cap), scale_window, clean_steps, overflows)
+        before = self.clean_steps_before if clean_steps is None else clean_steps
+        return DynamicState(min(self.arithmetic.scale(loss_scale), self.cap), scale_window, before, overflows)
 
     def step(self, state: DynamicState, overflow: bool, largest_gradient: float | None = None) -> DynamicState:
         """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
@@ -129,32 +132,34 @@ class DynamicRule:
     def _after_overflow(self, state: DynamicState) -> DynamicState:
         loss_scale, window, _, overflows, steps, stopped = state
         overflows += 1
-        if self._tolerates(overflows, steps):
+        share = self.tolerated_share
+        if overflows < self.tolerance if share is None else overflows / steps < share:
             dropped = loss_scale
         else:
             dropped = self._drop(loss_scale)
             stopped = stopped or (self.stops_at_floor and loss_scale == self.floor)
             overflows, steps = (0 if self.drop_forgives else self.tolerance), 0
+            if self.window_follows:
+                window = max(int(window / self.growth_factor), 1)
+        dropped = loss_scale if dropped < self.keeps_below else dropped
         if self.stops_at_or_below is not None and dropped <= self.stops_at_or_below:
             dropped, stopped = loss_scale, True
-        return DynamicState(dropped, window, self._clean_steps_after_overflow, overflows, steps, stopped)
+        return DynamicState(dropped, window, self.clean_steps_before, overflows, steps, stopped)
 
     def _after_clean(self, state: DynamicState) -> DynamicState:
         loss_scale, window, clean_steps, overflows, steps, stopped = state
         clean_steps += 1
         if self.clean_step_forgives:
             overflows = 0
-        if clean_steps == window:
+        if clean_steps % window == 0 if self.window_follows else clean_steps == window:
             raised = self.arithmetic.scale(loss_scale * self.arithmetic.factor(self.growth_factor))
             loss_scale = loss_scale if self.stays_finite and math.isinf(to_float32(raised)) else min(raised, self.cap)
-            clean_steps, steps = 0, 0
-            overflows = overflows if self.tolerated_share is not None else 0
+            steps, overflows = 0, overflows if self.tolerated_share is not None else 0
+            if self.window_follows:
+                window *= self.growth_factor
+            else:
+                clean_steps = 0
         return DynamicState(loss_scale, window, clean_steps, overflows, steps, stopped)
-
-    def _tolerates(self, overflows: int, steps: int) -> bool:
-        if self.tolerated_share is None:
-            return overflows < self.tolerance
-        return overflows / steps < self.tolerated_share
 
     def _drop(self, loss_scale: float) -> float:
         numbers = self.arithmetic
@@ -165,72 +170,3 @@ class DynamicRule:
         else:
             dropped = loss_scale / numbers.factor(self.growth_factor)
         return max(numbers.scale(dropped), numbers.scale(self.floor))
-
-    @property
-    def _clean_steps_after_overflow(self) -> int:
-        return 0 if self.first_clean_step_counts else -1
-
-
-class MetaseqState(NamedTuple):
-    """All that :class:`MetaseqRule` remembers between two steps.
-
-    Attributes:
-        loss_scale (float): the scale for the next step.
-        scale_window (float): the window in force, in steps; a raise multiplies it by the scale factor, which need not
-            be an integer.
-        clean_steps (int): steps since the last overflow. A raise does not set it back.
-        overflows (int): overflows since the last drop.
-        steps_since_change (int): steps since the last drop or raise.
-    """
-
-    loss_scale: float
-    scale_window: float
-    clean_steps: int = 0
-    overflows: int = 0
-    steps_since_change: int = 0
-
-
-@dataclass(frozen=True)
-class MetaseqRule:
-    """metaseq's dynamic loss scaling, with a window that follows the scale, in float64.
-
-    .. code-block:: text
-
-        overflow:  the share of overflows since the last drop in the steps since the last change >= tolerated_share:
-                   loss_scale /= scale_factor, at least the floor; scale_window = int(scale_window / scale_factor), at
-                   least 1; but a scale below min_loss_scale is taken back
-        clean:     after a multiple of scale_window steps since the last overflow:
-                   loss_scale *= scale_factor, scale_window *= scale_factor
-
-    Attributes:
-        scale_factor (float): what a raise multiplies by, and a drop divides by.
-        tolerated_share (float): the share of overflows from which on the scale drops.
-        floor (float, optional): the smallest scale of a drop.
-        min_loss_scale (float): a drop below it leaves the scale where it is.
-    """
-
-    scale_factor: float = 2.0
-    tolerated_share: float = 0.0
-    floor: float | None = None
-    min_loss_scale: float = 2.0**-5
-
-    def start(self, loss_scale: float, scale_window: int) -> MetaseqState:
-        """Return the state before the first step."""
-        return MetaseqState(loss_scale, scale_window)
-
-    def step(self, state: MetaseqState, overflow: bool, largest_gradient: float | None = None) -> MetaseqState:
-        """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
-        loss_scale, window, clean_steps, overflows, steps_since_change = state
-        steps_since_change += 1
-        if overflow:
-            overflows += 1
-            if overflows / steps_since_change >= self.tolerated_share:
-                dropped = max(loss_scale / self.scale_factor, self.floor or 0.0)
-                loss_scale = loss_scale if dropped < self.min_loss_scale else dropped
-                window = max(int(window / self.scale_factor), 1)
-                overflows, steps_since_change = 0, 0
-            return MetaseqState(loss_scale, window, 0, overflows, steps_since_change)
-        clean_steps += 1
-        if clean_steps % window == 0:
-            loss_scale, window, steps_since_change = loss_scale * self.scale_factor, window * self.scale_factor, 0
-        return MetaseqState(loss_scale, window, clean_steps, overflows, steps_since_change)

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mindformers_adaptive.lab.policies.policy import FixedRule, FixedState, Policy, TextPolicy
+from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
+from mindformers_adaptive.lab.policies.policy import FixedRule, FixedState, Policy
 from mindformers_adaptive.lab.policies.presets import PRESETS, Preset
 from mindformers_adaptive.rules.base import DEFAULT_LOSS_SCALE, Rule
 from mindformers_adaptive.rules.catalog import RULES, find_rule, is_rule_name
-from mindformers_adaptive.rules.text_rule import TextRule
 
 __all__ = ["POLICY_NAMES", "make_policy", "start_rule"]
 
@@ -62,8 +62,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         rule_class = find_rule(name)
         label = name if isinstance(name, str) else rule_class.name
         _refuse_unknown(label, params, rule_class.all_arguments())
-        own_rule, state = start_rule(rule_class, params)
-        return TextPolicy(label, own_rule, state) if isinstance(own_rule, TextRule) else Policy(label, own_rule, state)
+        return Policy(label, *start_rule(rule_class, params))
     if name not in POLICY_NAMES:
         raise ValueError(
             f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}.{_did_you_mean(name, POLICY_NAMES)}"
@@ -75,7 +74,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         return Policy(name, FixedRule(), FixedState(settings["loss_scale"]))
     _check_limits(preset, values)
     start = {key: settings.pop(key) for key in _STARTS if key in settings}
-    rule = preset.rule(**preset.constants, **{key: value for key, value in settings.items() if value is not None})
+    rule = DynamicRule(**preset.constants, **{key: value for key, value in settings.items() if value is not None})
     return Policy(name, rule, rule.start(**start))
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from mindformers_adaptive.rules.text_rule import TextRule
-
-__all__ = ["FixedRule", "FixedState", "Policy", "Rule", "TextPolicy"]
+__all__ = ["FixedRule", "FixedState", "Policy", "Rule"]
 
 
 class Rule(Protocol):
@@ -85,37 +81,6 @@ class Policy:
 
     def __repr__(self) -> str:
         return f"<policy {self.name}: {self.current}>"
-
-
-class TextPolicy(Policy):
-    """The policy of a rule whose step is a text. It keeps the state in arrays, which the text works on."""
-
-    def __init__(self, name: str, rule: TextRule, state: Any) -> None:
-        self._lanes = rule.lanes([rule], [state])
-        self.name = name
-        self.rule = rule
-
-    @property
-    def current(self) -> Any:
-        """NamedTuple: the state that it is in."""
-        return self._lanes.states()[0]
-
-    @property
-    def loss_scale(self) -> float:
-        """float: the scale for the next step."""
-        return float(self._lanes.loss_scale[0])
-
-    @property
-    def scale_window(self) -> int | None:
-        """int: the window as of now; None for a rule without one."""
-        window = self._lanes.scale_window
-        return None if window is None else int(window[0])
-
-    def step(self, overflow: bool, largest_gradient: float | None = None) -> float:
-        """Take a step, as :meth:`Policy.step` does."""
-        gradient = np.nan if largest_gradient is None else largest_gradient
-        self._lanes.step(np.array([bool(overflow)]), np.array([gradient], np.float64))
-        return self.loss_scale
 
 
 class FixedState(NamedTuple):

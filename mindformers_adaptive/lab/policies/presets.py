@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mindformers_adaptive.lab.policies import dynamic_rule
-from mindformers_adaptive.lab.policies.dynamic_rule import FLOAT32, FLOAT64, DynamicRule, MetaseqRule
+from mindformers_adaptive.lab.policies.dynamic_rule import FLOAT32, FLOAT64
 from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
 
 __all__ = ["PRESETS", "Parameter", "Preset"]
@@ -63,14 +63,12 @@ class Preset(NamedTuple):
         parameters (Mapping[str, Parameter]): its parameters by name.
         constants (Mapping[str, object]): arguments of the rule that are always the same.
         aliases (Mapping[str, str]): second names of parameters.
-        rule (Callable): makes the rule; not used where the scale is fixed.
     """
 
     source: str
     parameters: Mapping[str, Parameter]
     constants: Mapping[str, Any]
     aliases: Mapping[str, str] = {}
-    rule: Callable[..., Any] = DynamicRule
 
 
 # What most systems have, by its default.
@@ -86,7 +84,7 @@ def _deepspeed_optimizer(name: str, scale: Parameter, floor: Parameter) -> Prese
     return Preset(
         f"DeepSpeed runtime.fp16.{name} without dynamic_loss_args; its scale_factor is fixed at 2",
         {"init_scale": scale, "scale_factor": _factor, "scale_window": _window(1000), "min_scale": floor},
-        {"arithmetic": FLOAT64, "first_clean_step_counts": False},
+        {"arithmetic": FLOAT64, "clean_steps_before": -1},
     )
 
 
@@ -101,14 +99,13 @@ PRESETS: dict[str, Preset] = {
         "facebookresearch/metaseq optim.dynamic_loss_scaler.DynamicLossScaler",
         {
             "init_scale": _scale(4.0),
-            "scale_factor": Parameter("scale_factor", 2.0, _factor_above_one),
+            "scale_factor": _factor,
             "scale_window": _window(256),
             "tolerance": Parameter("tolerated_share", 0.0, _not_negative),
             "threshold": Parameter("floor", None, _optional(_not_negative)),
-            "min_loss_scale": Parameter("min_loss_scale", 2.0**-5, _not_negative),
+            "min_loss_scale": Parameter("keeps_below", 2.0**-5, _not_negative),
         },
-        {},
-        rule=MetaseqRule,
+        {"arithmetic": FLOAT64, "drop_forgives": True, "window_follows": True},
     ),
     "dynamic": Preset(
         "MindSpore nn.DynamicLossScaleUpdateCell; defaults and the name 'init_loss_scale': DynamicLossScaleManager",
