@@ -4,7 +4,7 @@ from mindspore import Parameter, Tensor, amp, jit, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.cells.largest_gradient import LargestGradient
+from mindformers_adaptive.cells.detection import LargestGradient
 from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell, RuleLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.catalog import make_rule

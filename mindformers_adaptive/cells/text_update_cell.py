@@ -10,8 +10,7 @@ from mindformers_adaptive.rules.base import STEP_LIMIT
 from mindformers_adaptive.rules.catalog import make_rule
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.safe_exponent import LARGEST_FLOAT16, SAFE_EXPONENTS
-from mindformers_adaptive.rules.text_rule import TextRule
+from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16, SAFE_EXPONENTS, TextRule
 
 __all__ = ["GradientGuidedLossScaleUpdateCell", "RuleLossScaleUpdateCell", "TextUpdateCell"]
 

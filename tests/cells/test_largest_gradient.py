@@ -13,7 +13,7 @@ from graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
 from mindspore import Tensor, nn
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
-from mindformers_adaptive.cells.largest_gradient import LargestGradient
+from mindformers_adaptive.cells.detection import LargestGradient
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
