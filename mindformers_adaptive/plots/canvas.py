@@ -100,7 +100,9 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     ending = target.suffix.lower()
     if ending not in (".png", ".svg"):
-        raise ValueError(f"'path' must name a picture that ends in .png or .svg, but got {str(path)!r}. Change it.")
+        raise ValueError(
+            f"'path' must name a picture that ends in .png or .svg, but got {str(path)!r}. Change the ending."
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if ending == ".svg" else None
     # Without dates and random names an SVG changes only where the picture does.
