@@ -58,11 +58,6 @@ class RunSeries:
         return self.last_step - self.first_step + 1
 
     @property
-    def steps(self) -> Floats:
-        """The steps of ``scales``: up to the one after the last."""
-        return np.append(self.step, self.last_step + 1)
-
-    @property
     def gaps(self) -> NDArray[np.float64]:
         """First and last step of each gap, shape (gaps, 2); no gaps if the record is one of single steps."""
         first = np.append(self.first_step - 1, self.step) + 1

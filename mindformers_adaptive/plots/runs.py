@@ -171,7 +171,8 @@ def _draw_loss_scale(
     axes: Axes, run: RunSeries, prefix: str, line: Mapping[str, Any], mark: str, height: float
 ) -> None:
     """Draw the loss scale of a run, and mark its skipped steps; many of them as a strip at a height of the panel."""
-    axes.step(*run.broken(run.steps, run.scales), where="post", gid=prefix + "loss scale", **line)
+    steps = np.append(run.step, run.last_step + 1)
+    axes.step(*run.broken(steps, run.scales), where="post", gid=prefix + "loss scale", **line)
     recorded = int(run.overflow.sum())
     of_all = "" if recorded == run.skipped else f" of {run.skipped:,} recorded"
     label = f"{prefix}skipped step ({recorded:,}{of_all})"
