@@ -93,12 +93,6 @@ class Steps(Callback):
         self.weights.append(np.concatenate([weight.asnumpy().ravel() for weight in cell.weights]))
 
 
-@pytest.fixture
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    # MindFormers writes its logs there.
-    monkeypatch.chdir(tmp_path)
-
-
 def training_arguments(**changes):
     return TrainingArguments(
         **{"output_dir": "output", "num_train_epochs": 1, "batch_size": 4, "sink_mode": False, **changes}
