@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, write_corpus
 from event_files import read_scalars
+from mindformers.tools.logger import get_logger
 from mindformers.tools.register import MindFormerRegister
 from mindspore.train import Callback
 from record_checks import assert_follows
@@ -82,10 +83,10 @@ def assert_follows_the_rule(lines):
 )
 # By MindFormers' metric.
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-def test_evaluation_monitors_tensorboard_and_recompute_change_no_step(run, tmp_path, mindformers_log):
+def test_evaluation_monitors_tensorboard_and_recompute_change_no_step(run, tmp_path, caplog):
     plain, plain_weights = run("plain.jsonl")
     assert_follows_the_rule(plain)
-    mindformers_log.clear()
+    get_logger().addHandler(caplog.handler)
     # In evaluation a Llama takes as many tokens as its sequence is long, one fewer than in training.
     samples = write_corpus(tmp_path / "samples", samples=8, seq_length=31)
     dataset = {
@@ -114,13 +115,14 @@ def test_evaluation_monitors_tensorboard_and_recompute_change_no_step(run, tmp_p
         runner_wrapper__local_norm=True,
         recompute_config={"recompute": True},
     )
+    get_logger().removeHandler(caplog.handler)
     assert everything == plain
     for before, after in zip(plain_weights, weights, strict=True):
         for name, value in before.items():
             np.testing.assert_array_equal(after[name], value)
     # Each of the features was at work.
-    assert "PerplexityMetric" in mindformers_log.text
-    assert "local_norm" in mindformers_log.text
+    assert "PerplexityMetric" in caplog.text
+    assert "local_norm" in caplog.text
     scalars = read_scalars(tmp_path / "board" / "rank_0")
     assert "loss_scaling/loss_scale" in scalars
     assert "weight_norm" in scalars
