@@ -49,18 +49,13 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """Return what was read and how much of it is known, for JSON."""
-        described = {
-            "trace": self.trace.name,
-            "steps": len(self.trace),
-            "ceilings": self.ceilings,
-            "gradients_known": self.gradients_known,
-        }
-        run = self.run
+        run, trace = self.run, {"trace": self.trace.name, "steps": len(self.trace)}
         if run is None:
-            return described
+            return {**trace, "ceilings": self.ceilings, "gradients_known": self.gradients_known}
         return {
-            **described,
+            **trace,
             "ceilings": "within bounds",
+            "gradients_known": self.gradients_known,
             "format": run.log_format,
             "lines_read": run.lines_read,
             "lines_used": run.lines_used,
@@ -178,13 +173,10 @@ def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:
 
 def _make(word: str, steps: int, seed: int) -> list[Source]:
     traces = synthetic_traces(steps, seed)
-    _, colon, kind = word.partition(":")
-    if not colon:
-        return [Source(trace) for trace in traces.values()]
-    kind = kind.replace("_", " ")
-    if kind not in traces:
+    _, colon, kind = word.replace("_", " ").partition(":")
+    if colon and kind not in traces:
         raise UsageError(f"A synthetic trace must be one of {', '.join(traces)}, but got {kind!r}.")
-    return [Source(traces[kind])]
+    return [Source(trace) for name, trace in traces.items() if not colon or name == kind]
 
 
 def _read_file(path: Path, assume: str | None) -> Source:
