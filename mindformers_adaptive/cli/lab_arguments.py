@@ -22,7 +22,7 @@ from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.catalog import find_rule, is_rule_name
 
-__all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources", "warn_without_gradients"]
+__all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources"]
 
 _SYNTHETIC = "synthetic"
 
@@ -98,8 +98,12 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
     parser.add_argument("--seed", type=int, default=0, help="of a synthetic trace; default: 0")
 
 
-def read_sources(options: argparse.Namespace) -> list[Source]:
-    """Read or make the traces that were asked for.
+def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[Source]:
+    """Read or make the traces that were asked for, and say on the error output which policy lacks gradients on them.
+
+    Args:
+        options (Namespace): with what :func:`add_trace_arguments` declares.
+        policies (Iterable[str]): names of what is replayed on them, with or without parameters.
 
     Raises:
         OSError: if a file cannot be read.
@@ -114,18 +118,7 @@ def read_sources(options: argparse.Namespace) -> list[Source]:
             sources += _read_folder(Path(word), options.ceilings)
         else:
             sources.append(_read_file(Path(word), options.ceilings))
-    return sources
-
-
-def warn_without_gradients(policies: Iterable[str], sources: Sequence[Source]) -> None:
-    """Say on the error output where a policy that follows the largest gradients will not see any.
-
-    Args:
-        policies (Iterable[str]): names of policies, with or without parameters.
-        sources (Sequence[Source]): what they are replayed on.
-    """
-    names = [name for name in dict.fromkeys(policy.partition(":")[0] for policy in policies) if is_rule_name(name)]
-    for name in names:
+    for name in filter(is_rule_name, dict.fromkeys(policy.partition(":")[0] for policy in policies)):
         rule = find_rule(name)
         for source in sources:
             if rule.signals and source.trace.largest_gradient is None:
@@ -134,6 +127,7 @@ def warn_without_gradients(policies: Iterable[str], sources: Sequence[Source]) -
                     f"{rule.cell} has them.",
                     file=sys.stderr,
                 )
+    return sources
 
 
 def print_sources(
