@@ -14,7 +14,7 @@ _MODULE_OF = {
     "AdaptiveLossScaleUpdateCell": "cells.adaptive_update_cell",
     "AdaptiveLossScaler": "amp.scaler",
     "AdaptiveRule": "rules.adaptive",
-    "FixedScaleTrainOneStepCell": "amp.fixed_scale",
+    "FixedScaleTrainOneStepCell": "amp.train_network",
     "GradientGuidedLossScaleManager": "amp.manager",
     "GradientGuidedLossScaleUpdateCell": "cells.text_update_cell",
     "GradientGuidedLossScaler": "amp.scaler",

@@ -1,12 +1,12 @@
 """The public names, for editors and type checkers."""
 
-from mindformers_adaptive.amp.fixed_scale import FixedScaleTrainOneStepCell as FixedScaleTrainOneStepCell
 from mindformers_adaptive.amp.manager import AdaptiveLossScaleManager as AdaptiveLossScaleManager
 from mindformers_adaptive.amp.manager import GradientGuidedLossScaleManager as GradientGuidedLossScaleManager
 from mindformers_adaptive.amp.manager import RuleLossScaleManager as RuleLossScaleManager
 from mindformers_adaptive.amp.scaler import AdaptiveLossScaler as AdaptiveLossScaler
 from mindformers_adaptive.amp.scaler import GradientGuidedLossScaler as GradientGuidedLossScaler
 from mindformers_adaptive.amp.scaler import RuleLossScaler as RuleLossScaler
+from mindformers_adaptive.amp.train_network import FixedScaleTrainOneStepCell as FixedScaleTrainOneStepCell
 from mindformers_adaptive.amp.train_network import build_train_network as build_train_network
 from mindformers_adaptive.amp.train_network import enable_loss_scale_on_cpu as enable_loss_scale_on_cpu
 from mindformers_adaptive.cells.adaptive_update_cell import (

@@ -11,9 +11,9 @@ with install_hint(__name__):
     from mindspore import nn
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.cells.no_loss_scale import NoLossScaleUpdateCell
 from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell, RuleLossScaleUpdateCell
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
+from mindformers_adaptive.cells.update_cell import NoLossScaleUpdateCell
 
 __all__ = [
     "AdaptiveLossScaleUpdateCell",

@@ -6,6 +6,7 @@ import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
+from fp16_networks import Regression
 from mindformers.tools.register import MindFormerConfig
 from mindformers.wrapper import build_wrapper
 from mindspore import Parameter, Tensor, nn, ops
@@ -21,6 +22,7 @@ STOCK = {
     "MFTrainOneStepCell": mindformers.wrapper.MFTrainOneStepCell,
     "MFPipelineWithLossScaleCell": mindformers.wrapper.MFPipelineWithLossScaleCell,
     "GradientGuidedLossScaleUpdateCell": nn.DynamicLossScaleUpdateCell,
+    "RuleLossScaleUpdateCell": nn.DynamicLossScaleUpdateCell,
     "NoLossScaleUpdateCell": nn.FixedLossScaleUpdateCell,
 }
 TRAIN_STEP_CELLS = [wrapper.TrainOneStepWithLossScaleCell, wrapper.MFTrainOneStepCell]
@@ -217,21 +219,6 @@ def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch
     assert step.get_overflow_status.__func__ is nn.TrainOneStepWithLossScaleCell.get_overflow_status
     with pytest.raises(RuntimeError, match="NPUGetFloatStatusV2"):
         step(*batch(overflow=False))
-
-
-class Regression(nn.Cell):
-    """A linear regression whose product is taken in a given dtype; returns the loss."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        weight = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-        self.weight = Parameter(Tensor(weight), name="weight")
-        self.dtype = dtype
-        self.matmul = ops.MatMul()
-
-    def construct(self, features, target):
-        product = self.matmul(features.astype(self.dtype), self.weight.astype(self.dtype))
-        return ((product.astype(mindspore.float32) - target) ** 2).mean()
 
 
 def batch(overflow):

@@ -4,7 +4,7 @@ from mindspore import Parameter, Tensor, amp, jit, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.cells.largest_gradient import LargestGradient
+from mindformers_adaptive.cells.detection import LargestGradient
 from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell, RuleLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.catalog import make_rule
@@ -110,13 +110,18 @@ class RuleLossScaler(amp.LossScaler):
 
         Returns:
             bool, True: the scale is not fixed.
+
+        Raises:
+            TypeError: if the rule needs the largest gradient, and there are no gradients.
         """
         overflow = ops.logical_not(grads_finite)
         if self._measure_and_update is None:
             self.update_cell(self.scale_value, overflow)
         else:
             grads = (grads,) if isinstance(grads, Tensor) else tuple(grads)
-            self._measure_and_update(self.scale_value, overflow, grads)
+            if len(grads) == 0:
+                raise TypeError("'grads' must be the unscaled gradients, which the rule of this scaler needs.")
+            self._measure_and_update(self.scale_value, overflow, *grads)
         return True
 
     def state(self):
@@ -172,12 +177,12 @@ class AdaptiveLossScaler(RuleLossScaler):
         >>> value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
         >>> def train_step(x, y):  # in a program of your own: with @mindspore.jit
         ...     loss, grads = value_and_grad(x, y)
-        ...     grads = scaler.unscale(grads)
+        ...     loss, grads = scaler.unscale(loss), scaler.unscale(grads)
         ...     grads_finite = amp.all_finite(grads)
         ...     if grads_finite:
         ...         optimizer(grads)
         ...     scaler.adjust(grads_finite)
-        ...     return scaler.unscale(loss), grads_finite
+        ...     return loss, grads_finite
         >>> loss, grads_finite = train_step(Tensor(np.full((4, 3), np.inf, np.float32)), ops.zeros((4, 2)))
         >>> bool(grads_finite), scaler.state()["loss_scale"]
         (False, 32768.0)
@@ -242,12 +247,12 @@ class GradientGuidedLossScaler(RuleLossScaler):
         >>> value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
         >>> def train_step(x, y):  # in a program of your own: with @mindspore.jit
         ...     loss, grads = value_and_grad(x, y)
-        ...     grads = scaler.unscale(grads)
+        ...     loss, grads = scaler.unscale(loss), scaler.unscale(grads)
         ...     grads_finite = amp.all_finite(grads)
         ...     if grads_finite:
         ...         optimizer(grads)
         ...     scaler.adjust(grads_finite, grads)
-        ...     return scaler.unscale(loss), grads_finite
+        ...     return loss, grads_finite
         >>> loss, grads_finite = train_step(Tensor(np.full((4, 3), np.inf, np.float32)), ops.zeros((4, 2)))
         >>> bool(grads_finite), scaler.state()["loss_scale"]
         (False, 256.0)
@@ -270,6 +275,7 @@ class _MeasureAndUpdate(nn.Cell):
         self.update_cell = update_cell
         self.measure = LargestGradient(update_cell)
 
-    def construct(self, loss_scale, overflow, gradients):
+    # MindSpore would take a tuple of gradients for a constant, and compile again for each one.
+    def construct(self, loss_scale, overflow, *gradients):
         self.measure(gradients)
         return self.update_cell(loss_scale, overflow)

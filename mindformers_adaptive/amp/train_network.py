@@ -1,14 +1,18 @@
-"""``build_train_network`` with any loss-scale manager, on CPU too."""
+"""``build_train_network`` with any loss-scale manager, on CPU too, and a train step with a fixed loss scale."""
 
 import warnings
 
 import mindspore.train.amp
-from mindspore import amp, context, nn
+from mindspore import Tensor, amp, context, nn, ops
+from mindspore import dtype as mstype
 
+from mindformers_adaptive.amp.manager import AdaptiveLossScaleManager, RuleLossScaleManager
+from mindformers_adaptive.amp.scaler import multiply_in_float32
 from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
+from mindformers_adaptive.rules.checks import require_positive
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
-__all__ = ["build_train_network", "enable_loss_scale_on_cpu"]
+__all__ = ["FixedScaleTrainOneStepCell", "build_train_network", "enable_loss_scale_on_cpu"]
 
 # Bound here once: the module's own attribute is what enable_loss_scale_on_cpu() replaces.
 _stock_build_train_network = amp.build_train_network
@@ -107,8 +111,11 @@ def _refuse_cell_as_manager(manager):
 
 
 def _manager_like(given):
-    kind = type(given).__name__.partition("LossScale")[0]
-    return f"{kind if kind in ('GradientGuided', 'Rule') else 'Adaptive'}LossScaleManager"
+    cell = getattr(given, "update_cell", given)
+    kinds = (*RuleLossScaleManager.__subclasses__(), RuleLossScaleManager)
+    return next(
+        (kind.__name__ for kind in kinds if isinstance(cell, kind.cell_class)), AdaptiveLossScaleManager.__name__
+    )
 
 
 def _what_needs_a_stock_cell(network, boost_level):
@@ -145,3 +152,63 @@ def _check_division(optimizer, loss_scale, update_cell):
             f"loss_scale={loss_scale}, or use FixedScaleTrainOneStepCell, which divides them for any optimizer.",
             stacklevel=3,
         )
+
+
+_map = ops.HyperMap()
+
+
+class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
+    """Train-step cell with a fixed loss scale that divides the gradients itself.
+
+    ``FixedLossScaleManager(loss_scale, drop_overflow_update=False)`` leaves that division to the optimizer, and some
+    optimizers, such as ``nn.AdamWeightDecay``, do not divide. No step is skipped: an overflow reaches the optimizer.
+    To skip them use ``TrainOneStepWithLossScaleCell(..., scale_sense=nn.FixedLossScaleUpdateCell(loss_scale))``.
+
+    Args:
+        network (nn.Cell): the network that returns the loss.
+        optimizer (nn.Optimizer): made without a ``loss_scale``, or with 1.
+        loss_scale (float): what the loss is multiplied and the gradients are divided by. Default: 128.0, as
+            ``amp.FixedLossScaleManager``.
+
+    Inputs:
+        - **inputs** (Tensor) - those of `network`.
+
+    Outputs:
+        Tensor, the loss, not scaled.
+
+    Raises:
+        TypeError: if ``loss_scale`` is not a number.
+        ValueError: if ``loss_scale`` is not finite and above 0, or the optimizer divides by a loss scale too.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from mindformers_adaptive import FixedScaleTrainOneStepCell
+        >>> net = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
+        >>> optimizer = nn.AdamWeightDecay(net.trainable_params(), learning_rate=0.01)
+        >>> train_step = FixedScaleTrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer, loss_scale=1024)
+        >>> float(train_step(Tensor(np.ones((4, 3), np.float32)), Tensor(np.zeros((4, 2), np.float32))))
+        9.0
+    """
+
+    def __init__(self, network, optimizer, loss_scale=128.0):
+        if isinstance(loss_scale, amp.LossScaleManager):
+            raise TypeError(
+                f"'loss_scale' must be a number, but got the loss-scale manager {type(loss_scale).__name__}. Give "
+                "manager.get_loss_scale()."
+            )
+        loss_scale = require_positive("loss_scale", loss_scale)
+        refuse_dividing_optimizer(optimizer)
+        super().__init__(network, optimizer, loss_scale)
+        self.reciprocal = Tensor(1.0 / loss_scale, mstype.float32)
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        sens = ops.fill(loss.dtype, loss.shape, self.sens)
+        grads = self.grad(self.network, self.weights)(*inputs, sens)
+        grads = _map(ops.partial(multiply_in_float32, self.reciprocal), grads)
+        grads = self.grad_reducer(grads)
+        return ops.depend(loss, self.optimizer(grads))

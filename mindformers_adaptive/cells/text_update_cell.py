@@ -8,10 +8,9 @@ from mindformers_adaptive.cells import graph_backend
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell, read_restored_scale
 from mindformers_adaptive.rules.base import STEP_LIMIT
 from mindformers_adaptive.rules.catalog import make_rule
-from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.safe_exponent import LARGEST_FLOAT16, SAFE_EXPONENTS
-from mindformers_adaptive.rules.text_rule import TextRule
+from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16, SAFE_EXPONENTS, TextRule
 
 __all__ = ["GradientGuidedLossScaleUpdateCell", "RuleLossScaleUpdateCell", "TextUpdateCell"]
 
@@ -61,7 +60,7 @@ class TextUpdateCell(RuleUpdateCell):
             self.powers = to_tensor([2.0**n for n in range(rule.min_exponent, rule.max_exponent + 1)])
         if self.signals:
             # A gradient that is at most so many of these shows that exponent: inf and NaN none, 0 all of them.
-            fits_at = [LARGEST_FLOAT16 * 2.0**-n for n in SAFE_EXPONENTS]
+            fits_at = [min(LARGEST_FLOAT16 * 2.0**-n, LARGEST_FLOAT32) for n in SAFE_EXPONENTS]
             self.fits_at = to_tensor([*fits_at, float(np.nextafter(np.float32(SMALLEST_FLOAT32), np.float32(0)))])
             self.shown = to_tensor([_NOTHING, *SAFE_EXPONENTS, _NOTHING])
             self.nothing = to_tensor(_NOTHING)
@@ -108,7 +107,8 @@ class TextUpdateCell(RuleUpdateCell):
             next_loss_scale = self.select(self.equal(wanted, wanted), bounded, loss_scale)
 
         # At the limit the steps are no longer counted.
-        counted = self.cast(self.less(self.cur_iter, self.step_limit), mstype.int32)
+        is_counted = self.less(self.cur_iter, self.step_limit)
+        counted = self.cast(is_counted, mstype.int32)
         overflowed = self.cast(overflow, mstype.int32)
         counted_overflow = overflowed * counted
         in_a_row = self.consecutive_overflows * overflowed + counted_overflow
@@ -116,7 +116,7 @@ class TextUpdateCell(RuleUpdateCell):
             # Before the assignments, because the step's loss scale and number are read from Parameters.
             self._remember(loss_scale, next_loss_scale, overflowed, counted_overflow, in_a_row, after)
         is_event = self.logic_or(overflow, self.less(loss_scale, next_loss_scale))
-        last_event = self.select(is_event, self.cur_iter, self.last_overflow_iter)
+        last_event = self.select(self.logic_and(is_event, is_counted), self.cur_iter, self.last_overflow_iter)
         self.assign(loss_scale, next_loss_scale)
         for name in self.kept:
             self.assign(getattr(self, name), after[name])

@@ -7,8 +7,7 @@ from mindformers.tools.logger import logger
 from mindspore import Parameter, Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.largest_gradient import ClipAfter, LargestGradient
-from mindformers_adaptive.cells.overflow_on_cpu import has_inf_or_nan
+from mindformers_adaptive.cells.detection import ClipAfter, LargestGradient, has_inf_or_nan
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 
 __all__ = ["LossScaleTrainStep", "refuse_dividing_optimizer"]

@@ -1,4 +1,4 @@
-"""``RuleUpdateCell``: what all update cells of this package have in common, made from the description of a rule."""
+"""``RuleUpdateCell``, what all update cells of this package have in common, and the one that does not scale."""
 
 import math
 import warnings
@@ -11,7 +11,7 @@ from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_g
 from mindformers_adaptive.rules.base import STEP_FIELDS, to_integer, to_number
 from mindformers_adaptive.rules.checks import require_flag, to_float32
 
-__all__ = ["RuleUpdateCell", "read_restored_scale"]
+__all__ = ["NoLossScaleUpdateCell", "RuleUpdateCell", "read_restored_scale"]
 
 # The names of the loss scale in a state: Megatron-LM's, that of a checkpoint, and that of a loss scaler's state().
 _SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
@@ -435,3 +435,35 @@ def _element_by_element(state):
         else:
             numbers[name] = value
     return numbers
+
+
+class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
+    """Update cell of a training that is not scaled and skips no step, as Megatron-LM's without a gradient scaler.
+
+    The train-step cells of MindSpore and MindFormers skip a step whose gradients are not finite, also at a fixed scale
+    of 1, unless the update cell returns False. This one always does: inf and NaN reach the optimizer.
+
+    Args:
+        loss_scale_value (float): not used; MindFormers gives the restored one on resume. Default: 1.0.
+
+    Inputs:
+        - **loss_scale** (Parameter) - not used.
+        - **overflow** (Tensor) - not used.
+
+    Outputs:
+        Tensor, False, bool of shape ().
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> bool(NoLossScaleUpdateCell()(Tensor(1.0), Tensor(True)))
+        False
+    """
+
+    def __init__(self, loss_scale_value=1.0):
+        super().__init__(1.0)
+        self.no_overflow = Tensor(False)
+
+    def construct(self, loss_scale, overflow):
+        return self.no_overflow

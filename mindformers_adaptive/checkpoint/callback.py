@@ -162,22 +162,17 @@ def restores_sidecar(load_checkpoint):
     def load_checkpoint_and_sidecar(checkpoint, network, optimizer=None, *args, **kwargs):
         load_checkpoint(checkpoint, network, optimizer, *args, **kwargs)
         update_cell = getattr(optimizer, "loss_scaling_manager", None)
-        if isinstance(update_cell, RuleUpdateCell):
-            _restore(update_cell, checkpoint)
+        # With optimizer state the Parameters have come back already, as a part of it.
+        if not isinstance(update_cell, RuleUpdateCell) or update_cell.state()["cur_iter"] > 1:
+            return
+        try:
+            content = read_sidecar(checkpoint)
+        except ValueError as error:
+            warnings.warn(f"{error}. Loss scaling starts afresh.", stacklevel=2)
+            return
+        if content is not None:
+            # MindFormers restores the loss scale itself.
+            update_cell.restore(content[1])
 
     load_checkpoint_and_sidecar.restores_sidecar = True
     return load_checkpoint_and_sidecar
-
-
-def _restore(update_cell, folder):
-    # With optimizer state the Parameters have come back already, as a part of it.
-    if update_cell.state()["cur_iter"] > 1:
-        return
-    try:
-        content = read_sidecar(folder)
-    except ValueError as error:
-        warnings.warn(f"{error}. Loss scaling starts afresh.", stacklevel=3)
-        return
-    if content is not None:
-        # MindFormers restores the loss scale itself.
-        update_cell.restore(content[1])

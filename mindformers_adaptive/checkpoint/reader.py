@@ -15,18 +15,20 @@ from typing import Any
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME as SIDECAR
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.base import SIGNALS, STEP_FIELDS, Rule
+from mindformers_adaptive.rules.base import SIGNALS, STEP_FIELDS, Field, Rule
 from mindformers_adaptive.rules.catalog import RULES
 from mindformers_adaptive.text.install_hint import install_hint
 
-__all__ = ["Checkpoint", "State", "differences_between_ranks", "latest_iteration", "read_checkpoints"]
+__all__ = ["Checkpoint", "State", "one_line", "read_checkpoints"]
 
 COMMON = "common.json"
-TRACKER = "latest_checkpointed_iteration.txt"
 
-_STEP_NAMES = ("step_num", "global_step")
-# MindFormers writes `loss_scale` beside the Parameter itself, which is better.
-_SCALE_NAMES = ("scale_sense", "loss_scale")
+# What a checkpoint has with any rule.
+_FIELDS = (
+    Field("step_num", parameter="step_num"),
+    Field("global_step", parameter="global_step"),
+    Field("loss_scale", "float32", parameter="scale_sense"),
+)
 # What MindFormers' own adaptive cell has not.
 _NOT_MINDFORMERS = ("skipped_steps", "consecutive_overflows", "hysteresis_budget")
 
@@ -42,16 +44,16 @@ class State:
 
     Attributes:
         rules (tuple[type, ...]): the rules.
-        fields (tuple[Field, ...]): the fields of all rules, each once.
-        names (tuple[str, ...]): the loss scale, and the names by which update cells show their states.
+        fields (tuple[Field, ...]): steps and loss scale, and the fields of all rules, each once.
+        names (tuple[str, ...]): the names by which they are shown.
     """
 
     def __init__(self, rules: Sequence[type[Rule]] = ()) -> None:
         self.rules = (*RULES.values(), *rules)
-        by_parameter = {field.parameter: field for rule in self.rules for field in rule.all_fields()}
-        self.fields = tuple(by_parameter.values())
-        self.names = tuple(dict.fromkeys(["loss_scale", *(key for field in self.fields for key in field.keys)]))
-        self.wanted = by_parameter.keys() | {*_SCALE_NAMES, *_STEP_NAMES}
+        fields = (*_FIELDS, *(field for rule in self.rules for field in rule.all_fields()))
+        self.fields = tuple({field.parameter: field for field in fields}.values())
+        self.names = tuple(dict.fromkeys(key for field in self.fields for key in field.keys))
+        self.wanted = {"loss_scale", *(field.parameter for field in self.fields)}
         self.shapes = {field.parameter: field.shape for field in self.fields}
 
     def has_shape(self, key: str, shape: Sequence[int]) -> bool:
@@ -67,8 +69,8 @@ class Checkpoint:
     Attributes:
         path (Path): the file or folder.
         state (State): what it can hold.
-        values (dict[str, int | float | list[float] | None]): ``step_num``, ``global_step``, and what is in
-            ``state.names``; None where there is no such value.
+        values (dict[str, int | float | list[float] | None]): what is in ``state.names``; None where there is no such
+            value.
         parameters (set[str]): the names of the Parameters that it has.
         problems (list[str]): what could not be read, and what contradicts itself.
         unreadable (bool): whether there is no state, and something could not be read.
@@ -76,13 +78,10 @@ class Checkpoint:
 
     path: Path
     state: State
-    values: _Values = field(init=False)
+    values: _Values
     parameters: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     unreadable: bool = False
-
-    def __post_init__(self) -> None:
-        self.values = dict.fromkeys((*_STEP_NAMES, *self.state.names))
 
     @property
     def kind(self) -> str:
@@ -95,9 +94,9 @@ class Checkpoint:
             if self.parameters & own:
                 by_mindformers = rule is AdaptiveRule and not self.parameters & set(_NOT_MINDFORMERS)
                 return f"{rule.name} (MindFormers' own cell)" if by_mindformers else rule.name
-        if self._has("cur_iter", "last_overflow_iter"):
+        if any(self.values[name] is not None for name in ("cur_iter", "last_overflow_iter")):
             return "dynamic (no window)"
-        return "loss scale only" if self._has("loss_scale") else "none"
+        return "none" if self.values["loss_scale"] is None else "loss scale only"
 
     @property
     def holds_state(self) -> bool:
@@ -119,9 +118,6 @@ class Checkpoint:
         match = re.fullmatch(r"iteration_(\d+)|(?s:.*)-1_(\d+)\.\w+", self.path.name)
         return int(match[1] or match[2]) if match else None
 
-    def _has(self, *names: str) -> bool:
-        return any(self.values[name] is not None for name in names)
-
 
 def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list[Checkpoint]:
     """Read a checkpoint file, or all checkpoints of a folder.
@@ -142,67 +138,17 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
     state = State(rules)
     root = Path(path).resolve(strict=True)
     if root.is_file():
-        return [_read_file(root, state)]
+        return [_read(root, [root], state)]
     if _is_iteration(root):
         return [_read_iteration(root, state)]
-    checkpoints = [_read_file(file, state) for file in _checkpoint_files(root)]
-    for folder in filter(Path.is_dir, root.iterdir()):
-        if re.fullmatch(r"rank_\d+", folder.name):
-            checkpoints += [_read_file(file, state) for file in _checkpoint_files(folder)]
+    checkpoints = []
+    for folder in (root, *filter(Path.is_dir, root.iterdir())):
+        if folder == root or re.fullmatch(r"rank_\d+", folder.name):
+            files = [file for file in folder.iterdir() if file.suffix in _READERS and file.is_file()]
+            checkpoints += [_read(file, [file], state) for file in files]
         elif _is_iteration(folder):
             checkpoints.append(_read_iteration(folder, state))
     return sorted(checkpoints, key=_age)
-
-
-def latest_iteration(path: str | Path) -> int | None:
-    """Return which iteration MindFormers would resume from.
-
-    Args:
-        path (str): a folder with folders ``iteration_N``.
-
-    Returns:
-        int, or None if the folder has no ``latest_checkpointed_iteration.txt``.
-
-    Raises:
-        ValueError: if ``latest_checkpointed_iteration.txt`` does not hold a number.
-    """
-    file = Path(path) / TRACKER
-    if not file.is_file():
-        return None
-    try:
-        return int(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{TRACKER} cannot be used: {_one_line(error)}") from error
-
-
-def differences_between_ranks(
-    checkpoints: list[Checkpoint],
-) -> list[tuple[Checkpoint, Checkpoint, dict[str, tuple[Any, Any]]]]:
-    """Compare what several ranks saved at the same step.
-
-    Args:
-        checkpoints (list[Checkpoint]): as :func:`read_checkpoints` returns them.
-
-    Returns:
-        list[tuple[Checkpoint, Checkpoint, dict]]: each readable checkpoint of a rank, that of the first rank at the
-        same step, and the values in which they differ, as {field: (value, first rank's value)}; {} where they agree.
-    """
-    first_of: dict[str | int, Checkpoint] = {}
-    compared = []
-    for checkpoint in checkpoints:
-        if checkpoint.rank is None or checkpoint.unreadable:
-            continue
-        name = re.sub(r"rank_\d+", "rank", checkpoint.path.name)
-        first = first_of.setdefault(name if checkpoint.step is None else checkpoint.step, checkpoint)
-        if first.rank != checkpoint.rank:
-            pairs = {name: (checkpoint.values[name], first.values[name]) for name in checkpoint.state.names}
-            # By text, because NaN is not equal to itself.
-            compared.append((checkpoint, first, {k: pair for k, pair in pairs.items() if str(pair[0]) != str(pair[1])}))
-    return compared
-
-
-def _checkpoint_files(folder: Path) -> list[Path]:
-    return [file for file in folder.iterdir() if file.suffix in _READERS and file.is_file()]
 
 
 def _is_iteration(folder: Path) -> bool:
@@ -215,10 +161,6 @@ def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
     return checkpoint.step is None, checkpoint.step or 0, numbers_as_numbers, rank
 
 
-def _read_file(file: Path, state: State) -> Checkpoint:
-    return _read(file, [file], state)
-
-
 def _read_iteration(folder: Path, state: State) -> Checkpoint:
     """Read a folder of MindFormers' ``checkpoint:`` format; the file that a resume reads comes first."""
     files = sorted(folder.glob("*-opt-*.safetensors"))
@@ -226,20 +168,19 @@ def _read_iteration(folder: Path, state: State) -> Checkpoint:
 
 
 def _read(path: Path, files: Sequence[Path], state: State) -> Checkpoint:
-    checkpoint = Checkpoint(path, state)
+    checkpoint = Checkpoint(path, state, dict.fromkeys(state.names))
     origin: dict[str, str] = {}
     any_is_torn = False
     for file in files:
         read = _SMALL_FILES.get(file.name) or _READERS.get(file.suffix, _refuse)
         try:
             content = read(file, state)
-            values, problems = _by_name(content, state)
+            values = _by_name(content, state, checkpoint.problems)
         except Exception as error:  # for a torn file every library has errors of its own
             name = "" if file == path else f"{file.name} "
-            checkpoint.problems.append(f"{name}cannot be read: {_one_line(error)}")
+            checkpoint.problems.append(f"{name}cannot be read: {one_line(error)}")
             any_is_torn = True
             continue
-        checkpoint.problems += problems
         checkpoint.parameters |= set(map(_last_part, content))
         for name, value in values.items():
             if name not in origin:
@@ -252,34 +193,30 @@ def _read(path: Path, files: Sequence[Path], state: State) -> Checkpoint:
     return checkpoint
 
 
-def _by_name(content: Mapping[str, Any], state: State) -> tuple[_Values, list[str]]:
-    """Return the values in the content of a file by the names of ``state()``, and what contradicts itself."""
+def _by_name(content: Mapping[str, Any], state: State, problems: list[str]) -> _Values:
+    """Return the values in the content of a file by the names of ``state()``; add what contradicts itself."""
     values: _Values = {}
-    problems: list[str] = []
 
-    def find(names: Sequence[str]) -> Any:
+    def find(name: str) -> Any:
         # A bare name before one with a prefix, which a cell gets as a child of another.
-        places = sorted(
-            (names.index(_last_part(key)), key.count("."), key) for key in content if _last_part(key) in names
-        )
-        for *like, other in places[1:]:
-            if like == list(places[0][:2]) and content[other] != content[places[0][2]]:
-                key = places[0][2]
-                problems.append(f"{key} is {content[key]} but {other} is {content[other]}; {key} is shown")
-        return content[places[0][2]] if places else None
+        keys = sorted((key for key in content if _last_part(key) == name), key=lambda key: (key.count("."), key))
+        for other in keys[1:]:
+            if other.count(".") == keys[0].count(".") and content[other] != content[keys[0]]:
+                problems.append(f"{keys[0]} is {content[keys[0]]} but {other} is {content[other]}; {keys[0]} is shown")
+        return content[keys[0]] if keys else None
 
-    wanted = {**{name: (name,) for name in _STEP_NAMES}, "loss_scale": _SCALE_NAMES}
-    for name, names in wanted.items():
-        if (value := find(names)) is not None:
-            values[name] = float(value) if name == "loss_scale" else int(value)
     for one in state.fields:
-        if (value := find((one.parameter,))) is None:
+        value = find(one.parameter)
+        if value is None and one.name == "loss_scale":
+            # MindFormers writes it beside the Parameter itself, which is better.
+            value = find(one.name)
+        if value is None:
             continue
         if one.shape:
             values |= zip(one.parts, value, strict=True) if one.parts else {one.name: value}
         else:
             values[one.name] = float(value) if one.dtype == "float32" else int(value)
-    return values, problems
+    return values
 
 
 def _read_safetensors(file: Path, state: State) -> _Values:
@@ -346,7 +283,8 @@ def _last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return the message of an error without line breaks, or the name of its class."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,7 @@ def build_report(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str
         checkpoints = reader.read_checkpoints(path, rules)
     except OSError as error:
         return {"path": str(path), "found": False, "checkpoints": [], "notes": [f"cannot be read: {error}"]}
-    notes_of = {checkpoint: list(checkpoint.problems) for checkpoint in checkpoints}
-    notes = _note_kinds(path, checkpoints)
-    notes += _note_latest(path, checkpoints, notes_of)
-    notes += _note_ranks(checkpoints, notes_of)
+    notes = [*_note_kinds(path, checkpoints), *_note_latest(path, checkpoints), *_note_ranks(checkpoints)]
     return {
         "path": str(path),
         "found": any(checkpoint.holds_state for checkpoint in checkpoints),
@@ -45,7 +43,7 @@ def build_report(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str
                 "rank": checkpoint.rank,
                 "kind": checkpoint.kind,
                 **checkpoint.values,
-                "notes": notes_of[checkpoint],
+                "notes": checkpoint.problems,
             }
             for checkpoint in checkpoints
         ],
@@ -85,36 +83,44 @@ def _note_kinds(path: str | Path, checkpoints: list[reader.Checkpoint]) -> list[
     return [f"state of {', '.join(files)}: {kind}" for kind, files in files_of.items()]
 
 
-def _note_latest(
-    path: str | Path, checkpoints: list[reader.Checkpoint], notes_of: dict[reader.Checkpoint, list[str]]
-) -> list[str]:
+def _note_latest(path: str | Path, checkpoints: list[reader.Checkpoint]) -> list[str]:
     """Mark the checkpoint that MindFormers would resume from; return notes if there is no such checkpoint."""
-    try:
-        latest = reader.latest_iteration(path)
-    except ValueError as error:
-        return [str(error)]
-    if latest is None:
+    tracker = Path(path) / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
         return []
+    try:
+        latest = int(tracker.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return [f"{tracker.name} cannot be used: {reader.one_line(error)}"]
     folder = f"iteration_{latest:08d}"
     for checkpoint in checkpoints:
         if checkpoint.path.name == folder:
-            notes_of[checkpoint].insert(0, "latest")
+            checkpoint.problems.insert(0, "latest")
             return []
     return [f"the latest iteration should be {latest}, but there is no folder {folder}"]
 
 
-def _note_ranks(checkpoints: list[reader.Checkpoint], notes_of: dict[reader.Checkpoint, list[str]]) -> list[str]:
-    """Mark the checkpoints that differ from the first rank's at their step; return notes on all ranks."""
-    compared = reader.differences_between_ranks(checkpoints)
-    for checkpoint, first, differences in compared:
-        if differences:
-            listed = ", ".join(f"{name} {_cell(ours)}, not {_cell(its)}" for name, (ours, its) in differences.items())
-            notes_of[checkpoint].append(f"differs from rank_{first.rank}: {listed}")
-    if not compared:
-        return []
-    if any(differences for *_, differences in compared):
-        return ["ranks: they differ, see the notes of the files"]
-    return ["ranks: they agree wherever several saved the same step"]
+def _note_ranks(checkpoints: list[reader.Checkpoint]) -> list[str]:
+    """Mark the checkpoints that differ from the first rank's at their step; return a note on all ranks."""
+    first_of: dict[str | int, reader.Checkpoint] = {}
+    verdict = ""
+    for checkpoint in checkpoints:
+        if checkpoint.rank is None or checkpoint.unreadable:
+            continue
+        name = re.sub(r"rank_\d+", "rank", checkpoint.path.name)
+        first = first_of.setdefault(name if checkpoint.step is None else checkpoint.step, checkpoint)
+        if first.rank == checkpoint.rank:
+            continue
+        pairs = {name: (checkpoint.values[name], first.values[name]) for name in checkpoint.state.names}
+        # By text, because NaN is not equal to itself.
+        listed = [
+            f"{name} {_cell(own)}, not {_cell(its)}" for name, (own, its) in pairs.items() if str(own) != str(its)
+        ]
+        if listed:
+            checkpoint.problems.append(f"differs from rank_{first.rank}: {', '.join(listed)}")
+            verdict = "they differ, see the notes of the files"
+        verdict = verdict or "they agree wherever several saved the same step"
+    return [f"ranks: {verdict}"] if verdict else []
 
 
 def _columns(checkpoints: list[dict[str, Any]]) -> set[str]:

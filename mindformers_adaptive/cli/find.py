@@ -6,12 +6,7 @@ import argparse
 
 from mindformers_adaptive.cli.output import print_result
 from mindformers_adaptive.cli.probe import add_sweep_arguments, sweep
-from mindformers_adaptive.gradients.recommendation import (
-    DEFAULT_MARGIN,
-    EVERY_POWER,
-    check_margin,
-    recommend_loss_scale,
-)
+from mindformers_adaptive.gradients import recommendation
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -24,12 +19,8 @@ example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_sweep_arguments(parser)
-    parser.add_argument(
-        "--margin",
-        type=int,
-        default=DEFAULT_MARGIN,
-        help="how many powers of two to stay below the largest scale that does not overflow",
-    )
+    text = "how many powers of two to stay below the largest scale that does not overflow"
+    parser.add_argument("--margin", type=int, default=recommendation.DEFAULT_MARGIN, help=text)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -38,8 +29,8 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         RuntimeError: if no loss scale can be recommended.
     """
-    check_margin(options.margin)
-    recommendation = recommend_loss_scale(sweep(options, EVERY_POWER), options.margin)
-    print_result(options, recommendation.to_dict, recommendation.__str__)
-    if recommendation.loss_scale_value is None:
+    recommendation.check_margin(options.margin)
+    found = recommendation.recommend_loss_scale(sweep(options, recommendation.EVERY_POWER), options.margin)
+    print_result(options, found.to_dict, found.__str__)
+    if found.loss_scale_value is None:
         raise RuntimeError("no loss scale can be recommended")

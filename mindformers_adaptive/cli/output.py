@@ -30,11 +30,11 @@ def read_value(text: str) -> Any:
         raise UsageError(f"{text!r} is not a value in YAML; put brackets, braces and colons in quotes") from error
 
 
-def read_scale(argument: str, text: str) -> float:
-    """Return a loss scale that was typed for an argument, or raise UsageError."""
+def read_scale(text: str) -> float:
+    """Return a loss scale that was typed, or raise UsageError; a ``type`` for argparse, which adds the argument."""
     value = read_value(text)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"argument {argument}: a loss scale must be a number, as 512 or 2^9, but got {text!r}")
+        raise UsageError(f"a loss scale must be a number, as 512 or 2^9, but got {text!r}")
     return float(value)
 
 

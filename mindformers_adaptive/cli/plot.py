@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss-scales",
         nargs="+",
+        type=read_scale,
         metavar="SCALE",
         help="of a sweep: whose histograms to draw; default: the lowest and the highest that did not overflow",
     )
@@ -59,79 +61,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Draw the files as what they are."""
-    sweeps = [_read_sweep(Path(source)) for source in options.sources]
-    [sweep, *others] = sweeps
-    if sweep is None and (options.loss_scales or options.underflow):
+    read = {source: _read(source) for source in options.sources}
+    sweeps = [one for one in read.values() if isinstance(one, dict)]
+    if not sweeps and (options.loss_scales or options.underflow):
         raise UsageError("arguments --loss-scales and --underflow are for what 'probe --output' wrote")
-    if others and any(sweeps):
+    if sweeps and len(read) > 1:
         raise UsageError("a file that 'probe --output' wrote is drawn alone, but several files are given")
-    figure = _draw_runs(options.sources) if sweep is None else _draw_sweep(sweep, options)
+    if not sweeps:
+        figure = _draw_runs(read)
+    elif options.underflow:
+        figure = draw_underflow(sweeps[0])
+    else:
+        figure = draw_histograms(sweeps[0], options.loss_scales)
     print(f"written: {save(figure, options.picture)}")
 
 
-def _read_sweep(file: Path) -> dict[str, Any] | None:
-    """Return the sweep that a JSON file holds, or None if the file is not a sweep."""
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError:
-        return None
-    # A record of gradients with a single line is JSON too.
-    return content if isinstance(content, dict) and "loss_scales" in content and "step" not in content else None
+def _read(file: str) -> Any:
+    """Return the lines of a record, the sweep of a JSON file, or the run that another log holds."""
+    with contextlib.suppress(ValueError):
+        content = json.loads(Path(file).read_bytes())
+        # A record of gradients with a single line is JSON too.
+        if isinstance(content, dict) and "loss_scales" in content and "step" not in content:
+            return content
+    with contextlib.suppress(ValueError):
+        return read_record(file)
+    return read_log(file)
 
 
-def _draw_sweep(sweep: dict[str, Any], options: argparse.Namespace) -> Figure:
-    if options.underflow:
-        return draw_underflow(sweep)
-    scales = options.loss_scales and [read_scale("--loss-scales", text) for text in options.loss_scales]
-    return draw_histograms(sweep, scales)
-
-
-def _draw_runs(sources: Sequence[str]) -> Figure:
-    read = {source: _read_run(source) for source in sources}
+def _draw_runs(read: Mapping[str, Any]) -> Figure:
     gradients = {file: one for file, one in read.items() if isinstance(one, list) and is_gradient_record(one)}
     runs = {file: one for file, one in read.items() if file not in gradients}
+    names = _names(runs or gradients)
     if not runs:
-        return draw_gradient_records(dict(zip(_names(list(gradients)), gradients.values(), strict=True)))
+        return draw_gradient_records({names[file]: record for file, record in gradients.items()})
     if len(read) == 1:
         [only] = runs.values()
         return draw_runs({"" if isinstance(only, list) else only.name: only})
-    if gradients and len(gradients) != len(runs):
+    if not gradients:
+        beside = {file: Path(file).with_name(_GRADIENTS) for file in runs}
+        # Several runs in one folder may share what lies there.
+        alone = {file: path for file, path in beside.items() if [*beside.values()].count(path) == 1 and path.is_file()}
+        measured = {names[file]: read_record(path) for file, path in alone.items()}
+    elif len(gradients) == len(runs):
+        measured = dict(zip(names.values(), gradients.values(), strict=True))
+    else:
         raise UsageError(f"{len(gradients)} records of gradients are given for {len(runs)} runs: give one for each run")
-    names = dict(zip(runs, _names(list(runs)), strict=True))
-    measured = dict(zip(names.values(), gradients.values(), strict=True)) if gradients else _gradients_beside(names)
     return draw_runs({names[file]: one for file, one in runs.items()}, measured)
 
 
-def _read_run(file: str) -> Any:
-    """Return the lines of a record, or the run that another log holds."""
-    try:
-        return read_record(file)
-    except ValueError:
-        return read_log(file)
-
-
-def _gradients_beside(names: dict[str, str]) -> dict[str, Any]:
-    """Return by the runs' names the records of gradients in their folders, unless several runs share a folder."""
-    files = {name: Path(file).with_name(_GRADIENTS) for file, name in names.items()}
-    beside = list(files.values())
-    return {name: read_record(file) for name, file in files.items() if beside.count(file) == 1 and file.is_file()}
-
-
-def _names(files: Sequence[str]) -> list[str]:
+def _names(files: Iterable[str]) -> dict[str, str]:
     """Return what tells files apart: their paths without the folders and the file name that all of them share.
 
     Examples:
-        >>> _names(["runs/64/record.jsonl", "runs/512/record.jsonl"]), _names(["a/64.jsonl", "a/512.jsonl"])
-        (['64', '512'], ['64.jsonl', '512.jsonl'])
+        >>> _names(["runs/64/record.jsonl", "runs/512/record.jsonl"])
+        {'runs/64/record.jsonl': '64', 'runs/512/record.jsonl': '512'}
+        >>> _names(["a/64.jsonl", "a/512.jsonl"])
+        {'a/64.jsonl': '64.jsonl', 'a/512.jsonl': '512.jsonl'}
     """
-    paths = [Path(file).parts for file in files]
-    if len(paths) == 1:
-        return [paths[0][-1]]
-    start = _shared(paths)
-    end = _shared([path[:start:-1] for path in paths])
-    return ["/".join(path[start : len(path) - end]) or str(file) for path, file in zip(paths, files, strict=True)]
+    paths = {file: Path(file).parts for file in files}
+    start = _shared([*paths.values()])
+    end = _shared([parts[:start:-1] for parts in paths.values()])
+    return {file: "/".join(parts[start : len(parts) - end]) or parts[-1] for file, parts in paths.items()}
 
 
-def _shared(paths: Sequence[Sequence[str]]) -> int:
+def _shared(paths: Iterable[Sequence[str]]) -> int:
     """Return how many first parts all paths have in common."""
     return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))

@@ -25,15 +25,11 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_sweep_arguments(parser)
-    parser.add_argument("--loss-scales", nargs="+", default=[], metavar="SCALE", help="default: 2^0 2^4 ... 2^32")
+    parser.add_argument("--loss-scales", nargs="+", type=read_scale, metavar="SCALE", help="default: 2^0 2^4 ... 2^32")
     parser.add_argument(
-        "--layers",
-        nargs="+",
-        default=[],
-        metavar="LAYER",
-        help="measure the outputs of these layers too: names or classes",
+        "--layers", nargs="+", default=[], metavar="LAYER", help="measure the outputs of these too: names or classes"
     )
-    parser.add_argument("--parameters", metavar="SCALE", help="show each Parameter at this loss scale")
+    parser.add_argument("--parameters", type=read_scale, metavar="SCALE", help="show each Parameter at this loss scale")
     parser.add_argument("--output", metavar="FILE", help="write everything to this JSON file")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw histograms at the lowest and the highest scale that fits; 'plot' has more"
@@ -53,10 +49,9 @@ def run(options: argparse.Namespace) -> None:
     """Sweep, and print the tables and what the lowest scale loses."""
     from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES
 
-    scales = [read_scale("--loss-scales", text) for text in options.loss_scales] or DEFAULT_LOSS_SCALES
-    scale_of_parameters = None if options.parameters is None else read_scale("--parameters", options.parameters)
-    if scale_of_parameters is not None and scale_of_parameters not in scales:
-        raise UsageError(f"'--parameters' must be one of the loss scales of the sweep, but got {options.parameters}.")
+    scales, parameters_at = options.loss_scales or DEFAULT_LOSS_SCALES, options.parameters
+    if parameters_at is not None and parameters_at not in scales:
+        raise UsageError(f"'--parameters' must be one of the loss scales of the sweep, but got {parameters_at:g}.")
     ranges = sweep(options, scales, options.layers)
 
     def tables() -> Iterator[str]:
@@ -65,8 +60,8 @@ def run(options: argparse.Namespace) -> None:
         if lowest.groups:
             yield table_of_groups([judge(ranges, scale) for scale in ranges.fitting_scales])
             yield str(lowest)
-        if scale_of_parameters is not None:
-            yield ranges.table(scale_of_parameters)
+        if parameters_at is not None:
+            yield ranges.table(parameters_at)
         if options.layers:
             yield ranges.output_table()
 
@@ -84,13 +79,5 @@ def sweep(options: argparse.Namespace, loss_scales, layers=()):  # type: ignore[
         from mindformers_adaptive.integration.training_probe import probe
 
         with progress_bar(options.batches * len(loss_scales), "backward passes") as progress:
-            return probe(
-                options.config,
-                options.checkpoint,
-                options.train_dataset_dir,
-                loss_scales,
-                options.batches,
-                overrides=overrides,
-                layers=layers,
-                progress=progress,
-            )
+            training = (options.config, options.checkpoint, options.train_dataset_dir)
+            return probe(*training, loss_scales, options.batches, overrides=overrides, layers=layers, progress=progress)

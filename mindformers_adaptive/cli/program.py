@@ -63,18 +63,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] in COMMANDS:
         return _run(importlib.import_module(f"mindformers_adaptive.cli.{words[0]}"), words)
     # Help, or a usage error, for which no subcommand has to be imported.
-    _main_parser().parse_args(words)
-    _main_parser().print_help()
+    parser = _parser("adaptive-loss-scale", "Adaptive loss scaling for MindSpore and MindFormers.", _EXAMPLES)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, purpose in COMMANDS.items():
+        commands.add_parser(name, help=purpose)
+    parser.parse_args(words)
+    parser.print_help()
     return 2
 
 
+def _parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
+    epilog = f"{examples}\n{_EXIT_CODES}"
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(program, description=description, epilog=epilog, formatter_class=layout)
+
+
 def _run(command: Any, words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=f"adaptive-loss-scale {words[0]}",
-        description=command.__doc__,
-        epilog=f"{command.EXAMPLES}\n{_EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _parser(f"adaptive-loss-scale {words[0]}", command.__doc__, command.EXAMPLES)
     command.add_arguments(parser)
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
     options, others = parser.parse_known_args([_with_hyphens(word) for word in words[1:]])
@@ -102,16 +107,3 @@ def _run(command: Any, words: list[str]) -> int:
 def _with_hyphens(word: str) -> str:
     """An option as it is declared; MindFormers' options have underscores."""
     return re.sub(r"^--[a-z_]+(?=$|=)", lambda option: option[0].replace("_", "-"), word)
-
-
-def _main_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="adaptive-loss-scale",
-        description="Adaptive loss scaling for MindSpore and MindFormers.",
-        epilog=f"{_EXAMPLES}\n{_EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, purpose in COMMANDS.items():
-        commands.add_parser(name, help=purpose)
-    return parser

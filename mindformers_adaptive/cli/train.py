@@ -119,12 +119,7 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("gradient-accumulation-steps", "runner_config.gradient_accumulation_steps", int, "batches added up to one step"),
     ("train-dataset-dir", "train_dataset.data_loader.dataset_dir", str, "file or folder of the training data"),
     ("eval-dataset-dir", "eval_dataset.data_loader.dataset_dir", str, "file or folder of the evaluation data"),
-    (
-        "num-samples",
-        launcher.NUM_SAMPLES,
-        int,
-        "use only so many samples of the training data, and of the evaluation data",
-    ),
+    ("num-samples", launcher.NUM_SAMPLES, int, "use only so many samples of the training and evaluation data"),
     ("do-eval", "do_eval", _true_or_false, "evaluate while training"),
     ("load-checkpoint", "load_checkpoint", str, "checkpoint to load, a file or a folder"),
     ("resume-training", "resume_training", _true_or_false_or_name, "resume: true, or the name of the checkpoint file"),

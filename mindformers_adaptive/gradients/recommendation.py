@@ -89,7 +89,7 @@ def judge(ranges: GradientRanges, loss_scale: float) -> Verdict:
         loss_scale (float): one of the sweep's; 1, or the lowest, to judge a training without loss scaling.
 
     Raises:
-        KeyError: if the sweep does not have the scale.
+        ValueError: if the sweep does not have the scale.
 
     Examples:
         >>> import numpy as np

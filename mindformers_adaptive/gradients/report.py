@@ -159,7 +159,7 @@ class GradientRanges:
                 Default: False, they are as the backward pass returns them.
 
         Raises:
-            KeyError: if the sweep does not have the scale.
+            ValueError: if the sweep does not have the scale.
         """
         at_scale = [ranges.unscaled() if unscaled else ranges for ranges in self._at(loss_scale)]
         if len(at_scale) == 1:
@@ -297,7 +297,7 @@ class GradientRanges:
     def _at(self, loss_scale: float) -> list[ScaleRanges]:
         if loss_scale not in self.loss_scales:
             listed = ", ".join(map(as_power_of_two, self.loss_scales))
-            raise KeyError(f"'loss_scale' must be one of the sweep's, {listed}, but got {loss_scale}.")
+            raise ValueError(f"'loss_scale' must be one of the sweep's, {listed}, but got {loss_scale}.")
         place = self.loss_scales.index(loss_scale)
         return [batch[place] for batch in self.batches]
 

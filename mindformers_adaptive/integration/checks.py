@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from mindformers_adaptive.rules.base import Rule
-from mindformers_adaptive.rules.catalog import RULES, rule_of_cell
+from mindformers_adaptive.rules.catalog import RULES, find_rule, rule_of_cell
 from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
 
 __all__ = ["check_config", "check_cpu", "given_to_train_step", "value_at"]
@@ -18,7 +18,8 @@ __all__ = ["check_config", "check_cpu", "given_to_train_step", "value_at"]
 _SKIP = "use_skip_data_by_global_norm"
 _PER_TOKEN = "calculate_per_token_loss"
 _ACCUMULATION = "runner_config.gradient_accumulation_steps"
-_SCALE_SENSE = "runner_wrapper.scale_sense"
+_TRAIN_STEP = "runner_wrapper"
+_SCALE_SENSE = f"{_TRAIN_STEP}.scale_sense"
 _COMPUTE_DTYPE = "model.model_config.compute_dtype"
 _FLAGS = (
     "use_parallel",
@@ -32,10 +33,8 @@ _FLAGS = (
 # Both stop on a norm that is too large, where use_skip_data_by_global_norm goes on.
 _STOP_BY_NORM = ("check_for_global_norm", "health_checkpoint.global_norm_spike_threshold")
 
-# Keys of every section of a class that are not arguments of the class.
-_NOT_ARGUMENTS = {"type", "auto_register"}
-# Keys of runner_wrapper that MindFormers sets itself.
-_SET_BY_MINDFORMERS = {"micro_batch_num", "parallel_config"}
+# Keys of the section of a class that are not arguments of the class. The last two MindFormers sets itself.
+_NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
 _OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
 # The module in the register_path folder of this package, whose class is registered already.
 _OWN_AUTO_REGISTER = "adaptive_loss_scaling."
@@ -96,14 +95,13 @@ def check_config(config: Any) -> None:
         _check_dropping(config)
     train_step = config.runner_wrapper
     if isinstance(train_step, dict) and train_step:
-        _check_train_step(train_step)
+        _check_section(train_step, _TRAIN_STEP)
         _check_scale_sense(train_step.get("scale_sense"))
         _warn_of_needless_scaling(config)
         _warn_of_high_start(config)
     for place, callback in enumerate(config.callbacks or []):
         if isinstance(callback, dict) and callback.get("type") in _OWN_CALLBACKS:
-            path = f"callbacks.{place}"
-            _check_keys(callback, path, _find_class(callback, path, "callback"))
+            _check_section(callback, f"callbacks.{place}", "callback")
 
 
 def _check_values(config: Any) -> None:
@@ -147,17 +145,6 @@ def _check_dropping(config: Any) -> None:
             )
 
 
-def _check_train_step(section: dict[str, Any]) -> None:
-    cls = _find_class(section, "runner_wrapper")
-    names, takes_any = (set(), True) if cls is None else _keywords(cls)
-    if _PER_TOKEN not in names and not takes_any:
-        raise TypeError(
-            f"'runner_wrapper.type' must be a cell that takes '{_PER_TOKEN}', which MindFormers gives to it, but got "
-            f"{section['type']!r}. Use MFTrainOneStepCell, which does the same and clips gradients."
-        )
-    _check_keys({key: section[key] for key in section.keys() - _SET_BY_MINDFORMERS}, "runner_wrapper", cls)
-
-
 def _check_scale_sense(scale_sense: Any) -> None:
     if isinstance(scale_sense, str):
         raise TypeError(
@@ -171,18 +158,37 @@ def _check_scale_sense(scale_sense: Any) -> None:
             f"'{_SCALE_SENSE}' must have a 'type', but has only {', '.join(scale_sense) or 'no keys'}. Add "
             "'type: AdaptiveLossScaleUpdateCell'."
         )
-    cls = _find_class(scale_sense, _SCALE_SENSE)
-    _check_keys(scale_sense, _SCALE_SENSE, cls)
+    _check_section(scale_sense, _SCALE_SENSE)
+
+
+def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") -> None:
+    """Check a section that names a class: its keys, and that it has those without which the class cannot be built."""
+    cls = _find_class(section, path, kind)
     if cls is None:
         return
-    required = [
-        argument.name
-        for argument in inspect.signature(cls).parameters.values()
-        if argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD
-    ]
-    if missing := [name for name in required if name not in scale_sense]:
+    names, may_take_more = _arguments_of(cls)
+    if path == _TRAIN_STEP and _PER_TOKEN not in names and not may_take_more:
         raise TypeError(
-            f"'{_SCALE_SENSE}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
+            f"'{path}.type' must be a cell that takes '{_PER_TOKEN}', which MindFormers gives to it, but got "
+            f"{section['type']!r}. Use MFTrainOneStepCell, which does the same and clips gradients."
+        )
+    if section["type"] == Rule.cell and "rule" in section:
+        # The arguments of the rule stand beside those of its cell.
+        names |= inspect.signature(find_rule(section["rule"])).parameters.keys()
+    own = sorted(names - {"network", "optimizer"})
+    for key in section.keys() - names - _NOT_ARGUMENTS:
+        message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {_nearest(key, own)}"
+        if not may_take_more:
+            raise TypeError(f"{message}It takes {', '.join(own)}.")
+        if difflib.get_close_matches(key, own, cutoff=0.8):
+            warnings.warn(f"{message}It is passed on as it is.", stacklevel=4)
+    given = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]
+    required = [each.name for each in given if each.default is each.empty]
+    missing = [name for name in required if name not in section]
+    # To the other classes MindFormers gives arguments of its own.
+    if path == _SCALE_SENSE and missing:
+        raise TypeError(
+            f"'{path}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
             f"{', '.join(missing)}. Add {'it' if len(missing) == 1 else 'them'}."
         )
 
@@ -205,41 +211,21 @@ def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Ca
     )
 
 
-def _check_keys(section: dict[str, Any], path: str, cls: Callable[..., Any] | None) -> None:
-    if cls is None:
-        return
-    names, may_take_more = _arguments_of(cls)
-    for key in section.keys() - names - _NOT_ARGUMENTS:
-        own = sorted(names - {"network", "optimizer"})
-        message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {_nearest(key, own)}"
-        if not may_take_more:
-            raise TypeError(f"{message}It takes {', '.join(own)}.")
-        if difflib.get_close_matches(key, own, cutoff=0.8):
-            warnings.warn(f"{message}It is passed on as it is.", stacklevel=5)
-
-
 def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
     """Return the keyword arguments of a class, and whether code of a user may take others from ``**kwargs``."""
-    names, may_take_more = _keywords(cls)
-    if not inspect.isclass(cls) or not may_take_more:
-        return names, may_take_more
-    may_take_more = False
-    for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
-        own, takes_any = _keywords(vars(base)["__init__"])
-        names |= own
-        if not takes_any:
+    names, may_take_more = set(), False
+    for base in [each for each in cls.__mro__ if "__init__" in vars(each)] if inspect.isclass(cls) else [cls]:
+        parameters = _parameters_of(base)
+        names |= {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             break
         # What this class does not take is given to the next one.
-        package = base.__module__.partition(".")[0]
-        may_take_more |= package not in ("mindspore", "mindformers", "mindformers_adaptive")
-    return names - {"self"}, may_take_more
+        may_take_more |= base.__module__.partition(".")[0] not in ("mindspore", "mindformers", "mindformers_adaptive")
+    return names, may_take_more
 
 
-def _keywords(function: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Return the keyword arguments in a signature, and whether it has ``**kwargs``."""
-    parameters = inspect.signature(function).parameters.values()
-    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    return names, any(each.kind is each.VAR_KEYWORD for each in parameters)
+def _parameters_of(function: Callable[..., Any]) -> Collection[inspect.Parameter]:
+    return inspect.signature(function).parameters.values()
 
 
 def _nearest(word: str, known: Collection[str]) -> str:
@@ -316,11 +302,10 @@ def _model_values(config: Any) -> Mapping[str, Any]:
     from mindformers.tools.register import MindFormerRegister
 
     name = section.get("type")
-    defaults: dict[str, Any] = {}
-    if isinstance(name, str) and MindFormerRegister.is_exist("config", name):
-        parameters = inspect.signature(MindFormerRegister.get_cls("config", name)).parameters.values()
-        defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-    return defaults | section
+    if not isinstance(name, str) or not MindFormerRegister.is_exist("config", name):
+        return section
+    parameters = _parameters_of(MindFormerRegister.get_cls("config", name))
+    return {each.name: each.default for each in parameters if each.default is not each.empty} | section
 
 
 def _cpu_problems_of_model(values: Mapping[str, Any]) -> Iterator[str]:

@@ -50,7 +50,9 @@ def load_config(
     from mindformers_adaptive.integration.registration import register
 
     if register_path is not None:
-        _make_importable(Path(register_path).resolve())
+        folder = os.environ["REGISTER_PATH"] = str(Path(register_path).resolve())
+        if folder not in sys.path:
+            sys.path.append(folder)
     register()
     overrides = dict(overrides or {})
     # MindFormers fills in its template by the run mode, so it has to know it while it reads the file.
@@ -153,9 +155,3 @@ def _place(node: Any, name: str, key: str) -> str | int:
         f"'{key}' leads to nothing in the YAML file: there is no {name!r} in {node!r}. Name a section by its key and a "
         "place in a list by its number, from 0."
     )
-
-
-def _make_importable(folder: Path) -> None:
-    os.environ["REGISTER_PATH"] = str(folder)
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))

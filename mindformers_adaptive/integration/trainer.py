@@ -121,17 +121,15 @@ class Trainer(mindformers.Trainer):
 
 def _fit_window(args, scale_sense):
     """Change the window in the section of the update cell that ``args`` names, where MindFormers' default is none."""
+    if (rule := rule_of_cell(args.scale_sense)) is None:
+        return
     is_default = args.loss_scale_window == TrainingArguments.loss_scale_window
-    rule = rule_of_cell(args.scale_sense)
-    if rule is None:
-        return
-    if "scale_window" in rule.start_arguments:
-        if is_default:
-            # Its default, the largest window, is not on a ladder with other bounds.
-            scale_sense.scale_window = args.min_scale_window
-        return
-    scale_sense.pop("scale_window", None)
-    if not is_default:
+    if "scale_window" not in rule.start_arguments:
+        scale_sense.pop("scale_window", None)
+    elif is_default:
+        # Its default, the largest window, is not on a ladder with other bounds.
+        scale_sense.scale_window = args.min_scale_window
+    if "scale_window" not in scale_sense and not is_default:
         warnings.warn(
             f"'loss_scale_window' {args.loss_scale_window} is not used: {rule.cell} finds its window itself. Leave it "
             "out.",
@@ -149,16 +147,14 @@ def _require_whole_micro_batches(dataset, steps):
 
 
 def _check_train_step(wrapper):
-    if hasattr(wrapper, "get_loss_scale"):
-        update_cell = "wrapper.get_update_cell()" if hasattr(wrapper, "get_update_cell") else "it"
-        raise TypeError(
-            f"'wrapper' must be a train-step cell, but got the loss scaling itself, {type(wrapper).__name__}. Give "
-            f"MFTrainOneStepCell(model, optimizer, scale_sense=...), with {update_cell} as scale_sense."
-        )
     if not isinstance(wrapper, nn.TrainOneStepCell):
+        got, scale_sense = repr(wrapper), "..."
+        if hasattr(wrapper, "get_loss_scale"):
+            got = "the loss scaling itself"
+            scale_sense = "wrapper.get_update_cell()" if hasattr(wrapper, "get_update_cell") else "wrapper"
         raise TypeError(
-            f"'wrapper' must be a train-step cell, but got {wrapper!r} of type {type(wrapper).__name__}. Give "
-            "mindformers_adaptive.wrapper.MFTrainOneStepCell(model, optimizer, scale_sense=...)."
+            f"'wrapper' must be a train-step cell, but got {got} of type {type(wrapper).__name__}. Give "
+            f"mindformers_adaptive.wrapper.MFTrainOneStepCell(model, optimizer, scale_sense={scale_sense})."
         )
     detection = getattr(wrapper, "get_overflow_status", None)
     stock = nn.TrainOneStepWithLossScaleCell.get_overflow_status
@@ -187,11 +183,10 @@ def _model_of(wrapper, reset_model):
 
 
 def _set_or_compare(arguments, name, own):
-    given = arguments.setdefault(name, own)
-    if given is None:
-        arguments[name] = own
-    elif given is not own:
+    given = arguments.get(name)
+    if given is not None and given is not own:
         raise ValueError(
             f"'{name}' must be that of 'wrapper', a {type(own).__name__}, but got another: {type(given).__name__}. "
             f"Leave '{name}' out."
         )
+    arguments[name] = own

@@ -30,19 +30,21 @@ def apply_workarounds(config: Any) -> None:
         FileNotFoundError: if ``resume_training`` names a file that is not there.
         ValueError: if it is True, and no file to resume from is whole.
     """
+    import mindspore
+
     _keep_resume_training(config)
-    if _runs_on_cpu():
-        _turn_off_sink_mode(config.runner_config)
+    if mindspore.get_context("device_target") == "CPU":
+        if config.runner_config and config.runner_config.sink_mode:
+            config.runner_config.sink_mode = False
+            warnings.warn(
+                "'runner_config.sink_mode' must be False on CPU: MindSpore cannot sink data there, and MindFormers "
+                "would train sink_size times too long. False is used.",
+                stacklevel=3,
+            )
         if config.use_parallel:
             _patch_barrier()
     _link_single_process_safetensors(config)
     _choose_newest_iteration(config)
-
-
-def _runs_on_cpu() -> bool:
-    import mindspore
-
-    return bool(mindspore.get_context("device_target") == "CPU")
 
 
 def _keep_resume_training(config: Any) -> None:
@@ -63,16 +65,6 @@ def _keep_resume_training(config: Any) -> None:
         )
 
 
-def _turn_off_sink_mode(runner_config: Any) -> None:
-    if runner_config and runner_config.sink_mode:
-        runner_config.sink_mode = False
-        warnings.warn(
-            "'runner_config.sink_mode' must be False on CPU: MindSpore cannot sink data there, and MindFormers would "
-            "train sink_size times too long. False is used.",
-            stacklevel=4,
-        )
-
-
 def _link_single_process_safetensors(config: Any) -> None:
     # MindFormers writes them to rank_0, and refuses to read a rank_0 without use_parallel.
     if not config.resume_training or config.use_parallel or config.load_ckpt_format != "safetensors":
@@ -80,8 +72,7 @@ def _link_single_process_safetensors(config: Any) -> None:
     rank_folder = Path(config.load_checkpoint or "", "rank_0")
     if config.get("checkpoint") or not rank_folder.is_dir():
         return
-    file = _file_to_resume_from(rank_folder, config.resume_training)
-    if file is None:
+    if (file := _file_to_resume_from(rank_folder, config.resume_training)) is None:
         return
     folder = Path(config.output_dir, "resume_from")
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,11 +86,9 @@ def _file_to_resume_from(rank_folder: Path, resume_training: bool | str) -> Path
     """Return the file that is named by ``resume_training`` or ``meta.json``, else the newest whole one, if any."""
     if isinstance(resume_training, str):
         file = rank_folder / resume_training
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"'resume_training' must name a file in {rank_folder}, but there is no {file.name}."
-            )
-        return file
+        if file.is_file():
+            return file
+        raise FileNotFoundError(f"'resume_training' must name a file in {rank_folder}, but there is no {file.name}.")
     named, problem = _file_of_meta(rank_folder)
     if named is not None:
         return named

@@ -121,14 +121,13 @@ class LossScaleMonitor(RecordingCallback):
         """Look up the loss scaling, and the step to go on from."""
         params = run_context.original_args()
         train_step = find_train_step(params.get("train_network"), params.get("network"))
-        if train_step is None:
-            self._reader = None
+        self._reader = None if train_step is None else StepReader(train_step)
+        if self._reader is None:
             logger.warning(
                 "LossScaleMonitor records nothing: the network that is trained scales no loss. Train it with a "
                 "train-step cell that has a scale_sense, such as TrainOneStepWithLossScaleCell or MFTrainOneStepCell."
             )
             return
-        self._reader = StepReader(train_step)
         self._overflows = reports.OverflowNames()
         self._open(params, train_step)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
@@ -231,7 +230,7 @@ class LossScaleMonitor(RecordingCallback):
         entries = self._reader.read(step, step if went_back else step - self._last_step, outputs)
         if went_back:
             # The training was set back to an earlier state: the steps since then are taken again.
-            self._restart(entries[0]["step"] - 1)
+            self._resume_after = entries[0]["step"] - 1
         # Where one call of the network takes several steps, its loss is that of the last.
         if step != self._called_at:
             seen = {step: seen[self._called_at]}
@@ -247,10 +246,8 @@ class LossScaleMonitor(RecordingCallback):
         if after != before and self._writes:
             (window, index), (next_window, next_index) = before, after
             places = "" if index is next_index is None else f" (index {index} to {next_index})"
-            logger.info(
-                "Loss scaling: at step %s the window goes from %s to %s%s, at loss scale %s.",
-                *(entry["step"], window, next_window, places, entry["next_loss_scale"]),
-            )
+            change = f"the window goes from {window} to {next_window}{places}, at loss scale {entry['next_loss_scale']}"
+            logger.info("Loss scaling: at step %s %s.", entry["step"], change)
         return after
 
     def _react_to_collapse(self, message, run_context):

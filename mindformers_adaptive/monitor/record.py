@@ -110,16 +110,16 @@ class RunRecord:
         # A line for missing steps that ends later is removed too; append() writes a shorter one.
         steps = [_step(entry, "last_step") for entry in entries]
         kept = bisect.bisect(steps, last_step)
-        before = len(notes)
         if torn:
-            notes.append(f"{self.path} ended in an unfinished line, which is taken out: {_excerpt(torn)}")
+            notes.append(f"{self.path} ended in an unfinished line, which is taken out: {torn[:80]!r}")
         if kept < len(lines):
             notes.append(
                 f"{self.path} went on to step {steps[-1]}: the steps after {last_step} are taken out, because the run "
                 "takes them again."
             )
-        if len(notes) > before:
-            self._replace(lines[:kept])
+        if torn or kept < len(lines):
+            with atomic_write(self.path, "wb", stat.S_IMODE(self.path.stat().st_mode)) as record:
+                record.writelines(line + b"\n" for line in lines[:kept])
         if kept:
             self.last_step = steps[kept - 1]
         if kept and self.last_step == last_step:
@@ -177,15 +177,9 @@ class RunRecord:
             return []
         return [f"{wanted} is being written by another run: this run is recorded in {self.path.name}."]
 
-    def _replace(self, lines: list[bytes]) -> None:
-        permissions = stat.S_IMODE(self.path.stat().st_mode)
-        with atomic_write(self.path, "wb", permissions) as record:
-            record.writelines(line + b"\n" for line in lines)
-
     def _move_aside(self) -> str:
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
-            number += 1
+        names = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
         os.replace(self.path, aside)
         return aside.name
 
@@ -295,7 +289,7 @@ def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
             if not last_step < first_step <= _step(entry, "last_step"):
                 raise ValueError(f"step {first_step} cannot follow step {last_step}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"line {number} is {_excerpt(line)} ({type(error).__name__}: {error})") from error
+            raise ValueError(f"line {number} is {line[:80]!r} ({type(error).__name__}: {error})") from error
         last_step = _step(entry, "last_step")
         entries.append({key: NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in entry.items()})
     return entries
@@ -320,7 +314,3 @@ def _write_line(file: int, entry: Mapping[str, object]) -> None:
         if stat.S_ISREG(before.st_mode):
             os.ftruncate(file, before.st_size)
         raise
-
-
-def _excerpt(line: bytes) -> str:
-    return repr(line[:80])

@@ -75,15 +75,18 @@ class RecordingCallback(Callback):
             path = path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")
             folder = folder and folder / f"rank_{rank}"
         self._record, self._failed = RunRecord(path, self.every_step), False
-        self._restart(self._last_step)
+        # The steps after it are removed from the record before the next line is written.
+        self._resume_after = self._last_step
         # Where the YAML file has a tensorboard section, MindFormers has a writer already.
         self._writer, self._owns_writer = get_tensorboard_writer() if self._writes else None, False
-        if self._writes and self._writer is None and folder is not None:
-            self._open_writer(folder)
-
-    def _restart(self, last_step):
-        """Remove the steps after ``last_step`` from the record before the next line is written."""
-        self._resume_after = last_step
+        if not self._writes or self._writer is not None or folder is None:
+            return
+        try:
+            self._writer, self._owns_writer = SummaryWriter(str(folder), purge_step=self._last_step + 1), True
+        except OSError as error:
+            if self._on_write_error == "raise":
+                raise
+            logger.warning("Nothing will be written to 'tensorboard_dir' %s: %s.", folder, error)
 
     def _append(self, entries):
         """Write the entries to the record, if this process writes; a failure is reported as ``on_write_error`` says."""
@@ -91,14 +94,24 @@ class RecordingCallback(Callback):
             return
         try:
             if self._resume_after is not None:
-                self._resume()
+                for note in self._record.resume(self._resume_after):
+                    logger.warning("%s", note)
+                first_step, self._resume_after = self._resume_after + 1, None
+                logger.info("%s is recorded in %s from step %s.", self.subject, self._record.path, first_step)
             self._record.append(entries)
-        except OSError as error:
-            self._report_failure(error)
-        else:
             if self._failed and entries:
                 logger.warning("The record %s is written again, from step %s.", self._record.path, entries[0]["step"])
                 self._failed = False
+        except OSError as error:
+            message = (
+                f"The record {self._record.path} cannot be written: {error}. It ends at step {self._record.last_step}. "
+                "Make room on the disk, or give another 'record_path'."
+            )
+            if self._on_write_error == "raise":
+                raise OSError(f"{message} Training stops, because 'on_write_error' is 'raise'.") from error
+            if not self._failed:
+                logger.warning("%s Training goes on; the record goes on as soon as it can.", message)
+            self._failed = True
 
     def _add_scalar(self, tag, value, step):
         """Write a number for TensorBoard; None, inf and NaN have no place in a curve."""
@@ -117,31 +130,6 @@ class RecordingCallback(Callback):
         if self._writer is not None and self._owns_writer:
             self._writer.close()
         self._writer = None
-
-    def _open_writer(self, folder):
-        try:
-            self._writer, self._owns_writer = SummaryWriter(str(folder), purge_step=self._last_step + 1), True
-        except OSError as error:
-            if self._on_write_error == "raise":
-                raise
-            logger.warning("Nothing will be written to 'tensorboard_dir' %s: %s.", folder, error)
-
-    def _resume(self):
-        for note in self._record.resume(self._resume_after):
-            logger.warning("%s", note)
-        logger.info("%s is recorded in %s from step %s.", self.subject, self._record.path, self._resume_after + 1)
-        self._resume_after = None
-
-    def _report_failure(self, error):
-        message = (
-            f"The record {self._record.path} cannot be written: {error}. It ends at step {self._record.last_step}. "
-            "Make room on the disk, or give another 'record_path'."
-        )
-        if self._on_write_error == "raise":
-            raise OSError(f"{message} Training stops, because 'on_write_error' is 'raise'.") from error
-        if not self._failed:
-            logger.warning("%s Training goes on; the record goes on as soon as it can.", message)
-        self._failed = True
 
 
 def require_choice(name, value, choices):

@@ -20,11 +20,8 @@ _LARGEST_COUNT = 2**31 - 1
 
 def find_train_step(*networks):
     """Return the first cell in the networks that scales its loss by a Parameter, or None."""
-    for network in filter(None, networks):
-        for _, cell in network.cells_and_names():
-            if isinstance(getattr(cell, "scale_sense", None), Parameter):
-                return cell
-    return None
+    cells = (cell for network in filter(None, networks) for _, cell in network.cells_and_names())
+    return next((cell for cell in cells if isinstance(getattr(cell, "scale_sense", None), Parameter)), None)
 
 
 def last_step_before(params, update_cell, last_step):
@@ -128,7 +125,10 @@ class StepReader:
             has a history that is long enough. Unknown values are None. If the last step overflowed and the update cell
             keeps the largest gradient of each Parameter, it has ``overflowed_parameters`` too, list[str].
         """
-        entries = self._read_history(step, count) or [self._read_last(step, count, outputs)]
+        last = self.steps_taken() if hasattr(self._update_cell, "recent_steps") else None
+        history = [] if last is None else self._update_cell.recent_steps(since=last - count)
+        entries = [{**_UNKNOWN, **entry, "step": entry["step"] - last + step} for entry in history]
+        entries = entries or [self._read_last(step, count, outputs)]
         if entries[-1]["overflow"] and self.names_parameters:
             entries[-1]["overflowed_parameters"] = self._update_cell.overflowed_parameters()
         if "skipped_steps" in self._parameters:
@@ -152,15 +152,6 @@ class StepReader:
             return None
         # As in the graph, where a NaN is not below the threshold either.
         return not float(norm.asnumpy().item()) < self._train_step.global_norm_spike_threshold
-
-    def _read_history(self, step, count):
-        if not hasattr(self._update_cell, "recent_steps"):
-            return []
-        last = self.steps_taken()
-        if last is None:
-            return []
-        entries = self._update_cell.recent_steps(since=last - count)
-        return [{**_UNKNOWN, **entry, "step": entry["step"] - last + step} for entry in entries]
 
     def _read_last(self, step, count, outputs):
         state = self._state()

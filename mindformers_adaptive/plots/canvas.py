@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,8 +35,7 @@ LINE_STYLES = tuple((colour, dashes) for dashes in ("solid", "dashed", "dotted",
 
 _DOTS_PER_INCH = 120
 _FORMATS = (".png", ".svg")
-_HEADLINE_SIZE, _LABEL_SIZE = 14, 10.5
-_LETTERS_PER_INCH = 9.6
+_LABEL_SIZE = 10.5
 
 # About twice the pixels of a panel that is 1200 dots wide.
 _COLUMNS = 2000
@@ -50,9 +47,6 @@ _FEW_POINTS = 50
 _BAND_FROM, _BLOCKS = 8000, 400
 
 _CEILING = "#9a9a9a"
-
-# A power of two in the notation for formulas, and a word of private letters of about its width in the picture.
-_FORMULA, _PLACE_OF_FORMULA = re.compile(r"\$2\^[^$]*\$"), "\ue000" * 3
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -124,11 +118,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 def headline(figure: Figure, finding: str) -> None:
     """Put the finding above the picture, wrapped to its width."""
-    # A formula has more letters in the text than in the picture.
-    formulas = iter(_FORMULA.findall(finding))
-    lines = textwrap.wrap(_FORMULA.sub(_PLACE_OF_FORMULA, finding), int(figure.get_figwidth() * _LETTERS_PER_INCH))
-    text = re.sub(_PLACE_OF_FORMULA, lambda _: next(formulas), "\n".join(lines))
-    figure.suptitle(text, x=0.008, ha="left", fontsize=_HEADLINE_SIZE)
+    figure.suptitle(finding, x=0.008, ha="left", fontsize=14, wrap=True)
 
 
 def style_axes(axes: Axes, *, title: str = "", x_label: str = "", y_label: str = "") -> None:
@@ -162,9 +152,9 @@ def legend_above(axes: Axes) -> None:
     figure: Any = axes.figure
     handles, names = axes.get_legend_handles_labels()
     if handles:
-        # The line or mark of an entry is as wide as some 5 letters; smaller letters than the headline's need less room.
+        # The line or mark of an entry is as wide as some 5 letters, of which an inch holds 13.
         widths = [len(name) + 5 for name in names]
-        room = int(figure.get_figwidth() * _LETTERS_PER_INCH * _HEADLINE_SIZE / 10)
+        room = int(figure.get_figwidth() * 13)
         columns = len(handles) if sum(widths) <= room else max(1, room // max(widths))
         place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
         axes.legend(ncols=columns, fontsize=10, frameon=False, columnspacing=1.4, handlelength=1.6, **place)
@@ -232,26 +222,25 @@ def draw_ceiling(axes: Axes, step: Floats, ceiling: Floats, label: str) -> None:
     axes.fill_between(x, edge, top, step=drawn, color=CONTEXT, linewidth=0, label="overflows", gid="overflows")
 
 
-def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> NDArray[np.intp]:
-    """Return the indices of the marks to draw: the first in each column of the panel.
+def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> Floats:
+    """Return the places of the marks to draw: the first in each column of the panel.
 
     Args:
         x (ArrayLike): of shape (marks,), increasing.
         columns (int): into how many the range of x is cut. Default: 2000.
 
     Returns:
-        NDArray of increasing indices: all of them up to ``columns`` marks.
+        NDArray, float64, increasing: all of them up to ``columns`` marks.
 
     Examples:
         >>> one_per_column([0, 1, 2, 99], columns=2).tolist()
-        [0, 3]
+        [0.0, 99.0]
     """
     across = np.asarray(x, np.float64)
     if len(across) <= columns:
-        return np.arange(len(across))
-    column = np.floor((across - across[0]) / (across[-1] - across[0]) * columns)
-    kept: NDArray[np.intp] = np.unique(column, return_index=True)[1]
-    return kept
+        return across
+    column = np.floor((across - across[0]) / np.ptp(across) * columns)
+    return across[np.unique(column, return_index=True)[1]]
 
 
 def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[Floats, Floats, Floats, Floats]:
@@ -272,7 +261,8 @@ def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[Floats, Floats, Flo
         ([2.0, 5.0], [2.0, 6.0], [900.0, 7.0])
     """
     rows = []
-    for across, values in zip(np.array_split(x, blocks), np.array_split(y, blocks), strict=True):
+    for block in np.array_split(np.column_stack([x, y]), blocks):
+        across, values = block.T
         finite = values[np.isfinite(values)]
         extremes = (finite.min(), np.median(finite), finite.max()) if len(finite) else (math.nan,) * 3
         rows.append(((across[0] + across[-1]) / 2, *extremes))
@@ -302,14 +292,9 @@ def percent(share: float | None) -> str:
     """
     if share is None:
         return "not known"
-    hundredths = 100.0 * share
-    if hundredths <= 0.0:
-        return "0 %"
-    if 99.0 < hundredths < 100.0:
+    if 0.99 < share < 1.0:
         return "over 99 %"
-    digits = min(max(0, 1 - math.floor(math.log10(hundredths))), 12)
-    text = f"{hundredths:.{digits}f}"
-    return f"{text.rstrip('0').rstrip('.') if digits else text} %"
+    return f"{np.format_float_positional(100.0 * share, precision=2, fractional=False, trim='-')} %"
 
 
 def count(number: int, noun: str) -> str:

@@ -108,7 +108,7 @@ def draw_gradient_records(
         ValueError: if there is no record, or no line in one.
 
     Examples:
-        >>> counts = {"size": 10, "zeros": 4, "underflowed": 4, "infs_and_nans": 0, "histogram": {"-20": 1, "-3": 5}}
+        >>> counts = {"size": 10, "zeros": 4, "largest": 0.2, "underflowed": 4, "histogram": {"-20": 1, "-3": 5}}
         >>> at_64 = {"loss_scale": 64.0, "overflowed_batches": 0, "parameters": {"attention.weight": counts}}
         >>> line = {"step": 100, "loss_scale": 64.0, "loss_scales": [at_64]}
         >>> draw_gradient_records({"a.jsonl": [line]}).get_suptitle()
@@ -120,7 +120,7 @@ def draw_gradient_records(
     kinds = list(dict.fromkeys(kind for run in runs.values() for kind in run.groups))
     figure = canvas.new_figure(max(10.0, 5.0 * len(runs)), 2.0 + 1.7 * len(kinds))
     panels = figure.subplots(len(kinds), len(runs), sharex="col", sharey=True, squeeze=False)
-    panels[0, 0].set_ylim(*_limits(runs.values()))
+    panels[0, 0].set_ylim(*_limits([*runs.values()]))
     for column, (name, run) in zip(panels.T, runs.items(), strict=True):
         for axes, kind in zip(column, kinds, strict=True):
             canvas.style_axes(axes)
@@ -140,21 +140,15 @@ def draw_gradient_records(
     return figure
 
 
-def _limits(runs: Iterable[GradientSeries]) -> tuple[float, float]:
+def _limits(runs: Sequence[GradientSeries]) -> tuple[float, float]:
     """Return the ends of the axis: all magnitudes, and the limits of FP16 where they are near."""
-    low, high, limits = [np.inf], [-np.inf], []
-    for run in runs:
-        known = np.log2(run.loss_scale[np.isfinite(run.loss_scale)])
-        if len(known):
-            limits += [exponent - np.median(known) for exponent in (_SUBNORMAL, _LARGEST)]
-        for group in run.groups.values():
-            low.append(float(np.nanmin(group.bands, initial=np.inf)))
-            high.append(float(np.nanmax(group.largest, initial=-np.inf)))
-    if not min(low) < np.inf:
-        low, high = [-24.0], [0.0]
-    bottom, top = min(low), max(high)
-    near = [limit for limit in limits if bottom - _NEAR <= limit <= top + _NEAR]
-    return min(bottom, *near, np.inf) - 2.0, max(top, *near, -np.inf) + 2.0
+    groups = [group for run in runs for group in run.groups.values()]
+    found = np.concatenate([np.append(group.bands, group.largest) for group in groups])
+    found = found[np.isfinite(found)]
+    bottom, top = (found.min(), found.max()) if len(found) else (-24.0, 0.0)
+    limits = np.concatenate([limit - np.log2(run.loss_scale) for run in runs for limit in (_SUBNORMAL, _LARGEST)])
+    near = limits[(bottom - _NEAR <= limits) & (limits <= top + _NEAR)]
+    return near.min(initial=bottom) - 2.0, near.max(initial=top) + 2.0
 
 
 def _shade_limits(axes: Axes, run: GradientSeries) -> None:
@@ -192,20 +186,16 @@ def _worst(group: GroupSeries) -> list[str]:
     ]
 
 
-def _scales(run: GradientSeries) -> str:
-    """Say at which loss scales the steps were that did not overflow."""
-    applied = run.loss_scale[~run.overflow & np.isfinite(run.loss_scale)]
-    return " to ".join(map(canvas.power_of_two, sorted({applied.min(), applied.max()})))
-
-
 def _finding(runs: Mapping[str, GradientSeries]) -> str:
     findings = []
     for name, run in runs.items():
-        worst = " and ".join(_worst(run.overall))
-        finding = f"at most {worst} at loss scale {_scales(run)}" if worst else "what FP16 loses is not known"
+        worst, applied = _worst(run.overall), run.loss_scale[~run.overflow & np.isfinite(run.loss_scale)]
+        scales = " to ".join(map(canvas.power_of_two, np.unique([applied.min(), applied.max()]))) if worst else ""
+        lost = f"at most {' and '.join(worst)} at loss scale {scales}"
+        finding = lost if worst else "what FP16 loses is not known"
         if run.overflow.any():
             finding = f"{run.overflow.sum():,} of {canvas.count(len(run.step), 'measured step')} overflowed"
-            finding += f", in the others at most {worst} at loss scale {_scales(run)}" if worst else ""
+            finding += f", in the others {lost}" if worst else ""
         findings.append(f"{canvas.as_text(name)}: {finding}" if len(runs) > 1 else finding[0].upper() + finding[1:])
     return "; ".join(findings).replace(" %", " % of the gradients", 1)
 
@@ -229,7 +219,7 @@ def series_of_gradients(record: Sequence[Mapping[str, Any]], group: Callable[[st
         )
     group = functools.cache(group)
     sweeps = [GradientRanges.from_dict(line) for line in lines]
-    scales = _training_scales(lines, sweeps)
+    scales = [line.get("loss_scale") for line in lines]
     measured = list(zip(sweeps, scales, strict=True))
     rows = [_rows(sweep, scale, group) for sweep, scale in measured]
     groups = {}
@@ -239,26 +229,14 @@ def series_of_gradients(record: Sequence[Mapping[str, Any]], group: Callable[[st
         groups[kind] = GroupSeries(np.array(bands), largest, underflowed, subnormal)
     return GradientSeries(
         step=np.array([line["step"] for line in lines], np.float64),
-        loss_scale=np.array(scales),
+        loss_scale=np.array(scales, np.float64),
         overflow=np.array([scale in {*sweep.loss_scales} - {*sweep.fitting_scales} for sweep, scale in measured]),
         overall=groups.pop(_ALL),
         groups=groups,
     )
 
 
-def _training_scales(lines: Sequence[Mapping[str, Any]], sweeps: Sequence[GradientRanges]) -> list[float]:
-    """Return the training's loss scale in each step, nan if it is not known or was not measured."""
-    always = set.intersection(*(set(sweep.loss_scales) for sweep in sweeps))
-    scales = []
-    for line, sweep in zip(lines, sweeps, strict=True):
-        # A record without the training's scale was measured at it and at the same other scales in every step.
-        others = [scale for scale in sweep.loss_scales if scale not in always or len(sweep.loss_scales) == 1]
-        scale = line.get("loss_scale", others[0] if len(others) == 1 else None)
-        scales.append(float(scale) if scale in sweep.loss_scales else math.nan)
-    return scales
-
-
-def _rows(ranges: GradientRanges, loss_scale: float, group: Callable[[str], str | None]) -> dict[str, list[float]]:
+def _rows(ranges: GradientRanges, loss_scale: Any, group: Callable[[str], str | None]) -> dict[str, list[float]]:
     """Return by group bands, largest, underflowed and subnormal in one step."""
     fits = ranges.fitting_scales
     best = (fits or ranges.loss_scales)[-1]
@@ -271,8 +249,7 @@ def _rows(ranges: GradientRanges, loss_scale: float, group: Callable[[str], str 
             exponents, numbers = np.array(sorted(counts.histogram.items())).T
             edges = np.append(exponents[0], exponents + 1)
             below = np.append(0, np.cumsum(numbers)) / numbers.sum()
-            largest = math.log2(counts.largest) if counts.largest else float(edges[-1])
-            row[:-2] = (np.append(np.interp(_QUANTILES, below, edges), largest) - math.log2(best)).tolist()
+            row[:-2] = [*np.interp(_QUANTILES, below, edges), math.log2(counts.largest)] - np.log2(best)
         if kind in at_training:
             share = at_training[kind].share(at_training[kind].underflowed)
             row[-2:] = math.nan if share is None else share, at_training[kind].subnormal_share

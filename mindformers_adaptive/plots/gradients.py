@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mindformers_adaptive.gradients.report import GradientRanges, parameter_group
 from mindformers_adaptive.gradients.statistics import (
@@ -15,7 +16,7 @@ from mindformers_adaptive.gradients.statistics import (
     ArrayStatistics,
 )
 from mindformers_adaptive.plots import canvas
-from mindformers_adaptive.text.table import as_power_of_two
+from mindformers_adaptive.plots.canvas import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +34,16 @@ _FIRST, _LAST = -30, 19
 _ZERO, _INF = _FIRST - 3, _LAST + 3
 _TICKS = {_ZERO + 0.5: "0", -24: "$2^{-24}$", -14: "$2^{-14}$", 0: "1", 16: "$2^{16}$", _INF + 0.5: "inf"}
 
-_SPECIAL = {_ZERO: canvas.WARNING, _INF: canvas.PURPLE}
+# Colour and name of the bars from a place on.
+_KINDS = {
+    _ZERO: (canvas.WARNING, "underflowed to 0"),
+    _FIRST: (canvas.FAINT, "subnormal or below"),
+    -14: (canvas.MAIN, "normal"),
+    _INF: (canvas.PURPLE, "inf or NaN"),
+}
+_PLACES = range(_ZERO, _INF + 1)
+_COLOURS = [_KINDS[max(first for first in _KINDS if first <= place)][0] for place in _PLACES]
+_LABELS = [_KINDS[place][1] if place in _KINDS else "_" for place in _PLACES]
 
 # Purple is too pale for letters.
 _DARK_PURPLE = "#9b3f76"
@@ -72,7 +82,8 @@ def draw_histograms(
         'At loss scale $2^{6}$, 40 % of the gradients underflow and 10 % are subnormal'
     """
     ranges = GradientRanges.from_dict(sweep)
-    chosen = _chosen_scales(ranges, loss_scales)
+    tried = ranges.loss_scales
+    chosen = loss_scales or sorted({tried[0], (ranges.fitting_scales or tried)[-1]})
     columns = [ranges.groups(scale, group) for scale in chosen]
     figure = canvas.new_figure(max(10.0, 4.2 * len(chosen)), 2.0 + 1.5 * len(columns[0]))
     panels = figure.subplots(len(columns[0]), len(chosen), sharex=True, sharey="row", squeeze=False)
@@ -80,13 +91,13 @@ def draw_histograms(
         bars = [_draw_histogram(axes, counts[name]) for axes, counts in zip(row, columns, strict=True)]
         row[0].set_ylabel(f"{canvas.as_text(name)}\nshare, %", fontsize=10.5)
         # Room above the bars for the text.
-        row[0].set_ylim(0, (max(map(max, bars)) or 1.0) * 1.45)
+        row[0].set_ylim(0, (np.max(bars) or 1.0) * 1.45)
     for axes, scale in zip(panels[0], chosen, strict=True):
         title = f"loss scale {canvas.power_of_two(scale)} = {scale:,.10g}"
         axes.set_title(title, loc="left", fontsize=11, color=canvas.MUTED)
     for axes in panels[-1]:
         axes.set_xlabel("magnitude of gradient times loss scale, log2", fontsize=10.5)
-    _legend_of_histograms(figure)
+    canvas.legend_below(figure, panels[0, 0].get_legend_handles_labels()[0])
     figure.align_ylabels()
     canvas.headline(figure, _histogram_finding({scale: ranges.overall(scale) for scale in chosen}))
     return figure
@@ -109,55 +120,45 @@ def draw_underflow(sweep: Mapping[str, Any], group: Callable[[str], str | None] 
         TypeError: if ``sweep`` is not a sweep.
     """
     ranges = GradientRanges.from_dict(sweep)
-    scales = ranges.loss_scales
-    overall = [ranges.overall(scale) for scale in scales]
-    groups = [ranges.groups(scale, group) for scale in scales]
+    scales = np.array(ranges.loss_scales)
+    counts = [{**ranges.groups(scale, group), "all": ranges.overall(scale)} for scale in ranges.loss_scales]
     figure = canvas.new_figure(10, 5.5)
     axes = figure.subplots()
     canvas.style_axes(axes, x_label="loss scale, log2", y_label="underflowed share of the gradients, %")
-    for row, (name, (colour, dashes)) in enumerate(zip(groups[0], canvas.LINE_STYLES, strict=False)):
+    for row, (name, (colour, dashes)) in enumerate(zip(counts[0], canvas.LINE_STYLES, strict=False)):
         # Where lines cover each other, the marks of all of them are visible.
         style: dict[str, Any] = {"marker": "o", "markersize": 10 - 1.5 * row, "color": colour, "linestyle": dashes}
-        percents = _percents(at_scale[name] for at_scale in groups)
-        axes.plot(scales, percents, label=canvas.as_text(name), gid=name, **style)
-    style = {"color": "black", "linewidth": 2.6, "zorder": 1.9}
-    axes.plot(scales, _percents(overall), label="all", gid="all", **style)
+        if name == "all":
+            style = {"color": "black", "linewidth": 2.6, "zorder": 1.9}
+        shares = np.array([at_scale[name].share(at_scale[name].underflowed) for at_scale in counts], np.float64)
+        axes.plot(scales, 100.0 * shares, label=canvas.as_text(name), gid=name, **style)
     axes.set_xscale("log", base=2)
     axes.minorticks_off()
     canvas.use_percent_axis(axes)
-    _shade_overflow(axes, ranges)
+    edges = np.array([scales[0] / 2, *np.sqrt(scales[1:] * scales[:-1]), scales[-1] * 2])
+    axes.set_xlim(edges[0], edges[-1])
+    overflow = np.array([ranges.overflowed_batches(scale) > 0 for scale in ranges.loss_scales])
+    if overflow.any():
+        shade: dict[str, Any] = {"color": canvas.WARNING, "alpha": 0.15, "label": "a batch overflowed"}
+        shade.update(fill=True, linewidth=0, transform=axes.get_xaxis_transform(), gid="overflow")
+        axes.stairs(np.where(overflow, 1.0, np.nan), edges, **shade)
     canvas.legend_above(axes)
     canvas.headline(figure, _underflow_finding(ranges))
     return figure
 
 
-def _chosen_scales(ranges: GradientRanges, loss_scales: Sequence[float] | None) -> list[float]:
-    """Return scales of the sweep; of None the lowest, and the highest that did not overflow."""
-    known = ranges.loss_scales
-    if loss_scales is None:
-        return sorted({known[0], (ranges.fitting_scales or known)[-1]})
-    if not len(loss_scales) or not set(loss_scales) <= set(known):
-        listed = ", ".join(map(as_power_of_two, known))
-        raise ValueError(
-            f"'loss_scales' must be some of the sweep's, {listed}, but got {list(loss_scales)}. Choose from these, or "
-            "run the sweep with the others."
-        )
-    return list(loss_scales)
-
-
-def _draw_histogram(axes: Axes, counts: ArrayStatistics) -> list[float]:
+def _draw_histogram(axes: Axes, counts: ArrayStatistics) -> Floats:
     """Draw the bars of a histogram, and return their heights in percent."""
     canvas.style_axes(axes)
     axes.grid(visible=False, axis="x")
-    numbers: dict[int, int] = {_ZERO: counts.underflowed or 0, _INF: counts.infs_and_nans}
-    for exponent, number in counts.histogram.items():
-        place = min(max(exponent, _FIRST), _LAST)
-        numbers[place] = numbers.get(place, 0) + number
-    colours = [_SPECIAL.get(place, canvas.MAIN if place >= FP16_EXPONENTS[1] else canvas.FAINT) for place in numbers]
-    shares = [100.0 * (counts.share(number) or 0.0) for number in numbers.values()]
-    axes.bar(list(numbers), shares, width=1.0, align="edge", color=colours, edgecolor="white", linewidth=0.4)
-    for limit in FP16_EXPONENTS:
-        axes.axvline(limit, color=canvas.MUTED, linewidth=0.9, linestyle="dashed")
+    exponents = np.clip(list(counts.histogram), _FIRST, _LAST)
+    numbers, _ = np.histogram(exponents, [*_PLACES, _INF + 1], weights=list(counts.histogram.values()))
+    numbers[[0, -1]] = counts.underflowed or 0, counts.infs_and_nans
+    shares: Floats = 100.0 * numbers / max(counts.size, 1)
+    axes.bar(_PLACES, shares, width=1.0, align="edge", color=_COLOURS, label=_LABELS, edgecolor="white", linewidth=0.4)
+    limits: dict[str, Any] = {"colors": canvas.MUTED, "linewidth": 0.9, "linestyles": "dashed", "gid": "limits"}
+    limits["label"] = "FP16: $2^{-24}$, $2^{-14}$, 65504"
+    axes.vlines(FP16_EXPONENTS, 0, 1, transform=axes.get_xaxis_transform(), **limits)
     axes.set_xticks(list(_TICKS), list(_TICKS.values()))
     axes.set_xlim(_ZERO - 1.5, _INF + 2.5)
     underflow, subnormal, inf_or_nan = _lost(counts)
@@ -169,38 +170,6 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics) -> list[float]:
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     axes.text(0.01, 0.97, text, transform=axes.transAxes, va="top", fontsize=10, color=colour, bbox=box, gid="lost")
     return shares
-
-
-def _legend_of_histograms(figure: Figure) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    limits: dict[str, Any] = {"linewidth": 0.9, "linestyle": "dashed", "label": "FP16: $2^{-24}$, $2^{-14}$, 65504"}
-    handles = [
-        Patch(color=canvas.WARNING, label="underflowed to 0"),
-        Patch(color=canvas.FAINT, label="subnormal or below"),
-        Patch(color=canvas.MAIN, label="normal"),
-        Patch(color=canvas.PURPLE, label="inf or NaN"),
-        Line2D([], [], color=canvas.MUTED, **limits),
-    ]
-    canvas.legend_below(figure, handles)
-
-
-def _percents(at_scales: Iterable[ArrayStatistics]) -> list[float]:
-    shares = [counts.share(counts.underflowed) for counts in at_scales]
-    return [math.nan if share is None else 100.0 * share for share in shares]
-
-
-def _shade_overflow(axes: Axes, ranges: GradientRanges) -> None:
-    scales = ranges.loss_scales
-    edges = [scales[0] / 2, *(math.sqrt(low * high) for low, high in pairwise(scales)), scales[-1] * 2]
-    axes.set_xlim(edges[0], edges[-1])
-    label = "a batch overflowed"
-    for scale, low, high in zip(scales, edges[:-1], edges[1:], strict=True):
-        if ranges.overflowed_batches(scale):
-            style: dict[str, Any] = {"color": canvas.WARNING, "alpha": 0.15, "linewidth": 0}
-            axes.axvspan(low, high, label=label, gid="overflow", **style)
-            label = "_"
 
 
 def _histogram_finding(chosen: Mapping[float, ArrayStatistics]) -> str:

@@ -13,7 +13,6 @@ from mindformers_adaptive.lab.replay.simulate import Replay
 from mindformers_adaptive.lab.traces.gradients import shown_ceilings
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.plots import canvas
-from mindformers_adaptive.plots.canvas import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +50,6 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
         >>> draw_replays(trace, {"fixed": replay(make_policy("fixed", loss_scale_value=4.0), trace)}).get_suptitle()
         'sudden drop: fixed skipped 2 of 4 steps and lost 1.0 bits of headroom'
     """
-    _require_replays(trace, replays)
     figure = canvas.new_figure(10, 5.2 + 0.32 * len(replays))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4.2, 0.6 + 0.32 * len(replays)])
     _draw_ceiling(upper, trace, replays)
@@ -63,8 +61,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
         width = 1.2 + 2.6 * (1 - (row + 1) / len(replays))
         line: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": width, "gid": name}
         canvas.draw_steps(upper, steps, result.loss_scale, label=canvas.as_text(name), **line)
-        skipped = np.flatnonzero(result.overflow) + 1
-        skipped = skipped[canvas.one_per_column(skipped)]
+        skipped = canvas.one_per_column(np.flatnonzero(result.overflow) + 1)
         style: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 11, "markeredgewidth": 1.0}
         lower.plot(skipped, np.full(len(skipped), row), color=colour, gid=name, **style)
     names = [f"{canvas.as_text(name)} ({result.measures.skipped:,})" for name, result in replays.items()]
@@ -80,24 +77,17 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
 
 def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> None:
     """Shade where steps overflow, and fit the axis to all scales and to the ceilings that FP32 can hold."""
-    shown = None if trace.largest_gradient is None else shown_ceilings(trace.largest_gradient)
-    ceilings = trace.ceiling if shown is None else np.append(trace.ceiling, shown)
-    bounded = ceilings[(ceilings >= SMALLEST_LOSS_SCALE) & (ceilings <= LARGEST_LOSS_SCALE)]
-    scales = np.concatenate([bounded, *(result.loss_scale for result in replays.values())])
-    scales = scales[(scales > 0) & np.isfinite(scales)]
-    lowest, highest = (float(scales.min()), float(scales.max())) if len(scales) else (1.0, 2.0)
-    canvas.use_power_of_two_axis(axes, lowest, highest)
+    gradients = np.full(len(trace), np.nan) if trace.largest_gradient is None else trace.largest_gradient
+    shown = shown_ceilings(gradients)
+    scales = np.concatenate([trace.ceiling, shown, *(result.loss_scale for result in replays.values())])
+    scales = scales[(scales >= SMALLEST_LOSS_SCALE) & (scales <= LARGEST_LOSS_SCALE)]
+    canvas.use_power_of_two_axis(axes, scales.min(), scales.max())
     # Known exactly: a scale at the ceiling does not overflow, and the next number above it does.
     exact = (trace.ceiling <= trace.lower_bound) & (trace.upper_bound <= np.nextafter(trace.ceiling, np.inf))
     label = "ceiling" if exact.all() else "ceiling, partly assumed"
     steps = np.arange(1, len(trace) + 1, dtype=np.float64)
     canvas.draw_ceiling(axes, steps, trace.ceiling, label)
-    if shown is not None:
-        _draw_shown(axes, steps, shown, trace)
-
-
-def _draw_shown(axes: Axes, steps: Floats, shown: Floats, trace: Trace) -> None:
-    """Draw what the gradients show of the ceilings, unless it is the same."""
+    # What the gradients show has a line of its own, unless it is the same.
     with np.errstate(divide="ignore", invalid="ignore"):
         differs = np.abs(np.log2(shown / trace.ceiling)) >= _SAME_BITS
     known = np.isfinite(shown)
@@ -115,8 +105,8 @@ def _finding(measures: Mapping[str, Measures]) -> str:
         return finding if math.isnan(lost) else f"{finding} and lost {lost:.1f} bits of headroom"
     skipped = {name: one.skipped for name, one in measures.items()}
     headroom = {name: one.headroom_lost for name, one in measures.items() if not math.isnan(one.headroom_lost)}
-    steps = next(iter(measures.values())).steps
     fewest, best = _smallest(skipped)
+    steps = next(iter(measures.values())).steps
     finding = f"{best} skipped the fewest steps ({fewest:,.0f} of {steps:,})"
     if headroom:
         least, best = _smallest(headroom)
@@ -128,14 +118,3 @@ def _smallest(values: Mapping[str, float]) -> tuple[float, str]:
     """Return the smallest value, and the names that have it as a text."""
     smallest = min(values.values())
     return smallest, canvas.listed([name for name, value in values.items() if value == smallest])
-
-
-def _require_replays(trace: Trace, replays: Mapping[str, Replay]) -> None:
-    if not replays:
-        raise ValueError("'replays' must have at least 1 entry, but it is empty. Replay a policy first.")
-    for name, result in replays.items():
-        if len(result.loss_scale) != len(trace):
-            raise ValueError(
-                f"'replays' must be of the trace {trace.name!r} with {len(trace)} steps, but {name!r} has "
-                f"{len(result.loss_scale)}. Replay it on this trace."
-            )

@@ -29,38 +29,38 @@ class RunSeries:
     Attributes:
         step (NDArray): float64, increasing.
         loss (NDArray): float64; nan where it is not known, inf where it was inf or NaN.
-        loss_scale (NDArray): float64, the scale used in the step; nan where it is not known.
         overflow (NDArray): bool, whether the step is known to have been skipped.
+        scales (NDArray): float64 of shape (steps + 1,), the scales used in the steps and the one after the last; nan
+            where none above 0 is known.
         scale_window (NDArray, optional): float64, the window after the step; None where no window is known, and where
             the scale follows the gradients and the window of its limit never moves.
-        final_loss_scale (float): the scale after the last step.
         first_step (int), last_step (int): where the record begins and ends; those steps may be missing in it.
-        all_skipped (int, optional): how many of the steps 1 to ``last_step`` were skipped, missing ones included; None
-            where only those in ``overflow`` are known.
+        skipped (int), counted (int): how many of how many steps were skipped: of the steps 1 to ``last_step``, missing
+            ones included, where the record tells, else of those in ``step``.
         ceiling (NDArray, optional): float64, what the largest gradient of the step shows of its ceiling; nan where it
             is not known, None where it never is.
     """
 
     step: Floats
     loss: Floats
-    loss_scale: Floats
+    scales: Floats
     overflow: NDArray[np.bool_]
     scale_window: Floats | None
-    final_loss_scale: float
     first_step: int
     last_step: int
-    all_skipped: int | None = None
-    ceiling: Floats | None = None
+    skipped: int
+    counted: int
+    ceiling: Floats | None
 
     @property
-    def skipped(self) -> int:
-        """How many steps were skipped, missing ones included where that is known."""
-        return int(self.overflow.sum()) if self.all_skipped is None else self.all_skipped
+    def span(self) -> int:
+        """How many steps there are from the first to the last, missing ones included."""
+        return self.last_step - self.first_step + 1
 
     @property
-    def complete(self) -> bool:
-        """Whether no step between the first and the last is missing."""
-        return len(self.step) == self.last_step - self.first_step + 1
+    def steps(self) -> Floats:
+        """The steps of ``scales``: up to the one after the last."""
+        return np.append(self.step, self.last_step + 1)
 
     @property
     def gaps(self) -> NDArray[np.float64]:
@@ -69,12 +69,6 @@ class RunSeries:
         last = np.append(self.step, self.last_step + 1) - 1
         gaps = np.column_stack([first, last])[first <= last]
         return gaps[:0] if len(gaps) > _GAPS_PER_STEP * len(self.step) else gaps
-
-    @property
-    def scales(self) -> tuple[Floats, Floats]:
-        """The steps up to the one after the last, and their loss scales; nan where a scale is not a number above 0."""
-        scale = np.append(self.loss_scale, self.final_loss_scale)
-        return np.append(self.step, self.last_step + 1), np.where((scale > 0) & np.isfinite(scale), scale, np.nan)
 
     def broken(self, x: Floats, y: Floats) -> tuple[Floats, Floats]:
         """Return the points of a line outside the gaps, with a nan that breaks the line at the start of each gap."""
@@ -86,18 +80,17 @@ class RunSeries:
 
     def finding(self) -> str:
         """Return in one sentence how many steps were skipped and where the loss scale went."""
-        known = self.all_skipped is not None
-        steps, skipped = self.last_step if known else len(self.step), self.skipped
-        whole = count(steps, "step" if known or self.complete else "recorded step")
-        number = "None of" if skipped == 0 else "All" if skipped == steps > 1 else f"{skipped:,} of"
-        path = _path(np.append(self.loss_scale, self.final_loss_scale))
-        below = "" if self.ceiling is None else _headroom(self.loss_scale, self.ceiling)
-        return "".join([f"{number} {whole} skipped", f"; loss scale {path}" if path else "", below and f", {below}"])
+        whole = count(self.counted, "step" if self.counted == self.span else "recorded step")
+        number = "None of" if self.skipped == 0 else f"{self.skipped:,} of"
+        if self.skipped == self.counted > 1:
+            number = "All"
+        path = _path(self.scales[~np.isnan(self.scales)])
+        below = "" if self.ceiling is None else _headroom(self.scales[:-1], self.ceiling)
+        return "".join([f"{number} {whole} skipped", path and f"; loss scale {path}", below and f", {below}"])
 
 
-def _path(loss_scale: Floats) -> str:
+def _path(known: Floats) -> str:
     """Say where a loss scale went; "" if it is not known."""
-    known = loss_scale[loss_scale > 0]
     if not len(known):
         return ""
     first, last = known[0], known[-1]
@@ -115,8 +108,7 @@ def _path(loss_scale: Floats) -> str:
 
 def _headroom(loss_scale: Floats, ceiling: Floats) -> str:
     """Say how far scales were below the ceilings that the gradients show; "" where nothing is known."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        bits = np.log2(ceiling / loss_scale)
+    bits = np.log2(ceiling / loss_scale)
     bits = bits[np.isfinite(bits)]
     if not len(bits):
         return ""
@@ -137,23 +129,43 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         TypeError: if a line is not a mapping, or a value is neither a number nor None.
         ValueError: if there is no step, or the record is not one of loss scales.
     """
-    if not isinstance(run, RecordedRun):
-        return _series_of_record(run)
-    _require_steps(run.step)
+    if isinstance(run, RecordedRun):
+        lines: Sequence[Mapping[str, object]] = [{}]
+        columns = {field: np.asarray(getattr(run, field), np.float64) for field in ("step", "loss_scale", "overflow")}
+        others = {"loss": run.loss, "largest_gradient": run.applied_gradients()}
+        columns |= {field: values for field, values in others.items() if values is not None}
+    else:
+        lines, columns = run, _columns(run)
+    step, overflow, loss_scale = columns["step"], columns["overflow"] == 1, columns["loss_scale"]
+    if not len(step):
+        raise ValueError(
+            "There must be at least 1 step to draw, but there is none. Let the run take a step, or check that the "
+            "file is the record of this run."
+        )
+    [first_step], [last_step] = _column("first_step", lines[:1]), _column("last_step", lines[-1:])
+    first_step, last_step = np.fmin(first_step, step[0]), np.fmax(last_step, step[-1])
+    [skipped], [after] = _column("skipped_steps", lines[-1:]), _column("next_loss_scale", lines[-1:])
+    scales = np.append(loss_scale, loss_scale[-1] if np.isnan(after) else after)
+    unknown = np.full(len(step), np.nan)
+    window = columns.get("scale_window", unknown)
+    ceiling = shown_ceilings(np.where(overflow, np.nan, columns.get("largest_gradient", unknown)))
+    has_ceiling = not np.isnan(ceiling).all()
+    counts_all = first_step == 1 and not np.isnan(skipped)
     return RunSeries(
-        step=run.step.astype(np.float64),
-        loss=np.full(len(run), np.nan) if run.loss is None else run.loss,
-        loss_scale=run.loss_scale,
-        overflow=run.overflow,
-        scale_window=None,
-        final_loss_scale=float(run.loss_scale[-1]),
-        first_step=int(run.step[0]),
-        last_step=int(run.step[-1]),
-        ceiling=_shown(run.applied_gradients()),
+        step=step,
+        loss=columns.get("loss", unknown),
+        scales=np.where((scales > 0) & np.isfinite(scales), scales, np.nan),
+        overflow=overflow,
+        scale_window=window if len(np.unique(window[np.isfinite(window)])) > has_ceiling else None,
+        first_step=int(first_step),
+        last_step=int(last_step),
+        skipped=int(skipped if counts_all else overflow.sum()),
+        counted=int(last_step) if counts_all else len(step),
+        ceiling=ceiling if has_ceiling else None,
     )
 
 
-def _series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
+def _columns(record: Sequence[Mapping[str, object]]) -> dict[str, Floats]:
     if not isinstance(record, Sequence) or not all(isinstance(row, Mapping) for row in record):
         raise TypeError(
             f"'record' must be a list of lines, each a dict, but got {str(record)[:80]!r} of type "
@@ -165,40 +177,11 @@ def _series_of_record(record: Sequence[Mapping[str, object]]) -> RunSeries:
             f"The lines of a record must have 'overflow', but the first has {', '.join(map(str, rows[0]))}. Give the "
             "record of LossScaleMonitor; draw_gradient_records draws that of GradientRangeMonitor."
         )
-    step = _column("step", rows)
-    _require_steps(step)
-    [first_step], [last_step] = _column("first_step", record[:1]), _column("last_step", record[-1:])
-    first_step, last_step = np.fmin(first_step, step[0]), np.fmax(last_step, step[-1])
-    [all_skipped], [final_loss_scale] = _column("skipped_steps", record[-1:]), _column("next_loss_scale", record[-1:])
-    loss, window = _column("loss", rows), _column("scale_window", rows)
-    there = np.array([row.get("loss") is not None for row in rows])
-    overflow = _column("overflow", rows) == 1
-    ceiling = _shown(np.where(overflow, np.nan, _column("largest_gradient", rows)))
-    return RunSeries(
-        step=step,
-        loss=np.where(there & ~np.isfinite(loss), np.inf, loss),
-        loss_scale=_column("loss_scale", rows),
-        overflow=overflow,
-        scale_window=window if len(np.unique(window[np.isfinite(window)])) > (ceiling is not None) else None,
-        final_loss_scale=float(final_loss_scale),
-        first_step=int(first_step),
-        last_step=int(last_step),
-        all_skipped=int(all_skipped) if first_step == 1 and not np.isnan(all_skipped) else None,
-        ceiling=ceiling,
-    )
-
-
-def _shown(largest_gradient: Floats | None) -> Floats | None:
-    ceiling = None if largest_gradient is None else shown_ceilings(largest_gradient)
-    return None if ceiling is None or np.isnan(ceiling).all() else ceiling
-
-
-def _require_steps(steps: Sequence[object] | NDArray[np.generic]) -> None:
-    if not len(steps):
-        raise ValueError(
-            "There must be at least 1 step to draw, but there is none. Let the run take a step, or check that the "
-            "file is the record of this run."
-        )
+    fields = ("step", "loss", "overflow", "loss_scale", "scale_window", "largest_gradient")
+    columns = {field: _column(field, rows) for field in fields}
+    there = np.array([row.get("loss") is not None for row in rows], bool)
+    columns["loss"][there & ~np.isfinite(columns["loss"])] = np.inf
+    return columns
 
 
 def _column(field: str, rows: Iterable[Mapping[str, object]]) -> Floats:

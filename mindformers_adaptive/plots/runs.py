@@ -39,9 +39,6 @@ _END = 0.05
 # Of more runs the title names the best and the worst.
 _MOST_NAMED = 4
 
-_Runs = Mapping[str, RunSeries]
-_Styles = Mapping[str, tuple[str, str]]
-
 
 def draw_runs(
     runs: Mapping[str, RecordedRun | Sequence[Mapping[str, object]]],
@@ -92,19 +89,32 @@ def draw_runs(
     figure = canvas.new_figure(10, 6 + 0.85 * sum(heights[2:]))
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     styles = {name: canvas.LINE_STYLES[place % len(canvas.LINE_STYLES)] for place, name in enumerate(series)}
-    _draw_losses(panels[0], series, styles, alone)
-    _draw_loss_scales(panels[1], series, styles, alone)
+    _use_loss_axis(panels[0], [*series.values()])
+    _use_loss_scale_axis(panels[1], [*series.values()])
+    # The ceilings of several runs would hide each other.
+    show_ceiling = [run.ceiling is not None for run in series.values()].count(True) == 1
+    for place, (name, run) in enumerate(series.items()):
+        colour, dashes = styles[name]
+        line: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.6}
+        prefix, mark = ("", canvas.WARNING) if alone else (f"{canvas.as_text(name)}: ", colour)
+        _draw_loss(panels[0], run, prefix, line, mark)
+        if show_ceiling and run.ceiling is not None:
+            known = np.isfinite(run.ceiling)
+            canvas.draw_ceiling(panels[1], run.step[known], run.ceiling[known], prefix + "ceiling that gradients show")
+        _draw_loss_scale(panels[1], run, prefix, line, mark, height=0.96 - 0.07 * place)
     if window is not None:
         _draw_window(panels[2], run, window)
     if measured:
         _draw_underflow(panels[2], measured, styles)
     for axes in panels:
-        if alone:
-            _shade_gaps(axes, run)
+        if alone and len(run.gaps):
+            spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
+            style: dict[str, Any] = {"color": canvas.CONTEXT, "label": "not recorded", "gid": "gaps"}
+            axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), **style)
         canvas.legend_above(axes)
     first, last = min(run.first_step for run in series.values()), max(run.last_step for run in series.values())
     canvas.use_step_axis(panels[-1], first, last)
-    if alone and not run.complete:
+    if alone and len(run.step) < run.span:
         panels[-1].set_xlabel(f"step ({len(run.step):,} recorded)")
     figure.align_ylabels()
     name = "".join(f"{canvas.as_text(name)}: " for name in series if name)
@@ -112,93 +122,66 @@ def draw_runs(
     return figure
 
 
-def _draw_losses(axes: Axes, runs: _Runs, styles: _Styles, alone: bool) -> None:
-    lines = {name: _loss_line(run) for name, run in runs.items()}
-    medians = " or ".join(f"{block:,}" for block in sorted({block for *_, block in lines.values()}))
-    title = "loss" if alone or medians == "1" else f"loss, medians of {medians} steps"
-    canvas.style_axes(axes, title=title, y_label="loss, unscaled")
-    known = {name: np.isfinite(run.loss) for name, run in runs.items()}
-    losses = np.concatenate([run.loss[known[name]] for name, run in runs.items()])
+def _use_loss_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
+    """Make the y axis one of losses, logarithmic if they fall far."""
+    canvas.style_axes(axes, y_label="loss, unscaled")
+    losses = np.concatenate([run.loss[np.isfinite(run.loss)] for run in runs])
     if not len(losses):
         canvas.say_instead(axes, "no finite loss in the record")
     elif 0 < losses.min() < losses.max() / _LOG_LOSS_FROM:
         axes.set_yscale("log")
-    for name, run in runs.items():
-        colour, dashes = styles[name]
-        step, loss, block = lines[name]
-        label, gid = canvas.as_text(name), name
-        if alone:
-            label, gid = ("loss", "loss") if block == 1 else (f"median of {block:,} steps", "median loss")
-        if alone and block > 1:
-            faint: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
-            axes.plot(*run.broken(run.step[known[name]], run.loss[known[name]]), color=colour, **faint)
-        if len(loss):
-            style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.6, "gid": gid}
-            axes.plot(step, loss, label=label, marker=canvas.point_marker(len(loss)), **style)
-        broken = run.step[np.isinf(run.loss)]
-        thinned, colour = broken[canvas.one_per_column(broken)], canvas.WARNING if alone else colour
-        canvas.mark_above(axes, thinned, colour, f"inf or NaN ({len(broken):,})", "broken loss")
 
 
-def _loss_line(run: RunSeries) -> tuple[Floats, Floats, int]:
-    """Return the loss of a run to draw, x and y, and how many steps each point is the median of; 1 for short runs."""
+def _draw_loss(axes: Axes, run: RunSeries, prefix: str, line: Mapping[str, Any], mark: str) -> None:
+    """Draw the loss of a run, of many steps the medians; without a prefix, for a single run, that of each step too."""
     # A log may have the loss of some steps only: lines break at gaps, not at each of the other steps.
     known = np.isfinite(run.loss)
-    step, loss = run.step[known], run.loss[known]
-    if len(loss) < _SMOOTH_FROM:
-        return *run.broken(step, loss), 1
-    blocks = min(len(loss) // 10, _MEDIANS)
-    middle, _, median, _ = canvas.gather(step, loss, blocks)
-    return *run.broken(middle, median), len(loss) // blocks
+    step, loss, label, gid = run.step[known], run.loss[known], "loss", "loss"
+    if len(loss) >= _SMOOTH_FROM:
+        if not prefix:
+            faint: dict[str, Any] = {**line, "alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
+            axes.plot(*run.broken(step, loss), **faint)
+        blocks = min(len(loss) // 10, _MEDIANS)
+        label, gid = f"median of {len(loss) // blocks:,} steps", "median loss"
+        step, _, loss, _ = canvas.gather(step, loss, blocks)
+    if len(loss):
+        marker = canvas.point_marker(len(loss))
+        axes.plot(*run.broken(step, loss), marker=marker, label=prefix + label, gid=prefix + gid, **line)
+    broken = run.step[np.isinf(run.loss)]
+    label = f"{prefix}inf or NaN ({len(broken):,})"
+    canvas.mark_above(axes, canvas.one_per_column(broken), mark, label, "broken loss")
 
 
-def _draw_loss_scales(axes: Axes, runs: _Runs, styles: _Styles, alone: bool) -> None:
-    shown = {name: run.ceiling for name, run in runs.items() if run.ceiling is not None}
-    # The ceilings of several runs would hide each other. With one, the legend leaves the title less room.
-    title = "loss scale" if alone or len(shown) == 1 else "loss scale, with skipped steps marked"
-    canvas.style_axes(axes, title=title, y_label="loss scale, log2")
-    _use_loss_scale_axis(axes, runs)
-    for name, ceiling in shown.items() if len(shown) == 1 else ():
-        known = np.isfinite(ceiling)
-        label = "ceiling that gradients show" + ("" if alone else f" ({canvas.as_text(name)})")
-        canvas.draw_ceiling(axes, runs[name].step[known], ceiling[known], label)
-    for place, (name, run) in enumerate(runs.items()):
-        colour, dashes = styles[name]
-        label = "loss scale" if alone else "_" + name
-        if np.isfinite(run.scales[1]).any():
-            style: dict[str, Any] = {"where": "post", "color": colour, "linestyle": dashes, "linewidth": 1.6}
-            axes.step(*run.broken(*run.scales), label=label, gid=label, **style)
-        recorded, skipped = int(run.overflow.sum()), run.skipped
-        of_all = "" if recorded == skipped else f" of {skipped:,} recorded"
-        label = f"skipped step ({recorded:,}{of_all})" if alone else f"{canvas.as_text(name)}: {skipped:,} skipped"
-        if skipped or recorded or not alone:
-            _mark_skipped(axes, run, canvas.WARNING if alone else colour, label, height=0.96 - 0.07 * place)
-
-
-def _use_loss_scale_axis(axes: Axes, runs: _Runs) -> None:
+def _use_loss_scale_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
     """Make the y axis one of loss scales, which holds those of all runs."""
-    scales = np.concatenate([run.scales[1] for run in runs.values()])
+    canvas.style_axes(axes, y_label="loss scale, log2")
+    scales = np.concatenate([run.scales for run in runs])
     if np.isnan(scales).all():
         canvas.say_instead(axes, "no loss scale in the record")
         axes.set_ylim(0.5, 2)
     else:
         lowest, highest = np.nanmin(scales), np.nanmax(scales)
-        ceilings = [np.nanmax(run.ceiling) for run in runs.values() if run.ceiling is not None]
+        ceilings = [np.nanmax(run.ceiling) for run in runs if run.ceiling is not None]
         # A single tiny gradient must not squeeze everything else.
         canvas.use_power_of_two_axis(axes, lowest, max([highest, *np.minimum(ceilings, _CEILINGS_UP_TO * highest)]))
 
 
-def _mark_skipped(axes: Axes, run: RunSeries, colour: str, label: str, height: float) -> None:
-    """Mark the skipped steps of a run, each at its scale; many of them as a strip at a height of the panel."""
+def _draw_loss_scale(
+    axes: Axes, run: RunSeries, prefix: str, line: Mapping[str, Any], mark: str, height: float
+) -> None:
+    """Draw the loss scale of a run, and mark its skipped steps; many of them as a strip at a height of the panel."""
+    axes.step(*run.broken(run.steps, run.scales), where="post", gid=prefix + "loss scale", **line)
+    recorded = int(run.overflow.sum())
+    of_all = "" if recorded == run.skipped else f" of {run.skipped:,} recorded"
+    label = f"{prefix}skipped step ({recorded:,}{of_all})"
     # A skipped step of unknown scale is marked all the same, at the bottom.
-    scale = run.scales[1][:-1][run.overflow]
-    step, y = run.step[run.overflow], np.where(np.isnan(scale), axes.get_ylim()[0], scale)
-    style: dict[str, Any] = {"linestyle": "none", "color": colour, "label": label, "gid": "skipped steps"}
+    step, y = run.step[run.overflow], np.nan_to_num(run.scales[:-1][run.overflow], nan=axes.get_ylim()[0])
+    style: dict[str, Any] = {"linestyle": "none", "color": mark, "label": label, "gid": "skipped steps"}
     if len(step) <= _FEW_MARKS:
         axes.plot(step, y, marker="x", markersize=6, markeredgewidth=1.4, zorder=3, **style)
     else:
         # So many crosses would hide the line: a strip shows where they are dense.
-        step = step[canvas.one_per_column(step)]
+        step = canvas.one_per_column(step)
         style.update(marker="|", markersize=9, markeredgewidth=0.6, transform=axes.get_xaxis_transform())
         axes.plot(step, np.full(len(step), height), **style)
 
@@ -222,15 +205,7 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     axes.minorticks_off()
 
 
-def _shade_gaps(axes: Axes, run: RunSeries) -> None:
-    """Shade the steps that are missing in the record."""
-    if len(run.gaps):
-        spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
-        style: dict[str, Any] = {"color": canvas.CONTEXT, "label": "not recorded", "gid": "gaps"}
-        axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), **style)
-
-
-def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], styles: _Styles) -> None:
+def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], styles: Mapping[str, tuple[str, str]]) -> None:
     what, shares = _lost(runs)
     canvas.style_axes(axes, title=f"{what}, share of all gradients", y_label="share, %")
     canvas.use_percent_axis(axes)
@@ -248,7 +223,7 @@ def _lost(runs: Mapping[str, GradientSeries]) -> tuple[str, dict[str, Floats]]:
     return "subnormal gradients", {name: run.overall.subnormal for name, run in runs.items()}
 
 
-def _comparison(runs: _Runs, gradients: Mapping[str, GradientSeries]) -> str:
+def _comparison(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientSeries]) -> str:
     """Compare the runs at the last step that all of them have taken, the lowest loss first."""
     last = min(run.last_step for run in runs.values())
     losses = {name: _end_loss(run, last) for name, run in runs.items()}

@@ -173,7 +173,7 @@ class AdaptiveRule(Rule):
         return f"dynamic {smallest}" if smallest == largest else f"{self.name} {smallest}-{largest}", told
 
     @classmethod
-    def lanes(cls, rules: Sequence[AdaptiveRule], states: Sequence[LossScaleState]) -> AdaptiveLanes:
+    def lanes(cls, rules: Sequence[AdaptiveRule], states: Sequence[LossScaleState]) -> Any:
         """Return runs of adaptive rules, stepped all at once by tables, as :meth:`Rule.lanes` does."""
         return AdaptiveLanes(rules, states)
 

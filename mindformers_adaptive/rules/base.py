@@ -9,13 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive
 
 __all__ = ["DEFAULT_LOSS_SCALE", "SIGNALS", "STEP_FIELDS", "STEP_LIMIT"]
-__all__ += ["Field", "LanesOneByOne", "Rule", "to_integer", "to_number"]
+__all__ += ["Field", "Rule", "to_integer", "to_number"]
 
 # The initial loss scale of MindFormers' TrainingArguments.
 DEFAULT_LOSS_SCALE = 2.0**16
@@ -154,7 +151,7 @@ class Rule:
 
     def short_label(self, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
         """Return a short name of the rule with these arguments, and the arguments that the name tells."""
-        return self.name, set()
+        return self.name or type(self).__name__, set()
 
     @property
     def lane_shapes(self) -> tuple[Any, ...]:
@@ -170,10 +167,10 @@ class Rule:
             states (Sequence[NamedTuple]): of each lane, before the first step.
 
         Returns:
-            An object with the attributes and methods of :class:`LanesOneByOne`. A rule that can step all lanes at once
-            returns a faster one.
+            An object as :class:`~mindformers_adaptive.rules.text_rule.Lanes`: with ``loss_scale``, ``scale_window``,
+            ``step()`` and ``states()``.
         """
-        return LanesOneByOne(rules, states)
+        raise NotImplementedError
 
     @classmethod
     def all_fields(cls) -> tuple[Field, ...]:
@@ -280,7 +277,7 @@ class Rule:
         if problem is None:
             return {}, []
         changes = self.fresh_start(values, loss_scale)
-        return changes, [f"{problem}: {self.title} starts afresh at loss scale {loss_scale:g}."]
+        return changes, [f"{problem}: it starts afresh at loss scale {loss_scale:g}."]
 
     def _missing_state(self, values: Mapping[str, Any], restored: Collection[str] | None) -> str | None:
         if restored is None or "cur_iter" not in restored:
@@ -302,45 +299,6 @@ class Rule:
     def describe_fresh_start(self, values: Mapping[str, Any]) -> str:
         """Return how training goes on where a checkpoint has no state, for a sentence."""
         return f"with a fresh state of {self.title}"
-
-
-class LanesOneByOne:
-    """Runs of rules side by side, each stepped by itself.
-
-    Args:
-        rules (Sequence[Rule]): of each lane.
-        states (Sequence[NamedTuple]): of each lane, before the first step.
-    """
-
-    def __init__(self, rules: Sequence[Rule], states: Sequence[Any]) -> None:
-        self._rules, self._states = rules, list(states)
-
-    @property
-    def loss_scale(self) -> NDArray[np.float64]:
-        """NDArray: float64 of shape (lanes,), for the next step."""
-        return np.array([state.loss_scale for state in self._states], np.float64)
-
-    @property
-    def scale_window(self) -> NDArray[np.int64] | None:
-        """NDArray, optional: the windows in steps, int64 of shape (lanes,); None for rules without one."""
-        windows = [getattr(state, "scale_window", None) for state in self._states]
-        return None if None in windows else np.array(windows, np.int64)
-
-    def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
-        """Take a step in every lane.
-
-        Args:
-            overflow (NDArray): bool of shape (lanes,).
-            largest_gradient (NDArray): float64 of shape (lanes,), nan where it is not known.
-        """
-        flags, gradients = overflow.tolist(), largest_gradient.tolist()
-        known = [None if over or math.isnan(value) else value for over, value in zip(flags, gradients, strict=True)]
-        each = zip(self._rules, self._states, flags, known, strict=True)
-        self._states = [rule.step(state, over, gradient) for rule, state, over, gradient in each]
-
-    def states(self) -> list[Any]:
-        """Return the state of each lane as the rules have it."""
-        return list(self._states)
 
 
 def _flat(value: Any) -> Sequence[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 __all__ = ["align", "as_power_of_two", "text_table"]
@@ -26,12 +25,11 @@ def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str
     """
     cells = [[_cell(row[column]) for column in columns] for row in rows]
     headings = [column.split("_") for column in columns]
+    height = max(map(len, headings))
     # Headings of fewer words stand at the bottom.
-    upside_down = list(zip_longest(*(words[::-1] for words in headings), fillvalue=""))
-    lines = [list(words) for words in upside_down[::-1]] + cells
-    return align(
-        lines, [place for place, column in enumerate(columns) if any(isinstance(row[column], str) for row in rows)]
-    )
+    lines = [*zip(*([""] * (height - len(words)) + words for words in headings), strict=True), *cells]
+    texts = [place for place, column in enumerate(columns) if any(isinstance(row[column], str) for row in rows)]
+    return align(lines, to_the_left=texts)
 
 
 def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:

@@ -1,15 +1,18 @@
 """The loss-scale manager: its rule on the host, its update cell, and the errors of what is given in its place."""
 
-import numpy as np
 import pytest
 from dense_network import Dense
 from mindspore import Parameter, Tensor, amp, int32, load_param_into_net
 
-from mindformers_adaptive import AdaptiveLossScaleManager, AdaptiveLossScaler, AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive import (
+    AdaptiveLossScaleManager,
+    AdaptiveLossScaler,
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleManager,
+    GradientGuidedLossScaler,
+    GradientGuidedLossScaleUpdateCell,
+)
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
-
-OVERFLOWS = np.random.default_rng(0).random(300) < 0.2
 
 
 def test_defaults_are_those_of_the_dynamic_manager_and_of_the_ladder():
@@ -20,31 +23,6 @@ def test_defaults_are_those_of_the_dynamic_manager_and_of_the_ladder():
     assert type(cell) is AdaptiveLossScaleUpdateCell
     assert (cell.rule.scale_factor, cell.rule.ladder[0], cell.rule.ladder[-1]) == (dynamic.scale_factor, 20, 1000)
     assert cell.state()["scale_window"] == 20
-
-
-def test_host_follows_the_rule():
-    manager = AdaptiveLossScaleManager(2**20, 3, 2, 4, 1, min_loss_scale=0.5, max_loss_scale=2**22, hysteresis=2)
-    rule = AdaptiveRule(3, 4, 1, min_loss_scale=0.5, max_loss_scale=2**22, hysteresis=2)
-    state = rule.start(2**20, 2)
-    for overflow in OVERFLOWS:
-        manager.update_loss_scale(overflow)
-        state = rule.step(state, overflow)
-        assert manager.get_loss_scale() == state.loss_scale
-
-
-@pytest.mark.parametrize("steps", [0, 1, 50, 200])
-@pytest.mark.parametrize("options", [{}, {"hysteresis": 3}, {"shrink_from_min_window": True}])
-def test_update_cell_goes_on_where_the_manager_is(graph_mode, steps, options):
-    manager = AdaptiveLossScaleManager(2**20, 2, 2, 4, 1, **options)
-    for overflow in OVERFLOWS[:steps]:
-        manager.update_loss_scale(overflow)
-    cell = manager.get_update_cell()
-    assert cell.state()["skipped_steps"] == OVERFLOWS[:steps].sum()
-    loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
-    for overflow in OVERFLOWS[steps : steps + 40]:
-        cell(loss_scale, Tensor(bool(overflow)))
-        manager.update_loss_scale(overflow)
-        assert float(loss_scale) == manager.get_loss_scale()
 
 
 def test_update_cell_of_a_fresh_manager_knows_a_checkpoint_of_dynamic_scaling():
@@ -59,20 +37,38 @@ def test_update_cell_of_a_fresh_manager_knows_a_checkpoint_of_dynamic_scaling():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"init_loss_scale": "2**24"}, TypeError, "'init_loss_scale' must be a number"),
-        ({"init_loss_scale": 0}, ValueError, "'init_loss_scale' must be finite and above 0"),
-        ({"init_loss_scale": 4, "min_loss_scale": 8}, ValueError, "'init_loss_scale' must lie between"),
         ({"scale_factor": 1}, ValueError, "'scale_factor'"),
         ({"scale_window": 20.0}, TypeError, "'scale_window'"),
         ({"max_scale_window": True}, TypeError, "'max_scale_window'"),
         ({"min_scale_window": 0}, ValueError, "'min_scale_window'"),
         ({"hysteresis": 0}, ValueError, "'hysteresis'"),
-        ({"growth_interval": 20}, TypeError, "growth_interval"),
     ],
 )
 def test_bad_argument_is_named(arguments, error, message):
-    with pytest.raises(error, match=message):
-        AdaptiveLossScaleManager(**arguments)
+    for kind in (AdaptiveLossScaleManager, AdaptiveLossScaler):
+        with pytest.raises(error, match=message):
+            kind(2**10, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"scale_factor": 3}, ValueError, "'scale_factor' must be 2"),
+        ({"exchange_rate": 0}, ValueError, "'exchange_rate' must be a number from 0.001 to 1000"),
+        ({"scale_window": 20}, TypeError, "scale_window"),
+    ],
+)
+def test_bad_argument_of_the_guided_rule_is_named(arguments, error, message):
+    for kind in (GradientGuidedLossScaleManager, GradientGuidedLossScaler, GradientGuidedLossScaleUpdateCell):
+        with pytest.raises(error, match=message):
+            kind(2**10, **arguments)
+
+
+@pytest.mark.parametrize("kind", [GradientGuidedLossScaleManager, GradientGuidedLossScaler])
+def test_start_that_is_no_power_of_two_gives_one_warning(kind):
+    with pytest.warns(UserWarning, match=r"must be a power of two here, but got 1000.0: training starts at 512") as it:
+        assert kind(1000).state_dict()["scale"] == 512
+    assert len(it) == 1
 
 
 def test_window_off_the_ladder_starts_at_the_smallest_with_a_warning():

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, amp, nn, ops
 
-from mindformers_adaptive.cells.largest_gradient import LargestGradient
-from mindformers_adaptive.cells.overflow_on_cpu import has_inf_or_nan
+from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
 from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell
 
 SHAPES = [(2, 3), (), (5,), (40, 70)]

@@ -195,21 +195,6 @@ def test_a_network_loaded_into_a_new_training_does_not_warn(graph_mode):
         step(*batch(overflow=False))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, -1.0])
-def test_a_scale_that_no_training_has_is_refused_before_a_step_runs(graph_mode, value):
-    step = build_step()
-    train(step, OVERFLOWS[:4])
-    saved = {name: Parameter(parameter.asnumpy()) for name, parameter in step.parameters_dict().items()}
-    saved["scale_sense"] = Parameter(Tensor(value, mindspore.float32))
-    resumed = build_step()
-    mindspore.load_param_into_net(resumed, saved)
-    before = resumed.weights[0].asnumpy().copy()
-    for start in (resumed.set_train, lambda: resumed(*batch(overflow=False))):
-        with pytest.raises(ValueError, match=r"'scale_sense' .*a loss scale must be finite and above 0"):
-            start()
-    np.testing.assert_array_equal(resumed.weights[0].asnumpy(), before)
-
-
 @pytest.mark.parametrize(
     ("value", "bounds", "expected"), [(2.0**20, {"max_loss_scale": 4096}, 4096.0), (2.0, {"min_loss_scale": 8}, 8.0)]
 )
@@ -227,14 +212,6 @@ def test_a_restored_scale_out_of_its_bounds_is_moved_to_the_nearer(graph_mode, v
 def damage(update_cell, **values):
     for name, value in values.items():
         getattr(update_cell, name).set_data(Tensor(value, mindspore.int32))
-
-
-def test_damage_is_mended_when_training_starts(graph_mode):
-    step = build_step()
-    damage(step.loss_scaling_manager, window_index=12, scale_window=-3)
-    with pytest.warns(UserWarning, match=r"'scale_window' -3 with 'list_index' 12.* smallest window, 1 \(index 0\)"):
-        Model(step)._train_network.set_train()
-    assert step.loss_scaling_manager.state()["window_index"] == 0
 
 
 def test_damage_is_mended_in_mindspores_own_train_step_cell_too():

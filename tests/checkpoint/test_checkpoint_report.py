@@ -13,7 +13,11 @@ from safetensors.numpy import save_file
 from mindformers_adaptive.checkpoint.reader import read_checkpoints
 from mindformers_adaptive.checkpoint.sidecar import write_sidecar
 from mindformers_adaptive.cli.program import main
-from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from mindformers_adaptive.wrapper import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    TrainOneStepWithLossScaleCell,
+)
 
 FORMATS = ["ckpt", "safetensors"]
 CELLS = {
@@ -249,7 +253,7 @@ def test_iteration_shows_optimizer_state_and_sidecar_and_which_is_the_latest(tmp
 
 
 def test_one_iteration_can_be_named_by_itself(tmp_path, inspect_json):
-    folder = iteration(tmp_path, 20, sidecar={"scale_window": 30})
+    folder = iteration(tmp_path, 20, sidecar={"scale_window": 30, "window_index": 1})
     renamed = folder.rename(tmp_path / "kept")
     exit_code, report = inspect_json(renamed)
     (shown,) = report["checkpoints"]
@@ -344,7 +348,7 @@ def test_mindspore_is_imported_only_for_a_ckpt(tmp_path, run_python, file_format
 
 
 def test_import_loads_no_heavy_package(run_python):
-    heavy = {"mindspore", "numpy", "safetensors"}
+    heavy = {"mindspore", "safetensors"}
     code = f"import sys, mindformers_adaptive.cli.inspect; print({heavy} & sys.modules.keys())"
     assert run_python("-c", code).stdout == "set()\n"
 
@@ -363,11 +367,15 @@ def test_weights_of_a_safetensors_file_are_not_read(tmp_path):
     assert peak < weights.nbytes / 10
 
 
-def trained(update_cell):
-    """A train-step cell after one clean step and two overflows."""
+def build(update_cell):
     network = nn.Dense(3, 2)
     optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.1, momentum=0.9)
-    train_step = TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, update_cell)
+    return TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, update_cell)
+
+
+def trained(update_cell):
+    """A train-step cell after one clean step and two overflows."""
+    train_step = build(update_cell)
     for feature in (1.0, np.inf, np.inf):
         train_step(Tensor(np.full((4, 3), feature, np.float32)), Tensor(np.zeros((4, 2), np.float32)))
     return train_step
@@ -428,3 +436,43 @@ def table(printed):
             break
         rows.append(dict(zip(names, [*cells, ""], strict=False)))
     return rows
+
+
+@pytest.fixture(scope="module")
+def guided():
+    """A guided train step whose cell is in a state after six steps."""
+    cell = GradientGuidedLossScaleUpdateCell(2.0**14)
+    step = build(cell)
+    state = cell.rule.start(2.0**14)
+    for overflow in (True, True, False, False, False, True):
+        state = cell.rule.step(state, overflow, 0.25)
+    cell.write_rule_state(state, 6)
+    return step
+
+
+def test_two_kinds_in_one_folder_have_one_table_without_vectors(graph_mode, guided, tmp_path, inspect):
+    adaptive = trained(AdaptiveLossScaleUpdateCell(2.0**14, 2, 20))
+    save(adaptive, tmp_path / "adaptive", "safetensors")
+    save(guided, tmp_path / "guided", "safetensors")
+    state = guided.loss_scaling_manager.state()
+    of_adaptive, of_guided = table(inspect(tmp_path)[1])
+    assert (of_adaptive["window_index"], of_guided["window_index"]) == ("0", "-")
+    assert (of_adaptive["first_exponent"], of_guided["cur_iter"]) == ("-", "7")
+    assert {name: float(of_guided[name]) for name in state if name != "overflow_rate"} == pytest.approx(
+        {name: value for name, value in state.items() if name != "overflow_rate"}
+    )
+    assert of_guided.keys().isdisjoint({"hysteresis_budget", "overflow_rate"})
+
+
+def test_ranks_that_differ_in_a_rate_are_told(guided, tmp_path, inspect):
+    content = {name: parameter.asnumpy() for name, parameter in guided.parameters_dict().items()}
+    for rank in (0, 1):
+        content["guided_overflow_rate"] = content["guided_overflow_rate"] + np.float32(rank)
+        save(content, tmp_path / f"rank_{rank}" / "x-1_6", "safetensors")
+    assert "ranks: they differ" in inspect(tmp_path)[1]
+
+
+def test_arrays_of_another_size_are_no_state(tmp_path, inspect):
+    arrays = {"guided_counts": np.zeros(4, np.int32), "guided_overflow_rate": np.zeros(3, np.float32)}
+    _, printed, _ = inspect(save({**arrays, "scale_sense": 8.0}, tmp_path / "mine", "safetensors"))
+    assert "state: loss scale only" in printed.splitlines()

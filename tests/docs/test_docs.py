@@ -9,6 +9,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import study
 import yaml
 from conftest import ROOT
+from log_max import LogMaxRule
 from mindformers.core.callback import build_callback
 from mindformers.tools.register import MindFormerConfig
 from mindformers.wrapper import build_wrapper
@@ -27,7 +29,13 @@ from pages import ENGLISH_DOCS as DOCS
 from pages import blocks, blocks_in, chinese, prose, tables
 
 import mindformers_adaptive
-from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell, register, wrapper
+from mindformers_adaptive import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    RuleLossScaleUpdateCell,
+    register,
+    wrapper,
+)
 from mindformers_adaptive.cli import program
 from mindformers_adaptive.integration.checks import check_config
 from mindformers_adaptive.lab.policies import POLICY_NAMES
@@ -45,6 +53,8 @@ def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
     file = tmp_path / "example.py"
     file.write_text("import mindformers_adaptive\nmindformers_adaptive.no_such_name", encoding="utf-8")
     assert "no attribute 'no_such_name'" in run_forked(file, expect_exit=1).stderr
+    # The page on rules of one's own has it beside the program.
+    shutil.copy(ROOT / "scripts" / "examples" / "log_max.py", tmp_path)
     for code in codes:
         file.write_text(code, encoding="utf-8")
         printed = run_forked(file).stdout.splitlines()
@@ -63,7 +73,7 @@ def one_liners(page):
 
 def test_lines_of_the_table_are_python_with_names_that_exist():
     rows = one_liners(DOCS / "choose.md")
-    assert len(rows) == 16
+    assert len(rows) == 17
     assert one_liners(chinese(DOCS / "choose.md")) == rows
     for line in (line for row in rows for line in row if not line.strip().startswith(("scale_sense:", "type:"))):
         names = re.findall(r"mfa\.(\w+)", line)
@@ -100,6 +110,9 @@ def test_yaml_block_is_built_by_mindformers(name, tmp_path, monkeypatch):
         if "guided.md" in name:
             assert type(cell) is GradientGuidedLossScaleUpdateCell
             assert (cell.get_loss_scale(), cell.rule.exchange_rate) == (2.0**16, 1.0)
+        elif "own_rule.md" in name:
+            assert type(cell) is RuleLossScaleUpdateCell
+            assert (cell.get_loss_scale(), type(cell.rule), cell.rule.margin) == (2.0**16, LogMaxRule, 2.0)
         else:
             assert type(cell) is AdaptiveLossScaleUpdateCell
             assert (cell.get_loss_scale(), cell.rule.ladder[0], cell.rule.ladder[-1]) == (2.0**32, 20, 1000)

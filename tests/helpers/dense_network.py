@@ -1,7 +1,7 @@
 """A small network that overflows when it is told to."""
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, dataset, nn
 
 
 class Dense:
@@ -25,3 +25,10 @@ class Dense:
         features = np.arange(12, dtype=np.float32).reshape(3, 4) / 8
         features[0, 0] = np.inf if overflow else features[0, 0]
         return Tensor(features), Tensor(np.zeros((3, 2), np.float32))
+
+
+def batches(count, overflows=()):
+    """Return a dataset of so many batches; those of the given numbers overflow at every loss scale."""
+    both = [Dense.batch(number in overflows) for number in range(count)]
+    rows = [np.concatenate([one.asnumpy() for one in each]) for each in zip(*both, strict=True)]
+    return dataset.NumpySlicesDataset(tuple(rows), shuffle=False).batch(3)

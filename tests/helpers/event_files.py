@@ -1,4 +1,4 @@
-"""Scalars read back from the files that TensorBoard reads."""
+"""Scalars and histograms read back from the files that TensorBoard reads."""
 
 import struct
 
@@ -17,5 +17,6 @@ def read_scalars(folder):
             event = Event.FromString(content[start + 12 : start + 12 + length])
             start += length + 16
             for value in event.summary.value:
-                scalars.setdefault(value.tag, {})[event.step] = value.simple_value
+                found = value.histo if value.HasField("histo") else value.simple_value
+                scalars.setdefault(value.tag, {})[event.step] = found
     return scalars

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mindformers_adaptive.rules.safe_exponent import max_safe_exponent
+from mindformers_adaptive.rules.text_rule import max_safe_exponent
 
 PLACES = np.arange(16, dtype=np.float32)
 UNSEEN = np.float32(1024)

@@ -11,12 +11,12 @@ import mindspore
 import numpy as np
 import psutil
 from conftest import ROOT
+from every_rule import RULES
 from launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
-from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES
 from versions import BEFORE_1_7
 
 from mindformers_adaptive.checkpoint.sidecar import read_sidecar
-from mindformers_adaptive.rules import guided_names
+from mindformers_adaptive.monitor.record import read_record
 
 _MODEL = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32, "model.model_config.num_layers": 1}
 # Windows so small that in 40 steps the window, its index and every counter move; the run overflows for real.
@@ -145,11 +145,22 @@ def _load(file):
 
 def _as_parameters(state):
     """Return a state from ``loss_scale.json`` as :func:`_load` returns its Parameters."""
-    if "overflow_rate" not in state:
-        return {PARAMETER_NAMES[name]: value for name, value in state.items()}
-    counters = np.int32([state.pop(name) for name in guided_names.COUNTERS])
-    values = {"counters": counters.tobytes(), "overflow_rate": np.float32(state.pop("overflow_rate")).tobytes()}
-    return {guided_names.PARAMETER_NAMES[name]: value for name, value in {**state, **values}.items()}
+    rule = max(RULES, key=lambda rule: len(state.keys() & set(rule.own_keys())))
+    parameters = {}
+    for field in rule.all_fields():
+        if field.keys[0] in state:
+            value = [state[part] for part in field.parts] if field.parts else state[field.name]
+            parameters[field.parameter] = np.array(value, field.dtype).tobytes() if field.shape else value
+    return parameters
+
+
+def assert_one_record_has_every_step_once(output, expected):
+    # One for all runs, and of several processes only the first writes.
+    record = read_record(output / "loss_scale_record.jsonl")
+    assert [entry["step"] for entry in record] == list(expected)
+    for entry, step in zip(record, expected.values(), strict=True):
+        assert (entry["overflow"], entry["next_loss_scale"]) == (step.overflow, step.loss_scale)
+    assert len(list(output.rglob("*.jsonl*"))) == 1
 
 
 class TrainingRun:
@@ -287,8 +298,9 @@ class TrainingRun:
         """Return the numbers in the line that says from where loss scaling goes on."""
         [listed] = re.findall("Loss scaling goes on from: (.*)", self.text(rank))
         pairs = dict(item.split() for item in listed.split(", "))
-        of_floats = ("loss_scale", "level", "largest_gradient")
-        return {name: float(value) if name in of_floats else int(value) for name, value in pairs.items()}
+        fields = [field for rule in RULES for field in rule.all_fields()]
+        floats = {"loss_scale", *(key for field in fields if field.dtype == "float32" for key in field.keys)}
+        return {name: float(value) if name in floats else int(value) for name, value in pairs.items()}
 
 
 def _is_worker(process, rank):

@@ -1,12 +1,10 @@
 """The probe: a YAML file of MindFormers and a checkpoint in, gradient ranges out."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT
+from launched import run_in_processes
 from training_runs import TrainingRun
 
 from mindformers_adaptive.integration.training_probe import probe
@@ -62,15 +60,8 @@ def found(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("probe")
     for name in ("checkpoints/rank_0", "iteration_00000005"):
         (folder / name).mkdir(parents=True)
-    finished = subprocess.run(
-        [sys.executable, "-c", PROBES, str(CONFIG), str(corpus)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-3000:]
+    (folder / "probes.py").write_text(PROBES)
+    run_in_processes(1, folder, folder / "probes.py", CONFIG, corpus)
     return json.loads((folder / "found.json").read_text())
 
 

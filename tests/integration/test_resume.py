@@ -7,11 +7,9 @@ import shutil
 import time
 
 import pytest
-from mindformers_adaptive.rules.restored_state import PARAMETER_NAMES
-from training_runs import CheckpointSection, LegacyFormat, TrainingRun
+from training_runs import CheckpointSection, LegacyFormat, TrainingRun, assert_one_record_has_every_step_once
 from versions import NEEDS_SECTION
 
-from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
 
 pytestmark = pytest.mark.slow
@@ -27,7 +25,8 @@ KILLED_IN_PART = (LegacyFormat("ckpt"), 2)
 SAVED_AT, LAST = 14, 40
 
 # What of the update cell a checkpoint has, the loss scale included.
-CARRIED = {"scale_sense", *PARAMETER_NAMES.values()} - {"hysteresis_budget"}
+PARAMETER_OF = {"loss_scale": "scale_sense", **{field.name: field.parameter for field in AdaptiveRule.all_fields()}}
+CARRIED = {*PARAMETER_OF.values()} - {"hysteresis_budget"}
 
 
 @pytest.fixture(scope="module")
@@ -162,16 +161,7 @@ def assert_last_save_is_that_of_the_reference(saved, saved_by_reference, state):
     both = saved.keys() & saved_by_reference.keys() - {"global_batch_size"}
     assert len(both) > 20
     assert {name for name in both if saved[name] != saved_by_reference[name]} == set()
-    assert {name: saved[PARAMETER_NAMES.get(name, "scale_sense")] for name in state} == state
-
-
-def assert_one_record_has_every_step_once(output, expected):
-    # One for all runs, and of several processes only the first writes.
-    record = read_record(output / "loss_scale_record.jsonl")
-    assert [entry["step"] for entry in record] == list(expected)
-    for entry, step in zip(record, expected.values(), strict=True):
-        assert (entry["overflow"], entry["next_loss_scale"]) == (step.overflow, step.loss_scale)
-    assert len(list(output.rglob("*.jsonl*"))) == 1
+    assert {name: saved[PARAMETER_OF[name]] for name in state} == state
 
 
 def replay(overflows, restored=None, **windows):

@@ -138,6 +138,7 @@ def test_exactly_the_given_cell_is_trained_with_its_own_optimizer_and_clipping()
     )
     with pytest.warns(UserWarning, match="'runner_config.sink_mode' must be False on CPU"):
         trainer.train()
+    assert trainer.config.runner_config.sink_mode is False
     assert [entry["step"] for entry in read_record("record.jsonl")] == [1, 2]
     assert seen.cells == [train_step] * 3
     for before, after in zip(seen.weights, seen.weights[1:], strict=False):
@@ -175,10 +176,10 @@ class NotOfMindFormers(nn.Cell):
 @pytest.mark.usefixtures("in_a_folder_of_its_own")
 def test_a_wrapper_that_is_no_train_step_cell_is_refused():
     for wrapper, message in (
-        (AdaptiveLossScaleUpdateCell(1024, 2, 20), "the loss scaling itself, AdaptiveLoss.* with it as scale_sense"),
+        (AdaptiveLossScaleUpdateCell(1024, 2, 20), r"the loss scaling itself of type Adaptive.*scale_sense=wrapper\)"),
         (
             DynamicLossScaleManager(),
-            r"the loss scaling itself, Dynamic.* with wrapper.get_update_cell\(\) as scale_sense",
+            r"the loss scaling itself of type Dynamic.*scale_sense=wrapper.get_update_cell\(\)\)",
         ),
         ("MFTrainOneStepCell", "must be a train-step cell, but got 'MFTrainOneStepCell' of type str"),
         (NotOfMindFormers(), "must be a train-step cell, but got NotOfMindFormers"),

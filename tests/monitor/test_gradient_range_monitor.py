@@ -1,22 +1,20 @@
 """``GradientRangeMonitor``: what it writes is true, and the training takes no notice of it."""
 
-import json
-import struct
-
 import mindspore
 import numpy as np
 import pytest
+from event_files import read_scalars
 from fp16_networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, rows, seeded_train_step
 from mindformers.tools.logger import get_logger
 from mindspore import Model, Tensor, dataset, nn
 from mindspore import dtype as mstype
 from mindspore.train import Callback
-from tensorboardX.proto.event_pb2 import Event
 from training_runs import TrainingRun
 
 from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.lab.traces.gradients import from_gradient_ranges
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
+from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     MFTrainOneStepCell,
@@ -53,40 +51,20 @@ def train(*callbacks):
     return recorder.outputs, {value.name: value.asnumpy().tobytes() for value in step.get_parameters()}
 
 
-def lines_of(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def watch(tmp_path, network, data, *callbacks, every_n_steps=1, tensorboard_dir=None, **arguments):
     """Train a train-step cell or a Model with the monitor, and return the lines of its record."""
     file = tmp_path / "record.jsonl"
     monitor = GradientRangeMonitor(every_n_steps, record_path=file, tensorboard_dir=tensorboard_dir, **arguments)
     model = network if isinstance(network, Model) else Model(network)
     model.train(1, data, callbacks=[*callbacks, monitor], dataset_sink_mode=False)
-    return lines_of(file) if file.exists() else None
-
-
-def events_of(folder):
-    """Return {(tag, step): value} of all TensorBoard files in a folder."""
-    found = {}
-    for file in folder.glob("events.*"):
-        content = file.read_bytes()
-        while content:
-            # A record is its length, a checksum, the event and a checksum.
-            length = struct.unpack("<Q", content[:8])[0]
-            event = Event.FromString(content[12 : 12 + length])
-            content = content[16 + length :]
-            for value in event.summary.value:
-                is_histogram = value.HasField("histo")
-                found[value.tag, event.step] = value.histo if is_histogram else value.simple_value
-    return found
+    return read_record(file) if file.exists() else None
 
 
 @pytest.mark.filterwarnings("ignore:The loss of one batch")
 def test_training_takes_the_same_steps_with_it(mode, tmp_path):
     with_it = train(GradientRangeMonitor(1, [1, 2**30], tmp_path / "record.jsonl", tmp_path, layers=["Dense"]))
     assert with_it == train()
-    assert [line["step"] for line in lines_of(tmp_path / "record.jsonl")] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in read_record(tmp_path / "record.jsonl")] == [1, 2, 3, 4, 5]
 
 
 def sum_training(tmp_path, x, **arguments):
@@ -130,9 +108,9 @@ def test_norm_in_tensorboard_is_that_of_mindformers_in_the_same_step(graph_mode,
     )
     data = dataset.NumpySlicesDataset(np.random.default_rng(0).normal(size=(TOKENS * 3, 8)).astype(np.float32))
     lines = watch(tmp_path, step, data.batch(TOKENS), Norms(), tensorboard_dir=tmp_path)
-    events = events_of(tmp_path)
+    events = read_scalars(tmp_path)
     assert len(norms) == 3
-    assert [events["gradients/norm", number] for number in (1, 2, 3)] == pytest.approx(norms, rel=1e-5)
+    assert [events["gradients/norm"][number] for number in (1, 2, 3)] == pytest.approx(norms, rel=1e-5)
     for line, norm in zip(lines, norms, strict=True):
         [batch], [at_scale] = line["batches"], line["loss_scales"]
         assert at_scale["overall"]["norm"] == pytest.approx(norm * 2**6 * batch["grad_scale_factor"], rel=1e-5)
@@ -146,9 +124,9 @@ def test_outputs_of_layers_are_in_the_record_and_in_tensorboard(graph_mode, tmp_
     weight = line["weights"]["parameters"]["weight"]["largest"]
     [(name, output)] = line["outputs"].items()
     assert (output["size"], output["largest"]) == (8, pytest.approx(8 * weight))
-    events = events_of(tmp_path)
-    assert events[f"{name}/output/norm", 2] == pytest.approx(output["norm"])
-    assert events[f"{name}/output", 2].num == 8
+    events = read_scalars(tmp_path)
+    assert events[f"{name}/output/norm"][2] == pytest.approx(output["norm"])
+    assert events[f"{name}/output"][2].num == 8
 
 
 def test_layers_that_cannot_be_measured_do_not_stop_the_training(graph_mode, tmp_path, mindformers_log):
@@ -174,13 +152,13 @@ def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         watch(tmp_path, seeded_train_step(), batches(8), Killed())
-    assert [line["step"] for line in lines_of(tmp_path / "record.jsonl")] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in read_record(tmp_path / "record.jsonl")] == [1, 2, 3, 4, 5]
     resumed = seeded_train_step()
     mindspore.load_checkpoint(checkpoint, resumed)
     assert [line["step"] for line in watch(tmp_path, resumed, batches(5))] == [1, 2, 3, 4, 5, 6, 7, 8]
     # A new run keeps the old file.
     assert [line["step"] for line in watch(tmp_path, seeded_train_step(), batches(2))] == [1, 2]
-    assert len(lines_of(tmp_path / "record.jsonl.1")) == 8
+    assert len(read_record(tmp_path / "record.jsonl.1")) == 8
 
 
 def test_record_is_a_trace_of_measured_ceilings(graph_mode, tmp_path):
@@ -193,26 +171,26 @@ def test_record_is_a_trace_of_measured_ceilings(graph_mode, tmp_path):
 
 def test_tensorboard_has_histograms_and_norms_of_weights_and_gradients_without_the_scale(graph_mode, tmp_path):
     sum_training(tmp_path, np.array([[3.0, 4.0], [3.0, 2.0**-30]], np.float32), loss_scales=[1])
-    events = events_of(tmp_path)
-    assert {tag for tag, _ in events} == {
+    events = read_scalars(tmp_path)
+    assert events.keys() == {
         *("weight", "weight/norm", "weight/grad", "weight/grad/norm"),
         *("gradients/norm", "gradients/largest", "gradients/smallest"),
         *("gradients/zeros_share", "gradients/infs_and_nans_share", "gradients/underflowed_share"),
     }
-    assert events["weight/grad/norm", 1] == events["gradients/norm", 1] == 5
-    assert events["weight/norm", 1] == pytest.approx(np.sqrt(2))
-    assert (events["gradients/largest", 1], events["gradients/smallest", 1]) == (4, 3)
-    assert (events["gradients/zeros_share", 1], events["gradients/zeros_share", 2]) == (0, 0.5)
-    assert (events["weight/grad", 1].min, events["weight/grad", 1].max, events["weight/grad", 1].num) == (3, 4, 2)
-    assert (events["weight", 1].min, events["weight", 2].max) == (1, 0.25)
+    assert events["weight/grad/norm"][1] == events["gradients/norm"][1] == 5
+    assert events["weight/norm"][1] == pytest.approx(np.sqrt(2))
+    assert (events["gradients/largest"][1], events["gradients/smallest"][1]) == (4, 3)
+    assert (events["gradients/zeros_share"][1], events["gradients/zeros_share"][2]) == (0, 0.5)
+    assert (events["weight/grad"][1].min, events["weight/grad"][1].max, events["weight/grad"][1].num) == (3, 4, 2)
+    assert (events["weight"][1].min, events["weight"][2].max) == (1, 0.25)
 
 
 def test_gradients_that_overflow_are_reported_and_left_out_of_the_histogram(graph_mode, tmp_path):
     lines = sum_training(tmp_path, np.array([[1.0, np.inf], [np.inf, np.inf]], np.float32))
-    events = events_of(tmp_path)
-    assert [events["gradients/infs_and_nans_share", step] for step in (1, 2)] == [0.5, 1]
-    assert events["weight/grad", 1].num == 1
-    assert ("weight/grad", 2) not in events
+    events = read_scalars(tmp_path)
+    assert [events["gradients/infs_and_nans_share"][step] for step in (1, 2)] == [0.5, 1]
+    assert events["weight/grad"][1].num == 1
+    assert 2 not in events["weight/grad"]
     assert [line["loss_scales"][0]["overflowed_batches"] for line in lines] == [1, 1]
 
 
@@ -285,9 +263,9 @@ def test_it_works_from_the_yaml_file_and_writes_where_mindformers_does(corpus, t
     options = {"callbacks.1": monitor, "tensorboard.tensorboard_dir": tmp_path / "board"}
     with TrainingRun(tmp_path / "run", corpus, options, steps=8) as run:
         run.wait()
-    lines = lines_of(tmp_path / "run" / "gradient_ranges.jsonl")
+    lines = read_record(tmp_path / "run" / "gradient_ranges.jsonl")
     assert [line["step"] for line in lines] == [4, 8]
     assert lines[0]["loss_scales"][0]["loss_scale"] == 1
-    events = events_of(tmp_path / "board" / "rank_0")
-    assert ("lm_head.weight/grad", 8) in events
-    assert ("gradients/norm", 4) in events
+    events = read_scalars(tmp_path / "board" / "rank_0")
+    assert 8 in events["lm_head.weight/grad"]
+    assert 4 in events["gradients/norm"]

@@ -92,7 +92,7 @@ def test_dollar_signs_in_a_name_make_no_formula(tmp_path):
     headline(plain, name)
     with pytest.raises(ValueError, match="nonsense"):
         save(plain, tmp_path / "plain.png")
-    plain._suptitle.set_parse_math(False)
+    plain._suptitle.set(parse_math=False, wrap=False)
     drawn = [save(figure, tmp_path / "a.png").read_bytes() for figure in (escaped, plain)]
     assert drawn[0] == drawn[1]
 
@@ -130,12 +130,13 @@ def test_every_mark_has_one_near_it_that_is_drawn(places, columns):
     x = np.array(sorted(places), float)
     kept = one_per_column(x, columns)
     assert (np.diff(kept) > 0).all()
+    assert set(kept) <= places
     if len(x) <= columns:
-        assert kept.tolist() == list(range(len(x)))
+        assert len(kept) == len(x)
         return
     assert len(kept) <= columns + 1
     width = (x[-1] - x[0]) / columns
-    assert all(np.abs(x[kept] - one).min() <= width for one in x)
+    assert all(np.abs(kept - one).min() <= width for one in x)
 
 
 @given(VALUES, st.data())

@@ -99,31 +99,20 @@ def test_runs_have_columns_on_one_axis(record):
     assert points(grid[0, 1], "median")[0] == [30]
 
 
-@pytest.mark.parametrize(
-    ("lines", "scales"),
-    [
-        ([gradient_line(10, 64.0), gradient_line(20, 128.0)], [64.0, 128.0]),
-        ([gradient_line(10, 64.0, 512.0), gradient_line(20, 128.0, 512.0)], [64.0, 128.0]),
-        # 64 in both: nothing tells it from 512.
-        ([gradient_line(10, 64.0, 512.0), gradient_line(20, 64.0, 512.0)], [math.nan, math.nan]),
-    ],
-)
-def test_scale_of_the_training_is_inferred_where_the_record_lacks_it(lines, scales):
-    series = series_of_gradients(lines, lambda name: name)
-    np.testing.assert_array_equal(series.loss_scale, scales)
-    assert np.isfinite(series.overall.bands).all()
+def test_of_steps_of_unknown_scale_the_magnitudes_alone_are_drawn(record):
+    lines = [{**line, "loss_scale": None} for line in record]
+    assert np.isfinite(series_of_gradients(lines, lambda name: name).overall.bands).all()
     figure = draw_gradient_records({"run": lines})
-    if math.isnan(scales[0]):
-        assert title(figure) == "What FP16 loses is not known"
-        assert artists(figure.axes[0], "overflows") == []
+    assert title(figure) == "What FP16 loses is not known"
+    assert artists(figure.axes[0], "overflows") == []
 
 
 def test_steps_without_gradients_above_0_break_the_line():
     zeros = array_statistics(np.zeros(4))
     nothing = GradientRanges({"a": zeros}, ((ScaleRanges(64.0, 1.0, {"a": zeros}),),)).to_dict()
-    series = series_of_gradients([{"step": 1, **nothing}], lambda name: name)
-    assert np.isnan(series.groups["a"].bands).all()
-    assert title(draw_gradient_records({"run": [{"step": 1, **nothing}]})).startswith("At most 0 % of the gradients")
+    record = [{"step": 1, "loss_scale": 64.0, **nothing}]
+    assert np.isnan(series_of_gradients(record, lambda name: name).groups["a"].bands).all()
+    assert title(draw_gradient_records({"run": record})).startswith("At most 0 % of the gradients")
 
 
 def test_missing_steps_are_no_steps(record):

@@ -64,7 +64,8 @@ def test_grid_is_labelled_and_marks_the_limits_of_fp16(sweep):
     assert [axes.get_ylabel() for axes in grid[:, 0]] == ["attention\nshare, %", "output\nshare, %"]
     assert {axes.get_xlabel() for axes in grid[-1]} == {"magnitude of gradient times loss scale, log2"}
     for axes in grid.flat:
-        assert [line.get_xdata()[0] for line in axes.lines] == pytest.approx([-24, -14, np.log2(65504)])
+        limits = [segment[0, 0] for segment in artist(axes, "limits").get_segments()]
+        assert limits == pytest.approx([-24, -14, np.log2(65504)])
         # Bars that are compared are on one axis.
         assert axes.get_ylim() == grid[axes.get_subplotspec().rowspan.start, 0].get_ylim()
         assert axes.get_xlim() == grid[0, 0].get_xlim()
@@ -134,11 +135,10 @@ def test_title_of_underflow_tells_the_ends(sweep):
     assert title(draw_underflow(overflowing)) == "Every loss scale from $2^{30}$ to $2^{30}$ overflows"
 
 
-@pytest.mark.parametrize("scales", [[64, 100], []])
-def test_scale_that_was_not_tried_is_refused(sweep, scales):
-    message = r"'loss_scales' must be some of the sweep's, 2\^0, 2\^6, 2\^9, 2\^30, but got"
+def test_scale_that_was_not_tried_is_refused(sweep):
+    message = r"'loss_scale' must be one of the sweep's, 2\^0, 2\^6, 2\^9, 2\^30, but got 100"
     with pytest.raises(ValueError, match=message):
-        draw_histograms(sweep, scales)
+        draw_histograms(sweep, [64, 100])
 
 
 @pytest.mark.parametrize("given", [{}, {"loss_scales": [], "batches": []}, [], "ranges.json", {"loss_scales": [1]}])

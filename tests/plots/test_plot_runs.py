@@ -308,11 +308,11 @@ def gradients_at(scale, *others):
 
 def test_each_run_has_its_lines_and_marks(runs):
     loss, scale = draw_runs(runs).axes
-    assert points(loss, "64") == (list(range(1, 41)), [3.0] * 40)
-    assert points(loss, "512") == (list(range(1, 41)), [2.0] * 40)
-    assert legend(loss) == ["64", "512"]
+    assert points(loss, "64: loss") == (list(range(1, 41)), [3.0] * 40)
+    assert points(loss, "512: loss") == (list(range(1, 41)), [2.0] * 40)
+    assert legend(loss) == ["64: loss", "512: loss"]
     assert [list(marks.get_xdata()) for marks in artists(scale, "skipped steps")] == [[], [5, 6]]
-    assert legend(scale) == ["64: 0 skipped", "512: 2 skipped"]
+    assert legend(scale) == ["64: skipped step (0)", "512: skipped step (2)"]
     assert scale.get_ylim()[0] < 64 < 512 < scale.get_ylim()[1]
     colours = {axes: [one.get_color() for one in axes.lines if len(one.get_xdata())] for axes in (loss, scale)}
     assert colours[loss][0] != colours[loss][1]
@@ -398,6 +398,6 @@ def test_the_ceiling_of_the_one_run_that_shows_it_is_shaded(runs):
     steps, ceilings = points(scale, "ceiling")
     assert set(ceilings) == {2048.0}
     assert set(range(1, 41)) - set(steps) == {5, 6}
-    assert legend(scale)[0] == "ceiling that gradients show (512)"
+    assert "512: ceiling that gradients show" in legend(scale)
     both = {name: record_of([64.0] * 41, largest_gradient=gradients) for name in ("a", "b")}
     assert artists(draw_runs(both).axes[1], "ceiling") == []

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from readable_guided import ReadableGuided
 
 from mindformers_adaptive.rules.guided import NUM_BINS, GuidedRule
-from mindformers_adaptive.rules.safe_exponent import max_safe_exponent
-from mindformers_adaptive.rules.text_rule import Lanes
+from mindformers_adaptive.rules.text_rule import Lanes, max_safe_exponent
 
 # A patience of 100 steps: trouble is recent for 10, windows are 50, 400 and 3200.
 RULE = GuidedRule(exchange_rate=10)

@@ -193,6 +193,17 @@ def test_only_a_rule_that_moves_by_bits_needs_a_power_of_two():
         Follow(min_loss_scale=5.0, max_loss_scale=7.0)
 
 
+def to_the_top(exponent, clean, max_exponent):
+    return {"exponent": max_exponent, "clean": int32(3)}
+
+
+def test_what_a_text_returns_for_all_lanes_at_once_is_that_of_each():
+    rule = rule_of(to_the_top, **CLEAN)(max_loss_scale=1024.0)
+    lanes = type(rule).lanes([rule] * 3, [rule.start(4.0)] * 3)
+    lanes.step(np.array([False, True, False]), np.full(3, np.nan))
+    assert lanes.states() == [(1024.0, 3, 0, 0), (1024.0, 3, 1, 1), (1024.0, 3, 0, 0)]
+
+
 def test_lanes_of_one_class_may_differ_in_constants():
     rules = [Weigh(growth=growth) for growth in (1.25, 2.0)]
     lanes = Weigh.lanes(rules, [rule.start(8.0) for rule in rules])

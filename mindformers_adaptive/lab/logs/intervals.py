@@ -231,9 +231,10 @@ class _Successors(dict[Any, tuple[Any, Any]]):
         super().__init__()
         self.rule = rule
         self.followed = 0
-        growth: float = getattr(rule, "scale_factor", getattr(rule, "growth_factor", 1.0))
+        growth: float = getattr(rule, "scale_factor", getattr(rule, "growth_factor", math.inf))
         backoff: float = getattr(rule, "backoff_factor", None) or 1.0 / growth
-        self.largest_changes = (math.log2(growth), -math.log2(backoff))
+        # A rule that names no factor may reach any scale.
+        self.largest_changes = (math.log2(growth), -math.log2(backoff) if backoff else math.inf)
 
     def __missing__(self, state: Any) -> tuple[Any, Any]:
         clean, overflowed = (_without_counters(self.rule.step(state, overflow)) for overflow in (False, True))

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindformers_adaptive.lab.policies.factory import start_rule
 from mindformers_adaptive.rules.base import Rule
-from mindformers_adaptive.rules.catalog import find_rule
+from mindformers_adaptive.rules.catalog import RULES, find_rule
 
 __all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
 
@@ -64,8 +64,9 @@ class Configuration:
                 rule, start = start_rule(rule_class, arguments)
             except UserWarning as warning:
                 raise ValueError(f"{warning} A configuration must not rely on that: give values that fit.") from None
-        own_name = policy if isinstance(policy, str) else f"{rule_class.__module__}.{rule_class.__qualname__}"
-        object.__setattr__(self, "policy", rule_class.name if rule_class.cell != Rule.cell else own_name)
+        path = f"{rule_class.__module__}.{rule_class.__qualname__}"
+        name = rule_class.name if rule_class in RULES.values() else path
+        object.__setattr__(self, "policy", policy if isinstance(policy, str) else name)
         object.__setattr__(self, "items", tuple({**rule_class.all_arguments(), **arguments}.items()))
         object.__setattr__(self, "rule", rule)
         object.__setattr__(self, "start", start)
@@ -118,9 +119,11 @@ class Configuration:
         """
         values = dict(self._changed(self.rule.usual_arguments))
         values |= {name: getattr(self.start, name) for name in self.rule.start_arguments}
-        own_rule = [f"  rule: {self.policy}"] if self.rule.cell == Rule.cell else []
-        lines = [f"  {name}: {yaml_value(value)}" for name, value in values.items()]
-        return "\n".join(["scale_sense:", f"  type: {self.rule.cell}", *own_rule, *lines, ""])
+        is_ours = type(self.rule) in RULES.values()
+        cell = [f"  type: {self.rule.cell}"] if is_ours else [f"  type: {Rule.cell}", f"  rule: {self.policy}"]
+        return "\n".join(
+            ["scale_sense:", *cell, *(f"  {key}: {yaml_value(value)}" for key, value in values.items()), ""]
+        )
 
     def _changed(self, always: Sequence[str] = ()) -> list[tuple[str, Any]]:
         defaults = self.rule.all_arguments()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay.measures import Measures, measure, overflows, require_steps
+from mindformers_adaptive.lab.replay.sweep import replay_side_by_side
 from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rules.text_rule import TextRule
 from mindformers_adaptive.text.table import text_table
 
 __all__ = ["Comparison", "Replay", "compare", "pareto_front", "replay"]
@@ -164,16 +166,22 @@ def compare(
             raise ValueError(f"'{name}' must have at least 1 entry, but got none. There is nothing to compare.")
     numbers = itertools.count(1)
 
-    def measured(make: Callable[[], Policy], trace: Trace) -> Measures:
-        measures = replay(make(), trace).measures
-        if progress is not None:
-            progress(next(numbers))
-        return measures
+    def measured(make: Callable[[], Policy]) -> Iterator[Measures]:
+        made = [make() for _ in traces]
+        rules: list[Any] = [policy.rule for policy in made]
+        states = [policy.current for policy in made]
+        # A text takes as long for many runs as for one.
+        if isinstance(rules[0], TextRule) and len({len(trace) for trace in traces}) == 1:
+            found = (measures for measures, _ in replay_side_by_side(rules, states, traces))
+        else:
+            found = (replay(policy, trace).measures for policy, trace in zip(made, traces, strict=True))
+        for measures in found:
+            yield measures
+            if progress is not None:
+                progress(next(numbers))
 
-    return Comparison(
-        tuple(trace.name for trace in traces),
-        {name: tuple(measured(make, trace) for trace in traces) for name, make in policies.items()},
-    )
+    names = tuple(trace.name for trace in traces)
+    return Comparison(names, {name: tuple(measured(make)) for name, make in policies.items()})
 
 
 def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:

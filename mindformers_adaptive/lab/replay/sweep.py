@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import Measures, Tally, overflow_flags, require_steps, rows_of
 from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rules.base import Rule
 
-__all__ = ["SweepResult", "sweep"]
+__all__ = ["SweepResult", "replay_side_by_side", "sweep"]
 
 # Scales that are kept until they are measured: enough that NumPy works on long arrays, and few enough for a cache.
 _SCALES_AT_ONCE = 2**16
@@ -72,22 +73,37 @@ def sweep(configurations: Sequence[Configuration], traces: Trace | Sequence[Trac
             f"{len(configurations)} configurations and traces of {[len(trace) for trace in on]} steps. Sweep others by "
             "themselves."
         )
-    require_steps(on[0])
     side_by_side: defaultdict[Any, list[int]] = defaultdict(list)
     for place, one in enumerate(configurations):
         side_by_side[type(one.rule), one.rule.lane_shapes].append(place)
     found: dict[int, tuple[Measures, Any]] = {}
     for places in side_by_side.values():
-        of_group = _replay_group([configurations[place] for place in places], on if common else [on[p] for p in places])
+        group = [configurations[place] for place in places]
+        rules, states = [one.rule for one in group], [one.start for one in group]
+        of_group = replay_side_by_side(rules, states, on if common else [on[place] for place in places])
         found |= dict(zip(places, of_group, strict=True))
     measures, final_states = zip(*(found[place] for place in range(len(configurations))), strict=True)
     return SweepResult(tuple(configurations), measures, final_states)
 
 
-def _replay_group(group: Sequence[Configuration], traces: Sequence[Trace]) -> list[tuple[Measures, Any]]:
-    """Replay configurations whose rules can be stepped together; return the measures and the last state of each."""
-    rules, count = [one.rule for one in group], len(group)
-    lanes = type(rules[0]).lanes(rules, [one.start for one in group])
+def replay_side_by_side(
+    rules: Sequence[Rule], states: Sequence[Any], traces: Sequence[Trace]
+) -> list[tuple[Measures, Any]]:
+    """Replay rules of one class, and with equal ``lane_shapes``, all at once.
+
+    Args:
+        rules (Sequence[Rule]): at least one.
+        states (Sequence[NamedTuple]): of each rule, before the first step.
+        traces (Sequence[Trace]): one for all, or one for each rule; of one length, at least one step.
+
+    Returns:
+        list[tuple[Measures, NamedTuple]], the measures and the state after the last step of each rule.
+
+    Raises:
+        ValueError: if the traces have no steps.
+    """
+    require_steps(traces[0])
+    lanes, count = type(rules[0]).lanes(rules, states), len(rules)
     tally, steps = Tally(traces, count), max(_SCALES_AT_ONCE // count, 1)
     for start in range(0, len(traces[0]), steps):
         stop = min(start + steps, len(traces[0]))

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, require_integer
-from mindformers_adaptive.rules.safe_exponent import LARGEST_FLOAT16
+from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16
 
 __all__ = ["INDEPENDENT_CEILINGS", "checked_steps", "from_gradient_ranges", "independent_ceiling", "random_of"]
 __all__ += ["shown_ceilings", "with_gradients"]

@@ -29,7 +29,7 @@ RULES = [
 
 
 def policy_of(name, start, params=()):
-    return make_policy(name, **{START[name]: start, **dict(params)})
+    return make_policy(name, **{START.get(name, "loss_scale_value"): start, **dict(params)})
 
 
 def ceilings_of(seed, steps):
@@ -74,6 +74,7 @@ def test_the_truth_lies_within_the_bounds(tmp_path, sink):
         ("adaptive", {"hysteresis": 2, "min_loss_scale": 2.0**14, "min_scale_window": 5}, 10),
         ("dynamic", {"scale_window": 20}, 50),
         ("megatron", {"growth_interval": 15}, 10),
+        ("own_rules.Plain", {"window": 15}, 10),
     ],
 )
 def test_bounds_of_the_rule_of_the_run_hold_and_are_narrower(tmp_path, rule, params, sink):

@@ -80,6 +80,18 @@ def test_each_trace_begins_with_a_fresh_policy():
     assert found.measures["adaptive"][0] == found.measures["adaptive"][1]
 
 
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 60)])
+def test_comparison_of_a_rule_that_takes_traces_side_by_side_is_that_of_its_replays(lengths):
+    drops = [synthetic_trace("sudden drop", steps, seed=steps) for steps in lengths]
+    traces = [dataclasses.replace(trace, name=str(len(trace))) for trace in drops]
+    done = []
+    found = compare({"guided": partial(make_policy, "guided")}, traces, progress=done.append)
+    for trace, measures in zip(traces, found.measures["guided"], strict=True):
+        expected = replay(make_policy("guided"), trace).measures
+        assert measures.as_dict() == pytest.approx(expected.as_dict())
+    assert done == [1, 2]
+
+
 def test_pareto_front_of_a_comparison_leaves_out_what_another_beats_in_both():
     trace = Trace.exact("made", [4.0, 4.0, 16.0, 16.0])
     found = compare({"one": fixed(1.0), "four": fixed(4.0), "five": fixed(5.0), "sixteen": fixed(16.0)}, [trace])
@@ -138,6 +150,7 @@ def test_pareto_front_is_what_no_other_result_beats(results):
     [
         ({}, [Trace.exact("made", [1.0])], r"'policies' must have at least 1 entry, but got none"),
         ({"one": fixed(1.0)}, [], r"'traces' must have at least 1 entry, but got none"),
+        ({"one": partial(make_policy, "guided")}, [Trace.exact("empty", [])], r"The trace 'empty' must have at least"),
         ({"one": fixed(1.0)}, [Trace.exact("empty", [])], r"The trace 'empty' must have at least 1 step"),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from own_rules import Follow, Plain, Weigh
+from own_rules import Follow, Weigh
 from scale_cells import SideBySide
 
 from mindformers_adaptive.lab.policies import make_policy
@@ -128,13 +128,11 @@ def test_rules_of_all_kinds_keep_their_order_and_do_not_disturb_each_other():
         Configuration.dynamic(20),
         Configuration(Follow, margin=1),
         Configuration(Weigh, length=2),
-        Configuration(Plain),
         Configuration("guided", min_loss_scale=2.0**12),
         Configuration(Weigh, length=5, growth=1.25),
         Configuration(Follow, margin=4, max_loss_scale=2.0**18),
         Configuration("adaptive", hysteresis=2),
         Configuration(Weigh, length=2, growth=2.0),
-        Configuration(Plain, window=3),
     ]
     trace = with_gradients(synthetic_traces(STEPS, seed=1)["random walk"], 1.0, 0.5, seed=2)
     result = sweep(tried, trace)

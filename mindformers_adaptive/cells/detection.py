@@ -1,4 +1,4 @@
-"""The largest absolute gradient of a step, for an update cell that follows the gradients."""
+"""Detection of overflow on a CPU, and the largest absolute gradient of a step."""
 
 from mindspore import Tensor, context, nn, ops
 from mindspore import dtype as mstype
@@ -6,7 +6,7 @@ from mindspore.communication import get_group_size
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
 
-__all__ = ["ClipAfter", "LargestGradient"]
+__all__ = ["ClipAfter", "LargestGradient", "has_inf_or_nan"]
 
 _magnitude = ops.MultitypeFuncGraph("magnitude")
 _largest = ops.MultitypeFuncGraph("largest")
@@ -125,3 +125,38 @@ class ClipAfter(nn.Cell):
     def construct(self, gradients):
         self.measure(gradients)
         return self.clip(gradients)
+
+
+_no_difference = ops.MultitypeFuncGraph("no_difference")
+_hyper_map = ops.HyperMap()
+_subtract = ops.Sub()
+_sum = ops.ReduceSum()
+_stack = ops.Stack()
+
+
+@_no_difference.register("Tensor")
+def _sum_of_differences(gradient):
+    # An inf or a NaN minus itself is NaN, all else 0. A sum keeps a NaN; ReduceMax on CPU drops one that is not first.
+    return ops.cast(_sum(_subtract(gradient, gradient)), mstype.float32)
+
+
+def has_inf_or_nan(gradients):
+    """Return whether any gradient has an inf or a NaN.
+
+    The same answer as ``mindspore.amp.all_finite``, negated, in less time on a CPU: ``scripts/benchmark.py detection``
+    measures both.
+
+    Args:
+        gradients (tuple[Tensor]): of any shapes and floating-point dtypes.
+
+    Returns:
+        Tensor, bool of shape ().
+
+    Examples:
+        >>> from mindspore import Tensor
+        >>> from mindformers_adaptive.cells.detection import has_inf_or_nan
+        >>> bool(has_inf_or_nan((Tensor([1.0, 2.0]), Tensor([[1.0, float("nan")]]))))
+        True
+    """
+    differences = _stack(_hyper_map(_no_difference, gradients))
+    return ops.logical_not(ops.less_equal(_sum(differences), 0.0))

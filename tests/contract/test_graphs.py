@@ -1,0 +1,55 @@
+"""Whatever the rule, the update can run on Ascend, by its exported graph and MindSpore's documentation."""
+
+import mindformers
+import mindspore
+import pytest
+from conftest import mindspore_mode
+from every_rule import KINDS
+from exported_graph import BOOKKEEPING, LossScaleHolder, export_graph, export_update_cell
+from graph_checks import CHECKS, forbidden_tensors
+from mindspore import Tensor
+
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell
+
+pytestmark = pytest.mark.usefixtures("graph_mode")
+
+REFERENCE_PAIR = (mindspore.__version__, mindformers.__version__) == ("2.9.0", "1.9.0")
+
+CELLS = {name: kind.cell for name, kind in KINDS.items()} | {
+    "defaults": lambda **options: AdaptiveLossScaleUpdateCell(2**16, 2, 20, **options),
+    "one window": lambda **options: AdaptiveLossScaleUpdateCell(2**16, 2, 20, 20, 20, **options),
+}
+MOST_KERNELS = {"adaptive": 30, "defaults": 30, "guided": 145, "log_max": 75}
+
+
+def export_with_history(cell):
+    holder = LossScaleHolder(cell, cell.get_loss_scale())
+    # Only for the export, which takes no Parameter that belongs to no cell.
+    for parameter in (cell.history.scales, cell.history.counts, cell.history.place):
+        holder.insert_param_to_cell(parameter.name, parameter, check_name_contain_dot=False)
+    return export_graph(holder, Tensor(True))
+
+
+@pytest.fixture(scope="module", params=CELLS)
+def graphs(request):
+    """The graphs without a history and with one."""
+    with mindspore_mode("graph"):
+        cell = CELLS[request.param]
+        return request.param, export_update_cell(cell()), export_with_history(cell(history_size=4))
+
+
+def test_update_can_run_on_ascend(graphs):
+    for graph in graphs[1:]:
+        assert {check.__name__: check(graph) for check in CHECKS} == {check.__name__: set() for check in CHECKS}
+        # The checks have seen something.
+        assert set.union(*graph.tensor_types.values()) >= {*graph.kernels, "Constant", "loss_scale", "overflow"}
+        assert graph.plain_constants
+        assert not forbidden_tensors(graph)
+
+
+@pytest.mark.skipif(not REFERENCE_PAIR, reason="the kernels were counted in 2.9.0 and 1.9.0")
+def test_update_takes_few_kernels_and_a_history_nine_more(graphs):
+    name, graph, with_history = graphs
+    assert BOOKKEEPING.isdisjoint(graph.kernels)
+    assert len(graph.kernels) <= MOST_KERNELS.get(name, 40), len(graph.kernels)
+    assert len(with_history.kernels) - len(graph.kernels) <= 9 + ("guided" in name)

@@ -1,0 +1,145 @@
+"""Whatever the rule, what cannot work is refused with a message that says what would."""
+
+import mindspore
+import numpy as np
+import pytest
+from dense_network import Dense
+from every_rule import KINDS
+from log_max import LogMaxRule
+from mindspore import Parameter, Tensor, nn
+from mindspore.train import Model
+
+from mindformers_adaptive import RuleLossScaleUpdateCell, build_train_network
+from mindformers_adaptive.rules import Field, TextRule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+
+WITH_SIGNALS = [name for name, kind in KINDS.items() if kind.rule_class.signals]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+@pytest.mark.parametrize("name", WITH_SIGNALS)
+def test_a_train_step_that_measures_no_gradients_is_refused(name):
+    dense = Dense()
+    step = nn.TrainOneStepWithLossScaleCell(dense.network, dense.optimizer(), KINDS[name].cell())
+    with pytest.raises(TypeError, match=r"needs a train-step cell .* of mindformers_adaptive.wrapper"):
+        step.set_train()
+
+
+def test_mindspores_own_train_step_on_a_cpu_is_refused_with_the_call_that_is_missing(kind):
+    assert mindspore.train.amp.build_train_network is not build_train_network
+    dense = Dense()
+    with pytest.raises(ValueError, match=r"mindformers_adaptive.enable_loss_scale_on_cpu\(\) before the Model"):
+        Model(dense.layer, dense.loss_fn, dense.optimizer(), amp_level="O2", loss_scale_manager=kind.manager())
+
+
+@pytest.mark.parametrize("name", WITH_SIGNALS)
+def test_an_overflow_flag_alone_is_refused(name):
+    manager, scaler = KINDS[name].manager(), KINDS[name].scaler()
+    with pytest.raises(RuntimeError, match=r"by its overflow flag alone.* Give the manager to Model"):
+        manager.update_loss_scale(True)
+    assert manager.get_loss_scale() == KINDS[name].loss_scale
+    with pytest.raises(TypeError, match="grads"):
+        scaler.adjust(Tensor(True))
+
+
+def test_what_is_no_manager_is_refused_with_the_one_that_is(kind):
+    dense, manager = Dense(), type(kind.manager()).__name__
+    for given in (kind.cell(), kind.scaler()):
+        with pytest.raises(TypeError, match=f"Give {manager} with the same arguments"):
+            build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, loss_scale_manager=given)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [("cell", "loss_scale_value"), ("manager", "init_loss_scale"), ("scaler", "scale_value")]
+)
+def test_a_bad_argument_is_named(kind, owner, name):
+    def make(scale=1024.0, **arguments):
+        made_of = {**kind.arguments, **(kind.beside if owner == "cell" else {}), name: scale, **arguments}
+        return getattr(kind, f"{owner}_class")(**made_of)
+
+    for arguments, error, message in (
+        ({"scale": "2**24"}, TypeError, f"'{name}' must be a number"),
+        ({"scale": True}, TypeError, f"'{name}' must be a number"),
+        ({"scale": 0}, ValueError, f"'{name}' must be finite and above 0"),
+        ({"scale": float("inf")}, ValueError, f"'{name}' must be finite and above 0"),
+        ({"scale": 4, "min_loss_scale": 8}, ValueError, f"'{name}' must lie between"),
+        ({"max_loss_scale": 512}, ValueError, f"'{name}' must lie between"),
+        ({"min_loss_scale": 0}, ValueError, "'min_loss_scale' must be finite and above 0"),
+        ({"min_loss_scale": 8, "max_loss_scale": 4}, ValueError, "'min_loss_scale' must not be above"),
+        ({"growth_interval": 20}, TypeError, "growth_interval"),
+    ):
+        with pytest.raises(error, match=message):
+            make(**arguments)
+    rule = make(max_loss_scale=4096, min_loss_scale=2).rule
+    assert (rule.min_loss_scale, rule.max_loss_scale) == (2, 4096)
+
+
+def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
+    for arguments, error, message in (
+        ({"history_size": True}, TypeError, "'history_size' must be an integer number of steps, but got True of type"),
+        ({"history_size": 2.0}, TypeError, "'history_size' must be an integer number of steps, but got 2.0 of type"),
+        ({"history_size": -1}, ValueError, "'history_size' must be at least 0, but got -1"),
+        *([({"track_per_parameter": 1}, TypeError, "'track_per_parameter' must be")] if kind.rule.signals else []),
+        ({"loss_scale": Tensor([1.0, 2.0])}, ValueError, "'loss_scale_value' must hold one number, but got .*2,"),
+        ({"loss_scale": Tensor(np.nan)}, ValueError, "'loss_scale_value' nan; a loss scale must be finite and above"),
+    ):
+        with pytest.raises(error, match=message):
+            kind.cell(**arguments)
+    # A launch that took its graph from there had 14 of 20 steps in its record, and wrong ones.
+    monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
+    with pytest.raises(ValueError, match=r"'history_size' must be 0 while MindSpore keeps compiled graphs.*but got 3"):
+        kind.cell(history_size=3)
+    if kind.rule.signals:
+        with pytest.raises(ValueError, match=r"'track_per_parameter' must be False while MindSpore.*but got True"):
+            kind.cell(track_per_parameter=True)
+    kind.cell()
+
+
+@pytest.mark.parametrize("type_", [Parameter, Tensor])
+@pytest.mark.parametrize("value", [4096.0, [4096.0]])
+def test_an_initial_scale_from_a_checkpoint_is_read_and_not_kept(kind, type_, value):
+    cell = kind.cell(loss_scale=type_(Tensor(value, mindspore.float32)))
+    assert cell.get_loss_scale() == 4096.0
+    assert cell.parameters_dict().keys() == kind.cell().parameters_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        ("guidd", ValueError, r"'rule' must be 'adaptive', 'guided', or 'module.Class' .* 'guidd' cannot be imported"),
+        ("log_max.Nothing", ValueError, r"'log_max.Nothing' cannot be imported: .*has no attribute 'Nothing'"),
+        ("log_max.step", TypeError, r"'rule' must be .* but got 'log_max.step'. A rule is a subclass of .*TextRule"),
+        (7, TypeError, r"'rule' must be .* but got 7"),
+        ("adaptive", TypeError, r"must be a TextRule, but got AdaptiveRule. .* AdaptiveLossScaleUpdateCell"),
+        (AdaptiveRule(), TypeError, r"must be a TextRule, but got AdaptiveRule. .* AdaptiveLossScaleUpdateCell"),
+    ],
+)
+def test_what_is_no_text_rule_is_refused(rule, error, message):
+    with pytest.raises(error, match=message):
+        RuleLossScaleUpdateCell(2**10, rule)
+
+
+def test_arguments_that_the_rule_does_not_take_are_refused():
+    with pytest.raises(TypeError, match=r"The rule 'log_max' has no argument 'margn'. Its arguments are margin, share"):
+        RuleLossScaleUpdateCell(2**10, "log_max.LogMaxRule", margn=2)
+    with pytest.raises(TypeError, match="'rule' is made already, so that margin cannot be given"):
+        RuleLossScaleUpdateCell(2**10, LogMaxRule(), margin=2)
+    for rule in (LogMaxRule, LogMaxRule(margin=4.0), "log_max.LogMaxRule"):
+        assert RuleLossScaleUpdateCell(2**10, rule).rule.margin == (4.0 if isinstance(rule, LogMaxRule) else 3.0)
+
+
+def keep(loss_scale, select, overflow):
+    """Return everything as it is."""
+    return {"loss_scale": loss_scale, "select": select}
+
+
+def test_a_field_named_as_something_of_mindspores_cell_is_refused():
+    class Keep(TextRule):
+        name, fields, text = "keep", (Field("select", "float32"),), keep
+
+    with pytest.raises(ValueError, match="rule 'keep' must not be called 'select', which MindSpore's update cell uses"):
+        RuleLossScaleUpdateCell(2**10, Keep)

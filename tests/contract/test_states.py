@@ -1,0 +1,279 @@
+"""Whatever the rule: its state is saved and loaded in every way, repaired where it is damaged, and read by others."""
+
+import itertools
+import json
+import math
+import re
+import types
+import warnings
+
+import mindspore
+import numpy as np
+import pytest
+from every_rule import KINDS, RULES, Owned, is_same
+from mindspore import Tensor
+
+from mindformers_adaptive.checkpoint.callback import restores_sidecar
+from mindformers_adaptive.checkpoint.report import build_report
+from mindformers_adaptive.checkpoint.sidecar import read_sidecar, write_sidecar
+from mindformers_adaptive.rules.base import STEP_FIELDS
+
+pytestmark = pytest.mark.usefixtures("graph_mode")
+
+OWNERS = ["cell", "manager", "scaler"]
+FORMATS = ["ckpt", "safetensors", "sidecar"]
+STEP_KEYS = [field.name for field in STEP_FIELDS]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+def in_a_state(kind, steps=30, **options):
+    """Return a cell with its loss scale after so many steps of the path, as if it had taken them."""
+    owned = Owned(kind.cell(**options))
+    write(owned, kind, kind.path(steps)[-1].state, steps)
+    return owned
+
+
+def write(owned, kind, state, steps):
+    owned.update_cell.write_rule_state(state, steps)
+    for name in kind.rule.signals:
+        getattr(owned.update_cell, name).set_data(Tensor(0.25))
+
+
+def assert_takes_the_next_steps(owned, kind, taken=30):
+    for step in kind.path(taken + 8)[taken:]:
+        owned.step(step.overflow, step.largest_gradient)
+        assert float(owned.scale_sense) == step.state.loss_scale
+    state = owned.update_cell.state()
+    assert is_same({name: state[name] for name in kind.own_keys()}, own_values(kind, step.state))
+    assert (state["cur_iter"], state["skipped_steps"]) == (taken + 9, step.state.skipped_steps)
+
+
+class Owner:
+    """A cell, manager or scaler, stepped in the same way; a manager of a rule with signals cannot be."""
+
+    def __init__(self, kind, name):
+        self.kind = kind
+        self.stepped = Owned(kind.cell(loss_scale=8.0)) if name == "cell" else getattr(kind, name)(loss_scale=8.0)
+        self.state_owner = self.stepped.update_cell if name == "cell" else self.stepped
+        signals = kind.rule.signals
+        self.step = {
+            "cell": lambda step: self.stepped.step(*step[:2]),
+            "manager": lambda step: None if signals else self.stepped.update_loss_scale(step.overflow),
+            "scaler": lambda step: self.stepped.adjust(
+                Tensor(not step.overflow), *([Tensor([step.largest_gradient])] if signals else [])
+            ),
+        }[name]
+        self.can_step = name != "manager" or not signals
+
+    def load(self, state):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.state_owner.load_state_dict(json.loads(json.dumps(state)))
+        assert is_same(self.state_owner.state_dict(), state)
+
+
+@pytest.mark.parametrize("source", OWNERS)
+def test_each_goes_on_from_the_state_of_each(kind, source):
+    path = kind.path(40)
+    start = in_a_state(kind).update_cell.state_dict()
+    first = Owner(kind, source)
+    first.load(start)
+    for step in path[30:34] if first.can_step else []:
+        first.step(step)
+    taken = 34 if first.can_step else 30
+    state = first.state_owner.state_dict()
+    assert all(type(number) in (int, float) for number in state.values())
+    for target in OWNERS:
+        resumed = Owner(kind, target)
+        resumed.load(state)
+        for step in path[taken:] if resumed.can_step else []:
+            resumed.step(step)
+            assert resumed.state_owner.state_dict()["scale"] == step.state.loss_scale
+        manager_cell = getattr(resumed.stepped, "get_update_cell", lambda: None)()
+        if manager_cell is not None:
+            assert is_same(manager_cell.state_dict(), resumed.state_owner.state_dict())
+
+
+def save(owned, folder, form):
+    """Save in a format; return a function that restores it as MindFormers would, with the loss scale."""
+    if form != "sidecar":
+        file = str(folder / f"saved.{form}")
+        mindspore.save_checkpoint(owned, file, format=form)
+        return lambda resumed: mindspore.load_param_into_net(resumed, mindspore.load_checkpoint(file, format=form))
+    write_sidecar(folder, float(owned.scale_sense), owned.update_cell.state())
+
+    def restore(resumed):
+        resumed.scale_sense.set_data(Tensor(read_sidecar(folder)[0], mindspore.float32))
+        optimizer = types.SimpleNamespace(loss_scaling_manager=resumed.update_cell)
+        restores_sidecar(lambda checkpoint, network, optimizer: None)(str(folder), None, optimizer)
+
+    return restore
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_saved_and_resumed_goes_on_as_if_it_had_never_stopped(kind, form, tmp_path):
+    owned = in_a_state(kind, history_size=4)
+    resumed = Owned(kind.cell(loss_scale=8.0))
+    restore = save(owned, tmp_path, form)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restore(resumed)
+        resumed.set_train()
+    assert is_same(resumed.update_cell.state_dict(), owned.update_cell.state_dict())
+    assert_takes_the_next_steps(resumed, kind)
+    # The length of a history makes no difference to a checkpoint, and none comes back.
+    other = Owned(kind.cell(history_size=9))
+    assert restore(other) in (None, ([], []))
+    assert other.update_cell.recent_steps() == []
+
+
+@pytest.mark.parametrize("steps", [1, 2, 500])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_state_after_steps_that_showed_nothing_is_one(kind, form, steps, tmp_path):
+    state = kind.start()
+    for _ in range(steps):
+        state = kind.rule.step(state, False, 0.0)
+    owned, resumed = Owned(kind.cell()), Owned(kind.cell(loss_scale=8.0))
+    write(owned, kind, state, steps)
+    restore = save(owned, tmp_path, form)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restore(resumed)
+        resumed.set_train()
+    assert is_same(resumed.update_cell.state_dict(), owned.update_cell.state_dict())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_inspect_shows_every_value(kind, form, tmp_path):
+    owned = in_a_state(kind)
+    save(owned, tmp_path, form)
+    report = build_report(tmp_path, rules=[RULES[-1]])
+    [shown] = report["checkpoints"]
+    assert (shown["kind"], shown["loss_scale"]) == (kind.rule.name, float(owned.scale_sense))
+    state = json.loads(json.dumps(owned.update_cell.state()))
+    assert is_same({name: shown[name] for name in state}, state)
+    assert (report["found"], shown["notes"]) == (True, [])
+
+
+@pytest.mark.parametrize("form", ["ckpt", "sidecar"])
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(RULES, 2)))
+def test_each_rule_goes_on_from_a_checkpoint_of_each_other(source, target, form, tmp_path):
+    kind, other = (next(kind for kind in KINDS.values() if kind.rule_class is one) for one in (target, source))
+    saved = in_a_state(other)
+    scale = min(max(float(saved.scale_sense), kind.rule.min_loss_scale), kind.rule.max_loss_scale)
+    saved.scale_sense.set_data(Tensor(scale, mindspore.float32))
+    owned = Owned(kind.cell(loss_scale=8.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(saved, tmp_path, form)(owned)
+        owned.set_train()
+    [warned] = [str(one.message) for one in caught]
+    assert re.search(r"no state of .* starts afresh|steps but no window, .* starts afresh", warned)
+    state, counted = owned.update_cell.state(), saved.update_cell.state()
+    assert float(owned.scale_sense) == scale
+    assert state["last_overflow_iter"] == 30
+    names = [name for name in STEP_KEYS if name != "last_overflow_iter"]
+    assert [state[name] for name in names] == [counted[name] for name in names]
+    fresh = kind.rule.start(scale)._replace(
+        skipped_steps=counted["skipped_steps"], consecutive_overflows=counted["consecutive_overflows"]
+    )
+    assert is_same({name: state[name] for name in kind.own_keys()}, own_values(kind, fresh))
+    for overflow in (True, False, True):
+        owned.step(overflow, 0.25)
+        fresh = kind.rule.step(fresh, overflow, 0.25)
+        assert float(owned.scale_sense) == fresh.loss_scale
+    assert owned.update_cell.state()["cur_iter"] == 34
+
+
+def own_values(kind, state):
+    values = kind.rule.to_values(state, 0)
+    return {name: values[name] for name in kind.own_keys()}
+
+
+def damages(kind):
+    """Yield Parameters and values that no run can reach."""
+    for field in kind.rule_class.all_fields():
+        if field.name in kind.rule.signals or (field.name == "hysteresis_budget" and kind.rule.hysteresis == 1):
+            continue
+        values = (-(2**31), 2**30 + 1, 2**31 - 1) if field.dtype == "int32" else (math.nan, math.inf, -math.inf)
+        for value in (*values, -5) if field.name in STEP_KEYS else values:
+            for place in range(field.shape[0]) if field.shape else [()]:
+                yield field, place, value
+
+
+def test_a_damaged_state_is_repaired_with_a_warning_and_the_cell_goes_on(kind):
+    owned, good = in_a_state(kind), kind.path(30)[-1].state
+    cell = owned.update_cell
+    for field, place, value in damages(kind):
+        write(owned, kind, good, 30)
+        parameter = getattr(cell, field.name)
+        array = parameter.asnumpy().copy()
+        array[place] = value
+        parameter.set_data(Tensor(array))
+        with pytest.warns(UserWarning, match="The checkpoint has") as caught:
+            cell.set_train()
+        assert len(caught) <= 3
+        before = cell.state()
+        assert not np.any(np.asarray(getattr(cell, field.name).asnumpy() == value)), (field.name, place, value)
+        owned.step(True, 0.25)
+        owned.step(False, 0.25)
+        after = cell.state()
+        assert after["cur_iter"] == before["cur_iter"] + 2, (field.name, place, value)
+        assert after["skipped_steps"] == before["skipped_steps"] + 1
+        assert all(np.isfinite(np.float64(after[name])).all() for name in kind.own_keys())
+        assert kind.rule.min_loss_scale <= float(owned.scale_sense) <= kind.rule.max_loss_scale
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cell.set_train()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_damaged_loss_scale_is_an_error_that_names_it(kind, scale):
+    owned = in_a_state(kind)
+    owned.scale_sense.set_data(Tensor(scale, mindspore.float32))
+    owned.update_cell.cur_iter.set_data(Tensor(77, mindspore.int32))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'scale_sense' .*; a loss scale must be finite and above 0"):
+            owned.set_train()
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_a_state_dict_that_cannot_be_used_changes_nothing(kind, owner):
+    state_owner = Owner(kind, owner).state_owner
+    before = state_owner.state_dict()
+    refused = [
+        ({"scale": 0.0}, ValueError, "'scale' 0.0; a loss scale must be finite and above 0"),
+        ({"scale": math.nan}, ValueError, "'scale' nan; a loss scale must be finite and above 0"),
+    ]
+    counts = [key for field in (*kind.rule.fields, *STEP_FIELDS) if field.dtype == "int32" for key in field.keys]
+    for name in counts:
+        if name in before:
+            refused += [
+                ({name: 2.5}, TypeError, f"'{name}' must be an integer, but got 2.5"),
+                ({name: True}, TypeError, f"'{name}' must be an integer, but got True"),
+                ({name: 2**31}, ValueError, f"'{name}' must fit into 32 bits, but got 2147483648"),
+                ({name: -(2**31) - 1}, ValueError, f"'{name}' must fit into 32 bits"),
+            ]
+    for changes, error, message in refused:
+        with pytest.raises(error, match=message):
+            state_owner.load_state_dict({**before, **changes})
+    with pytest.raises(KeyError, match="has no 'scale'"):
+        state_owner.load_state_dict({name: value for name, value in before.items() if name != "scale"})
+    with pytest.raises(KeyError, match="of which 'growth_tracker', 'hysteresis_tracker' is missing"):
+        state_owner.load_state_dict({"scale": 8.0})
+    assert is_same(state_owner.state_dict(), before)
+
+
+def test_what_a_state_dict_lacks_stays_as_it_is_with_one_warning(kind):
+    cell, given = kind.cell(), in_a_state(kind).update_cell.state_dict()
+    before = cell.state()
+    for name in kind.own_keys():
+        some = {key: value for key, value in given.items() if not key.startswith(name)}
+        with pytest.warns(UserWarning, match=f"has no .*{name}|older form|steps but no|'list_index'") as caught:
+            cell.load_state_dict(some)
+        assert len(caught) == 1
+    assert cell.state()["cur_iter"] == given["cur_iter"] > before["cur_iter"]

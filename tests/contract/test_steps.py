@@ -1,0 +1,251 @@
+"""Whatever the rule: update cell, manager and scaler take its steps, bit for bit, and the history tells them."""
+
+import json
+import math
+
+import mindspore
+import numpy as np
+import pytest
+from conftest import mindspore_mode
+from dense_network import Dense, batches
+from every_rule import KINDS, Kind, Owned, is_same
+from mindspore import Parameter, Tensor, nn
+from mindspore.train import Callback, Model
+
+from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.rules.base import STEP_LIMIT
+from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.text_rule import Lanes
+
+WITHOUT_SIGNALS = [name for name, kind in KINDS.items() if not kind.rule_class.signals]
+HISTORY = 7
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+def assert_cell_takes(owned, path, rule, before):
+    """Step a cell along a path; see that it equals the rule after every step, and that its history does at the end."""
+    cell, expected, last_event = owned.update_cell, [], 0
+    for number, (overflow, gradient, state) in enumerate(path, start=1):
+        flag = owned.step(overflow, gradient)
+        assert (flag.dtype, bool(flag)) == (mindspore.bool_, overflow)
+        assert float(owned.scale_sense) == state.loss_scale, number
+        last_event = number if overflow or state.loss_scale > before.loss_scale else last_event
+        values = rule.to_values(state, number, last_event) | dict.fromkeys(rule.signals, gradient)
+        assert is_same(cell.state(), {name: values[name] for name in cell.state()}), number
+        row = {"step": number, "overflow": overflow, "loss_scale": before.loss_scale}
+        row |= {"next_loss_scale": state.loss_scale, **{name: getattr(state, name) for name in rule.recorded}}
+        row |= {"skipped_steps": state.skipped_steps, "consecutive_overflows": state.consecutive_overflows}
+        expected.append(row | dict.fromkeys(rule.signals, gradient))
+        before = state
+    assert cell.state()["cur_iter"] == len(path) + 1
+    assert cell.state()["skipped_steps"] == sum(step.overflow for step in path) > 0
+    assert is_same(cell.recent_steps(), expected[-HISTORY:])
+    assert is_same(cell.recent_steps(since=len(path) - 2), expected[-2:])
+
+
+@pytest.mark.parametrize("mode", ["graph", "pynative", "asynchronous"])
+def test_cell_equals_the_rule_in_every_step_and_remembers_the_last(kind, mode):
+    steps = {"graph": 400, "pynative": 60, "asynchronous": 20}[mode]
+    with mindspore_mode(mode):
+        assert_cell_takes(Owned(kind.cell(history_size=HISTORY)), kind.path(steps), kind.rule, kind.start())
+
+
+def test_paths_move_all_that_the_rules_keep(kind):
+    states = [kind.rule.to_values(step.state, 1) for step in kind.path(400)]
+    for name in ("skipped_steps", "consecutive_overflows", *kind.own_keys()):
+        assert len({state[name] for state in states}) > 1, f"{name} never moved"
+    assert len({step.state.loss_scale for step in kind.path(400)}) > 10
+
+
+def test_guided_cell_equals_lanes_of_numpy_where_rates_become_as_small_as_they_may(graph_mode):
+    arguments, steps = {"exchange_rate": 500.0}, 2100
+    numbers = np.random.default_rng(0)
+    level = np.repeat([20.0, 11.0, 14.0, 30.0, 5.0], steps // 5) + numbers.normal(0, 0.2, steps)
+    gradients = (65504 / 2.0**level).astype(np.float32)
+    rule = GuidedRule(**arguments)
+    lanes = Lanes([rule, rule], [rule.start(2.0**20), rule.start(1.0)])
+    owned = Owned(GradientGuidedLossScaleUpdateCell(2.0**20, **arguments))
+    overflows = smallest_rates = 0
+    for number, (bits, gradient) in enumerate(zip(level, gradients, strict=True)):
+        overflow = lanes.loss_scale > 2.0**bits
+        lanes.step(overflow, np.array([gradient, gradient], np.float64))
+        owned.step(overflow[0], gradient)
+        assert float(owned.scale_sense) == lanes.loss_scale[0], number
+        if number % 50 == 49:
+            assert owned.update_cell.rule_state() == lanes.states()[0], number
+            smallest_rates += min(owned.update_cell.state()["overflow_rate"]) == 2.0**-100
+        overflows += overflow[0]
+    assert overflows > 40
+    assert smallest_rates > 10
+
+
+@pytest.mark.parametrize("name", WITHOUT_SIGNALS)
+def test_manager_equals_the_rule_on_the_host(name):
+    kind = KINDS[name]
+    manager = kind.manager()
+    for number, step in enumerate(kind.path(300), start=1):
+        manager.update_loss_scale(step.overflow)
+        assert manager.get_loss_scale() == step.state.loss_scale, number
+    assert manager.get_drop_overflow_update() is True
+
+
+def test_scaler_equals_the_rule(kind, mode):
+    scaler = kind.scaler()
+    for number, (overflow, gradient, state) in enumerate(kind.path(60 if mode == "graph" else 20), start=1):
+        measured = [Tensor([0.0, -gradient], mindspore.float32)] if kind.rule.signals else []
+        assert scaler.adjust(Tensor(not overflow), *measured) is True
+        assert scaler.state()["loss_scale"] == float(scaler.scale_value) == state.loss_scale, number
+        assert scaler.inv_scale == np.float32(1 / np.float64(state.loss_scale))
+        values, state = kind.rule.to_values(state, number), scaler.update_cell.state()
+        assert all(is_same(state[name], values[name]) for name in kind.own_keys()), number
+
+
+class FollowsTheRule(Callback):
+    """Compares manager and network with the rule after each step."""
+
+    def __init__(self, kind, manager):
+        self.manager, self.rule, self.state = manager, kind.rule, kind.start()
+        self.overflows, self.entries = [], []
+
+    def on_train_step_end(self, run_context):
+        _, overflow, loss_scale = run_context.original_args().net_outputs
+        self.overflows.append(bool(overflow))
+        state = self.manager.update_cell.state()
+        self.state = self.rule.step(self.state, bool(overflow), state.get("largest_gradient"))
+        assert self.manager.get_loss_scale() == float(loss_scale) == self.state.loss_scale
+        assert self.manager.inv_scale == np.float32(1 / self.state.loss_scale)
+        entry = {"next_loss_scale": self.state.loss_scale, "overflow": bool(overflow)}
+        names = ("skipped_steps", *self.rule.recorded, *self.rule.signals)
+        self.entries.append(entry | {name: state[name] for name in names})
+
+
+def test_manager_follows_the_model_and_the_record_tells_its_steps(graph_mode, scaling_on_cpu, kind, tmp_path):
+    from mindformers_adaptive import LossScaleMonitor
+    from mindformers_adaptive.monitor.record import read_record
+
+    manager, dense = kind.manager(), Dense()
+    model = Model(dense.layer, dense.loss_fn, dense.optimizer(), amp_level="O2", loss_scale_manager=manager)
+    steps = FollowsTheRule(kind, manager)
+    record = tmp_path / "record.jsonl"
+    callbacks = [steps, LossScaleMonitor(str(record))]
+    model.train(1, batches(16, overflows=(8, 9)), callbacks=callbacks, dataset_sink_mode=False)
+    assert steps.overflows[8:10] == [True, True]
+    assert not all(steps.overflows)
+    entries = read_record(record)
+    assert [entry["step"] for entry in entries] == list(range(1, 17))
+    assert is_same([{name: entry[name] for name in steps.entries[0]} for entry in entries], steps.entries)
+
+    # A new cell goes on from there, and the old one is not the manager's any more.
+    state, old = manager.state_dict(), manager.update_cell
+    cell = manager.get_update_cell()
+    assert is_same(cell.state_dict(), state)
+    assert cell is manager.update_cell is not old
+    resumed = kind.manager(loss_scale=8.0)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert is_same(resumed.get_update_cell().state_dict(), state)
+
+
+@pytest.mark.parametrize("mode", ["pynative", "asynchronous"])
+def test_operators_are_not_started_from_python_again(kind, mode):
+    """In PyNative mode too an update is one compiled graph."""
+    taken = []
+
+    class Notes(type(kind.cell())):
+        def __getattribute__(self, name):
+            value = super().__getattribute__(name)
+            if isinstance(value, mindspore.ops.Primitive):
+                taken.append(name)
+            return value
+
+    with mindspore_mode(mode):
+        cell = Notes.from_rule(kind.rule, kind.start())
+        loss_scale = Parameter(Tensor(cell.get_loss_scale(), mindspore.float32), name="loss_scale")
+        cell(loss_scale, Tensor(True))
+        assert "assign" in taken
+        taken.clear()
+        cell(loss_scale, Tensor(True))
+        assert taken == []
+    assert (cell.state()["skipped_steps"], cell.state()["cur_iter"]) == (2, 3)
+
+
+def test_a_subclass_that_adds_to_construct_updates_once(kind, mode):
+    class CountsCalls(type(kind.cell())):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.calls = Parameter(Tensor(0, mindspore.int32), name="calls", requires_grad=False)
+
+        def construct(self, loss_scale, overflow):
+            self.calls += 1
+            return super().construct(loss_scale, overflow)
+
+    owned = Owned(CountsCalls.from_rule(kind.rule, kind.start()))
+    for step in (path := kind.path(3, seed=2)):
+        owned.step(step.overflow, step.largest_gradient)
+    assert (int(owned.update_cell.calls), owned.update_cell.state()["cur_iter"]) == (3, 4)
+    assert float(owned.scale_sense) == path[-1].state.loss_scale
+
+
+def test_steps_are_counted_up_to_the_limit_and_the_scale_moves_on(graph_mode, kind):
+    """Neither a wrap of int32 nor a window that never fills; the rule knows no limit."""
+    owned, path = Owned(kind.cell()), kind.path(40)
+    owned.update_cell.write_rule_state(kind.start(), STEP_LIMIT - 10)
+    for number, (overflow, gradient, state) in enumerate(path):
+        owned.step(overflow, gradient)
+        assert float(owned.scale_sense) == state.loss_scale, number
+    counted = owned.update_cell.state()
+    assert counted["cur_iter"] == STEP_LIMIT
+    assert 0 < counted["skipped_steps"] <= path[-1].state.skipped_steps
+    again = Owned(kind.cell())
+    again.update_cell.load_state_dict(owned.update_cell.state_dict())
+    assert is_same(again.update_cell.state(), counted)
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"min_loss_scale": 8.0, "max_loss_scale": 2.0**14}, {"min_loss_scale": 2.0**-20}], ids=["narrow", "wide"]
+)
+def test_scale_stays_within_its_bounds(graph_mode, kind, bounds):
+    arguments = {**kind.arguments, "min_loss_scale": 1.0, "max_loss_scale": None, **bounds}
+    kind = Kind(kind.rule_class, kind.cell_class, None, None, arguments, 2.0**10, kind.beside)
+    owned, scales = Owned(kind.cell()), set()
+    for overflow, gradient in [(False, 2.0**-100)] * 80 + [(False, 2.0**60)] * 3 + [(True, 0.0)] * 120:
+        owned.step(overflow, gradient)
+        scales.add(float(owned.scale_sense))
+    lowest, highest = kind.rule.min_loss_scale, kind.rule.max_loss_scale
+    assert min(scales) == lowest
+    assert 2.0**10 < max(scales) <= highest < math.inf
+
+
+def test_steps_that_were_undone_are_not_told(graph_mode, kind):
+    owned, path = Owned(kind.cell(history_size=3)), kind.path(9)
+    cell = owned.update_cell
+    for step in path[:3]:
+        owned.step(step.overflow, step.largest_gradient)
+    state = cell.state_dict()
+    owned.step(True)
+    owned.step(True)
+    cell.load_state_dict(state)
+    assert cell.recent_steps() == []
+    owned.step(*path[3][:2])
+    assert [step["step"] for step in cell.recent_steps()] == [4]
+    owned.step(*path[4][:2])
+    [_, last] = cell.recent_steps()
+    assert last["next_loss_scale"] == path[4].state.loss_scale
+    assert kind.cell().recent_steps() == []
+
+
+def test_is_a_cell_of_mindspore_without_anything_to_train(kind):
+    cell = kind.cell(history_size=3)
+    assert isinstance(cell, nn.DynamicLossScaleUpdateCell)
+    assert cell.trainable_params() == []
+    expected = {field.parameter: (field.shape, field.dtype) for field in kind.rule.all_fields()}
+    found = {
+        name: (parameter.shape, str(parameter.dtype).lower()) for name, parameter in cell.parameters_dict().items()
+    }
+    assert found == {name: expected[name] for name in found}
+    assert expected.keys() - found.keys() <= {"hysteresis_budget"}
+    assert cell.state().keys() >= {*kind.rule.own_keys()} - {"hysteresis_budget"}
+    assert {type(value) for value in cell.state().values()} <= {int, float, tuple}

@@ -1,0 +1,57 @@
+"""What must not be in an exported graph that is to run on Ascend, by what it is called there."""
+
+import pydoc
+import re
+
+from mindspore import ops
+
+# The compiler puts these in to order and group values. They are no operators, so no documentation names a platform.
+_FROM_THE_COMPILER = {"Load", "MakeTuple", "TupleGetItem", "UpdateState"}
+
+_TENSOR_TYPES = {"FLOAT", "INT32", "BOOL"}
+
+# What these take as plain numbers only, such as an axis, a dtype or a place. The compiler reads them, and no kernel
+# computes with an int64.
+_PLAIN_CONSTANTS = {
+    *(("INT64", name, 1) for name in ("Cast", "TupleGetItem", "Argmin", "ExpandDims")),
+    *(("INT64", name, place) for name, place in (("Argmin", 2), ("Gather", 2), ("Gather", 3))),
+    *((kind, "ReduceSum", place) for kind, place in (("TUPLE", 1), ("BOOL", 2), ("BOOL", 3))),
+}
+
+
+def control_flow(graph):
+    return {*graph.control_flow} | ({f"{graph.graphs} graphs"} if graph.graphs > 1 else set())
+
+
+def forbidden_tensors(graph):
+    """The tensors of Parameters, inputs, outputs, constants and nodes that are not float32, int32 or bool."""
+    return {(kind, place) for kind in graph.tensor_types.keys() - _TENSOR_TYPES for place in graph.tensor_types[kind]}
+
+
+def forbidden_plain_constants(graph):
+    return graph.plain_constants - _PLAIN_CONSTANTS
+
+
+def plain_outputs(graph):
+    """What comes back to the host as a number: TensorToScalar is documented for Ascend, and runs on the host there."""
+    return graph.plain_outputs
+
+
+def undocumented_on_ascend(graph):
+    return {name for name in graph.primitives - _FROM_THE_COMPILER if "Ascend" not in _documented_platforms(name)}
+
+
+CHECKS = (control_flow, forbidden_tensors, forbidden_plain_constants, plain_outputs, undocumented_on_ascend)
+
+
+def _documented_platforms(primitive):
+    """Return what stands under "Supported Platforms" in the primitive's docstring, or in that it refers to."""
+    for module in (ops, ops.operations, ops.auto_generate):
+        text = getattr(getattr(module, primitive, None), "__doc__", None) or ""
+        reference = re.search(r"Refer to :(?:func|class):`(mindspore\.[\w.]+)`", text)
+        text_referred_to = getattr(pydoc.locate(reference[1]), "__doc__", None) if reference else None
+        for documentation in (text, text_referred_to or ""):
+            platforms = re.search(r"Supported Platforms:\n(.+)", documentation)
+            if platforms:
+                return re.findall(r"\w+", platforms[1])
+    return []

@@ -1,0 +1,148 @@
+"""Runs with the cells of other rules that are killed and resumed take the steps of one that never stopped."""
+
+import dataclasses
+import functools
+import os
+import shutil
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from log_max import LogMaxRule
+from training_runs import CheckpointSection, LegacyFormat, TrainingRun, assert_one_record_has_every_step_once
+from versions import NEEDS_SECTION
+
+from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.rules.guided import GuidedRule
+
+# One worker, because the runs that never stopped are shared.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rule resume")]
+
+SAVED_AT, LAST = 8, 20
+# With arguments that bring the scale so near to the ceiling that the runs overflow before and after they were saved.
+RULES = {
+    "guided": (GuidedRule(exchange_rate=200), "type: GradientGuidedLossScaleUpdateCell, exchange_rate: 200"),
+    "log_max": (LogMaxRule(margin=0.25), "type: RuleLossScaleUpdateCell, rule: log_max.LogMaxRule, margin: 0.25"),
+}
+# Where a user's rule lies.
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "examples")])}
+
+
+@dataclasses.dataclass(frozen=True)
+class FromFile(LegacyFormat):
+    """Resumes from the file of the first save."""
+
+    def resume_options(self, output):
+        return super().resume_options(output, resume_training=f"tiny_llama_rank_0-1_{SAVED_AT}.ckpt")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Return a function that returns where the compiled graph of runs is kept."""
+
+    @functools.cache
+    def folder(rule, optimizer_state, processes):
+        return tmp_path_factory.mktemp("compiled")
+
+    return folder
+
+
+def options_of(rule, form, output):
+    scale_sense = f"{{{RULES[rule][1]}, loss_scale_value: 1048576}}"
+    return form.save_options(output, every=SAVED_AT, keep=5) | {"runner_wrapper.scale_sense": scale_sense}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(long_corpus, compiled, tmp_path_factory):
+    """Return a function that returns an uninterrupted run and its output folder; each runs once."""
+
+    @functools.cache
+    def run(rule, form, processes):
+        output = tmp_path_factory.mktemp("uninterrupted") / "output"
+        graph = {"compiled": compiled(rule, form.optimizer_state, processes), "environment": ENVIRONMENT}
+        options = options_of(rule, form, output)
+        return TrainingRun(output, long_corpus, options, LAST, processes, **graph).wait(), output
+
+    return run
+
+
+def cut_back(output):
+    """Leave of a whole run in the `checkpoint:` format what it had saved by then."""
+    (output / "saved" / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
+    for folder in (output / "saved").glob("iteration_*"):
+        if int(folder.name[-8:]) > SAVED_AT:
+            shutil.rmtree(folder)
+
+
+def replay(rule, record):
+    """The states of the rule before the first step and after each, by the gradients that the record has."""
+    states = [rule.start(2.0**20)]
+    for line in record:
+        states.append(rule.step(states[-1], line["overflow"], line["largest_gradient"]))
+    return states
+
+
+WITHOUT_OPTIMIZER = CheckpointSection(optimizer_state=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "processes"),
+    [
+        pytest.param("log_max", FromFile("ckpt"), 1, id="user's rule"),
+        pytest.param("guided", FromFile("ckpt"), 1, id="ckpt"),
+        pytest.param("guided", LegacyFormat("safetensors", async_save=True), 1, id="safetensors, async"),
+        pytest.param("guided", CheckpointSection(), 1, id="checkpoint section", marks=NEEDS_SECTION),
+        pytest.param(
+            "guided", WITHOUT_OPTIMIZER, 1, id="checkpoint section without optimizer state", marks=NEEDS_SECTION
+        ),
+        pytest.param("guided", FromFile("ckpt"), 2, id="ckpt, two processes"),
+    ],
+)
+def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
+    uninterrupted, long_corpus, compiled, tmp_path, name, form, processes
+):
+    shared = form if form in (FromFile("ckpt"), WITHOUT_OPTIMIZER) else FromFile("ckpt")
+    reference, reference_output = uninterrupted(name, shared, processes)
+    graph = {"compiled": compiled(name, form.optimizer_state, processes), "environment": ENVIRONMENT}
+    expected, output = reference.steps(), tmp_path / "output"
+    options = options_of(name, form, output)
+    # For the first format of each rule in one process the run is killed; others go on from what was left.
+    if form is not shared or name == "log_max":
+        with TrainingRun(output, long_corpus, options, LAST, **graph) as run:
+            run.wait_until_saved(form, output)
+        assert run.steps() == {step: expected[step] for step in run.steps()}
+    else:
+        shutil.copytree(reference_output, output)
+        if form == WITHOUT_OPTIMIZER:
+            cut_back(output)
+    options |= form.resume_options(output)
+    resumed = TrainingRun(output, long_corpus, options, LAST, processes, **graph).wait()
+    rule, _ = RULES[name]
+    carried = {"scale_sense", *(field.parameter for field in rule.all_fields())}
+    for rank in range(processes):
+        steps = reference.steps(rank)
+        assert resumed.steps(rank) == {step: steps[step] for step in range(SAVED_AT + 1, LAST + 1)}
+        saved, saved_by_reference = form.last_saved(output, rank), shared.last_saved(reference_output, rank)
+        assert saved.keys() >= carried
+        both = saved.keys() & saved_by_reference.keys() - {"global_batch_size"}
+        assert len(both) > 20
+        assert {name for name in both if saved[name] != saved_by_reference[name]} == set()
+    # Two processes overflow at the start only.
+    overflows = {expected[step].overflow for step in (resumed.steps() if processes == 1 else expected)}
+    assert overflows == {True, False}
+
+    # The record has all that the rule needs to tell the state.
+    assert_one_record_has_every_step_once(output, expected)
+    record = read_record(output / "loss_scale_record.jsonl")
+    assert record == read_record(reference_output / "loss_scale_record.jsonl")
+    states = replay(rule, record)
+    assert [state.loss_scale for state in states[1:]] == [step.loss_scale for step in expected.values()]
+    shown = [key for field in rule.fields if field.parts or not field.shape for key in field.keys]
+    for rank in range(processes):
+        restored = resumed.restored_state(rank)
+        assert {key: restored[key] for key in shown} == {key: getattr(states[SAVED_AT], key) for key in shown}
+    for field in rule.all_fields()[: len(rule.fields)]:
+        value = [getattr(states[LAST], part) for part in field.parts] or getattr(states[LAST], field.name)
+        array = np.array(value, field.dtype)
+        assert saved[field.parameter] == (array.tobytes() if field.shape else array.item())
+    assert len(set(states[SAVED_AT:])) > 5
