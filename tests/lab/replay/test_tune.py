@@ -153,40 +153,20 @@ def test_grid_leaves_out_windows_that_do_not_fit():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (
-            lambda: grid("adaptive", window=[1]),
-            TypeError,
-            r"must name arguments of the rule .* but got \['window'\]",
-        ),
-        (
-            lambda: grid("adaptive", max_scale_window=[5]),
-            ValueError,
-            r"must have at least one combination .* but got",
-        ),
+        (lambda: grid("adaptive", window=[1]), TypeError, r"must name arguments of the rule .* but got \['window'\]"),
+        (lambda: grid("adaptive", max_scale_window=[5]), ValueError, r"must have at least one combination .* but got"),
         (lambda: grid("adaptive", hysteresis=[0]), ValueError, r"'hysteresis' must be at least 1, but got 0"),
-        (
-            lambda: Configuration("adaptive", scale_window=25),
-            ValueError,
-            r"must be one of the ladder .* must not rely",
-        ),
-        (
-            lambda: Configuration("adaptive", max_scale_window=5),
-            ValueError,
-            r"'max_scale_window' must be .* not rely on",
-        ),
+        (lambda: Configuration("adaptive", scale_window=25), ValueError, r"one of the ladder .* must not rely"),
+        (lambda: Configuration("adaptive", max_scale_window=5), ValueError, r"'max_scale_window' must be .* not rely"),
         (lambda: tune([]), ValueError, r"'traces' must have at least 1 trace, but got none"),
         (lambda: tune([CALM], []), ValueError, r"'configurations' must have at least 1 configuration"),
         (
             lambda: tune([CALM], exchange_rate="1"),
             TypeError,
-            r"'exchange_rate' must be a finite number of at least 0, but got '1' of type str",
+            r"'exchange_rate' must be .* got '1' of type str",
         ),
         (lambda: tune([CALM], exchange_rate=True), TypeError, r"'exchange_rate' must be a finite .* got True"),
-        (
-            lambda: tune([CALM], exchange_rate=-1),
-            ValueError,
-            r"'exchange_rate' must be a finite number of at least 0 in float32, but got -1",
-        ),
+        (lambda: tune([CALM], exchange_rate=-1), ValueError, r"'exchange_rate' must be .* at least 0 .* but got -1"),
     ],
 )
 def test_bad_arguments_are_refused(make, error, message):
