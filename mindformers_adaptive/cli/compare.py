@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.lab_arguments import (
-    add_trace_arguments,
-    policy_maker,
-    print_sources,
-    read_sources,
-    warn_without_gradients,
-)
+from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, print_sources, read_sources
 from mindformers_adaptive.cli.output import add_json_argument, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.lab.replay.simulate import compare, replay
@@ -61,10 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Compare, and print the table."""
     makers = dict(policy_maker(text) for text in options.policies or _DEFAULT_POLICIES)
-    sources = read_sources(options)
+    sources = read_sources(options, makers)
     if not options.policies and all(source.trace.largest_gradient is not None for source in sources):
         makers |= [policy_maker(name) for name in _WITH_GRADIENTS]
-    warn_without_gradients(makers, sources)
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)

@@ -22,7 +22,7 @@ from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.catalog import find_rule, is_rule_name
 
-__all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources", "warn_without_gradients"]
+__all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources"]
 
 _SYNTHETIC = "synthetic"
 
@@ -49,18 +49,13 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """Return what was read and how much of it is known, for JSON."""
-        described = {
-            "trace": self.trace.name,
-            "steps": len(self.trace),
-            "ceilings": self.ceilings,
-            "gradients_known": self.gradients_known,
-        }
-        run = self.run
+        run, trace = self.run, {"trace": self.trace.name, "steps": len(self.trace)}
         if run is None:
-            return described
+            return {**trace, "ceilings": self.ceilings, "gradients_known": self.gradients_known}
         return {
-            **described,
+            **trace,
             "ceilings": "within bounds",
+            "gradients_known": self.gradients_known,
             "format": run.log_format,
             "lines_read": run.lines_read,
             "lines_used": run.lines_used,
@@ -103,8 +98,12 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
     parser.add_argument("--seed", type=int, default=0, help="of a synthetic trace; default: 0")
 
 
-def read_sources(options: argparse.Namespace) -> list[Source]:
-    """Read or make the traces that were asked for.
+def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[Source]:
+    """Read or make the traces that were asked for, and say on the error output which policy lacks gradients on them.
+
+    Args:
+        options (Namespace): with what :func:`add_trace_arguments` declares.
+        policies (Iterable[str]): names of what is replayed on them, with or without parameters.
 
     Raises:
         OSError: if a file cannot be read.
@@ -119,18 +118,7 @@ def read_sources(options: argparse.Namespace) -> list[Source]:
             sources += _read_folder(Path(word), options.ceilings)
         else:
             sources.append(_read_file(Path(word), options.ceilings))
-    return sources
-
-
-def warn_without_gradients(policies: Iterable[str], sources: Sequence[Source]) -> None:
-    """Say on the error output where a policy that follows the largest gradients will not see any.
-
-    Args:
-        policies (Iterable[str]): names of policies, with or without parameters.
-        sources (Sequence[Source]): what they are replayed on.
-    """
-    names = [name for name in dict.fromkeys(policy.partition(":")[0] for policy in policies) if is_rule_name(name)]
-    for name in names:
+    for name in filter(is_rule_name, dict.fromkeys(policy.partition(":")[0] for policy in policies)):
         rule = find_rule(name)
         for source in sources:
             if rule.signals and source.trace.largest_gradient is None:
@@ -139,6 +127,7 @@ def warn_without_gradients(policies: Iterable[str], sources: Sequence[Source]) -
                     f"{rule.cell} has them.",
                     file=sys.stderr,
                 )
+    return sources
 
 
 def print_sources(
@@ -178,13 +167,10 @@ def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:
 
 def _make(word: str, steps: int, seed: int) -> list[Source]:
     traces = synthetic_traces(steps, seed)
-    _, colon, kind = word.partition(":")
-    if not colon:
-        return [Source(trace) for trace in traces.values()]
-    kind = kind.replace("_", " ")
-    if kind not in traces:
+    _, colon, kind = word.replace("_", " ").partition(":")
+    if colon and kind not in traces:
         raise UsageError(f"A synthetic trace must be one of {', '.join(traces)}, but got {kind!r}.")
-    return [Source(traces[kind])]
+    return [Source(trace) for name, trace in traces.items() if not colon or name == kind]
 
 
 def _read_file(path: Path, assume: str | None) -> Source:

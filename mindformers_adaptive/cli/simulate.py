@@ -5,13 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mindformers_adaptive.cli.lab_arguments import (
-    Source,
-    add_trace_arguments,
-    policy_maker,
-    read_sources,
-    warn_without_gradients,
-)
+from mindformers_adaptive.cli.lab_arguments import Source, add_trace_arguments, policy_maker, read_sources
 from mindformers_adaptive.cli.output import add_json_argument, print_result, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.lab.replay.simulate import replay
@@ -45,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Replay the policy on each trace, and print its measures."""
     label, make = policy_maker(options.policy)
-    sources = read_sources(options)
-    warn_without_gradients([label], sources)
+    sources = read_sources(options, [label])
     if options.plot and len(sources) > 1:
         raise ValueError(f"'--plot' draws one trace, but got {len(sources)}. Name one of them.")
     replays = []
@@ -55,17 +48,19 @@ def run(options: argparse.Namespace) -> None:
             replays.append(replay(make(), source.trace))
             progress(len(replays))
     rows = [{"measures": one.measures.as_dict(), "final_state": one.final_state} for one in replays]
-    pairs = list(zip(sources, rows, strict=True))
     print_result(
         options,
-        lambda: [{"policy": label, "source": source.describe(), **row} for source, row in pairs],
-        lambda: "\n".join(_text(source, {**row["measures"], **row["final_state"]}) for source, row in pairs),
+        lambda: [
+            {"policy": label, "source": source.describe(), **row} for source, row in zip(sources, rows, strict=True)
+        ],
+        lambda: "\n".join(map(_text, sources, rows)),
     )
     if options.plot:
         save(draw_replays(sources[0].trace, {label: replays[0]}), options.plot)
 
 
-def _text(source: Source, values: dict[str, Any]) -> str:
+def _text(source: Source, row: dict[str, Any]) -> str:
+    values = {**row["measures"], **row["final_state"]}
     return "\n".join([source.text(), *(f"  {name:<24}{_cell(value)}" for name, value in values.items())])
 
 

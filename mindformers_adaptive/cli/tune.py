@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.lab_arguments import (
-    add_trace_arguments,
-    print_sources,
-    read_sources,
-    warn_without_gradients,
-)
+from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, print_sources, read_sources
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, progress_bar, read_value
 from mindformers_adaptive.lab.replay.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE
@@ -61,8 +56,7 @@ def run(options: argparse.Namespace) -> None:
     """Search, and print the best settings."""
     policies = list(RULES) if options.policy == _BOTH else [options.policy]
     configurations = _configurations(policies, dict(_read_tried(text) for text in options.grid))
-    sources = read_sources(options)
-    warn_without_gradients(policies, sources)
+    sources = read_sources(options, policies)
     runs = [source.run for source in sources if source.run is not None]
     assumptions = {
         name: [source.trace if source.run is None else source.run.to_trace(name) for source in sources]

@@ -143,11 +143,9 @@ def _kind(before: float, after: float, run: RecordedRun, first: int, last: int) 
     is_possible = min(before, after) > 0 and not math.isinf(max(before, after))
     if not is_possible or abs(math.log2(after / before)) > steps * math.log2(factor):
         return "jump"
-    if steps > 1:
-        return "fall" if falls else "rise"
-    if bool(run.overflow[first]) != falls:
+    if steps == 1 and run.overflow[first] != falls:
         return "jump"
-    return "drop" if falls else "raise"
+    return [("raise", "drop"), ("rise", "fall")][steps > 1][falls]
 
 
 def _clean_steps(run: RecordedRun, last: int, here: int) -> int | None:

@@ -47,34 +47,29 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
     share = f"{skipped['at_least'] / steps['count']:.1%}"
     if skipped["count"] is None:
         share += f" to {skipped['at_most'] / steps['count']:.1%}"
+    before, in_first = _between(start, "before_first_applied_"), _between(start, "skipped_in_first_steps_")
+    first, final, smallest, largest = (
+        "unknown" if scale[name] is None else as_power_of_two(float(scale[name]))
+        for name in ("first", "final", "smallest", "largest")
+    )
     lines = [
         f"Steps     {steps['count']} ({steps['first']} to {steps['last']}), of which {_between(skipped)} ({share}) "
         "were skipped for an overflow",
         f"          {skipped['known']} known at their position, {skipped['inferred']} inferred; known: "
         f"{_ranges(skipped)}",
+        skipped["at_most"]
+        and f"          {before} before the first applied step, {in_first} in the first {start['first_steps']}",
+        skipped["longest_run"]
+        and f"          longest run of known skips: {skipped['longest_run']} "
+        f"({as_range(*skipped['longest_run_steps'])})",
+        dropped["count"]
+        and f"Dropped   {dropped['count']} without an overflow, for the size of their gradients: {_ranges(dropped)}",
+        skipped["seconds_lost"] is not None
+        and f"Time      {skipped['seconds_lost']:.1f} s lost in {skipped['steps_with_seconds']} skipped step(s) of "
+        "known time",
+        f"Scale     {first} at first, {final} at the end; between {smallest} and {largest}",
     ]
-    if skipped["at_most"]:
-        before, in_first = _between(start, "before_first_applied_"), _between(start, "skipped_in_first_steps_")
-        lines.append(
-            f"          {before} before the first applied step, {in_first} in the first {start['first_steps']}"
-        )
-    if skipped["longest_run_steps"]:
-        longest = as_range(*skipped["longest_run_steps"])
-        lines.append(f"          longest run of known skips: {skipped['longest_run']} ({longest})")
-    if dropped["count"]:
-        lines.append(
-            f"Dropped   {dropped['count']} without an overflow, for the size of their gradients: {_ranges(dropped)}"
-        )
-    if skipped["seconds_lost"] is not None:
-        lines.append(
-            f"Time      {skipped['seconds_lost']:.1f} s lost in {skipped['steps_with_seconds']} skipped step(s) of "
-            "known time"
-        )
-    first, final, smallest, largest = (
-        "unknown" if scale[name] is None else as_power_of_two(float(scale[name]))
-        for name in ("first", "final", "smallest", "largest")
-    )
-    return [*lines, f"Scale     {first} at first, {final} at the end; between {smallest} and {largest}"]
+    return list(filter(None, lines))
 
 
 def _overflowed(known_steps: int, steps_without: int, counts: Mapping[str, int]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
@@ -13,7 +13,7 @@ from mindformers_adaptive.lab.policies.presets import PRESETS, Preset
 from mindformers_adaptive.rules.base import DEFAULT_LOSS_SCALE, Rule
 from mindformers_adaptive.rules.catalog import RULES, find_rule, is_rule_name
 
-__all__ = ["POLICY_NAMES", "make_policy", "start_rule"]
+__all__ = ["POLICY_NAMES", "make_policy", "refuse_unknown", "start_rule"]
 
 POLICY_NAMES = (*RULES, *PRESETS)
 
@@ -59,10 +59,8 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         [16777216.0, 65536.0, 64.0]
     """
     if isinstance(name, type) or is_rule_name(name):
-        rule_class = find_rule(name)
-        label = name if isinstance(name, str) else rule_class.name
-        _refuse_unknown(label, params, rule_class.all_arguments())
-        return Policy(label, *start_rule(rule_class, params))
+        own_rule, state = start_rule(name, params)
+        return Policy(name if isinstance(name, str) else own_rule.name, own_rule, state)
     if name not in POLICY_NAMES:
         raise ValueError(
             f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}.{_did_you_mean(name, POLICY_NAMES)}"
@@ -78,13 +76,15 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
     return Policy(name, rule, rule.start(**start))
 
 
-def start_rule(rule_class: type[Rule], arguments: Mapping[str, Any]) -> tuple[Rule, Any]:
+def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[Rule, Any]:
     """Return a rule and its state before the first step.
 
     Args:
-        rule_class (type): of the rule.
+        policy (Union[str, type]): the name of the rule, or its class.
         arguments (Mapping): by names of its ``all_arguments()``; what is left out has its default.
     """
+    rule_class = find_rule(policy)
+    refuse_unknown(policy, arguments, rule_class.all_arguments())
     of_start = {"loss_scale_value", *rule_class.start_arguments}
     rule = rule_class(**{name: value for name, value in arguments.items() if name not in of_start})
     given = {name: value for name, value in arguments.items() if name in of_start}
@@ -93,7 +93,7 @@ def start_rule(rule_class: type[Rule], arguments: Mapping[str, Any]) -> tuple[Ru
 
 def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:
     """The values of all parameters by the system's own names, checked."""
-    _refuse_unknown(name, params, [*preset.parameters, *preset.aliases])
+    refuse_unknown(name, params, [*preset.parameters, *preset.aliases])
     given: dict[str, Any] = {}
     for key, value in params.items():
         own = preset.aliases.get(key, key)
@@ -109,7 +109,9 @@ def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, A
     return {own: given.get(own, parameter.default) for own, parameter in preset.parameters.items()}
 
 
-def _refuse_unknown(name: str, params: Collection[str], known: Collection[str]) -> None:
+def refuse_unknown(policy: str | type[Rule], params: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError for the first of some parameters that a policy does not know."""
+    name = policy if isinstance(policy, str) else policy.__qualname__
     for key in params:
         if key not in known:
             raise TypeError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from mindformers_adaptive.lab.policies.factory import start_rule
+from mindformers_adaptive.lab.policies.factory import refuse_unknown, start_rule
 from mindformers_adaptive.rules.base import Rule
 from mindformers_adaptive.rules.catalog import RULES, find_rule
 
@@ -57,11 +57,10 @@ class Configuration:
 
     def __init__(self, policy: str | type[Rule], /, **arguments: Any) -> None:
         rule_class = find_rule(policy)
-        _refuse_unknown(rule_class, arguments)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             try:
-                rule, start = start_rule(rule_class, arguments)
+                rule, start = start_rule(policy, arguments)
             except UserWarning as warning:
                 raise ValueError(f"{warning} A configuration must not rely on that: give values that fit.") from None
         path = f"{rule_class.__module__}.{rule_class.__qualname__}"
@@ -152,7 +151,7 @@ def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configura
         ['dynamic 20', 'adaptive 20-1000', 'adaptive 50-1000']
     """
     rule_class = find_rule(policy)
-    _refuse_unknown(rule_class, values)
+    refuse_unknown(policy, values, rule_class.all_arguments())
     tried = {name: list(choices) for name, choices in values.items()}
     combinations = [dict(zip(tried, chosen, strict=True)) for chosen in itertools.product(*tried.values())]
     configurations = [Configuration(policy, **one) for one in combinations if rule_class.values_fit(**one)]
@@ -172,15 +171,6 @@ def default_grid(policy: str | type[Rule]) -> dict[str, Sequence[Any]]:
         900
     """
     return {"loss_scale_value": _INITIAL_SCALES, **find_rule(policy).grid}
-
-
-def _refuse_unknown(rule_class: type[Rule], given: Iterable[str]) -> None:
-    names = list(rule_class.all_arguments())
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise TypeError(
-            f"A grid or a configuration must name arguments of the rule ({', '.join(names)}), but got {unknown}."
-        )
 
 
 def _short(value: Any) -> str:

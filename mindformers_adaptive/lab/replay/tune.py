@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,7 +98,10 @@ class Tuning:
             ``on_front``: whether no other configuration is better in both skipped steps and headroom.
         """
         skipped = np.mean([result.column("skipped") for result in self.sweeps], axis=0)
-        headroom = _mean_of_numbers(np.array([result.column("headroom_lost") for result in self.sweeps]))
+        headroom = np.array([result.column("headroom_lost") for result in self.sweeps])
+        # The mean of those traces that have one; 0 / 0 is nan.
+        with np.errstate(invalid="ignore"):
+            headroom = np.nansum(headroom, axis=0) / np.count_nonzero(~np.isnan(headroom), axis=0)
         front = pareto_front(skipped, headroom)
         means = self.costs.mean(axis=1)
         return [
@@ -161,12 +163,6 @@ class Tuning:
             "smallest": float(means.min()),
             "best": self.configurations[int(np.argmin(means))].label,
         }
-
-
-def _mean_of_numbers(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The mean of each column without its nan; nan where it has nothing else."""
-    columns = [column[~np.isnan(column)] for column in values.T]
-    return np.array([column.mean() if len(column) else math.nan for column in columns])
 
 
 def tune(

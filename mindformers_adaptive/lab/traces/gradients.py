@@ -17,15 +17,8 @@ from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, require_integer
 from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16
 
-__all__ = [
-    "INDEPENDENT_CEILINGS",
-    "checked_steps",
-    "from_gradient_ranges",
-    "independent_ceiling",
-    "random_of",
-    "shown_ceilings",
-    "with_gradients",
-]
+__all__ = ["INDEPENDENT_CEILINGS", "checked_steps", "from_gradient_ranges", "independent_ceiling", "random_of"]
+__all__ += ["shown_ceilings", "with_gradients"]
 
 # (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
 # everything else frozen, batch 64), the same with no memory, with batch 1, and where only the first of fourteen layers
@@ -51,8 +44,7 @@ def shown_ceilings(largest_gradient: ArrayLike) -> NDArray[np.float64]:
     """
     gradients = np.asarray(largest_gradient, np.float64)
     shows = (gradients >= SMALLEST_FLOAT32) & (gradients <= LARGEST_FLOAT32)
-    ceilings: NDArray[np.float64] = LARGEST_FLOAT16 / np.where(shows, gradients, np.nan)
-    return ceilings
+    return LARGEST_FLOAT16 / np.where(shows, gradients, np.nan)
 
 
 def with_gradients(trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0) -> Trace:

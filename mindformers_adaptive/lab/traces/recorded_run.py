@@ -111,8 +111,7 @@ class RecordedRun:
 
     def line_ends(self) -> NDArray[np.int64]:
         """Return the number of steps up to the last one of each line, int64 of shape (lines,)."""
-        ends: NDArray[np.int64] = np.asarray(self.lines)[:, 0]
-        return ends
+        return np.asarray(self.lines, np.int64)[:, 0]
 
     def skipped_bounds(self, steps: int | None = None) -> tuple[int, int]:
         """Return the fewest and the most of the first steps that may have been skipped.
@@ -150,9 +149,7 @@ class RecordedRun:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What :meth:`to_trace` can assume of this run, the default first."""
-        *without_gradients, by_gradients = ASSUMPTIONS
-        first = [] if self.applied_gradients() is None else [by_gradients]
-        return (*first, *without_gradients)
+        return ASSUMPTIONS[:-1] if self.applied_gradients() is None else (ASSUMPTIONS[-1], *ASSUMPTIONS[:-1])
 
     def to_trace(self, assume: str | None = None) -> Trace:
         r"""Return the trace of ceilings that this run is evidence of.
@@ -186,8 +183,7 @@ class RecordedRun:
         Raises:
             ValueError: if ``assume`` is none of these.
         """
-        if assume is None:
-            assume = self.assumptions[0]
+        assume = assume or self.assumptions[0]
         if assume not in ASSUMPTIONS:
             raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave it out.")
         # A rule without a floor can get to a scale of 0, below which no ceiling lies.
@@ -298,8 +294,7 @@ def _interpolated(scale: Floats, overflow: Flags, factor: float) -> Floats:
     following = np.append(scale, np.inf)[runs[:, 1] + 1]
     anchors = (np.log2(smallest) + np.log2(np.minimum(following, smallest / factor))) / 2
     # Each run has one value, from its first step to its last.
-    interpolated: Floats = np.exp2(np.interp(np.arange(len(scale)), runs.ravel(), np.repeat(anchors, 2)))
-    return interpolated
+    return np.exp2(np.interp(np.arange(len(scale)), runs.ravel(), np.repeat(anchors, 2)))
 
 
 def _by_gradients(scale: Floats, overflow: Flags, shown: Floats) -> Floats:
@@ -309,5 +304,4 @@ def _by_gradients(scale: Floats, overflow: Flags, shown: Floats) -> Floats:
         runs, smallest = _skipped_runs(scale, overflow)
         after = known[np.minimum(np.searchsorted(known, runs[:, 1]), len(known) - 1)]
         exponents -= max(float(np.median(exponents[after] - np.log2(smallest))), 0.0)
-    ceiling: Floats = np.exp2(exponents)
-    return ceiling
+    return np.exp2(exponents)

@@ -153,40 +153,20 @@ def test_grid_leaves_out_windows_that_do_not_fit():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (
-            lambda: grid("adaptive", window=[1]),
-            TypeError,
-            r"must name arguments of the rule .* but got \['window'\]",
-        ),
-        (
-            lambda: grid("adaptive", max_scale_window=[5]),
-            ValueError,
-            r"must have at least one combination .* but got",
-        ),
+        (lambda: grid("adaptive", window=[1]), TypeError, r"'adaptive' has no parameter 'window'"),
+        (lambda: grid("adaptive", max_scale_window=[5]), ValueError, r"must have at least one combination .* but got"),
         (lambda: grid("adaptive", hysteresis=[0]), ValueError, r"'hysteresis' must be at least 1, but got 0"),
-        (
-            lambda: Configuration("adaptive", scale_window=25),
-            ValueError,
-            r"must be one of the ladder .* must not rely",
-        ),
-        (
-            lambda: Configuration("adaptive", max_scale_window=5),
-            ValueError,
-            r"'max_scale_window' must be .* not rely on",
-        ),
+        (lambda: Configuration("adaptive", scale_window=25), ValueError, r"one of the ladder .* must not rely"),
+        (lambda: Configuration("adaptive", max_scale_window=5), ValueError, r"'max_scale_window' must be .* not rely"),
         (lambda: tune([]), ValueError, r"'traces' must have at least 1 trace, but got none"),
         (lambda: tune([CALM], []), ValueError, r"'configurations' must have at least 1 configuration"),
         (
             lambda: tune([CALM], exchange_rate="1"),
             TypeError,
-            r"'exchange_rate' must be a finite number of at least 0, but got '1' of type str",
+            r"'exchange_rate' must be .* got '1' of type str",
         ),
         (lambda: tune([CALM], exchange_rate=True), TypeError, r"'exchange_rate' must be a finite .* got True"),
-        (
-            lambda: tune([CALM], exchange_rate=-1),
-            ValueError,
-            r"'exchange_rate' must be a finite number of at least 0 in float32, but got -1",
-        ),
+        (lambda: tune([CALM], exchange_rate=-1), ValueError, r"'exchange_rate' must be .* at least 0 .* but got -1"),
     ],
 )
 def test_bad_arguments_are_refused(make, error, message):
@@ -277,7 +257,7 @@ def test_default_grid_of_a_rule_of_ones_own_has_its_values_and_the_initial_scale
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"windows": [1]}, TypeError, r"must name arguments of the rule \(loss_scale_value, exchange_rate"),
+        ({"windows": [1]}, TypeError, r"no parameter 'windows'. .* loss_scale_value, exchange_rate"),
         ({"exchange_rate": [0]}, ValueError, r"'exchange_rate' must be a number from 0.001 to 1000.* got 0"),
         ({"exchange_rate": ["1"]}, TypeError, r"'exchange_rate' must be .* got '1'"),
         ({"loss_scale_value": [1000]}, ValueError, r"must be a power of two here, but got 1000.* must not rely on"),
