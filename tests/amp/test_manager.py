@@ -1,7 +1,6 @@
 """The loss-scale manager: its rule on the host, its update cell, and the errors of what is given in its place."""
 
 import pytest
-from dense_network import Dense
 from mindspore import Parameter, Tensor, amp, int32, load_param_into_net
 
 from mindformers_adaptive import (
@@ -12,7 +11,6 @@ from mindformers_adaptive import (
     GradientGuidedLossScaler,
     GradientGuidedLossScaleUpdateCell,
 )
-from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
 
 def test_defaults_are_those_of_the_dynamic_manager_and_of_the_ladder():
@@ -45,9 +43,9 @@ def test_update_cell_of_a_fresh_manager_knows_a_checkpoint_of_dynamic_scaling():
     ],
 )
 def test_bad_argument_is_named(arguments, error, message):
-    for kind in (AdaptiveLossScaleManager, AdaptiveLossScaler):
+    for kind in (AdaptiveLossScaleManager, AdaptiveLossScaler, AdaptiveLossScaleUpdateCell):
         with pytest.raises(error, match=message):
-            kind(2**10, **arguments)
+            kind(2**10, **{"scale_factor": 2, "scale_window": 20, **arguments})
 
 
 @pytest.mark.parametrize(
@@ -75,19 +73,3 @@ def test_window_off_the_ladder_starts_at_the_smallest_with_a_warning():
     with pytest.warns(UserWarning, match="'scale_window' must be one of the ladder"):
         manager = AdaptiveLossScaleManager(scale_window=21)
     assert manager.get_update_cell().state()["scale_window"] == 20
-
-
-@pytest.mark.parametrize("cell", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
-@pytest.mark.parametrize(
-    ("scale_sense", "remedy"),
-    [
-        (AdaptiveLossScaleManager(), r"manager\.get_update_cell\(\)"),
-        (amp.FixedLossScaleManager(), r"manager\.get_update_cell\(\)"),
-        (AdaptiveLossScaler(1024), "give AdaptiveLossScaleUpdateCell"),
-        (amp.FixedLossScaleManager(8, False).get_update_cell(), "use FixedScaleTrainOneStepCell"),
-    ],
-)
-def test_what_is_no_update_cell_is_refused_where_one_is_needed(cell, scale_sense, remedy):
-    dense = Dense()
-    with pytest.raises(TypeError, match=f"'scale_sense' must be an update cell or a Tensor, but got .*{remedy}"):
-        cell(dense.network, dense.optimizer(), scale_sense=scale_sense)
