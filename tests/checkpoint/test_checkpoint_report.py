@@ -347,12 +347,6 @@ def test_mindspore_is_imported_only_for_a_ckpt(tmp_path, run_python, file_format
     assert run_python("-c", code).stdout.splitlines()[-1] == str(imported)
 
 
-def test_import_loads_no_heavy_package(run_python):
-    heavy = {"mindspore", "safetensors"}
-    code = f"import sys, mindformers_adaptive.cli.inspect; print({heavy} & sys.modules.keys())"
-    assert run_python("-c", code).stdout == "set()\n"
-
-
 def test_weights_of_a_safetensors_file_are_not_read(tmp_path):
     weights = np.ones((1000, 1000), np.float32)
     file = save(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
 
 # Each table is (events, expected), where an event is "." for a clean step and "!" for an overflow, and expected is
@@ -145,19 +145,6 @@ def test_scale_stays_in_its_bounds_and_the_index_on_the_ladder(rule, overflows):
         assert -1 <= state.window_index < len(rule.ladder)
         assert state.scale_window == (1 if state.window_index == -1 else rule.ladder[state.window_index])
         assert 0 <= state.clean_steps < state.scale_window
-
-
-@given(rule=RULES, overflows=OVERFLOWS, cut=st.integers(0, 200))
-def test_a_run_taken_up_from_its_state_goes_on_as_if_never_stopped(rule, overflows, cut):
-    whole = first = rule.start(2.0**16)
-    for overflow in overflows:
-        whole = rule.step(whole, overflow)
-    for overflow in overflows[:cut]:
-        first = rule.step(first, overflow)
-    second = LossScaleState(*(type(value)(value) for value in first))
-    for overflow in overflows[cut:]:
-        second = rule.step(second, overflow)
-    assert second == whole
 
 
 @pytest.mark.parametrize(
