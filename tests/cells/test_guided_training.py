@@ -162,6 +162,21 @@ def test_a_surge_of_the_gradients_costs_a_few_steps(layers):
     assert final["guided"] <= 1.1 * min(final.values())
 
 
+
+
+def test_planted_infs_cost_themselves_and_no_other_step(layers):
+    planted = list(range(40, 161, 40))
+
+    def with_infs():
+        for step, (x, target, factor) in enumerate(batches(180), start=1):
+            x[0, 0] = math.inf if step in planted else x[0, 0]
+            yield x, target, factor
+
+    record = layers["guided"].train(2.0**10, with_infs())
+    assert_follows_the_rule(record)
+    assert skipped(record) == planted
+
+
 def test_adapters_of_frozen_layers_skip_no_more_than_with_a_window_of_1000():
     def make_dynamic(start):
         return nn.DynamicLossScaleUpdateCell(start, 2, 1000)
