@@ -83,23 +83,6 @@ def test_model_trains_with_the_manager_as_the_reference_says(graph_mode, scaling
         assert manager.get_loss_scale() == recorder.loss_scales[-1]
 
 
-def test_pynative_mode_gives_the_same_path(mode, scaling_on_cpu):
-    dense = Dense()
-    make_manager, reference = MANAGERS["adaptive"]
-    recorder = StepRecorder(dense.weight)
-    model = Model(dense.layer, dense.loss_fn, dense.optimizer(), amp_level="O2", loss_scale_manager=make_manager())
-    model.train(1, batches(8), callbacks=[recorder], dataset_sink_mode=False)
-    assert recorder.loss_scales == reference(recorder.overflows)
-    assert any(recorder.overflows)
-
-
-def test_without_the_one_line_model_refuses_on_cpu():
-    dense = Dense()
-    assert mindspore.train.amp.build_train_network is not build_train_network
-    with pytest.raises(ValueError, match="on device `CPU`"):
-        Model(dense.layer, dense.loss_fn, dense.optimizer(), loss_scale_manager=amp.DynamicLossScaleManager())
-
-
 def test_fixed_scale_without_skipping_is_divided_by_the_optimizer(graph_mode, scaling_on_cpu):
     scaled, plain = Dense(), Dense()
     manager, optimizer = amp.FixedLossScaleManager(1024.0, False), scaled.optimizer(loss_scale=1024.0)

@@ -162,8 +162,6 @@ def test_a_surge_of_the_gradients_costs_a_few_steps(layers):
     assert final["guided"] <= 1.1 * min(final.values())
 
 
-
-
 def test_planted_infs_cost_themselves_and_no_other_step(layers):
     planted = list(range(40, 161, 40))
 
