@@ -26,14 +26,6 @@ def test_links_lead_to_files_and_headings(page):
     assert list(broken_links(page)) == []
 
 
-def test_a_broken_link_would_be_seen(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A `title`, here\n[1](page.md) [2](gone.md) [3](#a-title-here) [4](page.md#gone) ![5](gone.png)\n"
-    )
-    assert list(broken_links(page)) == ["gone.md", "page.md#gone", "gone.png"]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_paths_that_a_page_names_are_there(page):
     text = page.read_text(encoding="utf-8")
