@@ -1,9 +1,10 @@
-"""Compare adaptive and gradient-guided loss scaling with fixed windows on made traces and sample logs, and draw it.
+"""Compare adaptive and gradient-guided loss scaling with fixed windows on synthetic traces and sample logs.
 
     python scripts/study.py
 
-Prints Markdown: skipped steps and headroom lost of each policy, who is best on each kind of trace, and where and why
-the adaptive rule is worse. The same arguments give the same text and picture, docs/images/policy_study.svg.
+Prints Markdown: the steps that each policy skips and the headroom that it loses, which one is best on each kind of
+trace, and where and why the adaptive rule does worse. Also draws docs/images/policy_study.svg. The same arguments give
+the same text and picture.
 """
 
 import argparse
@@ -74,14 +75,14 @@ def main():
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=positive, default=10_000, help="steps of each made trace (default: 10000)")
-    parser.add_argument("--seeds", type=positive, default=5, help="made traces of each kind (default: 5)")
+    parser.add_argument("--steps", type=positive, default=10_000, help="steps of each synthetic trace (default: 10000)")
+    parser.add_argument("--seeds", type=positive, default=5, help="synthetic traces of each kind (default: 5)")
     parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
     return parser.parse_args()
 
 
 def study(policies, steps, seeds):
-    """By policy and kind of trace the means over the seeds: skipped steps in 1000, and headroom lost."""
+    """By policy and kind of trace the means over the seeds: skipped steps in 1000 and headroom lost."""
     return with_means(replay_on(policies, made_traces(steps, seeds)))
 
 
@@ -158,9 +159,9 @@ def report(same, own, steps, seeds):
     """The report, as lines of Markdown."""
     kinds = [kind for kind in same[ADAPTIVE] if kind != MEAN]
     start = f"2^{math.log2(SAME_SCALE):g}"
-    yield f"Made traces: {len(kinds)} kinds, {seeds} seeds (0 to {seeds - 1}) of {steps} steps each. A cell has means"
-    yield "over the seeds: skipped steps in 1000 / headroom lost in bits, log2(ceiling / scale) at the applied steps."
-    # No ceiling of a made trace is below float32.
+    yield f"Synthetic traces: {len(kinds)} kinds, {seeds} seeds (0 to {seeds - 1}) of {steps} steps each. Means over"
+    yield "the seeds: skipped steps in 1000 / headroom lost in bits, log2(ceiling / scale) at the applied steps."
+    # The ceilings of synthetic traces stay within normal float32 numbers, so no skip is unavoidable.
     yield "The oracle, which knows the ceilings, skips and loses nothing: both numbers are the regret as well."
     yield from section(
         figures_table(same), f"All from the initial scale {start} (the ceilings are about 2^18 in the middle):"
@@ -181,7 +182,7 @@ def report(same, own, steps, seeds):
     yield from section(
         logs_table(SAME_START),
         "Sample logs: skipped steps / headroom lost in bits / share of steps whose outcome the log knows; that of the",
-        "others is assumed, with ceilings interpolated. Such short logs tell of the start, and of windows nothing.",
+        "others is assumed, with ceilings interpolated. Logs this short show the start, and say nothing about windows.",
         "",
         f"From {start}:",
     )
@@ -306,7 +307,7 @@ def worse(on_kind, name):
 
 
 def look(trace):
-    """What the adaptive rule did on a trace."""
+    """Figures of what the adaptive rule did on a trace."""
     replayed = replay(SAME_START[ADAPTIVE](), trace)
     window, overflow = replayed.scale_window, replayed.overflow
     bits = np.where(overflow, 0.0, np.log2(trace.ceiling / replayed.loss_scale))
@@ -328,7 +329,7 @@ def share(part, whole):
 
 
 def reasons(mean):
-    """In words what the figures of look() say of the skipped steps and of the headroom."""
+    """Explain the skipped steps and the lost headroom, from the figures of look()."""
     climbs = "once" if mean["throws"] == 0 else f"{1 + mean['throws']:.1f} times, thrown back to window 1 by drops"
     small = f"it climbs the ladder {climbs}: {mean['below_500']:.0%} of the skips are at windows below 500"
     skipped = f"{small}, {mean['after_raise']:.0%} of all are raises that failed"

@@ -1,7 +1,7 @@
-"""What the trainings of worth_it.py came to, as Markdown and as a picture.
+"""The results of the trainings of worth_it.py, as Markdown and as a picture.
 
-The tables have means over the seeds and their standard deviations. The picture shows what a training comes to at each
-fixed loss scale, and what underflows there.
+The tables have means over the seeds and their standard deviations. The picture shows the result of a training at each
+fixed loss scale, and the share of gradients that underflow there.
 """
 
 import math
