@@ -56,4 +56,4 @@ def test_modules_that_the_changelog_moves_are_where_it_says():
         )
         assert not [path for path in old if path.with_suffix(".py").exists()]
         assert [path for path in new if not path.with_suffix(".py").exists()] == []
-        assert len(new) == len(old) or "scripts/" in now
+        assert len(new) == len(old) or "tests/" in now

@@ -7,7 +7,7 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import ROOT
-from examples.tiny_llama import MeanOverMicroBatches, build_dataset, build_model
+from examples.tiny_llama import build_dataset, build_model
 from mindformers import TrainingArguments
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.amp import DynamicLossScaleManager
@@ -15,6 +15,7 @@ from mindspore.train import Callback
 from record_checks import assert_follows
 
 from mindformers_adaptive import LossScaleMonitor
+from mindformers_adaptive.integration.accumulation import MeanOverMicroBatches
 from mindformers_adaptive.integration.trainer import Trainer
 from mindformers_adaptive.monitor.record import FIELDS, read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
