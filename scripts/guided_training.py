@@ -22,8 +22,7 @@ from worth_training import CompiledTraining, weights_of
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.runs import draw_runs
-from mindformers_adaptive.text.atomic_file import atomic_write
-from mindformers_adaptive.text.json_text import json_text
+from mindformers_adaptive.text.files import atomic_write, json_text
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
 
 STARTS = (2**32, 2**10)

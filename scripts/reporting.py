@@ -6,8 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from mindformers_adaptive.text.atomic_file import atomic_write
-from mindformers_adaptive.text.json_text import json_text
+from mindformers_adaptive.text.files import atomic_write, json_text
 
 
 def positive(text):

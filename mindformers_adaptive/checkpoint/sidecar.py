@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.text.atomic_file import atomic_write
-from mindformers_adaptive.text.json_text import NOT_FINITE, json_text
+from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
 
 __all__ = ["FILE_NAME", "read_sidecar", "write_sidecar"]
 

@@ -9,8 +9,7 @@ from mindformers_adaptive.cli.output import add_json_argument, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.plots.canvas import save
-from mindformers_adaptive.plots.lab import draw_replays
-from mindformers_adaptive.plots.pareto import draw_comparison
+from mindformers_adaptive.plots.lab import draw_comparison, draw_replays
 from mindformers_adaptive.rules.catalog import RULES
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from mindformers_adaptive.text.json_text import json_text
+from mindformers_adaptive.text.files import json_text
 
 __all__ = ["UsageError", "add_json_argument", "print_result", "progress_bar", "read_scale", "read_value"]
 

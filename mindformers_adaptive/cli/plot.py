@@ -14,8 +14,12 @@ from mindformers_adaptive.cli.output import UsageError, read_scale
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
-from mindformers_adaptive.plots.gradient_record import draw_gradient_records, is_gradient_record
-from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
+from mindformers_adaptive.plots.gradients import (
+    draw_gradient_records,
+    draw_histograms,
+    draw_underflow,
+    is_gradient_record,
+)
 from mindformers_adaptive.plots.runs import draw_runs
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.gradients.statistics import ArrayStatistics, merge_statistics
-from mindformers_adaptive.text.atomic_file import atomic_write
-from mindformers_adaptive.text.json_text import json_text
+from mindformers_adaptive.text.files import atomic_write, json_text
 from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["MOST_GROUPS", "GradientRanges", "ScaleRanges", "group_parameters", "parameter_group"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.text.atomic_file import atomic_write
+from mindformers_adaptive.text.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

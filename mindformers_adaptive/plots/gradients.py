@@ -1,12 +1,15 @@
-"""Pictures of a sweep over loss scales: histograms of the gradients scale by scale, and what is lost at each scale."""
+"""Pictures of gradients: of a sweep over loss scales, and of their record over the steps of a training."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mindformers_adaptive.gradients.report import GradientRanges, parameter_group
 from mindformers_adaptive.gradients.statistics import (
@@ -18,11 +21,21 @@ from mindformers_adaptive.gradients.statistics import (
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 
+__all__ = [
+    "FP16_EXPONENTS",
+    "GradientSeries",
+    "GroupSeries",
+    "draw_gradient_records",
+    "draw_histograms",
+    "draw_underflow",
+    "is_gradient_record",
+    "series_of_gradients",
+]
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FP16_EXPONENTS", "draw_histograms", "draw_underflow"]
 
 # The smallest subnormal number of FP16, the smallest normal one and the largest, as exponents of 2.
 FP16_EXPONENTS = tuple(map(math.log2, (FP16_SMALLEST_SUBNORMAL, FP16_SMALLEST_NORMAL, FP16_LARGEST)))
@@ -201,3 +214,237 @@ def _lost(counts: ArrayStatistics) -> list[str]:
     """Return the shares that underflow, are subnormal, and are inf or NaN."""
     shares = (counts.share(counts.underflowed), counts.subnormal_share, counts.share(counts.infs_and_nans))
     return [canvas.percent(share) for share in shares]
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# The edges of the bands of magnitudes, as shares of the gradients.
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+# What is known of a group in a step: the bands, the largest, the underflowed and the subnormal share.
+_COLUMNS = len(_QUANTILES) + 3
+
+# All gradients together stand among the groups by this name, which no group has.
+_ALL = "\0"
+
+# The axis goes on to a limit of FP16 that is at most so many powers of two away from the gradients.
+_NEAR = 12.0
+
+_SUBNORMAL, _NORMAL, _LARGEST = FP16_EXPONENTS
+
+_WARNING, _PALE_WARNING = "#f2b48f", "#fae3d6"
+
+
+class GroupSeries(NamedTuple):
+    """The gradients of a group of Parameters; all arrays are float64.
+
+    Attributes:
+        bands (NDArray): of shape (5, steps): 5, 25, 50, 75 and 95 % of the gradients that are not 0 have a magnitude
+            below 2 to this power, without the loss scale. As measured at the highest loss scale that did not overflow;
+            nan if every one did.
+        largest (NDArray): of shape (steps,), likewise the exponent of the largest magnitude.
+        underflowed (NDArray): of shape (steps,), the share of the gradients that underflows at the loss scale of the
+            training; nan where that is not known.
+        subnormal (NDArray): of shape (steps,), likewise the share that is subnormal in FP16.
+    """
+
+    bands: Floats
+    largest: Floats
+    underflowed: Floats
+    subnormal: Floats
+
+
+class GradientSeries(NamedTuple):
+    """The gradients of a run, at those steps that were measured.
+
+    Attributes:
+        step (NDArray): float64 of shape (steps,), increasing.
+        loss_scale (NDArray): float64 of shape (steps,), that of the training; nan where it is not known.
+        overflow (NDArray): bool of shape (steps,), whether the gradients overflowed at that scale.
+        groups (dict[str, GroupSeries]): by group of Parameters.
+        overall (GroupSeries): all gradients together.
+    """
+
+    step: Floats
+    loss_scale: Floats
+    overflow: NDArray[np.bool_]
+    groups: dict[str, GroupSeries]
+    overall: GroupSeries
+
+
+def is_gradient_record(record: Iterable[Mapping[str, object]]) -> bool:
+    """Return whether lines are those of ``GradientRangeMonitor``'s record."""
+    return any("loss_scales" in line for line in record)
+
+
+def draw_gradient_records(
+    records: Mapping[str, Sequence[Mapping[str, Any]]], group: Callable[[str], str | None] = parameter_group
+) -> Figure:
+    """Draw where the gradients lie over the steps of a run: a row for each group of Parameters, a column for each run.
+
+    Magnitudes are without the loss scale. Bands hold 50 and 90 % of the gradients that are not 0, as measured at the
+    highest loss scale that did not overflow. Shades show what FP16 loses at the loss scale of the training: gradients
+    in them underflow to 0, are subnormal, or overflow.
+
+    Args:
+        records (Mapping[str, Sequence[Mapping]]): by the runs' names the lines of ``GradientRangeMonitor``'s record, as
+            :func:`mindformers_adaptive.monitor.record.read_record` returns them; at least one.
+        group (Callable): from a Parameter's name to its group, or None for its first component. Default:
+            :func:`mindformers_adaptive.gradients.report.parameter_group`.
+
+    Returns:
+        Figure, at least 1200 pixels wide; the title says what each run loses at worst.
+
+    Raises:
+        ImportError: if matplotlib is missing.
+        TypeError: if a line is not a sweep over loss scales.
+        ValueError: if there is no record, or no line in one.
+
+    Examples:
+        >>> counts = {"size": 10, "zeros": 4, "largest": 0.2, "underflowed": 4, "histogram": {"-20": 1, "-3": 5}}
+        >>> at_64 = {"loss_scale": 64.0, "overflowed_batches": 0, "parameters": {"attention.weight": counts}}
+        >>> line = {"step": 100, "loss_scale": 64.0, "loss_scales": [at_64]}
+        >>> draw_gradient_records({"a.jsonl": [line]}).get_suptitle()
+        'At most 40 % of the gradients underflow and 10 % are subnormal at loss scale $2^{6}$'
+    """
+    runs = {name: series_of_gradients(record, group) for name, record in records.items()}
+    kinds = list(dict.fromkeys(kind for run in runs.values() for kind in run.groups))
+    figure = canvas.new_figure(max(10.0, 5.0 * len(runs)), 2.0 + 1.7 * len(kinds))
+    panels = figure.subplots(len(kinds), len(runs), sharex="col", sharey=True, squeeze=False)
+    panels[0, 0].set_ylim(*_limits([*runs.values()]))
+    for column, (name, run) in zip(panels.T, runs.items(), strict=True):
+        for axes, kind in zip(column, kinds, strict=True):
+            canvas.style_axes(axes)
+            _shade_limits(axes, run)
+            if kind in run.groups:
+                _draw_group(axes, run, run.groups[kind])
+        if len(runs) > 1:
+            column[0].set_title(canvas.as_text(name), loc="left", fontsize=11, color=canvas.MUTED)
+        canvas.use_step_axis(column[-1], run.step[0], run.step[-1])
+    for axes, kind in zip(panels[:, 0], kinds, strict=True):
+        axes.set_ylabel(f"{canvas.as_text(kind)}\nmagnitude", fontsize=10.5)
+        axes.yaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:g}}}$")
+    handles = {handle.get_label(): handle for axes in panels.flat for handle in axes.get_legend_handles_labels()[0]}
+    canvas.legend_below(figure, list(handles.values()))
+    figure.align_ylabels()
+    canvas.headline(figure, _finding(runs))
+    return figure
+
+
+def _limits(runs: Sequence[GradientSeries]) -> tuple[float, float]:
+    """Return the ends of the axis: all magnitudes, and the limits of FP16 where they are near."""
+    groups = [group for run in runs for group in run.groups.values()]
+    found = np.concatenate([np.append(group.bands, group.largest) for group in groups])
+    found = found[np.isfinite(found)]
+    bottom, top = (found.min(), found.max()) if len(found) else (-24.0, 0.0)
+    limits = np.concatenate([limit - np.log2(run.loss_scale) for run in runs for limit in (_SUBNORMAL, _LARGEST)])
+    near = limits[(bottom - _NEAR <= limits) & (limits <= top + _NEAR)]
+    return near.min(initial=bottom) - 2.0, near.max(initial=top) + 2.0
+
+
+def _shade_limits(axes: Axes, run: GradientSeries) -> None:
+    """Shade what FP16 cannot hold, or only as subnormal numbers, at the loss scale of each step."""
+    scale = np.log2(run.loss_scale)
+    edges = np.concatenate([[run.step[0] - 0.5], (run.step[1:] + run.step[:-1]) / 2, [run.step[-1] + 0.5]])
+    bottom, top = axes.get_ylim()
+    for low, high, colour, label in (
+        (np.full(len(scale), bottom), _SUBNORMAL - scale, _WARNING, "underflows to 0"),
+        (_SUBNORMAL - scale, _NORMAL - scale, _PALE_WARNING, "subnormal"),
+        (_LARGEST - scale, np.full(len(scale), top), canvas.CONTEXT, "overflows"),
+    ):
+        low, high = np.clip(low, bottom, top), np.clip(high, bottom, top)
+        if (high > low).any():
+            axes.stairs(high, edges, baseline=low, fill=True, color=colour, label=label, gid=label, zorder=0.5)
+
+
+def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries) -> None:
+    low, lower, median, upper, high = group.bands
+    axes.fill_between(run.step, low, high, color=canvas.MAIN, alpha=0.2, linewidth=0, label="90 % of the gradients")
+    axes.fill_between(run.step, lower, upper, color=canvas.MAIN, alpha=0.4, linewidth=0, label="50 %")
+    marker = canvas.point_marker(len(run.step))
+    axes.plot(run.step, median, color=canvas.MAIN, linewidth=1.6, marker=marker, label="median", gid="median")
+    axes.plot(run.step, group.largest, color=canvas.MUTED, linewidth=0.9, marker=marker, label="largest", gid="largest")
+    canvas.mark_above(axes, run.step[run.overflow], canvas.WARNING, "overflowed", "overflowed")
+    worst = ", ".join(_worst(group))
+    axes.set_title(worst and f"at most {worst}", loc="right", fontsize=10, color=canvas.MUTED, pad=3)
+
+
+def _worst(group: GroupSeries) -> list[str]:
+    """Say what FP16 lost in the worst step, as far as it is known."""
+    known = {"underflow": group.underflowed, "are subnormal": group.subnormal}
+    return [
+        f"{canvas.percent(float(np.nanmax(share)))} {what}" for what, share in known.items() if np.isfinite(share).any()
+    ]
+
+
+def _finding(runs: Mapping[str, GradientSeries]) -> str:
+    findings = []
+    for name, run in runs.items():
+        worst, applied = _worst(run.overall), run.loss_scale[~run.overflow & np.isfinite(run.loss_scale)]
+        scales = " to ".join(map(canvas.power_of_two, np.unique([applied.min(), applied.max()]))) if worst else ""
+        lost = f"at most {' and '.join(worst)} at loss scale {scales}"
+        finding = lost if worst else "what FP16 loses is not known"
+        if run.overflow.any():
+            finding = f"{run.overflow.sum():,} of {canvas.count(len(run.step), 'measured step')} overflowed"
+            finding += f", in the others {lost}" if worst else ""
+        findings.append(f"{canvas.as_text(name)}: {finding}" if len(runs) > 1 else finding[0].upper() + finding[1:])
+    return "; ".join(findings).replace(" %", " % of the gradients", 1)
+
+
+def series_of_gradients(record: Sequence[Mapping[str, Any]], group: Callable[[str], str | None]) -> GradientSeries:
+    """Return the series of a record of gradients.
+
+    Args:
+        record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.monitor.record.read_record` returns them.
+        group (Callable): from a Parameter's name to its group, or None.
+
+    Raises:
+        TypeError: if a line is not a sweep over loss scales.
+        ValueError: if there is no line with gradients.
+    """
+    lines = [line for line in record if "missing_steps" not in line]
+    if not lines:
+        raise ValueError(
+            "There must be at least 1 step with gradients to draw, but there is none. Let the run take 'every_n_steps' "
+            "steps, or check that the file is the record of GradientRangeMonitor."
+        )
+    group = functools.cache(group)
+    sweeps = [GradientRanges.from_dict(line) for line in lines]
+    scales = [line.get("loss_scale") for line in lines]
+    measured = list(zip(sweeps, scales, strict=True))
+    rows = [_rows(sweep, scale, group) for sweep, scale in measured]
+    groups = {}
+    for kind in dict.fromkeys(chain(*rows)):
+        # In some steps a group may be absent.
+        *bands, largest, underflowed, subnormal = np.array([row.get(kind, [math.nan] * _COLUMNS) for row in rows]).T
+        groups[kind] = GroupSeries(np.array(bands), largest, underflowed, subnormal)
+    return GradientSeries(
+        step=np.array([line["step"] for line in lines], np.float64),
+        loss_scale=np.array(scales, np.float64),
+        overflow=np.array([scale in {*sweep.loss_scales} - {*sweep.fitting_scales} for sweep, scale in measured]),
+        overall=groups.pop(_ALL),
+        groups=groups,
+    )
+
+
+def _rows(ranges: GradientRanges, loss_scale: Any, group: Callable[[str], str | None]) -> dict[str, list[float]]:
+    """Return by group bands, largest, underflowed and subnormal in one step."""
+    fits = ranges.fitting_scales
+    best = (fits or ranges.loss_scales)[-1]
+    at_best = {**ranges.groups(best, group), _ALL: ranges.overall(best)}
+    at_training = {**ranges.groups(loss_scale, group), _ALL: ranges.overall(loss_scale)} if loss_scale in fits else {}
+    rows = {}
+    for kind, counts in at_best.items():
+        rows[kind] = row = [math.nan] * _COLUMNS
+        if fits and counts.histogram:
+            exponents, numbers = np.array(sorted(counts.histogram.items())).T
+            edges = np.append(exponents[0], exponents + 1)
+            below = np.append(0, np.cumsum(numbers)) / numbers.sum()
+            row[:-2] = [*np.interp(_QUANTILES, below, edges), math.log2(counts.largest)] - np.log2(best)
+        if kind in at_training:
+            share = at_training[kind].share(at_training[kind].underflowed)
+            row[-2:] = math.nan if share is None else share, at_training[kind].subnormal_share
+    return rows

@@ -18,7 +18,7 @@ from mindformers_adaptive.plots.canvas import (
     save,
 )
 
-MODULES = ("canvas", "gradient_record", "gradients", "lab", "pareto", "run_series", "runs")
+MODULES = ("canvas", "gradients", "lab", "runs")
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf]), min_size=1, max_size=300)
 ROW = {"step": 1, "overflow": False, "loss_scale": 2.0, "next_loss_scale": 2.0}
 DRAW = (

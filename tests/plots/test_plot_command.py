@@ -7,7 +7,7 @@ from records import gradient_line, record_of
 
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.plots.canvas import save
-from mindformers_adaptive.plots.gradient_record import draw_gradient_records
+from mindformers_adaptive.plots.gradients import draw_gradient_records
 from mindformers_adaptive.plots.runs import draw_runs
 
 RUNS = {"64": record_of([64.0] * 21), "512": record_of([512.0] * 21, [7])}

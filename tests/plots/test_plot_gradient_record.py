@@ -12,7 +12,7 @@ from mindformers_adaptive import GradientRangeMonitor
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics
 from mindformers_adaptive.monitor.record import read_record
-from mindformers_adaptive.plots.gradient_record import draw_gradient_records, series_of_gradients
+from mindformers_adaptive.plots.gradients import draw_gradient_records, series_of_gradients
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
 STEPS = {10: 64.0, 20: 64.0, 30: 2.0**30}

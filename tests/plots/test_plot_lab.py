@@ -12,8 +12,7 @@ from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.synthetic import synthetic_trace, synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.plots.lab import draw_replays
-from mindformers_adaptive.plots.pareto import draw_comparison, draw_pareto_front
+from mindformers_adaptive.plots.lab import draw_comparison, draw_pareto_front, draw_replays
 
 NAMES = ("adaptive", "dynamic", "torch")
 

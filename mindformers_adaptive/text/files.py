@@ -1,5 +1,9 @@
-"""Atomic writes: a file is replaced as a whole, or stays as it was."""
+"""Files: replaced as a whole or not at all, and JSON that any parser reads."""
 
+from __future__ import annotations
+
+import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -7,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["atomic_write"]
+__all__ = ["NOT_FINITE", "atomic_write", "json_text"]
 
 
 @contextmanager
@@ -47,3 +51,34 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
     except BaseException:
         os.unlink(unfinished.name)
         raise
+
+
+# The strings that stand for the floats that JSON lacks.
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def json_text(content: Any, indent: int | None = None) -> str:
+    """Return a value as JSON; a float that is not finite becomes the string "nan", "inf" or "-inf".
+
+    Args:
+        content (Any): dicts, lists, tuples, strings, numbers, bools and None.
+        indent (int, optional): spaces for each level. Default: None, everything on one line.
+
+    Raises:
+        TypeError: if there is anything else in it.
+
+    Examples:
+        >>> json_text({"loss": float("nan"), "ceilings": (2.0, float("inf"))})
+        '{"loss": "nan", "ceilings": [2.0, "inf"]}'
+        >>> NOT_FINITE[json.loads(json_text(float("-inf")))]
+        -inf
+    """
+    return json.dumps(_replace_not_finite(content), indent=indent, allow_nan=False)
+
+
+def _replace_not_finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _replace_not_finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_replace_not_finite(value) for value in content]
+    return str(content) if isinstance(content, float) and not math.isfinite(content) else content
