@@ -19,6 +19,9 @@ from pathlib import Path
 from paired_timing import ratio, spread_percent, take_turns, typical_time, with_error
 from reporting import add_json_option, output_to_stderr, positive, table, versions, write_json
 
+# exported_graph.py, with which the tests look at graphs as well, counts the kernels.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
+
 # Low enough for the adaptive cell to raise it for many rounds without an overflow, whose step would be shorter.
 START = 2.0**6
 # With a window of 20 clean steps, one overflow in 25 steps keeps every scale within float32, the stock cells' too.

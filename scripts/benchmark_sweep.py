@@ -1,7 +1,7 @@
 """How fast the lab's sweep replays configurations, against the rule in plain Python: ``benchmark.py sweep``.
 
-Both replay configurations of the adaptive rule on a made trace of all kinds of behaviour, and states, counts and
-measures of every configuration must agree. On a long trace the sweep alone is timed.
+Both replay configurations of the adaptive rule on a synthetic trace of all kinds of behaviour, and must agree on the
+states, counts and measures of every configuration. On a long trace the sweep alone is timed.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ RULE, SWEEP, LONG_SWEEP = "rule in plain Python", "vectorised sweep", "vectorise
 
 
 def measure(arguments):
-    """Return the times, and how many configurations come to something else by the sweep than by the rule."""
+    """Return the times, and for how many configurations the sweep and the rule disagree."""
     configurations = make_configurations()[: arguments.configurations]
     trace, long_trace = make_trace(arguments.compared_steps), make_trace(arguments.steps)
     processor = time.process_time()

@@ -1,4 +1,4 @@
-"""Train the demo's model with adaptive and with gradient-guided loss scaling, and print what each skipped, as Markdown.
+"""Train the demo's model with adaptive and with gradient-guided loss scaling, and print the skipped steps as Markdown.
 
 python scripts/guided_training.py [--steps 400] [--seeds 3] [--records FOLDER] [--picture FILE]
 """

@@ -1,4 +1,4 @@
-"""Train in FP32, and in FP16 by each method of scaling the loss, and say what each comes to.
+"""Train in FP32, and in FP16 by each method of scaling the loss, and compare the results.
 
     python scripts/worth_it.py
 
@@ -72,7 +72,7 @@ def measure(arguments):
 
 
 def train(trainings, methods, seeds, steps):
-    """Return what came of a task by each method, for each seed."""
+    """Return the results of a task by method, one for each seed."""
     task = trainings.task
     runs = {method.name: [] for method in methods}
     for method in methods:

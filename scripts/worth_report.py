@@ -1,7 +1,7 @@
-"""What the trainings of worth_it.py came to, as Markdown and as a picture.
+"""The results of the trainings of worth_it.py, as Markdown and as a picture.
 
-The tables have means over the seeds and their standard deviations. The picture shows what a training comes to at each
-fixed loss scale, and what underflows there.
+The tables have means over the seeds and their standard deviations. The picture shows the result of a training at each
+fixed loss scale, and the share of gradients that underflow there.
 """
 
 import math
@@ -157,11 +157,10 @@ def draw(swept):
     axes = figure.subplots()
     exponents, skipped = np.array(swept["exponents"], float), np.array(swept["skipped"])
     underflow = np.array([share or 0.0 for share in swept["underflow"]])
-    shaded = {"linewidth": 0, "step": None}
     axes.fill_between(
-        exponents, underflow, color=WARNING, alpha=0.25, label="share of gradients that underflow", **shaded
+        exponents, underflow, color=WARNING, alpha=0.25, linewidth=0, label="share of gradients that underflow"
     )
-    axes.fill_between(exponents, skipped, color=CONTEXT, label="share of steps skipped for an overflow", **shaded)
+    axes.fill_between(exponents, skipped, color=CONTEXT, linewidth=0, label="share of steps skipped for an overflow")
     axes.axhline(swept["fp32"], color=MUTED, linestyle="dashed", linewidth=1.2, label="FP32")
     axes.plot(exponents, np.maximum(swept["quality"], LOWEST), "o-", color=MAIN, label="FP16 at a fixed loss scale")
     axes.plot(

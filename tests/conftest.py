@@ -150,6 +150,22 @@ def registry_put_back():
 
 
 @pytest.fixture
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """The current folder is empty: MindFormers writes its logs there, and norms that it stopped at."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def mindformers_log(caplog):
+    """What is logged, by MindFormers too, whose logger does not propagate."""
+    from mindformers.tools.logger import get_logger
+
+    get_logger().addHandler(caplog.handler)
+    yield caplog
+    get_logger().removeHandler(caplog.handler)
+
+
+@pytest.fixture
 def run_python(tmp_path):
     """Return a function that runs Python with arguments in ``tmp_path`` and returns the finished process.
 

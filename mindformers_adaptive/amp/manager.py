@@ -9,7 +9,6 @@ from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleU
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.catalog import make_rule
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 
 __all__ = ["AdaptiveLossScaleManager", "GradientGuidedLossScaleManager", "RuleLossScaleManager"]
 
@@ -188,28 +187,8 @@ class AdaptiveLossScaleManager(RuleLossScaleManager):
 
     cell_class = AdaptiveLossScaleUpdateCell
 
-    def __init__(
-        self,
-        init_loss_scale=2**24,
-        scale_factor=2,
-        scale_window=None,
-        max_scale_window=DEFAULT_MAX_SCALE_WINDOW,
-        min_scale_window=DEFAULT_MIN_SCALE_WINDOW,
-        *,
-        min_loss_scale=1.0,
-        max_loss_scale=None,
-        hysteresis=1,
-        shrink_from_min_window=False,
-    ):
-        rule = AdaptiveRule(
-            scale_factor,
-            max_scale_window,
-            min_scale_window,
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            hysteresis=hysteresis,
-            shrink_from_min_window=shrink_from_min_window,
-        )
+    def __init__(self, init_loss_scale=2**24, scale_factor=2, scale_window=None, *windows, **arguments):
+        rule = AdaptiveRule(scale_factor, *windows, **arguments)
         self._follow(rule, rule.start(init_loss_scale, scale_window, argument="init_loss_scale"))
 
 
@@ -246,18 +225,7 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
 
     cell_class = GradientGuidedLossScaleUpdateCell
 
-    def __init__(
-        self,
-        init_loss_scale=2**24,
-        scale_factor=2,
-        *,
-        exchange_rate=1.0,
-        min_loss_scale=1.0,
-        max_loss_scale=None,
-        track_per_parameter=False,
-    ):
-        rule = GuidedRule(
-            exchange_rate, scale_factor=scale_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
-        )
+    def __init__(self, init_loss_scale=2**24, scale_factor=2, *, track_per_parameter=False, **arguments):
+        rule = GuidedRule(scale_factor=scale_factor, **arguments)
         options = {"track_per_parameter": track_per_parameter}
         self._follow(rule, rule.start(init_loss_scale, argument="init_loss_scale"), options)

@@ -9,7 +9,6 @@ from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleU
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.catalog import make_rule
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 
 __all__ = ["AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler", "multiply_in_float32"]
 
@@ -190,28 +189,8 @@ class AdaptiveLossScaler(RuleLossScaler):
 
     cell_class = AdaptiveLossScaleUpdateCell
 
-    def __init__(
-        self,
-        scale_value,
-        scale_factor=2,
-        scale_window=None,
-        max_scale_window=DEFAULT_MAX_SCALE_WINDOW,
-        min_scale_window=DEFAULT_MIN_SCALE_WINDOW,
-        *,
-        min_loss_scale=1.0,
-        max_loss_scale=None,
-        hysteresis=1,
-        shrink_from_min_window=False,
-    ):
-        rule = AdaptiveRule(
-            scale_factor,
-            max_scale_window,
-            min_scale_window,
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            hysteresis=hysteresis,
-            shrink_from_min_window=shrink_from_min_window,
-        )
+    def __init__(self, scale_value, scale_factor=2, scale_window=None, *windows, **arguments):
+        rule = AdaptiveRule(scale_factor, *windows, **arguments)
         self._follow(rule, rule.start(scale_value, scale_window, argument="scale_value"))
 
 
@@ -260,10 +239,8 @@ class GradientGuidedLossScaler(RuleLossScaler):
 
     cell_class = GradientGuidedLossScaleUpdateCell
 
-    def __init__(self, scale_value, scale_factor=2, *, exchange_rate=1.0, min_loss_scale=1.0, max_loss_scale=None):
-        rule = GuidedRule(
-            exchange_rate, scale_factor=scale_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
-        )
+    def __init__(self, scale_value, scale_factor=2, **arguments):
+        rule = GuidedRule(scale_factor=scale_factor, **arguments)
         self._follow(rule, rule.start(scale_value, argument="scale_value"))
 
 

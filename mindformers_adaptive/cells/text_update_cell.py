@@ -10,7 +10,7 @@ from mindformers_adaptive.rules.base import STEP_LIMIT
 from mindformers_adaptive.rules.catalog import make_rule
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16, SAFE_EXPONENTS, TextRule
+from mindformers_adaptive.rules.text_rule import BOUNDS, LARGEST_FLOAT16, SAFE_EXPONENTS, TextRule
 
 __all__ = ["GradientGuidedLossScaleUpdateCell", "RuleLossScaleUpdateCell", "TextUpdateCell"]
 
@@ -32,12 +32,14 @@ class TextUpdateCell(RuleUpdateCell):
         start = rule.start(read_restored_scale(rule, loss_scale_value))
         super().__init__(rule, start, history_size, track_per_parameter)
         self.text = graph_backend.graph_form(type(rule).text)
-        self.inputs = rule.inputs
         self.by_bits, self.keeps_bounds = rule.moves_by_bits, rule.keeps_bounds
-        for name in self.inputs:
-            if name in rule.constants or name in ("min_exponent", "max_exponent", "min_loss_scale", "max_loss_scale"):
-                value = rule.constants[name] if name in rule.constants else getattr(rule, name)
-                setattr(self, f"given_{name}", graph_backend.to_tensor(value))
+        # Where each input of the text comes from: an attribute, or None for what the update computes first.
+        bounds = {name: getattr(rule, name) for name in BOUNDS}
+        attributes = dict.fromkeys(("loss_scale", "exponent", "overflow", "gradient_known", "max_safe_exponent"))
+        for name, value in {**bounds, **rule.constants}.items():
+            attributes[name] = f"given_{name}"
+            setattr(self, f"given_{name}", graph_backend.to_tensor(value))
+        self.inputs = tuple((name, attributes.get(name, name)) for name in rule.inputs)
         self._make_constants(rule)
         self.kept = tuple(field.name for field in rule.fields)
         self.recorded = tuple(_place_of(rule, key) for key in rule.recorded)
@@ -53,9 +55,7 @@ class TextUpdateCell(RuleUpdateCell):
         # As Tensors, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
         to_tensor = graph_backend.to_tensor
         self.step_limit = to_tensor(STEP_LIMIT)
-        self.lowest_scale, self.highest_scale = to_tensor(rule.min_loss_scale), to_tensor(rule.max_loss_scale)
         if self.by_bits:
-            self.lowest, self.highest = to_tensor(rule.min_exponent), to_tensor(rule.max_exponent)
             self.below_lowest = to_tensor(rule.min_exponent - 1)
             self.powers = to_tensor([2.0**n for n in range(rule.min_exponent, rule.max_exponent + 1)])
         if self.signals:
@@ -78,31 +78,25 @@ class TextUpdateCell(RuleUpdateCell):
             fitting = graph_backend.count(self.less_equal(self.largest_gradient, self.fits_at))
             shown = self.gather(self.shown, fitting, 0)
             known = self.logic_and(self.less(self.nothing, shown), self.logic_not(overflow))
+        computed = {
+            "loss_scale": loss_scale,
+            "exponent": exponent,
+            "overflow": overflow,
+            "gradient_known": known,
+            "max_safe_exponent": shown,
+        }
         given = ()
-        for name in self.inputs:
-            if name == "loss_scale":
-                given = (*given, loss_scale)
-            elif name == "exponent":
-                given = (*given, exponent)
-            elif name == "overflow":
-                given = (*given, overflow)
-            elif name == "gradient_known":
-                given = (*given, known)
-            elif name == "max_safe_exponent":
-                given = (*given, shown)
-            elif hasattr(self, f"given_{name}"):
-                given = (*given, getattr(self, f"given_{name}"))
-            else:
-                given = (*given, getattr(self, name))
+        for name, attribute in self.inputs:
+            given = (*given, computed[name] if attribute is None else getattr(self, attribute))
         after = self.text(*given)
         if self.by_bits:
             next_exponent = after["exponent"]
             if not self.keeps_bounds:
-                next_exponent = self.min(self.max(next_exponent, self.lowest), self.highest)
-            next_loss_scale = self.gather(self.powers, next_exponent - self.lowest, 0)
+                next_exponent = self.min(self.max(next_exponent, self.given_min_exponent), self.given_max_exponent)
+            next_loss_scale = self.gather(self.powers, next_exponent - self.given_min_exponent, 0)
         else:
             wanted = after["loss_scale"]
-            bounded = self.min(self.max(wanted, self.lowest_scale), self.highest_scale)
+            bounded = self.min(self.max(wanted, self.given_min_loss_scale), self.given_max_loss_scale)
             # NaN is not equal to itself.
             next_loss_scale = self.select(self.equal(wanted, wanted), bounded, loss_scale)
 

@@ -4,7 +4,7 @@ import inspect
 import warnings
 
 from mindformers.tools.logger import logger
-from mindspore import Parameter, Tensor, amp, context, nn, ops
+from mindspore import Parameter, amp, context, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.detection import ClipAfter, LargestGradient, has_inf_or_nan
@@ -124,7 +124,6 @@ class LossScaleTrainStep:
     def __call__(self, *args, **kwargs):
         # A checkpoint may be loaded after set_train(), or set_train() may never be called.
         if not self._is_running and _follows_a_rule(self):
-            self.loss_scaling_manager.check_state()
             _check_and_report(self)
         self._is_running = True
         return super().__call__(*args, **kwargs)
@@ -217,13 +216,10 @@ def _rename_returned_learning_rate(train_step):
 
 
 def _check_and_report(train_step):
-    """Check the restored loss scale, and say once from where loss scaling goes on."""
-    rule = train_step.loss_scaling_manager.rule
-    restored = float(train_step.scale_sense.asnumpy())
-    loss_scale = rule.repair_loss_scale(restored, "scale_sense")
-    if loss_scale != restored:
-        train_step.scale_sense.set_data(Tensor(loss_scale, mstype.float32))
-    state = train_step.loss_scaling_manager.state()
+    """Check what was restored, and say once from where loss scaling goes on."""
+    update_cell = train_step.loss_scaling_manager
+    update_cell.check_state()
+    rule, loss_scale, state = update_cell.rule, update_cell.present_loss_scale, update_cell.state()
     if train_step._reported_start == (loss_scale, state):
         return
     train_step._reported_start = (loss_scale, state)

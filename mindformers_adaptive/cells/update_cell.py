@@ -302,10 +302,9 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             >>> cell.state()["window_index"], len(caught)
             (0, 1)
         """
-        state = self.state()
-        if state == self.checked_state:
+        present, state = self.present_loss_scale, self.state()
+        if (present, state) == self.checked_state:
             return
-        present = self.present_loss_scale
         loss_scale = self.rule.repair_loss_scale(present, "scale_sense")
         if loss_scale != present:
             self._write_scale(loss_scale)
@@ -316,7 +315,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             warnings.warn(problem, stacklevel=2)
         if repaired != state:
             self._write_values(repaired)
-        self.checked_state = repaired
+        self.checked_state = loss_scale, repaired
         self.restored.clear()
 
     def add_flags_recursive(self, **flags):
@@ -390,7 +389,8 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
     def _write(self, loss_scale, values):
         self._write_scale(loss_scale)
         self._write_values(values)
-        self.written_state = self.checked_state = self.state()
+        self.written_state = self.state()
+        self.checked_state = loss_scale, self.written_state
         self.restored.clear()
 
     def _write_scale(self, loss_scale):

@@ -36,8 +36,7 @@ def backward_pass(network):
             "the network before it is frozen."
         )
     if not isinstance(network, nn.TrainOneStepCell):
-        gradient = ops.GradOperation(get_by_list=True, sens_param=True)
-        return _OfOneLoss(_FirstOutput(network), ParameterTuple(network.trainable_params()), gradient)
+        return _OfOneLoss(network, ParameterTuple(network.trainable_params()))
     if hasattr(network, "accu_grads") and not network.opt_shard:
         raise ValueError(
             f"'network' must return its gradients, but {type(network).__name__} adds them up in Parameters of its own. "
@@ -49,7 +48,7 @@ def backward_pass(network):
         raise ValueError(
             "'calculate_per_token_loss' must be False before MindFormers 1.7, or its loss is not measured."
         )
-    return _OfOneLoss(network.network, network.weights, network.grad)
+    return _OfOneLoss(network.network, network.weights)
 
 
 class _OfMindFormers(nn.Cell):
@@ -69,11 +68,11 @@ class _OfMindFormers(nn.Cell):
 class _OfOneLoss(nn.Cell):
     """As MindSpore's train-step cells compute it, which have no function for it."""
 
-    def __init__(self, network, weights, grad):
+    def __init__(self, network, weights):
         super().__init__(auto_prefix=False)
-        self.network = network
+        self.network = _FirstOutput(network)
         self.weights = weights
-        self.grad = grad
+        self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.cast = ops.Cast()
         self.divisor = Tensor(1.0, mstype.float32)
 
@@ -91,9 +90,7 @@ class _FirstOutput(nn.Cell):
 
     def construct(self, *inputs):
         outputs = self.network(*inputs)
-        if isinstance(outputs, tuple):
-            outputs = outputs[0]
-        return outputs
+        return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 @contextlib.contextmanager

@@ -100,16 +100,11 @@ class LayerOutputs:
 
 def checked_layers(layers):
     """Return names of layers as a tuple, or raise TypeError."""
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
+    is_list = isinstance(layers, Iterable) and not isinstance(layers, str)
+    names = tuple(layers) if is_list else ()
+    if not is_list or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"'layers' must be a list of names, but got {layers!r} of type {type(layers).__name__}. Write ['Dense'] "
             "for a single one."
         )
-    names = tuple(layers)
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(
-                f"'layers' must be a list of names, but has {name!r} of type {type(name).__name__}. Name a cell or a "
-                "class of cells."
-            )
     return names

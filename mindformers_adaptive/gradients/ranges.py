@@ -164,10 +164,8 @@ def checked_loss_scales(loss_scales):
 def _batches(inputs):
     """Yield the batches, each as a tuple of Tensors."""
     if _is_array(inputs):
-        inputs = [(inputs,)]
-    elif _is_batch(inputs):
-        inputs = [inputs]
-    for batch in inputs if isinstance(inputs, Iterable) and not isinstance(inputs, dict) else [inputs]:
+        inputs = (inputs,)
+    for batch in inputs if isinstance(inputs, Iterable) and not _is_batch(inputs) else [inputs]:
         if not _is_batch(batch):
             raise TypeError(
                 f"'inputs' must be a Tensor, a tuple of Tensors, or a list of such tuples, but got {batch!r} of type "

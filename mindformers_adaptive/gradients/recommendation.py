@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from mindformers_adaptive.gradients.report import GradientRanges
@@ -101,11 +102,10 @@ def judge(ranges: GradientRanges, loss_scale: float) -> Verdict:
         >>> judge(gradient_ranges(net, [batch], [1, 64]), 1).is_harmful
         False
     """
-    if ranges.overflowed_batches(loss_scale):
-        return Verdict(loss_scale)
     parameters = ranges.parameters(loss_scale)
     shares = _known_shares(parameters)
     if not shares:
+        # The scale overflows, is the only one of the sweep, or all gradients are 0.
         return Verdict(loss_scale)
     worst = max(shares, key=lambda name: shares[name])
     without_gradient = tuple(name for name in parameters if name not in shares)
@@ -118,13 +118,11 @@ def _known_shares(statistics: Mapping[str, ArrayStatistics]) -> dict[str, float]
 
 def table_of_groups(verdicts: list[Verdict]) -> str:
     """Return a table of what several scales lose of each group, to print."""
-    groups = list(dict.fromkeys(group for verdict in verdicts for group in verdict.groups))
-    columns = [f"lost at {as_power_of_two(verdict.loss_scale)}" for verdict in verdicts]
-    rows = [
-        [group, *(f"{verdict.groups[group]:.3%}" if group in verdict.groups else "-" for verdict in verdicts)]
-        for group in groups
-    ]
-    return align([["gradients of", *columns], *rows], to_the_left=[0])
+    lines = [["gradients of", *(f"lost at {as_power_of_two(verdict.loss_scale)}" for verdict in verdicts)]]
+    for group in dict.fromkeys(group for verdict in verdicts for group in verdict.groups):
+        shares = [verdict.groups.get(group) for verdict in verdicts]
+        lines.append([group, *("-" if share is None else f"{share:.3%}" for share in shares)])
+    return align(lines, to_the_left=[0])
 
 
 @dataclass(frozen=True)
@@ -226,8 +224,7 @@ def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -
     """
     check_margin(margin)
     scales = ranges.loss_scales
-    overflowing = [scale for scale in scales if ranges.overflowed_batches(scale)]
-    safe = [scale for scale in scales if not overflowing or scale < overflowing[0]]
+    safe = list(takewhile(lambda scale: not ranges.overflowed_batches(scale), scales))
     loss_is_finite = all(math.isfinite(at_scale.loss) for batch in ranges.batches for at_scale in batch)
     if not safe:
         return LossScaleRecommendation(None, None, margin, False, None, loss_is_finite, ranges)
@@ -238,7 +235,7 @@ def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -
         loss_scale_value=start,
         ceiling=ceiling,
         margin=margin,
-        ceiling_is_highest=not overflowing,
+        ceiling_is_highest=safe == [*scales],
         needs_scaling=lowest.is_harmful if scales[0] <= 1 else None,
         loss_is_finite=loss_is_finite,
         ranges=ranges,

@@ -144,10 +144,6 @@ class GradientRanges:
         """The scales of the sweep, in increasing order."""
         return tuple(ranges.loss_scale for ranges in self.batches[0])
 
-    def reference(self, batch: int) -> float | None:
-        """Return the highest loss scale that did not overflow in a batch, or None if every one did."""
-        return max((ranges.loss_scale for ranges in self.batches[batch] if not ranges.overflow), default=None)
-
     def parameters(self, loss_scale: float, unscaled: bool = False) -> dict[str, ArrayStatistics]:
         """Return the statistics of each Parameter's gradient at a scale, over all batches.
 
@@ -161,11 +157,8 @@ class GradientRanges:
         Raises:
             ValueError: if the sweep does not have the scale.
         """
-        at_scale = [ranges.unscaled() if unscaled else ranges for ranges in self._at(loss_scale)]
-        if len(at_scale) == 1:
-            return dict(at_scale[0].parameters)
-        names = at_scale[0].parameters
-        merged = {name: merge_statistics(ranges.parameters[name] for ranges in at_scale) for name in names}
+        at_scale = [one.unscaled() if unscaled else one for one in self._at(loss_scale)]
+        merged = {name: merge_statistics(one.parameters[name] for one in at_scale) for name in at_scale[0].parameters}
         return {name: replace(each, norm=each.norm / math.sqrt(len(at_scale))) for name, each in merged.items()}
 
     def overall(self, loss_scale: float, unscaled: bool = False) -> ArrayStatistics:
@@ -212,14 +205,13 @@ class GradientRanges:
             ],
             "batches": [
                 {
-                    "reference_loss_scale": self.reference(place),
+                    "reference_loss_scale": max((one.loss_scale for one in batch if not one.overflow), default=None),
                     "grad_scale_factor": batch[0].grad_scale_factor,
                     "loss_scales": [
-                        {"loss_scale": ranges.loss_scale, "loss": ranges.loss, "overflow": ranges.overflow}
-                        for ranges in batch
+                        {"loss_scale": one.loss_scale, "loss": one.loss, "overflow": one.overflow} for one in batch
                     ],
                 }
-                for place, batch in enumerate(self.batches)
+                for batch in self.batches
             ],
             "outputs": {name: statistics.to_dict() for name, statistics in self.outputs.items()},
         }
@@ -272,9 +264,8 @@ class GradientRanges:
                 overflowed = f"{self.overflowed_batches(scale)}/{len(self.batches)}"
                 lines.append([as_power_of_two(scale), overflowed, *_cells(self.overall(scale, unscaled=True))])
         else:
-            lines = [[f"at {as_power_of_two(loss_scale)}", *_COLUMNS]]
-            lines += [[name, *_cells(each)] for name, each in self.parameters(loss_scale, unscaled=True).items()]
-            lines.append(["all", *_cells(self.overall(loss_scale, unscaled=True))])
+            rows = {**self.parameters(loss_scale, unscaled=True), "all": self.overall(loss_scale, unscaled=True)}
+            lines = [[f"at {as_power_of_two(loss_scale)}", *_COLUMNS], *([name, *_cells(rows[name])] for name in rows)]
         return align(lines, to_the_left=[0])
 
     def output_table(self) -> str:

@@ -34,7 +34,6 @@ _COLOURS = (MAIN, WARNING, SECOND, PURPLE, "#e69f00", FAINT)
 LINE_STYLES = tuple((colour, dashes) for dashes in ("solid", "dashed", "dotted", "dashdot") for colour in _COLOURS)
 
 _DOTS_PER_INCH = 120
-_FORMATS = (".png", ".svg")
 _LABEL_SIZE = 10.5
 
 # About twice the pixels of a panel that is 1200 dots wide.
@@ -100,10 +99,9 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
     target = Path(path)
     ending = target.suffix.lower()
-    if ending not in _FORMATS:
+    if ending not in (".png", ".svg"):
         raise ValueError(
-            f"'path' must name a picture that ends in {' or '.join(_FORMATS)}, but got {str(path)!r}. Change the "
-            "ending."
+            f"'path' must name a picture that ends in .png or .svg, but got {str(path)!r}. Change the ending."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if ending == ".svg" else None
@@ -187,8 +185,7 @@ def use_percent_axis(axes: Axes) -> None:
     """Make the y axis one of percentages: logarithmic, but linear below 0.001 % so that 0 has a place."""
     axes.set_yscale("symlog", linthresh=1e-3, linscale=0.6)
     axes.set_ylim(-2e-4, 200)
-    ticks = [0, *(10.0**power for power in range(-3, 3))]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.minorticks_off()
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +39,7 @@ _SUBNORMAL, _NORMAL, _LARGEST = FP16_EXPONENTS
 _WARNING, _PALE_WARNING = "#f2b48f", "#fae3d6"
 
 
-@dataclass(frozen=True, eq=False)
-class GroupSeries:
+class GroupSeries(NamedTuple):
     """The gradients of a group of Parameters; all arrays are float64.
 
     Attributes:
@@ -60,8 +58,7 @@ class GroupSeries:
     subnormal: Floats
 
 
-@dataclass(frozen=True, eq=False)
-class GradientSeries:
+class GradientSeries(NamedTuple):
     """The gradients of a run, at those steps that were measured.
 
     Attributes:
@@ -114,8 +111,6 @@ def draw_gradient_records(
         >>> draw_gradient_records({"a.jsonl": [line]}).get_suptitle()
         'At most 40 % of the gradients underflow and 10 % are subnormal at loss scale $2^{6}$'
     """
-    if not records:
-        raise ValueError("'records' must have at least 1 entry, but it is empty. Read a record of gradients first.")
     runs = {name: series_of_gradients(record, group) for name, record in records.items()}
     kinds = list(dict.fromkeys(kind for run in runs.values() for kind in run.groups))
     figure = canvas.new_figure(max(10.0, 5.0 * len(runs)), 2.0 + 1.7 * len(kinds))

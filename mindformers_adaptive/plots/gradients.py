@@ -197,8 +197,7 @@ def _underflow_finding(ranges: GradientRanges) -> str:
     return f"Underflow: {', '.join(known)}, {last}"
 
 
-def _lost(counts: ArrayStatistics) -> tuple[str, str, str]:
+def _lost(counts: ArrayStatistics) -> list[str]:
     """Return the shares that underflow, are subnormal, and are inf or NaN."""
     shares = (counts.share(counts.underflowed), counts.subnormal_share, counts.share(counts.infs_and_nans))
-    underflow, subnormal, inf_or_nan = map(canvas.percent, shares)
-    return underflow, subnormal, inf_or_nan
+    return [canvas.percent(share) for share in shares]

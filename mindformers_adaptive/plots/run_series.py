@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,7 @@ _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
 _GAPS_PER_STEP = 0.1
 
 
-@dataclass(frozen=True, eq=False)
-class RunSeries:
+class RunSeries(NamedTuple):
     """The recorded steps of a run; the arrays have the shape (steps,).
 
     Attributes:
@@ -56,11 +55,6 @@ class RunSeries:
     def span(self) -> int:
         """How many steps there are from the first to the last, missing ones included."""
         return self.last_step - self.first_step + 1
-
-    @property
-    def steps(self) -> Floats:
-        """The steps of ``scales``: up to the one after the last."""
-        return np.append(self.step, self.last_step + 1)
 
     @property
     def gaps(self) -> NDArray[np.float64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -81,31 +82,31 @@ def draw_runs(
             f"{list(gradients or {})}. Give both the names of the same runs."
         )
     series = {name: series_of(run) for name, run in runs.items()}
-    measured = {name: series_of_gradients(lines, lambda _: "all") for name, lines in (gradients or {}).items()}
+    measured = {name: series_of_gradients(record, lambda _: "all") for name, record in (gradients or {}).items()}
     alone = len(series) == 1 and not measured
     [run, *_] = series.values()
     window = run.scale_window if alone else None
     heights = [3.0, 3.0] + [2.2] * (window is not None) + [3.0] * bool(measured)
     figure = canvas.new_figure(10, 6 + 0.85 * sum(heights[2:]))
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    styles = {name: canvas.LINE_STYLES[place % len(canvas.LINE_STYLES)] for place, name in enumerate(series)}
+    lines: dict[str, dict[str, Any]] = {}
+    for name, (colour, dashes) in zip(series, itertools.cycle(canvas.LINE_STYLES), strict=False):
+        lines[name] = {"color": colour, "linestyle": dashes, "linewidth": 1.6}
     _use_loss_axis(panels[0], [*series.values()])
     _use_loss_scale_axis(panels[1], [*series.values()])
     # The ceilings of several runs would hide each other.
     show_ceiling = [run.ceiling is not None for run in series.values()].count(True) == 1
     for place, (name, run) in enumerate(series.items()):
-        colour, dashes = styles[name]
-        line: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.6}
-        prefix, mark = ("", canvas.WARNING) if alone else (f"{canvas.as_text(name)}: ", colour)
-        _draw_loss(panels[0], run, prefix, line, mark)
+        prefix, mark = ("", canvas.WARNING) if alone else (f"{canvas.as_text(name)}: ", lines[name]["color"])
+        _draw_loss(panels[0], run, prefix, lines[name], mark)
         if show_ceiling and run.ceiling is not None:
             known = np.isfinite(run.ceiling)
             canvas.draw_ceiling(panels[1], run.step[known], run.ceiling[known], prefix + "ceiling that gradients show")
-        _draw_loss_scale(panels[1], run, prefix, line, mark, height=0.96 - 0.07 * place)
+        _draw_loss_scale(panels[1], run, prefix, lines[name], mark, height=0.96 - 0.07 * place)
     if window is not None:
         _draw_window(panels[2], run, window)
     if measured:
-        _draw_underflow(panels[2], measured, styles)
+        _draw_underflow(panels[2], measured, lines)
     for axes in panels:
         if alone and len(run.gaps):
             spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
@@ -170,7 +171,8 @@ def _draw_loss_scale(
     axes: Axes, run: RunSeries, prefix: str, line: Mapping[str, Any], mark: str, height: float
 ) -> None:
     """Draw the loss scale of a run, and mark its skipped steps; many of them as a strip at a height of the panel."""
-    axes.step(*run.broken(run.steps, run.scales), where="post", gid=prefix + "loss scale", **line)
+    steps = np.append(run.step, run.last_step + 1)
+    axes.step(*run.broken(steps, run.scales), where="post", gid=prefix + "loss scale", **line)
     recorded = int(run.overflow.sum())
     of_all = "" if recorded == run.skipped else f" of {run.skipped:,} recorded"
     label = f"{prefix}skipped step ({recorded:,}{of_all})"
@@ -205,14 +207,12 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     axes.minorticks_off()
 
 
-def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], styles: Mapping[str, tuple[str, str]]) -> None:
+def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], lines: Mapping[str, Mapping[str, Any]]) -> None:
     what, shares = _lost(runs)
     canvas.style_axes(axes, title=f"{what}, share of all gradients", y_label="share, %")
     canvas.use_percent_axis(axes)
     for name, share in shares.items():
-        colour, dashes = styles[name]
-        style: dict[str, Any] = {"color": colour, "linestyle": dashes, "marker": ".", "linewidth": 1.2}
-        axes.plot(runs[name].step, 100.0 * share, gid=name, **style)
+        axes.plot(runs[name].step, 100.0 * share, marker=".", gid=name, **lines[name])
 
 
 def _lost(runs: Mapping[str, GradientSeries]) -> tuple[str, dict[str, Floats]]:

@@ -17,12 +17,21 @@ from mindformers_adaptive.rules.base import Rule
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.text_check import check_text
 
-__all__ = ["LARGEST_FLOAT16", "SAFE_EXPONENTS", "Lanes", "TextRule", "as_array", "max_safe_exponent", "safe_exponents"]
+__all__ = [
+    "BOUNDS",
+    "LARGEST_FLOAT16",
+    "SAFE_EXPONENTS",
+    "Lanes",
+    "TextRule",
+    "as_array",
+    "max_safe_exponent",
+    "safe_exponents",
+]
 
 # What a text can take by the name of a parameter, beside the rule's fields and constants.
 _COUNTS = ("skipped_steps", "consecutive_overflows")
 _SHOWN = ("largest_gradient", "gradient_known", "max_safe_exponent")
-_EXPONENT_BOUNDS, _SCALE_BOUNDS = ("min_exponent", "max_exponent"), ("min_loss_scale", "max_loss_scale")
+BOUNDS = ("min_exponent", "max_exponent", "min_loss_scale", "max_loss_scale")
 
 
 class TextRule(Rule):
@@ -159,7 +168,7 @@ class TextRule(Rule):
         """Run the text once on two lanes, and refuse what would go wrong later."""
         if getattr(self, "_is_tried", False):
             return
-        known = {"loss_scale", "exponent", "overflow", *_COUNTS, *_EXPONENT_BOUNDS, *_SCALE_BOUNDS, *self.constants}
+        known = {"loss_scale", "exponent", "overflow", *_COUNTS, *BOUNDS, *self.constants}
         known |= {field.name for field in self.fields} | (set(_SHOWN) if self.signals else set())
         for name in self.inputs:
             if name not in known:
@@ -287,7 +296,7 @@ def _array_of(field: Any, states: Sequence[Any]) -> NDArray[Any]:
 @functools.lru_cache(maxsize=16)
 def _constants_of(rules: tuple[TextRule, ...]) -> dict[str, NDArray[Any]]:
     """The constants of all lanes: float32 or int32, a scalar of shape (lanes,), a vector of shape (n, lanes or 1)."""
-    names = (*_EXPONENT_BOUNDS, *_SCALE_BOUNDS, *rules[0].constants)
+    names = (*BOUNDS, *rules[0].constants)
     found = {}
     for name in names:
         each = [as_array(rule.constants[name] if name in rule.constants else getattr(rule, name)) for rule in rules]

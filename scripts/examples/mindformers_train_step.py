@@ -9,8 +9,9 @@ import argparse
 from mindformers import ContextConfig, init_context
 from mindspore import nn
 from mindspore.train import Model
-from tiny_llama import BATCH_SIZE, MeanOverMicroBatches, StepTable, build_dataset, build_model
+from tiny_llama import BATCH_SIZE, StepTable, build_dataset, build_model
 
+from mindformers_adaptive.integration.accumulation import MeanOverMicroBatches
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 parser = argparse.ArgumentParser()

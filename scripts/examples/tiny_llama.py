@@ -3,7 +3,6 @@
 import mindspore
 import numpy as np
 from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
-from mindspore import nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback
 
@@ -41,21 +40,6 @@ def build_dataset(batch_size=BATCH_SIZE):
             yield ((start + np.arange(SEQ_LENGTH + 1)) % 15).astype(np.int32)
 
     return GeneratorDataset(samples, column_names=["input_ids"], shuffle=False).batch(batch_size)
-
-
-class MeanOverMicroBatches(nn.Cell):
-    """Gradient accumulation for a train-step cell: the mean loss over the micro batches that a batch is cut into.
-
-    MindSpore's own cell returns the sum of their losses.
-    """
-
-    def __init__(self, network, micro_batches):
-        super().__init__(auto_prefix=False)
-        self.sum = nn.GradAccumulationCell(network, micro_batches)
-        self.micro_batches = micro_batches
-
-    def construct(self, *inputs):
-        return self.sum(*inputs) / self.micro_batches
 
 
 class StepTable(Callback):

@@ -87,16 +87,3 @@ def test_cell_that_does_not_know_its_loss_scale_says_so(graph_mode):
         update_cell.state_dict()
     update_cell.bind_loss_scale(step.scale_sense)
     assert update_cell.state_dict()["scale"] == 512.0
-
-
-@pytest.mark.skipif(not hasattr(nn.Cell, "state_dict"), reason="MindSpore's cells have no state_dict yet")
-def test_state_dict_of_a_whole_train_step_is_that_of_mindspore():
-    def keys(train_step_class):
-        dense = Dense()
-        return list(
-            train_step_class(dense.network, dense.optimizer(), AdaptiveLossScaleUpdateCell(8, 2, 20)).state_dict()
-        )
-
-    stock, ours = keys(nn.TrainOneStepWithLossScaleCell), keys(TrainOneStepWithLossScaleCell)
-    assert set(stock) <= set(ours)
-    assert "loss_scaling_manager.window_index" in stock

@@ -11,7 +11,6 @@ from mindspore.train import Callback, Model
 
 from mindformers_adaptive import (
     AdaptiveLossScaleManager,
-    AdaptiveLossScaleUpdateCell,
     build_train_network,
     enable_loss_scale_on_cpu,
     wrapper,
@@ -84,34 +83,6 @@ def test_model_trains_with_the_manager_as_the_reference_says(graph_mode, scaling
         assert manager.get_loss_scale() == recorder.loss_scales[-1]
 
 
-def test_pynative_mode_gives_the_same_path(mode, scaling_on_cpu):
-    dense = Dense()
-    make_manager, reference = MANAGERS["adaptive"]
-    recorder = StepRecorder(dense.weight)
-    model = Model(dense.layer, dense.loss_fn, dense.optimizer(), amp_level="O2", loss_scale_manager=make_manager())
-    model.train(1, batches(8), callbacks=[recorder], dataset_sink_mode=False)
-    assert recorder.loss_scales == reference(recorder.overflows)
-    assert any(recorder.overflows)
-
-
-def test_without_the_one_line_model_refuses_on_cpu():
-    dense = Dense()
-    assert mindspore.train.amp.build_train_network is not build_train_network
-    with pytest.raises(ValueError, match="on device `CPU`"):
-        Model(dense.layer, dense.loss_fn, dense.optimizer(), loss_scale_manager=amp.DynamicLossScaleManager())
-
-
-def test_without_the_one_line_the_adaptive_manager_names_it():
-    dense = Dense()
-    manager = AdaptiveLossScaleManager()
-    for build in (Model, amp.build_train_network):
-        with pytest.raises(
-            ValueError, match=r"Call mindformers_adaptive.enable_loss_scale_on_cpu\(\) before the Model"
-        ):
-            build(dense.layer, loss_fn=dense.loss_fn, optimizer=dense.optimizer(), loss_scale_manager=manager)
-    assert type(manager.get_update_cell()) is AdaptiveLossScaleUpdateCell
-
-
 def test_fixed_scale_without_skipping_is_divided_by_the_optimizer(graph_mode, scaling_on_cpu):
     scaled, plain = Dense(), Dense()
     manager, optimizer = amp.FixedLossScaleManager(1024.0, False), scaled.optimizer(loss_scale=1024.0)
@@ -150,26 +121,10 @@ def test_none_as_manager_scales_nothing():
     assert type(built) is nn.TrainOneStepCell
 
 
-def test_what_is_no_manager_is_refused_where_one_is_needed(scaling_on_cpu):
-    dense, cell = Dense(), nn.FixedLossScaleUpdateCell(1024)
-    for build in (build_train_network, Model):
-        with pytest.raises(TypeError, match=r"must be a loss-scale manager, but .* Give AdaptiveLossScaleManager"):
-            build(dense.layer, loss_fn=dense.loss_fn, optimizer=dense.optimizer(), loss_scale_manager=cell)
-
-
 def test_other_things_as_manager_are_refused_as_by_mindspore():
     dense = Dense()
     with pytest.raises(TypeError, match="loss_scale_manager"):
         build_train_network(dense.layer, dense.optimizer(), dense.loss_fn, loss_scale_manager=1024)
-
-
-def test_gradients_divided_twice_are_refused():
-    dense = Dense()
-    optimizer = dense.optimizer(loss_scale=1024.0)
-    with pytest.raises(
-        ValueError, match=r"'optimizer' must not divide .*Momentum with loss_scale=1024.0. Make it without"
-    ):
-        build_train_network(dense.layer, optimizer, dense.loss_fn, loss_scale_manager=AdaptiveLossScaleManager())
 
 
 def test_gradients_never_divided_give_a_warning():

@@ -195,38 +195,9 @@ def test_a_network_loaded_into_a_new_training_does_not_warn(graph_mode):
         step(*batch(overflow=False))
 
 
-@pytest.mark.parametrize(
-    ("value", "bounds", "expected"), [(2.0**20, {"max_loss_scale": 4096}, 4096.0), (2.0, {"min_loss_scale": 8}, 8.0)]
-)
-def test_a_restored_scale_out_of_its_bounds_is_moved_to_the_nearer(graph_mode, value, bounds, expected):
-    step = build_step(**bounds)
-    step.scale_sense.set_data(Tensor(value, mindspore.float32))
-    with pytest.warns(UserWarning, match=rf"'scale_sense' {value}, which is not between .*: {expected} is used"):
-        step.set_train()
-    assert float(step.scale_sense) == expected
-    with pytest.warns(UserWarning, match=rf"'loss_scale_value' {value}, which is not between .*: {expected} is used"):
-        cell = AdaptiveLossScaleUpdateCell(Parameter(Tensor(value, mindspore.float32)), 2, 20, **bounds)
-    assert cell.get_loss_scale() == expected
-
-
 def damage(update_cell, **values):
     for name, value in values.items():
         getattr(update_cell, name).set_data(Tensor(value, mindspore.int32))
-
-
-def test_damage_is_mended_in_mindspores_own_train_step_cell_too():
-    update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
-    step = build_step(nn.TrainOneStepWithLossScaleCell, update_cell)
-    damage(update_cell, window_index=12)
-    with pytest.warns(UserWarning, match="'list_index' 12"):
-        step.set_train()
-    assert update_cell.state()["window_index"] == 0
-
-
-def test_a_load_of_the_wrong_kind_is_refused_by_mindspore_with_the_name():
-    for value, message in ((np.float32(2.5), "same type"), (np.zeros(3, np.int32), "same shape")):
-        with pytest.raises(RuntimeError, match=rf"list_index.*{message}"):
-            mindspore.load_param_into_net(build_step(), {"list_index": Parameter(Tensor(value), name="list_index")})
 
 
 def test_a_checkpoint_loaded_after_set_train_is_checked_too(graph_mode, mindformers_log):

@@ -24,7 +24,7 @@ FACTOR = 2.0**-6
 def test_statistics_are_those_of_the_fp16_gradient(mode):
     scales = [1, 2**10, 2**20, 2**23]
     found = gradient_ranges(HalfPrecisionSum(SPREAD.size, FACTOR), SPREAD, scales)
-    assert found.reference(0) == 2.0**20
+    assert found.to_dict()["batches"][0]["reference_loss_scale"] == 2.0**20
     reference = gradient_in_fp16(SPREAD, FACTOR, 2.0**20)
     for ranges in found.batches[0]:
         scale = ranges.loss_scale
@@ -54,7 +54,7 @@ def test_loss_in_fp16_overflows_where_the_scale_does_not_fit_it():
 def test_each_batch_has_its_own_reference_and_all_are_put_together():
     batches = [(np.full(2, 1.0, np.float32),), (np.array([4.0, 2.0**-20], np.float32),)]
     found = gradient_ranges(HalfPrecisionSum(2), batches, [2.0**-6, 2**13, 2**15])
-    assert [found.reference(batch) for batch in range(2)] == [2.0**15, 2.0**13]
+    assert [batch["reference_loss_scale"] for batch in found.to_dict()["batches"]] == [2.0**15, 2.0**13]
     assert [found.overflowed_batches(scale) for scale in found.loss_scales] == [0, 0, 1]
     lowest = found.overall(2.0**-6)
     assert (lowest.size, lowest.underflowed, lowest.largest) == (4, 1, 0.0625)

@@ -21,12 +21,7 @@ STEPS = SAMPLES // BATCH
 # FP16 has 11 bits.
 ACCURACY = 2.0**-10
 
-pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back", "in_a_folder_of_its_own")
 
 
 def options(corpus, steps, **changes):

@@ -22,13 +22,7 @@ COMPLETE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "sc
 GUIDED = {"type": "GradientGuidedLossScaleUpdateCell", "loss_scale_value": 2**32}
 AUTO_REGISTER = "adaptive_loss_scaling.AdaptiveLossScaleUpdateCell"
 
-pytestmark = pytest.mark.usefixtures("registry_put_back")
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    # MindFormers writes its logs there.
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("registry_put_back", "in_a_folder_of_its_own")
 
 
 def load(changes):

@@ -1,14 +1,13 @@
 """MindFormers' Python API: the examples train a stock Llama by the rule, and Trainer trains the wrapper it is given."""
 
 import re
-from typing import NamedTuple
 
 import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
 from conftest import ROOT
-from examples.tiny_llama import MeanOverMicroBatches, build_dataset, build_model
+from examples.tiny_llama import build_dataset, build_model
 from mindformers import TrainingArguments
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.amp import DynamicLossScaleManager
@@ -16,8 +15,9 @@ from mindspore.train import Callback
 from record_checks import assert_follows
 
 from mindformers_adaptive import LossScaleMonitor
+from mindformers_adaptive.integration.accumulation import MeanOverMicroBatches
 from mindformers_adaptive.integration.trainer import Trainer
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.monitor.record import FIELDS, read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
@@ -25,42 +25,30 @@ from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOne
 EXAMPLES = ROOT / "scripts" / "examples"
 STEPS = 32
 
-
-class Row(NamedTuple):
-    """A line of the table that an example prints."""
-
-    step: int
-    loss: float
-    overflow: bool
-    loss_scale: float
-    next_loss_scale: float
-    scale_window: int
-    global_norm: float
+COLUMNS = ("step", "loss", "overflow", "loss_scale", "next_loss_scale", "scale_window", "global_norm")
 
 
 def rows_of(printed):
+    """The table that an example prints, as the lines of a record, with the norm of all gradients."""
     number = r"(-?[\d.]+|nan|inf)"
-    lines = re.findall(
-        rf"^ *(\d+) +{number} +(True|False) +{number} +{number} +(\d+) +{number}$", printed, re.MULTILINE
-    )
+    pattern = rf"^ *(\d+) +{number} +(True|False) +{number} +{number} +(\d+) +{number}$"
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in re.findall(pattern, printed, re.MULTILINE)]
     return [
-        Row(int(step), float(loss), overflow == "True", float(scale), float(next_scale), int(window), float(norm))
-        for step, loss, overflow, scale, next_scale, window, norm in lines
+        dict.fromkeys(FIELDS)
+        | {name: text == "True" if name == "overflow" else float(text) for name, text in row.items()}
+        for row in rows
     ]
 
 
 def assert_follows_the_rule(rows):
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=1)
-    state = rule.start(2.0**24, scale_window=1)
+    assert_follows(rule, rule.start(2.0**24, scale_window=1), rows)
     for row in rows:
-        assert row.loss_scale == state.loss_scale
-        state = rule.step(state, row.overflow)
-        assert (row.next_loss_scale, row.scale_window) == (state.loss_scale, state.scale_window)
         # The norm of all gradients, which only clipping needs.
-        assert np.isfinite(row.global_norm) != row.overflow
-    assert {row.overflow for row in rows} == {True, False}
-    assert len({row.scale_window for row in rows}) > 1
-    assert rows[-1].loss < rows[0].loss
+        assert np.isfinite(row["global_norm"]) != row["overflow"]
+    assert {row["overflow"] for row in rows} == {True, False}
+    assert len({row["scale_window"] for row in rows}) > 1
+    assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 @pytest.mark.parametrize(
@@ -73,21 +61,21 @@ def assert_follows_the_rule(rows):
 )
 def test_example_follows_the_rule_on_the_overflows_that_happened(run_forked, command):
     rows = rows_of(run_forked(EXAMPLES / command[0], *command[1:]).stdout)
-    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert_follows_the_rule(rows)
 
 
 def test_trainer_with_a_wrapper_follows_the_rule_and_resumes_as_if_it_had_never_stopped(run_forked):
     example = EXAMPLES / "mindformers_trainer_wrapper.py"
     rows = rows_of(run_forked(example).stdout)
-    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert_follows_the_rule(rows)
 
     finished = run_forked(example, "CKP_rank_0-1_16.ckpt")
-    resumed = [row._replace(step=row.step + 16) for row in rows_of(finished.stdout)]
+    resumed = [row | {"step": row["step"] + 16} for row in rows_of(finished.stdout)]
     assert resumed == rows[16:]
     restored = re.findall("Loss scaling goes on from: loss_scale (.*?), .*cur_iter (.*?),", finished.stdout)
-    assert restored == [(str(rows[16].loss_scale), "17")]
+    assert restored == [(str(rows[16]["loss_scale"]), "17")]
 
 
 class Steps(Callback):
@@ -104,12 +92,6 @@ class Steps(Callback):
         cell = run_context.original_args().train_network
         self.cells.append(cell)
         self.weights.append(np.concatenate([weight.asnumpy().ravel() for weight in cell.weights]))
-
-
-@pytest.fixture
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    # MindFormers writes its logs there.
-    monkeypatch.chdir(tmp_path)
 
 
 def training_arguments(**changes):

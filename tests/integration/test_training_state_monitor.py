@@ -17,7 +17,7 @@ from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
-pytestmark = pytest.mark.usefixtures("graph_mode")
+pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 
 STOCK = mindformers.core.callback.TrainingStateMonitor
 # The gradient of the weight is the value of the step times the scale, in FP16. With the value of a spike 2^32 to 2^14
@@ -27,12 +27,6 @@ THRESHOLD = 8.0
 SPIKE = 4.0
 SIZE = 4
 SEARCH = [SPIKE] * OVERFLOWS_AT_START
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    # MindFormers keeps norms that it stopped at under ./output.
-    monkeypatch.chdir(tmp_path)
 
 
 class Weights(Callback):

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from event_files import read_scalars
 from fp16_networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, rows, seeded_train_step
-from mindformers.tools.logger import get_logger
 from mindspore import Model, Tensor, dataset, nn
 from mindspore import dtype as mstype
 from mindspore.train import Callback
@@ -200,15 +199,6 @@ def test_a_model_without_loss_scaling_is_looked_at_at_scale_1(graph_mode, tmp_pa
     lines = watch(tmp_path, model, batches(), every_n_steps=2)
     assert [line["loss_scales"][0]["loss_scale"] for line in lines] == [1, 1]
     assert not list(tmp_path.glob("events.*"))
-
-
-@pytest.fixture
-def mindformers_log(caplog):
-    """MindFormers' log; its logger does not propagate."""
-    logger = get_logger()
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 def test_a_loss_scale_of_inf_is_said_once(graph_mode, tmp_path, mindformers_log):

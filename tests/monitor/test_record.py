@@ -1,11 +1,13 @@
 """The record of a run has each step once, whatever is killed, resumed, torn or full; one run at a time writes it."""
 
+import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -216,33 +218,21 @@ sys.stdin.read()
 """
 
 
-class Holder:
-    """Another process that has resumed a record and written a step."""
-
-    def __init__(self, path, last_step=0):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(path), str(last_step)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.notes = self.process.stdout.readline().strip()
-        self.name = self.process.stdout.readline().strip()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.kill()
-
-    def kill(self):
-        self.process.kill()
-        self.process.communicate()
+@contextlib.contextmanager
+def holder(path, last_step=0):
+    """Another process that has resumed a record and written a step; it is killed at the end."""
+    command, environment = [sys.executable, "-c", HOLDER, str(path), str(last_step)], {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | environment, **pipes) as process:
+        notes, name = (process.stdout.readline().strip() for _ in range(2))
+        try:
+            yield SimpleNamespace(process=process, notes=notes, name=name)
+        finally:
+            process.kill()
 
 
 def test_another_process_takes_another_file_and_says_so(path):
-    with Holder(path) as first, Holder(path) as second, Holder(path) as third:
+    with holder(path) as first, holder(path) as second, holder(path) as third:
         assert (first.name, first.notes) == ("record.jsonl", "")
         assert [second.name, third.name] == ["record_2.jsonl", "record_3.jsonl"]
         assert second.notes == f"{path} is being written by another run: this run is recorded in record_2.jsonl."
@@ -250,11 +240,11 @@ def test_another_process_takes_another_file_and_says_so(path):
 
 
 def test_the_lock_of_a_killed_run_does_not_count(path):
-    with Holder(path) as killed:
+    with holder(path) as killed:
         pass
     assert killed.process.returncode < 0
     assert path.with_name(".record.jsonl.lock").exists()
-    with Holder(path, last_step=1) as resumed:
+    with holder(path, last_step=1) as resumed:
         assert resumed.name == "record.jsonl"
     assert read_record(path) == [{"step": 1}, {"step": 2}]
 
@@ -266,7 +256,7 @@ def test_a_lock_that_was_let_go_leaves_no_file(path):
     assert len(list(path.parent.iterdir())) == 2
     record.close()
     assert [file.name for file in path.parent.iterdir()] == ["record.jsonl"]
-    with Holder(path, last_step=1) as other:
+    with holder(path, last_step=1) as other:
         assert other.name == "record.jsonl"
         with pytest.raises(BlockingIOError):
             RunLock(path)
@@ -286,7 +276,7 @@ def test_a_process_that_was_forked_does_not_take_the_lock_with_it(path):
         os._exit(0)
     os.waitpid(child, 0)
     assert path.with_name(".record.jsonl.lock").exists()
-    with Holder(path) as other:
+    with holder(path) as other:
         assert other.name == "record_2.jsonl"
     record.close()
 

@@ -46,11 +46,10 @@ def write(path, lines):
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
 
 
-def write_runs(folder, gradients=True):
+def write_runs(folder):
     for name in RUNS:
         write(folder / name / "loss_scale_record.jsonl", RUNS[name])
-        if gradients:
-            write(folder / name / "gradient_ranges.jsonl", GRADIENTS[name])
+        write(folder / name / "gradient_ranges.jsonl", GRADIENTS[name])
 
 
 def test_record_of_gradients_is_drawn(plot, tmp_path, picture_of):
@@ -71,11 +70,12 @@ def test_records_of_gradients_are_drawn_side_by_side(plot, tmp_path, picture_of)
     assert picture == picture_of(draw_gradient_records(GRADIENTS))
 
 
-def test_one_run_is_drawn_as_before(plot, tmp_path, picture_of):
+def test_one_run_is_drawn_alone_and_with_the_gradients_that_are_given(plot, tmp_path, picture_of):
     write_runs(tmp_path)
-    code, picture, _ = plot("512/loss_scale_record.jsonl", "out.png")
-    assert code == 0
-    assert picture == picture_of(draw_runs({"": RUNS["512"]}))
+    name = "loss_scale_record.jsonl"
+    assert plot(f"64/{name}", "out.png")[1] == picture_of(draw_runs({"": RUNS["64"]}))
+    picture = plot(f"64/{name}", "64/gradient_ranges.jsonl", "out.png")[1]
+    assert picture == picture_of(draw_runs({name: RUNS["64"]}, {name: GRADIENTS["64"]}))
 
 
 def test_runs_are_drawn_side_by_side_with_the_gradients_that_lie_beside_them(plot, tmp_path, picture_of):
@@ -103,14 +103,6 @@ def test_runs_are_drawn_with_the_gradients_that_are_given(plot, tmp_path, pictur
     code, picture, printed = plot("64.jsonl", "512.jsonl", "gradients_64.jsonl", "none.png")
     assert (code, picture) == (2, None)
     assert "1 records of gradients are given for 2 runs: give one for each run" in printed
-
-
-def test_run_and_its_gradients_are_drawn_together(plot, tmp_path, picture_of):
-    write_runs(tmp_path)
-    code, picture, _ = plot("64/loss_scale_record.jsonl", "64/gradient_ranges.jsonl", "out.png")
-    assert code == 0
-    name = "loss_scale_record.jsonl"
-    assert picture == picture_of(draw_runs({name: RUNS["64"]}, {name: GRADIENTS["64"]}))
 
 
 def test_sweep_is_drawn_alone(plot, tmp_path):

@@ -162,17 +162,10 @@ def test_names_lie_neither_on_each_other_nor_on_points():
     assert not any(overlap(one, other) for place, one in enumerate(boxes) for other in boxes[:place])
     dots = axes.transData.transform(np.column_stack([skipped, headroom]))
     assert not any(box.x0 < x < box.x1 and box.y0 < y < box.y1 for box in boxes for x, y in dots)
-    assert_within_the_panel(axes)
-    assert_within_the_panel(draw_pareto_front([1, 5, 9], [3.0, 2.0, 1.0], ["w" * 34, "x" * 30, "y" * 34], "x").axes[0])
-
-
-def assert_within_the_panel(axes):
-    """The names of a panel lie within it."""
-    frame = axes.get_window_extent()
-    for name in artists(axes, "name"):
-        box = name.get_window_extent()
-        assert frame.x0 <= box.x0 < box.x1 <= frame.x1
-        assert frame.y0 <= box.y0 < box.y1 <= frame.y1
+    long_names = draw_pareto_front([1, 5, 9], [3.0, 2.0, 1.0], ["w" * 34, "x" * 30, "y" * 34], "x")
+    for panel in (axes, *long_names.axes):
+        frame, boxes = panel.get_window_extent(), [name.get_window_extent() for name in artists(panel, "name")]
+        assert all(frame.contains(*corner) for box in boxes for corner in (box.min, box.max))
 
 
 def test_name_does_not_lie_on_the_line():

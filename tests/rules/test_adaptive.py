@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
-from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 # Each table is (events, expected), where an event is "." for a clean step and "!" for an overflow, and expected is
 # (loss_scale, scale_window, window_index, growth_num, down_num) after the last of them. They start at scale 1024.
@@ -89,37 +88,6 @@ def test_skipped_and_consecutive_overflows_are_counted():
     assert rule.step(state, overflow=False).consecutive_overflows == 0
 
 
-def test_arithmetic_is_float32_in_the_order_of_mindspore():
-    rule = AdaptiveRule(scale_factor=3, max_scale_window=1, min_scale_window=1)
-    state, expected = rule.start(2.0**20), np.float32(2.0**20)
-    reciprocal = np.float32(1) / np.float32(3)
-    for overflow in [True] * 5 + [False] * 9 + [True] * 7:
-        state = rule.step(state, overflow)
-        expected = expected * reciprocal if overflow else expected * np.float32(3)
-        assert state.loss_scale == float(expected)
-
-
-def test_clean_steps_settle_at_a_finite_scale():
-    """Once a state comes again, no number of further steps can lead anywhere else."""
-    rule = AdaptiveRule(scale_factor=3, max_scale_window=2, min_scale_window=1)
-    state, seen = rule.start(1.0), set()
-    while state not in seen:
-        seen.add(state)
-        state = rule.step(state, overflow=False)
-        assert math.isfinite(state.loss_scale)
-    assert state.loss_scale * 3 > LARGEST_FLOAT32
-
-
-def test_overflows_settle_at_the_floor():
-    rule = AdaptiveRule(min_loss_scale=0.25)
-    state, seen, steps = rule.start(2.0**32), set(), 0
-    # All but what counts the steps.
-    while (repeating := state._replace(skipped_steps=0, consecutive_overflows=0)) not in seen:
-        seen.add(repeating)
-        state, steps = rule.step(state, overflow=True), steps + 1
-    assert (state.loss_scale, state.skipped_steps, state.consecutive_overflows) == (0.25, steps, steps)
-
-
 RULES = st.builds(
     lambda smallest, span, **others: AdaptiveRule(
         max_scale_window=smallest + span, min_scale_window=smallest, **others
@@ -145,19 +113,6 @@ def test_scale_stays_in_its_bounds_and_the_index_on_the_ladder(rule, overflows):
         assert -1 <= state.window_index < len(rule.ladder)
         assert state.scale_window == (1 if state.window_index == -1 else rule.ladder[state.window_index])
         assert 0 <= state.clean_steps < state.scale_window
-
-
-@given(rule=RULES, overflows=OVERFLOWS, cut=st.integers(0, 200))
-def test_a_run_taken_up_from_its_state_goes_on_as_if_never_stopped(rule, overflows, cut):
-    whole = first = rule.start(2.0**16)
-    for overflow in overflows:
-        whole = rule.step(whole, overflow)
-    for overflow in overflows[:cut]:
-        first = rule.step(first, overflow)
-    second = LossScaleState(*(type(value)(value) for value in first))
-    for overflow in overflows[cut:]:
-        second = rule.step(second, overflow)
-    assert second == whole
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """The ladder of scale windows: its recipe, its shape for every pair of bounds, and bad input."""
 
+import itertools
 import warnings
 
 import pytest
-from compare_ladders import is_well_formed, mindformers_ladder
+from mindformers.wrapper.adaptive_loss_scale import _get_window_list
 
 from mindformers_adaptive.rules.ladder import window_ladder
 
@@ -27,6 +28,16 @@ from mindformers_adaptive.rules.ladder import window_ladder
 )
 def test_ladder_follows_the_recipe(bounds, ladder):
     assert window_ladder(*bounds) == ladder
+
+
+def mindformers_ladder(largest, smallest):
+    """Return the ladder of MindFormers' own cell, with its interval of 100 and factor of 2."""
+    return tuple(_get_window_list(largest, smallest, 100, 2)[1])
+
+
+def is_well_formed(ladder, largest, smallest):
+    """Return whether a ladder rises strictly from the smallest to the largest window."""
+    return (ladder[0], ladder[-1]) == (smallest, largest) and all(a < b for a, b in itertools.pairwise(ladder))
 
 
 def test_ladder_is_well_formed_for_every_pair_and_equals_that_of_mindformers_where_that_one_is():

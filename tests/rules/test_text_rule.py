@@ -1,10 +1,10 @@
 """What the text of a rule may be made of, what it takes and returns, and how its lanes keep states."""
 
 import math
+import runpy
 
 import numpy as np
 import pytest
-import refused_texts
 from own_rules import Follow, Weigh
 
 from mindformers_adaptive.rules import Field, TextRule
@@ -39,44 +39,89 @@ OTHERWISE = r"has something that is no arithmetic, comparison or call of a funct
 FOREIGN = r"uses what is neither of mindformers_adaptive.rules.backend nor of its own module: "
 
 
+HEAD = """
+import functools
+
+import numpy as np
+
+from mindformers_adaptive.rules.backend import float32, int32, where
+
+TWO, TABLE = 2.0, np.arange(4)
+
+
+def of(scale):
+    return scale if scale > TWO else TWO
+
+
+def plain(function):
+    return functools.wraps(function)(lambda *arguments: function(*arguments))
+
+
+"""
+
+
+@pytest.fixture
+def text_in_a_module(tmp_path, monkeypatch):
+    """Return a function that makes the text of a rule in a module of its own, whose source can be read."""
+
+    def make(source):
+        file = tmp_path / "own_text.py"
+        file.write_text(HEAD + source, encoding="utf-8")
+        return runpy.run_path(str(file))["text"]
+
+    return make
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("statement", "message"),
     [
-        ("branch", BRANCH + "'if overflow:"),
-        ("inner_branch", BRANCH + "'loss_scale if overflow else loss_scale"),
-        ("calls_helper", BRANCH + "'scale if scale > TWO else TWO'"),
-        ("loop", LOOP + "'for _ in TABLE:"),
-        ("endless_loop", LOOP + "'while loss_scale < TWO:"),
-        ("list_of", LOOP + r"'\[loss_scale for _ in TABLE\]'"),
-        ("flags_with_and", FLAGS + "'overflow and loss_scale > TWO'"),
-        ("flags_with_or", FLAGS + r"'overflow \| \(loss_scale > TWO\)'"),
-        ("flags_with_not", FLAGS + "'not overflow'"),
-        ("flags_with_tilde", FLAGS + "'~overflow'"),
-        ("power", INEXACT + r"'loss_scale \*\* TWO'"),
-        ("remainder", INEXACT + "'loss_scale % TWO'"),
-        ("bare_number", NUMBER + "'2.0'"),
-        ("of_numpy", OTHERWISE + "'np.log2'"),
-        ("inner_function", OTHERWISE + r"'lambda scale: scale \* TWO'"),
-        ("element", OTHERWISE + r"'TABLE\[int32\(0\)\]'"),
-        ("changed_in_place", OTHERWISE + r"'loss_scale \*= TWO'"),
-        ("printing", OTHERWISE + r"'print\(loss_scale\)'"),
-        ("of_python", FOREIGN + "'max'"),
-        ("unknown_name", FOREIGN + "'nothing'"),
-        ("three_at_once", r"compares three values at once. Use logical_and: 'TWO < loss_scale < float32\(8\)'"),
-        ("wrapped", "has a decorator. Leave it out: 'plain'"),
-        ("decorated", "must be a function defined with def, but is <functools._lru_cache_wrapper"),
-        ("by_lambda", "must be a function defined with def, but is <function <lambda>"),
+        ("if overflow: return {}", BRANCH + "'if overflow:"),
+        ("return loss_scale if overflow else TWO", BRANCH + "'loss_scale if overflow else TWO'"),
+        ("return of(loss_scale)", BRANCH + "'scale if scale > TWO else TWO'"),
+        ("for _ in TABLE: return {}", LOOP + "'for _ in TABLE:"),
+        ("while loss_scale < TWO: return {}", LOOP + "'while loss_scale < TWO:"),
+        ("return [loss_scale for _ in TABLE]", LOOP + r"'\[loss_scale for _ in TABLE\]'"),
+        ("return overflow and loss_scale > TWO", FLAGS + "'overflow and loss_scale > TWO'"),
+        ("return overflow | (loss_scale > TWO)", FLAGS + r"'overflow \| \(loss_scale > TWO\)'"),
+        ("return not overflow", FLAGS + "'not overflow'"),
+        ("return ~overflow", FLAGS + "'~overflow'"),
+        ("return loss_scale**TWO", INEXACT + r"'loss_scale \*\* TWO'"),
+        ("return loss_scale % TWO", INEXACT + "'loss_scale % TWO'"),
+        ("return loss_scale * 2.0", NUMBER + "'2.0'"),
+        ("return np.log2(loss_scale)", OTHERWISE + "'np.log2'"),
+        ("return (lambda scale: scale * TWO)(loss_scale)", OTHERWISE),
+        ("return TABLE[int32(0)]", OTHERWISE + r"'TABLE\[int32\(0\)\]'"),
+        ("loss_scale *= TWO", OTHERWISE + r"'loss_scale \*= TWO'"),
+        ("print(loss_scale)", OTHERWISE + r"'print\(loss_scale\)'"),
+        ("return max(loss_scale, TWO)", FOREIGN + "'max'"),
+        ("return loss_scale * nothing", FOREIGN + "'nothing'"),
+        (
+            "return TWO < loss_scale < float32(8)",
+            r"compares three values at once. Use logical_and: 'TWO < loss_scale < float32\(8\)'",
+        ),
     ],
 )
-def test_text_that_cannot_be_compiled_for_every_device_is_refused_when_the_class_is_made(name, message):
+def test_text_that_cannot_be_compiled_for_every_device_is_refused_when_the_class_is_made(
+    text_in_a_module, statement, message
+):
+    text = text_in_a_module(f"def text(loss_scale, overflow):\n    {statement}\n")
+    with pytest.raises(ValueError, match=f"The text of the rule 'own' {message}") as refusal:
+        rule_of(text)
+    if "of(" not in statement:
+        assert f"in line {text.__code__.co_firstlineno + 1} of" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("@plain\ndef text(loss_scale):\n    return {}\n", "has a decorator. Leave it out: 'plain'"),
+        ("@functools.cache\ndef text(loss_scale):\n    return {}\n", "must be a function .*, but is <functools._lru"),
+        ("text = lambda loss_scale: {}\n", "must be a function defined with def, but is <function <lambda>"),
+    ],
+)
+def test_what_is_no_plain_function_is_refused_when_the_class_is_made(text_in_a_module, source, message):
     with pytest.raises(ValueError, match=f"The text of the rule 'own' {message}"):
-        rule_of(getattr(refused_texts, name))
-
-
-def test_refusal_names_the_line():
-    line = refused_texts.power.__code__.co_firstlineno + 1
-    with pytest.raises(ValueError, match=rf"in line {line} of"):
-        rule_of(refused_texts.power)
+        rule_of(text_in_a_module(source))
 
 
 def takes_window(loss_scale, window):

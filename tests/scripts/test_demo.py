@@ -8,6 +8,7 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import ROOT, write_corpus
+from record_checks import assert_follows
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.record import read_record
@@ -39,30 +40,20 @@ def test_report_sums_up_the_losses_and_the_skipped_steps(tmp_path):
     assert lines[-1] == "Checkpoint  no checkpoint was written"
 
 
-@pytest.mark.parametrize(("numbers", "text"), [([], "none"), ([1, 2, 3, 7], "1-3, 7"), ([5], "5")])
-def test_ranges_of_steps(numbers, text):
-    assert demo.ranges(numbers) == text
-
-
 # Of the demo's 400, enough for it to learn and for the window to move; and samples a quarter as long learn as well.
 STEPS = 120
 
 
-@pytest.fixture
-def run_demo(run_python):
-    """Return a function that runs the demo on a corpus, with keys of the YAML changed, in ``tmp_path``."""
-
-    def run(corpus, *options, expect_exit=0):
-        arguments = ["--corpus", corpus, "--output_dir", "output", "--options", "model.model_config.seq_length=32"]
-        return run_python(ROOT / "scripts" / "demo.py", *arguments, *options, expect_exit=expect_exit)
-
-    return run
+def run_demo(run_python, corpus, *options, expect_exit=0):
+    """Run the demo on a corpus, with keys of the YAML changed, in ``tmp_path``."""
+    arguments = ["--corpus", corpus, "--output_dir", "output", "--options", "model.model_config.seq_length=32"]
+    return run_python(ROOT / "scripts" / "demo.py", *arguments, *options, expect_exit=expect_exit)
 
 
 @pytest.mark.slow
-def test_demo_learns_and_reports_what_the_checkpoint_holds(run_demo, tmp_path):
+def test_demo_learns_and_reports_what_the_checkpoint_holds(run_python, tmp_path):
     write_corpus(tmp_path / "corpus", samples=8 * STEPS)
-    printed = run_demo("corpus", f"train_dataset.data_loader.num_samples={8 * STEPS}").stdout
+    printed = run_demo(run_python, "corpus", f"train_dataset.data_loader.num_samples={8 * STEPS}").stdout
     first, last = map(float, re.search(r"Loss +from ([\d.]+) to ([\d.]+)", printed).groups())
     assert first > 5.4
     assert last < 3.2
@@ -72,11 +63,8 @@ def test_demo_learns_and_reports_what_the_checkpoint_holds(run_demo, tmp_path):
     *_, final_scale, final_window = re.findall(r"2\^(\d+) +(?:\d+ -> )*(\d+)$", printed, re.MULTILINE)[-1]
     checkpoint = mindspore.load_checkpoint(str(tmp_path / re.search(r"Checkpoint +(\S+)", printed)[1]))
     state = {name: checkpoint[name].asnumpy().item() for name in ("scale_sense", "scale_window", "skipped_steps")}
-    assert state == {
-        "scale_sense": 2.0 ** int(final_scale),
-        "scale_window": int(final_window),
-        "skipped_steps": skipped,
-    }
+    shown = {"scale_sense": 2.0 ** int(final_scale), "scale_window": int(final_window), "skipped_steps": skipped}
+    assert state == shown
     assert checkpoint["global_step"].asnumpy().item() == steps - skipped
     run = tmp_path / "output" / "demo_1"
     assert_record_is_what_the_rule_and_the_log_say(run)
@@ -90,13 +78,7 @@ def assert_record_is_what_the_rule_and_the_log_say(run):
     assert [entry["step"] for entry in record] == log.step.tolist() == list(range(1, STEPS + 1))
     assert log.log_format == "mindformers"
     rule = AdaptiveRule(2, 1000, 20)
-    state = rule.start(2.0**32, 20)
-    for entry in record:
-        assert entry["loss_scale"] == state.loss_scale
-        state = rule.step(state, entry["overflow"])
-        assert entry["next_loss_scale"] == state.loss_scale
-        for name in ("scale_window", "window_index", "growth_num", "down_num", "skipped_steps"):
-            assert entry[name] == getattr(state, name)
+    assert_follows(rule, rule.start(2.0**32, 20), record)
     assert [entry["overflow"] for entry in record] == log.overflow.tolist()
     # MindFormers prints eight digits of the scale, and six decimals of the loss.
     np.testing.assert_allclose([entry["loss_scale"] for entry in record[1:]], log.loss_scale[1:], rtol=1e-6)
@@ -104,7 +86,7 @@ def assert_record_is_what_the_rule_and_the_log_say(run):
 
 
 @pytest.mark.slow
-def test_demo_that_fails_shows_why_and_where_the_log_is(run_demo, corpus):
-    printed = run_demo(corpus, "runner_wrapper.scale_sense.scale_factor=1", expect_exit=1).stderr
+def test_demo_that_fails_shows_why_and_where_the_log_is(run_python, corpus):
+    printed = run_demo(run_python, corpus, "runner_wrapper.scale_sense.scale_factor=1", expect_exit=1).stderr
     assert "'scale_factor' must be a finite number above 1 in float32, but got 1" in printed
     assert "see output/demo_1/console.log" in printed

@@ -1,4 +1,4 @@
-"""The LeNet5 examples: each way of scaling trains, and its scale follows the reference on the real overflows."""
+"""The LeNet5 examples: each way of scaling trains, and its scale follows the rule on the real overflows."""
 
 import ast
 import re
@@ -8,10 +8,9 @@ import pytest
 from conftest import ROOT
 from examples import lenet5_managers
 from lenet5 import LeNet5, create_dataset
-from mindspore import DynamicLossScaleManager, FixedLossScaleManager, Model, nn
+from mindspore import DynamicLossScaleManager, Model, nn
 from mindspore.train.callback import LossMonitor
 
-from mindformers_adaptive import enable_loss_scale_on_cpu
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
@@ -25,68 +24,35 @@ def path_of(rule, loss_scale, window, overflows):
         yield state.loss_scale, state.scale_window
 
 
-def fixed(overflows):
-    return [2.0**24] * len(overflows)
+RULES = {lenet5_managers.dynamic: AdaptiveRule(2, 20, 20), lenet5_managers.adaptive: AdaptiveRule(2, 1000, 20)}
 
 
-def with_windows(smallest, largest):
-    rule = AdaptiveRule(2, largest, smallest)
-    return lambda overflows: [scale for scale, _ in path_of(rule, 2.0**24, smallest, overflows)]
-
-
-# None: no step is skipped, so there is no flag.
-REFERENCES = {
-    lenet5_managers.fixed_skipping_overflows: fixed,
-    lenet5_managers.fixed_divided_by_the_optimizer: None,
-    lenet5_managers.fixed_for_any_optimizer: None,
-    lenet5_managers.dynamic: with_windows(20, 20),
-    lenet5_managers.adaptive: with_windows(20, 1000),
-}
-
-
-def test_there_is_a_reference_for_every_way():
-    assert set(REFERENCES) == set(lenet5_managers.WAYS)
-
-
-@pytest.mark.parametrize("way", REFERENCES, ids=lambda way: way.__name__)
-def test_scale_follows_the_reference(graph_mode, monkeypatch, way):
-    for module in (lenet5_managers.mindspore.amp, lenet5_managers.mindspore.train.amp):
-        monkeypatch.setattr(module, "build_train_network", module.build_train_network)
-    enable_loss_scale_on_cpu()
+@pytest.mark.parametrize("way", lenet5_managers.WAYS, ids=lambda way: way.__name__)
+def test_scale_follows_the_rule(graph_mode, scaling_on_cpu, way):
     run = lenet5_managers.train(way, "O2", epochs=1, batch_size=4)
-    reference = REFERENCES[way]
     assert len(run.losses) == 32
-    if reference is None:
-        assert run.overflows == []
-    else:
-        assert run.loss_scales == reference(run.overflows)
+    assert np.isfinite(run.losses).all()
+    if way in RULES:
         assert any(run.overflows)
-    if way is lenet5_managers.fixed_skipping_overflows:
+        assert run.loss_scales == [scale for scale, _ in path_of(RULES[way], 2.0**24, 20, run.overflows)]
+    elif way is lenet5_managers.fixed_skipping_overflows:
         # At 2^24 every step overflows and is skipped: what a fixed scale does that is too large.
         assert all(run.overflows)
-    assert np.isfinite(run.losses).all()
+        assert run.loss_scales == [2.0**24] * 32
+    else:
+        # No step is skipped, so there is no flag.
+        assert run.overflows == []
 
 
-@pytest.mark.parametrize(
-    ("make_manager", "loss_scale"),
-    [
-        (lambda: FixedLossScaleManager(), {}),
-        (lambda: FixedLossScaleManager(1024.0, False), {"loss_scale": 1024.0}),
-        # By position, as MindSpore's guide writes it: an initial scale of 4 and a factor of 3000.
-        (lambda: DynamicLossScaleManager(4, 3000), {}),
-    ],
-    ids=["fixed", "fixed, not skipping", "dynamic"],
-)
-def test_programs_of_mindspores_guide_run_after_the_one_line(graph_mode, monkeypatch, make_manager, loss_scale):
-    for module in (lenet5_managers.mindspore.amp, lenet5_managers.mindspore.train.amp):
-        monkeypatch.setattr(module, "build_train_network", module.build_train_network)
-    enable_loss_scale_on_cpu()
+def test_program_of_mindspores_guide_runs_after_the_one_line(graph_mode, scaling_on_cpu):
     network = LeNet5()
     loss = nn.SoftmaxCrossEntropyWithLogits(reduction="mean")
-    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9, **loss_scale)
+    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9)
     before = network.fc3.weight.asnumpy().copy()
     metrics = {"Accuracy": nn.Accuracy()}
-    model = Model(network, loss, optimizer, metrics=metrics, amp_level="O0", loss_scale_manager=make_manager())
+    # By position, as MindSpore's guide writes it: an initial scale of 4 and a factor of 3000.
+    manager = DynamicLossScaleManager(4, 3000)
+    model = Model(network, loss, optimizer, metrics=metrics, amp_level="O0", loss_scale_manager=manager)
     model.train(epoch=1, train_dataset=create_dataset(samples=8, batch_size=4), callbacks=[LossMonitor()])
     assert not np.array_equal(network.fc3.weight.asnumpy(), before)
 

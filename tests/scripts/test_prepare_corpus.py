@@ -4,14 +4,10 @@ import mindspore.dataset
 from conftest import ROOT
 
 
-def read_samples(folder):
-    dataset = mindspore.dataset.MindDataset(str(folder / "corpus.mindrecord"), shuffle=False)
-    return [row["input_ids"] for row in dataset.create_dict_iterator(output_numpy=True, num_epochs=1)]
-
-
 def test_samples_are_consecutive_bytes_of_the_standard_library(run_python, tmp_path):
     run_python(ROOT / "scripts" / "prepare_corpus.py", "corpus", "--seq_length", "16", "--samples", "50")
-    samples = read_samples(tmp_path / "corpus")
+    dataset = mindspore.dataset.MindDataset(str(tmp_path / "corpus" / "corpus.mindrecord"), shuffle=False)
+    samples = [row["input_ids"] for row in dataset.create_dict_iterator(output_numpy=True, num_epochs=1)]
     assert len(samples) == 50
     assert {(sample.shape, str(sample.dtype)) for sample in samples} == {((17,), "int32")}
     text = b"".join(sample.astype("uint8").tobytes() for sample in samples)

@@ -5,38 +5,37 @@ import json
 from pathlib import Path
 
 import pytest
-from peer_sequences import PEER_SEQUENCES
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 
-PEER_CASES = json.loads((Path(__file__).parent / "peer_cases.json").read_text(encoding="utf-8"))
+HERE = Path(__file__).parent
+PEER_CASES = json.loads((HERE / "peer_cases.json").read_text(encoding="utf-8"))
+# "." is a clean step and "!" an overflow; the scales are those after each step, or null where the suite states none.
+PEER_SEQUENCES = json.loads((HERE / "peer_sequences.json").read_text(encoding="utf-8"))
 
 SMALLEST_NORMAL_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
-@pytest.mark.parametrize("case", PEER_CASES, ids=lambda case: f"{case['policy']}-{case['path'].rpartition('::')[2]}")
+def id_of(case):
+    return f"{case['policy']}-{case['path'].rpartition('::')[2]}"
+
+
+@pytest.mark.parametrize("case", PEER_CASES, ids=id_of)
 def test_case_comes_out_exactly(case):
     policy = make_policy(case["policy"], **case["params"])
     assert [policy.step(overflow) for overflow in case["overflow"]] == case["expected_scale"]
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "steps", "scales"),
-    [row[:4] for row in PEER_SEQUENCES],
-    ids=[f"{row[0]}-{row[4].rpartition('::')[2]}" for row in PEER_SEQUENCES],
-)
-def test_sequence_comes_out_exactly(name, params, steps, scales):
-    policy = make_policy(name, **params)
-    came = [policy.step(step == "!") for step in steps]
-    assert len(came) == len(scales)
-    assert [scale for scale, stated in zip(came, scales, strict=True) if stated is not None] == [
-        stated for stated in scales if stated is not None
-    ]
+@pytest.mark.parametrize("case", PEER_SEQUENCES, ids=id_of)
+def test_sequence_comes_out_exactly(case):
+    policy = make_policy(case["policy"], **case["params"])
+    for step, stated in zip(case["steps"], case["expected_scale"], strict=True):
+        assert policy.step(step == "!") == stated or stated is None
 
 
 def test_every_policy_of_another_system_has_a_sequence_of_its_suite():
     # DeepSpeed's suite does not test its ZeRO scaler class by itself, and metaseq's not its scaler.
-    covered = {case["policy"] for case in PEER_CASES} | {row[0] for row in PEER_SEQUENCES}
+    covered = {case["policy"] for case in PEER_CASES + PEER_SEQUENCES}
     assert set(POLICY_NAMES) - covered == {"adaptive", "guided", "fixed", "deepspeed", "metaseq"}
 
 
