@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -224,22 +225,16 @@ def bounds_by_rule(policy: Policy, intervals: Sequence[Interval], notes: list[st
     return bounds[1:]
 
 
-class _Successors(dict[Any, tuple[Any, Any]]):
-    """The states after a clean step and after an overflow, by the state before."""
+class _Successors:
+    """The states to which a rule leads, and how many were followed so far."""
 
     def __init__(self, rule: Any) -> None:
-        super().__init__()
-        self.rule = rule
+        self.after = cache(lambda state, overflow: _without_counters(rule.step(state, overflow)))
         self.followed = 0
         growth: float = getattr(rule, "scale_factor", getattr(rule, "growth_factor", math.inf))
         backoff: float = getattr(rule, "backoff_factor", None) or 1.0 / growth
         # A rule that names no factor may reach any scale.
         self.largest_changes = (math.log2(growth), -math.log2(backoff) if backoff else math.inf)
-
-    def __missing__(self, state: Any) -> tuple[Any, Any]:
-        clean, overflowed = (_without_counters(self.rule.step(state, overflow)) for overflow in (False, True))
-        self[state] = (clean, overflowed)
-        return clean, overflowed
 
     def can_reach(self, target: float, scale: float, steps: int) -> bool:
         """Whether so many steps can lead from a scale to another; True where the other is unknown."""
@@ -263,7 +258,7 @@ def _follow(
         successors.followed += len(states)
         for state, (low, high) in states.items():
             for overflow in flags:
-                after = successors[state][overflow]
+                after = successors.after(state, overflow)
                 scale = after.loss_scale
                 if scale not in possible:
                     possible[scale] = successors.can_reach(entry.next_loss_scale, scale, left)
