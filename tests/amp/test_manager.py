@@ -58,9 +58,3 @@ def test_start_that_is_no_power_of_two_gives_one_warning(kind):
     with pytest.warns(UserWarning, match=r"must be a power of two here, but got 1000.0: training starts at 512") as it:
         assert kind(1000).state_dict()["scale"] == 512
     assert len(it) == 1
-
-
-def test_window_off_the_ladder_starts_at_the_smallest_with_a_warning():
-    with pytest.warns(UserWarning, match="'scale_window' must be one of the ladder"):
-        manager = AdaptiveLossScaleManager(scale_window=21)
-    assert manager.get_update_cell().state()["scale_window"] == 20

@@ -65,13 +65,21 @@ def test_a_bad_argument_is_named(kind, owner, name):
         return getattr(kind, f"{owner}_class")(**made_of)
 
     for arguments, error, message in (
-        ({"scale": "2**24"}, TypeError, f"'{name}' must be a number"),
-        ({"scale": True}, TypeError, f"'{name}' must be a number"),
-        ({"scale": 0}, ValueError, f"'{name}' must be finite and above 0"),
-        ({"scale": float("inf")}, ValueError, f"'{name}' must be finite and above 0"),
-        ({"scale": 4, "min_loss_scale": 8}, ValueError, f"'{name}' must lie between"),
-        ({"max_loss_scale": 512}, ValueError, f"'{name}' must lie between"),
-        ({"min_loss_scale": 0}, ValueError, "'min_loss_scale' must be finite and above 0"),
+        ({"scale": "2**24"}, TypeError, rf"'{name}' must be a number, but got '2\*\*24' of type str"),
+        ({"scale": True}, TypeError, f"'{name}' must be a number, but got True of type bool"),
+        *(
+            ({"scale": scale}, ValueError, f"'{name}' must be finite and above 0 in float32, but got")
+            for scale in (0, -2.0, float("inf"), float("nan"), 10**400)
+        ),
+        ({"scale": 4, "min_loss_scale": 8}, ValueError, rf"'{name}' must lie between 'min_loss_scale' \(8\.0\) .* 4"),
+        (
+            {"max_loss_scale": 512},
+            ValueError,
+            rf"'{name}' must lie between .*loss_scale' \(512\.0\), but got 1024",
+        ),
+        ({"min_loss_scale": 0}, ValueError, "'min_loss_scale' must be finite and above 0 .* but got 0"),
+        ({"min_loss_scale": "1"}, TypeError, "'min_loss_scale' must be a number, but got '1' of type str"),
+        ({"max_loss_scale": float("inf")}, ValueError, "'max_loss_scale' must be finite .* but got inf"),
         ({"min_loss_scale": 8, "max_loss_scale": 4}, ValueError, "'min_loss_scale' must not be above"),
         ({"growth_interval": 20}, TypeError, "growth_interval"),
     ):
