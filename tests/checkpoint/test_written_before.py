@@ -30,7 +30,7 @@ from mindformers_adaptive.wrapper import (
 
 # What a gradient-guided cell warns of when it goes on from the form of its state that these files have.
 OLDER_FORM_WARNING = (
-    "has an older form of the state of gradient-guided scaling: gradient-guided scaling starts afresh at loss scale"
+    "has an older form of the state of gradient-guided scaling: it starts afresh at loss scale"
 )
 
 WRITTEN = Path(__file__).parent / "written_before"
