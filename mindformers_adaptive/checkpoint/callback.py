@@ -11,7 +11,7 @@ from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
-from mindformers_adaptive.checkpoint.sidecar import read_sidecar, write_sidecar
+from mindformers_adaptive.checkpoint.reader import read_sidecar, write_sidecar
 
 __all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]
 

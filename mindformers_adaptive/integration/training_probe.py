@@ -8,8 +8,8 @@ from mindspore import nn
 
 from mindformers_adaptive.checkpoint.reader import read_checkpoints
 from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, gradient_ranges
-from mindformers_adaptive.integration.accumulation import accumulate, take_accumulation_steps
 from mindformers_adaptive.integration.launcher import load_config
+from mindformers_adaptive.integration.trainer import accumulate, take_accumulation_steps
 from mindformers_adaptive.rules.checks import require_integer
 
 __all__ = ["build_training", "load_weights", "probe"]

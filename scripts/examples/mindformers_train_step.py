@@ -11,7 +11,7 @@ from mindspore import nn
 from mindspore.train import Model
 from tiny_llama import BATCH_SIZE, StepTable, build_dataset, build_model
 
-from mindformers_adaptive.integration.accumulation import MeanOverMicroBatches
+from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 parser = argparse.ArgumentParser()

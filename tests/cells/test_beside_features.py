@@ -7,7 +7,7 @@ from control import STEPS, Layers, SumAndNumber, Vision, adamw, averaging, group
 from mindspore import Tensor, lazy_inline, nn
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.integration.accumulation import MeanOverMicroBatches
+from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 

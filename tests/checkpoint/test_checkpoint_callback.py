@@ -9,7 +9,7 @@ from mindspore import Tensor, nn
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.checkpoint.callback import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
-from mindformers_adaptive.checkpoint.sidecar import FILE_NAME, read_sidecar, write_sidecar
+from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 # MindFormers before 1.7 has no `checkpoint:` format.

@@ -10,8 +10,7 @@ import pytest
 from mindspore import Tensor, nn
 from safetensors.numpy import save_file
 
-from mindformers_adaptive.checkpoint.reader import read_checkpoints
-from mindformers_adaptive.checkpoint.sidecar import write_sidecar
+from mindformers_adaptive.checkpoint.reader import read_checkpoints, write_sidecar
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,

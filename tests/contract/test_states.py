@@ -14,8 +14,8 @@ from every_rule import KINDS, RULES, Owned, is_same
 from mindspore import Tensor
 
 from mindformers_adaptive.checkpoint.callback import restores_sidecar
+from mindformers_adaptive.checkpoint.reader import read_sidecar, write_sidecar
 from mindformers_adaptive.checkpoint.report import build_report
-from mindformers_adaptive.checkpoint.sidecar import read_sidecar, write_sidecar
 from mindformers_adaptive.rules.base import STEP_FIELDS
 
 pytestmark = pytest.mark.usefixtures("graph_mode")

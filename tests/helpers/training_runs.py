@@ -15,7 +15,7 @@ from every_rule import RULES
 from launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
 from versions import BEFORE_1_7
 
-from mindformers_adaptive.checkpoint.sidecar import read_sidecar
+from mindformers_adaptive.checkpoint.reader import read_sidecar
 from mindformers_adaptive.monitor.record import read_record
 
 _MODEL = {"model.model_config.seq_length": 32, "model.model_config.hidden_size": 32, "model.model_config.num_layers": 1}

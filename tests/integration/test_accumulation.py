@@ -8,9 +8,8 @@ from mindformers import TrainingArguments
 from mindspore import nn
 
 from mindformers_adaptive import LossScaleMonitor
-from mindformers_adaptive.integration.accumulation import MeanOverMicroBatches
 from mindformers_adaptive.integration.launcher import launch, load_config
-from mindformers_adaptive.integration.trainer import Trainer
+from mindformers_adaptive.integration.trainer import MeanOverMicroBatches, Trainer
 from mindformers_adaptive.integration.training_probe import build_training
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell

@@ -15,8 +15,7 @@ from mindspore.train import Callback
 from record_checks import assert_follows
 
 from mindformers_adaptive import LossScaleMonitor
-from mindformers_adaptive.integration.accumulation import MeanOverMicroBatches
-from mindformers_adaptive.integration.trainer import Trainer
+from mindformers_adaptive.integration.trainer import MeanOverMicroBatches, Trainer
 from mindformers_adaptive.monitor.record import FIELDS, read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
