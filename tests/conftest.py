@@ -173,18 +173,11 @@ def run_python(tmp_path):
     """
 
     def run(*arguments, expect_exit=0, timeout=600, **environment):
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, *map(str, arguments)]
         finished = subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
+            command, cwd=tmp_path, env=as_installed(environment), capture_output=True, text=True, timeout=timeout
         )
-        output = finished.stdout + finished.stderr
-        assert finished.returncode == expect_exit, output[-5000:]
-        return finished
+        return with_exit_code(expect_exit, finished)
 
     return run
 
@@ -196,16 +189,24 @@ def run_forked(tmp_path, tmp_path_factory):
 
     def run(script, *arguments, expect_exit=0, timeout=600, **environment):
         folder = tmp_path_factory.mktemp("printed")
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         command, output, errors = list(map(str, [script, *arguments])), folder / "stdout", folder / "stderr"
-        process = ForkedRun(command, tmp_path, {**os.environ, "PYTHONPATH": path, **environment}, output, errors)
-        finished = subprocess.CompletedProcess(
-            command, process.wait(timeout), stdout=output.read_text(), stderr=errors.read_text()
-        )
-        assert finished.returncode == expect_exit, (finished.stdout + finished.stderr)[-5000:]
-        return finished
+        code = ForkedRun(command, tmp_path, as_installed(environment), output, errors).wait(timeout)
+        finished = subprocess.CompletedProcess(command, code, stdout=output.read_text(), stderr=errors.read_text())
+        return with_exit_code(expect_exit, finished)
 
     return run
+
+
+def as_installed(environment):
+    """Return an environment in which this checkout is seen as an installed package would be."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **environment}
+
+
+def with_exit_code(expected, finished):
+    """Return a finished process that has this exit code; otherwise fail with what it printed last."""
+    assert finished.returncode == expected, (finished.stdout + finished.stderr)[-5000:]
+    return finished
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,10 @@
 """The gradient-guided rule with branches, one run in plain Python: the oracle of its text."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
+from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.text_rule import max_safe_exponent
 
 PLACES = np.arange(16, dtype=np.float32)
@@ -12,21 +12,7 @@ UNSEEN = np.float32(1024)
 NEARLY_ZERO = np.float32(2.0**-100)
 
 
-class State(NamedTuple):
-    loss_scale: float
-    scale_window: int
-    base: int
-    limit: int
-    trial: int
-    clean_steps: int
-    contradictions: int
-    first_exponent: int
-    weight: float
-    low: float
-    level: float
-    overflow_rate: tuple
-    skipped_steps: int = 0
-    consecutive_overflows: int = 0
+State = type(GuidedRule().start(1.0))
 
 
 class ReadableGuided:
@@ -40,7 +26,8 @@ class ReadableGuided:
     def start(self, exponent):
         rates = tuple(2.0 ** -(place + 1) for place in range(16))
         third = float(np.float32(1 / 3))
-        return State(2.0**exponent, self.small, exponent - 1, 0, 0, 0, 0, exponent, third, 1024.0, 1024.0, rates)
+        counts = (self.small, exponent - 1, 0, 0, 0, 0, exponent)
+        return State(2.0**exponent, *counts, third, 1024.0, 1024.0, rates, 0, 0)
 
     def step(self, state, overflow, largest_gradient=None):
         exponent = round(math.log2(state.loss_scale))
@@ -86,21 +73,9 @@ class ReadableGuided:
         cheapest = -1024 if level == UNSEEN else int(np.argmin(rates * np.float32(self.patience) + PLACES))
         following = min(max(base + 1 - max(cheapest, limit), self.lowest), self.highest)
         clean = 0 if after or following > exponent else min(state.clean_steps + 1, 64 * self.small)
-        return State(
-            2.0**following,
-            window,
-            base,
-            limit,
-            trial,
-            clean,
-            contradictions,
-            following,
-            float(weight),
-            float(low),
-            float(level),
-            tuple(rates.tolist()),
-            state.skipped_steps,
-        )
+        counts = (window, base, limit, trial, clean, contradictions, following)
+        seen = (float(weight), float(low), float(level), tuple(rates.tolist()))
+        return State(2.0**following, *counts, *seen, state.skipped_steps, 0)
 
 
 def bits_of(shown):

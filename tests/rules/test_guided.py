@@ -300,14 +300,6 @@ def test_state_stays_within_its_bounds(rule, events):
         state = after
 
 
-@given(rule=RULES, events=EVENTS, cut=st.integers(0, 80))
-def test_a_run_taken_up_from_its_state_goes_on_as_if_never_stopped(rule, events, cut):
-    first = run(rule, rule.start(2.0**16), events[:cut])
-    values = rule.to_values(first, len(events[:cut]))
-    assert rule.from_values(first.loss_scale, values) == first
-    assert run(rule, rule.from_values(first.loss_scale, values), events[cut:]) == run(rule, rule.start(2.0**16), events)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

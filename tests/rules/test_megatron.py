@@ -49,17 +49,6 @@ def test_cell_takes_the_steps_of_the_description(graph_mode, options, initial, w
     assert list(path_of(cell_from(arguments), overflows)) == expected
 
 
-@pytest.mark.parametrize(("hysteresis", "window", "rate"), [(1, 5, 0.2), (2, 3, 0.3), (4, 2, 0.5)])
-def test_cell_takes_the_steps_of_the_policy_on_random_overflows(graph_mode, hysteresis, window, rate):
-    overflows = np.random.default_rng(hysteresis).random(200) < rate
-    policy = make_policy(
-        "megatron", initial_scale=2.0**20, min_scale=4.0, growth_interval=window, hysteresis=hysteresis
-    )
-    options = f"--min-loss-scale 4 --loss-scale-window {window} --hysteresis {hysteresis}"
-    cell = cell_from(f"--fp16 --initial-loss-scale {2**20} {options}")
-    assert list(path_of(cell, overflows)) == [policy.step(bool(overflow)) for overflow in overflows]
-
-
 def test_defaults_are_those_of_megatron():
     assert scale_sense_from_megatron("--fp16") == {
         "type": "AdaptiveLossScaleUpdateCell",

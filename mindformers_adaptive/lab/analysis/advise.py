@@ -97,9 +97,10 @@ def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[l
         scale = np.append(np.full(reached, start.settings["loss_scale_value"]), scale[reached:])
     recorded = measure(trace, np.append(scale, scale[-1]))
     usable = scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
-    guided = run.largest_gradient is not None
-    advice = [collapse, start, None if guided else _short_run(run, changes)]
-    if collapse is not None or guided or not len(usable):
+    # Of a rule that follows the gradients nothing is said: it has neither window nor hysteresis.
+    follows_gradients = run.largest_gradient is not None
+    advice = [collapse, start, None if follows_gradients else _short_run(run, changes)]
+    if collapse is not None or follows_gradients or not len(usable):
         return [one for one in advice if one is not None], None
     if start is None:
         advice.append(_unseen_start(run, float(usable[0])))

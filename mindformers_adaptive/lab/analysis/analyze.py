@@ -23,6 +23,7 @@ from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.replay.tune import Tuning
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, forward_fill
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
+from mindformers_adaptive.rules.catalog import RULES
 from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["Analysis", "analyze", "raise_ceilings"]
@@ -195,9 +196,10 @@ def _policies(used: NDArray[np.float64], gradients: bool) -> dict[str, Callable[
         f"dynamic 1000 {at_start}": partial(make_policy, "dynamic", init_loss_scale=start, scale_window=1000),
         f"megatron {at_start}": partial(make_policy, "megatron", initial_scale=start),
     }
-    if gradients:
-        at_power = 2.0 ** math.floor(math.log2(start))
-        policies[f"guided from {as_power_of_two(at_power)}"] = partial(make_policy, "guided", loss_scale_value=at_power)
+    at_power = 2.0 ** math.floor(math.log2(start))
+    for name, rule in RULES.items():
+        if gradients and rule.signals:
+            policies[f"{name} from {as_power_of_two(at_power)}"] = partial(make_policy, name, loss_scale_value=at_power)
     return policies
 
 

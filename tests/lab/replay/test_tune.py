@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import yaml
-from own_rules import Capped, Follow
+from own_rules import Follow
 
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.configuration import Configuration, default_grid, grid
@@ -216,12 +216,6 @@ GUIDED = Configuration("guided", loss_scale_value=2.0**10, exchange_rate=0.001, 
             Configuration(Follow),
             "follow",
             {"type": "RuleLossScaleUpdateCell", "rule": "own_rules.Follow", "loss_scale_value": 65536},
-        ),
-        (
-            Configuration(Capped, max_scale_window=20),
-            "dynamic 20",
-            {"type": "RuleLossScaleUpdateCell", "rule": "own_rules.Capped", "loss_scale_value": 65536}
-            | {"scale_factor": 2, "scale_window": 20, "max_scale_window": 20, "min_scale_window": 20},
         ),
     ],
 )
