@@ -130,14 +130,14 @@ class ClipAfter(nn.Cell):
 _no_difference = ops.MultitypeFuncGraph("no_difference")
 _hyper_map = ops.HyperMap()
 _subtract = ops.Sub()
-_sum = ops.ReduceSum()
+_reduce_sum = ops.ReduceSum()
 _stack = ops.Stack()
 
 
 @_no_difference.register("Tensor")
 def _sum_of_differences(gradient):
     # An inf or a NaN minus itself is NaN, all else 0. A sum keeps a NaN; ReduceMax on CPU drops one that is not first.
-    return ops.cast(_sum(_subtract(gradient, gradient)), mstype.float32)
+    return ops.cast(_reduce_sum(_subtract(gradient, gradient)), mstype.float32)
 
 
 def has_inf_or_nan(gradients):
@@ -159,4 +159,4 @@ def has_inf_or_nan(gradients):
         True
     """
     differences = _stack(_hyper_map(_no_difference, gradients))
-    return ops.logical_not(ops.less_equal(_sum(differences), 0.0))
+    return ops.logical_not(ops.less_equal(_reduce_sum(differences), 0.0))

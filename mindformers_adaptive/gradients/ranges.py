@@ -12,8 +12,7 @@ from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
-from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics, merge_statistics
 from mindformers_adaptive.rules.checks import require_positive
 
 __all__ = [

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from mindformers_adaptive.gradients.report import GradientRanges
-from mindformers_adaptive.gradients.statistics import ArrayStatistics
+from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges
 from mindformers_adaptive.rules.checks import require_integer
 from mindformers_adaptive.text.table import align, as_power_of_two
 
@@ -38,7 +37,7 @@ class Verdict:
     """What a loss scale loses of the gradients, and whether that is too much.
 
     A share is the norm of what is lost, by underflow and by the coarseness of subnormal numbers, divided by the norm
-    of the gradient; see :attr:`mindformers_adaptive.gradients.statistics.ArrayStatistics.lost_share`.
+    of the gradient; see :attr:`mindformers_adaptive.gradients.report.ArrayStatistics.lost_share`.
 
     Attributes:
         loss_scale (float): the scale that is judged.

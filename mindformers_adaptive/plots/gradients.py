@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.gradients.report import GradientRanges, parameter_group
-from mindformers_adaptive.gradients.statistics import (
+from mindformers_adaptive.gradients.report import (
     FP16_LARGEST,
     FP16_SMALLEST_NORMAL,
     FP16_SMALLEST_SUBNORMAL,
     ArrayStatistics,
+    GradientRanges,
+    parameter_group,
 )
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats

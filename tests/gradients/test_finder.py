@@ -17,8 +17,7 @@ from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpd
 from mindformers_adaptive.gradients.ranges import GradientSweep
 from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN as MARGIN
 from mindformers_adaptive.gradients.recommendation import EVERY_POWER, find_loss_scale, recommend_loss_scale
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
-from mindformers_adaptive.gradients.statistics import ArrayStatistics
+from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges, ScaleRanges
 from mindformers_adaptive.monitor.record import read_record
 
 # Compiled, 33 passes take a moment.

@@ -7,7 +7,7 @@ from fp16_networks import GraphOnly, OnlyLoss, Twice, WithStateAndDropout, rows
 from mindspore import Tensor
 
 from mindformers_adaptive.gradients.ranges import LayerOutputs, LayerOutputsError, gradient_ranges
-from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
+from mindformers_adaptive.gradients.report import array_statistics, merge_statistics
 
 X = np.array([[2.0**-12, 0.0, 1.0, 0.0]], np.float32)
 

@@ -13,8 +13,7 @@ from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.ranges import GradientSweep, gradient_ranges
-from mindformers_adaptive.gradients.report import GradientRanges
-from mindformers_adaptive.gradients.statistics import array_statistics
+from mindformers_adaptive.gradients.report import GradientRanges, array_statistics
 
 # Over the range of FP16 and beyond it at both ends, with a true zero.
 SPREAD = np.array([0.0, *2.0 ** np.arange(-24, 2), 1.5], np.float32)

@@ -9,8 +9,7 @@ from fp16_networks import HalfPrecisionSum, gradient_in_fp16
 
 from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.gradients.recommendation import HARMLESS_SHARE, judge, recommend_loss_scale, table_of_groups
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
-from mindformers_adaptive.gradients.statistics import ArrayStatistics
+from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges, ScaleRanges
 
 ATTENTION, OUTPUT, SILENT = "layers.0.attention.wq.weight", "lm_head.weight", "layers.0.feed_forward.w1.weight"
 

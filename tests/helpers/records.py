@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
-from mindformers_adaptive.gradients.statistics import array_statistics
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
 
 NAMES = ("layers.0.attention.wq.weight", "layers.1.attention.wo.weight", "lm_head.weight")
 SIZE = 1000

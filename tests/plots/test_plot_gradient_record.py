@@ -9,8 +9,7 @@ from mindspore import Model, dataset, nn
 from records import NAMES, REFERENCE, gradient_line, in_fp16
 
 from mindformers_adaptive import GradientRangeMonitor
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
-from mindformers_adaptive.gradients.statistics import array_statistics
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.gradients import draw_gradient_records, series_of_gradients
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.lab.logs.expansion import expand
+from mindformers_adaptive.lab.logs.intervals import expand
 from mindformers_adaptive.lab.logs.jsonl import JsonlReader
 from mindformers_adaptive.lab.logs.megatron_deepspeed import DeepSpeedReader, MegatronReader
 from mindformers_adaptive.lab.logs.mindformers import MindFormersReader
