@@ -6,8 +6,8 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.cells.detection import LargestGradient
 from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell, RuleLossScaleUpdateCell
+from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.catalog import make_rule
 from mindformers_adaptive.rules.guided import GuidedRule
 
 __all__ = ["AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler", "multiply_in_float32"]

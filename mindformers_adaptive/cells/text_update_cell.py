@@ -6,8 +6,8 @@ from mindspore import jit, ops
 
 from mindformers_adaptive.cells import graph_backend
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell, read_restored_scale
+from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.base import STEP_LIMIT
-from mindformers_adaptive.rules.catalog import make_rule
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.text_rule import BOUNDS, LARGEST_FLOAT16, SAFE_EXPONENTS, TextRule

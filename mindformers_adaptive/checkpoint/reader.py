@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.base import SIGNALS, STEP_FIELDS, Field, Rule
-from mindformers_adaptive.rules.catalog import RULES
 from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
 from mindformers_adaptive.text.install_hint import install_hint
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.checkpoint import reader
+from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.base import STEP_FIELDS, Rule
-from mindformers_adaptive.rules.catalog import RULES
 from mindformers_adaptive.text.table import align
 
 __all__ = ["build_report", "report_text", "why_no_state"]

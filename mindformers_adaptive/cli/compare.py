@@ -10,7 +10,7 @@ from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays
-from mindformers_adaptive.rules.catalog import RULES
+from mindformers_adaptive.rules import RULES
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 

@@ -11,7 +11,7 @@ import argparse
 
 from mindformers_adaptive.checkpoint.report import build_report, report_text, why_no_state
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result
-from mindformers_adaptive.rules.catalog import find_rule
+from mindformers_adaptive.rules import find_rule
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 

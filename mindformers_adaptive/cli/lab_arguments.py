@@ -20,7 +20,7 @@ from mindformers_adaptive.lab.traces.gradients import from_gradient_ranges
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rules.catalog import find_rule, is_rule_name
+from mindformers_adaptive.rules import find_rule, is_rule_name
 
 __all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources"]
 

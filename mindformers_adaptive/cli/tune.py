@@ -10,7 +10,7 @@ from mindformers_adaptive.lab.replay.configuration import Configuration, default
 from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE
 from mindformers_adaptive.lab.replay.tune import tune
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS
-from mindformers_adaptive.rules.catalog import RULES, find_rule
+from mindformers_adaptive.rules import RULES, find_rule
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 

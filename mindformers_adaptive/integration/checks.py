@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from mindformers_adaptive.rules import RULES, find_rule, rule_of_cell
 from mindformers_adaptive.rules.base import Rule
-from mindformers_adaptive.rules.catalog import RULES, find_rule, rule_of_cell
 from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
 
 __all__ = ["check_config", "check_cpu", "given_to_train_step", "value_at"]

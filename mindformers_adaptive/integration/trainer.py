@@ -15,7 +15,7 @@ from mindspore.dataset.engine.datasets import Dataset
 from mindformers_adaptive.integration.checks import check_config, check_cpu, given_to_train_step
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.integration.workarounds import apply_workarounds
-from mindformers_adaptive.rules.catalog import rule_of_cell
+from mindformers_adaptive.rules import rule_of_cell
 
 __all__ = ["MeanOverMicroBatches", "Trainer", "accumulate", "take_accumulation_steps"]
 

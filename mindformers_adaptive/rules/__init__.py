@@ -1,6 +1,91 @@
-"""Rules of loss scaling in plain Python and NumPy. A rule of one's own is a :class:`TextRule`."""
+"""Rules of loss scaling in plain Python and NumPy, by name. A rule of one's own is a :class:`TextRule`."""
 
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.base import Field, Rule
+from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.text_rule import TextRule
 
-__all__ = ["Field", "Rule", "TextRule"]
+__all__ = ["RULES", "Field", "Rule", "TextRule", "find_rule", "is_rule_name", "make_rule", "rule_of_cell"]
+
+# The rules that this package brings, by name.
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdaptiveRule, GuidedRule)}
+
+
+def is_rule_name(name: object) -> bool:
+    """Return whether a name is that of a rule of this package, or may be that of a user's, ``module.Class``."""
+    return isinstance(name, str) and (name in RULES or "." in name)
+
+
+def rule_of_cell(cell: object) -> type[Rule] | None:
+    """Return the rule of this package whose update cell has this type in a YAML file, or None."""
+    return next((rule for rule in RULES.values() if rule.cell == cell), None)
+
+
+def find_rule(rule: str | type[Rule]) -> type[Rule]:
+    """Return the class of a rule.
+
+    Args:
+        rule (Union[str, type]): the name of one of ``RULES``; ``module.Class`` of a rule of one's own, where the module
+            lies in the current folder or can be imported; or the class itself.
+
+    Raises:
+        TypeError: if it is neither a string nor the class of a rule.
+        ValueError: if there is no such rule.
+
+    Examples:
+        >>> find_rule("guided").cell
+        'GradientGuidedLossScaleUpdateCell'
+    """
+    found: Any = rule
+    if isinstance(rule, str):
+        found = RULES[rule] if rule in RULES else _import(rule)
+    if not (inspect.isclass(found) and issubclass(found, Rule)):
+        raise TypeError(
+            f"'rule' must be {', '.join(map(repr, RULES))}, 'module.Class' of a rule of your own, or such a class, but "
+            f"got {rule!r}. A rule is a subclass of mindformers_adaptive.rules.TextRule."
+        )
+    return found
+
+
+def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
+    """Return a rule made with arguments by their names, or one that is made already as it is.
+
+    Raises:
+        TypeError: if it is no rule, or has no such argument; if arguments are given for one that is made already.
+        ValueError: if there is no such rule, or an argument is out of its range.
+    """
+    if isinstance(rule, Rule):
+        if arguments:
+            names = ", ".join(arguments)
+            raise TypeError(f"'rule' is made already, so that {names} cannot be given. Give them to {type(rule)}.")
+        return rule
+    found = find_rule(rule)
+    known = inspect.signature(found).parameters
+    for name in arguments:
+        if name not in known:
+            raise TypeError(f"The rule {found.name!r} has no argument {name!r}. Its arguments are {', '.join(known)}.")
+    return found(**arguments)
+
+
+def _import(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    here = str(Path.cwd())
+    # A program that is started by its name does not look into the current folder.
+    sys.path.append(here)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"'rule' must be {', '.join(map(repr, RULES))}, or 'module.Class' of a rule of your own in the current "
+            f"folder or on the path of Python, but {name!r} cannot be imported: {error}."
+        ) from error
+    finally:
+        sys.path.remove(here)

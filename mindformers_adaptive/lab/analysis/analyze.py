@@ -23,7 +23,7 @@ from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.replay.tune import Tuning
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, forward_fill
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
-from mindformers_adaptive.rules.catalog import RULES
+from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import as_power_of_two, text_table
 
 __all__ = ["Analysis", "analysis_text", "analyze", "raise_ceilings"]

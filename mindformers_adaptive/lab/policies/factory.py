@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
 from mindformers_adaptive.lab.policies.presets import PRESETS, Preset
+from mindformers_adaptive.rules import RULES, find_rule, is_rule_name
 from mindformers_adaptive.rules.base import DEFAULT_LOSS_SCALE, Rule
-from mindformers_adaptive.rules.catalog import RULES, find_rule, is_rule_name
 
 __all__ = [
     "POLICY_NAMES",

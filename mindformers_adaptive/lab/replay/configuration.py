@@ -11,8 +11,8 @@ from numbers import Integral, Real
 from typing import Any
 
 from mindformers_adaptive.lab.policies.factory import refuse_unknown, start_rule
+from mindformers_adaptive.rules import RULES, find_rule
 from mindformers_adaptive.rules.base import Rule
-from mindformers_adaptive.rules.catalog import RULES, find_rule
 
 __all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
 
