@@ -9,7 +9,6 @@ from every_rule import Owned
 from mindspore import Tensor, nn
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 OVERFLOWS = (np.random.default_rng(5).random(60) < 0.3).tolist()
 
@@ -67,10 +66,9 @@ def test_megatrons_tracker_below_zero_is_a_spent_budget(graph_mode):
 
 
 def test_cell_of_a_train_step_reads_and_sets_its_loss_scale(graph_mode):
-    dense = Dense()
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
-    step = TrainOneStepWithLossScaleCell(dense.network, dense.optimizer(), update_cell)
-    step(*dense.batch(overflow=True))
+    step = Dense().train_step(update_cell)
+    step(*Dense.batch(overflow=True))
     state = update_cell.state_dict()
     assert (state["scale"], state["skipped_steps"]) == (512.0, 1)
     update_cell.load_state_dict({**state, "scale": 4096.0})
@@ -78,9 +76,8 @@ def test_cell_of_a_train_step_reads_and_sets_its_loss_scale(graph_mode):
 
 
 def test_cell_that_does_not_know_its_loss_scale_says_so(graph_mode):
-    dense = Dense()
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
-    step = nn.TrainOneStepWithLossScaleCell(dense.network, dense.optimizer(), update_cell)
+    step = Dense().train_step(update_cell, nn.TrainOneStepWithLossScaleCell)
     assert update_cell.state_dict()["scale"] == 1024.0
     update_cell(step.scale_sense, Tensor(True))
     with pytest.raises(RuntimeError, match=r"bind_loss_scale\(train_step.scale_sense\)"):

@@ -3,14 +3,13 @@
 import json
 
 import mindspore
-import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from dense_network import Dense
+from mindspore import nn
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.checkpoint.callback import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.sidecar import FILE_NAME, read_sidecar, write_sidecar
-from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 # MindFormers before 1.7 has no `checkpoint:` format.
 StockCommonInfo = pytest.importorskip("mindformers.checkpoint.checkpoint").CommonInfo
@@ -18,18 +17,11 @@ StockCommonInfo = pytest.importorskip("mindformers.checkpoint.checkpoint").Commo
 
 @pytest.fixture
 def step():
-    network = nn.Dense(3, 2)
-    optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
-    update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
-    return TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, scale_sense=update_cell)
-
-
-def overflowed(step):
-    step(Tensor(np.full((4, 3), np.inf, np.float32)), Tensor(np.zeros((4, 2), np.float32)))
+    return Dense().train_step(AdaptiveLossScaleUpdateCell(1024, 2, 20))
 
 
 def test_the_sidecar_is_written_with_common_json_which_stays_as_mindformers_writes_it(step, tmp_path):
-    overflowed(step)
+    step(*Dense.batch(overflow=True))
     info = _CommonInfoWithLossScale(step)
     info.step_num = 1
     info.save_common(str(tmp_path / "common.json"))

@@ -7,6 +7,7 @@ import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
+from dense_network import Dense
 from mindspore import Tensor, nn
 from safetensors.numpy import save_file
 
@@ -16,7 +17,6 @@ from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     GradientGuidedLossScaleUpdateCell,
-    TrainOneStepWithLossScaleCell,
 )
 
 FORMATS = ["ckpt", "safetensors"]
@@ -363,17 +363,11 @@ def test_weights_of_a_safetensors_file_are_not_read(tmp_path):
     assert peak < weights.nbytes / 10
 
 
-def build(update_cell):
-    network = nn.Dense(3, 2)
-    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.1, momentum=0.9)
-    return TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, update_cell)
-
-
 def trained(update_cell):
     """A train-step cell after one clean step and two overflows."""
-    train_step = build(update_cell)
-    for feature in (1.0, np.inf, np.inf):
-        train_step(Tensor(np.full((4, 3), feature, np.float32)), Tensor(np.zeros((4, 2), np.float32)))
+    train_step = Dense().train_step(update_cell)
+    for overflow in (False, True, True):
+        train_step(*Dense.batch(overflow))
     return train_step
 
 
@@ -435,8 +429,8 @@ def table(printed):
 
 
 def test_two_kinds_in_one_folder_have_one_table_without_vectors(tmp_path, inspect):
-    save(build(AdaptiveLossScaleUpdateCell(2.0**14, 2, 20)), tmp_path / "adaptive", "safetensors")
-    save(build(GradientGuidedLossScaleUpdateCell(2.0**14)), tmp_path / "guided", "safetensors")
+    save(Dense().train_step(AdaptiveLossScaleUpdateCell(2.0**14, 2, 20)), tmp_path / "adaptive", "safetensors")
+    save(Dense().train_step(GradientGuidedLossScaleUpdateCell(2.0**14)), tmp_path / "guided", "safetensors")
     of_adaptive, of_guided = table(inspect(tmp_path)[1])
     assert (of_adaptive["window_index"], of_guided["window_index"]) == ("0", "-")
     assert (of_adaptive["first_exponent"], of_guided["first_exponent"]) == ("-", "14")
@@ -444,7 +438,7 @@ def test_two_kinds_in_one_folder_have_one_table_without_vectors(tmp_path, inspec
 
 
 def test_ranks_that_differ_in_a_rate_are_told(tmp_path, inspect):
-    step = build(GradientGuidedLossScaleUpdateCell(2.0**14))
+    step = Dense().train_step(GradientGuidedLossScaleUpdateCell(2.0**14))
     content = {name: parameter.asnumpy() for name, parameter in step.parameters_dict().items()}
     for rank in (0, 1):
         content["guided_overflow_rate"] = content["guided_overflow_rate"] + np.float32(rank)
