@@ -157,14 +157,8 @@ def test_files_of_a_rank_come_newest_last_by_step_and_not_by_name(tmp_path, insp
         legacy(tmp_path / name, step, scale_window=20)
     save({"scale_window": 30}, tmp_path / "no_step", "safetensors")
     (tmp_path / "d-1_70.safetensors").write_bytes(b"torn")
-    assert [row["file"].partition(".")[0] for row in table(inspect(tmp_path)[1])] == [
-        "c-1_9",
-        "a-2_20",
-        "d-1_70",
-        "b-1_100",
-        "1²1-1_300",
-        "no_step",
-    ]
+    listed = [row["file"].partition(".")[0] for row in table(inspect(tmp_path)[1])]
+    assert listed == ["c-1_9", "a-2_20", "d-1_70", "b-1_100", "1²1-1_300", "no_step"]
 
 
 @pytest.mark.parametrize("window_of_rank_1", [30, 40])
@@ -174,19 +168,10 @@ def test_ranks_are_compared_where_they_saved_the_same_step(tmp_path, inspect, wi
             legacy(tmp_path / f"rank_{rank}" / f"llama_rank_{rank}-1_{step}", step, scale_window=window)
     _, printed, _ = inspect(tmp_path)
     rows = table(printed)
-    assert [(row["file"][:6], row["step_num"]) for row in rows] == [
-        ("rank_0", "20"),
-        ("rank_1", "20"),
-        ("rank_0", "40"),
-        ("rank_1", "40"),
-    ]
     agree = window_of_rank_1 == 30
-    assert [row["note"] for row in rows] == [
-        "",
-        "",
-        "",
-        "" if agree else "differs from rank_0: scale_window 40, not 30",
-    ]
+    note = "" if agree else "differs from rank_0: scale_window 40, not 30"
+    expected = [("rank_0", "20", ""), ("rank_1", "20", ""), ("rank_0", "40", ""), ("rank_1", "40", note)]
+    assert [(row["file"][:6], row["step_num"], row["note"]) for row in rows] == expected
     assert ("ranks: they agree" in printed, "ranks: they differ" in printed) == (agree, not agree)
 
 
