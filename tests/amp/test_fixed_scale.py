@@ -21,15 +21,6 @@ def test_step_is_that_of_unscaled_training(mode, optimizer):
         assert not np.array_equal(scaled.weight(), before)
 
 
-def test_stock_cell_with_this_optimizer_takes_another_step(graph_mode):
-    # What the cell is for: without the division the weight decay is 1024 times too weak against the gradient.
-    scaled, plain = Dense(), Dense()
-    stock = nn.TrainOneStepCell(scaled.network, scaled.optimizer("AdamWeightDecay", weight_decay=0.5), sens=1024.0)
-    step = FixedScaleTrainOneStepCell(plain.network, plain.optimizer("AdamWeightDecay", weight_decay=0.5), 1024.0)
-    stock(*scaled.batch()), step(*plain.batch())
-    assert not np.array_equal(scaled.weight(), plain.weight())
-
-
 def test_overflow_is_not_skipped(mode):
     dense = Dense()
     step = FixedScaleTrainOneStepCell(dense.network, dense.optimizer(), loss_scale=1024)

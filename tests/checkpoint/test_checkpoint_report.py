@@ -7,6 +7,7 @@ import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
+from dense_network import Dense
 from mindspore import Tensor, nn
 from safetensors.numpy import save_file
 
@@ -15,7 +16,6 @@ from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     GradientGuidedLossScaleUpdateCell,
-    TrainOneStepWithLossScaleCell,
 )
 
 FORMATS = ["ckpt", "safetensors"]
@@ -156,14 +156,8 @@ def test_files_of_a_rank_come_newest_last_by_step_and_not_by_name(tmp_path, insp
         legacy(tmp_path / name, step, scale_window=20)
     save({"scale_window": 30}, tmp_path / "no_step", "safetensors")
     (tmp_path / "d-1_70.safetensors").write_bytes(b"torn")
-    assert [row["file"].partition(".")[0] for row in table(inspect(tmp_path)[1])] == [
-        "c-1_9",
-        "a-2_20",
-        "d-1_70",
-        "b-1_100",
-        "1²1-1_300",
-        "no_step",
-    ]
+    listed = [row["file"].partition(".")[0] for row in table(inspect(tmp_path)[1])]
+    assert listed == ["c-1_9", "a-2_20", "d-1_70", "b-1_100", "1²1-1_300", "no_step"]
 
 
 @pytest.mark.parametrize("window_of_rank_1", [30, 40])
@@ -173,19 +167,10 @@ def test_ranks_are_compared_where_they_saved_the_same_step(tmp_path, inspect, wi
             legacy(tmp_path / f"rank_{rank}" / f"llama_rank_{rank}-1_{step}", step, scale_window=window)
     _, printed, _ = inspect(tmp_path)
     rows = table(printed)
-    assert [(row["file"][:6], row["step_num"]) for row in rows] == [
-        ("rank_0", "20"),
-        ("rank_1", "20"),
-        ("rank_0", "40"),
-        ("rank_1", "40"),
-    ]
     agree = window_of_rank_1 == 30
-    assert [row["note"] for row in rows] == [
-        "",
-        "",
-        "",
-        "" if agree else "differs from rank_0: scale_window 40, not 30",
-    ]
+    note = "" if agree else "differs from rank_0: scale_window 40, not 30"
+    expected = [("rank_0", "20", ""), ("rank_1", "20", ""), ("rank_0", "40", ""), ("rank_1", "40", note)]
+    assert [(row["file"][:6], row["step_num"], row["note"]) for row in rows] == expected
     assert ("ranks: they agree" in printed, "ranks: they differ" in printed) == (agree, not agree)
 
 
@@ -362,17 +347,11 @@ def test_weights_of_a_safetensors_file_are_not_read(tmp_path):
     assert peak < weights.nbytes / 10
 
 
-def build(update_cell):
-    network = nn.Dense(3, 2)
-    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.1, momentum=0.9)
-    return TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, update_cell)
-
-
 def trained(update_cell):
     """A train-step cell after one clean step and two overflows."""
-    train_step = build(update_cell)
-    for feature in (1.0, np.inf, np.inf):
-        train_step(Tensor(np.full((4, 3), feature, np.float32)), Tensor(np.zeros((4, 2), np.float32)))
+    train_step = Dense().train_step(update_cell)
+    for overflow in (False, True, True):
+        train_step(*Dense.batch(overflow))
     return train_step
 
 
@@ -434,8 +413,8 @@ def table(printed):
 
 
 def test_two_kinds_in_one_folder_have_one_table_without_vectors(tmp_path, inspect):
-    save(build(AdaptiveLossScaleUpdateCell(2.0**14, 2, 20)), tmp_path / "adaptive", "safetensors")
-    save(build(GradientGuidedLossScaleUpdateCell(2.0**14)), tmp_path / "guided", "safetensors")
+    save(Dense().train_step(AdaptiveLossScaleUpdateCell(2.0**14, 2, 20)), tmp_path / "adaptive", "safetensors")
+    save(Dense().train_step(GradientGuidedLossScaleUpdateCell(2.0**14)), tmp_path / "guided", "safetensors")
     of_adaptive, of_guided = table(inspect(tmp_path)[1])
     assert (of_adaptive["window_index"], of_guided["window_index"]) == ("0", "-")
     assert (of_adaptive["first_exponent"], of_guided["first_exponent"]) == ("-", "14")
@@ -443,7 +422,7 @@ def test_two_kinds_in_one_folder_have_one_table_without_vectors(tmp_path, inspec
 
 
 def test_ranks_that_differ_in_a_rate_are_told(tmp_path, inspect):
-    step = build(GradientGuidedLossScaleUpdateCell(2.0**14))
+    step = Dense().train_step(GradientGuidedLossScaleUpdateCell(2.0**14))
     content = {name: parameter.asnumpy() for name, parameter in step.parameters_dict().items()}
     for rank in (0, 1):
         content["guided_overflow_rate"] = content["guided_overflow_rate"] + np.float32(rank)

@@ -23,8 +23,7 @@ def kind(request):
 
 @pytest.mark.parametrize("name", WITH_SIGNALS)
 def test_a_train_step_that_measures_no_gradients_is_refused(name):
-    dense = Dense()
-    step = nn.TrainOneStepWithLossScaleCell(dense.network, dense.optimizer(), KINDS[name].cell())
+    step = Dense().train_step(KINDS[name].cell(), nn.TrainOneStepWithLossScaleCell)
     with pytest.raises(TypeError, match=r"needs a train-step cell .* of mindformers_adaptive.wrapper"):
         step.set_train()
 

@@ -3,6 +3,8 @@
 import numpy as np
 from mindspore import Tensor, dataset, nn
 
+from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+
 
 class Dense:
     """One dense layer, a loss, and batches of which those with an inf overflow at every loss scale."""
@@ -16,6 +18,10 @@ class Dense:
         if name == "Momentum":
             options = {"momentum": 0.9, **options}
         return getattr(nn, name)(self.layer.trainable_params(), learning_rate=0.01, **options)
+
+    def train_step(self, update_cell, cell=TrainOneStepWithLossScaleCell):
+        """Return a train-step cell around an update cell."""
+        return cell(self.network, self.optimizer(), scale_sense=update_cell)
 
     def weight(self):
         return self.layer.weight.asnumpy().copy()

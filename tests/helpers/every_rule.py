@@ -124,20 +124,16 @@ class Kind:
         return path
 
 
+_ADAPTIVE = (AdaptiveRule, AdaptiveLossScaleUpdateCell, AdaptiveLossScaleManager, AdaptiveLossScaler)
+
 KINDS = {
     "adaptive": Kind(
-        AdaptiveRule,
-        AdaptiveLossScaleUpdateCell,
-        AdaptiveLossScaleManager,
-        AdaptiveLossScaler,
+        *_ADAPTIVE,
         {"max_scale_window": 4, "min_scale_window": 1},
         beside={"scale_factor": 2, "scale_window": 1},
     ),
     "adaptive with hysteresis": Kind(
-        AdaptiveRule,
-        AdaptiveLossScaleUpdateCell,
-        AdaptiveLossScaleManager,
-        AdaptiveLossScaler,
+        *_ADAPTIVE,
         {"scale_factor": 1.5, "max_scale_window": 3, "min_scale_window": 1, "hysteresis": 2}
         | {"min_loss_scale": 0.5, "max_loss_scale": 2.0**24, "shrink_from_min_window": True},
         beside={"scale_window": 1},

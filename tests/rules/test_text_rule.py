@@ -8,9 +8,8 @@ import pytest
 from own_rules import Follow, Weigh
 
 from mindformers_adaptive.rules import Field, TextRule
-from mindformers_adaptive.rules.backend import float32, int32, where
+from mindformers_adaptive.rules.backend import int32, where
 
-FACTOR = 2.0
 HUGE = 1e30
 
 
@@ -124,64 +123,31 @@ def test_what_is_no_plain_function_is_refused_when_the_class_is_made(text_in_a_m
         rule_of(text_in_a_module(source))
 
 
-def takes_window(loss_scale, window):
-    return {"loss_scale": loss_scale * window}
-
-
-def takes_gradient(loss_scale, gradient_known):
-    return {"loss_scale": where(gradient_known, loss_scale, loss_scale * FACTOR)}
-
-
-def forgets(loss_scale, clean):
-    return {"loss_scale": loss_scale * float32(clean)}
-
-
-def returns_number(loss_scale):
-    return loss_scale * FACTOR
-
-
-def returns_exponent(loss_scale):
-    return {"exponent": loss_scale}
-
-
-def counts_in_float(loss_scale, clean):
-    return {"loss_scale": loss_scale, "clean": float32(clean)}
-
-
-def grows(loss_scale, clean, places):
-    return {"loss_scale": loss_scale, "clean": clean + places}
-
-
-CLEAN = {"fields": (Field("clean"),)}
-
-
 @pytest.mark.parametrize(
-    ("text", "others", "message"),
+    ("takes", "returned", "message"),
     [
+        ("window", "{'loss_scale': window}", r"takes 'window', which is none of consecutive_overflows, exponent, "),
+        ("gradient_known", "{}", r"takes 'gradient_known', .* It needs signals = \('largest_gradient',\)\."),
+        ("clean", "{'loss_scale': clean}", r"must return a dict with clean, loss_scale, but returns \['loss_scale'\]"),
+        ("loss_scale", "{'exponent': loss_scale}", r"must return a dict with loss_scale, but returns \['exponent'\]\."),
+        ("loss_scale", "loss_scale * TWO", r"must return a dict with loss_scale, but returns ndarray\."),
         (
-            takes_window,
-            {},
-            r"takes 'window', which is none of consecutive_overflows, exponent, loss_scale",
-        ),
-        (takes_gradient, {}, r"takes 'gradient_known', .* It needs signals = \('largest_gradient',\)\."),
-        (forgets, CLEAN, r"must return a dict with clean, loss_scale, but returns \['loss_scale'\]\."),
-        (returns_exponent, {}, r"must return a dict with loss_scale, but returns \['exponent'\]\."),
-        (returns_number, {}, r"must return a dict with loss_scale, but returns ndarray\."),
-        (
-            counts_in_float,
-            CLEAN,
+            "loss_scale, clean",
+            "{'loss_scale': loss_scale, 'clean': float32(clean)}",
             r"must return 'clean' as int32 of shape \(\), but returns float32 of shape \(\)",
         ),
         (
-            grows,
-            {**CLEAN, "constants": {"places": [1, 2, 3]}},
+            "loss_scale, clean, places",
+            "{'loss_scale': loss_scale, 'clean': clean + places}",
             r"must return 'clean' as int32 of shape \(\), but returns int32 of shape \(3,\)\. Put",
         ),
     ],
 )
-def test_text_that_takes_or_returns_something_else_is_refused_at_the_start(text, others, message):
+def test_text_that_takes_or_returns_something_else_is_refused_at_the_start(text_in_a_module, takes, returned, message):
+    text = text_in_a_module(f"def text({takes}):\n    return {returned}\n")
+    fields = (Field("clean"),) if "clean" in takes else ()
     with pytest.raises(ValueError, match=f"The text of the rule 'own' {message}"):
-        start(text, **others)
+        start(text, fields=fields, constants={"places": [1, 2, 3]})
 
 
 def to_huge(loss_scale, overflow):
@@ -243,7 +209,7 @@ def to_the_top(exponent, clean, max_exponent):
 
 
 def test_what_a_text_returns_for_all_lanes_at_once_is_that_of_each():
-    rule = rule_of(to_the_top, **CLEAN)(max_loss_scale=1024.0)
+    rule = rule_of(to_the_top, fields=(Field("clean"),))(max_loss_scale=1024.0)
     lanes = type(rule).lanes([rule] * 3, [rule.start(4.0)] * 3)
     lanes.step(np.array([False, True, False]), np.full(3, np.nan))
     assert lanes.states() == [(1024.0, 3, 0, 0), (1024.0, 3, 1, 1), (1024.0, 3, 0, 0)]
