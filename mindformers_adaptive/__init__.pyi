@@ -16,8 +16,8 @@ from mindformers_adaptive.cells.text_update_cell import (
     GradientGuidedLossScaleUpdateCell as GradientGuidedLossScaleUpdateCell,
 )
 from mindformers_adaptive.cells.text_update_cell import RuleLossScaleUpdateCell as RuleLossScaleUpdateCell
+from mindformers_adaptive.gradients.ranges import find_loss_scale as find_loss_scale
 from mindformers_adaptive.gradients.ranges import gradient_ranges as gradient_ranges
-from mindformers_adaptive.gradients.recommendation import find_loss_scale as find_loss_scale
 from mindformers_adaptive.integration.registration import register as register
 from mindformers_adaptive.integration.trainer import Trainer as Trainer
 from mindformers_adaptive.lab.policies import make_policy as make_policy

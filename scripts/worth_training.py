@@ -11,7 +11,7 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.backward import backward_pass
-from mindformers_adaptive.gradients.recommendation import find_loss_scale
+from mindformers_adaptive.gradients.ranges import find_loss_scale
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     GradientGuidedLossScaleUpdateCell,

@@ -15,7 +15,7 @@ import mindformers_adaptive
 
 PACKAGE_FILES = {
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.py", "py.typed")
+    for pattern in ("*.py", "*.pyi", "py.typed")
     for path in (ROOT / "mindformers_adaptive").rglob(pattern)
 }
 SAMPLES = ROOT / "tests" / "lab" / "samples"

@@ -12,6 +12,12 @@ from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
+from mindformers_adaptive.gradients.recommendation import (
+    DEFAULT_MARGIN,
+    EVERY_POWER,
+    check_margin,
+    recommend_loss_scale,
+)
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics, merge_statistics
 from mindformers_adaptive.rules.checks import require_positive
 
@@ -22,6 +28,7 @@ __all__ = [
     "LayerOutputsError",
     "checked_layers",
     "checked_loss_scales",
+    "find_loss_scale",
     "gradient_ranges",
 ]
 
@@ -69,6 +76,39 @@ def gradient_ranges(network, inputs, loss_scales=DEFAULT_LOSS_SCALES, *, layers=
         ((1.0, 1073741824.0), 1, ['_backbone'])
     """
     return GradientSweep(network, layers)(inputs, loss_scales, progress=progress)
+
+
+def find_loss_scale(network, batches, margin=DEFAULT_MARGIN, *, progress=None):
+    """Find the loss scale from which to start the training of a network.
+
+    :func:`gradient_ranges` tries every power of two from 2^0 to 2^32.
+
+    Args:
+        network (Cell): returns the loss, as there.
+        batches (Iterable): a few batches, as there.
+        margin (int): how many powers of two to stay below the largest scale that does not overflow.
+            Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: 2.
+        progress (Callable, optional): called with the number of backward passes done, 33 a batch. Default: None.
+
+    Returns:
+        LossScaleRecommendation; ``print`` it for the text and the YAML.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if ``margin`` is below 0, or there is no batch.
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from mindspore import dtype as mstype
+        >>> net = nn.WithLossCell(nn.Dense(3, 1, "ones", has_bias=False).to_float(mstype.float16), nn.MSELoss())
+        >>> batch = (Tensor(np.ones((4, 3), np.float32)), Tensor(np.ones((4, 1), np.float32)))
+        >>> recommendation = find_loss_scale(net, [batch])
+        >>> recommendation.ceiling, recommendation.loss_scale_value
+        (8192.0, 2048.0)
+    """
+    check_margin(margin)
+    return recommend_loss_scale(gradient_ranges(network, batches, EVERY_POWER, progress=progress), margin)
 
 
 class GradientSweep:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges
 from mindformers_adaptive.rules.checks import require_integer
 from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["DEFAULT_MARGIN", "EVERY_POWER", "HARMLESS_SHARE", "LossScaleRecommendation", "Verdict"]
-__all__ += ["check_margin", "find_loss_scale", "judge", "recommend_loss_scale", "table_of_groups"]
+__all__ += ["check_margin", "judge", "recommend_loss_scale", "table_of_groups"]
 
 # Every power of two from no scaling to 2^32, where the published FP16 trainings of large models start.
 EVERY_POWER = tuple(2.0**exponent for exponent in range(33))
@@ -240,43 +239,6 @@ def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -
         ranges=ranges,
         verdicts=(lowest, judge(ranges, max(scale for scale in scales if scale <= start))),
     )
-
-
-def find_loss_scale(
-    network: Any, batches: Any, margin: int = DEFAULT_MARGIN, *, progress: Callable[[int], None] | None = None
-) -> LossScaleRecommendation:
-    """Find the loss scale from which to start the training of a network.
-
-    :func:`mindformers_adaptive.gradients.ranges.gradient_ranges` tries every power of two from 2^0 to 2^32.
-
-    Args:
-        network (Cell): returns the loss, as there.
-        batches (Iterable): a few batches, as there.
-        margin (int): how many powers of two to stay below the largest scale that does not overflow.
-            Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: 2.
-        progress (Callable, optional): called with the number of backward passes done, 33 a batch. Default: None.
-
-    Returns:
-        LossScaleRecommendation; ``print`` it for the text and the YAML.
-
-    Raises:
-        TypeError: if an argument is not of its type.
-        ValueError: if ``margin`` is below 0, or there is no batch.
-
-    Examples:
-        >>> import numpy as np
-        >>> from mindspore import Tensor, nn
-        >>> from mindspore import dtype as mstype
-        >>> net = nn.WithLossCell(nn.Dense(3, 1, "ones", has_bias=False).to_float(mstype.float16), nn.MSELoss())
-        >>> batch = (Tensor(np.ones((4, 3), np.float32)), Tensor(np.ones((4, 1), np.float32)))
-        >>> recommendation = find_loss_scale(net, [batch])
-        >>> recommendation.ceiling, recommendation.loss_scale_value
-        (8192.0, 2048.0)
-    """
-    from mindformers_adaptive.gradients.ranges import gradient_ranges
-
-    check_margin(margin)
-    return recommend_loss_scale(gradient_ranges(network, batches, EVERY_POWER, progress=progress), margin)
 
 
 def check_margin(margin: object) -> None:

@@ -9,8 +9,7 @@ from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 from printed_parameters import LOSSES, forget_printed
 
-from mindformers_adaptive.gradients.ranges import GradientSweep, gradient_ranges
-from mindformers_adaptive.gradients.recommendation import find_loss_scale
+from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale, gradient_ranges
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
 LOSS_SCALE = 2.0**6

@@ -14,9 +14,9 @@ from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.gradients.ranges import GradientSweep
+from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
 from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN as MARGIN
-from mindformers_adaptive.gradients.recommendation import EVERY_POWER, find_loss_scale, recommend_loss_scale
+from mindformers_adaptive.gradients.recommendation import EVERY_POWER, recommend_loss_scale
 from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges, ScaleRanges
 from mindformers_adaptive.monitor.record import read_record
 

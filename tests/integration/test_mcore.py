@@ -11,7 +11,7 @@ from mindspore.train import Callback, Model
 from printed_parameters import LOSSES, forget_printed
 from record_checks import assert_follows
 
-from mindformers_adaptive.gradients.recommendation import find_loss_scale
+from mindformers_adaptive.gradients.ranges import find_loss_scale
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
