@@ -49,13 +49,17 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """Return what was read and how much of it is known, for JSON."""
-        run, trace = self.run, {"trace": self.trace.name, "steps": len(self.trace)}
-        if run is None:
-            return {**trace, "ceilings": self.ceilings, "gradients_known": self.gradients_known}
-        return {
-            **trace,
-            "ceilings": "within bounds",
+        run = self.run
+        known = {
+            "trace": self.trace.name,
+            "steps": len(self.trace),
+            "ceilings": self.ceilings if run is None else "within bounds",
             "gradients_known": self.gradients_known,
+        }
+        if run is None:
+            return known
+        return {
+            **known,
             "format": run.log_format,
             "lines_read": run.lines_read,
             "lines_used": run.lines_used,

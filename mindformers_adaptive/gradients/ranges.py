@@ -32,8 +32,8 @@ __all__ = [
     "gradient_ranges",
 ]
 
-# From no scaling to 2^32, where the published FP16 trainings of large models start, 16-fold each.
-DEFAULT_LOSS_SCALES = tuple(2.0**exponent for exponent in range(0, 33, 4))
+# 16-fold each.
+DEFAULT_LOSS_SCALES = EVERY_POWER[::4]
 
 # Losses of the same network and batch differ by the order of their sums only.
 _SAME_LOSS = 1e-5

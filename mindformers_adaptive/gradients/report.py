@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16
 from mindformers_adaptive.text.files import atomic_write, json_text
 from mindformers_adaptive.text.table import align, as_power_of_two
 
@@ -318,7 +319,7 @@ def _cells(statistics: ArrayStatistics) -> list[str]:
 
 # Magnitudes of FP16: below the smallest normal number its numbers are coarse, below half of the smallest subnormal
 # number they become 0, and above the largest they become inf.
-FP16_SMALLEST_SUBNORMAL, FP16_SMALLEST_NORMAL, FP16_LARGEST = 2.0**-24, 2.0**-14, 65504.0
+FP16_SMALLEST_SUBNORMAL, FP16_SMALLEST_NORMAL, FP16_LARGEST = 2.0**-24, 2.0**-14, LARGEST_FLOAT16
 
 _Floats = NDArray[np.float64]
 

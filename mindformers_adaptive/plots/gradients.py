@@ -217,11 +217,6 @@ def _lost(counts: ArrayStatistics) -> list[str]:
     return [canvas.percent(share) for share in shares]
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
 # The edges of the bands of magnitudes, as shares of the gradients.
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 

@@ -23,6 +23,7 @@ __all__ = ["draw_comparison", "draw_pareto_front", "draw_replays"]
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 
 # Ceilings whose log2 differ by less, but in a few of the steps, are drawn as one line.
@@ -123,12 +124,6 @@ def _smallest(values: Mapping[str, float]) -> tuple[float, str]:
     """Return the smallest value, and the names that have it as a text."""
     smallest = min(values.values())
     return smallest, canvas.listed([name for name, value in values.items() if value == smallest])
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
 
 
 # An outlier with so many times the median of skipped steps needs a logarithmic axis.

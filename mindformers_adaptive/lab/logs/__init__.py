@@ -43,7 +43,6 @@ def read_log(
     Args:
         path (str, os.PathLike or an iterable of them): the log file, or files in the order in which they were written.
         format (str, optional): one of ``FORMATS``. Default: None, the first of them that a line matches.
-
         rule (Policy, optional): the rule that the run followed, before its first step. Where lines stand for several
             steps, as in sink mode, the bounds on the number of skipped ones are then those that this rule allows; it is
             also what tells the scale of the first step. Default: None, any rule.

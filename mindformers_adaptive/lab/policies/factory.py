@@ -38,9 +38,9 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
     that follows the largest gradients, with ``loss_scale_value`` (default 65536) and all arguments of
     :class:`~mindformers_adaptive.rules.guided.GuidedRule`. ``module.Class`` is a rule of one's own, see
     :class:`~mindformers_adaptive.rules.text_rule.TextRule`, with ``loss_scale_value`` (default 65536) and its own
-    arguments. ``fixed`` keeps ``loss_scale`` (default 128.0, as in MindSpore's ``FixedLossScaleManager``). All but
-    these are rows of :data:`~mindformers_adaptive.lab.policies.presets.PRESETS`, each with its source, parameters and
-    defaults.
+    arguments. All others are rows of :data:`~mindformers_adaptive.lab.policies.presets.PRESETS`, each with its source,
+    parameters and defaults; ``fixed`` keeps ``loss_scale`` (default 128.0, as in MindSpore's
+    ``FixedLossScaleManager``).
 
     Args:
         name (Union[str, type]): one of ``POLICY_NAMES``, or a rule of one's own: ``module.Class``, or the class.

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 
 __all__ = ["DEFAULT_EXCHANGE_RATE", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "Measures", "Tally"]
 __all__ += ["cost", "measure", "overflow_flags", "overflows", "require_steps", "rows_of"]
 
 # The normal float32 numbers. A step with a ceiling above them never overflows, and one with a ceiling below always.
-SMALLEST_LOSS_SCALE = float(np.finfo(np.float32).tiny)
-LARGEST_LOSS_SCALE = float(np.finfo(np.float32).max)
+SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = SMALLEST_FLOAT32, LARGEST_FLOAT32
 
 # Skipped steps in 1000 that a bit of headroom is worth; cost() says where it comes from.
 DEFAULT_EXCHANGE_RATE = 1.0
