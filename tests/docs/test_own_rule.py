@@ -77,9 +77,7 @@ def test_functions_are_those_of_the_backend():
     assert names_in(table_of("functions")) == set(backend.__all__)
 
 
-@pytest.mark.parametrize(
-    ("code", "message"), [[cell.strip("`") for cell in row[:2]] for row in table_of("in the text")]
-)
+@pytest.mark.parametrize(("code", "message"), [[cell.strip("`") for cell in row[:2]] for row in REFUSED])
 def test_what_a_text_may_not_do_is_refused_as_the_page_says(make_class, code, message):
     with pytest.raises(ValueError, match=re.escape(f"The text of the rule 'mine' {message}: '")):
         make_class(f'{{"loss_scale": {code}, "rare": rare}}')

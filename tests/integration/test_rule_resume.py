@@ -3,15 +3,19 @@
 import dataclasses
 import functools
 import os
+import re
+import shlex
 import shutil
 
 import numpy as np
 import pytest
 from conftest import ROOT
 from log_max import LogMaxRule
+from pages import ENGLISH_DOCS, blocks
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun, assert_one_record_has_every_step_once
 from versions import NEEDS_SECTION
 
+from mindformers_adaptive.cli import program
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.guided import GuidedRule
 
@@ -106,7 +110,8 @@ def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
     graph = {"compiled": compiled(name, form.optimizer_state, processes), "environment": ENVIRONMENT}
     expected, output = reference.steps(), tmp_path / "output"
     options = options_of(name, form, output)
-    # For the first format of each rule in one process the run is killed; others go on from what was left.
+    # A format that the uninterrupted run does not have, and the user's rule, get a run that is killed; the others go on
+    # from a copy of what the uninterrupted run left.
     if form is not shared or name == "log_max":
         with TrainingRun(output, long_corpus, options, LAST, **graph) as run:
             run.wait_until_saved(form, output)
@@ -146,3 +151,19 @@ def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
         array = np.array(value, field.dtype)
         assert saved[field.parameter] == (array.tobytes() if field.shape else array.item())
     assert len(set(states[SAVED_AT:])) > 5
+
+
+def test_commands_of_the_page_on_own_rules_read_the_run_of_one(uninterrupted, tmp_path, monkeypatch, capsys):
+    _, output = uninterrupted("log_max", FromFile("ckpt"), 1)
+    (tmp_path / "output").symlink_to(output)
+    monkeypatch.chdir(tmp_path)
+    [block] = [text for language, text in blocks(ENGLISH_DOCS / "own_rule.md") if language == "bash"]
+    printed = {}
+    for line in block.splitlines():
+        _, command, *arguments = shlex.split(line)
+        assert program.main([command, *arguments]) == 0
+        printed[command] = capsys.readouterr().out
+    mean = replay(LogMaxRule(margin=0.25), read_record(output / "loss_scale_record.jsonl"))[-1].mean
+    assert f"{mean:.4g}" in printed["inspect"]
+    assert re.search(r"^log_max.LogMaxRule:margin=2 ", printed["compare"], re.MULTILINE)
+    assert re.search(r"margin: [2346]", printed["tune"])
