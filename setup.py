@@ -40,6 +40,8 @@ setup(
             "mypy==2.4.1",
             "types-PyYAML",
             "build",
+            # The handwritten digits and the intervals of scripts/worth_it.py.
+            "scikit-learn>=1.3",
         ],
     },
 )

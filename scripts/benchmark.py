@@ -1,7 +1,7 @@
 """Measure what loss scaling costs: an update of the scale, a train step, the overflow detection, and the lab's sweep.
 
     python scripts/benchmark.py update
-    python scripts/benchmark.py step --pynative-rounds 8
+    python scripts/benchmark.py step
     python scripts/benchmark.py detection
     python scripts/benchmark.py sweep
 
@@ -10,14 +10,15 @@ after ± is its standard error. Machines differ and are noisy, so compare the ra
 """
 
 import argparse
+import math
 import os
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
-from paired_timing import ratio, spread_percent, take_turns, typical_time, with_error
-from reporting import add_json_option, output_to_stderr, positive, table, versions, write_json
+from paired_timing import ratio, spread_percent, take_turns, time_above, typical_times, with_error
+from reporting import add_json_option, output_to_stderr, positive, versions, with_captions, write_json
 
 # exported_graph.py, with which the tests look at graphs as well, counts the kernels.
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
@@ -33,13 +34,13 @@ GUIDED, GUIDED_HISTORY = "guided", "guided, history_size=100"
 # What the table of updates calls them.
 CELLS = {
     EMPTY: "empty call",
-    DYNAMIC: "MindSpore's DynamicLossScaleUpdateCell",
-    MINDFORMERS: "MindFormers' AdaptiveLossScaleUpdateCell",
-    ADAPTIVE: "AdaptiveLossScaleUpdateCell",
-    HYSTERESIS: "AdaptiveLossScaleUpdateCell, hysteresis=2",
-    HISTORY: "AdaptiveLossScaleUpdateCell, history_size=100",
-    GUIDED: "GradientGuidedLossScaleUpdateCell",
-    GUIDED_HISTORY: "GradientGuidedLossScaleUpdateCell, history_size=100",
+    DYNAMIC: "MindSpore's `DynamicLossScaleUpdateCell`",
+    MINDFORMERS: "MindFormers' `AdaptiveLossScaleUpdateCell`",
+    ADAPTIVE: "`AdaptiveLossScaleUpdateCell`",
+    HYSTERESIS: "`AdaptiveLossScaleUpdateCell`, `hysteresis=2`",
+    HISTORY: "`AdaptiveLossScaleUpdateCell`, `history_size=100`",
+    GUIDED: "`GradientGuidedLossScaleUpdateCell`",
+    GUIDED_HISTORY: "`GradientGuidedLossScaleUpdateCell`, `history_size=100`",
 }
 
 MONITOR, LOOK_EVERY = "adaptive, LossScaleMonitor", 100
@@ -50,6 +51,8 @@ STEPS = ("no scaling", "fixed", DYNAMIC, MINDFORMERS, ADAPTIVE, MONITOR, HISTORY
 # Whole steps differ by more than these updates cost, so they are also measured alone, so many in a round.
 UPDATES, UPDATE_CALLS = (DYNAMIC, MINDFORMERS, ADAPTIVE, GUIDED), {"graph": 200, "PyNative": 10}
 FORWARD, BACKWARD = "forward", "forward and backward"
+
+SPREAD = "train steps with the same cell, standard deviation"
 
 PLAIN, ALL_FINITE, NUMPY = "ReduceMax alone", "amp.all_finite", "NumPy's pass"
 DETECTIONS = {ADAPTIVE: "adaptive cell", GUIDED: "guided cell, with the largest gradient"}
@@ -62,8 +65,10 @@ def main():
         arguments.copies, arguments.rounds = 2, 3
     # What MindSpore and MindFormers print does not belong to the result.
     with output_to_stderr():
-        result, lines = arguments.measure(arguments)
-    print("\n".join(lines(result)))
+        sizes = {"copies": arguments.copies, "rounds": arguments.rounds}
+        result = {"benchmark": arguments.command, **versions(), **sizes, **arguments.measure(arguments)}
+    print("MindSpore {mindspore}, MindFormers {mindformers}, CPU".format(**result))
+    print("\n".join(with_captions(tables(result), CAPTIONS)))
     write_json(arguments.json, result)
     sys.exit(1 if result.get("different_configurations") else 0)
 
@@ -72,20 +77,16 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     each_copy = "steps of each copy in graph mode"
-    update = add_command(commands, measure_update, "one update of the loss scale, by each update cell", 5, 100)
+    update = add_command(commands, measure_update, "one update of the loss scale, by each update cell", 5, 50)
     update.add_argument("--mode", choices=("graph", "PyNative"), default="graph", help="MindSpore's (default: graph)")
     update.add_argument("--calls", type=positive, default=100, help="updates a copy makes in a round (default: 100)")
-    step = add_command(commands, measure_step, "a train step of the demo's model", 4, 50, each_copy)
-    step.add_argument("--pynative-rounds", type=positive, default=5, help="in PyNative mode (default: 5)")
+    step = add_command(commands, measure_step, "a train step of the demo's model", 4, 20, each_copy)
+    step.add_argument("--pynative-rounds", type=positive, default=4, help="in PyNative mode (default: 4)")
     step.add_argument("--seq-length", type=positive, default=128, help="bytes a sample (default: 128, the demo's)")
-    for command, names, compared in ((update, CELLS, MINDFORMERS), (step, STEPS, DYNAMIC)):
-        command.add_argument(
-            "--only", nargs="+", choices=names, metavar="NAME", help=f"compare only these with {compared} cell"
-        )
     add_command(commands, measure_detection, "what it takes to see an overflow in 5 million gradients", 4, 25)
     sweep = add_command(commands, measure_sweep, "the lab's sweep, against the rule in plain Python", 2, 3)
     sweep.add_argument("--steps", type=positive, default=100_000, help="of the sweep alone (default: 100000)")
-    sweep.add_argument("--compared-steps", type=positive, default=5_000, help="the rule's too (default: 5000)")
+    sweep.add_argument("--compared-steps", type=positive, default=2_000, help="the rule's too (default: 2000)")
     sweep.add_argument("--configurations", type=positive, default=1_000, help="of the 1000 (default: all)")
     return parser.parse_args()
 
@@ -109,8 +110,9 @@ def set_mode(mode):
     mindspore.set_context(mode=mindspore.GRAPH_MODE if mode == "graph" else mindspore.PYNATIVE_MODE)
 
 
-def about_the_run(arguments):
-    return {**versions(), "copies": arguments.copies, "rounds": arguments.rounds}
+def tables(result):
+    """Return the tables of a result by their names, each a list of rows with the columns first."""
+    return TABLES[result["benchmark"]](result)
 
 
 # One update
@@ -118,20 +120,16 @@ def about_the_run(arguments):
 
 def measure_update(arguments):
     """Return the times of ``--calls`` updates by update cell, and the kernels of each where they are known."""
-    import mindspore
     from exported_graph import export_update_cell
 
     set_mode(arguments.mode)
-    chosen = {EMPTY, MINDFORMERS, *(arguments.only or CELLS)}
-    names = [name for name in CELLS if name in chosen]
     calls = 5 if arguments.quick else arguments.calls
-    times = take_turns({name: partial(make_updates, name, calls) for name in names}, arguments.copies, arguments.rounds)
+    times = take_turns({name: partial(make_updates, name, calls) for name in CELLS}, arguments.copies, arguments.rounds)
     set_mode("graph")
     # MindSpore exports no graph with a history, whose Parameters are no cell's.
-    exported = {name: export_update_cell(make_update_cell(name)) for name in names if "history" not in name}
+    exported = {name: export_update_cell(make_update_cell(name)) for name in CELLS if "history" not in name}
     kernels = {name: len(graph.kernels) for name, graph in exported.items()}
-    about = {"device": mindspore.get_context("device_target"), "mode": arguments.mode, "calls": calls}
-    return {**about_the_run(arguments), **about, "times": times, "kernels": kernels}, update_lines
+    return {"mode": arguments.mode, "calls": calls, "times": typical_times(times), "kernels": kernels}
 
 
 def make_updates(name, calls):
@@ -184,24 +182,15 @@ def make_update_cell(name):
     return cells.get(name, adaptive)()
 
 
-def update_lines(result):
-    """Yield the lines of the table, as plain text."""
+def update_tables(result):
     times = result["times"]
-    yield "MindSpore {mindspore}, MindFormers {mindformers}, {device}, {mode} mode".format(**result)
-    yield "{copies} copies of each cell, {rounds} rounds of {calls} updates".format(**result)
-    yield ""
-    yield f"{'update cell':<51} {'ratio':>13} {'above empty':>12} {'update':>10} {'kernels':>8}"
+    rows = [["update cell", "ratio", "above an empty call", "one update", "kernels"]]
     for name in times:
-        above, update = (typical_time(times, name, empty)[0] * 1e3 / result["calls"] for empty in (EMPTY, None))
-        kernels = result["kernels"].get(name, "unknown")
-        yield f"{CELLS[name]:<51} {ratio_of(times, name):>13} {above:>9.1f} us {update:>7.1f} us {kernels:>8}"
-    yield ""
-    ours = f"; ours: {ratio_of(times, ADAPTIVE)}" if ADAPTIVE in times else ""
-    yield f"ratio: time above the empty call, MindFormers' cell = 1{ours}"
-
-
-def ratio_of(times, name):
-    return with_error(*ratio(times, name, MINDFORMERS, EMPTY), 2)
+        taken = (time_above(times, name, empty)[0] * 1e3 / result["calls"] for empty in (EMPTY, None))
+        relative = with_error(*ratio(times, name, MINDFORMERS, EMPTY), 2)
+        kernels = str(result["kernels"].get(name, "unknown"))
+        rows.append([CELLS[name], relative, *(f"{each:.1f} µs" for each in taken), kernels])
+    return {"cells": rows}
 
 
 # A train step
@@ -214,21 +203,20 @@ def measure_step(arguments):
     task = SMALL_TASKS[0] if arguments.quick else Llama(steps=10_000, seq_length=arguments.seq_length)
     names = (*(QUICK_STEPS if arguments.quick else STEPS), GRADIENTS)
     rounds_by_mode = {"graph": arguments.rounds, "PyNative": arguments.pynative_rounds}
-    if arguments.only is not None:
-        names = (DYNAMIC, *arguments.only)
-    if arguments.quick or arguments.only is not None:
+    if arguments.quick:
         del rounds_by_mode["PyNative"]
-    times, updates = {}, {}
+    times, spreads, updates = {}, {}, {}
     for mode, rounds in rounds_by_mode.items():
         print(f"{mode} mode", file=sys.stderr, flush=True)
         set_mode(mode)
         with tempfile.TemporaryDirectory() as folder:
-            times[mode] = take_turns(ways_of_a_step(task, names, mode, folder), arguments.copies, rounds)
-        if arguments.only is None:
-            ways = {name: partial(make_updates, name, UPDATE_CALLS[mode]) for name in UPDATES}
-            updates[mode] = take_turns(ways, arguments.copies, rounds)
-    about = f"{task.name}, {task.about}"
-    return {**about_the_run(arguments), "task": about, "times": times, "updates": updates}, step_lines
+            taken = take_turns(ways_of_a_step(task, names, mode, folder), arguments.copies, rounds)
+        times[mode] = typical_times(taken)
+        spreads[mode] = spread_percent(taken) if arguments.copies > 1 else math.nan
+        ways = {name: partial(make_updates, name, UPDATE_CALLS[mode]) for name in UPDATES}
+        updates[mode] = typical_times(take_turns(ways, arguments.copies, rounds))
+    task = f"{task.name}, {task.about}"
+    return {"task": task, "rounds": rounds_by_mode, "times": times, "spreads": spreads, "updates": updates}
 
 
 def ways_of_a_step(task, names, mode, folder):
@@ -286,32 +274,20 @@ def make_step(task, network, name, folder):
     return step
 
 
-def step_lines(result):
-    """Yield the lines of the report, as Markdown."""
-    times, copies = result["times"], result["copies"]
+def step_tables(result):
+    times = result["times"]
     modes = [f"{mode} mode" for mode in times]
-    rounds = {mode: len(of_mode[DYNAMIC][0]) for mode, of_mode in times.items()}
-    counts = " and ".join(f"{count} steps each in {mode} mode" for mode, count in rounds.items())
-    yield "MindSpore {mindspore}, MindFormers {mindformers}, CPU; {task}.".format(**result)
-    yield f"Extra cost of a step against {DYNAMIC} cell, in percent of that step: mean of {copies} train steps,"
-    yield f"compiled in random order, ± its standard error; {counts}:"
-    yield ""
     names = [name for name in times["graph"] if name not in (FORWARD, BACKWARD)]
-    rows = [[name, *(extra_cost(of_mode, name) for of_mode in times.values())] for name in names]
-    yield from table(["way of scaling", *modes], rows)
-    if copies > 1:
-        spreads = " and ".join(f"{spread_percent(of_mode):.1f}% in {mode} mode" for mode, of_mode in times.items())
-        yield ""
-        yield f"The figures of train steps with the same cell differ by {spreads} (standard deviation)."
-    if not result["updates"]:
-        return
+    extra = [[name, *(extra_cost(of_mode, name) for of_mode in times.values())] for name in names]
+    extra.append([SPREAD, *(f"{spread:.1f}" for spread in result["spreads"].values())])
     forward, both = (ratio(times["graph"], name, DYNAMIC)[0] for name in (FORWARD, BACKWARD))
     parts = {FORWARD: forward, "backward": both - forward, "detection, clipping, optimizer, scaling": 1.0 - both}
-    yield from ["", "Where the time of a step goes in graph mode, as a share of the whole step:", ""]
-    yield from table(["part", "share"], ([name, f"{share:.0%}"] for name, share in parts.items()))
-    yield from ["", f"An update alone above one of {DYNAMIC} cell, as a share of the whole step:", ""]
-    rows = [[name, *(f"{update_share(result, mode, name):.2%}" for mode in times)] for name in UPDATES[1:]]
-    yield from table(["update cell", *modes], rows)
+    shares = [[name, *(f"{update_share(result, mode, name):.2%}" for mode in times)] for name in UPDATES[1:]]
+    return {
+        "extra": [["way of scaling", *modes], *extra],
+        "parts": [["part", "share"], *([name, f"{share:.0%}"] for name, share in parts.items())],
+        "updates": [["update cell", *modes], *shares],
+    }
 
 
 def extra_cost(times, name):
@@ -326,8 +302,8 @@ def extra_cost(times, name):
 
 def update_share(result, mode, name):
     """Return what an update takes above one of the dynamic cell, as a share of the whole step."""
-    extra = typical_time(result["updates"][mode], name, DYNAMIC)[0] / UPDATE_CALLS[mode]
-    return extra / typical_time(result["times"][mode], DYNAMIC)[0]
+    extra = time_above(result["updates"][mode], name, DYNAMIC)[0] / UPDATE_CALLS[mode]
+    return extra / time_above(result["times"][mode], DYNAMIC)[0]
 
 
 # The detection
@@ -338,10 +314,12 @@ def measure_detection(arguments):
     set_mode("graph")
     elements, counts = (200_000, TENSORS[:1]) if arguments.quick else (ELEMENTS, TENSORS)
     times = {
-        count: take_turns(ways_of_detection(count, elements // count), arguments.copies, arguments.rounds)
+        count: typical_times(
+            take_turns(ways_of_detection(count, elements // count), arguments.copies, arguments.rounds)
+        )
         for count in counts
     }
-    return {**about_the_run(arguments), "elements": elements, "times": times}, detection_lines
+    return {"elements": elements, "times": times}
 
 
 def ways_of_detection(count, size):
@@ -394,31 +372,46 @@ def ways_of_detection(count, size):
     return ways | {NUMPY: lambda: lambda _: [array.max() for array in arrays]}
 
 
-def detection_lines(result):
-    """Yield the lines of the report, as Markdown."""
-    yield f"Overflow detection on {result['elements'] / 1e6:g} million float32 gradients, as a multiple of a plain pass"
-    yield f"over the same bytes ({PLAIN}), each above an empty call; {result['copies']} copies, compiled in random"
-    yield f"order, ± the standard error of their mean; {result['rounds']} rounds:"
-    yield ""
-    rows = []
+def detection_tables(result):
+    rows = [["Tensors", f"`{ALL_FINITE}`", *DETECTIONS.values(), NUMPY]]
     for count, times in result["times"].items():
         ratios = [ratio(times, name, PLAIN, EMPTY) for name in (ALL_FINITE, *DETECTIONS)]
         # NumPy is called without MindSpore.
-        plain, (numpy, error) = typical_time(times, PLAIN, EMPTY)[0], typical_time(times, NUMPY)
+        plain, (numpy, error) = time_above(times, PLAIN, EMPTY)[0], times[NUMPY]
         ratios.append((numpy / plain, error / plain))
         rows.append([str(count), *(with_error(*each, 1) for each in ratios)])
-    yield from table(["Tensors", ALL_FINITE, *DETECTIONS.values(), NUMPY], rows)
+    return {"passes": rows}
+
+
+# The sweep
 
 
 def measure_sweep(arguments):
     """Return the times of replaying configurations by the rule and by the sweep, and how many results differ."""
     # NumPy reads them when it is imported.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
-    from benchmark_sweep import measure, report
+    from benchmark_sweep import measure
 
     if arguments.quick:
         arguments.configurations, arguments.compared_steps, arguments.steps = 20, 400, 800
-    return measure(arguments), report
+    return measure(arguments)
+
+
+def sweep_tables(result):
+    from benchmark_sweep import tables
+
+    return tables(result)
+
+
+TABLES = {"update": update_tables, "step": step_tables, "detection": detection_tables, "sweep": sweep_tables}
+CAPTIONS = {
+    "cells": "An update; ratio: time above the empty call, MindFormers' cell = 1, ± its standard error:",
+    "extra": f"Extra time of a step against {DYNAMIC} cell, in percent, ± its standard error:",
+    "parts": "Where the time of a step goes in graph mode, as a share of the whole step:",
+    "updates": f"An update alone above one of {DYNAMIC} cell, as a share of the whole step:",
+    "passes": f"Overflow detection as a multiple of a plain pass over the same bytes ({PLAIN}), ± its standard error:",
+    "speeds": "The lab's sweep against the rule in plain Python, on one core, ± the standard error:",
+}
 
 
 if __name__ == "__main__":

@@ -6,46 +6,40 @@ states, counts and measures of every configuration. On a long trace the sweep al
 
 import dataclasses
 import math
-import resource
-import time
 
 import numpy as np
-from paired_timing import ratio, take_turns, typical_time, with_error
+from paired_timing import ratio, take_turns, typical_times, with_error
 
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay.configuration import grid
-from mindformers_adaptive.lab.replay.simulate import replay
-from mindformers_adaptive.lab.replay.sweep import sweep
+from mindformers_adaptive.lab.replay.simulate import replay, sweep
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 
-RULE, SWEEP, LONG_SWEEP = "rule in plain Python", "vectorised sweep", "vectorised sweep, long trace"
+RULE, SWEEP, LONG_SWEEP = "the rule in plain Python", "the vectorised sweep", "the vectorised sweep, long trace"
 
 
 def measure(arguments):
     """Return the times, and for how many configurations the sweep and the rule disagree."""
     configurations = make_configurations()[: arguments.configurations]
     trace, long_trace = make_trace(arguments.compared_steps), make_trace(arguments.steps)
-    processor = time.process_time()
-    swept = sweep(configurations, long_trace)
-    processor = time.process_time() - processor
-    # Linux counts in KiB, and the whole process up to here.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     ways = {
         RULE: lambda: lambda _: replay_by_rule(configurations, trace),
         SWEEP: lambda: lambda _: sweep(configurations, trace),
         LONG_SWEEP: lambda: lambda _: sweep(configurations, long_trace),
     }
+    share = skipped_share(configurations, trace)
     return {
         "configurations": len(configurations),
-        "compared_steps": len(trace),
-        "steps": len(long_trace),
         "different_configurations": count_different(ways[SWEEP]()(0), ways[RULE]()(0)),
-        "times": take_turns(ways, arguments.copies, arguments.rounds),
-        "skipped_share": float(swept.column("skipped").mean() / len(long_trace)),
-        "processor_seconds": processor,
-        "peak_gibibytes": peak,
+        "steps": {RULE: len(trace), SWEEP: len(trace), LONG_SWEEP: len(long_trace)},
+        "skipped_share": {RULE: share, SWEEP: share, LONG_SWEEP: skipped_share(configurations, long_trace)},
+        "times": typical_times(take_turns(ways, arguments.copies, arguments.rounds)),
     }
+
+
+def skipped_share(configurations, trace):
+    return float(sweep(configurations, trace).column("skipped").mean() / len(trace))
 
 
 def make_configurations():
@@ -91,20 +85,15 @@ def numbers_of(measures, final_state):
     return np.array([*measures.as_dict().values(), *(final_state[name] for name in sorted(final_state))], float)
 
 
-def report(result):
-    """Yield the lines of the report, as plain text."""
-    times, configurations = result["times"], result["configurations"]
-    steps = {RULE: result["compared_steps"], SWEEP: result["compared_steps"], LONG_SWEEP: result["steps"]}
-    # Thousands of steps a millisecond.
-    speeds = {name: configurations * steps[name] / typical_time(times, name)[0] / 1e3 for name in times}
-    faster = with_error(*ratio(times, RULE, SWEEP), 0)
-    yield f"{configurations} configurations on {steps[RULE]} steps, policy-steps a second on one core:"
-    yield f"  rule in plain Python  {speeds[RULE]:8.2f} million"
-    yield f"  vectorised sweep      {speeds[SWEEP]:8.2f} million, {faster} times as fast"
-    yield f"  configurations whose results differ: {result['different_configurations']}"
-    skipped, seconds = result["skipped_share"], typical_time(times, LONG_SWEEP)[0] / 1e3
-    yield f"{configurations} configurations on {steps[LONG_SWEEP]} steps, of which {skipped:.1%} were skipped:"
-    yield f"  vectorised sweep      {speeds[LONG_SWEEP]:8.2f} million policy-steps a second"
-    yield f"  {seconds:.1f} s by the clock, " + (
-        "{processor_seconds:.1f} s on one core, {peak_gibibytes:.2f} GiB at most".format(**result)
-    )
+def tables(result):
+    """Return the table of a result by its name, as a list of rows with the columns first."""
+    columns = ["replayed by", "steps", "skipped", "million steps a second", "seconds", "times as fast"]
+    rows = [[f"{result['configurations']} configurations {columns[0]}", *columns[1:]]]
+    for name, (milliseconds, _) in result["times"].items():
+        steps = result["steps"][name]
+        # Thousands of steps a millisecond.
+        speed = result["configurations"] * steps / milliseconds / 1e3
+        faster = with_error(*ratio(result["times"], RULE, name), 1) if name == SWEEP else ""
+        taken = [f"{speed:.2f}", f"{milliseconds / 1e3:.2f}", faster]
+        rows.append([name, str(steps), f"{result['skipped_share'][name]:.1%}", *taken])
+    return {"speeds": rows}

@@ -1,107 +1,109 @@
 """Train the demo's model with adaptive and with gradient-guided loss scaling, and print the skipped steps as Markdown.
 
-python scripts/guided_training.py [--steps 400] [--seeds 3] [--records FOLDER] [--picture FILE]
+python scripts/guided_training.py [--steps 400] [--seeds 3] [--json FILE] [--picture FILE]
 """
 
 import argparse
+import math
 import sys
 from collections import defaultdict
-from pathlib import Path
 
-import mindspore
 import numpy as np
 import reporting
-import yaml
-from mindformers.tools.logger import get_logger
-from mindspore import Tensor
-from mindspore import dtype as mstype
-from prepare_corpus import cut_into_samples, read_standard_library
-from worth_tasks import CONFIG, Llama, without_type
-from worth_training import CompiledTraining, weights_of
 
-from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.runs import draw_runs
-from mindformers_adaptive.text.files import atomic_write, json_text
-from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16
 
+RULES = ("guided", "adaptive")
 STARTS = (2**32, 2**10)
 LAST = 20
-
-
-def adaptive_cell(start):
-    return AdaptiveLossScaleUpdateCell(start, 2, scale_window=20, max_scale_window=1000, min_scale_window=20)
-
-
-CELLS = {"guided": GradientGuidedLossScaleUpdateCell, "adaptive": adaptive_cell}
+# What a repetition that ends early is compared by.
+EARLY = slice(10, 20)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=reporting.positive, default=400, help="of each training (default: 400)")
     parser.add_argument("--seeds", type=reporting.positive, default=3, help="of weights and data (default: 3)")
-    parser.add_argument(
-        "--records", type=Path, help="folder for the records; a run whose record is there is not repeated"
-    )
+    reporting.add_json_option(parser)
     parser.add_argument("--picture", help="draw both rules' runs of the first seed from 2^32 to this PNG or SVG file")
     arguments = parser.parse_args()
-    mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
-    # Its lines on models that are built would stand between the table and its reader.
-    get_logger().setLevel("ERROR")
-    runs = trainings(arguments.steps, range(arguments.seeds), arguments.records)
-    print("\n".join(table(runs)))
+    # What MindSpore and MindFormers print does not belong to the table.
+    with reporting.output_to_stderr():
+        runs = trainings(arguments.steps, range(arguments.seeds))
+    result = {
+        "steps": arguments.steps,
+        "seeds": arguments.seeds,
+        "trainings": [
+            {"from": start, "rule": rule, "runs": list(map(summary, runs[rule, start]))}
+            for start in STARTS
+            for rule in RULES
+        ],
+    }
+    [(columns, *rows)] = tables(result).values()
+    print("\n".join(reporting.table(columns, rows)))
+    reporting.write_json(arguments.json, result)
     if arguments.picture:
-        drawn = {name: runs[name, STARTS[0]][0] for name in CELLS}
+        drawn = {rule: runs[rule, STARTS[0]][0] for rule in RULES}
         print(f"Drawn: {save(draw_runs(drawn), arguments.picture)}", file=sys.stderr)
 
 
-def trainings(steps, seeds, records=None):
-    """Train from each start with each cell and seed.
+def trainings(steps, seeds):
+    """Train from each start with each rule and seed.
 
     Args:
         steps (int): of each training.
         seeds (Iterable[int]): of weights and of the order of the samples.
-        records (Path, optional): the folder where each record is written to; a run whose record is there is not made
-            again. Default: None, nowhere.
 
     Returns:
-        dict, by the name of the cell and the start a list of records, one for each seed.
+        dict, by the rule and the start a list of records, one for each seed.
     """
-    sections = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-    config = without_type(sections["model"]["model_config"])
-    samples = cut_into_samples(read_standard_library(), config["seq_length"] + 1)
+    import mindspore
+
+    mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
     runs = defaultdict(list)
-    for name, make_cell in CELLS.items():
-        training = Training(config, sections, make_cell, steps)
+    for rule in RULES:
+        training = Training(rule, steps)
         for start in STARTS:
             for seed in seeds:
-                order = np.random.default_rng(seed).permutation(len(samples))[: steps * config["batch_size"]]
-                batches = samples[order].reshape(steps, config["batch_size"], -1)
-                file = records and records / f"{name}_{start}_{seed}_{steps}.jsonl"
-                if file and file.exists():
-                    record = read_record(file)
-                else:
-                    record = training.run(start, seed, batches)
-                    write_record(file, record)
-                runs[name, start].append(record)
-                print(f"{name} from {start}, seed {seed}: {summary(record)}", file=sys.stderr, flush=True)
+                print(f"{rule} from {start}, seed {seed}", file=sys.stderr, flush=True)
+                runs[rule, start].append(training.run(start, seed))
     return runs
 
 
 class Training:
-    """The demo's training with a model of this size, compiled once and set back before each run."""
+    """The demo's training with a rule, compiled once and set back before each run.
 
-    def __init__(self, config, sections, make_cell, steps):
-        self.task = Llama(steps, config={**sections, "model": {"model_config": config}})
-        self.compiled = CompiledTraining(self.task, self.task.network(mstype.float16, 0), make_cell)
+    Args:
+        rule (str): one of ``RULES``.
+        steps (int): for which the learning rate is planned.
+        config (dict, optional): the sections of the YAML file. Default: None, those of the demo.
+    """
 
-    def run(self, start, seed, batches):
-        """Return the record of a run, as ``LossScaleMonitor`` writes it."""
-        self.compiled.begin(start, weights_of(self.task.network(mstype.float16, seed)))
+    def __init__(self, rule, steps, config=None):
+        from mindspore import dtype as mstype
+        from prepare_corpus import cut_into_samples, read_standard_library
+        from worth_tasks import Llama
+        from worth_training import CompiledTraining
+
+        task = Llama(steps, config=config)
+        self.new_network = lambda seed: task.network(mstype.float16, seed)
+        self.steps, self.batch_size = steps, task.model["batch_size"]
+        self.samples = cut_into_samples(read_standard_library(), task.model["seq_length"] + 1)
+        self.compiled = CompiledTraining(task, self.new_network(0), update_cells()[rule])
+
+    def run(self, start, seed, stop=None):
+        """Return the record of a run, or of its first steps, as ``LossScaleMonitor`` writes it."""
+        from mindspore import Tensor
+        from worth_training import weights_of
+
+        order = np.random.default_rng(seed).permutation(len(self.samples))[: self.steps * self.batch_size]
+        self.compiled.begin(start, weights_of(self.new_network(seed)))
         gradient = getattr(self.compiled.train_step.loss_scaling_manager, "largest_gradient", None)
         scale, record = float(start), []
-        for step, batch in enumerate(batches, start=1):
-            loss, overflow, next_scale = self.compiled.step((Tensor(batch),))
+        for step, places in enumerate(order.reshape(self.steps, -1)[:stop], start=1):
+            loss, overflow, next_scale = self.compiled.step((Tensor(self.samples[places]),))
             record.append(
                 {"step": step, "loss": loss, "overflow": overflow, "loss_scale": scale, "next_loss_scale": next_scale}
                 | {"largest_gradient": None if gradient is None else float(gradient)}
@@ -110,37 +112,50 @@ class Training:
         return record
 
 
-def write_record(file, record):
-    """Write a record to a file, if there is one."""
-    if file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as lines:
-            lines.writelines(json_text(row) + "\n" for row in record)
+def update_cells():
+    """Return by rule what makes its update cell from an initial scale."""
+    from mindformers_adaptive import wrapper
 
-
-def counts(record):
-    """Skipped steps before the first that was applied, those after it, and the mean loss of the last applied steps."""
-    flags = [row["overflow"] for row in record]
-    before = flags.index(False)
-    return before, sum(flags[before:]), float(np.mean([row["loss"] for row in record if not row["overflow"]][-LAST:]))
+    return {
+        "guided": wrapper.GradientGuidedLossScaleUpdateCell,
+        "adaptive": lambda start: wrapper.AdaptiveLossScaleUpdateCell(start, 2, scale_window=20),
+    }
 
 
 def summary(record):
-    before, after, loss = counts(record)
-    return f"{before} skipped before the first applied step, {after} after it, final loss {loss:.3f}"
+    """Return what is kept of a run, so that a test can repeat a part of it.
+
+    These are the steps skipped before the first that was applied, those after it, the mean loss of the last applied
+    steps and that of the ``EARLY`` ones; and by step log2 of the loss scale, with an exclamation mark if it overflowed,
+    or after a slash that of the largest scale that its gradients allow, where they were measured.
+    """
+    flags = [row["overflow"] for row in record]
+    before = flags.index(False)
+    applied = [row["loss"] for row in record if not row["overflow"]]
+    early = [row["loss"] for row in record[EARLY]]
+    after = sum(flags[before:])
+    losses = {"loss": float(np.mean(applied[-LAST:])), "early": float(np.mean(early))}
+    return {"before": before, "after": after, **losses, "scales": " ".join(map(scale_of, record))}
 
 
-def table(runs):
-    """The rows of the Markdown table."""
-    rows = []
-    for start in STARTS:
-        for name in CELLS:
-            before, after, losses = zip(*map(counts, runs[name, start]), strict=True)
-            listed = (", ".join(map(str, numbers)) for numbers in (before, after))
-            each = ", ".join(f"{loss:.3f}" for loss in losses)
-            rows.append([f"2^{start.bit_length() - 1}", name, *listed, each, f"{np.mean(losses):.3f}"])
-    columns = ["from", "rule", "skipped before the first applied step", "skipped after it", "final loss", "mean"]
-    return reporting.table(columns, rows)
+def scale_of(row):
+    exponent = f"{math.log2(row['loss_scale']):g}"
+    if row["overflow"]:
+        return f"{exponent}!"
+    gradient = row["largest_gradient"]
+    return exponent if gradient is None else f"{exponent}/{math.floor(math.log2(LARGEST_FLOAT16 / gradient))}"
+
+
+def tables(result):
+    """Return the table of a result by its name, as a list of rows with the columns first."""
+    rows = [["from", "rule", "skipped before the first applied step", "skipped after it", "final loss", "mean"]]
+    for training in result["trainings"]:
+        before, after, losses = ([run[name] for run in training["runs"]] for name in ("before", "after", "loss"))
+        listed = (", ".join(map(str, numbers)) for numbers in (before, after))
+        each = ", ".join(f"{loss:.3f}" for loss in losses)
+        start = f"2^{training['from'].bit_length() - 1}"
+        rows.append([start, training["rule"], *listed, each, f"{np.mean(losses):.3f}"])
+    return {"trainings": rows}
 
 
 if __name__ == "__main__":

@@ -50,32 +50,44 @@ def take_turns(ways, copies, rounds):
     return times
 
 
-def ratio(times, name, base, above=None):
+def typical_times(times):
+    """Return the time of each way in milliseconds and its standard error, NaN for a single copy, of take_turns() times.
+
+    Examples:
+        >>> typical_times({"one": [[1.0, 2.0], [1.0, 2.0]], "other": [[3.0, 6.0], [3.0, 6.0]]})
+        {'one': (1.5, 0.0), 'other': (4.5, 0.0)}
+    """
+    unit, logarithms = _compared(times)
+    typical = {}
+    for name, of_copies in logarithms.items():
+        value = unit * math.exp(statistics.mean(of_copies))
+        error = statistics.stdev(of_copies) / len(of_copies) ** 0.5 if len(of_copies) > 1 else math.nan
+        typical[name] = (value, value * error)
+    return typical
+
+
+def ratio(typical, name, base, above=None):
     """Return the time of a way as a multiple of another's, and the standard error of that.
 
     Args:
-        times (dict): from :func:`take_turns`.
+        typical (dict): from :func:`typical_times`.
         name, base (str): the two ways.
         above (str, optional): a way whose time is taken off both, such as an empty call. Default: None.
 
     Examples:
-        >>> ratio({"one": [[1.0, 2.0], [1.0, 2.0]], "other": [[3.0, 6.0], [3.0, 6.0]]}, "other", "one")
+        >>> ratio({"one": (1.5, 0.0), "other": (4.5, 0.0)}, "other", "one")
         (3.0, 0.0)
     """
     if name == base:
         return 1.0, 0.0
-    (value, error), (unit, of_unit) = (typical_time(times, way, above) for way in (name, base))
+    (value, error), (unit, of_unit) = (time_above(typical, way, above) for way in (name, base))
     return value / unit, math.hypot(error, value / unit * of_unit) / abs(unit)
 
 
-def typical_time(times, name, above=None):
+def time_above(typical, name, above=None):
     """Return the time of a way in milliseconds, above that of another if one is named, and its standard error."""
-    unit, logarithms = _compared(times)
-    value, of_copies = unit * math.exp(statistics.mean(logarithms[name])), logarithms[name]
-    error = value * statistics.stdev(of_copies) / len(of_copies) ** 0.5 if len(of_copies) > 1 else math.nan
-    if above is None:
-        return value, error
-    taken_off, of_taken_off = typical_time(times, above)
+    value, error = typical[name]
+    taken_off, of_taken_off = typical[above] if above is not None else (0.0, 0.0)
     return value - taken_off, math.hypot(error, of_taken_off)
 
 

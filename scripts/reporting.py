@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -33,10 +34,7 @@ def _file_to_write(text):
 
 def versions():
     """Return the versions of MindSpore and MindFormers by their names."""
-    import mindformers
-    import mindspore
-
-    return {"mindspore": mindspore.__version__, "mindformers": mindformers.__version__}
+    return {name: importlib.metadata.version(name) for name in ("mindspore", "mindformers")}
 
 
 def write_json(file, result):
@@ -57,6 +55,12 @@ def table(columns, rows):
     yield "|" + "---|" * len(columns)
     for row in rows:
         yield "| " + " | ".join(row) + " |"
+
+
+def with_captions(tables, captions):
+    """Yield the lines of several tables, each a list of rows with the columns first, below what its caption says."""
+    for name, (columns, *rows) in tables.items():
+        yield from ["", captions[name], "", *table(columns, rows)]
 
 
 @contextlib.contextmanager

@@ -1,149 +1,185 @@
-"""The results of the trainings of worth_it.py, as Markdown and as a picture.
+"""The results of the trainings of worth_it.py: figures of each run, tables of them, and a picture.
 
-The tables have means over the seeds and their standard deviations. The picture shows the result of a training at each
-fixed loss scale, and the share of gradients that underflow there.
+Differences are paired by the seed, which gives weights and data, and have intervals of 95 % confidence (Student's t).
+The picture shows the result of a training at each fixed loss scale, and the share of gradients that underflow there.
 """
 
-import math
-
 import numpy as np
-import reporting
-from worth_training import FP32, METHODS, REACHED_AT, SETTLED, UNSCALED, fixed
+from scipy import stats
 
 from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, MUTED, SECOND, WARNING, headline, new_figure, style_axes
 
+FP32, UNSCALED = "FP32", "FP16, no scaling"
+WINDOW_20, WINDOW_1000 = (f"MindSpore's dynamic, window {window}" for window in (20, 1000))
+MEGATRON, MINDFORMERS = "Megatron-LM's, window 1000, hysteresis 2", "MindFormers' adaptive"
+ADAPTIVE_HIGH, OURS = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
+GUIDED_HIGH, GUIDED = "ours, guided from 2^32", "ours, guided from the found scale"
+
+# Each method that is compared, and with which other.
+PAIRS = (
+    (UNSCALED, FP32),
+    (OURS, FP32),
+    (GUIDED, FP32),
+    (OURS, "fixed 2^16"),
+    (OURS, WINDOW_20),
+    (OURS, WINDOW_1000),
+    (ADAPTIVE_HIGH, MINDFORMERS),
+    (ADAPTIVE_HIGH, MEGATRON),
+    (GUIDED, OURS),
+    (GUIDED_HIGH, ADAPTIVE_HIGH),
+)
+
+# A run has left its start once it has applied so many steps in a row: the smallest window of the adaptive rules.
+SETTLED = 20
+# FP32's result at this share of its steps is what the others have to reach.
+REACHED_AT = 0.8
+
 EXPONENTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 28, 32, 34, 36, 38, 40, 42, 44)
-OURS = "ours, adaptive from the found scale"
 # At and below it nothing was learned.
 LOWEST = 0.0
 
-COLUMNS = (
-    "way of scaling",
-    "start",
-    "skipped at the start",
-    "skipped later",
-    "headroom lost, bits",
-    "gradients that underflow",
-)
 
+def figures(runs, fp32, task):
+    """Return the figures of the runs of one method, one dict a seed.
 
-def report(result):
-    """The report, as lines of Markdown."""
-    means = f"{result['seeds']} seed{'' if result['seeds'] == 1 else 's'}"
-    yield f"MindSpore {result['mindspore']}, MindFormers {result['mindformers']}, CPU, graph mode; means over {means} ±"
-    yield f"standard deviations. Skipped at the start: before {SETTLED} steps in a row were applied. Headroom lost:"
-    yield "log2(ceiling / loss scale), the ceiling found by bisection on the real backward pass. Underflow: gradients"
-    yield "that are 0, and not at the ceiling. Both are means over applied steps, every 10th, and every 30th of the"
-    yield "Llama. Less FP32's: the difference to FP32 from the same weights and data. The last column: steps until the"
-    yield f"result that FP32 has after {REACHED_AT:.0%} of its steps."
-    for task in result["tasks"]:
-        yield ""
-        yield f"### {task['name']}: {task['about']}, {task['steps']} steps"
-        yield ""
-        yield from table(task)
+    Args:
+        runs (list[dict]): as ``Trainings.run`` returns them, by seed.
+        fp32 (list[dict]): those in FP32.
+        task: a task of ``worth_tasks``.
 
-
-def table(task):
-    """The table of one task, as lines of Markdown."""
-    columns = [*COLUMNS, f"{task['measure']} on data not trained on", "less FP32's", "steps to FP32's result"]
-    rows = ([name, *cells(row, len(task["ways"][name]))] for name, row in summary(task).items())
-    return reporting.table(columns, rows)
-
-
-def cells(row, seeds):
-    starts = sorted({f"2^{np.log2(start):g}" for start in row["start"]}, key=lambda text: float(text[2:]))
-    reached = [step for step in row["reached"] if step is not None]
-    until = spread(reached, 0) if reached else "never"
-    return [
-        "-" if row["headroom_lost"] is None else ", ".join(starts),
-        spread(row["skipped_at_start"], 1),
-        spread(row["skipped_later"], 1),
-        "-" if row["headroom_lost"] is None else spread(row["headroom_lost"], 1),
-        "-" if row["underflow"] is None else spread([100.0 * share for share in row["underflow"]], 2, " %"),
-        spread(row["quality"], 4),
-        spread(row["less_fp32"], 4),
-        until if len(reached) in (0, seeds) else f"{until} ({len(reached)} of {seeds} seeds)",
-    ]
-
-
-def spread(values, digits, unit=""):
-    mean, deviation = np.mean(values), np.std(values)
-    return f"{mean:.{digits}f} ± {deviation:.{digits}f}{unit}"
-
-
-def summary(task):
-    """By way of scaling the figures of the table, each a list with a value a seed; None where there is none."""
-    targets = [target(run, task["look_every"]) for run in task["ways"][FP32]]
-    rows = {}
-    for name, runs in task["ways"].items():
-        starts = [at_the_start(run["skipped"], run["steps"]) for run in runs]
-        rows[name] = {
-            "start": [run["start"] for run in runs],
-            "skipped_at_start": starts,
-            "skipped_later": [len(run["skipped"]) - start for run, start in zip(runs, starts, strict=True)],
-            "headroom_lost": over_looks(runs, lambda look: np.log2(look["ceiling"] / look["loss_scale"])),
-            "underflow": over_looks(runs, lambda look: look["underflow"]),
-            "quality": [run["quality"] for run in runs],
-            "less_fp32": [run["quality"] - one["quality"] for run, one in zip(runs, task["ways"][FP32], strict=True)],
-            "reached": [reached(run, goal, task["higher_is_better"]) for run, goal in zip(runs, targets, strict=True)],
-        }
+    Returns:
+        list[dict]: ``start``, the initial scale; ``skipped_at_start``, ``skipped_later``; ``headroom_lost`` in bits and
+        ``underflow``, means over the applied steps that were looked at, or None; ``quality``; ``reached``, the step at
+        which the run was as good as FP32 after 80 % of its steps, or None.
+    """
+    rows = []
+    for run, reference in zip(runs, fp32, strict=True):
+        at_start = skipped_at_the_start(run["skipped"], run["steps"])
+        rows.append(
+            {
+                "start": run["start"],
+                "skipped_at_start": at_start,
+                "skipped_later": len(run["skipped"]) - at_start,
+                "headroom_lost": over_looks(run, lambda look: np.log2(look["ceiling"] / look["loss_scale"])),
+                "underflow": over_looks(run, lambda look: look["underflow"]),
+                "quality": run["quality"],
+                "reached": reached(run, reference, task.higher_is_better),
+            }
+        )
     return rows
 
 
-def at_the_start(skipped, steps):
+def skipped_at_the_start(skipped, steps):
     """Return how many steps were skipped before ``SETTLED`` in a row were applied."""
-    last = -1
-    for count, step in enumerate([*skipped, steps + SETTLED]):
-        if step - last > SETTLED:
-            return count
-        last = step
-    return len(skipped)
+    gaps = np.diff([-1, *skipped, steps + SETTLED])
+    return int(np.argmax(gaps > SETTLED))
 
 
-def target(run, look_every):
-    """Return the quality of a run of FP32 that the others have to reach."""
-    step = int(REACHED_AT * run["steps"] / look_every) * look_every
-    return next(look["quality"] for look in run["looks"] if look["step"] == step)
-
-
-def reached(run, goal, higher_is_better):
+def reached(run, fp32, higher_is_better):
+    """Return the step at which a run is as good as FP32 after ``REACHED_AT`` of its steps, or None."""
+    goal = [look["quality"] for look in fp32["looks"] if look["step"] <= REACHED_AT * fp32["steps"]][-1]
     good_enough = np.greater_equal if higher_is_better else np.less_equal
     return next((look["step"] for look in run["looks"] if good_enough(look["quality"], goal)), None)
 
 
-def over_looks(runs, figure):
-    """Return the mean over the applied steps that were looked at, for each run; None without any."""
-    means = []
-    for run in runs:
-        seen = [figure(look) for look in run["looks"] if not look["skipped"] and look.get("underflow") is not None]
-        means += [float(np.mean(seen))] if seen else []
-    return means or None
+def over_looks(run, figure):
+    """Return the mean over the applied steps that were looked at; None without any."""
+    seen = [figure(look) for look in run["looks"] if not look["skipped"] and look.get("underflow") is not None]
+    return float(np.mean(seen)) if seen else None
 
 
-def sweep(trainings, seeds, exponents=EXPONENTS, steps=None):
-    """Train at fixed scales, and once in FP32 and once with adaptive scaling from the found scale.
+def tables(result):
+    """Return the tables of a result by their names, each a list of rows with the columns first."""
+    shown = {"who_wins": who_wins(result)}
+    for key, task in result["tasks"].items():
+        shown[key] = task_table(task)
+        shown[f"{key}_pairs"] = pair_table(task)
+    return shown
 
-    Returns:
-        dict: ``exponents``; ``quality``, ``underflow`` and ``skipped``, the shares and results by exponent, means over
-        the seeds; ``fp32`` and ``ours``, the results; ``found``, log2 of the found scales.
-    """
-    methods = {method.name: method for method in METHODS}
 
-    def mean_quality(method):
-        return float(np.mean([trainings.run(method, seed, steps)["quality"] for seed in range(seeds)]))
+def task_table(task):
+    """The figures of each method: means over the seeds."""
+    measure = f"{task['measure']} on data not trained on"
+    columns = ["way of scaling", "start", "skipped at the start", "skipped later", "headroom lost, bits"]
+    rows = [[*columns, "gradients that underflow", measure, "steps to FP32's result"]]
+    for name, runs in task["runs"].items():
+        scaled = runs[0]["headroom_lost"] is not None
+        starts = sorted({run["start"] for run in runs})
+        steps = [run["reached"] for run in runs if run["reached"] is not None]
+        until = f"{np.mean(steps):.0f}" if steps else "never"
+        rows.append(
+            [
+                name,
+                "-" if not scaled else ", ".join(f"2^{np.log2(start):g}" for start in starts),
+                *(mean(runs, key, 1) for key in ("skipped_at_start", "skipped_later", "headroom_lost")),
+                mean(runs, "underflow", 2, 100.0, " %"),
+                mean(runs, "quality", 4),
+                until if len(steps) in (0, len(runs)) else f"{until} ({len(steps)} of {len(runs)} seeds)",
+            ]
+        )
+    return rows
 
-    swept = {"exponents": list(exponents), "quality": [], "underflow": [], "skipped": []}
-    for exponent in exponents:
-        runs = [trainings.run(fixed(2.0**exponent), seed, steps) for seed in range(seeds)]
-        underflow = over_looks(runs, lambda look: look["underflow"])
-        swept["quality"].append(float(np.mean([run["quality"] for run in runs])))
-        swept["underflow"].append(None if underflow is None else float(np.mean(underflow)))
-        swept["skipped"].append(float(np.mean([len(run["skipped"]) / run["steps"] for run in runs])))
-    return {
-        **swept,
-        "found": [math.log2(trainings.find(seed).loss_scale_value) for seed in range(seeds)],
-        **{key: mean_quality(methods[name]) for key, name in (("fp32", FP32), ("unscaled", UNSCALED), ("ours", OURS))},
-    }
+
+def mean(runs, key, digits, factor=1.0, unit=""):
+    values = [run[key] for run in runs if run[key] is not None]
+    return f"{factor * np.mean(values):.{digits}f}{unit}" if values else "-"
+
+
+def pair_table(task):
+    """What one method has more than another: paired differences with their intervals."""
+    rows = [["of", "less that of", task["measure"], "better", "skipped steps", "fewer skipped"]]
+    for first, second in pairs_of(task):
+        quality, skipped = (difference(task, first, second, figure) for figure in (quality_of, skipped_of))
+        better = winner(quality, first, second, task["higher_is_better"])
+        rows.append([first, second, interval(quality, 4), better, interval(skipped, 1), winner(skipped, first, second)])
+    return rows
+
+
+def pairs_of(task):
+    return [pair for pair in PAIRS if set(pair) <= set(task["runs"])]
+
+
+def who_wins(result):
+    """By pair of methods, on which tasks the interval of the results says that one is better."""
+    rows = [["of", "against", "better", "worse", "no difference shown"]]
+    for first, second in PAIRS:
+        found = {first: [], second: [], "-": []}
+        for task in result["tasks"].values():
+            if (first, second) in pairs_of(task):
+                quality = difference(task, first, second, quality_of)
+                found[winner(quality, first, second, task["higher_is_better"])].append(task["name"])
+        rows.append([first, second, *("; ".join(names) or "-" for names in found.values())])
+    return rows
+
+
+def quality_of(run):
+    return run["quality"]
+
+
+def skipped_of(run):
+    return run["skipped_at_start"] + run["skipped_later"]
+
+
+def difference(task, first, second, figure):
+    """Return the mean of the paired differences, and half of the interval's width; nan for one seed."""
+    pairs = zip(task["runs"][first], task["runs"][second], strict=True)
+    values = np.array([figure(one) - figure(other) for one, other in pairs], float)
+    with np.errstate(invalid="ignore"):
+        half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=min(1, len(values) - 1)) / len(values) ** 0.5
+    return float(np.mean(values)), float(half)
+
+
+def interval(found, digits):
+    middle, half = found
+    return f"{middle:+.{digits}f} ± {half:.{digits}f}"
+
+
+def winner(found, first, second, higher_is_better=False):
+    """Return the one that the interval says is better, or ``-``."""
+    middle, half = found
+    if not abs(middle) > half:
+        return "-"
+    return first if (middle > 0) == higher_is_better else second
 
 
 def draw(swept):
@@ -156,9 +192,8 @@ def draw(swept):
     )
     axes = figure.subplots()
     exponents, skipped = np.array(swept["exponents"], float), np.array(swept["skipped"])
-    underflow = np.array([share or 0.0 for share in swept["underflow"]])
     axes.fill_between(
-        exponents, underflow, color=WARNING, alpha=0.25, linewidth=0, label="share of gradients that underflow"
+        exponents, swept["underflow"], color=WARNING, alpha=0.25, linewidth=0, label="share of gradients that underflow"
     )
     axes.fill_between(exponents, skipped, color=CONTEXT, linewidth=0, label="share of steps skipped for an overflow")
     axes.axhline(swept["fp32"], color=MUTED, linestyle="dashed", linewidth=1.2, label="FP32")

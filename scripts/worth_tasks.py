@@ -1,6 +1,8 @@
 """Trainings on which loss scaling is tried: what each learns, in FP16 or FP32, and how its result is measured."""
 
+import copy
 import functools
+import pydoc_data.topics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,15 +11,17 @@ import numpy as np
 import yaml
 from mindformers.core.lr import CosineWithWarmUpLR
 from mindformers.core.optim import AdamW
-from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
+from mindformers.models import build_network
+from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from prepare_corpus import cut_into_samples, read_standard_library
 
-from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+from mindformers_adaptive.wrapper import MFTrainOneStepCell, NoLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "tiny_llama_cpu_fp16.yaml"
 HELD_OUT_BATCHES = 8
+LORA = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ".*w[qkvo]"}
 
 POINTS, HELD_OUT_POINTS = 1024, 1024
 WIDTH = 24
@@ -180,6 +184,79 @@ SMALL_TASKS = (
 )
 
 
+class ConvolutionsWithLoss(nn.Cell):
+    """Two convolutions with batch normalisation and a dense layer; returns the cross entropy of ten classes.
+
+    Args:
+        dtype (mindspore.dtype): what convolutions and dense layer compute in; the rest is float32.
+
+    Inputs:
+        - **images** (Tensor) - float32 of shape (images, 1, 8, 8).
+        - **labels** (Tensor) - int32 of shape (images,).
+    """
+
+    def __init__(self, dtype):
+        super().__init__()
+        layers = []
+        for inputs, outputs in ((1, 16), (16, 32)):
+            layers += [nn.Conv2d(inputs, outputs, 3, pad_mode="same").to_float(dtype), nn.BatchNorm2d(outputs)]
+            layers += [nn.ReLU(), nn.MaxPool2d(2, 2)]
+        self.layers = nn.SequentialCell(*layers, nn.Flatten(), nn.Dense(32 * 2 * 2, 10).to_float(dtype))
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, images, labels):
+        return self.loss(ops.cast(self.layers(images), mstype.float32), labels)
+
+
+class Digits:
+    """Handwritten digits, 1797 images of 8 times 8 pixels, that scikit-learn brings; a third of them is held out."""
+
+    name = "handwritten digits"
+    about = "two convolutions with batch normalisation"
+    measure = "loss"
+    higher_is_better = False
+    look_every = 20
+    steps = 100
+    batch_size = 32
+    learning_rate = 1e-3
+
+    def network(self, dtype, seed):
+        """Return the network with its loss and the weights of this seed."""
+        mindspore.set_seed(seed)
+        return ConvolutionsWithLoss(dtype).set_train()
+
+    def train_step(self, network, update_cell):
+        """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
+        optimizer = nn.Adam(network.trainable_params(), self.learning_rate)
+        return TrainOneStepWithLossScaleCell(network, optimizer, update_cell).set_train()
+
+    def data(self, seed):
+        """Return the Data of this seed; what is held out is the same for all seeds."""
+        images, labels = digits()
+        held_out = len(images) // 3
+        order = np.random.default_rng(seed).permutation(len(images) - held_out) + held_out
+
+        def batch(step):
+            rows = np.take(order, range(step * self.batch_size, (step + 1) * self.batch_size), mode="wrap")
+            return Tensor(images[rows]), Tensor(labels[rows])
+
+        return Data(batch, [(Tensor(images[:held_out]), Tensor(labels[:held_out]))])
+
+    def quality(self, network, data):
+        """Return the mean loss on the images that were not trained on, normalised by their own batch."""
+        return float(network(*data.held_out[0]))
+
+
+@functools.cache
+def digits():
+    """The images, float32 of shape (images, 1, 8, 8) from 0 to 1, and the labels, int32; mixed once."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    return (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)[order], labels.astype(np.int32)[order]
+
+
 class Llama:
     """The demo's training, with samples drawn anew for each seed.
 
@@ -195,8 +272,8 @@ class Llama:
     look_every = 30
 
     def __init__(self, steps, seq_length=None, config=None):
-        self.config = config or yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-        self.model = without_type(self.config["model"]["model_config"])
+        self.config = copy.deepcopy(config) or yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+        self.model = self.config["model"]["model_config"]
         self.steps = steps
         if seq_length is not None:
             self.model["seq_length"] = seq_length
@@ -205,8 +282,8 @@ class Llama:
     def network(self, dtype, seed):
         """Return the model with its loss and the weights of this seed."""
         mindspore.set_seed(seed)
-        compute_dtype = "float16" if dtype == mstype.float16 else "float32"
-        return LlamaForCausalLM(LlamaConfig(**{**self.model, "compute_dtype": compute_dtype})).set_train()
+        self.model["compute_dtype"] = "float16" if dtype == mstype.float16 else "float32"
+        return build_network(MindFormerConfig(**copy.deepcopy(self.config["model"]))).set_train()
 
     def train_step(self, network, update_cell):
         """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
@@ -220,7 +297,7 @@ class Llama:
 
     def data(self, seed):
         """Return the Data of this seed; the last part of the text is held out, the same for all seeds."""
-        samples, size = text(self.model["seq_length"] + 1), self.model["batch_size"]
+        samples, size = self.text(self.model["seq_length"] + 1), self.model["batch_size"]
         held_out = samples[-HELD_OUT_BATCHES * size :]
         held_out = [(Tensor(rows),) for rows in np.split(held_out, HELD_OUT_BATCHES)]
         order = np.random.default_rng(seed).permutation(len(samples) - HELD_OUT_BATCHES * size)
@@ -234,13 +311,57 @@ class Llama:
         """Return the mean loss on text that was not trained on."""
         return float(np.mean([float(network(*inputs)) for inputs in data.held_out]))
 
+    @staticmethod
+    def text(length):
+        """Samples of so many bytes of the standard library, int32."""
+        return mixed(cut_into_samples(read_standard_library(), length))
+
+
+class Lora(Llama):
+    """The demo's model, trained in FP32 first, and then LoRA on the help texts of Python's language reference.
+
+    Args:
+        steps (int): of each of the two trainings.
+        seq_length (int, optional): as for :class:`Llama`.
+    """
+
+    name = "LoRA of the demo's Llama"
+
+    def __init__(self, steps, seq_length=None):
+        super().__init__(steps, seq_length)
+        self.base = Llama(steps, seq_length)
+        self.model["pet_config"] = dict(LORA)
+        self.about = f"trained before in FP32; help texts of Python, {self.model['seq_length']} bytes a sample"
+
+    def network(self, dtype, seed):
+        """Return the model with the weights that were trained before, and adapters of this seed."""
+        network = super().network(dtype, seed)
+        trained = self._trained
+        for weight in network.get_parameters():
+            if not weight.requires_grad:
+                weight.set_data(Tensor(trained[weight.name]))
+        return network
+
+    @functools.cached_property
+    def _trained(self):
+        """The weights of the model after its first training, arrays by name."""
+        network, data = self.base.network(mstype.float32, 0), self.base.data(0)
+        train_step = self.base.train_step(network, NoLossScaleUpdateCell())
+        for step in range(self.steps):
+            train_step(*data.batch(step))
+        return {weight.name: weight.asnumpy().copy() for weight in network.get_parameters()}
+
+    @staticmethod
+    def text(length):
+        """Samples of so many bytes of the help texts, int32."""
+        texts = "\n".join(pydoc_data.topics.topics.values()).encode()
+        return mixed(cut_into_samples(np.frombuffer(texts, np.uint8), length))
+
 
 def without_type(section):
     return {key: value for key, value in section.items() if key != "type"}
 
 
-@functools.cache
-def text(length):
-    """Samples of so many bytes, int32, mixed once, so that what is held out is of all modules."""
-    samples = cut_into_samples(read_standard_library(), length)
+def mixed(samples):
+    """Samples in an order that is always the same, so that what is held out is of all texts."""
     return samples[np.random.default_rng(0).permutation(len(samples))]

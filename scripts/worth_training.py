@@ -9,6 +9,7 @@ import numpy as np
 from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
+from worth_report import ADAPTIVE_HIGH, FP32, GUIDED, GUIDED_HIGH, MEGATRON, MINDFORMERS, OURS, UNSCALED
 
 from mindformers_adaptive.gradients.backward import backward_pass
 from mindformers_adaptive.gradients.ranges import find_loss_scale
@@ -18,15 +19,10 @@ from mindformers_adaptive.wrapper import (
     NoLossScaleUpdateCell,
 )
 
-FP32, UNSCALED = "FP32", "FP16, no scaling"
 # In place of a number: the scale that find_loss_scale() recommends for the seed.
 FOUND = "found"
 LARGEST_START = 2.0**32
 FIND_BATCHES = 2
-# A run has left its start once it has applied so many steps in a row: the smallest window of the adaptive rules.
-SETTLED = 20
-# FP32's result at this share of its steps is what the others have to reach.
-REACHED_AT = 0.8
 HIGHEST_EXPONENT = 60
 
 
@@ -78,12 +74,12 @@ METHODS = (
     dynamic(20),
     dynamic(100),
     dynamic(1000),
-    Method("Megatron-LM's, window 1000, hysteresis 2", megatron, LARGEST_START),
-    Method("MindFormers' adaptive", lambda s: MindFormersUpdateCell(s, 2, 20), LARGEST_START),
-    Method("ours, adaptive from 2^32", adaptive, LARGEST_START, graph="adaptive"),
-    Method("ours, adaptive from the found scale", adaptive, FOUND, graph="adaptive"),
-    Method("ours, guided from 2^32", GradientGuidedLossScaleUpdateCell, LARGEST_START, graph="guided"),
-    Method("ours, guided from the found scale", GradientGuidedLossScaleUpdateCell, FOUND, graph="guided"),
+    Method(MEGATRON, megatron, LARGEST_START),
+    Method(MINDFORMERS, lambda s: MindFormersUpdateCell(s, 2, 20), LARGEST_START),
+    Method(ADAPTIVE_HIGH, adaptive, LARGEST_START, graph="adaptive"),
+    Method(OURS, adaptive, FOUND, graph="adaptive"),
+    Method(GUIDED_HIGH, GradientGuidedLossScaleUpdateCell, LARGEST_START, graph="guided"),
+    Method(GUIDED, GradientGuidedLossScaleUpdateCell, FOUND, graph="guided"),
 )
 
 

@@ -160,9 +160,25 @@ def mindformers_log(caplog):
     """What is logged, by MindFormers too, whose logger does not propagate."""
     from mindformers.tools.logger import get_logger
 
+    caplog.set_level("INFO")
     get_logger().addHandler(caplog.handler)
     yield caplog
     get_logger().removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def run_program(capsys):
+    """Return a function that runs the program in this process, and returns its exit code, output and error output."""
+    from mindformers_adaptive.cli.program import main
+
+    def run(*arguments):
+        try:
+            code = main(list(map(str, arguments)))
+        except SystemExit as stopped:
+            code = stopped.code
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import venv
 import zipfile
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, with_exit_code
 
 import mindformers_adaptive
 
@@ -102,8 +102,7 @@ def run_bare(bare, tmp_path):
         finished = subprocess.run(
             command, cwd=tmp_path, env={"PATH": str(bare), "HOME": str(tmp_path)}, capture_output=True, text=True
         )
-        assert finished.returncode == expect_exit, finished.stdout + finished.stderr
-        return finished
+        return with_exit_code(expect_exit, finished)
 
     return run
 

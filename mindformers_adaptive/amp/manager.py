@@ -48,13 +48,12 @@ class RuleLossScaleManager(amp.LossScaleManager):
     def __init__(self, rule, init_loss_scale=2**24, *, track_per_parameter=False, **arguments):
         rule = make_rule(rule, **arguments)
         options = {"track_per_parameter": track_per_parameter} if rule.signals else {}
-        self._follow(rule, rule.start(init_loss_scale, argument="init_loss_scale"), options)
+        self._follow(rule, rule.start(init_loss_scale, argument="init_loss_scale"), **options)
 
-    def _follow(self, rule, start, options=None):
-        self.rule = rule
-        self._options = options or {}
+    def _follow(self, rule, start, **options):
+        self.rule, self._options = rule, options
         # What follows the steps on the host, and the cell that was given away last.
-        self._own_cell = self.cell_class._for_rule(rule, start, **self._options)
+        self._own_cell = self.cell_class._for_rule(rule, start, **options)
         self.update_cell = None
 
     @property
@@ -113,28 +112,25 @@ class RuleLossScaleManager(amp.LossScaleManager):
             ValueError: if MindSpore's own function asks for it, to put it into a train-step cell that cannot use it.
         """
         # MindSpore's own function asks for the cell, and on CPU refuses it with a message that has no remedy.
-        if sys._getframe(1).f_globals.get("__name__") == "mindspore.train.amp":
-            self._refuse_stock_train_step()
-        present = self._present_cell
-        cell = self.cell_class._for_rule(self.rule, present.rule_state(), **self._options)
-        if present.state()["cur_iter"] > 1:
-            cell.load_state_dict(present.state_dict())
-        self.update_cell = cell
-        return cell
-
-    def _refuse_stock_train_step(self):
-        if self.rule.signals:
+        is_stock = sys._getframe(1).f_globals.get("__name__") == "mindspore.train.amp"
+        if is_stock and self.rule.signals:
             raise ValueError(
                 f"'loss_scale_manager' {type(self).__name__} needs a train-step cell that measures the largest "
                 "gradient, but MindSpore is building one of its own. Call "
                 "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made, on every device, and use "
                 "neither boost_level nor pipeline stages nor gradient accumulation with this manager."
             )
-        if context.get_context("device_target") == "CPU":
+        if is_stock and context.get_context("device_target") == "CPU":
             raise ValueError(
                 f"'loss_scale_manager' must be None on CPU, as MindSpore is, but got {type(self).__name__}. Call "
                 "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made."
             )
+        present = self._present_cell
+        cell = self.cell_class._for_rule(self.rule, present.rule_state(), **self._options)
+        if present.state()["cur_iter"] > 1:
+            cell.load_state_dict(present.state_dict())
+        self.update_cell = cell
+        return cell
 
     def state_dict(self):
         """Return the state as numbers, as ``state_dict()`` of the update cell does."""
@@ -227,5 +223,4 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
 
     def __init__(self, init_loss_scale=2**24, scale_factor=2, *, track_per_parameter=False, **arguments):
         rule = GuidedRule(scale_factor=scale_factor, **arguments)
-        options = {"track_per_parameter": track_per_parameter}
-        self._follow(rule, rule.start(init_loss_scale, argument="init_loss_scale"), options)
+        super().__init__(rule, init_loss_scale, track_per_parameter=track_per_parameter)

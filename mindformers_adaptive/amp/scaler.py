@@ -1,6 +1,6 @@
 """Loss scalers for functional training: one for any rule, and one for each rule of this package."""
 
-from mindspore import Parameter, Tensor, amp, jit, nn, ops
+from mindspore import Parameter, Tensor, amp, jit, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
@@ -74,8 +74,16 @@ class RuleLossScaler(amp.LossScaler):
         self._measure_and_update = None
         if rule.signals:
             self.update_cell.declare_signal(())
+            measure, update_cell = LargestGradient(self.update_cell), self.update_cell
+
             # Compiled, because launched one by one its small operations can take longer than a whole training step.
-            self._measure_and_update = jit(_MeasureAndUpdate(self.update_cell).construct)
+            # MindSpore would take a tuple of gradients for a constant, and compile again for each one.
+            @jit
+            def measure_and_update(loss_scale, overflow, *gradients):
+                measure(gradients)
+                return update_cell(loss_scale, overflow)
+
+            self._measure_and_update = measure_and_update
 
     def scale(self, inputs):
         """Multiply a loss, or gradients, by the loss scale.
@@ -234,25 +242,10 @@ class GradientGuidedLossScaler(RuleLossScaler):
         ...     return loss, grads_finite
         >>> loss, grads_finite = train_step(Tensor(np.full((4, 3), np.inf, np.float32)), ops.zeros((4, 2)))
         >>> bool(grads_finite), scaler.state()["loss_scale"]
-        (False, 256.0)
+        (False, 64.0)
     """
 
     cell_class = GradientGuidedLossScaleUpdateCell
 
     def __init__(self, scale_value, scale_factor=2, **arguments):
-        rule = GuidedRule(scale_factor=scale_factor, **arguments)
-        self._follow(rule, rule.start(scale_value, argument="scale_value"))
-
-
-class _MeasureAndUpdate(nn.Cell):
-    """Measures the gradients of a step, then steps the update cell."""
-
-    def __init__(self, update_cell):
-        super().__init__(auto_prefix=False)
-        self.update_cell = update_cell
-        self.measure = LargestGradient(update_cell)
-
-    # MindSpore would take a tuple of gradients for a constant, and compile again for each one.
-    def construct(self, loss_scale, overflow, *gradients):
-        self.measure(gradients)
-        return self.update_cell(loss_scale, overflow)
+        super().__init__(GuidedRule(scale_factor=scale_factor, **arguments), scale_value)

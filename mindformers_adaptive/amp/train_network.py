@@ -63,11 +63,14 @@ def build_train_network(network, optimizer, loss_fn=None, level="O0", boost_leve
     update_cell = get_update_cell()
     if isinstance(manager, amp.LossScaleManager):
         _check_division(optimizer, manager.get_loss_scale(), update_cell)
-    if update_cell is None:
-        return _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
-    stock_only = _what_needs_a_stock_cell(network, boost_level)
-    if stock_only:
-        _refuse_on_cpu(stock_only)
+    stock_only = None if update_cell is None else _what_needs_a_stock_cell(network, boost_level)
+    if stock_only and context.get_context("device_target") == "CPU":
+        raise ValueError(
+            f"'loss_scale_manager' must be None or FixedLossScaleManager(drop_overflow_update=False) together with "
+            f"{stock_only} on CPU, where MindSpore's train-step cell for it does not run. Leave one of the two out, or "
+            "put TrainOneStepWithLossScaleCell around the network yourself."
+        )
+    if update_cell is None or stock_only:
         return _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
     # The stock function puts mixed precision and loss function around the network, and a train-step cell around both,
     # of which the network is taken.
@@ -127,15 +130,6 @@ def _what_needs_a_stock_cell(network, boost_level):
     if any(cell.cls_name in _GRADIENT_ACCUMULATION for _, cell in network.cells_and_names()):
         return "gradient accumulation"
     return None
-
-
-def _refuse_on_cpu(feature):
-    if context.get_context("device_target") == "CPU":
-        raise ValueError(
-            f"'loss_scale_manager' must be None or FixedLossScaleManager(drop_overflow_update=False) together with "
-            f"{feature} on CPU, where MindSpore's train-step cell for it does not run. Leave one of the two out, or "
-            "put TrainOneStepWithLossScaleCell around the network yourself."
-        )
 
 
 def _check_division(optimizer, loss_scale, update_cell):

@@ -5,7 +5,6 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell, read_restored_scale
 from mindformers_adaptive.rules.adaptive import EVENTS, HIDDEN_INDEX, AdaptiveRule, transition_tables
-from mindformers_adaptive.rules.base import STEP_LIMIT
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 
 __all__ = ["AdaptiveLossScaleUpdateCell"]
@@ -115,22 +114,11 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
         places = len(rule.ladder) - HIDDEN_INDEX
         first_rows = [Tensor([n * places - HIDDEN_INDEX, 0, 0], mstype.int32) for n in range(len(EVENTS))]
         self.wait_row, self.raise_row, self.drop_row, self.tolerate_row = first_rows
-        # As Tensors, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
         self.one = Tensor(1, mstype.int32)
-        self.step_limit = Tensor(STEP_LIMIT, mstype.int32)
-        self.stack = ops.Stack()
-        self.unstack = ops.Unstack()
-        self.gather_nd = ops.GatherNd()
-        self.assign = ops.Assign()
-        self.assign_add = ops.AssignAdd()
-        self.cast = ops.Cast()
 
     @classmethod
     def _for_rule(cls, rule, state, **options):
         return cls(state.loss_scale, scale_window=rule.ladder[max(state.window_index, 0)], **rule.arguments, **options)
-
-    def construct(self, loss_scale, overflow):
-        return self._compiled_update(loss_scale, overflow)
 
     # One graph in PyNative mode too, as MindSpore's optimizers are. Not construct itself: in its place MindSpore would
     # compile the construct of a subclass that calls it.
@@ -138,20 +126,22 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
     def _compiled_update(self, loss_scale, overflow):
         since_event = self.cur_iter - self.last_overflow_iter
         window_is_full = self.less_equal(self.scale_window, since_event)
-        first_row = self.select(
-            overflow, self._overflow_row(), self.select(window_is_full, self.raise_row, self.wait_row)
-        )
+        overflow_row = self.drop_row
         if self.tolerates_overflows:
-            self._spend_or_refill_budget(overflow, window_is_full)
-
-        row = self.stack((self.window_index, self.growth_num, self.down_num)) + first_row
-        scaled = loss_scale * self.gather_nd(self.multipliers, row)
+            is_spent = self.less_equal(self.hysteresis_budget, self.one)
+            overflow_row = self.select(is_spent, self.drop_row, self.tolerate_row)
+            spent = self.max(self.hysteresis_budget - self.one, self.zero)
+            refilled = self.select(window_is_full, self.full_budget, self.hysteresis_budget)
+            ops.assign(self.hysteresis_budget, self.select(overflow, spent, refilled))
+        first_row = self.select(overflow, overflow_row, self.select(window_is_full, self.raise_row, self.wait_row))
+        row = ops.stack((self.window_index, self.growth_num, self.down_num)) + first_row
+        scaled = loss_scale * ops.gather_nd(self.multipliers, row)
         within_cap = self.less_equal(scaled, self.maximum_loss_scale)
         next_loss_scale = self.select(within_cap, self.max(scaled, self.minimum_loss_scale), loss_scale)
-        after = self.unstack(self.gather_nd(self.transitions, row))
+        after = ops.unstack(ops.gather_nd(self.transitions, row))
         scale_window, window_index, growth_num, down_num, overflowed, is_event = after
         # At the limit the steps are no longer counted, and the last event moves back instead.
-        stuck = self.cast(self.less_equal(self.step_limit, self.cur_iter), mstype.int32)
+        stuck = ops.cast(self.less_equal(self.step_limit, self.cur_iter), mstype.int32)
         counted = self.one - stuck
         consecutive_overflows = (self.consecutive_overflows + counted) * overflowed
         if self.keeps_history:
@@ -159,24 +149,14 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
             counts = overflowed, scale_window, window_index, growth_num, down_num
             counts = (*counts, self.skipped_steps + overflowed * counted, consecutive_overflows)
             self.history(loss_scale, next_loss_scale, self.cur_iter, counts)
-        self.assign(loss_scale, next_loss_scale)
-        self.assign(self.scale_window, scale_window)
-        self.assign(self.window_index, window_index)
-        self.assign(self.growth_num, growth_num)
-        self.assign(self.down_num, down_num)
+        ops.assign(loss_scale, next_loss_scale)
+        ops.assign(self.scale_window, scale_window)
+        ops.assign(self.window_index, window_index)
+        ops.assign(self.growth_num, growth_num)
+        ops.assign(self.down_num, down_num)
 
-        self.assign_add(self.last_overflow_iter, since_event * is_event - stuck)
-        self.assign_add(self.cur_iter, counted)
-        self.assign_add(self.skipped_steps, overflowed * counted)
-        self.assign(self.consecutive_overflows, consecutive_overflows)
+        ops.assign_add(self.last_overflow_iter, since_event * is_event - stuck)
+        ops.assign_add(self.cur_iter, counted)
+        ops.assign_add(self.skipped_steps, overflowed * counted)
+        ops.assign(self.consecutive_overflows, consecutive_overflows)
         return overflow
-
-    def _overflow_row(self):
-        if not self.tolerates_overflows:
-            return self.drop_row
-        return self.select(self.less_equal(self.hysteresis_budget, self.one), self.drop_row, self.tolerate_row)
-
-    def _spend_or_refill_budget(self, overflow, window_is_full):
-        spent = self.max(self.hysteresis_budget - self.one, self.zero)
-        refilled = self.select(window_is_full, self.full_budget, self.hysteresis_budget)
-        self.assign(self.hysteresis_budget, self.select(overflow, spent, refilled))

@@ -6,26 +6,15 @@ from mindspore.communication import get_group_size
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
 
-__all__ = ["ClipAfter", "LargestGradient", "has_inf_or_nan"]
+__all__ = ["LargestGradient", "has_inf_or_nan"]
 
-_magnitude = ops.MultitypeFuncGraph("magnitude")
-_largest = ops.MultitypeFuncGraph("largest")
-_sum = ops.MultitypeFuncGraph("sum")
+_hyper_map = ops.HyperMap()
+_reduce_max = ops.ReduceMax()
+_reduce_sum = ops.ReduceSum()
 
 
-@_magnitude.register("Tensor")
 def _magnitudes_of(gradient):
-    return ops.Abs()(ops.cast(gradient, mstype.float32))
-
-
-@_largest.register("Tensor")
-def _largest_of(magnitudes):
-    return ops.ReduceMax()(magnitudes)
-
-
-@_sum.register("Tensor")
-def _sum_of(magnitudes):
-    return ops.ReduceSum()(magnitudes)
+    return ops.abs(ops.cast(gradient, mstype.float32))
 
 
 class LargestGradient(nn.Cell):
@@ -49,21 +38,11 @@ class LargestGradient(nn.Cell):
         super().__init__(auto_prefix=False)
         # Not through nn.Cell: the update cell is a child of the train-step cell.
         object.__setattr__(self, "largest_gradient", update_cell.largest_gradient)
+        object.__setattr__(self, "each_largest", update_cell.each_largest)
         self.keeps_each = update_cell.each_largest is not None
-        if self.keeps_each:
-            object.__setattr__(self, "each_largest", update_cell.each_largest)
         self.is_divided = is_divided
         self.is_distributed = is_distributed
         self.on_cpu = context.get_context("device_target") == "CPU"
-        self.hyper_map = ops.HyperMap()
-        self.stack = ops.Stack()
-        self.reduce_max = ops.ReduceMax()
-        self.less_equal = ops.LessEqual()
-        self.logic_and = ops.LogicalAnd()
-        self.logic_not = ops.LogicalNot()
-        self.select = ops.Select()
-        self.assign = ops.Assign()
-        self.reshape = ops.Reshape()
         self.largest_float32 = Tensor(LARGEST_FLOAT32, mstype.float32)
         self.infinite = Tensor(float("inf"), mstype.float32)
         if is_distributed:
@@ -72,72 +51,37 @@ class LargestGradient(nn.Cell):
             self.processes = get_group_size()
 
     def construct(self, gradients):
-        magnitudes = self.hyper_map(_magnitude, gradients)
-        each = self.stack(self.hyper_map(_largest, magnitudes))
+        magnitudes = _hyper_map(_magnitudes_of, gradients)
+        each = ops.stack(_hyper_map(_reduce_max, magnitudes))
         # ReduceMax on CPU drops a NaN that is not the first element; a sum of magnitudes is NaN for no other reason.
-        sums = self.stack(self.hyper_map(_sum, magnitudes))
-        without_nan = self.less_equal(sums, self.infinite)
+        sums = ops.stack(_hyper_map(_reduce_sum, magnitudes))
+        without_nan = ops.less_equal(sums, self.infinite)
         if self.is_divided:
             each = each * self.largest_gradient
         # NaN becomes inf, which no maximum drops.
-        is_finite = self.logic_and(self.less_equal(each, self.largest_float32), without_nan)
-        each = self.select(is_finite, each, self._full_like(each))
+        is_finite = ops.logical_and(ops.less_equal(each, self.largest_float32), without_nan)
+        each = ops.select(is_finite, each, ops.broadcast_to(self.infinite, each.shape))
         if not self.keeps_each:
-            each = self.reshape(self.reduce_max(each), (1,))
+            each = ops.reshape(_reduce_max(each), (1,))
         if self.is_distributed:
             each = self.collect(each)
             if self.on_cpu:
-                each = self.reduce_max(self.reshape(each, (self.processes, -1)), 0)
+                each = _reduce_max(ops.reshape(each, (self.processes, -1)), 0)
         if self.keeps_each:
-            self.assign(self.each_largest, each)
-        largest = self.reduce_max(each)
-        self.assign(self.largest_gradient, largest)
-        return self.logic_not(self.less_equal(largest, self.largest_float32))
+            ops.assign(self.each_largest, each)
+        largest = _reduce_max(each)
+        ops.assign(self.largest_gradient, largest)
+        return ops.logical_not(ops.less_equal(largest, self.largest_float32))
 
     def keep_divisor(self, divisor):
         """Remember what the gradients of this step are divided by, a Tensor of one element."""
         # Until they are measured. A Parameter of no cell is not written by a graph from MindSpore's compile cache.
-        self.assign(self.largest_gradient, self.reshape(ops.cast(divisor, mstype.float32), ()))
-
-    def _full_like(self, each):
-        return ops.broadcast_to(self.infinite, each.shape)
+        ops.assign(self.largest_gradient, ops.reshape(ops.cast(divisor, mstype.float32), ()))
 
 
-class ClipAfter(nn.Cell):
-    """Clips the gradients as another cell does, after it has measured them.
-
-    Args:
-        measure (LargestGradient): measures them.
-        clip (Cell): clips them.
-
-    Inputs:
-        - **gradients** (tuple[Tensor]) - unscaled.
-
-    Outputs:
-        what ``clip`` returns.
-    """
-
-    def __init__(self, measure, clip):
-        super().__init__(auto_prefix=False)
-        self.measure = measure
-        self.clip = clip
-
-    def construct(self, gradients):
-        self.measure(gradients)
-        return self.clip(gradients)
-
-
-_no_difference = ops.MultitypeFuncGraph("no_difference")
-_hyper_map = ops.HyperMap()
-_subtract = ops.Sub()
-_reduce_sum = ops.ReduceSum()
-_stack = ops.Stack()
-
-
-@_no_difference.register("Tensor")
 def _sum_of_differences(gradient):
     # An inf or a NaN minus itself is NaN, all else 0. A sum keeps a NaN; ReduceMax on CPU drops one that is not first.
-    return ops.cast(_reduce_sum(_subtract(gradient, gradient)), mstype.float32)
+    return ops.cast(_reduce_sum(ops.sub(gradient, gradient)), mstype.float32)
 
 
 def has_inf_or_nan(gradients):
@@ -158,5 +102,5 @@ def has_inf_or_nan(gradients):
         >>> bool(has_inf_or_nan((Tensor([1.0, 2.0]), Tensor([[1.0, float("nan")]]))))
         True
     """
-    differences = _stack(_hyper_map(_no_difference, gradients))
+    differences = ops.stack(_hyper_map(_sum_of_differences, gradients))
     return ops.logical_not(ops.less_equal(_reduce_sum(differences), 0.0))

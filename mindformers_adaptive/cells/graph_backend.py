@@ -1,6 +1,7 @@
 """The functions that the text of a rule is made of, for MindSpore, and the form of a text that is compiled with them.
 
-Each has the name and the meaning of that in :mod:`mindformers_adaptive.rules.backend`.
+Each has the name and the meaning of that in :mod:`mindformers_adaptive.rules.backend`; those that are not defined here
+are MindSpore's own.
 """
 
 import sys
@@ -16,37 +17,28 @@ from mindformers_adaptive.rules.text_rule import as_array
 
 __all__ = ["count", "float32", "graph_form", "int32", "to_tensor"]
 
-_cast = ops.Cast()
 _sum = ops.ReduceSum()
 
-absolute = ops.Abs()
+# Those that mindspore.ops has by another name, or something else by this name.
+absolute = ops.abs
 argmin = ops.Argmin(axis=0, output_type=mstype.int32)
-ceil = ops.Ceil()
-floor = ops.Floor()
-logical_and = ops.LogicalAnd()
-logical_not = ops.LogicalNot()
-logical_or = ops.LogicalOr()
-maximum = ops.Maximum()
-minimum = ops.Minimum()
-stack = ops.Stack()
-unstack = ops.Unstack()
-where = ops.Select()
+where = ops.select
 
 
 def int32(x):
     """Return numbers or flags as int32."""
-    return _cast(x, mstype.int32)
+    return ops.cast(x, mstype.int32)
 
 
 def float32(x):
     """Return numbers or flags as float32."""
-    return _cast(x, mstype.float32)
+    return ops.cast(x, mstype.float32)
 
 
 def count(flags):
     """Return how many flags of a vector are true, int32."""
     # In float32, exact up to 2**24 flags, because Ascend sums float32.
-    return _cast(_sum(_cast(flags, mstype.float32)), mstype.int32)
+    return ops.cast(_sum(ops.cast(flags, mstype.float32)), mstype.int32)
 
 
 def graph_form(text):
@@ -68,7 +60,7 @@ def graph_form(text):
             if isinstance(value, int | float | np.ndarray):
                 names[used] = to_tensor(value)
             elif value is not None and value is getattr(backend, getattr(value, "__name__", ""), None):
-                names[used] = globals()[value.__name__]
+                names[used] = globals().get(value.__name__) or getattr(ops, value.__name__)
         form = types.FunctionType(original.__code__, names, original.__name__)
         form.__module__ = name
         names[original.__name__] = form

@@ -8,11 +8,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.rules.checks import require_integer
-
-__all__ = ["ScaleHistory", "refuse_kept_graphs", "require_history_size"]
-
-_SCALES = ("loss_scale", "next_loss_scale")
+__all__ = ["ScaleHistory", "refuse_kept_graphs"]
 
 # In a graph, Parameters that belong to no cell need distinct names.
 _numbers = itertools.count()
@@ -43,25 +39,20 @@ class ScaleHistory(nn.Cell):
     def __init__(self, size, counts, measures=()):
         super().__init__(auto_prefix=False)
         self.size = size
-        self.names_of_counts, self.names_of_floats = ("step", *counts), (*_SCALES, *measures)
+        self.names_of_counts, self.names_of_floats = ("step", *counts), ("loss_scale", "next_loss_scale", *measures)
         self.number = next(_numbers)
         self._own("scales", np.zeros((size, len(self.names_of_floats)), np.float32))
         self._own("counts", np.zeros((size, len(self.names_of_counts)), np.int32))
         self._own("place", np.zeros(1, np.int32))
         self.place_after = Tensor(np.roll(np.arange(size), -1), mstype.int32)
-        self.stack = ops.Stack()
-        self.expand_dims = ops.ExpandDims()
-        self.scatter_update = ops.ScatterUpdate()
-        self.gather = ops.Gather()
-        self.assign = ops.Assign()
 
     def construct(self, loss_scale, next_loss_scale, step, counts, measures=()):
-        scales = self.stack((loss_scale, next_loss_scale, *measures))
-        counts = self.stack((step, *counts))
-        self.scatter_update(self.scales, self.place, self.expand_dims(scales, 0))
-        self.scatter_update(self.counts, self.place, self.expand_dims(counts, 0))
+        scales = ops.stack((loss_scale, next_loss_scale, *measures))
+        counts = ops.stack((step, *counts))
+        ops.scatter_update(self.scales, self.place, ops.expand_dims(scales, 0))
+        ops.scatter_update(self.counts, self.place, ops.expand_dims(counts, 0))
         # A table and no Mod, which Ascend documents as inexact for large integers.
-        self.assign(self.place, self.gather(self.place_after, self.place, 0))
+        ops.assign(self.place, ops.gather(self.place_after, self.place, 0))
         return next_loss_scale
 
     def steps(self, since, last):
@@ -84,26 +75,16 @@ class ScaleHistory(nn.Cell):
         object.__setattr__(self, name, parameter)
 
 
-def require_history_size(history_size):
-    """Return the argument of the update cell as an int, or raise TypeError or ValueError."""
-    remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
-    size = require_integer("history_size", history_size, 0, remedy, unit="number of steps")
-    if size > 0:
-        refuse_kept_graphs("history_size", "0", size)
-    return size
-
-
-def refuse_kept_graphs(name, off, value):
+def refuse_kept_graphs(name, value):
     """Raise ValueError where MindSpore keeps compiled graphs: one from there leaves a Parameter of no cell as it is.
 
     Args:
         name (str): the argument of the update cell that needs such a Parameter.
-        off (str): its value for none.
-        value (object): the value that was given.
+        value (Union[int, bool]): the value that was given; 0 or False is for none.
     """
     if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or mindspore.get_context("enable_compile_cache"):
         raise ValueError(
-            f"'{name}' must be {off} while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
+            f"'{name}' must be {type(value)()} while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
             f"enable_compile_cache), but got {value}: a graph from there does not write what this keeps. Switch one of "
             "both off."
         )

@@ -4,10 +4,9 @@ import numpy as np
 from mindspore import dtype as mstype
 from mindspore import jit, ops
 
-from mindformers_adaptive.cells import graph_backend
+from mindformers_adaptive.cells.graph_backend import count, graph_form, to_tensor
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell, read_restored_scale
 from mindformers_adaptive.rules import make_rule
-from mindformers_adaptive.rules.base import STEP_LIMIT
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.text_rule import BOUNDS, LARGEST_FLOAT16, SAFE_EXPONENTS, TextRule
@@ -31,30 +30,15 @@ class TextUpdateCell(RuleUpdateCell):
     def __init__(self, rule, loss_scale_value, history_size=0, track_per_parameter=False):
         start = rule.start(read_restored_scale(rule, loss_scale_value))
         super().__init__(rule, start, history_size, track_per_parameter)
-        self.text = graph_backend.graph_form(type(rule).text)
+        self.text = graph_form(type(rule).text)
         self.by_bits, self.keeps_bounds = rule.moves_by_bits, rule.keeps_bounds
         # Where each input of the text comes from: an attribute, or None for what the update computes first.
         bounds = {name: getattr(rule, name) for name in BOUNDS}
         attributes = dict.fromkeys(("loss_scale", "exponent", "overflow", "gradient_known", "max_safe_exponent"))
         for name, value in {**bounds, **rule.constants}.items():
             attributes[name] = f"given_{name}"
-            setattr(self, f"given_{name}", graph_backend.to_tensor(value))
+            setattr(self, f"given_{name}", to_tensor(value))
         self.inputs = tuple((name, attributes.get(name, name)) for name in rule.inputs)
-        self._make_constants(rule)
-        self.kept = tuple(field.name for field in rule.fields)
-        self.recorded = tuple(_place_of(rule, key) for key in rule.recorded)
-        self.min = ops.Minimum()
-        self.less = ops.Less()
-        self.equal = ops.Equal()
-        self.gather = ops.Gather()
-        self.assign = ops.Assign()
-        self.assign_add = ops.AssignAdd()
-        self.cast = ops.Cast()
-
-    def _make_constants(self, rule):
-        # As Tensors, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
-        to_tensor = graph_backend.to_tensor
-        self.step_limit = to_tensor(STEP_LIMIT)
         if self.by_bits:
             self.below_lowest = to_tensor(rule.min_exponent - 1)
             self.powers = to_tensor([2.0**n for n in range(rule.min_exponent, rule.max_exponent + 1)])
@@ -64,20 +48,19 @@ class TextUpdateCell(RuleUpdateCell):
             self.fits_at = to_tensor([*fits_at, float(np.nextafter(np.float32(SMALLEST_FLOAT32), np.float32(0)))])
             self.shown = to_tensor([_NOTHING, *SAFE_EXPONENTS, _NOTHING])
             self.nothing = to_tensor(_NOTHING)
-
-    def construct(self, loss_scale, overflow):
-        return self._compiled_update(loss_scale, overflow)
+        self.kept = tuple(field.name for field in rule.fields)
+        self.recorded = tuple(_place_of(rule, key) for key in rule.recorded)
 
     # One graph in PyNative mode too, and not construct itself, as in AdaptiveLossScaleUpdateCell.
     @jit(backend="ms_backend")
     def _compiled_update(self, loss_scale, overflow):
         known, shown, exponent = overflow, loss_scale, loss_scale
         if self.by_bits:
-            exponent = self.below_lowest + graph_backend.count(self.less_equal(self.powers, loss_scale))
+            exponent = self.below_lowest + count(self.less_equal(self.powers, loss_scale))
         if self.signals:
-            fitting = graph_backend.count(self.less_equal(self.largest_gradient, self.fits_at))
-            shown = self.gather(self.shown, fitting, 0)
-            known = self.logic_and(self.less(self.nothing, shown), self.logic_not(overflow))
+            fitting = count(self.less_equal(self.largest_gradient, self.fits_at))
+            shown = ops.gather(self.shown, fitting, 0)
+            known = self.logic_and(ops.less(self.nothing, shown), self.logic_not(overflow))
         computed = {
             "loss_scale": loss_scale,
             "exponent": exponent,
@@ -92,38 +75,38 @@ class TextUpdateCell(RuleUpdateCell):
         if self.by_bits:
             next_exponent = after["exponent"]
             if not self.keeps_bounds:
-                next_exponent = self.min(self.max(next_exponent, self.given_min_exponent), self.given_max_exponent)
-            next_loss_scale = self.gather(self.powers, next_exponent - self.given_min_exponent, 0)
+                next_exponent = ops.minimum(self.max(next_exponent, self.given_min_exponent), self.given_max_exponent)
+            next_loss_scale = ops.gather(self.powers, next_exponent - self.given_min_exponent, 0)
         else:
             wanted = after["loss_scale"]
-            bounded = self.min(self.max(wanted, self.given_min_loss_scale), self.given_max_loss_scale)
+            bounded = ops.minimum(self.max(wanted, self.given_min_loss_scale), self.given_max_loss_scale)
             # NaN is not equal to itself.
-            next_loss_scale = self.select(self.equal(wanted, wanted), bounded, loss_scale)
+            next_loss_scale = self.select(ops.equal(wanted, wanted), bounded, loss_scale)
 
         # At the limit the steps are no longer counted.
-        is_counted = self.less(self.cur_iter, self.step_limit)
-        counted = self.cast(is_counted, mstype.int32)
-        overflowed = self.cast(overflow, mstype.int32)
+        is_counted = ops.less(self.cur_iter, self.step_limit)
+        counted = ops.cast(is_counted, mstype.int32)
+        overflowed = ops.cast(overflow, mstype.int32)
         counted_overflow = overflowed * counted
         in_a_row = self.consecutive_overflows * overflowed + counted_overflow
         if self.keeps_history:
             # Before the assignments, because the step's loss scale and number are read from Parameters.
             self._remember(loss_scale, next_loss_scale, overflowed, counted_overflow, in_a_row, after)
-        is_event = self.logic_or(overflow, self.less(loss_scale, next_loss_scale))
+        is_event = self.logic_or(overflow, ops.less(loss_scale, next_loss_scale))
         last_event = self.select(self.logic_and(is_event, is_counted), self.cur_iter, self.last_overflow_iter)
-        self.assign(loss_scale, next_loss_scale)
+        ops.assign(loss_scale, next_loss_scale)
         for name in self.kept:
-            self.assign(getattr(self, name), after[name])
-        self.assign(self.last_overflow_iter, last_event)
-        self.assign(self.consecutive_overflows, in_a_row)
-        self.assign_add(self.cur_iter, counted)
-        self.assign_add(self.skipped_steps, counted_overflow)
+            ops.assign(getattr(self, name), after[name])
+        ops.assign(self.last_overflow_iter, last_event)
+        ops.assign(self.consecutive_overflows, in_a_row)
+        ops.assign_add(self.cur_iter, counted)
+        ops.assign_add(self.skipped_steps, counted_overflow)
         return overflow
 
     def _remember(self, loss_scale, next_loss_scale, overflowed, counted_overflow, in_a_row, after):
         counts, floats = (overflowed,), ()
         for name, place, is_count in self.recorded:
-            value = after[name] if place is None else self.gather(after[name], place, 0)
+            value = after[name] if place is None else ops.gather(after[name], place, 0)
             if is_count:
                 counts = (*counts, value)
             else:
@@ -261,5 +244,5 @@ class RuleLossScaleUpdateCell(TextUpdateCell):
 def _place_of(rule, key):
     """Where a recorded part of the state is: its field, its place in a vector or None, whether it is an integer."""
     field = next(field for field in rule.fields if key in field.keys)
-    place = graph_backend.to_tensor(field.parts.index(key)) if field.parts else None
+    place = to_tensor(field.parts.index(key)) if field.parts else None
     return field.name, place, field.dtype == "int32"

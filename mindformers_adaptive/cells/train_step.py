@@ -7,21 +7,10 @@ from mindformers.tools.logger import logger
 from mindspore import Parameter, amp, context, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.detection import ClipAfter, LargestGradient, has_inf_or_nan
+from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 
 __all__ = ["LossScaleTrainStep", "refuse_dividing_optimizer"]
-
-
-class _StockSignature:
-    """The signature of a train-step cell: that of the first ``__init__`` that is not the mixin's."""
-
-    def __get__(self, instance, owner):
-        if instance is not None:
-            raise AttributeError("__signature__")
-        inits = (vars(base)["__init__"] for base in owner.__mro__ if "__init__" in vars(base))
-        signature = inspect.signature(next(init for init in inits if init is not LossScaleTrainStep.__init__))
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class LossScaleTrainStep:
@@ -50,22 +39,39 @@ class LossScaleTrainStep:
         True
     """
 
-    __signature__ = _StockSignature()
-
     # Whether construct() clips the gradients before it calls get_overflow_status().
     clips_before_detection = False
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        # That of the first __init__ that is not the mixin's.
+        inits = (vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base))
+        signature = inspect.signature(next(init for init in inits if init is not LossScaleTrainStep.__init__))
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+
     def __init__(self, *args, **kwargs):
         stock_init = super().__init__
-        arguments = self._bind(stock_init, *args, **kwargs)
+        try:
+            arguments = inspect.signature(stock_init).bind_partial(*args, **kwargs).arguments
+        except TypeError as error:
+            names = ", ".join(inspect.signature(stock_init).parameters)
+            raise TypeError(
+                f"{type(self).__name__} {error}. Its arguments are {names}. In a MindFormers YAML file use the type "
+                "MFTrainOneStepCell under 'runner_wrapper'."
+            ) from error
         if "scale_sense" in arguments:
             _require_update_cell(arguments["scale_sense"])
         refuse_dividing_optimizer(arguments.get("optimizer"))
         stock_init(*args, **kwargs)
-        _require_norm(self)
+        if getattr(self, "use_skip_data_by_global_norm", False) and not self.use_clip_grad:
+            raise ValueError(
+                "'use_clip_grad' must be True with 'use_skip_data_by_global_norm', because only clipping calculates "
+                "the norm of the gradients, but got False. Set it to True; a large 'max_grad_norm' clips nothing."
+            )
         # Chosen per instance: in a graph super().get_overflow_status() resolves to the override itself, without end.
         stock_detection = nn.TrainOneStepWithLossScaleCell.get_overflow_status
-        if _runs_on_cpu() and type(self).get_overflow_status is stock_detection:
+        on_cpu = context.get_context("device_target") == "CPU"
+        if on_cpu and type(self).get_overflow_status is stock_detection:
             self.get_overflow_status = self.get_overflow_status_on_cpu
         if getattr(self.loss_scaling_manager, "signals", ()):
             self._feed_largest_gradient()
@@ -75,17 +81,10 @@ class LossScaleTrainStep:
             self.loss_scaling_manager.bind_loss_scale(self.scale_sense)
             if isinstance(self.optimizer, nn.Cell):
                 self.optimizer.loss_scaling_manager = self.loss_scaling_manager
-        _rename_returned_learning_rate(self)
-
-    def _bind(self, stock_init, *args, **kwargs):
-        try:
-            return inspect.signature(stock_init).bind_partial(*args, **kwargs).arguments
-        except TypeError as error:
-            names = ", ".join(inspect.signature(stock_init).parameters)
-            raise TypeError(
-                f"{type(self).__name__} {error}. Its arguments are {names}. In a MindFormers YAML file use the type "
-                "MFTrainOneStepCell under 'runner_wrapper'."
-            ) from error
+        # MindFormers' cell returns a copy of a constant learning rate. MindSpore renames all Parameters when two of
+        # them share a name, and then a checkpoint does not fit the next run.
+        if isinstance(learning_rate := getattr(self, "learning_rate", None), Parameter):
+            learning_rate.name = "returned_learning_rate"
 
     def _feed_largest_gradient(self):
         update_cell = self.loss_scaling_manager
@@ -99,11 +98,14 @@ class LossScaleTrainStep:
             self.stock_grads = getattr(self, name)
             setattr(self, name, self.grads_with_divisor)
         if self.clips_before_detection and self.use_clip_grad:
-            self.clip_grad_norm = ClipAfter(self.measure_largest_gradient, self.clip_grad_norm)
-        elif _runs_on_cpu() and self.get_overflow_status == self.get_overflow_status_on_cpu:
-            self.get_overflow_status = self.get_overflow_status_by_largest_gradient
+            self.stock_clip = self.clip_grad_norm
+            # A cell cannot be replaced by a method.
+            del self.clip_grad_norm
+            self.clip_grad_norm = self.measure_and_clip
         else:
-            self.detect_overflow = self.get_overflow_status
+            # What detects overflow on a CPU would be a second pass over the gradients.
+            on_cpu = self.get_overflow_status == self.get_overflow_status_on_cpu
+            self.detect_overflow = None if on_cpu else self.get_overflow_status
             self.get_overflow_status = self.get_overflow_status_and_largest_gradient
 
     def grads_with_divisor(self, scaling_sens, *inputs):
@@ -112,14 +114,15 @@ class LossScaleTrainStep:
         self.measure_largest_gradient.keep_divisor(divisor)
         return loss, grads, divisor
 
-    def get_overflow_status_by_largest_gradient(self, status, compute_output):
-        """As ``get_overflow_status_on_cpu``, in the same pass over the gradients as their largest value."""
-        return self.measure_largest_gradient(compute_output)
+    def measure_and_clip(self, gradients):
+        """As the clipping of the stock cell, after the largest gradient is measured."""
+        self.measure_largest_gradient(gradients)
+        return self.stock_clip(gradients)
 
     def get_overflow_status_and_largest_gradient(self, status, compute_output):
         """As the detection of the stock cell, or of a subclass; the largest gradient is measured beside it."""
-        self.measure_largest_gradient(compute_output)
-        return self.detect_overflow(status, compute_output)
+        overflow = self.measure_largest_gradient(compute_output)
+        return overflow if self.detect_overflow is None else self.detect_overflow(status, compute_output)
 
     def __call__(self, *args, **kwargs):
         # A checkpoint may be loaded after set_train(), or set_train() may never be called.
@@ -150,10 +153,6 @@ class LossScaleTrainStep:
             # float32, because AllReduce on CPU takes neither bool nor integers.
             overflow = self.less_equal(self.base, self.allreduce(ops.cast(overflow, mstype.float32)))
         return overflow
-
-
-def _runs_on_cpu():
-    return context.get_context("device_target") == "CPU"
 
 
 def _follows_a_rule(train_step):
@@ -197,22 +196,6 @@ def _require_update_cell(scale_sense):
         f"'scale_sense' must be an update cell or a Tensor, but got {scale_sense!r} of type "
         f"{type(scale_sense).__name__}. {remedy}"
     )
-
-
-def _require_norm(train_step):
-    if getattr(train_step, "use_skip_data_by_global_norm", False) and not train_step.use_clip_grad:
-        raise ValueError(
-            "'use_clip_grad' must be True with 'use_skip_data_by_global_norm', because only clipping calculates the "
-            "norm of the gradients, but got False. Set it to True; a large 'max_grad_norm' clips nothing."
-        )
-
-
-def _rename_returned_learning_rate(train_step):
-    # MindFormers' cell returns a copy of a constant learning rate. MindSpore renames all Parameters when two of them
-    # share a name, and then a checkpoint does not fit the next run.
-    learning_rate = getattr(train_step, "learning_rate", None)
-    if isinstance(learning_rate, Parameter):
-        learning_rate.name = "returned_learning_rate"
 
 
 def _check_and_report(train_step):

@@ -7,22 +7,21 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs, require_history_size
-from mindformers_adaptive.rules.base import STEP_FIELDS, to_integer, to_number
-from mindformers_adaptive.rules.checks import require_flag, to_float32
+from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs
+from mindformers_adaptive.rules.base import STEP_FIELDS, STEP_LIMIT, to_integer, to_number
+from mindformers_adaptive.rules.checks import require_flag, require_integer, to_float32
 
 __all__ = ["NoLossScaleUpdateCell", "RuleUpdateCell", "read_restored_scale"]
 
 # The names of the loss scale in a state: Megatron-LM's, that of a checkpoint, and that of a loss scaler's state().
 _SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
-_DTYPES = {"int32": mstype.int32, "float32": mstype.float32}
 
 
 class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
     """Base of the update cells: the rule's state in Parameters, restored, checked and read back.
 
-    A subclass has ``construct``, which takes the loss scale and the overflow flag, assigns the Parameters and the loss
-    scale of the next step, and returns the flag.
+    A subclass has ``_compiled_update``, which takes the loss scale and the overflow flag, assigns the Parameters and
+    the loss scale of the next step, and returns the flag.
 
     Args:
         rule (Rule): the rule.
@@ -39,18 +38,22 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
     bound_loss_scale = None
 
     def __init__(self, rule, start, history_size=0, track_per_parameter=False):
-        history_size = require_history_size(history_size)
+        remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
+        history_size = require_integer("history_size", history_size, 0, remedy, unit="number of steps")
         super().__init__(start.loss_scale, getattr(rule, "scale_factor", 2), getattr(start, "scale_window", 1))
         self.rule = rule
         self.signals = rule.signals
         self.track_per_parameter = require_flag("track_per_parameter", track_per_parameter)
-        if self.track_per_parameter:
-            refuse_kept_graphs("track_per_parameter", "False", track_per_parameter)
+        for name, value in (("history_size", history_size), ("track_per_parameter", track_per_parameter)):
+            if value:
+                refuse_kept_graphs(name, value)
         self.each_largest = None
         self.has_signal = not self.signals
         self.written_state = self.checked_state = None
         self.restored = set()
         self._make_parameters(start)
+        # As a Tensor, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
+        self.step_limit = Tensor(STEP_LIMIT, mstype.int32)
         self.keeps_history = history_size > 0
         if self.keeps_history:
             kinds = {key: field.dtype for field in rule.fields for key in field.keys}
@@ -110,6 +113,9 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
 
         parameter.set_data = set_data
 
+    def construct(self, loss_scale, overflow):
+        return self._compiled_update(loss_scale, overflow)
+
     def state(self):
         """Return the state as a dict: int or float by name, a tuple of floats for a vector without named parts.
 
@@ -117,8 +123,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         """
         values = {}
         for field in self._fields:
-            value = getattr(self, field.name).asnumpy().tolist()
-            values |= zip(field.parts, value, strict=True) if field.parts else {field.name: _frozen(value)}
+            values |= field.by_key(getattr(self, field.name).asnumpy().tolist())
         return values
 
     def rule_state(self):
@@ -134,6 +139,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             last_event (int, optional): the step of the last overflow or raise. Default: None, the last step.
         """
         self._write(state.loss_scale, {**self.state(), **self.rule.to_values(state, steps, last_event)})
+        self.written_state = self.state()
 
     def known_loss_scale(self):
         """Return the loss scale for the next step, a float.
@@ -141,13 +147,11 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         Raises:
             RuntimeError: if this cell took steps in a train-step cell of another package, and so does not know it.
         """
-        if self.bound_loss_scale is None:
-            state = self.state()
-            if state["cur_iter"] > 1 and state != self.written_state:
-                raise RuntimeError(
-                    "The update cell does not know its loss scale, because its train-step cell is not one of "
-                    "mindformers_adaptive.wrapper. Call update_cell.bind_loss_scale(train_step.scale_sense) first."
-                )
+        if self.bound_loss_scale is None and (state := self.state())["cur_iter"] > 1 and state != self.written_state:
+            raise RuntimeError(
+                "The update cell does not know its loss scale, because its train-step cell is not one of "
+                "mindformers_adaptive.wrapper. Call update_cell.bind_loss_scale(train_step.scale_sense) first."
+            )
         return self.present_loss_scale
 
     @property
@@ -193,7 +197,11 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             "growth_tracker": state["cur_iter"] - 1 - state["last_overflow_iter"],
             "hysteresis_tracker": state.get("hysteresis_budget", getattr(self.rule, "hysteresis", 1)),
         }
-        return {"scale": loss_scale, **trackers, **_element_by_element(state)}
+        numbers = {"scale": loss_scale, **trackers}
+        for name, value in state.items():
+            is_vector = isinstance(value, tuple)
+            numbers |= {f"{name}_{place}": one for place, one in enumerate(value)} if is_vector else {name: value}
+        return numbers
 
     def load_state_dict(self, state_dict):
         """Go on from a state; in a train-step cell of another package, load it before the cell is given to that.
@@ -211,14 +219,13 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
                 Megatron-LM's trackers do not fit the rule.
         """
         present = self.state()
-        given = self._values_in(state_dict)
-        if not given:
-            given = self._counters_of_megatron(state_dict)
+        given = self._values_in(state_dict) or self._counters_of_megatron(state_dict)
         scale_name = next((name for name in _SCALE_NAMES if name in state_dict), None)
         if scale_name is None:
             raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
         loss_scale = self.rule.repair_loss_scale(float(to_number(state_dict[scale_name])), scale_name)
         problems = self._repair_and_write(loss_scale, {**present, **given}, self._fields_of(given))
+        self.written_state = self.state()
         missing = [key for key in present if key not in given and key not in self.signals]
         if missing and not problems:
             warnings.warn(f"The state has no {', '.join(missing)}: what it lacks stays as it is.", stacklevel=2)
@@ -237,6 +244,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             # Another rule may have pieces of the same name.
             given = {key: value for key, value in given.items() if key not in self.rule.own_keys()}
         self._repair_and_write(self.present_loss_scale, {**self.state(), **given}, restored)
+        self.written_state = self.state()
 
     def _repair_and_write(self, loss_scale, values, restored):
         repaired, problems = self.rule.repair(values, loss_scale, restored)
@@ -305,18 +313,8 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         present, state = self.present_loss_scale, self.state()
         if (present, state) == self.checked_state:
             return
-        loss_scale = self.rule.repair_loss_scale(present, "scale_sense")
-        if loss_scale != present:
-            self._write_scale(loss_scale)
         # Only what a checkpoint had since the last check tells whose state this is.
-        restored = self.restored if self.restored else None
-        repaired, problems = self.rule.repair(state, loss_scale, restored)
-        for problem in problems:
-            warnings.warn(problem, stacklevel=2)
-        if repaired != state:
-            self._write_values(repaired)
-        self.checked_state = loss_scale, repaired
-        self.restored.clear()
+        self._repair_and_write(self.rule.repair_loss_scale(present, "scale_sense"), state, self.restored or None)
 
     def add_flags_recursive(self, **flags):
         """As in ``nn.Cell``; the start of training also checks a restored state.
@@ -387,20 +385,14 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         return self.history.steps(since, last=int(self.cur_iter.asnumpy()) - 1)
 
     def _write(self, loss_scale, values):
-        self._write_scale(loss_scale)
-        self._write_values(values)
-        self.written_state = self.state()
-        self.checked_state = loss_scale, self.written_state
-        self.restored.clear()
-
-    def _write_scale(self, loss_scale):
-        self.loss_scale_value = loss_scale
-        if self.bound_loss_scale is not None:
+        if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
             self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))
-
-    def _write_values(self, values):
-        for field in self._fields:
-            getattr(self, field.name).set_data(_tensor_of(field, values))
+        self.loss_scale_value = loss_scale
+        if values != self.state():
+            for field in self._fields:
+                getattr(self, field.name).set_data(_tensor_of(field, values))
+        self.checked_state = loss_scale, self.state()
+        self.restored.clear()
 
 
 def read_restored_scale(rule, loss_scale_value):
@@ -419,22 +411,7 @@ def read_restored_scale(rule, loss_scale_value):
 
 
 def _tensor_of(field, values):
-    value = [values[part] for part in field.parts] if field.parts else values[field.name]
-    return Tensor(np.array(value), _DTYPES[field.dtype])
-
-
-def _frozen(value):
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _element_by_element(state):
-    numbers = {}
-    for name, value in state.items():
-        if isinstance(value, tuple):
-            numbers |= {f"{name}_{place}": number for place, number in enumerate(value)}
-        else:
-            numbers[name] = value
-    return numbers
+    return Tensor(np.array(field.value_in(values), field.dtype))
 
 
 class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):

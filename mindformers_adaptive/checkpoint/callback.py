@@ -17,7 +17,6 @@ __all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]
 
 # MindFormers before 1.7 has no `checkpoint:` format.
 _CommonInfo = getattr(stock, "CommonInfo", object)
-_AsyncSaveManager = getattr(stock, "AsyncSaveManager", object)
 # MindSpore then hands checkpoints to another service.
 _SAVES_ELSEWHERE = os.getenv("AITURBO") == "1"
 
@@ -36,6 +35,8 @@ class CheckpointMonitor(stock.CheckpointMonitor):
     ``CheckpointMonitor`` gets this one.
     """
 
+    _complete_folders = None
+
     def _save_megatron_ckpt_file_format(self, cb_params):
         if cb_params.cur_step_num == self._last_triggered_step:
             return
@@ -44,8 +45,12 @@ class CheckpointMonitor(stock.CheckpointMonitor):
             # MindFormers saves it as common.json, into the folder of this step, before it calls the step complete.
             self.common_info = _CommonInfoWithLossScale(cb_params.network)
         if self._config.async_save:
-            if not isinstance(self.async_save_manager, _CheckedAsyncSaveManager):
-                self.async_save_manager = _CheckedAsyncSaveManager(self._config.async_save, self._finish_async_save)
+            if self._complete_folders is None:
+                # What MindFormers would call at the end of a save is called by _finish_async_save.
+                call_at_end = self.async_save_manager.add_finalize_fn
+                self.async_save_manager.add_finalize_fn = lambda note_step: call_at_end(
+                    functools.partial(self._finish_async_save, note_step)
+                )
                 self._complete_folders = []
             self.async_save_manager.maybe_finalize(wait_finish=True)
             # MindFormers would remove the oldest folder of this list while the newest is still being written.
@@ -106,17 +111,6 @@ def _warn_of_failed_save(problem):
         "from the last complete checkpoint.",
         stacklevel=3,
     )
-
-
-class _CheckedAsyncSaveManager(_AsyncSaveManager):
-    """Calls ``finish`` with the function that MindFormers would call at the end of a save."""
-
-    def __init__(self, async_save, finish):
-        super().__init__(async_save)
-        self._finish = finish
-
-    def add_finalize_fn(self, finalize_fn):
-        super().add_finalize_fn(functools.partial(self._finish, finalize_fn))
 
 
 class _CommonInfoWithLossScale(_CommonInfo):

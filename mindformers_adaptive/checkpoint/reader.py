@@ -18,50 +18,26 @@ from mindformers_adaptive.rules.base import SIGNALS, STEP_FIELDS, Field, Rule
 from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
 from mindformers_adaptive.text.install_hint import install_hint
 
-__all__ = ["FILE_NAME", "Checkpoint", "State", "one_line", "read_checkpoints", "read_sidecar", "write_sidecar"]
+__all__ = ["FILE_NAME", "Checkpoint", "one_line", "read_checkpoints", "read_sidecar", "write_sidecar"]
 
-COMMON = "common.json"
-# Beside it, what MindFormers' `checkpoint:` format leaves out where it saves no optimizer: the state of loss scaling.
+# Beside common.json, what MindFormers' `checkpoint:` format leaves out where it saves no optimizer: the state of loss
+# scaling.
 FILE_NAME = "loss_scale.json"
 _FORMAT = 1
 
-# What a checkpoint has with any rule.
+# What a checkpoint has with any rule. MindFormers writes the loss scale beside the Parameter itself, which is better.
 _FIELDS = (
     Field("step_num", parameter="step_num"),
     Field("global_step", parameter="global_step"),
+    Field("loss_scale", "float32", parameter="loss_scale"),
     Field("loss_scale", "float32", parameter="scale_sense"),
 )
 # What MindFormers' own adaptive cell has not.
 _NOT_MINDFORMERS = ("skipped_steps", "consecutive_overflows", "hysteresis_budget")
 
-# What a file holds, by key in the file or by name.
+# What a file holds, by key in the file or by name; and what it can hold, by the name of the Parameter.
 _Values = dict[str, Any]
-
-
-class State:
-    """What checkpoints can hold of loss scaling, by the descriptions of rules.
-
-    Args:
-        rules (Sequence[type]): classes of rules. Default: those of this package.
-
-    Attributes:
-        rules (tuple[type, ...]): the rules.
-        fields (tuple[Field, ...]): steps and loss scale, and the fields of all rules, each once.
-        names (tuple[str, ...]): the names by which they are shown.
-    """
-
-    def __init__(self, rules: Sequence[type[Rule]] = ()) -> None:
-        self.rules = (*RULES.values(), *rules)
-        fields = (*_FIELDS, *(field for rule in self.rules for field in rule.all_fields()))
-        self.fields = tuple({field.parameter: field for field in fields}.values())
-        self.names = tuple(dict.fromkeys(key for field in self.fields for key in field.keys))
-        self.wanted = {"loss_scale", *(field.parameter for field in self.fields)}
-        self.shapes = {field.parameter: field.shape for field in self.fields}
-
-    def has_shape(self, key: str, shape: Sequence[int]) -> bool:
-        """Return whether an array of a wanted name has the shape that it has in a state of loss scaling."""
-        own = self.shapes.get(_last_part(key), ())
-        return tuple(shape) == own if own else set(shape) <= {1}
+_Fields = dict[str, Field]
 
 
 @dataclass(eq=False)
@@ -70,16 +46,16 @@ class Checkpoint:
 
     Attributes:
         path (Path): the file or folder.
-        state (State): what it can hold.
-        values (dict[str, int | float | list[float] | None]): what is in ``state.names``; None where there is no such
-            value.
+        rules (tuple[type, ...]): the rules whose states it can hold.
+        values (dict[str, int | float | list[float] | None]): steps, loss scale and the state of all rules; None where
+            there is no such value.
         parameters (set[str]): the names of the Parameters that it has.
         problems (list[str]): what could not be read, and what contradicts itself.
         unreadable (bool): whether there is no state, and something could not be read.
     """
 
     path: Path
-    state: State
+    rules: tuple[type[Rule], ...]
     values: _Values
     parameters: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
@@ -91,7 +67,7 @@ class Checkpoint:
         if self.unreadable:
             return "unreadable"
         counted = {field.parameter for field in STEP_FIELDS}
-        for rule in self.state.rules:
+        for rule in self.rules:
             own = {field.parameter for field in rule.all_fields()} - counted - SIGNALS.keys()
             if self.parameters & own:
                 by_mindformers = rule is AdaptiveRule and not self.parameters & set(_NOT_MINDFORMERS)
@@ -137,19 +113,19 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
     Raises:
         OSError: if there is no such path, or the folder cannot be read.
     """
-    state = State(rules)
+    all_rules = (*RULES.values(), *rules)
     root = Path(path).resolve(strict=True)
     if root.is_file():
-        return [_read(root, [root], state)]
+        return [_read(root, [root], all_rules)]
     if _is_iteration(root):
-        return [_read_iteration(root, state)]
+        return [_read_iteration(root, all_rules)]
     checkpoints = []
     for folder in (root, *filter(Path.is_dir, root.iterdir())):
         if folder == root or re.fullmatch(r"rank_\d+", folder.name):
             files = [file for file in folder.iterdir() if file.suffix in _READERS and file.is_file()]
-            checkpoints += [_read(file, [file], state) for file in files]
+            checkpoints += [_read(file, [file], all_rules) for file in files]
         elif _is_iteration(folder):
-            checkpoints.append(_read_iteration(folder, state))
+            checkpoints.append(_read_iteration(folder, all_rules))
     return sorted(checkpoints, key=_age)
 
 
@@ -163,21 +139,22 @@ def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
     return checkpoint.step is None, checkpoint.step or 0, numbers_as_numbers, rank
 
 
-def _read_iteration(folder: Path, state: State) -> Checkpoint:
+def _read_iteration(folder: Path, rules: tuple[type[Rule], ...]) -> Checkpoint:
     """Read a folder of MindFormers' ``checkpoint:`` format; the file that a resume reads comes first."""
     files = sorted(folder.glob("*-opt-*.safetensors"))
-    return _read(folder, [*files, *(folder / name for name in _SMALL_FILES if (folder / name).exists())], state)
+    return _read(folder, [*files, *(folder / name for name in _SMALL_FILES if (folder / name).exists())], rules)
 
 
-def _read(path: Path, files: Sequence[Path], state: State) -> Checkpoint:
-    checkpoint = Checkpoint(path, state, dict.fromkeys(state.names))
+def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> Checkpoint:
+    fields = {field.parameter: field for field in (*_FIELDS, *(one for rule in rules for one in rule.all_fields()))}
+    checkpoint = Checkpoint(path, rules, dict.fromkeys(key for field in fields.values() for key in field.keys))
     origin: dict[str, str] = {}
     any_is_torn = False
     for file in files:
         read = _SMALL_FILES.get(file.name) or _READERS.get(file.suffix, _refuse)
         try:
-            content = read(file, state)
-            values = _by_name(content, state, checkpoint.problems)
+            content = read(file, fields)
+            values = _by_name(content, fields, checkpoint.problems)
         except Exception as error:  # for a torn file every library has errors of its own
             name = "" if file == path else f"{file.name} "
             checkpoint.problems.append(f"{name}cannot be read: {one_line(error)}")
@@ -195,7 +172,7 @@ def _read(path: Path, files: Sequence[Path], state: State) -> Checkpoint:
     return checkpoint
 
 
-def _by_name(content: Mapping[str, Any], state: State, problems: list[str]) -> _Values:
+def _by_name(content: Mapping[str, Any], fields: _Fields, problems: list[str]) -> _Values:
     """Return the values in the content of a file by the names of ``state()``; add what contradicts itself."""
     values: _Values = {}
 
@@ -207,12 +184,8 @@ def _by_name(content: Mapping[str, Any], state: State, problems: list[str]) -> _
                 problems.append(f"{keys[0]} is {content[keys[0]]} but {other} is {content[other]}; {keys[0]} is shown")
         return content[keys[0]] if keys else None
 
-    for one in state.fields:
-        value = find(one.parameter)
-        if value is None and one.name == "loss_scale":
-            # MindFormers writes it beside the Parameter itself, which is better.
-            value = find(one.name)
-        if value is None:
+    for one in fields.values():
+        if (value := find(one.parameter)) is None:
             continue
         if one.shape:
             values |= zip(one.parts, value, strict=True) if one.parts else {one.name: value}
@@ -221,17 +194,17 @@ def _by_name(content: Mapping[str, Any], state: State, problems: list[str]) -> _
     return values
 
 
-def _read_safetensors(file: Path, state: State) -> _Values:
+def _read_safetensors(file: Path, fields: _Fields) -> _Values:
     with install_hint("A .safetensors file"):
         from safetensors import safe_open
 
     with safe_open(file, "np") as content:
-        keys = [key for key in content.keys() if _last_part(key) in state.wanted]  # noqa: SIM118 - it is not a dict
-        fitting = [key for key in keys if state.has_shape(key, content.get_slice(key).get_shape())]
-        return {key: _to_python(key, content.get_tensor(key), state) for key in fitting}
+        keys = [key for key in content.keys() if _last_part(key) in fields]  # noqa: SIM118 - it is not a dict
+        fitting = [key for key in keys if _fits(fields[_last_part(key)], content.get_slice(key).get_shape())]
+        return {key: _to_python(fields[_last_part(key)], content.get_tensor(key)) for key in fitting}
 
 
-def _read_ckpt(file: Path, state: State) -> _Values:
+def _read_ckpt(file: Path, fields: _Fields) -> _Values:
     with install_hint("A .ckpt file"):
         from mindspore import load_checkpoint
 
@@ -239,7 +212,7 @@ def _read_ckpt(file: Path, state: State) -> _Values:
 
     def choose(key: str) -> bool:
         keys.append(key)
-        return _last_part(key) in state.wanted
+        return _last_part(key) in fields
 
     if file.stat().st_size == 0:
         raise ValueError("the file is empty")
@@ -247,38 +220,43 @@ def _read_ckpt(file: Path, state: State) -> _Values:
         parameters = load_checkpoint(str(file), choice_func=choose)
     except ValueError:
         # MindSpore's answer also to a sound file in which nothing was chosen.
-        if not keys or any(_last_part(key) in state.wanted for key in keys):
+        if not keys or any(_last_part(key) in fields for key in keys):
             raise
         return {}
     # What the user appended may be text.
     numbers = {key: value for key, value in parameters.items() if not isinstance(value, str)}
-    fitting = {key: value.asnumpy() for key, value in numbers.items() if state.has_shape(key, value.shape)}
-    return {key: _to_python(key, array, state) for key, array in fitting.items()}
+    fitting = {key: value for key, value in numbers.items() if _fits(fields[_last_part(key)], value.shape)}
+    return {key: _to_python(fields[_last_part(key)], value.asnumpy()) for key, value in fitting.items()}
 
 
-def _read_common(file: Path, state: State) -> _Values:
+def _fits(field: Field, shape: Sequence[int]) -> bool:
+    """Return whether an array has the shape that it has in a state, which a weight of the same name has not."""
+    return tuple(shape) == field.shape if field.shape else set(shape) <= {1}
+
+
+def _to_python(field: Field, array: Any) -> Any:
+    return array.tolist() if field.shape else array.item()
+
+
+def _read_common(file: Path, fields: _Fields) -> _Values:
     content = json.loads(file.read_text(encoding="utf-8"))
     return {key: content[key] for key in ("step_num", "global_step", "loss_scale") if content.get(key) is not None}
 
 
-def _read_sidecar(file: Path, state: State) -> _Values:
+def _read_sidecar(file: Path, fields: _Fields) -> _Values:
     loss_scale, kept = read_sidecar(file.parent) or (None, {})
     values: _Values = {"scale_sense": loss_scale}
-    for one in state.fields:
+    for one in fields.values():
         if all(key in kept for key in one.keys):
-            values[one.parameter] = [kept[key] for key in one.parts] if one.parts else kept[one.name]
+            values[one.parameter] = one.value_in(kept)
     # Another rule may have a piece of the same name.
     if "list_index" not in values:
         values.pop("scale_window", None)
     return values
 
 
-def _refuse(file: Path, state: State) -> _Values:
+def _refuse(file: Path, fields: _Fields) -> _Values:
     raise ValueError(f"the name of a checkpoint ends in {' or '.join(_READERS)}")
-
-
-def _to_python(key: str, array: Any, state: State) -> Any:
-    return array.tolist() if state.shapes.get(_last_part(key)) else array.item()
 
 
 def _last_part(key: str) -> str:
@@ -290,10 +268,10 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-_Reader = Callable[[Path, State], _Values]
+_Reader = Callable[[Path, _Fields], _Values]
 _READERS: dict[str, _Reader] = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
 # In the order in which a resume prefers them, after the optimizer's file.
-_SMALL_FILES: dict[str, _Reader] = {COMMON: _read_common, FILE_NAME: _read_sidecar}
+_SMALL_FILES: dict[str, _Reader] = {"common.json": _read_common, FILE_NAME: _read_sidecar}
 
 
 def write_sidecar(folder: str | Path, loss_scale: float, state: Mapping[str, float | Sequence[float]]) -> None:

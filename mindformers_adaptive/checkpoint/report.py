@@ -111,7 +111,7 @@ def _note_ranks(checkpoints: list[reader.Checkpoint]) -> list[str]:
         first = first_of.setdefault(name if checkpoint.step is None else checkpoint.step, checkpoint)
         if first.rank == checkpoint.rank:
             continue
-        pairs = {name: (checkpoint.values[name], first.values[name]) for name in checkpoint.state.names}
+        pairs = {name: (checkpoint.values[name], first.values[name]) for name in checkpoint.values}
         # By text, because NaN is not equal to itself.
         listed = [
             f"{name} {_cell(own)}, not {_cell(its)}" for name, (own, its) in pairs.items() if str(own) != str(its)

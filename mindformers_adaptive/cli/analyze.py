@@ -1,4 +1,10 @@
-"""Say what the loss scale did in a run, from its log: the skipped steps, the path of the scale, what to change."""
+"""Say what the loss scale did in a run, from its log: the skipped steps, the path of the scale, what to change.
+
+examples:
+  adaptive-loss-scale analyze output/log/rank_0/info.log
+  adaptive-loss-scale analyze megatron_day_1.log megatron_day_2.log --plot run.png
+  adaptive-loss-scale analyze sink_mode.log --policy adaptive:loss_scale_value=2^32
+"""
 
 from __future__ import annotations
 
@@ -11,14 +17,7 @@ from mindformers_adaptive.lab.logs import FORMATS, read_log
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.runs import draw_runs
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
-EXAMPLES = """\
-examples:
-  adaptive-loss-scale analyze output/log/rank_0/info.log
-  adaptive-loss-scale analyze megatron_day_1.log megatron_day_2.log --plot run.png
-  adaptive-loss-scale analyze sink_mode.log --policy adaptive:loss_scale_value=2^32
-"""
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

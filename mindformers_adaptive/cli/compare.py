@@ -1,4 +1,10 @@
-"""Replay several policies on traces, and compare what each skips with how far below the ceiling it stays."""
+"""Replay several policies on traces, and compare what each skips with how far below the ceiling it stays.
+
+examples:
+  adaptive-loss-scale compare output/log/rank_0/info.log
+  adaptive-loss-scale compare synthetic --policies adaptive torch megatron dynamic:scale_window=20
+  adaptive-loss-scale compare synthetic --policies guided guided:exchange_rate=5 metaseq:init_scale=2^16
+"""
 
 from __future__ import annotations
 
@@ -12,14 +18,7 @@ from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays
 from mindformers_adaptive.rules import RULES
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
-EXAMPLES = """\
-examples:
-  adaptive-loss-scale compare output/log/rank_0/info.log
-  adaptive-loss-scale compare synthetic --policies adaptive torch megatron dynamic:scale_window=20
-  adaptive-loss-scale compare synthetic --policies guided guided:exchange_rate=5 metaseq:init_scale=2^16
-"""
+__all__ = ["add_arguments", "run"]
 
 # The adaptive rule, the fixed windows that people set by hand, and the two defaults that most have met.
 _DEFAULT_POLICIES = [

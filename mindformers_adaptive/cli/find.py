@@ -1,4 +1,8 @@
-"""Find the loss scale that a training should start from, and print the YAML to paste."""
+"""Find the loss scale that a training should start from, and print the YAML to paste.
+
+example:
+  adaptive-loss-scale find --config my.yaml --train-dataset-dir my_data
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,7 @@ from mindformers_adaptive.cli.output import print_result
 from mindformers_adaptive.cli.probe import add_sweep_arguments, sweep
 from mindformers_adaptive.gradients import recommendation
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
-EXAMPLES = """\
-example:
-  adaptive-loss-scale find --config my.yaml --train-dataset-dir my_data
-"""
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

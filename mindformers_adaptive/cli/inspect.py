@@ -3,6 +3,10 @@
 PATH is a .ckpt or .safetensors file, a folder of them, a folder with rank_0, rank_1, ..., a folder iteration_N of
 MindFormers' `checkpoint:` format, or the folder above it. In the table, '-' is what a checkpoint does not have. The
 exit code is 1 if no state was found, or PATH cannot be read.
+
+examples:
+  adaptive-loss-scale inspect output/checkpoint
+  adaptive-loss-scale inspect output/checkpoint --policy log_max.LogMaxRule
 """
 
 from __future__ import annotations
@@ -13,13 +17,7 @@ from mindformers_adaptive.checkpoint.report import build_report, report_text, wh
 from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result
 from mindformers_adaptive.rules import find_rule
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
-EXAMPLES = """\
-examples:
-  adaptive-loss-scale inspect output/checkpoint
-  adaptive-loss-scale inspect output/checkpoint --policy log_max.LogMaxRule
-"""
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,12 @@ from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.traces.gradients import from_gradient_ranges
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
-from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
+from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
+from mindformers_adaptive.text.files import json_object
 
 __all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources"]
-
-_SYNTHETIC = "synthetic"
 
 
 @dataclass(frozen=True)
@@ -34,52 +32,41 @@ class Source:
     Attributes:
         trace (Trace): the trace, with the ceilings that were asked for.
         run (RecordedRun, optional): the run that a log recorded; None for synthetic or measured ceilings.
-        ceilings (str): what is known of them if there is no run.
+        ceilings (str): what is known of them.
     """
 
     trace: Trace
     run: RecordedRun | None = None
-    ceilings: str = "known"
-
-    @property
-    def gradients_known(self) -> float:
-        """The share of the steps whose largest gradient is known."""
-        gradients = self.trace.largest_gradient
-        return 0.0 if gradients is None else float((~np.isnan(gradients)).mean())
+    ceilings: str = "within bounds"
 
     def describe(self) -> dict[str, Any]:
         """Return what was read and how much of it is known, for JSON."""
-        run = self.run
+        run, gradients = self.run, self.trace.largest_gradient
         known = {
             "trace": self.trace.name,
             "steps": len(self.trace),
-            "ceilings": self.ceilings if run is None else "within bounds",
-            "gradients_known": self.gradients_known,
+            "ceilings": self.ceilings,
+            "gradients_known": 0.0 if gradients is None else float((~np.isnan(gradients)).mean()),
         }
         if run is None:
             return known
-        return {
-            **known,
-            "format": run.log_format,
-            "lines_read": run.lines_read,
-            "lines_used": run.lines_used,
-            "lines_ignored": run.lines_ignored,
-            "problems": list(run.problems),
-            "bounds_known": bound_shares(self.trace),
-        }
+        counts = {name: getattr(run, name) for name in ("lines_read", "lines_used", "lines_ignored", "problems")}
+        return {**known, "format": run.log_format, **counts, "bounds_known": bound_shares(self.trace)}
 
     def text(self) -> str:
         """Return the same as a line or two for a terminal."""
-        shown = f"; largest gradients known at {self.gradients_known:.1%} of the steps" if self.gradients_known else ""
+        told = self.describe()
+        start, share = f"{told['trace']}: {told['steps']} steps", told["gradients_known"]
+        shown = f"; largest gradients known at {share:.1%} of the steps" if share else ""
         if self.run is None:
-            return f"{self.trace.name}: {len(self.trace)} steps, ceilings {self.ceilings}{shown}"
-        run, shares = self.run, bound_shares(self.trace)
+            return f"{start}, ceilings {self.ceilings}{shown}"
+        bounds = told["bounds_known"]
         lines = [
-            f"{self.trace.name}: {len(self.trace)} steps from {run.lines_read} lines ({run.log_format}), of which "
-            f"{run.lines_used} were used and {run.lines_ignored} ignored; ceilings known from below at "
-            f"{shares['lower_bound']:.1%} of the steps, from above at {shares['upper_bound']:.1%}, else assumed{shown}"
+            f"{start} from {told['lines_read']} lines ({told['format']}), of which {told['lines_used']} were used and "
+            f"{told['lines_ignored']} ignored; ceilings known from below at {bounds['lower_bound']:.1%} of the steps, "
+            f"from above at {bounds['upper_bound']:.1%}, else assumed{shown}"
         ]
-        return "\n".join([*lines, *(f"  {problem}" for problem in run.problems)])
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.run.problems)])
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -> None:
@@ -116,7 +103,7 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
     """
     sources = []
     for word in options.traces:
-        if word.partition(":")[0] == _SYNTHETIC:
+        if word.partition(":")[0] == "synthetic":
             sources += _make(word, options.steps, options.seed)
         elif Path(word).is_dir():
             sources += _read_folder(Path(word), options.ceilings)
@@ -170,11 +157,11 @@ def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:
 
 
 def _make(word: str, steps: int, seed: int) -> list[Source]:
-    traces = synthetic_traces(steps, seed)
     _, colon, kind = word.replace("_", " ").partition(":")
-    if colon and kind not in traces:
-        raise UsageError(f"A synthetic trace must be one of {', '.join(traces)}, but got {kind!r}.")
-    return [Source(trace) for name, trace in traces.items() if not colon or name == kind]
+    if colon and kind not in KINDS + REGIMES:
+        raise UsageError(f"A synthetic trace must be one of {', '.join(KINDS + REGIMES)}, but got {kind!r}.")
+    traces = synthetic_traces(steps, seed, [kind] if colon else KINDS)
+    return [Source(trace, ceilings="known") for trace in traces.values()]
 
 
 def _read_file(path: Path, assume: str | None) -> Source:
@@ -185,13 +172,8 @@ def _read_file(path: Path, assume: str | None) -> Source:
 
 
 def _holds_sweeps(path: Path) -> bool:
-    with path.open("rb") as lines:
-        first = lines.readline()
-    try:
-        sweep = json.loads(first)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(sweep, dict) and "batches" in sweep
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+        return "batches" in json_object(lines.readline().strip())
 
 
 def _read_folder(folder: Path, assume: str | None) -> list[Source]:

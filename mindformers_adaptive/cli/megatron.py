@@ -2,6 +2,9 @@
 
 Arguments that do not concern loss scaling are ignored, so a whole command line may be given, also as one text in
 quotation marks.
+
+example:
+  adaptive-loss-scale megatron --fp16 --initial-loss-scale 65536 --loss-scale-window 500
 """
 
 from __future__ import annotations
@@ -14,12 +17,7 @@ import yaml
 from mindformers_adaptive.cli.output import UsageError
 from mindformers_adaptive.rules.megatron import scale_sense_from_megatron
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
-EXAMPLES = """\
-example:
-  adaptive-loss-scale megatron --fp16 --initial-loss-scale 65536 --loss-scale-window 500
-"""
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

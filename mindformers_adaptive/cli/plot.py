@@ -1,4 +1,12 @@
-"""Draw the record or the log of a run, runs side by side, their gradients, or a sweep, as a PNG or SVG file."""
+"""Draw the record or the log of a run, runs side by side, their gradients, or a sweep, as a PNG or SVG file.
+
+examples:
+  adaptive-loss-scale plot output/loss_scale_record.jsonl run.png
+  adaptive-loss-scale plot output/gradient_ranges.jsonl gradients.png
+  adaptive-loss-scale plot run_64/loss_scale_record.jsonl run_512/loss_scale_record.jsonl comparison.png
+  adaptive-loss-scale plot ranges.json histograms.png --loss-scales 64 512
+  adaptive-loss-scale plot ranges.json underflow.png --underflow
+"""
 
 from __future__ import annotations
 
@@ -25,16 +33,7 @@ from mindformers_adaptive.plots.runs import draw_runs
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
-EXAMPLES = """\
-examples:
-  adaptive-loss-scale plot output/loss_scale_record.jsonl run.png
-  adaptive-loss-scale plot output/gradient_ranges.jsonl gradients.png
-  adaptive-loss-scale plot run_64/loss_scale_record.jsonl run_512/loss_scale_record.jsonl comparison.png
-  adaptive-loss-scale plot ranges.json histograms.png --loss-scales 64 512
-  adaptive-loss-scale plot ranges.json underflow.png --underflow
-"""
+__all__ = ["add_arguments", "run"]
 
 # What GradientRangeMonitor calls its file; the module that says so needs MindSpore.
 _GRADIENTS = "gradient_ranges.jsonl"

@@ -1,4 +1,9 @@
-"""Measure the ranges of gradients and weights at several loss scales, with the model and data of a YAML file."""
+"""Measure the ranges of gradients and weights at several loss scales, with the model and data of a YAML file.
+
+examples:
+  adaptive-loss-scale probe --config my.yaml --train-dataset-dir my_data --loss-scales 64 512 2^16
+  adaptive-loss-scale probe --config my.yaml --checkpoint output/checkpoint/rank_0 --plot ranges.png
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,7 @@ from mindformers_adaptive.gradients.recommendation import judge, table_of_groups
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms
 
-__all__ = ["EXAMPLES", "add_arguments", "add_sweep_arguments", "run", "sweep"]
-
-EXAMPLES = """\
-examples:
-  adaptive-loss-scale probe --config my.yaml --train-dataset-dir my_data --loss-scales 64 512 2^16
-  adaptive-loss-scale probe --config my.yaml --checkpoint output/checkpoint/rank_0 --plot ranges.png
-"""
+__all__ = ["add_arguments", "add_sweep_arguments", "run", "sweep"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

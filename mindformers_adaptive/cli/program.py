@@ -15,8 +15,9 @@ from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["COMMANDS", "main"]
 
-# By name: what it does. Each is a module of this package with EXAMPLES, add_arguments(parser) and run(options). One
-# that takes words that argparse does not know sets the default of `others` to a list.
+# By name: what it does. Each is a module of this package with add_arguments(parser) and run(options), and a docstring
+# that is its help and ends with examples. One that takes words that argparse does not know sets the default of
+# `others` to a list.
 COMMANDS = {
     "train": "[*] train, fine-tune, evaluate or predict from a YAML file of MindFormers",
     "inspect": "show the state of loss scaling that a checkpoint holds (a .ckpt file needs MindSpore)",
@@ -79,7 +80,8 @@ def _parser(program: str, description: str, examples: str) -> argparse.ArgumentP
 
 
 def _run(command: Any, words: list[str]) -> int:
-    parser = _parser(f"adaptive-loss-scale {words[0]}", command.__doc__, command.EXAMPLES)
+    description, start, examples = (command.__doc__ or "").partition("\nexample")
+    parser = _parser(f"adaptive-loss-scale {words[0]}", description, f"{start.lstrip()}{examples}")
     command.add_arguments(parser)
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
     options, others = parser.parse_known_args([_with_hyphens(word) for word in words[1:]])

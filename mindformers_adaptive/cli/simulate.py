@@ -1,4 +1,10 @@
-"""Replay one policy on a trace: what it would have skipped, and how far below the ceiling it would have stayed."""
+"""Replay one policy on a trace: what it would have skipped, and how far below the ceiling it would have stayed.
+
+examples:
+  adaptive-loss-scale simulate --policy adaptive:loss_scale_value=2^20,max_scale_window=500 output/log/rank_0/info.log
+  adaptive-loss-scale simulate --policy guided:exchange_rate=5 output/loss_scale_record.jsonl --plot guided.png
+  adaptive-loss-scale simulate --policy torch "synthetic:sudden drop" --plot torch.png
+"""
 
 from __future__ import annotations
 
@@ -12,14 +18,7 @@ from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_replays
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
-EXAMPLES = """\
-examples:
-  adaptive-loss-scale simulate --policy adaptive:loss_scale_value=2^20,max_scale_window=500 output/log/rank_0/info.log
-  adaptive-loss-scale simulate --policy guided:exchange_rate=5 output/loss_scale_record.jsonl --plot guided.png
-  adaptive-loss-scale simulate --policy torch "synthetic:sudden drop" --plot torch.png
-"""
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,21 +41,17 @@ def run(options: argparse.Namespace) -> None:
     sources = read_sources(options, [label])
     if options.plot and len(sources) > 1:
         raise ValueError(f"'--plot' draws one trace, but got {len(sources)}. Name one of them.")
-    replays = []
+    rows: list[dict[str, Any]] = []
     with progress_bar(len(sources), "replaying") as progress:
         for source in sources:
-            replays.append(replay(make(), source.trace))
-            progress(len(replays))
-    rows = [{"measures": one.measures.as_dict(), "final_state": one.final_state} for one in replays]
-    print_result(
-        options,
-        lambda: [
-            {"policy": label, "source": source.describe(), **row} for source, row in zip(sources, rows, strict=True)
-        ],
-        lambda: "\n".join(map(_text, sources, rows)),
-    )
+            found = replay(make(), source.trace)
+            told = {"measures": found.measures.as_dict(), "final_state": found.final_state}
+            rows.append({"policy": label, "source": source.describe(), **told})
+            progress(len(rows))
+    print_result(options, lambda: rows, lambda: "\n".join(map(_text, sources, rows)))
     if options.plot:
-        save(draw_replays(sources[0].trace, {label: replays[0]}), options.plot)
+        # There is one trace only.
+        save(draw_replays(source.trace, {label: found}), options.plot)
 
 
 def _text(source: Source, row: dict[str, Any]) -> str:

@@ -1,6 +1,10 @@
 """Train, fine-tune, evaluate or predict with MindFormers and adaptive loss scaling.
 
 The options are those of MindFormers' run_mindformer.py; each sets a key of the YAML file.
+
+examples:
+  adaptive-loss-scale train --config my.yaml --epochs 1 --train-dataset-dir my_data
+  adaptive-loss-scale train --config my.yaml --options runner_wrapper.scale_sense.max_scale_window=200
 """
 
 from __future__ import annotations
@@ -14,13 +18,7 @@ from typing import Any
 from mindformers_adaptive.cli.output import UsageError, read_value
 from mindformers_adaptive.integration import launcher
 
-__all__ = ["EXAMPLES", "OPTION_KEYS", "add_arguments", "add_yaml_arguments", "read_options", "read_overrides", "run"]
-
-EXAMPLES = """\
-examples:
-  adaptive-loss-scale train --config my.yaml --epochs 1 --train-dataset-dir my_data
-  adaptive-loss-scale train --config my.yaml --options runner_wrapper.scale_sense.max_scale_window=200
-"""
+__all__ = ["OPTION_KEYS", "add_arguments", "add_yaml_arguments", "read_options", "read_overrides", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,10 @@
-"""Find the settings of a rule of loss scaling that would have cost least, and print the YAML to paste."""
+"""Find the settings of a rule of loss scaling that would have cost least, and print the YAML to paste.
+
+examples:
+  adaptive-loss-scale tune output/log/rank_0/info.log
+  adaptive-loss-scale tune --policy both --grid exchange_rate=0.5,1,2 output/loss_scale_record.jsonl
+  adaptive-loss-scale tune my_logs/ --exchange-rate 0.2 --grid hysteresis=1,2,4 --grid max_scale_window=200,500,1000
+"""
 
 from __future__ import annotations
 
@@ -12,16 +18,7 @@ from mindformers_adaptive.lab.replay.tune import tune
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS
 from mindformers_adaptive.rules import RULES, find_rule
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
-_BOTH = "both"
-
-EXAMPLES = """\
-examples:
-  adaptive-loss-scale tune output/log/rank_0/info.log
-  adaptive-loss-scale tune --policy both --grid exchange_rate=0.5,1,2 output/loss_scale_record.jsonl
-  adaptive-loss-scale tune my_logs/ --exchange-rate 0.2 --grid hysteresis=1,2,4 --grid max_scale_window=200,500,1000
-"""
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Search, and print the best settings."""
-    policies = list(RULES) if options.policy == _BOTH else [options.policy]
+    policies = list(RULES) if options.policy == "both" else [options.policy]
     configurations = _configurations(policies, dict(_read_tried(text) for text in options.grid))
     sources = read_sources(options, policies)
     runs = [source.run for source in sources if source.run is not None]
@@ -79,12 +76,12 @@ def run(options: argparse.Namespace) -> None:
 def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list[Configuration]:
     """All combinations of each policy; an argument that only one of them has is tried with that one."""
     try:
-        known = {name: find_rule(name).all_arguments().keys() for name in policies}
+        known = {name: find_rule(name).all_arguments() for name in policies}
         # An argument that none of them has goes to all, whose grids refuse it.
-        anywhere = tried.keys() - set[str]().union(*known.values())
+        common = tried.keys() - {key for arguments in known.values() for key in arguments}
         configurations: list[Configuration] = []
         for name, arguments in known.items():
-            own = {key: values for key, values in tried.items() if key in arguments or key in anywhere}
+            own = {key: values for key, values in tried.items() if key in arguments or key in common}
             configurations += grid(name, **{**default_grid(name), **own})
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error

@@ -70,25 +70,18 @@ class _OfOneLoss(nn.Cell):
 
     def __init__(self, network, weights):
         super().__init__(auto_prefix=False)
-        self.network = _FirstOutput(network)
+        self.network = network
         self.weights = weights
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.cast = ops.Cast()
         self.divisor = Tensor(1.0, mstype.float32)
 
     def construct(self, loss_scale, *inputs):
-        loss = self.network(*inputs)
+        loss = self.first_output(*inputs)
         # In the dtype of the loss, as in training: a scale beyond FP16 overflows a loss in FP16.
-        sens = ops.ones_like(loss) * self.cast(loss_scale, ops.dtype(loss))
-        return loss, self.grad(self.network, self.weights)(*inputs, sens), self.divisor
+        sens = ops.ones_like(loss) * ops.cast(loss_scale, ops.dtype(loss))
+        return loss, self.grad(self.first_output, self.weights)(*inputs, sens), self.divisor
 
-
-class _FirstOutput(nn.Cell):
-    def __init__(self, network):
-        super().__init__(auto_prefix=False)
-        self.network = network
-
-    def construct(self, *inputs):
+    def first_output(self, *inputs):
         outputs = self.network(*inputs)
         return outputs[0] if isinstance(outputs, tuple) else outputs
 

@@ -11,13 +11,8 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
-from mindformers_adaptive.gradients.recommendation import (
-    DEFAULT_MARGIN,
-    EVERY_POWER,
-    check_margin,
-    recommend_loss_scale,
-)
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics, merge_statistics
 from mindformers_adaptive.rules.checks import require_positive
 
@@ -33,7 +28,7 @@ __all__ = [
 ]
 
 # 16-fold each.
-DEFAULT_LOSS_SCALES = EVERY_POWER[::4]
+DEFAULT_LOSS_SCALES = recommendation.EVERY_POWER[::4]
 
 # Losses of the same network and batch differ by the order of their sums only.
 _SAME_LOSS = 1e-5
@@ -78,7 +73,7 @@ def gradient_ranges(network, inputs, loss_scales=DEFAULT_LOSS_SCALES, *, layers=
     return GradientSweep(network, layers)(inputs, loss_scales, progress=progress)
 
 
-def find_loss_scale(network, batches, margin=DEFAULT_MARGIN, *, progress=None):
+def find_loss_scale(network, batches, margin=recommendation.DEFAULT_MARGIN, *, progress=None):
     """Find the loss scale from which to start the training of a network.
 
     :func:`gradient_ranges` tries every power of two from 2^0 to 2^32.
@@ -107,8 +102,9 @@ def find_loss_scale(network, batches, margin=DEFAULT_MARGIN, *, progress=None):
         >>> recommendation.ceiling, recommendation.loss_scale_value
         (8192.0, 2048.0)
     """
-    check_margin(margin)
-    return recommend_loss_scale(gradient_ranges(network, batches, EVERY_POWER, progress=progress), margin)
+    recommendation.check_margin(margin)
+    ranges = gradient_ranges(network, batches, recommendation.EVERY_POWER, progress=progress)
+    return recommendation.recommend_loss_scale(ranges, margin)
 
 
 class GradientSweep:
@@ -231,9 +227,6 @@ def _is_batch(value):
     return isinstance(value, tuple | list) and len(value) > 0 and all(map(_is_array, value))
 
 
-_FLOATS = (mstype.float16, mstype.bfloat16, mstype.float32, mstype.float64)
-
-
 class LayerOutputsError(RuntimeError):
     """A network cannot run in PyNative mode."""
 
@@ -291,7 +284,7 @@ class LayerOutputs:
             def construct_and_measure(*args, **kwargs):
                 output = construct(*args, **kwargs)
                 for tensor in output if isinstance(output, tuple | list) else [output]:
-                    if isinstance(tensor, Tensor) and tensor.dtype in _FLOATS:
+                    if isinstance(tensor, Tensor) and tensor.is_floating_point():
                         array = to_numpy(tensor)
                         parts[name].append(array_statistics(array))
                         if observe is not None:

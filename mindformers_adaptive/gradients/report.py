@@ -17,9 +17,8 @@ from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16
 from mindformers_adaptive.text.files import atomic_write, json_text
 from mindformers_adaptive.text.table import align, as_power_of_two
 
-__all__ = ["FP16_LARGEST", "FP16_SMALLEST_NORMAL", "FP16_SMALLEST_SUBNORMAL", "MOST_GROUPS", "ArrayStatistics"]
-__all__ += ["GradientRanges", "ScaleRanges", "array_statistics", "group_parameters", "merge_statistics"]
-__all__ += ["parameter_group"]
+__all__ = ["FP16_EXPONENTS", "MOST_GROUPS", "ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics"]
+__all__ += ["group_parameters", "merge_statistics", "parameter_group"]
 
 # More rows of histograms are too many to compare.
 MOST_GROUPS = 6
@@ -317,9 +316,9 @@ def _cells(statistics: ArrayStatistics) -> list[str]:
     return [f"{statistics.largest:.2e}", smallest, f"{statistics.norm:.3g}", *percents]
 
 
-# Magnitudes of FP16: below the smallest normal number its numbers are coarse, below half of the smallest subnormal
-# number they become 0, and above the largest they become inf.
-FP16_SMALLEST_SUBNORMAL, FP16_SMALLEST_NORMAL, FP16_LARGEST = 2.0**-24, 2.0**-14, LARGEST_FLOAT16
+# The smallest subnormal number of FP16, the smallest normal one and the largest, as exponents of 2. Below the second,
+# numbers are coarse, below half of the first they become 0, and above the largest they become inf.
+FP16_EXPONENTS = (-24.0, -14.0, math.log2(LARGEST_FLOAT16))
 
 _Floats = NDArray[np.float64]
 
@@ -371,8 +370,8 @@ class ArrayStatistics:
     @property
     def subnormal_share(self) -> float:
         """The share of elements below the smallest normal number of FP16, without those that are 0."""
-        below = math.log2(FP16_SMALLEST_NORMAL)
-        return self.share(sum(number for exponent, number in self.histogram.items() if exponent < below)) or 0.0
+        _, normal, _ = FP16_EXPONENTS
+        return self.share(sum(number for exponent, number in self.histogram.items() if exponent < normal)) or 0.0
 
     def share(self, count: int | None) -> float | None:
         """Return a count as a share of all elements, between 0 and 1; None for None, and 0.0 for an empty array."""
@@ -475,7 +474,8 @@ def _piece_statistics(piece: _Floats, expected: _Floats | None, unit: float) -> 
     nonzero = finite[finite > 0]
     # The mantissa of frexp lies in [0.5, 1), so its exponents are one higher.
     counts = np.bincount(np.frexp(nonzero)[1] - _LOWEST_EXPONENT - 1)
-    statistics = ArrayStatistics(
+    is_finite = finite.size == piece.size
+    return ArrayStatistics(
         size=piece.size,
         zeros=finite.size - nonzero.size,
         infs_and_nans=piece.size - finite.size,
@@ -483,12 +483,7 @@ def _piece_statistics(piece: _Floats, expected: _Floats | None, unit: float) -> 
         smallest=float(nonzero.min()) if nonzero.size else None,
         norm=float(np.sqrt(np.sum(np.square(nonzero)))),
         histogram={int(place) + _LOWEST_EXPONENT: int(counts[place]) for place in np.flatnonzero(counts)},
-    )
-    if expected is None:
-        return statistics
-    return replace(
-        statistics,
-        underflowed=int(np.count_nonzero((piece == 0) & (expected != 0))),
-        lost=None if statistics.infs_and_nans else float(np.linalg.norm(piece - expected)) / unit,
-        reference_norm=float(np.linalg.norm(expected)) / unit,
+        underflowed=None if expected is None else int(np.count_nonzero((piece == 0) & (expected != 0))),
+        lost=float(np.linalg.norm(piece - expected)) / unit if is_finite and expected is not None else None,
+        reference_norm=0.0 if expected is None else float(np.linalg.norm(expected)) / unit,
     )

@@ -252,11 +252,15 @@ def _warn_of_high_start(config: Any) -> None:
     # Whoever sees the gradients comes down in a few steps from anywhere.
     if (rule := rule_of_cell(scale_sense.get("type"))) is not None and rule.signals:
         return
-    scale, tokens = scale_sense.get("loss_scale_value"), _tokens_of_batch(config)
+    scale = scale_sense.get("loss_scale_value")
+    # How many tokens the backward pass sums over in one process at most, where the file says.
+    sizes = [value_at(config, key) for key in ("runner_config.batch_size", "model.model_config.seq_length")]
+    sizes.append(value_at(config, _ACCUMULATION) or 1)
+    is_known = all(isinstance(size, int) and size >= 1 for size in sizes)
     # A wrong value is for the cell to refuse.
-    if not given_to_train_step(config, _PER_TOKEN) or tokens is None or not isinstance(scale, int | float):
+    if not given_to_train_step(config, _PER_TOKEN) or not is_known or not isinstance(scale, int | float):
         return
-    if scale * tokens > _USUAL_START:
+    if scale * (tokens := math.prod(sizes)) > _USUAL_START:
         bits = math.log2(tokens)
         warnings.warn(
             f"With '{_PER_TOKEN}' the gradients are divided by the number of tokens only after the backward pass, so "
@@ -265,13 +269,6 @@ def _warn_of_high_start(config: Any) -> None:
             "start.",
             stacklevel=4,
         )
-
-
-def _tokens_of_batch(config: Any) -> int | None:
-    """How many tokens the backward pass sums over in one process at most, where the file says."""
-    numbers = [value_at(config, key) for key in ("runner_config.batch_size", "model.model_config.seq_length")]
-    numbers.append(value_at(config, _ACCUMULATION) or 1)
-    return math.prod(numbers) if all(isinstance(number, int) and number >= 1 for number in numbers) else None
 
 
 def check_cpu(config: Any, model_config: Any = None) -> None:
@@ -290,7 +287,7 @@ def check_cpu(config: Any, model_config: Any = None) -> None:
             to set instead.
     """
     model = _model_values(config) if model_config is None else vars(model_config)
-    if problems := [*_cpu_problems_of_model(model), *_cpu_problems(config)]:
+    if problems := [*_cpu_problems(config, model)]:
         raise ValueError("This cannot be trained on a CPU:\n" + "\n".join(f"- {problem}." for problem in problems))
 
 
@@ -308,16 +305,13 @@ def _model_values(config: Any) -> Mapping[str, Any]:
     return {each.name: each.default for each in parameters if each.default is not each.empty} | section
 
 
-def _cpu_problems_of_model(values: Mapping[str, Any]) -> Iterator[str]:
+def _cpu_problems(config: Any, model: Mapping[str, Any]) -> Iterator[str]:
     for key, (needed, reason) in _CPU_MODEL.items():
-        if key in values and bool(values[key]) is not needed:
-            yield f"'model.model_config.{key}' must be {needed}, but is {values[key]}: {reason}"
-    for key, value in values.items():
+        if key in model and bool(model[key]) is not needed:
+            yield f"'model.model_config.{key}' must be {needed}, but is {model[key]}: {reason}"
+    for key, value in model.items():
         if str(value).lower().rpartition(".")[2] == "bfloat16":
             yield f"'model.model_config.{key}' must be another type, but is bfloat16. Set it to float16 or float32"
-
-
-def _cpu_problems(config: Any) -> Iterator[str]:
     if config.get("use_legacy") is False:
         yield (
             "'use_legacy' must be True, but is False: the mcore models need operators that MindSpore does not have for "

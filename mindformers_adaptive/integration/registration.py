@@ -42,7 +42,12 @@ def register():
     for callback in (CheckpointMonitor, GradientRangeMonitor, LossScaleMonitor, TrainingStateMonitor):
         MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
     _call_monitor_before_saving()
-    _patch_load_checkpoint()
+    # The trainer's own name for the function: where register() runs only when the trainer builds its wrapper, through
+    # auto_register, the checkpoint has still to be loaded.
+    load_checkpoint = getattr(base_trainer, "load_checkpoint", None)
+    if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
+        base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)
+        base_trainer.CommonInfo = CommonInfo
 
 
 def _call_monitor_before_saving():
@@ -52,12 +57,3 @@ def _call_monitor_before_saving():
     if order is not None and LossScaleMonitor not in order:
         saves = [place for place, callback in enumerate(order) if issubclass(CheckpointMonitor, callback)]
         order.insert(saves[0] if saves else len(order), LossScaleMonitor)
-
-
-def _patch_load_checkpoint():
-    # The trainer's own name for the function: where register() runs only when the trainer builds its wrapper, through
-    # auto_register, the checkpoint has still to be loaded.
-    load_checkpoint = getattr(base_trainer, "load_checkpoint", None)
-    if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
-        base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)
-        base_trainer.CommonInfo = CommonInfo

@@ -96,7 +96,13 @@ class Trainer(mindformers.Trainer):
     def _accumulate(self):
         steps = take_accumulation_steps(self.config) if self.wrapper is None else 1
         if steps > 1:
-            _require_whole_micro_batches(self.train_dataset, steps)
+            data = self.train_dataset
+            if isinstance(data, Dataset) and data.get_batch_size() % steps:
+                raise ValueError(
+                    f"'train_dataset' must have batches that can be cut into {steps} micro batches, as "
+                    f"'gradient_accumulation_steps' says, but its batches have {data.get_batch_size()} samples. Make "
+                    "them larger, or leave the batching to MindFormers."
+                )
             accumulate(self.trainer, steps)
         elif (given := self.config.runner_config.gradient_accumulation_steps or 1) > 1:
             warnings.warn(
@@ -134,15 +140,6 @@ def _fit_window(args, scale_sense):
             f"'loss_scale_window' {args.loss_scale_window} is not used: {rule.cell} finds its window itself. Leave it "
             "out.",
             stacklevel=2,
-        )
-
-
-def _require_whole_micro_batches(dataset, steps):
-    if isinstance(dataset, Dataset) and dataset.get_batch_size() % steps:
-        raise ValueError(
-            f"'train_dataset' must have batches that can be cut into {steps} micro batches, as "
-            f"'gradient_accumulation_steps' says, but its batches have {dataset.get_batch_size()} samples. Make them "
-            "larger, or leave the batching to MindFormers."
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
 
 if sys.platform != "win32":
@@ -19,20 +20,8 @@ if sys.platform != "win32":
 __all__ = ["FIELDS", "RunLock", "RunRecord", "read_record"]
 
 # Fields of one record line; null means unknown. From scale_window to skipped_steps, values are those after the step.
-FIELDS = (
-    "step",
-    "loss",
-    "overflow",
-    "loss_scale",
-    "next_loss_scale",
-    "scale_window",
-    "window_index",
-    "growth_num",
-    "down_num",
-    "skipped_steps",
-    "largest_gradient",
-    "dropped_by_norm",
-)
+FIELDS: tuple[str, ...] = ("step", "loss", "overflow", "loss_scale", "next_loss_scale", *AdaptiveRule.recorded)
+FIELDS += ("skipped_steps", "largest_gradient", "dropped_by_norm")
 
 # A process can lock a file again that it has locked itself, so the paths are kept here.
 _locked: set[Path] = set()

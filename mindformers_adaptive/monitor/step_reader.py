@@ -178,8 +178,7 @@ class StepReader:
     def _state(self):
         state = {}
         for field, parameter in self._fields:
-            value = parameter.asnumpy().tolist()
-            state |= zip(field.parts, value, strict=True) if field.parts else {field.name: value}
+            state |= field.by_key(parameter.asnumpy().tolist())
         # The window of MindSpore's own dynamic cell is a constant, which a cell with a rule has and does not use.
         window = getattr(self._update_cell, "scale_window", None)
         if "scale_window" not in state and isinstance(window, Tensor) and not hasattr(self._update_cell, "rule"):

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.gradients.report import (
-    FP16_LARGEST,
-    FP16_SMALLEST_NORMAL,
-    FP16_SMALLEST_SUBNORMAL,
-    ArrayStatistics,
-    GradientRanges,
-    parameter_group,
-)
+from mindformers_adaptive.gradients.report import FP16_EXPONENTS, ArrayStatistics, GradientRanges, parameter_group
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 
@@ -37,9 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-# The smallest subnormal number of FP16, the smallest normal one and the largest, as exponents of 2.
-FP16_EXPONENTS = tuple(map(math.log2, (FP16_SMALLEST_SUBNORMAL, FP16_SMALLEST_NORMAL, FP16_LARGEST)))
 
 # The exponents that have a bar: those of FP16 and a few beyond. Gradients in float32 further out count at the ends.
 _FIRST, _LAST = -30, 19

@@ -7,6 +7,7 @@ against it bit for bit.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -15,13 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.base import STEP_LIMIT, Field, Rule
-from mindformers_adaptive.rules.checks import as_float32, require_flag, require_integer, require_number, to_float32
-from mindformers_adaptive.rules.ladder import (
-    DEFAULT_MAX_SCALE_WINDOW,
-    DEFAULT_MIN_SCALE_WINDOW,
-    HIDDEN_WINDOW,
-    window_ladder,
-)
+from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number, to_float32
+from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW, window_ladder
 
 __all__ = ["COUNTER_LIMIT", "EVENTS", "HIDDEN_INDEX", "AdaptiveLanes", "AdaptiveRule", "LossScaleState"]
 __all__ += ["transition_tables"]
@@ -29,12 +25,14 @@ __all__ += ["transition_tables"]
 # MindFormers' documentation: "every three raises the window moves up", "three drops in a row lead to window 1".
 COUNTER_LIMIT = 3
 
-# The window index while the hidden window is in force; the number MindFormers' own cell writes into checkpoints.
-HIDDEN_INDEX = -1
+# The hidden window of one step is never on the ladder; its index is the number that MindFormers' own cell writes into
+# checkpoints.
+HIDDEN_WINDOW, HIDDEN_INDEX = 1, -1
 
 # What can happen in a step: a clean step within the window, a full window, an overflow that drops the scale, and one
 # that hysteresis tolerates.
 EVENTS = ("wait", "raise", "drop", "tolerate")
+_WAIT, _RAISE, _DROP, _TOLERATE = range(len(EVENTS))
 
 
 class LossScaleState(NamedTuple):
@@ -61,6 +59,73 @@ class LossScaleState(NamedTuple):
     hysteresis_budget: int = 1
     skipped_steps: int = 0
     consecutive_overflows: int = 0
+
+
+class AdaptiveLanes:
+    """Runs of adaptive rules side by side, which look up their windows and counters in tables.
+
+    Args:
+        rules (Sequence[AdaptiveRule]): of each lane.
+        states (Sequence[LossScaleState]): of each lane, before the first step.
+
+    Attributes:
+        loss_scale (NDArray): float64 of shape (lanes,), for the next step.
+        scale_window (NDArray): int64 of shape (lanes,), in steps.
+    """
+
+    def __init__(self, rules: Sequence[AdaptiveRule], states: Sequence[LossScaleState]) -> None:
+        # Lanes with the same ladder share a table; the rows of one table follow those of the other.
+        keys = [(rule.max_scale_window, rule.min_scale_window, rule.shrink_from_min_window) for rule in rules]
+        tables = {key: _transitions(*key) for key in dict.fromkeys(keys)}
+        first = dict(zip(tables, np.cumsum([0, *map(len, tables.values())]).tolist(), strict=False))
+        self._transitions = np.concatenate([*tables.values()])
+        self._first_row = np.array([first[key] - HIDDEN_INDEX for key in keys])
+        self._places = np.array([len(rule.ladder) - HIDDEN_INDEX for rule in rules])
+        self._counters = np.array([(state.window_index, state.growth_num, state.down_num) for state in states]).T
+        self._factors = np.array([rule.factors for rule in rules]).T
+        self._smallest = np.array([rule.min_loss_scale for rule in rules], np.float32)
+        self._largest = np.array([rule.max_loss_scale for rule in rules], np.float32)
+        self._hysteresis = np.array([rule.hysteresis for rule in rules])
+        self._budget = np.array([state.hysteresis_budget for state in states])
+        self._clean = np.array([state.clean_steps for state in states])
+        self._skipped = np.array([state.skipped_steps for state in states])
+        self._consecutive = np.array([state.consecutive_overflows for state in states])
+        self.loss_scale = np.array([state.loss_scale for state in states], np.float64)
+        self.scale_window = np.array([state.scale_window for state in states])
+
+    def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
+        """Take a step in every lane.
+
+        Args:
+            overflow (NDArray): bool of shape (lanes,).
+            largest_gradient (NDArray): not used.
+        """
+        self._clean += 1
+        self._skipped += overflow
+        self._consecutive += 1
+        self._consecutive *= overflow
+        places = np.flatnonzero(overflow | (self._clean >= self.scale_window))
+        if not len(places):
+            return
+        overflowed, (index, growth, down) = overflow[places], self._counters[:, places]
+        budget = np.where(overflowed, np.maximum(self._budget[places] - 1, 0), self._hysteresis[places])
+        event = np.where(overflowed, np.where(budget == 0, _DROP, _TOLERATE), _RAISE)
+        row = self._first_row[places] + event * self._places[places] + index
+        after = self._transitions[row, growth, down].T
+        self.scale_window[places], self._counters[:, places] = after[0], after[1:4]
+        scale = self.loss_scale[places].astype(np.float32)
+        with np.errstate(over="ignore"):
+            product = scale * self._factors[event, places]
+        # A raise beyond the cap is left out; only a drop can pass the floor.
+        moved = np.where(product <= self._largest[places], product, scale)
+        self.loss_scale[places] = np.maximum(moved, self._smallest[places])
+        self._budget[places], self._clean[places] = budget, 0
+
+    def states(self) -> list[LossScaleState]:
+        """Return the state of each lane as the rule has it."""
+        steps = (self._clean, self._budget, self._skipped, self._consecutive)
+        columns = (self.loss_scale, self.scale_window, *self._counters, *steps)
+        return [LossScaleState(*lane) for lane in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 class AdaptiveRule(Rule):
@@ -126,6 +191,7 @@ class AdaptiveRule(Rule):
         "scale_factor": (2, 4),
         "hysteresis": (1, 2),
     }
+    lanes = AdaptiveLanes
 
     def __init__(
         self,
@@ -142,8 +208,10 @@ class AdaptiveRule(Rule):
         self.min_scale_window, self.max_scale_window = self.ladder[0], self.ladder[-1]
         wanted, remedy = "a finite number above 1", "The usual value is 2."
         factor = require_number("scale_factor", scale_factor, wanted, lambda number: number > 1, remedy)
-        self.scale_factor = as_float32(factor)
+        self.scale_factor = to_float32(factor)
         self.backoff_factor = to_float32(1.0 / self.scale_factor)
+        # What each of the EVENTS does to the scale.
+        self.factors = np.array([1.0, self.scale_factor, self.backoff_factor, 1.0], np.float32)
         super().__init__(min_loss_scale, max_loss_scale)
         remedy = "1 drops the scale at every overflow; Megatron-LM uses 2."
         self.hysteresis = require_integer("hysteresis", hysteresis, 1, remedy, unit="number of overflows")
@@ -152,17 +220,11 @@ class AdaptiveRule(Rule):
             self.fields = tuple(field for field in type(self).fields if field.name != "hysteresis_budget")
 
     @classmethod
-    def values_fit(
-        cls,
-        max_scale_window: int = DEFAULT_MAX_SCALE_WINDOW,
-        min_scale_window: int = DEFAULT_MIN_SCALE_WINDOW,
-        scale_window: int | None = None,
-        **others: Any,
-    ) -> bool:
+    def values_fit(cls, **arguments: Any) -> bool:
         """Return whether the largest window is not below the smallest, and the first one is on their ladder."""
-        if max_scale_window < min_scale_window:
-            return False
-        return scale_window is None or scale_window in window_ladder(max_scale_window, min_scale_window)
+        given = {**cls.all_arguments(), **arguments}
+        first, largest, smallest = given["scale_window"], given["max_scale_window"], given["min_scale_window"]
+        return bool(largest >= smallest and (first is None or first in window_ladder(largest, smallest)))
 
     def short_label(self, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
         """Return the rule and its windows, as :meth:`Rule.short_label` does; a single window is dynamic scaling."""
@@ -171,11 +233,6 @@ class AdaptiveRule(Rule):
         if arguments["scale_window"] == smallest:
             told.add("scale_window")
         return f"dynamic {smallest}" if smallest == largest else f"{self.name} {smallest}-{largest}", told
-
-    @classmethod
-    def lanes(cls, rules: Sequence[AdaptiveRule], states: Sequence[LossScaleState]) -> Any:
-        """Return runs of adaptive rules, stepped all at once by tables, as :meth:`Rule.lanes` does."""
-        return AdaptiveLanes(rules, states)
 
     def start(
         self, loss_scale_value: float, scale_window: int | None = None, *, argument: str = "loss_scale_value"
@@ -263,30 +320,23 @@ class AdaptiveRule(Rule):
         clean_steps = values["cur_iter"] - 1 - values["last_overflow_iter"]
         return LossScaleState(loss_scale, **{"hysteresis_budget": self.hysteresis, **known}, clean_steps=clean_steps)
 
-    def _repair_own(
-        self, values: Mapping[str, Any], loss_scale: float, restored: Collection[str] | None
-    ) -> tuple[dict[str, Any], list[str]]:
+    def _repair_own(self, values: dict[str, Any], loss_scale: float, restored: Collection[str] | None) -> list[str]:
         # A window that is not on the ladder becomes the nearest one that is; a counter that no run can reach is set to
         # the nearest possible value.
         index, problem = self._place_on_the_ladder(values["scale_window"], values["window_index"])
-        changes: dict[str, Any] = {"scale_window": self.window_at(index), "window_index": index}
+        values["scale_window"], values["window_index"] = self.window_at(index), index
         problems = [problem] if problem else []
         limits = {"growth_num": COUNTER_LIMIT, "down_num": COUNTER_LIMIT, "hysteresis_budget": self.hysteresis}
-        for field in self.fields:
-            limit = limits.get(field.name, STEP_LIMIT)
-            if field.name in limits and not 0 <= values[field.name] <= limit:
-                changes[field.name] = min(max(values[field.name], 0), limit)
-                problems.append(
-                    f"The checkpoint has '{field.parameter}' {values[field.name]}, which must lie between 0 and "
-                    f"{limit}: {changes[field.name]} is used."
-                )
+        for key, limit in limits.items():
+            if key in values:
+                problems += self._keep_within(values, key, 0, limit, min(max(values[key], 0), limit))
         if not problems and self._lacks_window(values, restored):
-            changes["last_overflow_iter"] = values["cur_iter"] - 1
+            values["last_overflow_iter"] = values["cur_iter"] - 1
             problems = [
                 "The checkpoint has steps but no window, as one of dynamic or gradient-guided loss scaling: the ladder "
                 f"starts afresh at window {values['scale_window']}."
             ]
-        return changes, problems
+        return problems
 
     def _lacks_window(self, values: Mapping[str, Any], restored: Collection[str] | None) -> bool:
         """Whether a checkpoint had step counters of another cell, which do not fit the window at the start.
@@ -332,18 +382,13 @@ def transition_tables(rule: AdaptiveRule) -> tuple[np.ndarray[Any, Any], np.ndar
         (scale_window, window_index, growth_num, down_num) after the step, with 1 if it overflowed and 1 if a new window
         starts, int32 of shape (events * places, 4, 4, 6).
     """
-    multipliers = {"wait": 1.0, "raise": rule.scale_factor, "drop": rule.backoff_factor, "tolerate": 1.0}
     places, counter_values = range(HIDDEN_INDEX, len(rule.ladder)), range(COUNTER_LIMIT + 1)
     shape = len(EVENTS) * len(places), len(counter_values), len(counter_values)
     transitions = [
-        (*_after(rule, event, index, growth_num, down_num), event in ("drop", "tolerate"), event != "wait")
-        for event in EVENTS
-        for index in places
-        for growth_num in counter_values
-        for down_num in counter_values
+        (*_after(rule, event, *counters), event in ("drop", "tolerate"), event != "wait")
+        for event, *counters in itertools.product(EVENTS, places, counter_values, counter_values)
     ]
-    factors = np.array([multipliers[event] for event in EVENTS], np.float32)
-    table = np.broadcast_to(np.repeat(factors, len(places))[:, None, None], shape)
+    table = np.broadcast_to(np.repeat(rule.factors, len(places))[:, None, None], shape)
     return np.ascontiguousarray(table), np.array(transitions, np.int32).reshape(*shape, -1)
 
 
@@ -357,88 +402,6 @@ def _after(rule: AdaptiveRule, event: str, index: int, growth_num: int, down_num
     return state.scale_window, state.window_index, state.growth_num, state.down_num
 
 
-class AdaptiveLanes:
-    """Runs of adaptive rules side by side, each at a number that stands for its window and counters.
-
-    Args:
-        rules (Sequence[AdaptiveRule]): of each lane.
-        states (Sequence[LossScaleState]): of each lane, before the first step.
-
-    Attributes:
-        loss_scale (NDArray): float64 of shape (lanes,), for the next step.
-        scale_window (NDArray): int64 of shape (lanes,), in steps.
-    """
-
-    def __init__(self, rules: Sequence[AdaptiveRule], states: Sequence[LossScaleState]) -> None:
-        # Lanes with the same ladder share a table; the numbers of one table follow those of the other.
-        keys = [(rule.max_scale_window, rule.min_scale_window, rule.shrink_from_min_window) for rule in rules]
-        tables = {key: _numbered_transitions(*key) for key in dict.fromkeys(keys)}
-        sizes = [table.shape[1] for table in tables.values()]
-        first = dict(zip(tables, np.cumsum([0, *sizes]).tolist(), strict=False))
-        self._after = np.concatenate([table[:-1] + first[key] for key, table in tables.items()], axis=1)
-        self._windows = np.concatenate([table[-1] for table in tables.values()])
-        self._first = np.array([first[key] for key in keys])
-        counters = ((state.window_index, state.growth_num, state.down_num) for state in states)
-        self._number = self._first + np.array([_number_of(*each) for each in counters])
-        self._factors = np.array([(1.0, rule.scale_factor, rule.backoff_factor, 1.0) for rule in rules], np.float32).T
-        self._smallest = np.array([rule.min_loss_scale for rule in rules], np.float32)
-        self._largest = np.array([rule.max_loss_scale for rule in rules], np.float32)
-        self._hysteresis = np.array([rule.hysteresis for rule in rules])
-        self._budget = np.array([state.hysteresis_budget for state in states])
-        self._clean = np.array([state.clean_steps for state in states])
-        self._skipped = np.array([state.skipped_steps for state in states])
-        self._consecutive = np.array([state.consecutive_overflows for state in states])
-        self.loss_scale = np.array([state.loss_scale for state in states], np.float64)
-        self.scale_window = self._windows[self._number]
-
-    def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
-        """Take a step in every lane.
-
-        Args:
-            overflow (NDArray): bool of shape (lanes,).
-            largest_gradient (NDArray): not used.
-        """
-        self._clean += 1
-        self._skipped += overflow
-        self._consecutive += 1
-        self._consecutive *= overflow
-        places = np.flatnonzero(overflow | (self._clean >= self.scale_window))
-        if not len(places):
-            return
-        overflowed, number = overflow[places], self._number[places]
-        budget = np.where(overflowed, np.maximum(self._budget[places] - 1, 0), self._hysteresis[places])
-        event = np.where(overflowed, np.where(budget == 0, _DROP, _TOLERATE), _RAISE)
-        number = self._after[event, number]
-        scale = self.loss_scale[places].astype(np.float32)
-        with np.errstate(over="ignore"):
-            product = scale * self._factors[event, places]
-        # A raise beyond the cap is left out; only a drop can pass the floor.
-        moved = np.where(product <= self._largest[places], product, scale)
-        self.loss_scale[places] = np.maximum(moved, self._smallest[places])
-        self.scale_window[places] = self._windows[number]
-        self._number[places], self._budget[places], self._clean[places] = number, budget, 0
-
-    def states(self) -> list[LossScaleState]:
-        """Return the state of each lane as the rule has it."""
-        place, counters = np.divmod(self._number - self._first, (COUNTER_LIMIT + 1) ** 2)
-        growth, down = np.divmod(counters, COUNTER_LIMIT + 1)
-        steps = (self._clean, self._budget, self._skipped, self._consecutive)
-        columns = (self.loss_scale, self.scale_window, place + HIDDEN_INDEX, growth, down, *steps)
-        return [LossScaleState(*lane) for lane in zip(*(column.tolist() for column in columns), strict=True)]
-
-
-_WAIT, _RAISE, _DROP, _TOLERATE = range(len(EVENTS))
-
-
-def _number_of(window_index: Any, growth_num: Any, down_num: Any) -> Any:
-    return ((window_index - HIDDEN_INDEX) * (COUNTER_LIMIT + 1) + growth_num) * (COUNTER_LIMIT + 1) + down_num
-
-
 @functools.lru_cache(maxsize=256)
-def _numbered_transitions(largest: int, smallest: int, shrink_from_min_window: bool) -> NDArray[np.int64]:
-    """For each number the numbers after the four events and, last, its window; shape (5, numbers)."""
-    rule = AdaptiveRule(2.0, largest, smallest, shrink_from_min_window=shrink_from_min_window)
-    transitions = transition_tables(rule)[1].reshape(len(EVENTS), -1, 6).astype(np.int64)
-    after = _number_of(*transitions[..., 1:4].transpose(2, 0, 1))
-    # Waiting changes nothing.
-    return np.concatenate([after, transitions[:1, :, 0]])
+def _transitions(largest: int, smallest: int, shrink_from_min_window: bool) -> NDArray[np.int32]:
+    return transition_tables(AdaptiveRule(2.0, largest, smallest, shrink_from_min_window=shrink_from_min_window))[1]

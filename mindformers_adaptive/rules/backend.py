@@ -8,21 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy import absolute, ceil, floor, logical_and, logical_not, logical_or, maximum, minimum, where
 
 __all__ = ["absolute", "argmin", "ceil", "count", "float32", "floor", "int32", "logical_and", "logical_not"]
 __all__ += ["logical_or", "maximum", "minimum", "stack", "unstack", "where"]
 
 Array = Any
-
-absolute = np.absolute
-ceil = np.ceil
-floor = np.floor
-logical_and = np.logical_and
-logical_not = np.logical_not
-logical_or = np.logical_or
-maximum = np.maximum
-minimum = np.minimum
-where = np.where
 
 
 def int32(x: Array) -> Array:

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive
 
 __all__ = ["DEFAULT_LOSS_SCALE", "SIGNALS", "STEP_FIELDS", "STEP_LIMIT"]
@@ -44,6 +46,16 @@ class Field(NamedTuple):
         """The names under which ``state()`` shows it."""
         return self.parts or (self.name,)
 
+    def by_key(self, value: Any) -> dict[str, Any]:
+        """Return what its Parameter holds, by the names of ``keys``; a vector without named parts as a tuple."""
+        if self.parts:
+            return dict(zip(self.parts, value, strict=True))
+        return {self.name: tuple(value) if self.shape else value}
+
+    def value_in(self, values: Mapping[str, Any]) -> Any:
+        """Return what its Parameter holds, of values by the names of ``keys``."""
+        return [values[part] for part in self.parts] if self.parts else values[self.name]
+
 
 # What every update cell counts. The names in checkpoints are those of MindSpore's and MindFormers' own cells.
 STEP_FIELDS = (
@@ -75,6 +87,10 @@ class Rule:
         moves_by_one_factor (bool): whether the scale falls at overflows only and rises at applied steps only, by one
             factor at a time, so that the scales in a log tell which steps were skipped. Default: False.
         grid (Mapping[str, Sequence]): for some arguments, the values that ``tune`` tries.
+        lanes (Callable): takes rules of this class with equal ``lane_shapes``, and the state of each before the first
+            step, and returns their runs, to be stepped side by side: an object as
+            :class:`~mindformers_adaptive.rules.text_rule.Lanes`, with ``loss_scale``, ``scale_window``, ``step()`` and
+            ``states()``. A rule in plain Python has none.
 
     Args:
         min_loss_scale (float): the floor of the loss scale, above 0. Default: 1.0, MindSpore's.
@@ -95,6 +111,7 @@ class Rule:
     usual_arguments: ClassVar[tuple[str, ...]] = ("loss_scale_value",)
     moves_by_one_factor: ClassVar[bool] = False
     grid: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    lanes: ClassVar[type[Any]]
 
     def __init__(self, min_loss_scale: float = 1.0, max_loss_scale: float | None = None) -> None:
         self.min_loss_scale = require_positive("min_loss_scale", min_loss_scale)
@@ -157,20 +174,6 @@ class Rule:
     def lane_shapes(self) -> tuple[Any, ...]:
         """tuple: what has to be equal for rules of one class to be stepped side by side."""
         return ()
-
-    @classmethod
-    def lanes(cls, rules: Sequence[Any], states: Sequence[Any]) -> Any:
-        """Return runs of rules of this class, to be stepped side by side.
-
-        Args:
-            rules (Sequence[Rule]): of each lane, with equal ``lane_shapes``.
-            states (Sequence[NamedTuple]): of each lane, before the first step.
-
-        Returns:
-            An object as :class:`~mindformers_adaptive.rules.text_rule.Lanes`: with ``loss_scale``, ``scale_window``,
-            ``step()`` and ``states()``.
-        """
-        raise NotImplementedError
 
     @classmethod
     def all_fields(cls) -> tuple[Field, ...]:
@@ -253,31 +256,34 @@ class Rule:
             tuple[dict, list[str]]; the list is empty where nothing had to be changed.
         """
         repaired: dict[str, Any] = dict(values)
-        problems: list[str] = []
-        _require(repaired, problems, "cur_iter", 1, STEP_LIMIT, 1)
+        problems = self._keep_within(repaired, "cur_iter", 1, STEP_LIMIT, 1)
         last_step = repaired["cur_iter"] - 1
-        _require(repaired, problems, "last_overflow_iter", 0, last_step, last_step, ", the last step")
-        _require(repaired, problems, "skipped_steps", 0, STEP_LIMIT, 0)
-        meaning = ", the number of skipped steps"
-        _require(repaired, problems, "consecutive_overflows", 0, repaired["skipped_steps"], 0, meaning)
-        own, problems_of_rule = self._repair_own(repaired, loss_scale, restored)
-        return {**repaired, **own}, problems_of_rule + problems
+        problems += self._keep_within(repaired, "last_overflow_iter", 0, last_step, last_step, ", the last step")
+        problems += self._keep_within(repaired, "skipped_steps", 0, STEP_LIMIT, 0)
+        skipped, meaning = repaired["skipped_steps"], ", the number of skipped steps"
+        problems += self._keep_within(repaired, "consecutive_overflows", 0, skipped, 0, meaning)
+        return repaired, self._repair_own(repaired, loss_scale, restored) + problems
 
-    def fresh_start(self, values: Mapping[str, Any], loss_scale: float) -> dict[str, Any]:
-        """Return the rule's own values as at the start, and with the last step as that of the last event."""
-        start = self.to_values(self.start(loss_scale), 0)
-        last_step = max(values["cur_iter"], 1) - 1
-        return {**{key: start[key] for key in self.own_keys() if key in start}, "last_overflow_iter": last_step}
+    def _keep_within(
+        self, values: dict[str, Any], key: str, least: int, most: int, otherwise: int, meaning: str = ""
+    ) -> list[str]:
+        """Set a counter that no run can reach to another value, and return a sentence if it was one."""
+        value = values[key]
+        if least <= value <= most:
+            return []
+        values[key] = otherwise
+        name = next(field.parameter for field in self.all_fields() if field.name == key)
+        limits = f"must lie between {least} and {most}{meaning}"
+        return [f"The checkpoint has '{name}' {value}, which {limits}: {otherwise} is used."]
 
-    def _repair_own(
-        self, values: Mapping[str, Any], loss_scale: float, restored: Collection[str] | None
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Return the values to change, and a sentence for each problem."""
+    def _repair_own(self, values: dict[str, Any], loss_scale: float, restored: Collection[str] | None) -> list[str]:
+        """Change the rule's own values where it cannot go on with them, and return a sentence for each problem."""
         problem = self._missing_state(values, restored) or self.find_state_problem(values)
         if problem is None:
-            return {}, []
-        changes = self.fresh_start(values, loss_scale)
-        return changes, [f"{problem}: it starts afresh at loss scale {loss_scale:g}."]
+            return []
+        start = self.to_values(self.start(loss_scale), values["cur_iter"] - 1)
+        values |= {key: start[key] for key in (*self.own_keys(), "last_overflow_iter")}
+        return [f"{problem}: it starts afresh at loss scale {loss_scale:g}."]
 
     def _missing_state(self, values: Mapping[str, Any], restored: Collection[str] | None) -> str | None:
         if restored is None or "cur_iter" not in restored:
@@ -291,31 +297,13 @@ class Rule:
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
         """Say why the rule cannot go on from its own part of a state, or return None."""
-        numbers = (number for key in self.own_keys() for number in _flat(values[key]))
-        if all(map(math.isfinite, numbers)):
+        if all(np.isfinite(values[key]).all() for key in self.own_keys()):
             return None
         return f"The checkpoint has a state of {self.title} that is not finite"
 
     def describe_fresh_start(self, values: Mapping[str, Any]) -> str:
         """Return how training goes on where a checkpoint has no state, for a sentence."""
         return f"with a fresh state of {self.title}"
-
-
-def _flat(value: Any) -> Sequence[float]:
-    return value if isinstance(value, Sequence) else (value,)
-
-
-def _require(
-    values: dict[str, Any], problems: list[str], key: str, least: int, most: int, otherwise: int, meaning: str = ""
-) -> None:
-    """Set a counter that no run can reach to another value, and say so."""
-    if not least <= values[key] <= most:
-        name = next(field.parameter for field in STEP_FIELDS if field.name == key)
-        problems.append(
-            f"The checkpoint has '{name}' {values[key]}, which must lie between {least} and {most}{meaning}: "
-            f"{otherwise} is used."
-        )
-        values[key] = otherwise
 
 
 def to_integer(name: str, value: Any) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import SupportsFloat
 
-__all__ = ["LARGEST_FLOAT32", "SMALLEST_FLOAT32", "as_float32", "require_flag", "require_integer"]
+__all__ = ["LARGEST_FLOAT32", "SMALLEST_FLOAT32", "require_flag", "require_integer"]
 __all__ += ["require_number", "require_positive", "to_float32"]
 
 # The normal numbers.
@@ -14,16 +14,12 @@ SMALLEST_FLOAT32 = 2.0**-126
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
-def to_float32(value: float) -> float:
-    """Round to float32 as one float32 operation would; beyond the largest float32 that is inf."""
-    return ctypes.c_float(value).value
-
-
-def as_float32(value: SupportsFloat) -> float:
-    """Return any real number, however large, as the nearest float32."""
+def to_float32(value: SupportsFloat) -> float:
+    """Round any real number to float32 as one float32 operation would; beyond the largest float32 that is inf."""
     try:
-        return to_float32(float(value))
+        return ctypes.c_float(float(value)).value
     except OverflowError:
+        # An integer beyond float64.
         return math.inf
 
 
@@ -65,7 +61,7 @@ def require_number(name: str, value: object, wanted: str, accepts: Callable[[flo
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"'{name}' must be {wanted}, but got {_with_type(value)}. {remedy}")
-    rounded = as_float32(value)
+    rounded = to_float32(value)
     if not math.isfinite(rounded) or not accepts(rounded):
         raise ValueError(f"'{name}' must be {wanted} in float32, but got {value!r}. {remedy}")
     return float(value)
@@ -83,7 +79,7 @@ def require_positive(name: str, value: object) -> float:
             f"'{name}' must be a number, but got {_with_type(value)}. Write it as a plain number: YAML reads 2e16 as "
             "text, and 65536 or 6.5536e+4 as numbers."
         )
-    rounded = as_float32(value)
+    rounded = to_float32(value)
     if not SMALLEST_FLOAT32 <= rounded <= LARGEST_FLOAT32:
         raise ValueError(
             f"'{name}' must be finite and above 0 in float32, but got {value!r}. Give a positive number; loss scales "

@@ -33,19 +33,20 @@ NUM_BINS = 16
 
 # By how much an overflow lowers log2 of the scale. A drop too far costs one step of headroom, because the next applied
 # step shows where the ceiling is.
-DROP = 8
+DROP = 10
 
 # The record starts as if so many steps had been seen, with an overflow rate that halves from bin to bin.
 PRIOR_STEPS = 2
 
-# ``low`` goes down at once to what a step shows, and up by this part of the way.
-LOW_SHARE = 2.0**-3
+# ``low`` goes down at once to what a step shows, and up by this part of the way and so many bits more.
+LOW_SHARE = 2.0**-2
+LOW_STEP = 0.1875
 
 # The part of the way that ``level`` goes to what a step shows: a mean over about 32 steps.
 LEVEL_SHARE = 2.0**-5
 
 # ``level`` stays within so many bits below ``low``: the quick way back from a regime of large gradients.
-CLIMB = 0.5
+CLIMB = 0.6875
 
 # How far, in bits, ``base`` may be from ``level``.
 REACH = 1.25
@@ -132,7 +133,7 @@ def step(
     weight = where(counted, maximum(memory, weight / (FLOAT_ONE + weight)), weight)
     level = where(fresh, bits, level)
     careful = logical_and(after_overflow, explained)
-    moved_low = minimum(bits, low + (bits - low) * LOW_SHARE)
+    moved_low = minimum(bits, low + (bits - low) * LOW_SHARE + LOW_STEP)
     moved_level = maximum(level + (bits - level) * LEVEL_SHARE, moved_low - CLIMB)
     low = where(careful, bits - CAREFUL, moved_low)
     level = where(careful, bits - CAREFUL, moved_level)
@@ -190,7 +191,7 @@ class GuidedRule(TextRule):
 
     .. code-block:: text
 
-        overflow:  e -= 8; first = e before the first of a row
+        overflow:  e -= 10; first = e before the first of a row
         applied:   shown = the largest integer with largest_gradient * 2^shown <= 65504
           e > shown + contradictions // 2:  contradictions += 1, at most 6             (the gradients show too little)
           shown += contradictions // 2
@@ -202,8 +203,8 @@ class GuidedRule(TextRule):
             overflow_rate[k] += ([base + 1 - k > shown] - overflow_rate[k]) * weight
             weight = max(1 / P, weight / (1 + weight))
           after overflows that are explained: low = level = shown - 3
-          else: low = min(shown, low + (shown - low) / 8)
-                level = max(level + (shown - level) / 32, low - 0.5)
+          else: low = min(shown, low + (shown - low) / 4 + 0.1875)
+                level = max(level + (shown - level) / 32, low - 0.6875)
           base: moved, by whole bits and no more than it takes, to level - 1.25 ... level + 1.25; record and limit keep
                 their places and so move along
           fall:                                    limit = base + 1 - first + overflows in the row; contradictions -= 2,
@@ -237,7 +238,7 @@ class GuidedRule(TextRule):
         >>> state = rule.start(loss_scale_value=2.0**32)
         >>> for _ in range(2):
         ...     state = rule.step(state, overflow=True)
-        >>> state.loss_scale == 2.0**16
+        >>> state.loss_scale == 2.0**12
         True
         >>> state = rule.step(state, overflow=False, largest_gradient=0.25)
         >>> state.base, state.limit, state.skipped_steps

@@ -4,13 +4,11 @@ import warnings
 
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["DEFAULT_MAX_SCALE_WINDOW", "DEFAULT_MIN_SCALE_WINDOW", "HIDDEN_WINDOW", "window_ladder"]
+__all__ = ["DEFAULT_MAX_SCALE_WINDOW", "DEFAULT_MIN_SCALE_WINDOW", "window_ladder"]
 
-# MindFormers' documentation of adaptive loss scaling: windows of 20 to 1000 steps, and a hidden window of one step
-# that is never on the ladder.
+# MindFormers' documentation of adaptive loss scaling: windows of 20 to 1000 steps.
 DEFAULT_MAX_SCALE_WINDOW = 1000
 DEFAULT_MIN_SCALE_WINDOW = 20
-HIDDEN_WINDOW = 1
 
 # Coarse windows are multiples of 100; at 100 the ladder turns to fine steps.
 _COARSE_STEP = 100

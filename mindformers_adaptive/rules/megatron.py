@@ -53,28 +53,6 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
         return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": fixed}
     if not given.fp16:
         return {"type": "NoLossScaleUpdateCell"}
-    return _dynamic_section(given)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ValueError(f"Megatron-LM would refuse these arguments: {message}.")
-
-
-def _parse(words: list[str]) -> argparse.Namespace:
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    for flag in ("--fp16", "--bf16", "--use-distributed-optimizer"):
-        parser.add_argument(flag, action="store_true")
-    # The defaults are those of megatron/arguments.py.
-    parser.add_argument("--loss-scale", type=float)
-    parser.add_argument("--initial-loss-scale", type=float, default=2.0**32)
-    parser.add_argument("--min-loss-scale", type=float, default=1.0)
-    parser.add_argument("--loss-scale-window", type=float, default=1000.0)
-    parser.add_argument("--hysteresis", type=int, default=2)
-    return parser.parse_known_args(words)[0]
-
-
-def _dynamic_section(given: argparse.Namespace) -> dict[str, Any]:
     initial = require_positive("--initial-loss-scale", given.initial_loss_scale)
     minimum = require_positive("--min-loss-scale", given.min_loss_scale)
     if minimum > initial:
@@ -100,3 +78,21 @@ def _dynamic_section(given: argparse.Namespace) -> dict[str, Any]:
         "min_loss_scale": minimum,
         "hysteresis": given.hysteresis,
     }
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ValueError(f"Megatron-LM would refuse these arguments: {message}.")
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for flag in ("--fp16", "--bf16", "--use-distributed-optimizer"):
+        parser.add_argument(flag, action="store_true")
+    # The defaults are those of megatron/arguments.py.
+    parser.add_argument("--loss-scale", type=float)
+    parser.add_argument("--initial-loss-scale", type=float, default=2.0**32)
+    parser.add_argument("--min-loss-scale", type=float, default=1.0)
+    parser.add_argument("--loss-scale-window", type=float, default=1000.0)
+    parser.add_argument("--hysteresis", type=int, default=2)
+    return parser.parse_known_args(words)[0]

@@ -68,7 +68,7 @@ def _problems(function: Any, names: Mapping[str, Any]) -> Iterator[tuple[Any, st
     """Yield what a text must not have: the place in its syntax tree, and what is wrong with it."""
     for decorator in function.decorator_list:
         yield decorator, "has a decorator. Leave it out"
-    statements = [one for one in function.body if not _is_docstring(one)]
+    statements = function.body if ast.get_docstring(function) is None else function.body[1:]
     nodes = [node for statement in statements for node in ast.walk(statement)]
     local = {argument.arg for argument in function.args.args}
     local |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -88,10 +88,6 @@ def _problems(function: Any, names: Mapping[str, Any]) -> Iterator[tuple[Any, st
             yield node, "has a number without a dtype. Write int32(...) or float32(...), or name it in the module"
         elif isinstance(node, ast.Name) and node.id not in local and not _may_be_used(node.id, names):
             yield node, "uses what is neither of mindformers_adaptive.rules.backend nor of its own module"
-
-
-def _is_docstring(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _may_be_used(name: str, names: Mapping[str, Any]) -> bool:

@@ -34,6 +34,95 @@ _SHOWN = ("largest_gradient", "gradient_known", "max_safe_exponent")
 BOUNDS = ("min_exponent", "max_exponent", "min_loss_scale", "max_loss_scale")
 
 
+class Lanes:
+    """Runs of text rules of one class side by side: their states as arrays, with one lane for each run.
+
+    Args:
+        rules (Sequence[TextRule]): of each lane.
+        states (Sequence[NamedTuple]): of each lane, before the first step.
+
+    Attributes:
+        loss_scale (NDArray): float64 of shape (lanes,), for the next step.
+
+    Examples:
+        >>> from mindformers_adaptive.rules.guided import GuidedRule
+        >>> rules = [GuidedRule(), GuidedRule(exchange_rate=5)]
+        >>> lanes = Lanes(rules, [rule.start(2.0**20) for rule in rules])
+        >>> lanes.step(np.array([True, False]), np.array([np.nan, 1.0]))
+        >>> np.log2(lanes.loss_scale).tolist()
+        [10.0, 10.0]
+    """
+
+    def __init__(self, rules: Sequence[TextRule], states: Sequence[Any]) -> None:
+        first = rules[0]
+        self._text, self._inputs, self._by_bits = type(first).text, first.inputs, first.moves_by_bits
+        self._fields, self._state_class = first.fields, first.State
+        self._shows = bool(first.signals)
+        self._constants = _constants_of(tuple(rules))
+        self.loss_scale = np.array([state.loss_scale for state in states], np.float64)
+        values = [state._asdict() for state in states]
+        # The lanes are the last axis.
+        self._values = {
+            field.name: np.array([field.value_in(each) for each in values], field.dtype).T for field in self._fields
+        }
+        for name in _COUNTS:
+            self._values[name] = np.array([getattr(state, name) for state in states], np.int32)
+
+    @property
+    def scale_window(self) -> NDArray[np.int64] | None:
+        """NDArray, optional: the windows in steps, int64 of shape (lanes,); None for rules without one."""
+        for field in self._fields:
+            if "scale_window" in field.keys:
+                return np.asarray(field.by_key(self._values[field.name])["scale_window"], np.int64)
+        return None
+
+    def run(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> Mapping[str, Any]:
+        """Return what the text returns for a step; the state stays as it is."""
+        given = {**self._constants, **self._values, "overflow": overflow}
+        given["loss_scale"] = self.loss_scale.astype(np.float32)
+        if self._by_bits:
+            given["exponent"] = np.frexp(self.loss_scale)[1].astype(np.int32) - np.int32(1)
+        if self._shows:
+            known, given["max_safe_exponent"] = safe_exponents(largest_gradient)
+            given["gradient_known"] = known & ~overflow
+            given["largest_gradient"] = np.asarray(largest_gradient, np.float32)
+        with np.errstate(all="ignore"):
+            return self._text(*[given[name] for name in self._inputs])
+
+    def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
+        """Take a step in every lane.
+
+        Args:
+            overflow (NDArray): bool of shape (lanes,).
+            largest_gradient (NDArray): float64 of shape (lanes,), nan where it is not known.
+        """
+        after = self.run(overflow, largest_gradient)
+        bounds = self._constants
+        if self._by_bits:
+            exponent = np.clip(after["exponent"], bounds["min_exponent"], bounds["max_exponent"])
+            self.loss_scale = np.ldexp(1.0, np.broadcast_to(exponent, overflow.shape))
+        else:
+            bounded = np.clip(after["loss_scale"], bounds["min_loss_scale"], bounds["max_loss_scale"])
+            self.loss_scale = np.where(np.isnan(bounded), self.loss_scale, bounded.astype(np.float64))
+        lanes = self.loss_scale.shape
+        for field in self._fields:
+            self._values[field.name] = np.broadcast_to(after[field.name], (*field.shape, *lanes))
+        self._values["skipped_steps"] = self._values["skipped_steps"] + overflow
+        self._values["consecutive_overflows"] = np.where(overflow, self._values["consecutive_overflows"] + 1, 0)
+
+    def states(self) -> list[Any]:
+        """Return the state of each lane as the rules have it."""
+        values = {"loss_scale": self.loss_scale.tolist()}
+        for field in self._fields:
+            array = self._values[field.name]
+            is_vector = field.shape and not field.parts
+            values |= field.by_key(map(tuple, array.T.tolist()) if is_vector else array.tolist())
+        values |= {name: self._values[name].tolist() for name in _COUNTS}
+        return [
+            self._state_class(**dict(zip(values, lane, strict=True))) for lane in zip(*values.values(), strict=True)
+        ]
+
+
 class TextRule(Rule):
     """A rule whose step is a function of arrays, written once.
 
@@ -76,6 +165,7 @@ class TextRule(Rule):
     inputs: ClassVar[tuple[str, ...]] = ()
     moves_by_bits: ClassVar[bool] = False
     keeps_bounds: ClassVar[bool] = False
+    lanes = Lanes
     constants: Mapping[str, Any] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -123,12 +213,10 @@ class TextRule(Rule):
                 f"'{argument}' must be a power of two here, but got {loss_scale}: training starts at {power}.",
                 stacklevel=2,
             )
-        zeros = {
-            key: (0.0 if field.dtype == "float32" else 0) if field.parts or not field.shape else (0.0,) * field.shape[0]
-            for field in self.fields
-            for key in field.keys
-        }
-        state = self.State(**{"loss_scale": power, **zeros, **dict.fromkeys(_COUNTS, 0), **self.start_values(power)})
+        values: dict[str, Any] = {"loss_scale": power, **dict.fromkeys(_COUNTS, 0)}
+        for field in self.fields:
+            values |= field.by_key(np.zeros(field.shape, field.dtype).tolist())
+        state = self.State(**{**values, **self.start_values(power)})
         self._try_text(state)
         return state
 
@@ -142,11 +230,6 @@ class TextRule(Rule):
     def lane_shapes(self) -> tuple[Any, ...]:
         """tuple: the shapes of the fields and constants; lanes keep them in common arrays."""
         return (*(field.shape for field in self.fields), *(np.shape(value) for value in self.constants.values()))
-
-    @classmethod
-    def lanes(cls, rules: Sequence[TextRule], states: Sequence[Any]) -> Lanes:
-        """Return runs of rules of this class, stepped all at once by the text, as :meth:`Rule.lanes` does."""
-        return Lanes(rules, states)
 
     def repair_loss_scale(self, loss_scale: float, name: str) -> float:
         """Return a restored loss scale within the bounds; where the rule needs a power of two, the nearest below."""
@@ -194,103 +277,6 @@ class TextRule(Rule):
 
     def _refuse(self, problem: str) -> NoReturn:
         raise ValueError(f"The text of the rule {self.name!r} {problem}")
-
-
-class Lanes:
-    """Runs of text rules of one class side by side: their states as arrays, with one lane for each run.
-
-    Args:
-        rules (Sequence[TextRule]): of each lane.
-        states (Sequence[NamedTuple]): of each lane, before the first step.
-
-    Attributes:
-        loss_scale (NDArray): float64 of shape (lanes,), for the next step.
-
-    Examples:
-        >>> from mindformers_adaptive.rules.guided import GuidedRule
-        >>> rules = [GuidedRule(), GuidedRule(exchange_rate=5)]
-        >>> lanes = Lanes(rules, [rule.start(2.0**20) for rule in rules])
-        >>> lanes.step(np.array([True, False]), np.array([np.nan, 1.0]))
-        >>> np.log2(lanes.loss_scale).tolist()
-        [12.0, 10.0]
-    """
-
-    def __init__(self, rules: Sequence[TextRule], states: Sequence[Any]) -> None:
-        first = rules[0]
-        self._text, self._inputs, self._by_bits = type(first).text, first.inputs, first.moves_by_bits
-        self._fields, self._state_class = first.fields, first.State
-        self._shows = bool(first.signals)
-        self._constants = _constants_of(tuple(rules))
-        self.loss_scale = np.array([state.loss_scale for state in states], np.float64)
-        self._values = {field.name: _array_of(field, states) for field in self._fields}
-        for name in _COUNTS:
-            self._values[name] = np.array([getattr(state, name) for state in states], np.int32)
-
-    @property
-    def scale_window(self) -> NDArray[np.int64] | None:
-        """NDArray, optional: the windows in steps, int64 of shape (lanes,); None for rules without one."""
-        for field in self._fields:
-            if "scale_window" in field.keys:
-                value = self._values[field.name]
-                window = value[field.parts.index("scale_window")] if field.parts else value
-                return np.asarray(window, np.int64)
-        return None
-
-    def run(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> Mapping[str, Any]:
-        """Return what the text returns for a step; the state stays as it is."""
-        given = {**self._constants, **self._values, "overflow": overflow}
-        given["loss_scale"] = self.loss_scale.astype(np.float32)
-        if self._by_bits:
-            given["exponent"] = np.frexp(self.loss_scale)[1].astype(np.int32) - np.int32(1)
-        if self._shows:
-            known, given["max_safe_exponent"] = safe_exponents(largest_gradient)
-            given["gradient_known"] = known & ~overflow
-            given["largest_gradient"] = np.asarray(largest_gradient, np.float32)
-        with np.errstate(all="ignore"):
-            return self._text(*[given[name] for name in self._inputs])
-
-    def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
-        """Take a step in every lane.
-
-        Args:
-            overflow (NDArray): bool of shape (lanes,).
-            largest_gradient (NDArray): float64 of shape (lanes,), nan where it is not known.
-        """
-        after = self.run(overflow, largest_gradient)
-        bounds = self._constants
-        if self._by_bits:
-            exponent = np.clip(after["exponent"], bounds["min_exponent"], bounds["max_exponent"])
-            self.loss_scale = np.ldexp(1.0, np.broadcast_to(exponent, overflow.shape))
-        else:
-            bounded = np.clip(after["loss_scale"], bounds["min_loss_scale"], bounds["max_loss_scale"])
-            self.loss_scale = np.where(np.isnan(bounded), self.loss_scale, bounded.astype(np.float64))
-        lanes = self.loss_scale.shape
-        for field in self._fields:
-            self._values[field.name] = np.broadcast_to(after[field.name], (*field.shape, *lanes))
-        self._values["skipped_steps"] = self._values["skipped_steps"] + overflow
-        self._values["consecutive_overflows"] = np.where(overflow, self._values["consecutive_overflows"] + 1, 0)
-
-    def states(self) -> list[Any]:
-        """Return the state of each lane as the rules have it."""
-        values = {"loss_scale": self.loss_scale.tolist()}
-        for field in self._fields:
-            array = self._values[field.name]
-            if field.parts:
-                values |= dict(zip(field.parts, array.tolist(), strict=True))
-            elif field.shape:
-                values[field.name] = [tuple(column) for column in array.T.tolist()]
-            else:
-                values[field.name] = array.tolist()
-        values |= {name: self._values[name].tolist() for name in _COUNTS}
-        return [
-            self._state_class(**dict(zip(values, lane, strict=True))) for lane in zip(*values.values(), strict=True)
-        ]
-
-
-def _array_of(field: Any, states: Sequence[Any]) -> NDArray[Any]:
-    if field.parts:
-        return np.array([[getattr(state, part) for state in states] for part in field.parts], field.dtype)
-    return np.array([getattr(state, field.name) for state in states], field.dtype).T
 
 
 @functools.lru_cache(maxsize=16)

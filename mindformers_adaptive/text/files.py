@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["NOT_FINITE", "atomic_write", "json_text"]
+__all__ = ["NOT_FINITE", "atomic_write", "json_object", "json_text"]
 
 
 @contextmanager
@@ -74,6 +74,20 @@ def json_text(content: Any, indent: int | None = None) -> str:
         -inf
     """
     return json.dumps(_replace_not_finite(content), indent=indent, allow_nan=False)
+
+
+def json_object(line: str) -> dict[str, Any]:
+    """Return the JSON object that a line without spaces around it is; an empty one where it is none.
+
+    Examples:
+        >>> json_object('{"step": 1}'), json_object('{"step": 1'), json_object("[1]")
+        ({'step': 1}, {}, {})
+    """
+    try:
+        record = json.loads(line) if line.startswith("{") and line.endswith("}") else None
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _replace_not_finite(content: Any) -> Any:

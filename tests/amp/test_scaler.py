@@ -83,7 +83,7 @@ def functional_step(dense, scaler, compiled):
     return mindspore.jit(step) if compiled else step
 
 
-@pytest.mark.parametrize("exponent", [10, 16, 24, 26, 32])
+@pytest.mark.parametrize("exponent", [10, 24, 32])
 def test_float16_gradient_is_divided_exactly_at_every_scale(mode, exponent):
     scaler = AdaptiveLossScaler(2**exponent)
     gradients = (Tensor(np.float16([2.0**15, -(2.0**12)])), Tensor(np.float32([2.0**15])))

@@ -1,14 +1,17 @@
-"""``build_train_network`` and ``Model`` with every manager on CPU, at every level of mixed precision."""
+"""The managers: their defaults, and ``build_train_network`` and ``Model`` with them at every level of precision."""
 
 import mindspore.train.amp
 import numpy as np
 import pytest
 from dense_network import Dense, batches
 from mindspore import amp, nn
-from mindspore.train import Callback, Model
+from mindspore.train import LambdaCallback, Model
 
 from mindformers_adaptive import (
     AdaptiveLossScaleManager,
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleManager,
+    GradientGuidedLossScaler,
     build_train_network,
     enable_loss_scale_on_cpu,
     wrapper,
@@ -19,54 +22,39 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 START = 2**24
 
 
-# Each with the rule that it follows.
+# Each with the arguments of the rule that it follows; one window is MindSpore's dynamic scaling.
 MANAGERS = {
-    "fixed": (lambda: amp.FixedLossScaleManager(START), AdaptiveRule(min_loss_scale=START, max_loss_scale=START)),
-    # One window: the rule is that of MindSpore's dynamic scaling.
-    "dynamic": (
-        lambda: amp.DynamicLossScaleManager(START, 2, 3),
-        AdaptiveRule(max_scale_window=3, min_scale_window=3),
-    ),
-    "adaptive": (
-        lambda: AdaptiveLossScaleManager(START, 2, 1, 3, 1),
-        AdaptiveRule(max_scale_window=3, min_scale_window=1),
-    ),
+    "fixed": (lambda: amp.FixedLossScaleManager(START), {"min_loss_scale": START, "max_loss_scale": START}),
+    "dynamic": (lambda: amp.DynamicLossScaleManager(START, 2, 3), {"max_scale_window": 3, "min_scale_window": 3}),
+    "adaptive": (lambda: AdaptiveLossScaleManager(START, 2, 1, 3, 1), {"max_scale_window": 3, "min_scale_window": 1}),
 }
-
-
-class StepRecorder(Callback):
-    """Keeps of every step the overflow, the loss scale after it, and whether the weights changed."""
-
-    def __init__(self, weight):
-        self.weight, self.before = weight, weight()
-        self.overflows, self.loss_scales, self.changed = [], [], []
-
-    def on_train_step_end(self, run_context):
-        _, overflow, loss_scale = run_context.original_args().net_outputs
-        self.overflows.append(bool(overflow))
-        self.loss_scales.append(float(loss_scale))
-        self.changed.append(not np.array_equal(self.weight(), self.before))
-        self.before = self.weight()
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "auto"])
 @pytest.mark.parametrize("manager", MANAGERS)
 def test_model_trains_with_the_manager_as_the_reference_says(graph_mode, scaling_on_cpu, manager, level):
     dense = Dense()
-    make_manager, rule = MANAGERS[manager]
-    recorder = StepRecorder(dense.weight)
-    manager = make_manager()
+    make_manager, arguments = MANAGERS[manager]
+    manager, steps, weights = make_manager(), [], [dense.weight()]
+
+    def remember(run_context):
+        _, overflow, loss_scale = run_context.original_args().net_outputs
+        steps.append((bool(overflow), float(loss_scale)))
+        weights.append(dense.weight())
+
     model = Model(dense.layer, dense.loss_fn, dense.optimizer(), amp_level=level, loss_scale_manager=manager)
-    model.train(1, batches(20), callbacks=[recorder], dataset_sink_mode=False)
-    assert len(recorder.overflows) == 20
+    remembering = LambdaCallback(on_train_step_end=remember)
+    model.train(1, batches(20), callbacks=[remembering], dataset_sink_mode=False)
+    assert len(steps) == 20
+    rule = AdaptiveRule(**arguments)
     state = rule.start(START)
-    for overflow, loss_scale in zip(recorder.overflows, recorder.loss_scales, strict=True):
+    for (overflow, loss_scale), before, after in zip(steps, weights[:-1], weights[1:], strict=True):
         state = rule.step(state, overflow)
         assert loss_scale == state.loss_scale
-    assert recorder.changed == [not overflow for overflow in recorder.overflows]
-    assert any(recorder.overflows) == (level != "O0")
+        assert np.array_equal(before, after) is overflow
+    assert any(overflow for overflow, _ in steps) == (level != "O0")
     if isinstance(manager, AdaptiveLossScaleManager):
-        assert manager.get_loss_scale() == recorder.loss_scales[-1]
+        assert manager.get_loss_scale() == state.loss_scale
 
 
 def test_fixed_scale_without_skipping_is_divided_by_the_optimizer(graph_mode, scaling_on_cpu):
@@ -136,3 +124,20 @@ def test_what_has_stock_cells_that_cpu_cannot_run_is_refused():
 def test_enabling_again_changes_nothing(scaling_on_cpu):
     enable_loss_scale_on_cpu()
     assert mindspore.amp.build_train_network is mindspore.train.amp.build_train_network is build_train_network
+
+
+def test_defaults_are_those_of_the_dynamic_manager_and_of_the_ladder():
+    manager, dynamic = AdaptiveLossScaleManager(), amp.DynamicLossScaleManager()
+    assert manager.get_loss_scale() == dynamic.get_loss_scale()
+    assert manager.get_drop_overflow_update() is dynamic.get_drop_overflow_update() is True
+    cell = manager.get_update_cell()
+    assert type(cell) is AdaptiveLossScaleUpdateCell
+    assert (cell.rule.scale_factor, cell.rule.ladder[0], cell.rule.ladder[-1]) == (dynamic.scale_factor, 20, 1000)
+    assert cell.state()["scale_window"] == 20
+
+
+@pytest.mark.parametrize("kind", [GradientGuidedLossScaleManager, GradientGuidedLossScaler])
+def test_start_that_is_no_power_of_two_gives_one_warning(kind):
+    with pytest.warns(UserWarning, match=r"must be a power of two here, but got 1000.0: training starts at 512") as it:
+        assert kind(1000).state_dict()["scale"] == 512
+    assert len(it) == 1

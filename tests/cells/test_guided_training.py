@@ -6,14 +6,14 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import mindspore_mode
-from guided_training import CELLS, STARTS, Training, counts, table, write_record
-from guided_training import CONFIG as DEMO
+from guided_training import RULES, Training, summary, tables, update_cells
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
-from prepare_corpus import cut_into_samples, read_standard_library
+from pages import figure
+from record_checks import assert_follows
+from worth_tasks import CONFIG as DEMO
 from yaml import safe_load
 
-from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
@@ -118,13 +118,9 @@ def skipped(record):
     return [step for step, row in enumerate(record, start=1) if row["overflow"]]
 
 
-def assert_follows_the_rule(record, rule=None):
-    rule = rule or GuidedRule()
-    state = rule.start(record[0]["loss_scale"])
-    for step, row in enumerate(record, start=1):
-        assert row["loss_scale"] == state.loss_scale, step
-        state = rule.step(state, row["overflow"], row["largest_gradient"])
-        assert row["next_loss_scale"] == state.loss_scale, step
+def assert_follows_the_rule(record):
+    rule = GuidedRule()
+    state = assert_follows(rule, rule.start(record[0]["loss_scale"]), record)
     assert state.skipped_steps == len(skipped(record))
 
 
@@ -139,7 +135,7 @@ def layers():
     """By rule, the runs of the dense layers."""
     return {
         "guided": Runs(HalfPrecisionLayers, GradientGuidedLossScaleUpdateCell),
-        "adaptive": Runs(HalfPrecisionLayers, CELLS["adaptive"]),
+        "adaptive": Runs(HalfPrecisionLayers, update_cells()["adaptive"]),
         "dynamic": Runs(HalfPrecisionLayers, lambda start: nn.DynamicLossScaleUpdateCell(start, 2, 1000)),
     }
 
@@ -200,34 +196,40 @@ def test_adapters_of_frozen_layers_skip_no_more_than_with_a_window_of_1000():
 def small_llama():
     """By rule, a small form of the demo's training."""
     sections = safe_load(DEMO.read_text(encoding="utf-8"))
-    config = {**sections["model"]["model_config"], "seq_length": 32, "hidden_size": 32, "num_layers": 1}
-    del config["type"]
-    return {name: Training(config, sections, make, LLAMA_STEPS) for name, make in CELLS.items()}
+    sections["model"]["model_config"] |= {"seq_length": 32, "hidden_size": 32, "num_layers": 1}
+    return {rule: Training(rule, LLAMA_STEPS, sections) for rule in RULES}
 
 
 @pytest.mark.parametrize(("start", "before", "after"), [(2**32, 6, 1), (2**10, 0, 0)])
 def test_a_small_llama_loses_the_search_for_its_scale_only(small_llama, start, before, after):
-    samples = cut_into_samples(read_standard_library(), 33)
-    order = np.random.default_rng(0).permutation(len(samples))[: LLAMA_STEPS * 8]
-    batches_of_text = samples[order].reshape(LLAMA_STEPS, 8, -1)
-    records = {name: training.run(start, 0, batches_of_text) for name, training in small_llama.items()}
-    lost = {name: counts(record) for name, record in records.items()}
+    records = {name: training.run(start, seed=0) for name, training in small_llama.items()}
+    lost = {name: summary(record) for name, record in records.items()}
     assert_follows_the_rule(records["guided"])
-    assert lost["guided"][0] <= before
-    assert lost["guided"][1] <= after
-    assert lost["adaptive"][0] >= 2 * lost["guided"][0]
-    assert lost["guided"][2] <= lost["adaptive"][2] + 0.05
+    assert lost["guided"]["before"] <= before
+    assert lost["guided"]["after"] <= after
+    assert lost["adaptive"]["before"] >= 2 * lost["guided"]["before"]
+    assert lost["guided"]["loss"] <= lost["adaptive"]["loss"] + 0.05
 
 
-def test_the_script_prints_what_its_records_hold(tmp_path):
+def test_the_script_prints_what_its_records_hold():
     def record(marks, loss):
         rows = [{"step": step, "overflow": mark == "!", "loss": loss} for step, mark in enumerate(marks, start=1)]
-        return [row | {"loss_scale": 2.0, "next_loss_scale": 2.0, "largest_gradient": math.inf} for row in rows]
+        return [row | {"loss_scale": 2.0, "largest_gradient": 0.5} for row in rows]
 
-    runs = {(name, start): [record("!!.!.", 2.0), record(".....", 3.0)] for name in CELLS for start in STARTS}
-    assert counts(runs["guided", 2**32][0]) == (2, 1, 2.0)
-    assert list(table(runs))[2:4] == [
-        f"| 2^32 | {name} | 2, 0 | 1, 0 | 2.000, 3.000 | 2.500 |" for name in ("guided", "adaptive")
-    ]
-    write_record(tmp_path / "runs" / "guided.jsonl", runs["guided", 2**32][0])
-    assert read_record(tmp_path / "runs" / "guided.jsonl") == runs["guided", 2**32][0]
+    runs = [record("!!.!." + 40 * ".", 2.0), record(45 * ".", 3.0)]
+    kept = summary(runs[0])
+    assert kept.pop("scales").split()[:5] == ["1!", "1!", "1/16", "1!", "1/16"]
+    assert kept == {"before": 2, "after": 1, "loss": 2.0, "early": 2.0}
+    training = {"from": 2**32, "rule": "guided", "runs": list(map(summary, runs))}
+    [[_, row]] = tables({"trainings": [training]}).values()
+    assert row == ["2^32", "guided", "2, 0", "1, 0", "2.000, 3.000", "2.500"]
+
+
+def test_the_figures_of_the_page_begin_as_a_training_does_now():
+    """Twenty steps, from the scale that is far too high, of a training of the page."""
+    held = figure("guided_training")
+    training = held["trainings"][0]
+    assert (training["rule"], training["from"]) == ("guided", 2**32)
+    now = summary(Training("guided", held["steps"]).run(2**32, seed=0, stop=20))
+    assert now["before"] == pytest.approx(training["runs"][0]["before"], abs=1)
+    assert now["early"] == pytest.approx(training["runs"][0]["early"], abs=0.05)

@@ -4,12 +4,11 @@ import collections
 import math
 
 import mindformers.wrapper
-import mindspore
 import numpy as np
 import pytest
 from dense_network import Dense
 from exported_graph import export_graph
-from fp16_networks import TOKENS, PerToken, Regression
+from fp16_networks import TOKENS, PerToken
 from graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
 from mindspore import Tensor, nn
 
@@ -46,49 +45,18 @@ def test_pass_over_the_gradients_is_one_for_ascend(graph_mode, keeps):
     assert undocumented_on_ascend(graph) == set()
 
 
-def trained(train_step_class, update_cell, batches, **arguments):
-    """Train a small network; return the scale after each step, what was skipped, and the train-step cell."""
-    mindspore.set_seed(1)
-    network = Regression(mindspore.float16)
-    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9)
-    step = train_step_class(network, optimizer, scale_sense=update_cell, **arguments).set_train()
-    step.seen_gradients = []
-    scales, skipped = [], []
-    for inputs, target in batches:
-        outputs = step(Tensor(inputs), Tensor(target))
-        skipped.append(bool(outputs[1]))
-        scales.append(float(step.scale_sense))
-        if isinstance(update_cell, GradientGuidedLossScaleUpdateCell):
-            step.seen_gradients.append(update_cell.state()["largest_gradient"])
-    return scales, skipped, step
-
-
-def batches(steps, spike_at=()):
-    numbers = np.random.default_rng(0)
-    for number in range(steps):
-        inputs = numbers.standard_normal((4, 8)).astype(np.float32)
-        yield inputs * (np.float32(np.inf) if number in spike_at else 1), np.zeros((4, 4), np.float32)
-
-
 @pytest.mark.parametrize("train_step_class", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
 def test_training_follows_the_gradients(mode, train_step_class):
-    cell = GradientGuidedLossScaleUpdateCell(2.0**32, track_per_parameter=True)
-    spikes = {20} if mode == "graph" else {8}
-    scales, skipped, step = trained(train_step_class, cell, batches(40 if mode == "graph" else 12, spikes))
-    start = skipped.index(False)
-    assert 1 <= start <= 6
-    assert {number for number, flag in enumerate(skipped) if flag and number > start} == spikes
-    rule = cell.rule
-    state = rule.start(2.0**32)
-    for flag, scale, gradient in zip(skipped, scales, step.seen_gradients, strict=True):
-        state = rule.step(state, flag, gradient)
-        assert scale == state.loss_scale
-        assert flag or 0 < gradient < 65504
-    # A lone spike is gone in the step after it.
-    assert abs(math.log2(scales[max(spikes) + 1] / scales[max(spikes) - 1])) <= 1
-    assert cell.overflowed_parameters() == []
-    inputs, target = next(batches(1, {0}))
-    step(Tensor(inputs), Tensor(target))
+    dense, cell = Dense(), GradientGuidedLossScaleUpdateCell(2.0**32, track_per_parameter=True)
+    step, state = dense.train_step(cell, train_step_class).set_train(), cell.rule.start(2.0**32)
+    for overflow in (True, False, False, True, False):
+        assert bool(step(*Dense.batch(overflow))[1]) is overflow
+        gradient = cell.state()["largest_gradient"]
+        assert math.isinf(gradient) if overflow else 0 < gradient < 65504
+        assert bool(cell.overflowed_parameters()) is overflow
+        state = cell.rule.step(state, overflow, gradient)
+        assert float(step.scale_sense) == state.loss_scale
+    step(*Dense.batch(overflow=True))
     assert cell.overflowed_parameters() == [weight.name for weight in step.weights]
 
 

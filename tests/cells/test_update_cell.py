@@ -3,15 +3,9 @@
 import mindformers.wrapper
 import pytest
 from dense_network import Dense
-from mindspore import nn
+from mindspore import Tensor, nn
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
-
-
-def test_takes_the_call_of_mindformers_documentation():
-    cell = AdaptiveLossScaleUpdateCell(1, 2, 20, 1000, 20)
-    assert cell.get_loss_scale() == 1.0
-    assert cell.rule.ladder == (20, 30, 40, 50, 100, 200, 500, 1000)
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
@@ -35,3 +29,14 @@ def test_works_in_the_stock_train_step_cells(mode, stock, hysteresis):
     assert overflows == [False, True, True, False]
     assert float(step.scale_sense) == (256 if hysteresis == 1 else 512)
     assert update_cell.state()["skipped_steps"] == 2
+
+
+def test_cell_that_does_not_know_its_loss_scale_says_so(graph_mode):
+    update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
+    step = Dense().train_step(update_cell, nn.TrainOneStepWithLossScaleCell)
+    assert update_cell.state_dict()["scale"] == 1024.0
+    update_cell(step.scale_sense, Tensor(True))
+    with pytest.raises(RuntimeError, match=r"bind_loss_scale\(train_step.scale_sense\)"):
+        update_cell.state_dict()
+    update_cell.bind_loss_scale(step.scale_sense)
+    assert update_cell.state_dict()["scale"] == 512.0

@@ -4,9 +4,9 @@ import collections
 
 import numpy as np
 import pytest
+from every_rule import Owned
 from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindspore import nn
-from scale_cells import HeldCell, SideBySide, StepFromState
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -26,7 +26,22 @@ SMALL = (
 
 @pytest.mark.parametrize("arguments", SMALL)
 def test_every_sequence_of_length_12_in_graph_mode(graph_mode, arguments):
-    assert walk_every_sequence(arguments, length=12) == 2**12
+    """The tree of sequences is walked level by level: those that have led to the same state go on as one."""
+    rule = AdaptiveRule(**arguments)
+    sequences = {rule.start(INITIAL_SCALE): 1}
+    owned = Owned(AdaptiveLossScaleUpdateCell.from_rule(rule, *sequences))
+    for steps in range(12):
+        following = collections.Counter()
+        for state, count in sequences.items():
+            for overflow in (False, True):
+                owned.update_cell.write_rule_state(state, steps)
+                owned.step(overflow)
+                next_state = rule.step(state, overflow)
+                assert float(owned.scale_sense) == next_state.loss_scale
+                assert owned.update_cell.state().items() <= rule.to_values(next_state, steps + 1).items()
+                following[next_state] += count
+        sequences = following
+    assert sequences.total() == 2**12
 
 
 @pytest.mark.parametrize(
@@ -45,11 +60,7 @@ def test_equals_mindformers_own_cell_where_its_ladder_is_well_formed(graph_mode,
     theirs = MindFormersUpdateCell(INITIAL_SCALE, factor, smallest, largest, smallest)
     assert tuple(theirs.window_list_num) == window_ladder(largest, smallest)
     ours = AdaptiveLossScaleUpdateCell(INITIAL_SCALE, factor, smallest, largest, smallest)
-    windows = set()
-    for scales, memory in side_by_side([theirs, ours], ["scale_window"], steps):
-        assert scales[0] == scales[1]
-        assert memory[0] == memory[1]
-        windows.add(memory[0])
+    windows = {held[0] for held in steps_of_both(theirs, ours, ["scale_window"], steps)}
     # The comparison has seen the ladder climbed, to the top where it is near enough, and the hidden window.
     assert windows >= {1, *window_ladder(largest, smallest)} - {1000}
 
@@ -58,50 +69,19 @@ def test_equals_mindformers_own_cell_where_its_ladder_is_well_formed(graph_mode,
 def test_one_window_is_mindspores_dynamic_cell(graph_mode, window, factor):
     theirs = nn.DynamicLossScaleUpdateCell(INITIAL_SCALE, factor, window)
     ours = AdaptiveLossScaleUpdateCell(INITIAL_SCALE, factor, window, max_scale_window=window, min_scale_window=window)
-    for scales, memory in side_by_side([theirs, ours], ["cur_iter", "last_overflow_iter"], steps=1000):
-        assert scales[0] == scales[1]
-        cur_iter, last_overflow_iter, *ours_of_both = memory
-        assert [cur_iter, last_overflow_iter] == ours_of_both
+    assert len(list(steps_of_both(theirs, ours, ["cur_iter", "last_overflow_iter"], steps=1000))) == 1000
 
 
-def build(arguments):
-    arguments = {"scale_factor": 2, **arguments}
-    return AdaptiveLossScaleUpdateCell(INITIAL_SCALE, scale_window=arguments["min_scale_window"], **arguments)
-
-
-def expected_step(rule, state, steps):
-    """The loss scale and what the Parameters of the cell hold after so many steps that led the rule to this state."""
-    return state.loss_scale, [*rule.to_values(state, steps).values()]
-
-
-def walk_every_sequence(arguments, length):
-    """Take cell and rule through every overflow sequence of a length; return how many there were.
-
-    The tree of sequences is walked level by level, so that they share their beginnings, and sequences that have led to
-    the same state go on as one: every step starts from the very outputs of the cell in the step before.
-    """
-    one_step, rule = StepFromState(HeldCell(build(arguments))), AdaptiveRule(**arguments)
-    sequences = {rule.start(INITIAL_SCALE): 1}
-    for steps in range(length):
-        following = collections.Counter()
-        for state, count in sequences.items():
-            for overflow in (False, True):
-                next_state = rule.step(state, overflow)
-                expected = expected_step(rule, next_state, steps + 1)
-                assert one_step.step(*expected_step(rule, state, steps), overflow) == expected
-                following[next_state] += count
-        sequences = following
-    return sequences.total()
-
-
-def side_by_side(update_cells, names, steps):
-    """Step two cells under the same ceilings; yield their loss scales and what the Parameters of these names hold."""
-    cells = SideBySide(update_cells, names)
-    loss_scale = INITIAL_SCALE
+def steps_of_both(theirs, ours, names, steps):
+    """Step two cells under the same ceilings; see that they agree, and yield what the Parameters of the names hold."""
+    cells, loss_scale = [Owned(theirs), Owned(ours)], INITIAL_SCALE
     for ceiling in random_ceilings(4000)[:steps]:
-        scales, memory = cells.step([loss_scale > ceiling] * 2)
-        loss_scale = scales[0]
-        yield scales, memory
+        for cell in cells:
+            cell.step(loss_scale > ceiling)
+        first, second = ([getattr(cell.update_cell, name).asnumpy().item() for name in names] for cell in cells)
+        loss_scale = float(cells[0].scale_sense)
+        assert (first, loss_scale) == (second, float(cells[1].scale_sense))
+        yield first
 
 
 def random_ceilings(steps):

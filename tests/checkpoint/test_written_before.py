@@ -10,35 +10,21 @@ from pathlib import Path
 
 import mindspore
 import pytest
+from every_rule import KINDS
 from mindspore import Tensor, nn
 from training_runs import CheckpointSection, TrainingRun
 from versions import NEEDS_SECTION
 
-from mindformers_adaptive import (
-    AdaptiveLossScaleManager,
-    AdaptiveLossScaler,
-    GradientGuidedLossScaleManager,
-    GradientGuidedLossScaler,
-)
+from mindformers_adaptive import AdaptiveLossScaleManager
 from mindformers_adaptive.checkpoint.callback import restores_sidecar
-from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.monitor.record import read_record
-from mindformers_adaptive.wrapper import (
-    AdaptiveLossScaleUpdateCell,
-    GradientGuidedLossScaleUpdateCell,
-    TrainOneStepWithLossScaleCell,
-)
+from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 # What a gradient-guided cell warns of when it goes on from the form of its state that these files have.
 OLDER_FORM_WARNING = "has an older form of the state of gradient-guided scaling: it starts afresh at loss scale"
 
 WRITTEN = Path(__file__).parent / "written_before"
 EXPECTED = json.loads((WRITTEN / "expected.json").read_text())
-CLASSES = {
-    "adaptive": (AdaptiveLossScaleUpdateCell, AdaptiveLossScaleManager, AdaptiveLossScaler),
-    "guided": (GradientGuidedLossScaleUpdateCell, GradientGuidedLossScaleManager, GradientGuidedLossScaler),
-}
-
 ADAPTIVE, GUIDED = ["adaptive", "adaptive_hysteresis_2"], ["guided"]
 LAUNCHED = ["adaptive_launched", "guided_launched"]
 CHECKPOINTS = ["train_step.ckpt", "train_step.safetensors"]
@@ -53,19 +39,19 @@ def go_on(run, file):
     The function takes whether the step overflows. The manager and the scaler go on from their own files, and the update
     cell, in a train step, from the others.
     """
-    cell_class, manager_class, scaler_class = CLASSES[EXPECTED[run]["kind"]]
+    kind = KINDS[EXPECTED[run]["kind"]]
     # Not the loss scale that the file has.
     arguments, path = {"scale_factor": 2, **EXPECTED[run]["arguments"]}, WRITTEN / run / file
     if file == "manager.json":
-        manager = manager_class(8.0, **arguments)
+        manager = kind.manager_class(8.0, **arguments)
         manager.load_state_dict(json.loads(path.read_text()))
         return manager, manager.update_loss_scale
     if file == "scaler.json":
-        scaler = scaler_class(8.0, **arguments)
+        scaler = kind.scaler_class(8.0, **arguments)
         scaler.load_state_dict(json.loads(path.read_text()))
         return scaler, lambda overflow: scaler.adjust(Tensor(not overflow))
 
-    cell, network = cell_class(8.0, **arguments), nn.Dense(3, 2, has_bias=False)
+    cell, network = kind.cell_class(8.0, **arguments), nn.Dense(3, 2, has_bias=False)
     optimizer = nn.Momentum(network.trainable_params(), 0.001, 0.9)
     step = TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, scale_sense=cell)
     if file == "update_cell.json":
@@ -115,16 +101,17 @@ def test_guided_scaling_goes_on_at_its_loss_scale_and_step(graph_mode, run, file
     if file not in ("manager.json", "scaler.json"):
         # The last step before did not overflow.
         take_step(True)
-        assert seen() == (expected["loss_scale"] / 2**8, steps + 1, skipped + 1)
+        assert seen() == (expected["loss_scale"] / 2**10, steps + 1, skipped + 1)
 
 
 @pytest.fixture
-def printed_json(capsys):
+def printed_json(run_program):
     """Return a function that runs a command with ``--json``, and returns the object that it printed."""
 
     def run(*arguments):
-        assert main([*map(str, arguments), "--json"]) == 0
-        return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+        code, printed, _ = run_program(*arguments, "--json")
+        assert code == 0
+        return json.loads(printed, parse_constant=pytest.fail)
 
     return run
 

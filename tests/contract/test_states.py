@@ -102,7 +102,7 @@ def save(owned, folder, form):
         file = str(folder / f"saved.{form}")
         mindspore.save_checkpoint(owned, file, format=form)
         return lambda resumed: mindspore.load_param_into_net(resumed, mindspore.load_checkpoint(file, format=form))
-    write_sidecar(folder, float(owned.scale_sense), owned.update_cell.state())
+    write_sidecar(folder, float(owned.scale_sense), {**owned.update_cell.state(), "from_a_later_version": 1})
 
     def restore(resumed):
         resumed.scale_sense.set_data(Tensor(read_sidecar(folder)[0], mindspore.float32))
@@ -125,20 +125,6 @@ def test_saved_and_resumed_goes_on_as_if_it_had_never_stopped(kind, form, tmp_pa
     other = Owned(kind.cell(history_size=9))
     assert restore(other) in (None, ([], []))
     assert other.update_cell.recent_steps() == []
-
-
-@pytest.mark.parametrize("steps", [1, 2, 500])
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_state_after_steps_that_showed_nothing_is_one(kind, form, steps, tmp_path):
-    state = kind.start()
-    for _ in range(steps):
-        state = kind.rule.step(state, False, 0.0)
-    owned, resumed = Owned(kind.cell()), Owned(kind.cell(loss_scale=8.0))
-    write(owned, kind, state, steps)
-    restore = save(owned, tmp_path, form)
-    restore(resumed)
-    resumed.set_train()
-    assert is_same(resumed.update_cell.state_dict(), owned.update_cell.state_dict())
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -10,14 +10,13 @@ from conftest import mindspore_mode
 from dense_network import Dense, batches
 from every_rule import KINDS, Kind, Owned, is_same
 from mindspore import Parameter, Tensor, nn
-from mindspore.train import Callback, Model
+from mindspore.train import LambdaCallback, Model
 
 from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.rules.base import STEP_LIMIT
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.text_rule import Lanes
 
-WITHOUT_SIGNALS = [name for name, kind in KINDS.items() if not kind.rule_class.signals]
 HISTORY = 7
 
 
@@ -83,16 +82,6 @@ def test_guided_cell_equals_lanes_of_numpy_where_rates_become_as_small_as_they_m
     assert smallest_rates > 10
 
 
-@pytest.mark.parametrize("name", WITHOUT_SIGNALS)
-def test_manager_equals_the_rule_on_the_host(name):
-    kind = KINDS[name]
-    manager = kind.manager()
-    for number, step in enumerate(kind.path(300), start=1):
-        manager.update_loss_scale(step.overflow)
-        assert manager.get_loss_scale() == step.state.loss_scale, number
-    assert manager.get_drop_overflow_update() is True
-
-
 def test_scaler_equals_the_rule(kind, mode):
     scaler = kind.scaler()
     for number, (overflow, gradient, state) in enumerate(kind.path(60 if mode == "graph" else 20), start=1):
@@ -104,40 +93,29 @@ def test_scaler_equals_the_rule(kind, mode):
         assert all(is_same(state[name], values[name]) for name in kind.own_keys()), number
 
 
-class FollowsTheRule(Callback):
-    """Compares manager and network with the rule after each step."""
-
-    def __init__(self, kind, manager):
-        self.manager, self.rule, self.state = manager, kind.rule, kind.start()
-        self.overflows, self.entries = [], []
-
-    def on_train_step_end(self, run_context):
-        _, overflow, loss_scale = run_context.original_args().net_outputs
-        self.overflows.append(bool(overflow))
-        state = self.manager.update_cell.state()
-        self.state = self.rule.step(self.state, bool(overflow), state.get("largest_gradient"))
-        assert self.manager.get_loss_scale() == float(loss_scale) == self.state.loss_scale
-        assert self.manager.inv_scale == np.float32(1 / self.state.loss_scale)
-        entry = {"next_loss_scale": self.state.loss_scale, "overflow": bool(overflow)}
-        names = ("skipped_steps", *self.rule.recorded, *self.rule.signals)
-        self.entries.append(entry | {name: state[name] for name in names})
-
-
 def test_manager_follows_the_model_and_the_record_tells_its_steps(graph_mode, scaling_on_cpu, kind, tmp_path):
     from mindformers_adaptive import LossScaleMonitor
     from mindformers_adaptive.monitor.record import read_record
 
-    manager, dense = kind.manager(), Dense()
+    manager, dense, record = kind.manager(), Dense(), tmp_path / "record.jsonl"
+    states, expected = [kind.start()], []
+
+    def compare(run_context):
+        _, overflow, loss_scale = run_context.original_args().net_outputs
+        told = manager.update_cell.state()
+        states.append(kind.rule.step(states[-1], bool(overflow), told.get("largest_gradient")))
+        assert manager.get_loss_scale() == float(loss_scale) == states[-1].loss_scale
+        assert manager.inv_scale == np.float32(1 / states[-1].loss_scale)
+        entry = {"step": len(expected) + 1, "next_loss_scale": states[-1].loss_scale, "overflow": bool(overflow)}
+        names = ("skipped_steps", *kind.rule.recorded, *kind.rule.signals)
+        expected.append(entry | {name: told[name] for name in names})
+
     model = Model(dense.layer, dense.loss_fn, dense.optimizer(), amp_level="O2", loss_scale_manager=manager)
-    steps = FollowsTheRule(kind, manager)
-    record = tmp_path / "record.jsonl"
-    callbacks = [steps, LossScaleMonitor(str(record))]
+    callbacks = [LambdaCallback(on_train_step_end=compare), LossScaleMonitor(str(record))]
     model.train(1, batches(16, overflows=(8, 9)), callbacks=callbacks, dataset_sink_mode=False)
-    assert steps.overflows[8:10] == [True, True]
-    assert not all(steps.overflows)
-    entries = read_record(record)
-    assert [entry["step"] for entry in entries] == list(range(1, 17))
-    assert is_same([{name: entry[name] for name in steps.entries[0]} for entry in entries], steps.entries)
+    assert [entry["overflow"] for entry in expected[8:10]] == [True, True]
+    assert not all(entry["overflow"] for entry in expected)
+    assert is_same([{name: entry[name] for name in expected[0]} for entry in read_record(record)], expected)
 
     # A new cell goes on from there, and the old one is not the manager's any more.
     state, old = manager.state_dict(), manager.update_cell
@@ -165,7 +143,7 @@ def test_operators_are_not_started_from_python_again(kind, mode):
         cell = Notes.from_rule(kind.rule, kind.start())
         loss_scale = Parameter(Tensor(cell.get_loss_scale(), mindspore.float32), name="loss_scale")
         cell(loss_scale, Tensor(True))
-        assert "assign" in taken
+        assert "less_equal" in taken
         taken.clear()
         cell(loss_scale, Tensor(True))
         assert taken == []

@@ -26,7 +26,7 @@ from mindformers.tools.register import MindFormerConfig
 from mindformers.wrapper import build_wrapper
 from mindspore import nn
 from pages import ENGLISH_DOCS as DOCS
-from pages import blocks, blocks_in, chinese, prose, tables
+from pages import blocks, blocks_in, chinese, figure, prose, tables
 
 import mindformers_adaptive
 from mindformers_adaptive import (
@@ -289,13 +289,11 @@ def test_commands_of_the_program_are_those_of_its_help(monkeypatch):
 
 @pytest.mark.slow
 def test_figures_of_the_study_are_those_of_its_script():
-    by_policy = study.study(study.SAME_START, steps=10_000, seeds=5)
-    text = prose(DOCS / "study.md")
-    assert "\n".join(study.figures_table(by_policy)) in text
-    kinds = [kind for kind in by_policy[study.ADAPTIVE] if kind != study.MEAN]
-    rates = [study.cheapest_rates({policy: row[kind] for policy, row in by_policy.items()}) for kind in kinds]
-    prices = re.findall(r"between (\d+\.\d) and (\d+\.\d)", " ".join(text.split()))
-    assert prices == [(f"{low:.1f}", f"{high:.1f}") for low, high in filter(None, rates)]
+    data = figure("study")
+    traces = study.traces_by_place(data["steps"], data["seeds"])
+    by_policy = study.study(study.POLICIES, {place: traces[place] for place in traces if place[0] == study.EXACT})
+    repeated = study.tables({**data, "same": by_policy[study.EXACT]})
+    assert repeated == study.tables(data)
 
 
 def test_tree_of_the_package_names_every_room():

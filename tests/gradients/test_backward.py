@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 from fp16_networks import TOKENS, PerToken
-from mindformers.core.context.build_context import MFContextOperator
-from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
-from printed_parameters import LOSSES, forget_printed
 
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale, gradient_ranges
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell, TrainOneStepWithLossScaleCell
@@ -17,39 +14,6 @@ PER_TOKEN = pytest.mark.skipif(
     not hasattr(MFTrainOneStepCell, "grads_for_legacy"),
     reason="of MindFormers before 1.7 a loss per token cannot be measured",
 )
-
-
-class SeveralLosses(PerToken):
-    """Returns what MindFormers' mcore models return: four losses, or their sums with two numbers of tokens."""
-
-    def __init__(self, per_token):
-        super().__init__()
-        self.per_token = per_token
-
-    def get_gpt_transformer_config(self):
-        sizes = {"moe_aux_loss_coeff": 0.5, "moe_layer_freq": None, "num_layers": 2, "mtp_num_layers": 1}
-        return MindFormerConfig(**sizes)
-
-    def construct(self, x):
-        lm_loss, number = super().construct(x)
-        # None of them is small beside the others.
-        mtp_loss, aux_loss, indexer_loss = lm_loss * 3.0, lm_loss * lm_loss, lm_loss * 0.5
-        if self.per_token:
-            return lm_loss, number, mtp_loss, number, aux_loss, indexer_loss
-        return lm_loss, mtp_loss, aux_loss, indexer_loss
-
-
-@pytest.fixture
-def mcore():
-    """MindFormers without its legacy models, whose train-step cell then takes several losses; its sums of them."""
-    register = pytest.importorskip("mindformers.utils.parameter_register", reason="MindFormers before 1.7 has no sums")
-    parameter_register = register.parameter_register
-    MFContextOperator.reset_instance()
-    forget_printed(LOSSES)
-    MFContextOperator(MindFormerConfig(use_legacy=False, run_mode="train", model={"model_config": {}}))
-    yield parameter_register
-    MFContextOperator.reset_instance()
-    forget_printed(LOSSES)
 
 
 def batch(seed=0):
@@ -87,22 +51,6 @@ def test_norm_is_that_of_the_step_with_a_loss_per_token(mode):
     assert float(norm_in_the_table) == pytest.approx(unscaled.norm, rel=1e-2)
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_norm_is_that_of_the_step_with_several_losses(mode, mcore, per_token):
-    step = train_step_of(SeveralLosses(per_token), calculate_per_token_loss=per_token, print_separate_loss=True)
-    assert not step.use_legacy
-    assert_norm_is_that_of_the_step(step)
-
-
-def test_sums_of_separate_losses_that_mindformers_prints_are_left_alone(graph_mode, mcore):
-    step = train_step_of(SeveralLosses(False), print_separate_loss=True)
-    step(batch())
-    before = {name: value.asnumpy().copy() for name, value in mcore.items()}
-    GradientSweep(step)(batch(1), [1, LOSS_SCALE])
-    assert {name: value.asnumpy() for name, value in mcore.items()} == before
-    assert all(before[name] != 0 for name in LOSSES)
-
-
 def test_norm_is_that_of_the_step_with_one_loss_and_stock_step_and_network_alone_give_the_same_ranges(mode):
     network = nn.WithLossCell(nn.Dense(8, 2).to_float(mstype.float16), nn.MSELoss())
     inputs = batch(), Tensor(np.ones((TOKENS, 2)), mstype.float32)
@@ -124,17 +72,3 @@ def test_loss_scale_that_is_found_for_a_loss_per_token_holds_in_training(graph_m
         step = train_step_of(PerToken(), calculate_per_token_loss=True)
         step.scale_sense.set_data(Tensor(scale, mstype.float32))
         assert bool(step(batch())[1]) == overflows
-
-
-@PER_TOKEN
-def test_nothing_of_the_train_step_is_changed(mode):
-    step = train_step_of(PerToken(), calculate_per_token_loss=True)
-    step(batch())
-
-    def everything():
-        return {value.name: value.asnumpy().tobytes() for value in step.get_parameters()}
-
-    before, names = everything(), [name for name, _ in step.cells_and_names()]
-    GradientSweep(step)(batch(1), [1, 2.0**30])
-    assert everything() == before
-    assert [name for name, _ in step.cells_and_names()] == names

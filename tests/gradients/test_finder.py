@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
+from pages import figure
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
@@ -152,14 +154,19 @@ from mindformers_adaptive.gradients.recommendation import recommend_loss_scale
 
 config, corpus = sys.argv[1:]
 short = {"model.model_config.seq_length": 32}
-ranges = probe(config, None, corpus, [2.0**e for e in range(10, 25)], batches=2, overrides=short)
+ranges = probe(config, None, corpus, [1.0, *(2.0**e for e in range(10, 25))], batches=2, overrides=short)
 found = recommend_loss_scale(ranges)
-json.dump(found.to_dict(), open("found.json", "w"))
+json.dump({**found.to_dict(), "text": str(found)}, open("found.json", "w"))
 options = {**short, "runner_wrapper.scale_sense.loss_scale_value": found.loss_scale_value}
 options |= {"train_dataset.data_loader.num_samples": 800, "lr_schedule.total_steps": 400}
 arguments = ["train", "--config", config, "--train-dataset-dir", corpus, "--output-dir", "run", "--options"]
 sys.exit(main([*arguments, *(f"{key}={value}" for key, value in options.items())]))
 """
+
+
+def without_numbers(lines):
+    """Lines without numbers, and without the Parameter that loses most."""
+    return [re.sub(r"[\d.]+|gradient of [\w.]+", "#", line) for line in lines]
 
 
 @pytest.mark.slow
@@ -170,6 +177,8 @@ def test_demo_started_from_the_found_scale_skips_at_most_one_of_100_steps(run_fo
     run_forked(script, ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", corpus)
     found = json.loads((tmp_path / "found.json").read_text())
     assert 2**12 <= found["loss_scale_value"] == found["ceiling"] / 2**MARGIN
+    # The page shows it for whole samples.
+    assert without_numbers(found["text"].splitlines()) == without_numbers(figure("find")["printed"])
     record = read_record(tmp_path / "run" / "loss_scale_record.jsonl")
     assert record[0]["loss_scale"] == found["loss_scale_value"]
     assert [line["step"] for line in record] == list(range(1, 101))

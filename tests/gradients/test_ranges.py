@@ -35,12 +35,6 @@ def test_statistics_are_those_of_the_fp16_gradient(mode):
     assert [found.overall(scale).underflowed for scale in scales] == [6, 0, 0, None]
 
 
-def test_weights_are_reported_and_underflow_is_unknown_with_a_single_loss_scale():
-    found = gradient_ranges(HalfPrecisionSum(3), np.ones(3, np.float32), [1])
-    assert found.weights == {"weight": array_statistics(np.ones(3))}
-    assert found.overall(1).underflowed is None
-
-
 def test_loss_in_fp16_overflows_where_the_scale_does_not_fit_it():
     class HalfPrecisionLoss(HalfPrecisionSum):
         def construct(self, x):
@@ -118,21 +112,6 @@ def test_nothing_is_changed_by_a_sweep_that_fails():
     assert everything(step) == before
 
 
-@pytest.mark.filterwarnings("ignore:The loss of one batch")
-def test_training_takes_the_same_steps_with_sweeps_between_them(mode):
-    def train(sweeps):
-        step = seeded_train_step(listed_dropout=True)
-        sweep = GradientSweep(step.network)
-        losses = []
-        for seed in range(8):
-            if sweeps:
-                sweep(rows(seed + 1), [1, 2**10])
-            losses.append(step(*map(Tensor, rows(seed)))[0].asnumpy().item())
-        return losses, {value.name: value.asnumpy().tobytes() for value in step.get_parameters()}
-
-    assert train(sweeps=True) == train(sweeps=False)
-
-
 def test_dropout_cells_are_off_so_that_all_scales_see_one_network(mode):
     mindspore.set_seed(1)
     found = gradient_ranges(WithStateAndDropout(), rows(), [1, 2, 4])
@@ -143,12 +122,6 @@ def test_a_network_that_stays_random_is_warned_of(graph_mode):
     mindspore.set_seed(1)
     with pytest.warns(UserWarning, match="draws random numbers outside of a Dropout cell"):
         gradient_ranges(WithStateAndDropout(functional_dropout=True), rows(), [1, 2, 4])
-
-
-def test_progress_is_told_after_each_pass():
-    told = []
-    gradient_ranges(HalfPrecisionSum(2), [(np.ones(2, np.float32),)] * 2, [1, 2, 4], progress=told.append)
-    assert told == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

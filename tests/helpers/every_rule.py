@@ -22,6 +22,7 @@ from mindformers_adaptive import (
     RuleLossScaler,
     RuleLossScaleUpdateCell,
 )
+from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
@@ -41,15 +42,16 @@ def is_same(ours, theirs):
 
 
 class Owned(nn.Cell):
-    """An update cell with its loss scale, under the names that a train-step cell gives to their Parameters."""
+    """An update cell, also of another package, with its loss scale, as a train-step cell names their Parameters."""
 
     def __init__(self, update_cell):
         super().__init__(auto_prefix=False)
         self.update_cell = update_cell
         scale = Tensor(update_cell.get_loss_scale(), mindspore.float32)
         self.scale_sense = Parameter(scale, name="scale_sense", requires_grad=False)
-        update_cell.bind_loss_scale(self.scale_sense)
-        self.hands_gradient = bool(update_cell.signals)
+        if isinstance(update_cell, RuleUpdateCell):
+            update_cell.bind_loss_scale(self.scale_sense)
+        self.hands_gradient = bool(getattr(update_cell, "signals", ()))
         if self.hands_gradient:
             update_cell.declare_signal(())
         self.assign = ops.Assign()

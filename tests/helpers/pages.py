@@ -1,5 +1,6 @@
-"""The pages of the documentation, and their parts: code blocks, headings, tables, links."""
+"""The pages of the documentation, their parts, code blocks, headings, tables, links, and the data of their figures."""
 
+import json
 import re
 
 from conftest import ROOT
@@ -16,6 +17,11 @@ def chinese(page):
 CHINESE = [ROOT / "README_CN.md", *sorted((ROOT / "docs" / "zh").glob("*.md"))]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def figure(name):
+    """What docs/figures holds of a figure."""
+    return json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def name_of(page):

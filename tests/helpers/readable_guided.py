@@ -33,7 +33,7 @@ class ReadableGuided:
         exponent = round(math.log2(state.loss_scale))
         if overflow:
             return state._replace(
-                loss_scale=2.0 ** max(exponent - 8, self.lowest),
+                loss_scale=2.0 ** max(exponent - 10, self.lowest),
                 skipped_steps=state.skipped_steps + 1,
                 consecutive_overflows=state.consecutive_overflows + 1,
             )
@@ -58,8 +58,8 @@ class ReadableGuided:
             if after and explained:
                 low = level = bits_of(shown) - np.float32(3)
             else:
-                low = min(bits_of(shown), low + (bits_of(shown) - low) * np.float32(1 / 8))
-                level = max(level + (bits_of(shown) - level) * np.float32(1 / 32), low - np.float32(0.5))
+                low = min(bits_of(shown), low + (bits_of(shown) - low) * np.float32(1 / 4) + np.float32(3 / 16))
+                level = max(level + (bits_of(shown) - level) * np.float32(1 / 32), low - np.float32(11 / 16))
             base = min(max(base, math.ceil(level - np.float32(1.25))), math.floor(level + np.float32(1.25)))
         window, trial = state.scale_window, state.trial
         if fall:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 
 NAMES = ("layers.0.attention.wq.weight", "layers.1.attention.wo.weight", "lm_head.weight")
 SIZE = 1000
@@ -42,3 +43,10 @@ def record_of(scales, skipped=(), **others):
         | {name: values[step - 1] for name, values in others.items()}
         for step in range(1, len(scales))
     ]
+
+
+def run_of(scale, overflow, known=True, first_step=1, **others):
+    """A run as it is read from a log: the scale and the flag of each step, and whether their places are known."""
+    step = np.arange(first_step, first_step + len(scale))
+    scale, overflow = np.array(scale, np.float64), np.array(overflow, bool)
+    return RecordedRun("run", ("run.log",), "jsonl", step, scale, overflow, np.broadcast_to(known, len(step)), **others)

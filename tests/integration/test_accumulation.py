@@ -6,6 +6,7 @@ from conftest import ROOT
 from examples.tiny_llama import build_dataset, build_model
 from mindformers import TrainingArguments
 from mindspore import nn
+from training_runs import SMALL_MODEL
 
 from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.integration.launcher import launch, load_config
@@ -25,9 +26,7 @@ pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back", "in_a_fo
 
 def options(corpus, steps, **changes):
     return {
-        "model.model_config.seq_length": 32,
-        "model.model_config.hidden_size": 32,
-        "model.model_config.num_layers": 1,
+        **SMALL_MODEL,
         "model.model_config.multiple_of": 16,
         "runner_config.batch_size": BATCH // steps,
         "runner_config.gradient_accumulation_steps": steps,

@@ -10,6 +10,7 @@ from mindformers.tools.logger import get_logger
 from mindformers.tools.register import MindFormerRegister
 from mindspore.train import Callback
 from record_checks import assert_follows
+from training_runs import SMALL_MODEL
 from versions import BEFORE_1_7
 
 from mindformers_adaptive.integration.launcher import launch, load_config
@@ -44,9 +45,7 @@ def run(corpus, tmp_path, monkeypatch, graph_mode, registry_put_back):
     def train(name, callbacks=(), **changes):
         changes = {
             "output_dir": str(tmp_path / "output"),
-            "model.model_config.seq_length": 32,
-            "model.model_config.hidden_size": 32,
-            "model.model_config.num_layers": 1,
+            **SMALL_MODEL,
             "model.model_config.multiple_of": 16,
             "runner_config.batch_size": 2,
             **{f"runner_wrapper.scale_sense.{key}": value for key, value in WINDOWS.items()},
@@ -86,6 +85,7 @@ def assert_follows_the_rule(lines):
 def test_evaluation_monitors_tensorboard_and_recompute_change_no_step(run, tmp_path, caplog):
     plain, plain_weights = run("plain.jsonl")
     assert_follows_the_rule(plain)
+    # Only now, because a launch makes MindFormers' log anew.
     get_logger().addHandler(caplog.handler)
     # In evaluation a Llama takes as many tokens as its sequence is long, one fewer than in training.
     samples = write_corpus(tmp_path / "samples", samples=8, seq_length=31)

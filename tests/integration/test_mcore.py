@@ -7,11 +7,11 @@ from conftest import mindspore_mode
 from mcore import FourLosses, build_qwen3, mcore_on_cpu, rows
 from mindformers.utils.parameter_register import parameter_register
 from mindspore import Parameter, Tensor, dataset, nn
-from mindspore.train import Callback, Model
+from mindspore.train import LambdaCallback, Model
 from printed_parameters import LOSSES, forget_printed
 from record_checks import assert_follows
 
-from mindformers_adaptive.gradients.ranges import find_loss_scale
+from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -44,29 +44,17 @@ def build_train_step(network, loss_scale=START, **arguments):
     return MFTrainOneStepCell(network, optimizer, use_clip_grad=True, scale_sense=update_cell, **arguments)
 
 
-class States(Callback):
-    """Remembers all Parameters of the training after each step."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_train_begin(self, run_context):
-        self.on_train_step_end(run_context)
-
-    def on_train_step_end(self, run_context):
-        self.seen.append(values_of(run_context.original_args().train_network))
-
-
-def values_of(train_step):
-    return {name: value.asnumpy().copy() for name, value in train_step.parameters_dict().items()}
-
-
 def train(train_step, batches, record):
-    states = States()
+    """Train, and return all Parameters of the training before it and after each step."""
+    states = []
+
+    def remember(_):
+        states.append({name: value.asnumpy().copy() for name, value in train_step.parameters_dict().items()})
+
+    remembering = LambdaCallback(on_train_begin=remember, on_train_step_end=remember)
     data = dataset.GeneratorDataset(batches, ["input_ids", "labels", "loss_mask"], shuffle=False)
-    Model(train_step).train(1, data, callbacks=[states, LossScaleMonitor(record)])
-    return states.seen
+    Model(train_step).train(1, data, callbacks=[remembering, LossScaleMonitor(record)])
+    return states
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +147,20 @@ def test_the_guided_cell_sees_the_gradient_that_overflows(per_token):
     train_step(Tensor(np.float32([8, 4, 2, 1])))
     # Before it is divided by the number of tokens.
     assert update_cell.state()["largest_gradient"] == 8.0
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_sweep_measures_the_norm_of_the_step_and_leaves_what_mindformers_prints_alone(per_token):
+    forget_printed(LOSSES)
+    arguments = {"calculate_per_token_loss": per_token, "print_separate_loss": True}
+    train_step = build_train_step(FourLosses(per_token), 2.0**6, **arguments).set_train()
+    factors = Tensor(np.float32([8, 4, 2, 1]))
+    train_step(factors)
+    printed = {name: value.asnumpy().copy() for name, value in parameter_register.items()}
+    ranges = GradientSweep(train_step)(factors, [1, 2.0**6])
+    assert {name: value.asnumpy() for name, value in parameter_register.items()} == printed
+    # Without experts there is no auxiliary loss.
+    assert all(printed[name] != 0 for name in LOSSES if name != "aux_loss")
+    *_, norm = train_step(factors)
+    for scale in ranges.loss_scales:
+        assert ranges.overall(scale, unscaled=True).norm == pytest.approx(float(norm), rel=1e-5)

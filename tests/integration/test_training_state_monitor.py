@@ -6,7 +6,7 @@ import pytest
 from fp16_networks import HalfPrecisionSum
 from mindformers.tools.register import MindFormerConfig
 from mindspore import dataset, nn
-from mindspore.train import Callback, Model
+from mindspore.train import LambdaCallback, Model
 from record_checks import assert_follows
 
 from mindformers_adaptive.integration.training_state_monitor import TrainingStateMonitor
@@ -29,20 +29,16 @@ SIZE = 4
 SEARCH = [SPIKE] * OVERFLOWS_AT_START
 
 
-class Weights(Callback):
-    """Remembers the weight and the optimizer's step after each step of the training."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_train_step_end(self, run_context):
-        train_step = run_context.original_args().train_network
-        self.seen.append((train_step.weights[0].asnumpy().tolist(), int(train_step.optimizer.global_step.asnumpy()[0])))
-
-
 def train(values, monitor, record=None, drops=False):
-    """Train a step a value, of which all features are; return what each step left, and the error that ended it."""
+    """Train a step a value, of which all features are.
+
+    Return the weight and the optimizer's count of steps after each, and the error that ended the training.
+    """
+    seen = []
+
+    def remember(_):
+        seen.append((train_step.weights[0].asnumpy().tolist(), int(optimizer.global_step.asnumpy()[0])))
+
     network = HalfPrecisionSum(SIZE)
     optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.001, momentum=0.9)
     train_step = MFTrainOneStepCell(
@@ -54,14 +50,14 @@ def train(values, monitor, record=None, drops=False):
         global_norm_spike_threshold=THRESHOLD,
     )
     rows = [(np.full(SIZE, value, np.float32),) for value in values]
-    weights = Weights()
+    callbacks = [LambdaCallback(on_train_step_end=remember)]
     # The monitor comes last, because it may end the training.
-    callbacks = [weights, *([] if record is None else [LossScaleMonitor(record)]), monitor]
+    callbacks += [monitor] if record is None else [LossScaleMonitor(record), monitor]
     try:
         Model(train_step).train(1, dataset.GeneratorDataset(rows, ["x"], shuffle=False), callbacks=callbacks)
     except (RuntimeError, ValueError) as error:
-        return weights.seen, str(error)
-    return weights.seen, None
+        return seen, str(error)
+    return seen, None
 
 
 def spike_monitor(kind, **config):

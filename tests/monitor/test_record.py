@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from record_checks import missing
 
 from mindformers_adaptive.monitor.record import RunLock, RunRecord, read_record
 
@@ -21,10 +22,6 @@ INF, NAN = float("inf"), float("nan")
 
 def entries(first, last):
     return [{"step": step, "overflow": step % 3 == 0, "next_loss_scale": 2.0**step} for step in range(first, last + 1)]
-
-
-def missing(first, last):
-    return {"missing_steps": last - first + 1, "first_step": first, "last_step": last}
 
 
 def write(path, *parts, last_step=0):
@@ -46,11 +43,6 @@ def test_a_number_that_is_not_finite_is_text_in_strict_json(path):
     line = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert line == {"step": 1, "loss": "nan", "loss_scale": "inf", "next_loss_scale": "-inf", "window_index": None}
     assert str(read_record(path)) == str([{**line, "loss": NAN, "loss_scale": INF, "next_loss_scale": -INF}])
-
-
-def test_missing_steps_leave_one_line(path):
-    write(path, entries(3, 4), entries(9, 9))
-    assert read_record(path) == [missing(1, 2), *entries(3, 4), missing(5, 8), *entries(9, 9)]
 
 
 def test_folders_are_made(tmp_path):
@@ -91,20 +83,6 @@ def test_a_resumed_run_says_which_steps_the_record_had_not_seen(path):
 def test_a_record_that_begins_at_a_resume_misses_nothing(path):
     write(path, entries(18, 18), last_step=17)
     assert read_record(path) == entries(18, 18)
-
-
-def test_missing_steps_across_the_resume_are_cut(path):
-    write(path, entries(1, 2), entries(9, 9))
-    write(path, entries(6, 7), last_step=5)
-    assert read_record(path) == [*entries(1, 2), missing(3, 5), *entries(6, 7)]
-
-
-def test_steps_skipped_so_far_are_known_where_the_record_knows_them(path):
-    write(path, [{"step": 1, "skipped_steps": 1}, {"step": 2, "skipped_steps": 2}])
-    record = RunRecord(path)
-    for last_step, skipped_steps in ((3, None), (2, 2), (1, 1)):
-        record.resume(last_step)
-        assert record.last_skipped_steps == skipped_steps
 
 
 @pytest.mark.parametrize("last_step", [0, 2])
@@ -237,6 +215,15 @@ def test_another_process_takes_another_file_and_says_so(path):
         assert [second.name, third.name] == ["record_2.jsonl", "record_3.jsonl"]
         assert second.notes == f"{path} is being written by another run: this run is recorded in record_2.jsonl."
     assert read_record(path) == read_record(path.with_name("record_2.jsonl")) == [{"step": 1}]
+
+
+def test_another_run_of_this_process_takes_another_file_too(path):
+    record = RunRecord(path)
+    record.resume(0)
+    [note] = write(path, entries(1, 2))
+    assert note == f"{path} is being written by another run: this run is recorded in record_2.jsonl."
+    assert read_record(path.with_name("record_2.jsonl")) == entries(1, 2)
+    record.close()
 
 
 def test_the_lock_of_a_killed_run_does_not_count(path):

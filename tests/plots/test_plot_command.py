@@ -5,7 +5,6 @@ import json
 import pytest
 from records import gradient_line, record_of
 
-from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_gradient_records
 from mindformers_adaptive.plots.runs import draw_runs
@@ -18,19 +17,14 @@ GRADIENTS = {
 
 
 @pytest.fixture
-def plot(tmp_path, monkeypatch, capsys):
+def plot(tmp_path, monkeypatch, run_program):
     """A function that plots files of a folder and returns the exit code, the picture and what was printed."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
-        try:
-            code = main(["plot", *arguments])
-        except SystemExit as stopped:
-            code = stopped.code
-        printed = capsys.readouterr()
-        picture = next(word for word in arguments[::-1] if word.endswith(".png"))
-        file = tmp_path / picture
-        return code, file.read_bytes() if file.exists() else None, printed.out + printed.err
+        code, printed, errors = run_program("plot", *arguments)
+        file = tmp_path / next(word for word in arguments[::-1] if word.endswith(".png"))
+        return code, file.read_bytes() if file.exists() else None, printed + errors
 
     return run
 

@@ -5,14 +5,10 @@ import math
 import numpy as np
 import pytest
 from drawn import artist, artists, points, title
-from mindspore import Model, dataset, nn
 from records import NAMES, REFERENCE, gradient_line, in_fp16
 
-from mindformers_adaptive import GradientRangeMonitor
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
-from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.gradients import draw_gradient_records, series_of_gradients
-from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 
 STEPS = {10: 64.0, 20: 64.0, 30: 2.0**30}
 
@@ -119,29 +115,6 @@ def test_missing_steps_are_no_steps(record):
     assert series_of_gradients(with_gaps, lambda name: name).step.tolist() == [10, 20, 30]
     with pytest.raises(ValueError, match="There must be at least 1 step with gradients to draw, but there is none"):
         draw_gradient_records({"run": with_gaps[:1]})
-
-
-def test_record_of_a_training_is_drawn(tmp_path, graph_mode):
-    """A dynamic scale that drops at an overflow, measured at each step and at 2^4 as well."""
-    network = nn.WithLossCell(nn.Dense(3, 2), nn.MSELoss())
-    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9)
-    cell = AdaptiveLossScaleUpdateCell(2.0**120, 2.0, 20)
-    data = dataset.NumpySlicesDataset((np.full((16, 3), 9.0, np.float32), np.full((16, 2), 99.0, np.float32)))
-    monitor = GradientRangeMonitor(every_n_steps=1, loss_scales=[16.0], record_path=tmp_path / "gradients.jsonl")
-    train_step = TrainOneStepWithLossScaleCell(network, optimizer, cell)
-    Model(train_step).train(1, data.batch(2), callbacks=[monitor], dataset_sink_mode=False)
-    record = read_record(tmp_path / "gradients.jsonl")
-    series = series_of_gradients(record, lambda name: name)
-    assert series.step.tolist() == list(range(1, 9))
-    assert series.overflow[0]
-    assert series.loss_scale[-1] == 2.0 ** (120 - series.overflow.sum())
-    assert not series.overflow[-1]
-    # Gradients at 2^4 do not overflow, so the bands are known throughout.
-    assert np.isfinite(series.overall.bands).all()
-    figure = draw_gradient_records({"run": record})
-    assert title(figure).startswith(
-        f"{series.overflow.sum()} of 8 measured steps overflowed, in the others at most 0 %"
-    )
 
 
 def test_other_records_are_refused():

@@ -73,9 +73,6 @@ def test_grid_is_labelled_and_marks_the_limits_of_fp16(sweep):
         assert limits == pytest.approx([-24, -14, np.log2(65504)])
         # Bars that are compared are on one axis.
         assert axes.get_ylim() == grid[axes.get_subplotspec().rowspan.start, 0].get_ylim()
-        assert axes.get_xlim() == grid[0, 0].get_xlim()
-        assert max(bars(axes).values()) < 0.75 * axes.get_ylim()[1]
-        assert all(axes.get_xlim()[0] < place < axes.get_xlim()[1] - 1 for place in bars(axes))
 
 
 def test_overflowed_scale_says_so(sweep):
@@ -117,7 +114,6 @@ def test_underflow_is_drawn_for_each_group_and_all(sweep):
         shares = [100 * np.mean((at_scale(scale, names) == 0) & (reference != 0)) for scale in SCALES[:3]]
         assert y[:3] == pytest.approx(shares)
         assert np.isnan(y[3])
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "symlog")
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("loss scale, log2", "underflowed share of the gradients, %")
     assert legend(axes) == ["attention", "output", "all", "a batch overflowed"]
 

@@ -5,9 +5,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from drawn import artist, artists, legend, overlap, points, title
+from drawn import artists, legend, overlap, points, title
 
-from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
+from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.synthetic import synthetic_trace, synthetic_traces
@@ -45,14 +45,6 @@ def test_every_skipped_step_has_a_mark_in_the_row_of_its_policy():
     rows = [label.get_text() for label in lower.get_yticklabels()]
     assert rows == [f"{name} ({found.measures.skipped})" for name, found in replays.items()]
     assert lower.get_xlabel() == "step"
-
-
-def test_policies_have_a_colour_or_dashes_of_their_own():
-    trace = synthetic_trace("sudden drop", 50, seed=0)
-    names = [name for name in POLICY_NAMES if name != "fixed"]
-    upper = draw_replays(trace, replays_on(trace, names)).axes[0]
-    looks = {(artist(upper, name).get_color(), artist(upper, name).get_linestyle()) for name in names}
-    assert len(looks) == len(names) > 12
 
 
 def test_long_names_leave_the_panels_their_room():

@@ -60,12 +60,6 @@ def test_hysteresis_budget_is_spent_by_overflows_and_refilled_by_a_raise_only(ev
     assert (state.loss_scale, state.hysteresis_budget) == (scale, budget)
 
 
-def test_a_tolerated_overflow_is_no_drop_but_ends_the_clean_steps():
-    rule = AdaptiveRule(**LADDER_2_3_4, hysteresis=2)
-    state = replay(rule, rule.start(1024.0), ".!")
-    assert (state.down_num, state.clean_steps, state.skipped_steps) == (0, 0, 1)
-
-
 def test_three_drops_from_the_smallest_window_lead_to_the_hidden_one_only_if_asked_for():
     for shrink, expected in ((False, (2, 0, 3)), (True, (1, -1, 0))):
         rule = AdaptiveRule(**LADDER_2_3_4, shrink_from_min_window=shrink)
@@ -79,13 +73,6 @@ def test_floor_and_cap():
     # A raise that would pass the cap leaves the scale where it is, and still counts as a raise.
     state = replay(rule, rule.start(1024.0), "..")
     assert (state.loss_scale, state.growth_num) == (1024.0, 1)
-
-
-def test_skipped_and_consecutive_overflows_are_counted():
-    rule = AdaptiveRule(**LADDER_2_3_4)
-    state = replay(rule, rule.start(1024.0), "!!.!!!")
-    assert (state.skipped_steps, state.consecutive_overflows) == (5, 3)
-    assert rule.step(state, overflow=False).consecutive_overflows == 0
 
 
 RULES = st.builds(
@@ -120,12 +107,9 @@ def test_scale_stays_in_its_bounds_and_the_index_on_the_ladder(rule, overflows):
     [
         ({"scale_factor": 1}, ValueError, r"'scale_factor' must be a finite number above 1 .* but got 1"),
         ({"scale_factor": 1 + 1e-12}, ValueError, r"'scale_factor' must be a finite number above 1 in float32"),
-        ({"scale_factor": math.inf}, ValueError, r"'scale_factor' must be a finite number above 1 .* but got inf"),
         ({"scale_factor": math.nan}, ValueError, r"'scale_factor' .* but got nan"),
         ({"scale_factor": "2"}, TypeError, r"'scale_factor' must be a finite number above 1, but got '2' of type str"),
-        ({"scale_factor": True}, TypeError, r"'scale_factor' .* but got True of type bool"),
         ({"hysteresis": 0}, ValueError, r"'hysteresis' must be at least 1, but got 0"),
-        ({"hysteresis": 1.5}, TypeError, r"'hysteresis' must be an integer .* but got 1.5 of type float"),
         ({"hysteresis": True}, TypeError, r"'hysteresis' must be an integer .* but got True of type bool"),
         ({"shrink_from_min_window": 1}, TypeError, r"'shrink_from_min_window' must be True or False, but got 1"),
     ],
@@ -139,6 +123,8 @@ def test_initial_window_off_the_ladder_warns_and_starts_at_the_smallest():
     with pytest.warns(UserWarning, match=r"'scale_window' must be one of the ladder \(20, 30.* but got 25: .* 20"):
         state = AdaptiveRule().start(1024.0, scale_window=25)
     assert (state.scale_window, state.window_index) == (20, 0)
+    with pytest.raises(TypeError, match="'scale_window' must be an integer"):
+        AdaptiveRule().start(1024.0, scale_window=20.0)
 
 
 def replay(rule, state, events):

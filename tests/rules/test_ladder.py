@@ -12,11 +12,6 @@ from mindformers_adaptive.rules.ladder import window_ladder
     ("bounds", "ladder"),
     [
         ((1000, 20), (20, 30, 40, 50, 100, 200, 500, 1000)),
-        ((2000, 20), (20, 30, 40, 50, 100, 200, 500, 1000, 2000)),
-        ((100, 20), (20, 30, 40, 50, 100)),
-        ((50, 20), (20, 30, 40, 50)),
-        ((20, 20), (20,)),
-        ((1, 1), (1,)),
         # MindFormers' generator leaves the bounds or repeats itself on these.
         ((150, 20), (20, 30, 40, 50, 100, 150)),
         ((1000, 30), (30, 35, 50, 100, 200, 500, 1000)),
@@ -66,11 +61,9 @@ def test_maximum_below_minimum_warns_and_uses_1000(smallest):
     [
         ((10, 1001), ValueError, r"'max_scale_window' must be at least 'min_scale_window' \(1001\), but got 10"),
         ((1000, 0), ValueError, r"'min_scale_window' must be at least 1 step, but got 0"),
-        ((1000, -3), ValueError, r"'min_scale_window' must be at least 1 step, but got -3"),
         ((1000.0, 20), TypeError, r"'max_scale_window' must be an integer .* but got 1000.0 of type float"),
         ((1000, "20"), TypeError, r"'min_scale_window' must be an integer .* but got '20' of type str"),
         ((True, 20), TypeError, r"'max_scale_window' must be an integer .* but got True of type bool"),
-        ((1000, None), TypeError, r"'min_scale_window' must be an integer .* but got None"),
     ],
 )
 def test_bad_bounds_are_refused(bounds, error, message):

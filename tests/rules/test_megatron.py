@@ -88,13 +88,6 @@ def test_without_a_gradient_scaler_nothing_is_scaled(arguments):
     assert type(build_wrapper(MindFormerConfig(**section))) is NoLossScaleUpdateCell
 
 
-def test_section_is_built_by_mindformers():
-    register()
-    cell = build_wrapper(MindFormerConfig(**scale_sense_from_megatron("--fp16 --loss-scale-window 500")))
-    assert type(cell) is AdaptiveLossScaleUpdateCell
-    assert (cell.rule.ladder, cell.rule.hysteresis, cell.get_loss_scale()) == ((500,), 2, 2.0**32)
-
-
 def test_zero_as_loss_scale_means_a_dynamic_one_as_in_megatron():
     assert scale_sense_from_megatron("--fp16 --loss-scale 0")["type"] == "AdaptiveLossScaleUpdateCell"
 
@@ -117,7 +110,7 @@ def test_bad_argument_is_named(arguments, message):
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
-def test_cell_goes_on_from_the_state_of_megatron(graph_mode, hysteresis):
+def test_cell_goes_on_from_the_state_of_megatron_and_leaves_one_that_megatron_can_load(graph_mode, hysteresis):
     overflows = np.random.default_rng(3).random(100) < 0.25
     cell = cell_from(f"--fp16 --loss-scale-window 4 --hysteresis {hysteresis}")
     loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
@@ -127,16 +120,16 @@ def test_cell_goes_on_from_the_state_of_megatron(graph_mode, hysteresis):
         for overflow in overflows[:steps]:
             policy.step(bool(overflow))
         state = policy.state()
-        saved = {
-            "scale": np.array([state["loss_scale"]]),
-            "growth_tracker": state["clean_steps"],
-            "hysteresis_tracker": hysteresis - state["overflows"],
-        }
-        cell.load_state_dict(saved)
+        trackers = {"growth_tracker": state["clean_steps"], "hysteresis_tracker": hysteresis - state["overflows"]}
+        cell.load_state_dict({"scale": np.array([state["loss_scale"]]), **trackers})
         assert cell.get_loss_scale() == float(loss_scale) == state["loss_scale"]
         for overflow in overflows[steps : steps + 30]:
             cell(loss_scale, Tensor(bool(overflow)))
-            assert float(loss_scale) == policy.step(bool(overflow)), steps
+            left = cell.state_dict()
+            assert float(loss_scale) == left["scale"] == policy.step(bool(overflow)), steps
+            assert left["growth_tracker"] == policy.state()["clean_steps"]
+            # From 1 down every overflow drops the scale; Megatron-LM counts on below 0.
+            assert max(left["hysteresis_tracker"], 1) == max(hysteresis - policy.state()["overflows"], 1)
 
 
 @pytest.mark.parametrize(
@@ -155,3 +148,11 @@ def test_bad_state_is_named(changes, error, message):
 def test_state_of_a_constant_scaler_is_refused():
     with pytest.raises(KeyError, match="'scale', 'growth_tracker', 'hysteresis_tracker' is missing"):
         cell_from("--fp16").load_state_dict({})
+
+
+def test_a_tracker_below_zero_is_a_spent_budget(graph_mode):
+    # Megatron-LM counts on below 0 with every overflow after the budget is spent.
+    cell = AdaptiveLossScaleUpdateCell(2.0**20, 2, 1, max_scale_window=4, min_scale_window=1, hysteresis=2)
+    cell.load_state_dict({"scale": 64.0, "growth_tracker": 0, "hysteresis_tracker": -3})
+    assert cell.state()["hysteresis_budget"] == 0
+    assert list(path_of(cell, [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW])) == [32.0, 64.0, 64.0, 32.0]

@@ -33,7 +33,6 @@ BRANCH, LOOP = (
 )
 FLAGS = r"combines flags by an operator. Use logical_and, logical_or and logical_not: "
 INEXACT = r"has an operator that devices compute differently. Use products, or a table and count: "
-NUMBER = r"has a number without a dtype. Write int32\(...\) or float32\(...\), or name it in the module: "
 OTHERWISE = r"has something that is no arithmetic, comparison or call of a function by its name: "
 FOREIGN = r"uses what is neither of mindformers_adaptive.rules.backend nor of its own module: "
 
@@ -71,33 +70,24 @@ def text_in_a_module(tmp_path, monkeypatch):
     return make
 
 
+# Beside those that the page on rules of one's own shows, which tests/docs/test_own_rule.py takes from there.
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
         ("if overflow: return {}", BRANCH + "'if overflow:"),
-        ("return loss_scale if overflow else TWO", BRANCH + "'loss_scale if overflow else TWO'"),
         ("return of(loss_scale)", BRANCH + "'scale if scale > TWO else TWO'"),
         ("for _ in TABLE: return {}", LOOP + "'for _ in TABLE:"),
         ("while loss_scale < TWO: return {}", LOOP + "'while loss_scale < TWO:"),
-        ("return [loss_scale for _ in TABLE]", LOOP + r"'\[loss_scale for _ in TABLE\]'"),
-        ("return overflow and loss_scale > TWO", FLAGS + "'overflow and loss_scale > TWO'"),
         ("return overflow | (loss_scale > TWO)", FLAGS + r"'overflow \| \(loss_scale > TWO\)'"),
         ("return not overflow", FLAGS + "'not overflow'"),
         ("return ~overflow", FLAGS + "'~overflow'"),
-        ("return loss_scale**TWO", INEXACT + r"'loss_scale \*\* TWO'"),
         ("return loss_scale % TWO", INEXACT + "'loss_scale % TWO'"),
-        ("return loss_scale * 2.0", NUMBER + "'2.0'"),
         ("return np.log2(loss_scale)", OTHERWISE + "'np.log2'"),
         ("return (lambda scale: scale * TWO)(loss_scale)", OTHERWISE),
-        ("return TABLE[int32(0)]", OTHERWISE + r"'TABLE\[int32\(0\)\]'"),
         ("loss_scale *= TWO", OTHERWISE + r"'loss_scale \*= TWO'"),
         ("print(loss_scale)", OTHERWISE + r"'print\(loss_scale\)'"),
         ("return max(loss_scale, TWO)", FOREIGN + "'max'"),
         ("return loss_scale * nothing", FOREIGN + "'nothing'"),
-        (
-            "return TWO < loss_scale < float32(8)",
-            r"compares three values at once. Use logical_and: 'TWO < loss_scale < float32\(8\)'",
-        ),
     ],
 )
 def test_text_that_cannot_be_compiled_for_every_device_is_refused_when_the_class_is_made(
@@ -127,15 +117,8 @@ def test_what_is_no_plain_function_is_refused_when_the_class_is_made(text_in_a_m
     ("takes", "returned", "message"),
     [
         ("window", "{'loss_scale': window}", r"takes 'window', which is none of consecutive_overflows, exponent, "),
-        ("gradient_known", "{}", r"takes 'gradient_known', .* It needs signals = \('largest_gradient',\)\."),
-        ("clean", "{'loss_scale': clean}", r"must return a dict with clean, loss_scale, but returns \['loss_scale'\]"),
         ("loss_scale", "{'exponent': loss_scale}", r"must return a dict with loss_scale, but returns \['exponent'\]\."),
         ("loss_scale", "loss_scale * TWO", r"must return a dict with loss_scale, but returns ndarray\."),
-        (
-            "loss_scale, clean",
-            "{'loss_scale': loss_scale, 'clean': float32(clean)}",
-            r"must return 'clean' as int32 of shape \(\), but returns float32 of shape \(\)",
-        ),
         (
             "loss_scale, clean, places",
             "{'loss_scale': loss_scale, 'clean': clean + places}",
@@ -213,16 +196,3 @@ def test_what_a_text_returns_for_all_lanes_at_once_is_that_of_each():
     lanes = type(rule).lanes([rule] * 3, [rule.start(4.0)] * 3)
     lanes.step(np.array([False, True, False]), np.full(3, np.nan))
     assert lanes.states() == [(1024.0, 3, 0, 0), (1024.0, 3, 1, 1), (1024.0, 3, 0, 0)]
-
-
-def test_lanes_of_one_class_may_differ_in_constants():
-    rules = [Weigh(growth=growth) for growth in (1.25, 2.0)]
-    lanes = Weigh.lanes(rules, [rule.start(8.0) for rule in rules])
-    for overflow in (False, False, True, False):
-        lanes.step(np.array([overflow] * 2), np.full(2, np.nan))
-    states = [rule.start(8.0) for rule in rules]
-    for overflow in (False, False, True, False):
-        states = [rule.step(state, overflow) for rule, state in zip(rules, states, strict=True)]
-    assert lanes.states() == states
-    assert states[0].loss_scale != states[1].loss_scale
-    assert lanes.scale_window is None

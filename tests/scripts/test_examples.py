@@ -10,9 +10,11 @@ from examples import lenet5_managers
 from lenet5 import LeNet5, create_dataset
 from mindspore import DynamicLossScaleManager, Model, nn
 from mindspore.train.callback import LossMonitor
+from pages import figure
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.text.table import as_power_of_two
 
 EXAMPLES = ROOT / "scripts" / "examples"
 
@@ -29,8 +31,8 @@ RULES = {lenet5_managers.dynamic: AdaptiveRule(2, 20, 20), lenet5_managers.adapt
 
 @pytest.mark.parametrize("way", lenet5_managers.WAYS, ids=lambda way: way.__name__)
 def test_scale_follows_the_rule(graph_mode, scaling_on_cpu, way):
-    run = lenet5_managers.train(way, "O2", epochs=1, batch_size=4)
-    assert len(run.losses) == 32
+    run = lenet5_managers.train(way, "O2", epochs=2)
+    assert len(run.losses) == 64
     assert np.isfinite(run.losses).all()
     if way in RULES:
         assert any(run.overflows)
@@ -38,10 +40,20 @@ def test_scale_follows_the_rule(graph_mode, scaling_on_cpu, way):
     elif way is lenet5_managers.fixed_skipping_overflows:
         # At 2^24 every step overflows and is skipped: what a fixed scale does that is too large.
         assert all(run.overflows)
-        assert run.loss_scales == [2.0**24] * 32
+        assert run.loss_scales == [2.0**24] * 64
     else:
         # No step is skipped, so there is no flag.
         assert run.overflows == []
+    assert_row_of_the_page(way, run)
+
+
+def assert_row_of_the_page(way, run):
+    """A run agrees with the page, in its losses as far as machines do."""
+    lines = figure("lenet5")["printed"]
+    [row] = [re.split(r"\s{2,}", line) for line in lines if line.startswith(way.__name__.replace("_", " ") + "  ")]
+    counts = [str(len(run.losses)), str(sum(run.overflows)) if run.overflows else "never"]
+    assert [*counts, as_power_of_two(run.loss_scales[-1]) if run.loss_scales else "fixed"] == [*row[1:3], row[5]]
+    assert [run.losses[0], run.losses[-1]] == pytest.approx(list(map(float, row[3:5])), abs=0.002)
 
 
 def test_program_of_mindspores_guide_runs_after_the_one_line(graph_mode, scaling_on_cpu):

@@ -1,29 +1,25 @@
 """The study of policies: its figures are those of the lab, its verdicts follow from them, and it repeats itself."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import study
 from conftest import ROOT
-from pages import ENGLISH_DOCS, tables
+from pages import figure
 
-from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import cost
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.lab.traces.gradients import with_gradients
-from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, synthetic_trace
 
 
 def rows_of(printed, heading):
     """The rows of the table below a heading, as lists of cells."""
     lines = printed[printed.index(heading) :].split("\n\n")[1].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
-
-
-@pytest.fixture(scope="module")
-def figures():
-    return study.study(study.SAME_START, steps=300, seeds=2)
 
 
 def test_study_prints_the_figures_of_direct_calls(run_python, tmp_path):
@@ -34,33 +30,17 @@ def test_study_prints_the_figures_of_direct_calls(run_python, tmp_path):
     assert (tmp_path / "study.svg").read_bytes() == picture
     assert "8 kinds, 2 seeds (0 to 1) of 300 steps each" in printed
 
-    for heading, column, name, params in [
-        ("All from the initial scale 2^16", 1, "adaptive", {"loss_scale_value": 65536}),
-        ("All from the initial scale 2^16", 3, "dynamic", {"init_loss_scale": 65536, "scale_window": 100}),
-        ("Each with its system's own initial scale", 2, "dynamic", {}),
-        ("Each with its system's own initial scale", 3, "megatron", {}),
+    row = {row[0]: row for row in rows_of(printed, "All from the initial scale 2^16")}["spikes"]
+    traces = [synthetic_trace("spikes", 300, seed) for seed in (0, 1)]
+    for column, name, params in [
+        (1, "adaptive", {"loss_scale_value": 65536}),
+        (3, "dynamic", {"init_loss_scale": 65536, "scale_window": 100}),
+        (6, "megatron", {"initial_scale": 65536}),
+        (7, "torch", {"init_scale": 65536}),
     ]:
-        row = {row[0]: row for row in rows_of(printed, heading)}["spikes"]
-        traces = [synthetic_traces(300, seed)["spikes"] for seed in (0, 1)]
         measures = [replay(make_policy(name, **params), trace).measures for trace in traces]
         skipped = np.mean([one.skipped for one in measures]) / 0.3
         assert row[column] == f"{skipped:.1f} / {np.mean([one.headroom_lost for one in measures]):.2f}"
-
-    log = read_log(study.LOGS / "megatron_gpt2_n4.log").to_trace()
-    measures = replay(make_policy("megatron"), log).measures
-    row = {row[0]: row for row in rows_of(printed, "Each with its own defaults")}["megatron_gpt2_n4 (200 steps)"]
-    assert row[3] == f"{measures.skipped} / {measures.headroom_lost:.2f} / {measures.known_share:.0%}"
-
-
-def test_mean_is_that_of_the_kinds(figures):
-    on_kinds = figures["Megatron"]
-    kinds = [row["skipped"] for kind, row in on_kinds.items() if kind != study.MEAN]
-    assert len(kinds) == 8
-    assert on_kinds[study.MEAN]["skipped"] == pytest.approx(sum(kinds) / 8)
-
-
-def test_pytorch_from_the_same_scale_is_the_window_2000_as_the_report_says(figures):
-    assert figures["PyTorch"] == figures["dynamic 2000"]
 
 
 def on_kind(**points):
@@ -79,48 +59,93 @@ def test_prices_at_which_adaptive_costs_least():
     assert study.cheapest_rates(on_kind(adaptive=(5.0, 2.0), other=(4.0, 2.0))) is None
 
 
-def test_a_policy_is_better_in_both_only_where_it_is():
-    rows = on_kind(adaptive=(2.0, 2.0), both=(1.0, 1.0), one=(1.0, 3.0), equal=(2.0, 2.0), half=(2.0, 1.0))
-    assert [name for name, row in rows.items() if study.beats(row, rows[study.ADAPTIVE])] == ["both", "half"]
-    assert study.worse(rows, "skipped") == "both, one (by up to 1.0)"
-    assert study.worse(rows, "headroom_lost") == "both, half (by up to 1.0)"
+# The adaptive rule and the guided one, against windows.
+REPEATED = ("spikes", "alternating regimes")
 
 
-def test_look_finds_failed_raises_and_throws():
-    # From 2^16: a raise after 20 steps that fails at once, and again; nothing else.
-    found = study.look(Trace.exact("flat", [2.0**16] * 42))
-    assert (found["after_raise"], found["throws"], found["below_500"], found["window"]) == (1.0, 0, 1.0, 20.0)
-    # Three raises, to the window 30, then a fall 15 steps after the last: three of six drops throw it to window 1.
-    fall = study.look(Trace.exact("fall", [2.0**30] * 75 + [2.0**8] * 6))
-    assert (fall["throws"], fall["after_raise"], fall["bits_at_500"]) == (1, pytest.approx(1 / 6), 0.0)
+def test_figures_of_the_page_are_those_of_the_present_rules():
+    data = figure("study")
+    steps, seeds = data["steps"], data["seeds"]
+    assert (steps, seeds, list(data["same"][study.ADAPTIVE])) == (10_000, 5, [*KINDS, study.MEAN])
+    traces = {place: each for place, each in study.traces_by_place(steps, seeds).items() if place[1] in REPEATED}
+    spikes = (study.EXACT, "spikes")
+    adaptive = {study.ADAPTIVE: study.POLICIES[study.ADAPTIVE]}
+    repeated = study.study(adaptive, {spikes: traces[spikes]})[study.EXACT][study.ADAPTIVE]["spikes"]
+    assert repeated == pytest.approx(data["same"][study.ADAPTIVE]["spikes"])
+    for group, by_policy in study.study(study.GUIDED_AND_FIXED, traces).items():
+        for policy, on_kinds in by_policy.items():
+            for kind in REPEATED & on_kinds.keys():
+                assert on_kinds[kind] == pytest.approx(data["guided"][group][policy][kind]), (group, policy, kind)
 
 
-# Kinds of trace that have rows on the page, and kinds that have none, because there the guided rule costs less.
-REPEATED = ("stationary", "spikes", "1.4 bits above, memory 0")
+def test_page_says_what_its_data_say():
+    data = figure("study")
+    mean = {policy: row[study.MEAN] for policy, row in data["same"].items()}
+    assert all(mean["dynamic 100"][name] < lost for name, lost in mean[study.ADAPTIVE].items())
+    assert all(
+        study.cheapest({p: row[kind] for p, row in data["same"].items()}, 1.0) != study.ADAPTIVE for kind in KINDS
+    )
+    shown = study.tables(data)
+    assert len(shown["prices"]) == 1 + 3
+    assert all(float(row[place]) < 1 for row in shown["guided"][1:] for place in (3, 7))
 
 
-def test_figures_of_the_page_are_those_of_the_guided_study():
-    columns, *rows = study.guided_rows(study.guided_study(steps=10_000, seeds=5, kinds=REPEATED))
-    loses = [row for row in rows if row[1] != study.MEAN and float(row[4]) > 1]
-    _, shown = [table[2:] for table in tables(ENGLISH_DOCS / "study.md") if table[0] == columns]
-    assert [row for row in shown if row[1] in REPEATED] == loses
+def test_most_skips_of_the_adaptive_rule_are_failed_raises_below_a_window_of_500():
+    for kind in KINDS:
+        run = replay(make_policy("adaptive"), synthetic_trace(kind, 10_000, seed=0))
+        skipped = np.flatnonzero(run.overflow)
+        changes = np.flatnonzero(np.diff(run.loss_scale)) + 1
+        raised = np.diff(run.loss_scale)[changes - 1] > 0
+        last = np.searchsorted(changes, skipped, side="right") - 1
+        failed = (last >= 0) & raised[last] & (skipped - changes[last] < run.scale_window[skipped])
+        assert failed.mean() > 0.5, kind
+        assert (run.scale_window[skipped] < 500).mean() > 0.5, kind
 
 
-def test_figures_of_the_guided_study_are_those_of_direct_calls():
-    results = study.guided_study(steps=600, seeds=2)
-    traces = [with_gradients(synthetic_traces(600, seed)["spikes"], 3.0, 0.4, seed) for seed in (0, 1)]
+@pytest.fixture(scope="module")
+def guided():
+    return study.study(study.GUIDED_AND_FIXED, study.traces_by_place(steps=600, seeds=2))
+
+
+def test_figures_of_the_guided_study_are_those_of_direct_calls(guided):
+    traces = [with_gradients(synthetic_trace("spikes", 600, seed), 3.0, 0.4, seed) for seed in (0, 1)]
     measures = [replay(make_policy("guided", exchange_rate=5.0), trace).measures for trace in traces]
     skipped = np.mean([one.skipped for one in measures]) / 0.6
     bits = np.mean([one.headroom_lost for one in measures])
-    compared = compare({window: study.dynamic(window) for window in study.FIXED_WINDOWS}, traces)
+    compared = compare(
+        {
+            window: partial(make_policy, "dynamic", init_loss_scale=65536, scale_window=window)
+            for window in study.FIXED_WINDOWS
+        },
+        traces,
+    )
     windows = {window: np.mean([cost(one, 5.0) for one in each]) for window, each in compared.measures.items()}
     best = min(windows, key=windows.get)
-    rows = list(study.guided_rows(results))
-    [row] = [row for row in rows if row[:2] == ["hidden by 3 bits", "spikes"]]
+    [row] = [row for row in study.guided_rows(guided) if row[:2] == ["hidden by 3 bits", "spikes"]]
     assert (row[5], row[7]) == (f"{skipped:.1f} / {bits:.2f}", f"{(skipped + 5 * bits) / windows[best]:.2f}")
     assert row[6].startswith(f"{best}: ")
-    # A mean has the mean of the shares above it.
-    shares = [float(row[7]) for row in rows[1:] if row[0] == "hidden by 3 bits" and row[1] != study.MEAN]
-    [mean] = [row for row in rows if row[:2] == ["hidden by 3 bits", study.MEAN]]
-    assert float(mean[7].partition("by kind ")[2].strip(")")) == pytest.approx(np.mean(shares), abs=0.01)
-    assert "| hidden by 3 bits | spikes | " in "\n".join(study.guided_report(results))
+
+
+def test_means_are_against_the_window_that_is_best_for_all_kinds(guided):
+    by_kind = [row for row in study.guided_rows(guided) if row[0] == "hidden by 3 bits"]
+    [row] = [row for row in study.guided_means(guided) if row[0] == "hidden by 3 bits"]
+    assert [row[1] for row in by_kind] == list(KINDS)
+    assert float(row[4]) == pytest.approx(np.mean([float(row[4]) for row in by_kind]), abs=0.01)
+    on_mean = {policy: on_kinds[study.MEAN] for policy, on_kinds in guided["hidden by 3 bits"].items()}
+    costs = {window: study.cost(on_mean[str(window)], 1.0) for window in study.FIXED_WINDOWS}
+    assert row[2].partition(":")[0] == str(min(costs, key=costs.get))
+    assert row[3] == f"{study.cost(on_mean['guided 1'], 1.0) / min(costs.values()):.2f}"
+
+
+def test_regimes_are_left_and_entered_as_one_replay_does():
+    trace = synthetic_trace("one-off regime", 1500, seed=0)
+    scales, overflows = study.scales_on(Configuration("guided"), [trace])
+    replayed = replay(make_policy("guided"), trace)
+    np.testing.assert_array_equal(scales[0], replayed.loss_scale)
+    np.testing.assert_array_equal(overflows[0], replayed.overflow)
+    found = study.regime_study(1500, seeds=1)
+    assert list(found) == list(study.CHANGES)
+    assert all(list(rows) == list(found["at once"]) for rows in found.values())
+    assert set().union(*study.CHANGES.values()) == {kind for kind in REGIMES if "spikes" not in kind}
+    rows = study.regime_table({"at once": {"one": {"recovery": [3, None], "skips": [1.25, 2]}}})
+    assert rows[1] == ["at once", "one", "3", "not in time", "1.2", "2"]

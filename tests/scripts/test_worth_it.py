@@ -1,18 +1,39 @@
 """The comparison on real training: what it trains, what it counts, and what loss scaling is worth on one task."""
 
 import json
+import math
 
 import mindspore
+import numpy as np
 import pytest
 from conftest import ROOT, mindspore_mode
-from worth_report import OURS, at_the_start, table
-from worth_tasks import SMALL_TASKS
-from worth_training import FOUND, FP32, METHODS, UNSCALED, Trainings, fixed
+from pages import figure
+from scipy import stats
+from worth_report import (
+    ADAPTIVE_HIGH,
+    FP32,
+    GUIDED,
+    GUIDED_HIGH,
+    MEGATRON,
+    MINDFORMERS,
+    OURS,
+    PAIRS,
+    UNSCALED,
+    WINDOW_1000,
+    difference,
+    figures,
+    quality_of,
+    skipped_at_the_start,
+    skipped_of,
+    tables,
+    winner,
+)
+from worth_tasks import SMALL_TASKS, Digits
+from worth_training import METHODS, Trainings, fixed
 
 # Of 400 steps. MindSpore 2.7 rounds otherwise.
 MOST_SKIPPED = 4 if mindspore.__version__.startswith("2.7") else 3
 METHOD = {method.name: method for method in METHODS}
-GUIDED = "ours, guided from the found scale"
 
 
 @pytest.fixture(scope="module")
@@ -34,43 +55,15 @@ def test_without_scaling_the_damped_output_is_not_learned_and_with_it_as_in_fp32
         assert len(runs[name]["skipped"]) <= MOST_SKIPPED
 
 
-def test_found_scale_comes_with_the_verdict_that_scaling_is_needed(trainings):
-    found = trainings.find(0)
-    lowest, start = found.verdicts
-    assert (found.needs_scaling, start.is_harmful) == (True, False)
-    assert lowest.groups == {"first": 1.0, "middle": 1.0, "last": 1.0}
-
-
 def test_a_second_run_of_the_same_graph_is_as_the_first(trainings):
     first, second = (trainings.run(fixed(512.0), seed=1, steps=5)["quality"] for _ in range(2))
     other = trainings.run(fixed(512.0), seed=2, steps=5)["quality"]
     assert first == second != other
 
 
-def test_methods_differ_in_name_and_share_graphs_only_within_a_rule():
-    assert len(METHOD) == len(METHODS) == 14
-    graphs = {}
-    for method in METHODS:
-        rule = method.name.split(" from")[0].split(" 2^")[0]
-        graphs.setdefault(method.graph or method.name, set()).add((rule, method.dtype))
-    assert all(len(rules) == 1 for rules in graphs.values())
-    assert [method.name for method in METHODS if method.start == FOUND] == [OURS, GUIDED]
-
-
-@pytest.mark.parametrize(
-    ("skipped", "at_start"),
-    [
-        ([], 0),
-        ([0, 1, 2], 3),
-        ([0, 1, 2, 22], 4),
-        ([0, 1, 2, 23], 3),
-        ([20, 21], 0),
-        ([19], 1),
-        (list(range(100)), 100),
-    ],
-)
-def test_start_ends_with_20_applied_steps_in_a_row(skipped, at_start):
-    assert at_the_start(skipped, 100) == at_start
+def test_start_ends_with_20_applied_steps_in_a_row():
+    rows = [], [0, 1, 2], [0, 1, 2, 22], [0, 1, 2, 23], [20, 21], [19], range(100)
+    assert [skipped_at_the_start(list(skipped), 100) for skipped in rows] == [0, 3, 4, 3, 0, 1, 100]
 
 
 def look(step, skipped=False, scale=4.0, underflow=0.5):
@@ -78,28 +71,122 @@ def look(step, skipped=False, scale=4.0, underflow=0.5):
     return seen | {"loss_scale": scale, "ceiling": 64.0, "underflow": underflow}
 
 
-def test_row_of_each_method_sums_up_its_runs():
+def test_figures_of_a_run_are_means_over_its_applied_looks():
     fp32 = {"start": 1.0, "steps": 100, "skipped": [], "quality": 0.9}
     fp32["looks"] = [{"step": step, "quality": step / 100, "skipped": False} for step in range(0, 100, 10)]
     fp16 = {"start": 4.0, "steps": 100, "skipped": [0, 50], "quality": 0.7}
     # The scale of a skipped step counts for nothing.
     fp16["looks"] = [look(0, skipped=True, scale=2.0**20), look(10), look(20, scale=16.0, underflow=0.0)]
-    task = {"look_every": 10, "higher_is_better": True, "measure": "R²", "ways": {FP32: [fp32], UNSCALED: [fp16]}}
-    assert list(table(task))[-2:] == [
-        f"| {FP32} | - | 0.0 ± 0.0 | 0.0 ± 0.0 | - | - | 0.9000 ± 0.0000 | 0.0000 ± 0.0000 | 80 ± 0 |",
-        f"| {UNSCALED} | 2^2 | 1.0 ± 0.0 | 1.0 ± 0.0 | 3.0 ± 0.0 | 25.00 ± 0.00 % | 0.7000 ± 0.0000 "
-        "| -0.2000 ± 0.0000 | never |",
+    [of_fp32], [of_fp16] = (figures([run], [fp32], SMALL_TASKS[0]) for run in (fp32, fp16))
+    counts = {"start": 4.0, "skipped_at_start": 1, "skipped_later": 1}
+    assert of_fp16 == counts | {"headroom_lost": 3.0, "underflow": 0.25, "quality": 0.7, "reached": None}
+    assert (of_fp32["headroom_lost"], of_fp32["underflow"], of_fp32["reached"]) == (None, None, 80)
+    task = {"name": "one", "higher_is_better": True, "measure": "R²", "runs": {FP32: [of_fp32], UNSCALED: [of_fp16]}}
+    shown = tables({"tasks": {"one": task}})
+    assert shown["one"][1:] == [
+        [FP32, "-", "0.0", "0.0", "-", "-", "0.9000", "80"],
+        [UNSCALED, "2^2", "1.0", "1.0", "3.0", "25.00 %", "0.7000", "never"],
     ]
+    # One seed has no interval.
+    assert shown["one_pairs"][1:] == [[UNSCALED, FP32, "-0.2000 ± nan", "-", "+2.0 ± nan", "-"]]
+    assert shown["who_wins"][1] == [UNSCALED, FP32, "-", "-", "one"]
+
+
+def of_qualities(first, second):
+    runs = {name: [{"quality": value} for value in values] for name, values in (("a", first), ("b", second))}
+    return difference({"runs": runs}, "a", "b", quality_of)
+
+
+def test_interval_is_that_of_a_paired_t_test():
+    first, second = [0.9, 0.8, 0.95, 0.7], [0.85, 0.76, 0.9, 0.66]
+    middle, half = of_qualities(first, second)
+    low, high = stats.ttest_rel(first, second).confidence_interval(0.95)
+    assert (middle - half, middle + half) == (pytest.approx(low), pytest.approx(high))
+    assert low > 0
+
+
+def test_a_method_is_better_only_where_the_interval_does_not_reach_0():
+    assert [winner(found, "a", "b", True) for found in ((0.2, 0.1), (-0.2, 0.1), (0.1, 0.2))] == ["a", "b", "-"]
+    assert [winner(found, "a", "b") for found in ((0.2, 0.1), (-0.2, 0.1), (0.1, math.nan))] == ["b", "a", "-"]
+    assert winner(of_qualities([0.5, 0.5], [0.5, 0.5]), "a", "b") == "-"
+
+
+def test_training_of_one_seed_is_that_of_the_page(trainings):
+    task = figure("worth")["tasks"]["damped"]
+    for name, skips in ((FP32, 0), (GUIDED, 2)):
+        run, shown = trainings.run(METHOD[name], seed=0), task["runs"][name][0]
+        assert run["start"] == shown["start"]
+        assert len(run["skipped"]) == pytest.approx(shown["skipped_at_start"] + shown["skipped_later"], abs=skips)
+        assert run["quality"] == pytest.approx(shown["quality"], abs=0.02)
+
+
+def test_page_has_all_tasks_with_all_methods_and_enough_seeds():
+    tasks = figure("worth")["tasks"]
+    assert list(tasks) == ["llama", "lora", "moving", "damped", "zero", "auxiliary", "digits"]
+    for key, task in tasks.items():
+        assert list(task["runs"]) == [method.name for method in METHODS]
+        assert {len(runs) for runs in task["runs"].values()} == {task["seeds"]}
+        assert task["seeds"] >= (5 if key in ("llama", "lora") else 10)
+    assert {name for pair in PAIRS for name in pair} <= set(METHOD)
+
+
+def better_of(task, first, second, figure=quality_of):
+    higher = task["higher_is_better"] and figure is quality_of
+    return winner(difference(task, first, second, figure), first, second, higher)
+
+
+def test_intervals_carry_what_the_page_says():
+    tasks = figure("worth")["tasks"]
+    needed = {key for key, task in tasks.items() if better_of(task, UNSCALED, FP32) != "-"}
+    assert needed == {"damped", "zero", "auxiliary", "moving"}
+    for task in tasks.values():
+        assert task["runs"][ADAPTIVE_HIGH] == task["runs"][MINDFORMERS]
+        for guided, adaptive in ((GUIDED, OURS), (GUIDED_HIGH, ADAPTIVE_HIGH)):
+            assert better_of(task, guided, adaptive) != adaptive
+            assert better_of(task, guided, adaptive, skipped_of) == guided
+        for method in (OURS, GUIDED):
+            assert not any(run["skipped_at_start"] for run in task["runs"][method])
+        if task is not tasks["moving"]:
+            assert better_of(task, OURS, "fixed 2^16") != OURS
+    auxiliary = tasks["auxiliary"]
+    assert [skipped_of(run) for run in auxiliary["runs"]["fixed 2^16"]].count(auxiliary["steps"]) == 1
+    assert better_of(tasks["moving"], OURS, WINDOW_1000) == OURS
+    for key in ("damped", "zero", "auxiliary", "digits"):
+        assert better_of(tasks[key], ADAPTIVE_HIGH, MEGATRON) == MEGATRON
+
+
+def test_moving_ceiling_is_followed():
+    runs = figure("worth")["tasks"]["moving"]["runs"]
+
+    def mean(name, key):
+        return np.mean([run[key] for run in runs[name]])
+
+    assert mean(GUIDED, "skipped_later") <= 4
+    assert mean(GUIDED, "headroom_lost") < mean(OURS, "headroom_lost")
+    # What the first form of the rule lost.
+    assert mean(GUIDED, "quality") - mean(FP32, "quality") > -0.011
+
+
+def test_digits_are_learned_and_the_held_out_ones_are_the_same_for_all_seeds(trainings):
+    task = Digits()
+    data, other = task.data(0), task.data(1)
+    assert [tensor.shape for tensor in data.batch(0)] == [(32, 1, 8, 8), (32,)]
+    assert not np.array_equal(data.batch(0)[1].asnumpy(), other.batch(0)[1].asnumpy())
+    np.testing.assert_array_equal(data.held_out[0][0].asnumpy(), other.held_out[0][0].asnumpy())
+    run = Trainings(task, look_every=1000).run(METHOD[OURS], seed=0, steps=40)
+    assert run["quality"] < 1.5 < 2.0 < run["looks"][0]["quality"]
 
 
 @pytest.mark.slow
-def test_quick_run_prints_tables_and_draws(run_forked, tmp_path):
+def test_quick_run_prints_tables_and_draws(run_python, tmp_path):
     arguments = ["--quick", "--tasks", "damped", "--json", "worth.json", "--picture", "worth.svg"]
-    printed = run_forked(ROOT / "scripts" / "worth_it.py", *arguments).stdout
+    printed = run_python(ROOT / "scripts" / "worth_it.py", *arguments).stdout
     result = json.loads((tmp_path / "worth.json").read_text())
-    [task] = result["tasks"]
-    assert (task["steps"], list(task["ways"])) == (30, [FP32, UNSCALED, OURS])
-    assert "\n".join(table(task)) in printed
+    task = result["tasks"]["damped"]
+    assert (task["steps"], list(task["runs"])) == (30, [FP32, UNSCALED, OURS])
+    for columns, *rows in tables(result).values():
+        for row in (columns, *rows):
+            assert f"| {' | '.join(row)} |" in printed
     assert printed.startswith("MindSpore ")
     assert printed.splitlines()[-1] == "Drawn: worth.svg"
     assert (tmp_path / "worth.svg").read_text().startswith("<?xml")

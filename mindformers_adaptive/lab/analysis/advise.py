@@ -47,9 +47,6 @@ _LARGEST_START = 2.0**32
 # A scale held if it bore as many consecutive clean steps as MindFormers' smallest window.
 _HELD = DEFAULT_MIN_SCALE_WINDOW
 
-# Other windows have to save as much as usual settings pay: one skipped step in 1000, see cost().
-_TOLERABLE_SHARE = DEFAULT_EXCHANGE_RATE / 1000.0
-
 # LossScaleMonitor's default for consecutive overflows. At one and the same scale fewer prove it.
 _COLLAPSE, _COLLAPSE_AT_ONE_SCALE = 50, 10
 
@@ -89,45 +86,45 @@ def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[l
         tuple of the advice, empty where the run gives no reason for any, and the tuning of the recommended settings,
         None where there is no advice or no setting would help.
     """
-    collapse, scale = _collapse(run), forward_fill(run.loss_scale)
-    start = _start(run, trace, scale)
-    if start is not None:
-        # What the run would have used if it had started there: that scale until it was reached, then the same.
-        reached = int(np.searchsorted(run.step, start.figures["reached_at"]))
-        scale = np.append(np.full(reached, start.settings["loss_scale_value"]), scale[reached:])
-    recorded = measure(trace, np.append(scale, scale[-1]))
-    usable = scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
+    collapse, (start, scale) = _collapse(run), _start(run, trace)
+    recorded, usable = _measured(trace, scale), scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
     # Of a rule that follows the gradients nothing is said: it has neither window nor hysteresis.
     follows_gradients = run.largest_gradient is not None
-    advice = [collapse, start, None if follows_gradients else _short_run(run, changes)]
-    if collapse is not None or follows_gradients or not len(usable):
-        return [one for one in advice if one is not None], None
-    if start is None:
-        advice.append(_unseen_start(run, float(usable[0])))
+    advice = [*collapse, *start, *([] if follows_gradients else _short_run(run, changes))]
+    if collapse or follows_gradients or not len(usable):
+        return advice, None
+    if not start:
+        advice += _unseen_start(run, float(usable[0]))
     settings = {
         "loss_scale_value": float(usable[0]),
         "scale_factor": run.scale_factor,
         "min_loss_scale": min([1.0, *scale[scale >= SMALLEST_LOSS_SCALE].tolist()]),
     }
     windows = [change.before[1] for change in changes if change.kind == "raise" and change.before[1] is not None]
-    tuning = None
-    if run.position_known.mean() >= _KNOWN:
-        if windows:
-            on_windows, tuning = _windows(trace, recorded, max(windows), settings)
-            advice.append(on_windows)
+    tuning, is_known = None, run.position_known.mean() >= _KNOWN
+    if is_known and windows:
+        on_windows, tuning = _windows(trace, recorded, max(windows), settings)
+        advice += on_windows
         if tuning is not None:
             windows = list(_windows_of(tuning.recommended))
-        hysteresis = _hysteresis(run, trace, recorded if tuning is None else None, windows, settings)
-        if hysteresis is not None:
-            advice.append(hysteresis)
-            settings |= hysteresis.settings
-            tuning = tuning and tune([trace], [one.replace(**hysteresis.settings) for one in tuning.configurations])
-    given = [one for one in advice if one is not None]
-    if given and tuning is None:
-        # The windows that cost least on the trace; the defaults where it does not show what windows cost.
-        shows_windows = len(trace) >= DEFAULT_MAX_SCALE_WINDOW and run.position_known.mean() >= _KNOWN
-        tuning = tune([trace], _configurations(settings) if shows_windows else [Configuration("adaptive", **settings)])
-    return given, tuning if given else None
+    if is_known:
+        on_hysteresis = _hysteresis(run, trace, recorded if tuning is None else None, windows, settings)
+        advice += on_hysteresis
+        for one in on_hysteresis:
+            settings |= one.settings
+            tuning = tuning and tune([trace], [tried.replace(**one.settings) for tried in tuning.configurations])
+    if not advice or tuning is not None:
+        return advice, tuning
+    # The windows that cost least on the trace; the defaults where it does not show what windows cost.
+    shows_windows = is_known and len(trace) >= DEFAULT_MAX_SCALE_WINDOW
+    return advice, tune(
+        [trace], _configurations(settings) if shows_windows else [Configuration("adaptive", **settings)]
+    )
+
+
+def _measured(trace: Trace, scale: NDArray[np.float64]) -> Measures:
+    """The measures of scales, one for each step, of which the last one stays."""
+    return measure(trace, np.append(scale, scale[-1]))
 
 
 def _lost(measures: Measures) -> float:
@@ -140,8 +137,8 @@ def _in_words(measures: Measures) -> str:
     return f"{measures.skipped} skipped step{'' if measures.skipped == 1 else 's'} and {bits:.1f} bits of headroom"
 
 
-def _collapse(run: RecordedRun) -> Advice | None:
-    """Return the advice to look at the model, where consecutive overflows show that no scale helps; else None."""
+def _collapse(run: RecordedRun) -> list[Advice]:
+    """The advice to look at the model, where consecutive overflows show that no scale helps."""
     places = np.flatnonzero(run.position_known)
     step, scale = run.step[places], run.loss_scale[places]
     for first, last in consecutive_runs(np.flatnonzero(run.overflow[places])).tolist():
@@ -149,10 +146,9 @@ def _collapse(run: RecordedRun) -> Advice | None:
         stays = bool((scale[last - _COLLAPSE_AT_ONE_SCALE + 1 : last + 1] == scale[last]).all())
         if length < _COLLAPSE and not (length >= _COLLAPSE_AT_ONE_SCALE and stays):
             continue
-        figures = {"steps": length, "first_step": int(step[first]), "last_step": int(step[last])}
         is_row = step[last] - step[first] == last - first
         loss_is_bad = run.loss is not None and bool(np.isinf(run.loss[places[first : last + 1]]).any())
-        return Advice(
+        advice = Advice(
             "collapse",
             "Look at the model and the data, not at the loss scaling: learning rate, warm-up, gradient clipping, "
             "float32 for softmax and normalization, NaN or inf in data and weights.",
@@ -161,26 +157,28 @@ def _collapse(run: RecordedRun) -> Advice | None:
             + (f", with the scale at {as_power_of_two(float(scale[last]))} to the last" if stays and is_row else "")
             + ("; the loss itself was inf" if loss_is_bad else "")
             + ". A step that overflows at each of these scales would overflow at others too.",
-            figures,
+            {"steps": length, "first_step": int(step[first]), "last_step": int(step[last])},
         )
-    return None
+        return [advice]
+    return []
 
 
-def _short_run(run: RecordedRun, changes: Sequence[Change]) -> Advice | None:
+def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
     """The advice for a run that is shorter than its window, in which the scale cannot rise."""
     steps, window = int(run.step[-1]), run.smallest_window
     if run.step[0] != 1 or not steps < window or any(change.kind == "raise" for change in changes):
-        return None
-    return Advice(
-        "short run",
-        f"In {steps} steps rely on the start: take the scale that 'find' says, or a window below {steps} steps.",
-        f"The scale rises after {window:g} steps without an overflow, and the run has {steps}: it can only fall.",
-        {"steps": steps, "window": int(window)},
-    )
+        return []
+    change = f"In {steps} steps rely on the start: take the scale that 'find' says, or a window below {steps} steps."
+    reason = f"The scale rises after {window:g} steps without an overflow, and the run has {steps}: it can only fall."
+    return [Advice("short run", change, reason, {"steps": steps, "window": int(window)})]
 
 
-def _start(run: RecordedRun, trace: Trace, scale: NDArray[np.float64]) -> Advice | None:
-    """Judge the scale that the run first held, or climbed to before any overflow, as the scale to start from."""
+def _start(run: RecordedRun, trace: Trace) -> tuple[list[Advice], NDArray[np.float64]]:
+    """Judge the scale that the run first held, or climbed to before any overflow, as the scale to start from.
+
+    With the advice comes what the run would have used with it: that scale until it was reached, then the same.
+    """
+    scale = forward_fill(run.loss_scale)
     clean = consecutive_runs(np.flatnonzero(~run.overflow)).tolist()
     held = (
         first
@@ -195,44 +193,44 @@ def _start(run: RecordedRun, trace: Trace, scale: NDArray[np.float64]) -> Advice
     lowest = float(trace.ceiling[reached : reached + _HELD].min()) if shown else 0.0
     better, first = 2.0 ** math.floor(math.log2(lowest)) if lowest > 0 else float(scale[reached]), float(scale[0])
     if better == first or not SMALLEST_LOSS_SCALE <= better <= LARGEST_LOSS_SCALE:
-        return None
+        return [], scale
     from_there = np.append(np.full(reached, better), scale[reached:])
-    as_recorded, instead = (measure(trace, np.append(scales, scale[-1])) for scales in (scale, from_there))
-    saved = _lost(as_recorded) - _lost(instead)
+    saved = _lost(_measured(trace, scale)) - _lost(_measured(trace, from_there))
     if saved <= _TOLERABLE:
-        return None
+        return [], scale
     change = _start_at(better, None if math.isnan(run.loss_scale[0]) else first)
     figures = {"scale": better, "reached_at": int(run.step[reached]), "saves": saved}
     if better < first:
         place = f"{as_power_of_two(better)}, from step {run.step[reached]} on"
         what = f"gradients allowed {place}" if shown else f"{place}, was the first scale that held"
-        reason = _why_lower(run, reached, what, figures)
-        return Advice("start lower", change, reason, figures, {"loss_scale_value": better})
-    figures["raises"] = int((np.diff(scale[: reached + 1]) > 0).sum())
-    figures["headroom_lost"] = float(np.log2(better / scale[:reached]).sum())
-    reason = (
-        f"{figures['raises']} raises without an overflow led to {as_power_of_two(better)}, at step "
-        f"{run.step[reached]}. The headroom lost on the way is worth {saved:.0f} skipped steps, at "
-        f"{1000 / DEFAULT_EXCHANGE_RATE:.0f} bits for a step."
-    )
-    return Advice("start higher", change, reason, figures, {"loss_scale_value": better})
+        rule, reason = "start lower", _why_lower(run, reached, what, figures)
+    else:
+        raises = figures["raises"] = int((np.diff(scale[: reached + 1]) > 0).sum())
+        figures["headroom_lost"] = float(np.log2(better / scale[:reached]).sum())
+        rule = "start higher"
+        reason = (
+            f"{raises} raises without an overflow led to {as_power_of_two(better)}, at step {run.step[reached]}. The "
+            f"headroom lost on the way is worth {saved:.0f} skipped steps, at {1000 / DEFAULT_EXCHANGE_RATE:.0f} bits "
+            "for a step."
+        )
+    return [Advice(rule, change, reason, figures, {"loss_scale_value": better})], from_there
 
 
-def _unseen_start(run: RecordedRun, scale: float) -> Advice | None:
+def _unseen_start(run: RecordedRun, scale: float) -> list[Advice]:
     """The advice for a log whose first line stands for several steps: what they started from is not in it."""
     steps = int(run.line_ends()[0])
     fewest, most = run.skipped_bounds(steps)
     drops = math.log(_LARGEST_START / scale, run.scale_factor) if 0 < scale < _LARGEST_START else 0
     if run.step[0] != 1 or not math.isnan(run.loss_scale[0]) or min(most, drops) <= _TOLERABLE:
-        return None
-    return Advice(
-        "start lower",
-        f"If the run started above {as_power_of_two(scale)}: {_start_at(scale, None)}",
+        return []
+    change = f"If the run started above {as_power_of_two(scale)}: {_start_at(scale, None)}"
+    reason = (
         f"The first line of the log stands for steps 1 to {steps}. It does not show the scale that they started from, "
-        f"nor which of them were skipped: at least {fewest} and at most {most}.",
-        {"scale": scale, "reached_at": int(run.step[steps - 1]), "saves_skipped_steps": fewest, "saves_at_most": most},
-        {"loss_scale_value": scale},
+        f"nor which of them were skipped: at least {fewest} and at most {most}."
     )
+    figures = {"scale": scale, "reached_at": int(run.step[steps - 1])}
+    figures |= {"saves_skipped_steps": fewest, "saves_at_most": most}
+    return [Advice("start lower", change, reason, figures, {"loss_scale_value": scale})]
 
 
 def _why_lower(run: RecordedRun, reached: int, what: str, figures: dict[str, Any]) -> str:
@@ -262,7 +260,7 @@ def _start_at(scale: float, instead_of: float | None) -> str:
 
 def _hysteresis(
     run: RecordedRun, trace: Trace, recorded: Measures | None, windows: Sequence[int], settings: dict[str, Any]
-) -> Advice | None:
+) -> list[Advice]:
     """Judge the other hysteresis, 1 or 2, at these windows and within the scales that the run used.
 
     ``recorded`` is what the run itself cost, or None where its windows are to be changed.
@@ -281,7 +279,7 @@ def _hysteresis(
         grounds, hysteresis, rule, change = single, 2, "more hysteresis", "Tolerate single overflows: hysteresis: 2."
         reason = f"{single} overflows were single steps."
     if grounds <= _TOLERABLE:
-        return None
+        return []
     never = len(run) + 1
     of_run = {"min_scale_window": min(windows, default=never), "max_scale_window": max(windows, default=never)}
     of_run["max_loss_scale"] = max(min(float(np.nanmax(scale)), LARGEST_LOSS_SCALE), settings["loss_scale_value"])
@@ -293,36 +291,36 @@ def _hysteresis(
         before = recorded
     saved = _lost(before) - _lost(after)
     if saved <= _TOLERABLE:
-        return None
+        return []
     reason += f" With the same windows, the change costs {_in_words(after)} instead of {_in_words(before)}."
     figures = {"single": single, "tolerated": int(tolerated.sum()), "in_vain": in_vain, "saves": saved}
-    return Advice(rule, change, reason, figures, {"hysteresis": hysteresis})
+    return [Advice(rule, change, reason, figures, {"hysteresis": hysteresis})]
 
 
 def _windows(
     trace: Trace, recorded: Measures, largest: int, settings: dict[str, Any]
-) -> tuple[Advice | None, Tuning | None]:
+) -> tuple[list[Advice], Tuning | None]:
     """Judge larger windows than the largest of the run, smaller ones, and those on both sides of it."""
     tried = _configurations(settings)
     costs = tune([trace], tried).costs[:, 0] * len(trace) / 1000.0
     rules = np.array([_direction(one, largest) for one in tried])
-    worth = max(_TOLERABLE, _TOLERABLE_SHARE * len(trace))
+    # Other windows have to save as much as usual settings pay: one skipped step in 1000, see cost().
+    worth = max(_TOLERABLE, DEFAULT_EXCHANGE_RATE / 1000.0 * len(trace))
     cheapest = {rule: float(costs[rules == rule].min(initial=math.inf)) for rule in _DIRECTIONS}
     rule = min(_DIRECTIONS, key=lambda one: cheapest[one] + (worth if one == "moving window" else 0.0))
     saved = _lost(recorded) - cheapest[rule]
     if saved <= worth:
-        return None, None
+        return [], None
     tuning = tune([trace], [one for one, its in zip(tried, rules, strict=True) if its == rule])
     after = tuning.sweeps[0].measures[tuning.best]
     smallest_of_best, largest_of_best = _windows_of(tuning.recommended)
-    return Advice(
-        rule,
-        _DIRECTIONS[rule].format(largest),
+    reason = (
         f"With windows up to {largest}, the run cost {_in_words(recorded)}. Windows from {smallest_of_best} to "
         f"{largest_of_best} would have cost {_in_words(after)}; {1000 / DEFAULT_EXCHANGE_RATE:.0f} steps "
-        "that lose a bit count as one skipped step.",
-        {"largest_window": largest, "skipped": recorded.skipped, "skipped_instead": after.skipped, "saves": saved},
-    ), tuning
+        "that lose a bit count as one skipped step."
+    )
+    figures = {"largest_window": largest, "skipped": recorded.skipped, "skipped_instead": after.skipped, "saves": saved}
+    return [Advice(rule, _DIRECTIONS[rule].format(largest), reason, figures)], tuning
 
 
 _DIRECTIONS = {

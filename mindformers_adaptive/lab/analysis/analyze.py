@@ -19,17 +19,19 @@ from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Phase, as
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, measure, require_steps
-from mindformers_adaptive.lab.replay.simulate import replay
+from mindformers_adaptive.lab.replay.simulate import compare
 from mindformers_adaptive.lab.replay.tune import Tuning
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun, forward_fill
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import as_power_of_two, text_table
 
-__all__ = ["Analysis", "analysis_text", "analyze", "raise_ceilings"]
+__all__ = ["Analysis", "analyze", "raise_ceilings"]
 
 # The start-up of a run, in steps: published logs lose 16 to 19 of their first 30 to 100.
 _START_UP = 100
+
+_COUNTS_OF_LINES = ("lines_read", "lines_used", "lines_ignored", "lines_superseded")
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,7 @@ class Analysis:
                 "name": run.name,
                 "files": list(run.files),
                 "format": run.log_format,
-                "lines_read": run.lines_read,
-                "lines_used": run.lines_used,
-                "lines_ignored": run.lines_ignored,
-                "lines_superseded": run.lines_superseded,
+                **{name: getattr(run, name) for name in _COUNTS_OF_LINES},
                 "notes": list(run.notes),
                 "problems": list(run.problems),
             },
@@ -97,8 +96,11 @@ class Analysis:
         }
 
     def text(self) -> str:
-        """Return the analysis for a terminal."""
-        return analysis_text(self.to_dict())
+        """Return the analysis for a terminal; long lists are cut, and the text says so."""
+        told = self.to_dict()
+        parts = [_log(told["log"]), [*_steps(told), *_overflowed(**told["overflowed_parameters"])]]
+        parts += [_path(told["loss_scale"]["phases"]), _outcomes(told["outcomes"]), _advice(told)]
+        return "\n\n".join("\n".join(part) for part in parts)
 
 
 def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) -> Analysis:
@@ -125,7 +127,7 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     """
     trace = run.to_trace()
     if trace.largest_gradient is None:
-        trace = raise_ceilings(trace)
+        trace = raise_ceilings(trace, run)
     require_steps(trace)
     if np.isnan(run.loss_scale).all():
         raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that names it.")
@@ -136,8 +138,8 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
     return Analysis(run, tuple(phases(changes)), tuple(rows), tuple(advice), tuning)
 
 
-def raise_ceilings(trace: Trace) -> Trace:
-    """Return the trace with each clean step's ceiling raised to the largest scale that a later clean step used.
+def raise_ceilings(trace: Trace, run: RecordedRun) -> Trace:
+    """Return the trace of a run with the ceiling of each clean step raised to the largest scale of a later clean step.
 
     Only the clean steps before the next overflow count. Without this, each scale that a run used would seem to be the
     highest possible.
@@ -145,14 +147,13 @@ def raise_ceilings(trace: Trace) -> Trace:
     Examples:
         >>> flags = np.array([True, False, False, True])
         >>> scale, known = np.array([8.0, 4.0, 8.0, 16.0]), np.full(4, True)
-        >>> trace = RecordedRun("run", (), "jsonl", np.arange(1, 5), scale, flags, known).to_trace("lower_bound")
-        >>> trace.ceiling.tolist(), raise_ceilings(trace).ceiling.tolist()
+        >>> run = RecordedRun("run", (), "jsonl", np.arange(1, 5), scale, flags, known)
+        >>> trace = run.to_trace("lower_bound")
+        >>> trace.ceiling.tolist(), raise_ceilings(trace, run).ceiling.tolist()
         ([4.0, 4.0, 8.0, 8.0], [4.0, 8.0, 8.0, 8.0])
     """
-    if trace.loss_scale is None or trace.overflow is None:
-        return trace
-    ceiling, scale = trace.ceiling.copy(), np.nan_to_num(trace.loss_scale, nan=0.0)
-    for first, last in consecutive_runs(np.flatnonzero(~trace.overflow)).tolist():
+    ceiling, scale = trace.ceiling.copy(), np.nan_to_num(run.loss_scale, nan=0.0)
+    for first, last in consecutive_runs(np.flatnonzero(~run.overflow)).tolist():
         row = slice(first, last + 1)
         ceiling[row] = np.maximum(ceiling[row], np.maximum.accumulate(scale[row][::-1])[::-1])
     return dataclasses.replace(trace, ceiling=ceiling)
@@ -167,19 +168,20 @@ def _outcome_rows(
     if recommended is not None:
         policies["as advised"] = partial(make_policy, recommended.policy, **recommended.arguments)
     traces = [trace, *(run.to_trace(assume) for assume in run.assumptions)]
+    outcomes = {"as recorded": tuple(measure(assumed, np.append(used, used[-1])) for assumed in traces)}
+    if policies:
+        outcomes |= compare(policies, traces, progress=progress).measures
     rows: list[dict[str, Any]] = []
-    for name, make in {"as recorded": None, **policies}.items():
-        measures = []
-        for assumed in traces:
-            measures.append(replay(make(), assumed).measures if make else measure(assumed, np.append(used, used[-1])))
-            if progress is not None:
-                progress(len(rows) * len(traces) + len(measures))
-        named = {key: measures[0].as_dict()[key] for key in ("skipped", "headroom_lost", "known_share")}
-        fewest, most = min(one.skipped for one in measures), max(one.skipped for one in measures)
-        if make is None:
-            fewest, most = run.skipped_bounds()
-            named = named if fewest == most else {**named, "skipped": None, "headroom_lost": None}
-        rows.append({"policy": name, **named, "fewest_skipped": fewest, "most_skipped": most})
+    for name, measures in outcomes.items():
+        numbers = measures[0].as_dict()
+        row = {"policy": name, **{key: numbers[key] for key in ("skipped", "headroom_lost", "known_share")}}
+        skipped = [one.skipped for one in measures]
+        rows.append({**row, "fewest_skipped": min(skipped), "most_skipped": max(skipped)})
+    # What the run itself did is known but for the lines that stand for several steps.
+    fewest, most = run.skipped_bounds()
+    rows[0] |= {"fewest_skipped": fewest, "most_skipped": most}
+    if fewest != most:
+        rows[0] |= {"skipped": None, "headroom_lost": None}
     return rows
 
 
@@ -213,6 +215,8 @@ def _skipped(run: RecordedRun) -> dict[str, Any]:
     known = run.overflow & run.position_known
     runs = consecutive_runs(np.flatnonzero(known))
     longest = runs[np.argmax(runs[:, 1] - runs[:, 0])] if len(runs) else None
+    seconds = np.empty(0) if run.seconds is None else run.seconds[run.overflow if fewest == most else known]
+    stated = seconds[~np.isnan(seconds)]
     return {
         "count": fewest if fewest == most else None,
         "at_least": fewest,
@@ -222,7 +226,8 @@ def _skipped(run: RecordedRun) -> dict[str, Any]:
         "ranges": _ranges(run.step[known]),
         "longest_run": 0 if longest is None else int(longest[1] - longest[0] + 1),
         "longest_run_steps": None if longest is None else tuple(run.step[longest].tolist()),
-        **_seconds(run, run.overflow if fewest == most else known),
+        "seconds_lost": float(stated.sum()) if len(stated) else None,
+        "steps_with_seconds": len(stated),
     }
 
 
@@ -250,15 +255,6 @@ def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
     return least, most
 
 
-def _seconds(run: RecordedRun, skipped: NDArray[np.bool_]) -> dict[str, Any]:
-    """The time of skipped steps, and for how many of them the log states it."""
-    if run.seconds is None:
-        return {"seconds_lost": None, "steps_with_seconds": 0}
-    lost = run.seconds[skipped]
-    known = lost[~np.isnan(lost)]
-    return {"seconds_lost": float(known.sum()) if len(known) else None, "steps_with_seconds": len(known)}
-
-
 def _scales(run: RecordedRun) -> dict[str, Any]:
     """The scales at the ends of lines; the first is that before the first step."""
     starts = np.append(0, run.line_ends()[:-1])
@@ -273,17 +269,6 @@ def _scales(run: RecordedRun) -> dict[str, Any]:
 # What fits on a screen.
 _RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN, _PARAMETERS_SHOWN = 20, 30, 10, 10
 _WIDTH = 110
-
-
-def analysis_text(analysis: Mapping[str, Any]) -> str:
-    """Return an analysis as text; long lists are cut, and the text says so.
-
-    Args:
-        analysis (Mapping): :meth:`Analysis.to_dict() <mindformers_adaptive.lab.analysis.analyze.Analysis.to_dict>`.
-    """
-    parts = [_log(analysis["log"]), [*_steps(analysis), *_overflowed(**analysis["overflowed_parameters"])]]
-    parts += [_path(analysis["loss_scale"]["phases"]), _outcomes(analysis["outcomes"]), _advice(analysis)]
-    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def _log(log: Mapping[str, Any]) -> list[str]:

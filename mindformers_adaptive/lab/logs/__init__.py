@@ -99,7 +99,6 @@ def read_log(
         log_format=reader.name,
         lines_read=lines.lines_read,
         lines_used=used,
-        lines_ignored=lines.lines_read - used,
         lines_superseded=reader.superseded,
         notes=tuple(notes),
         problems=tuple(lines.problems),

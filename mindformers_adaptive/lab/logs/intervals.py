@@ -24,8 +24,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
-from itertools import accumulate, pairwise
+from functools import cache, partial
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +41,7 @@ _SAME_BITS = 1e-4  # the same in bits: eight digits are printed, and float32 rou
 _FEWEST_BITS = 0.05  # no scale factor is this near to 1
 _LARGEST_FLOOR_BITS = 14.0  # no floor is above 2^14
 _PRINTED = 1e-6  # eight digits are printed
+_LARGEST_START = 2.0**32
 
 # Following a rule through more states than this, summed over the steps, takes more than about half a minute.
 _MOST_STATES = 5e6
@@ -201,18 +202,18 @@ def bounds_by_rule(policy: Policy, intervals: Sequence[Interval], notes: list[st
             f"'rule' needs a log that begins at step 1, but {first.entry.where} is at step {first.entry.step}. Leave "
             "the rule out."
         )
-    successors = _Successors(policy.rule)
+    follower = _Follower(policy.rule)
     states = {_without_counters(policy.current): (0, 0)}
     bounds, step = [(0, 0)], 0
     for interval in intervals:
         entry = interval.entry
         has_gap = entry.step - interval.steps != step or entry.after_restart
-        if states and (has_gap or successors.followed > _MOST_STATES):
+        if states and (has_gap or follower.followed > _MOST_STATES):
             why = "after a gap or a restart" if has_gap else "because it has too many states"
             notes.append(f"{entry.where}: the rule is not followed from here on, {why}.")
             states = {}
         if states:
-            states = _follow(states, interval, successors)
+            states = follower.follow(states, interval)
             if not states:
                 raise ValueError(
                     f"{entry.where}: no sequence of overflows leads the rule {policy.name!r} to loss scale "
@@ -226,8 +227,8 @@ def bounds_by_rule(policy: Policy, intervals: Sequence[Interval], notes: list[st
     return bounds[1:]
 
 
-class _Successors:
-    """The states to which a rule leads, and how many were followed so far."""
+class _Follower:
+    """Follows a rule through the lines of a log, and counts the states that it came through."""
 
     def __init__(self, rule: Any) -> None:
         self.after = cache(lambda state, overflow: _without_counters(rule.step(state, overflow)))
@@ -237,7 +238,23 @@ class _Successors:
         # A rule that names no factor may reach any scale.
         self.largest_changes = (math.log2(growth), -math.log2(backoff) if backoff else math.inf)
 
-    def can_reach(self, target: float, scale: float, steps: int) -> bool:
+    def follow(self, states: dict[Any, tuple[int, int]], interval: Interval) -> dict[Any, tuple[int, int]]:
+        """Return the states after the steps of a line, each with the fewest and the most overflows that lead to it."""
+        entry = interval.entry
+        for left in range(interval.steps - 1, -1, -1):
+            flags = (False, True) if left or entry.overflow is None else (entry.overflow,)
+            reached: dict[Any, tuple[int, int]] = {}
+            can_reach = cache(partial(self._can_reach, entry.next_loss_scale, left))
+            self.followed += len(states)
+            for (state, (low, high)), overflow in product(states.items(), flags):
+                after = self.after(state, overflow)
+                if can_reach(after.loss_scale):
+                    others = reached.get(after, (low + overflow, high + overflow))
+                    reached[after] = (min(low + overflow, others[0]), max(high + overflow, others[1]))
+            states = reached
+        return states
+
+    def _can_reach(self, target: float, steps: int, scale: float) -> bool:
         """Whether so many steps can lead from a scale to another; True where the other is unknown."""
         if math.isnan(target) or math.isclose(scale, target, rel_tol=_PRINTED):
             return True
@@ -247,36 +264,8 @@ class _Successors:
         return abs(bits) <= steps * self.largest_changes[bits < 0] + _PRINTED
 
 
-def _follow(
-    states: dict[Any, tuple[int, int]], interval: Interval, successors: _Successors
-) -> dict[Any, tuple[int, int]]:
-    """The states after the steps of a line, each with the fewest and the most overflows that lead to it."""
-    entry = interval.entry
-    for left in range(interval.steps - 1, -1, -1):
-        flags = (False, True) if left or entry.overflow is None else (entry.overflow,)
-        reached: dict[Any, tuple[int, int]] = {}
-        possible: dict[float, bool] = {}
-        successors.followed += len(states)
-        for state, (low, high) in states.items():
-            for overflow in flags:
-                after = successors.after(state, overflow)
-                scale = after.loss_scale
-                if scale not in possible:
-                    possible[scale] = successors.can_reach(entry.next_loss_scale, scale, left)
-                if possible[scale]:
-                    others = reached.get(after, (low + overflow, high + overflow))
-                    reached[after] = (min(low + overflow, others[0]), max(high + overflow, others[1]))
-        states = reached
-    return states
-
-
 def _without_counters(state: Any) -> Any:
     return state._replace(**{name: 0 for name in _COUNTERS if name in state._fields})
-
-
-_LARGEST_START = 2.0**32
-_ROUNDED = 1e-3  # printed scales are rounded
-_NAN = math.nan
 
 
 def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -> dict[str, Any]:
@@ -295,7 +284,7 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
         ValueError: if the lines do not follow the rule.
     """
     factor, factor_bound = infer_scale_factor(entries)
-    first_scale = _NAN if rule is None else rule.loss_scale
+    first_scale = math.nan if rule is None else rule.loss_scale
     intervals = intervals_of(entries, factor, factor_bound, first_scale, notes)
     if rule is not None and not rule.moves_by_one_factor:
         # What the scale does tells nothing of skipped steps: only flags count.
@@ -305,10 +294,8 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
     bounds = np.cumsum([(interval.fewest, interval.most) for interval in intervals], axis=0)
     if rule is not None:
         bounds = np.array(bounds_by_rule(rule, intervals, notes))
-    overflow: list[bool] = []
-    loss_scale: list[float] = []
-    position_known: list[bool] = []
-    after = _NAN
+    columns: tuple[list[Any], ...] = ([], [], [])
+    after = math.nan
     for interval in intervals:
         entry = interval.entry
         if math.isnan(interval.before) and math.isnan(entry.next_loss_scale):
@@ -316,21 +303,22 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
             interval = interval._replace(before=after)
         after = _scale_after(interval, factor)
         flags, scales = _guessed_path(interval, after, factor, notes)
-        overflow += flags
-        loss_scale += scales
         known = entry.placed and interval.fewest == interval.most and interval.fewest in (0, interval.steps)
-        position_known += [known] * (interval.steps - 1) + [known or entry.overflow is not None]
+        of_steps: list[Any] = [flags, scales, [known] * (interval.steps - 1) + [known or entry.overflow is not None]]
+        for column, values in zip(columns, of_steps, strict=True):
+            column += values
+    overflow, loss_scale, position_known = map(np.array, columns)
 
     def at_last_steps(values: ArrayLike) -> NDArray[np.float64] | None:
-        array = np.full(len(overflow), _NAN)
+        array = np.full(len(overflow), math.nan)
         array[ends - 1] = values
         return _or_none(array)
 
     return {
         "step": np.arange(len(overflow)) + np.repeat([entry.step for entry in entries] - ends + 1, counts),
-        "loss_scale": np.array(loss_scale, dtype=np.float64),
-        "overflow": np.array(overflow),
-        "position_known": np.array(position_known),
+        "loss_scale": loss_scale,
+        "overflow": overflow,
+        "position_known": position_known,
         "loss": at_last_steps([entry.loss for entry in entries]),
         "seconds": _or_none(np.repeat([entry.seconds for entry in entries], counts)),
         "largest_gradient": at_last_steps([entry.largest_gradient for entry in entries]),
@@ -338,7 +326,7 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
             entry.overflowed_parameters for entry in entries if entry.overflowed_parameters is not None
         ),
         "dropped_by_norm": tuple(entry.step for entry in entries if entry.dropped_by_norm),
-        "smallest_window": min((entry.scale_window for entry in entries if entry.scale_window >= 1), default=_NAN),
+        "smallest_window": min((entry.scale_window for entry in entries if entry.scale_window >= 1), default=math.nan),
         "lines": np.column_stack([ends, bounds]),
         "final_loss_scale": after,
         "scale_factor": factor,
@@ -378,14 +366,14 @@ def _guessed_path(interval: Interval, after: float, factor: float, notes: list[s
     if entry.overflows:
         return overflow, _listed_scales(interval, after, factor, notes)
     low, high = (before / factor, before) if count else (before, before * factor)
-    jumps = steps == 1 and not math.isnan(before) and not low * (1 - _ROUNDED) <= after <= high * (1 + _ROUNDED)
+    jumps = steps == 1 and not math.isnan(before) and not low * (1 - _NEAR) <= after <= high * (1 + _NEAR)
     if jumps or (math.isnan(before) and not math.isnan(after)):
         why = f"the scale {after:g} does not follow from {before:g} on the line before; " if jumps else ""
         which = f"step {entry.step}" if steps == 1 else f"steps {entry.step - steps + 1} to {entry.step}"
         notes.append(f"{entry.where}: {why}the scale used in {which} is inferred from the one after.")
         if steps > 1 and interval.fewest != interval.most:
             at_last = after * factor if last_overflowed else after
-            return overflow, [_NAN] * (steps - 1) + [at_last if entry.overflow is not None else _NAN]
+            return overflow, [math.nan] * (steps - 1) + [at_last if entry.overflow is not None else math.nan]
         highest = max(_LARGEST_START, after)
         left = accumulate(
             reversed(overflow), lambda scale, over: min(scale * factor, highest) if over else scale, initial=after
@@ -397,12 +385,13 @@ def _guessed_path(interval: Interval, after: float, factor: float, notes: list[s
     raised_before = int(fall <= 0 < count and count + 1 - fall <= steps)
     drops = max(fall, raised_before)
     tolerated = count - min(drops, count)
-    changes = [0] * tolerated + [-1] * (count - tolerated)
-    at_end = [changes.pop()] if last_overflowed else []
+    # Whether each step overflowed, and by how many factors it changed the scale.
+    path = [(True, 0)] * tolerated + [(True, -1)] * (count - tolerated)
+    at_end = [path.pop()] if last_overflowed else []
     raises = min(drops - fall, steps - count)
-    front = min(raised_before, raises) if changes else 0
-    overflow = [False] * front + [True] * len(changes) + [False] * (steps - count - front) + [True] * len(at_end)
-    changes = [1] * front + changes + [0] * (steps - count - raises) + [1] * (raises - front) + at_end
+    front = min(raised_before, raises) if path else 0
+    path = [(False, 1)] * front + path + [(False, 0)] * (steps - count - raises) + [(False, 1)] * (raises - front)
+    overflow, changes = map(list, zip(*path, *at_end, strict=True))
     return overflow, [before * factor**exponent for exponent in accumulate(changes[:-1], initial=0)]
 
 

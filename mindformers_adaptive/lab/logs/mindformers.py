@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mindformers_adaptive.lab.logs.reader import LARGEST_STEP, LogEntry, LogLines, Reader, parse_number, parse_scale
+from mindformers_adaptive.text.files import json_object
 
 __all__ = ["JsonlReader", "MindFormersReader"]
 
@@ -113,26 +113,17 @@ class JsonlReader(Reader):
     @classmethod
     def parse(cls, text: str, where: str, complete: bool) -> Iterator[LogEntry | str]:
         if '"step"' in text or '"missing_steps"' in text:
-            yield _entry_of(_json_object(text), where) or (
+            yield _entry_of(json_object(text), where) or (
                 "looks like a step's record, but is no JSON object with step, overflow and loss_scale"
             )
 
     def take(self, text: str, lines: LogLines) -> bool:
-        record = _json_object(text) if '"missing_steps"' in text else {}
+        record = json_object(text) if '"missing_steps"' in text else {}
         if "missing_steps" not in record:
             return super().take(text, lines)
         span = f"{record.get('first_step', '?')} to {record.get('last_step', '?')}"
         self.notes.append(f"{lines.where}: {record['missing_steps']} step(s) were not recorded ({span}).")
         return True
-
-
-def _json_object(text: str) -> dict[str, object]:
-    """The JSON object that a line is; an empty one where it is none."""
-    try:
-        record = json.loads(text) if text.startswith("{") and text.endswith("}") else None
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _entry_of(record: dict[str, object], where: str) -> LogEntry | None:

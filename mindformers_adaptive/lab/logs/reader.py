@@ -8,6 +8,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
@@ -31,6 +32,7 @@ _LARGEST_SCALE = 3.5e38  # just above the largest float32, 3.4e38
 _SMALLEST_SCALE = 1e-45  # the smallest float32 above 0
 
 
+@dataclass
 class LogLines:
     """Iterates over the lines of several files as over one: decoded, ANSI codes stripped, counted.
 
@@ -42,42 +44,32 @@ class LogLines:
         undecodable (int): how many of them were not UTF-8; bytes that are not are replaced by U+FFFD.
         problems (list[str]): what is wrong with lines, each naming file and line.
         complete (bool): whether the current line ended with a newline; a line that was cut off did not.
+        where (str): the current line as ``file:number``, counted from 1.
 
     Raises:
         OSError: if a file cannot be read; the subclass and the number are the system's.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = tuple(paths)
-        self.lines_read = 0
-        self.undecodable = 0
-        self.problems: list[str] = []
-        self.complete = True
-        self._name = str(self.paths[0])
-        self._number = 0
+    paths: Sequence[Path]
+    lines_read: int = 0
+    undecodable: int = 0
+    problems: list[str] = field(default_factory=list)
+    complete: bool = True
+    where: str = ""
 
     def __iter__(self) -> Iterator[str]:
         for path in self.paths:
-            self._name, self._number = str(path), 0
             try:
                 with open(path, "rb") as file:
-                    yield from map(self._text, _in_utf_8(file))
+                    for number, raw in enumerate(_in_utf_8(file), start=1):
+                        self.where = f"{path}:{number}"
+                        yield self._text(raw)
             except OSError as error:
                 reason = f"The log must be a file that can be read, but: {error.strerror}. Check the path"
                 raise OSError(error.errno, reason, str(path)) from error
 
-    @property
-    def where(self) -> str:
-        """The current line as ``file:number``, counted from 1."""
-        return f"{self._name}:{self._number}"
-
-    def problem(self, what: str) -> None:
-        """Keep what is wrong with the current line."""
-        self.problems.append(f"{self.where}: {what}")
-
     def _text(self, raw: bytes) -> str:
         self.lines_read += 1
-        self._number += 1
         self.complete = raw.endswith(b"\n")
         try:
             text = raw.decode("utf-8")
@@ -227,7 +219,7 @@ class Reader(ABC):
         used = False
         for said in self.parse(text, lines.where, lines.complete):
             if isinstance(said, str):
-                lines.problem(said)
+                lines.problems.append(f"{lines.where}: {said}")
             else:
                 self.add(said)
                 used = True

@@ -5,23 +5,14 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
 from mindformers_adaptive.lab.policies.presets import PRESETS, Preset
 from mindformers_adaptive.rules import RULES, find_rule, is_rule_name
 from mindformers_adaptive.rules.base import DEFAULT_LOSS_SCALE, Rule
 
-__all__ = [
-    "POLICY_NAMES",
-    "FixedRule",
-    "FixedState",
-    "Policy",
-    "SteppedRule",
-    "make_policy",
-    "refuse_unknown",
-    "start_rule",
-]
+__all__ = ["POLICY_NAMES", "FixedRule", "FixedState", "Policy", "make_policy", "refuse_unknown", "start_rule"]
 
 POLICY_NAMES = (*RULES, *PRESETS)
 
@@ -64,7 +55,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         20
         >>> policy = make_policy("guided", loss_scale_value=2.0**32)
         >>> [policy.step(True), policy.step(True), policy.step(False, largest_gradient=1.0)]
-        [16777216.0, 65536.0, 64.0]
+        [4194304.0, 4096.0, 64.0]
     """
     if isinstance(name, type) or is_rule_name(name):
         own_rule, state = start_rule(name, params)
@@ -150,19 +141,12 @@ def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
             )
 
 
-class SteppedRule(Protocol):
-    """A rule of loss scaling: from a state, a NamedTuple with ``loss_scale``, to the next one."""
-
-    def step(self, state: Any, overflow: bool, largest_gradient: float | None = None) -> Any:
-        """Return the state after a step that overflowed or was clean."""
-
-
 class Policy:
     """A policy of loss scaling: a rule and the state that it is in.
 
     Args:
         name (str): what the policy is called, see :func:`~mindformers_adaptive.lab.policies.make_policy`.
-        rule (SteppedRule): what a step does to the state.
+        rule (Rule, DynamicRule or FixedRule): with ``step()``, what a step does to the state.
         state (NamedTuple): the state before the first step.
 
     Attributes:
@@ -177,7 +161,7 @@ class Policy:
         (1024.0, 2)
     """
 
-    def __init__(self, name: str, rule: SteppedRule, state: Any) -> None:
+    def __init__(self, name: str, rule: Any, state: Any) -> None:
         self.name = name
         self.rule = rule
         self.current = state

@@ -1,6 +1,6 @@
 """The systems as a table: under what names and defaults each takes its numbers, and which general rule they set.
 
-A row names its source. Where a system has no default of its own, the row says whose is used.
+A comment names the source of each row. Where a system has no default of its own, the row says whose is used.
 """
 
 from __future__ import annotations
@@ -21,11 +21,6 @@ _Check = Callable[[str, object], object]
 
 def _number(wanted: str, accepts: Callable[[float], bool], remedy: str) -> _Check:
     return lambda name, value: require_number(name, value, wanted, accepts, remedy)
-
-
-def _optional(check: _Check) -> _Check:
-    """A check that accepts None, and whatever ``check`` accepts."""
-    return lambda name, value: None if value is None else check(name, value)
 
 
 _FACTOR_REMEDY, _RATIO_REMEDY = "The usual value is 2.", "The usual value is 0.5."
@@ -59,13 +54,11 @@ class Preset(NamedTuple):
     """A system: what it calls its parameters, and what it does not let one choose.
 
     Attributes:
-        source (str): where the rule and the defaults stand.
         parameters (Mapping[str, Parameter]): its parameters by name.
         constants (Mapping[str, object]): arguments of the rule that are always the same.
         aliases (Mapping[str, str]): second names of parameters.
     """
 
-    source: str
     parameters: Mapping[str, Parameter]
     constants: Mapping[str, Any]
     aliases: Mapping[str, str] = {}
@@ -77,44 +70,48 @@ _window = partial(Parameter, "scale_window", check=_steps)
 _factor = Parameter("growth_factor", 2.0, _factor_above_one)
 _backoff = partial(Parameter, "backoff_factor", check=_ratio_below_one)
 _floor = partial(Parameter, "floor", check=_not_negative)
+_optional_floor = Parameter("floor", None, lambda name, value: None if value is None else _not_negative(name, value))
 _tolerance = partial(Parameter, "tolerance", check=_steps)
 
 
-def _deepspeed_optimizer(name: str, scale: Parameter, floor: Parameter) -> Preset:
+def _deepspeed_optimizer(scale: Parameter, floor: Parameter) -> Preset:
     return Preset(
-        f"DeepSpeed runtime.fp16.{name} without dynamic_loss_args; its scale_factor is fixed at 2",
         {"init_scale": scale, "scale_factor": _factor, "scale_window": _window(1000), "min_scale": floor},
         {"arithmetic": FLOAT64, "clean_steps_before": -1},
     )
 
 
+def _fairseq(scale: float, window: int, smallest: Parameter, **constants: Any) -> Preset:
+    return Preset(
+        {
+            "init_scale": _scale(scale),
+            "scale_factor": _factor,
+            "scale_window": _window(window),
+            "tolerance": Parameter("tolerated_share", 0.0, _not_negative),
+            "threshold": _optional_floor,
+            "min_loss_scale": smallest,
+        },
+        {"arithmetic": FLOAT64, "drop_forgives": True, **constants},
+    )
+
+
 PRESETS: dict[str, Preset] = {
+    # MindSpore amp.FixedLossScaleManager; the name 'loss_scale_value': nn.FixedLossScaleUpdateCell.
     "fixed": Preset(
-        "MindSpore amp.FixedLossScaleManager; the name 'loss_scale_value': nn.FixedLossScaleUpdateCell",
         {"loss_scale": _scale(128.0)},
         {},
         aliases={"loss_scale_value": "loss_scale"},
     ),
-    "metaseq": Preset(
-        "facebookresearch/metaseq optim.dynamic_loss_scaler.DynamicLossScaler",
-        {
-            "init_scale": _scale(4.0),
-            "scale_factor": _factor,
-            "scale_window": _window(256),
-            "tolerance": Parameter("tolerated_share", 0.0, _not_negative),
-            "threshold": Parameter("floor", None, _optional(_not_negative)),
-            "min_loss_scale": Parameter("keeps_below", 2.0**-5, _not_negative),
-        },
-        {"arithmetic": FLOAT64, "drop_forgives": True, "window_follows": True},
-    ),
+    # facebookresearch/metaseq optim.dynamic_loss_scaler.DynamicLossScaler.
+    "metaseq": _fairseq(4.0, 256, Parameter("keeps_below", 2.0**-5, _not_negative), window_follows=True),
+    # MindSpore nn.DynamicLossScaleUpdateCell; defaults and the name 'init_loss_scale': DynamicLossScaleManager.
     "dynamic": Preset(
-        "MindSpore nn.DynamicLossScaleUpdateCell; defaults and the name 'init_loss_scale': DynamicLossScaleManager",
         {"init_loss_scale": _scale(2.0**24), "scale_factor": _factor, "scale_window": _window(2000)},
         {"arithmetic": FLOAT32, "reciprocal": True, "floor": 1.0},
         aliases={"loss_scale_value": "init_loss_scale"},
     ),
+    # MindSpore amp.DynamicLossScaler, which has no defaults: those of DynamicLossScaleManager.
     "dynamic_scaler": Preset(
-        "MindSpore amp.DynamicLossScaler, which has no defaults: those of DynamicLossScaleManager",
         {
             "scale_value": _scale(2.0**24),
             "scale_factor": _factor,
@@ -123,8 +120,8 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT32, "floor": 1.0, "stays_finite": True},
     ),
+    # PyTorch torch.amp.GradScaler and the kernel of _amp_update_scale_.
     "torch": Preset(
-        "PyTorch torch.amp.GradScaler and the kernel of _amp_update_scale_",
         {
             "init_scale": _scale(2.0**16),
             "growth_factor": _factor,
@@ -133,9 +130,9 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": dynamic_rule.FLOAT32_FLOAT64_FACTORS, "stays_finite": True},
     ),
+    # Megatron-LM core DynamicGradScaler, which has no defaults: those of OptimizerConfig, and the factors that
+    # get_megatron_optimizer passes.
     "megatron": Preset(
-        "Megatron-LM core DynamicGradScaler, which has no defaults: those of OptimizerConfig, and the factors that "
-        "get_megatron_optimizer passes",
         {
             "initial_scale": _scale(2.0**32),
             "min_scale": Parameter("floor", 1.0, _positive),
@@ -146,8 +143,8 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT32},
     ),
+    # DeepSpeed runtime.fp16.loss_scaler.DynamicLossScaler, of the ZeRO optimizers.
     "deepspeed": Preset(
-        "DeepSpeed runtime.fp16.loss_scaler.DynamicLossScaler, of the ZeRO optimizers",
         {
             "init_scale": _scale(2.0**32),
             "scale_factor": _factor,
@@ -159,22 +156,25 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT64},
     ),
-    "deepspeed_fused": _deepspeed_optimizer("fused_optimizer.FP16_Optimizer", _scale(2.0**32), _floor(1.0)),
-    "deepspeed_unfused": _deepspeed_optimizer("unfused_optimizer.FP16_UnfusedOptimizer", _scale(2.0**16), _floor(0.25)),
+    # DeepSpeed runtime.fp16.fused_optimizer.FP16_Optimizer without dynamic_loss_args; its scale_factor is fixed at 2.
+    "deepspeed_fused": _deepspeed_optimizer(_scale(2.0**32), _floor(1.0)),
+    # DeepSpeed runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer without dynamic_loss_args; its scale_factor is
+    # fixed at 2.
+    "deepspeed_unfused": _deepspeed_optimizer(_scale(2.0**16), _floor(0.25)),
+    # Apex amp.scaler.LossScaler, which takes a scale_factor and always doubles and halves.
     "apex": Preset(
-        "Apex amp.scaler.LossScaler, which takes a scale_factor and always doubles and halves",
         {
             "init_scale": _scale(2.0**16),
             "scale_factor": Parameter(None, 2.0, _factor_above_one),
             "scale_window": _window(2000),
-            "min_loss_scale": Parameter("floor", None, _optional(_not_negative)),
+            "min_loss_scale": _optional_floor,
             "max_loss_scale": Parameter("cap", 2.0**24, _positive),
         },
         {"arithmetic": FLOAT64, "growth_factor": 2.0},
     ),
+    # Apex csrc/update_scale_hysteresis.cu, built for fast mathematics, which has no defaults: those of NeMo's
+    # GradScaler, which calls it.
     "apex_hysteresis": Preset(
-        "Apex csrc/update_scale_hysteresis.cu, built for fast mathematics, which has no defaults: those of NeMo's "
-        "GradScaler, which calls it",
         {
             "init_scale": _scale(2.0**16),
             "growth_factor": Parameter("growth_factor", 2.0, _at_least_one),
@@ -184,20 +184,10 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": dynamic_rule.FLOAT32_FLUSHED_FLOAT64_FACTORS, "stays_finite": True, "clean_step_forgives": True},
     ),
-    "fairseq": Preset(
-        "fairseq optim.dynamic_loss_scaler.DynamicLossScaler",
-        {
-            "init_scale": _scale(2.0**15),
-            "scale_factor": _factor,
-            "scale_window": _window(2000),
-            "tolerance": Parameter("tolerated_share", 0.0, _not_negative),
-            "threshold": Parameter("floor", None, _optional(_not_negative)),
-            "min_loss_scale": Parameter("stops_at_or_below", 1e-4, _not_negative),
-        },
-        {"arithmetic": FLOAT64, "drop_forgives": True},
-    ),
+    # fairseq optim.dynamic_loss_scaler.DynamicLossScaler.
+    "fairseq": _fairseq(2.0**15, 2000, Parameter("stops_at_or_below", 1e-4, _not_negative)),
+    # TensorFlow python/training/experimental/loss_scale.py DynamicLossScale; its floor is fixed at 1.
     "tensorflow": Preset(
-        "TensorFlow python/training/experimental/loss_scale.py DynamicLossScale; its floor is fixed at 1",
         {
             "initial_loss_scale": _scale(2.0**15),
             "increment_period": _window(2000),
@@ -206,9 +196,9 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT32, "stays_finite": True},
     ),
+    # TensorFlow 1 contrib.mixed_precision ExponentialUpdateLossScaleManager, which has no default for the first two:
+    # those of its successor DynamicLossScale; its floor is fixed at 1.
     "tensorflow_contrib": Preset(
-        "TensorFlow 1 contrib.mixed_precision ExponentialUpdateLossScaleManager, which has no default for the first "
-        "two: those of its successor DynamicLossScale; its floor is fixed at 1",
         {
             "init_loss_scale": _scale(2.0**15),
             "incr_every_n_steps": _window(2000),
@@ -219,20 +209,19 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT32, "stays_finite": True, "drop_forgives": True},
     ),
+    # Keras 3 optimizers.LossScaleOptimizer, which always doubles and halves.
     "keras": Preset(
-        "Keras 3 optimizers.LossScaleOptimizer, which always doubles and halves",
         {"initial_scale": _scale(2.0**15), "dynamic_growth_steps": _window(2000)},
         {"arithmetic": FLOAT32, "growth_factor": 2.0},
     ),
+    # Keras 2 mixed_precision.LossScaleOptimizer, which always doubles and halves; its floor is fixed at 1.
     "keras2": Preset(
-        "Keras 2 mixed_precision.LossScaleOptimizer, which always doubles and halves; its floor is fixed at 1",
         {"initial_scale": _scale(2.0**15), "dynamic_growth_steps": _window(2000), "min_scale": _floor(1.0)},
         {"arithmetic": FLOAT32, "growth_factor": 2.0, "stays_finite": True},
     ),
+    # JMP DynamicLossScale, which has no default for the scale: that of its example. The scale is an array of the
+    # caller's type. JMP's tests state float64 quotients; the range is that of JAX's default type, float32.
     "jmp": Preset(
-        # The scale is an array of the caller's type. JMP's tests state float64 quotients; the range is that of JAX's
-        # default type, float32.
-        "JMP DynamicLossScale, which has no default for the scale: that of its example",
         {
             "loss_scale": _scale(2.0**15),
             "counter": Parameter("clean_steps", 0, _count),
@@ -242,9 +231,9 @@ PRESETS: dict[str, Preset] = {
         },
         {"arithmetic": FLOAT64, "stays_finite": True},
     ),
+    # Paddle update_loss_scaling (phi/kernels/impl/amp_kernel_impl.h); defaults of amp.GradScaler and
+    # static.amp.decorate.
     "paddle": Preset(
-        "Paddle update_loss_scaling (phi/kernels/impl/amp_kernel_impl.h); defaults of amp.GradScaler and "
-        "static.amp.decorate",
         {
             "init_loss_scaling": _scale(2.0**16),
             "incr_ratio": _factor,

@@ -20,7 +20,7 @@ __all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
 _INITIAL_SCALES = (2.0**12, 2.0**16, 2.0**20, 2.0**24, 2.0**32)
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(init=False)
 class Configuration:
     """A rule and its arguments, under the names that its update cell takes, and refused as the cell does.
 
@@ -34,7 +34,7 @@ class Configuration:
 
     Attributes:
         policy (str): the name of the rule, for :func:`~mindformers_adaptive.lab.policies.make_policy`.
-        items (tuple[tuple[str, Any], ...]): the names and values of all arguments.
+        arguments (dict[str, Any]): all arguments by name, those with their defaults included.
         rule (Rule): made with them.
         start (NamedTuple): the state of the rule before the first step.
 
@@ -51,7 +51,7 @@ class Configuration:
     """
 
     policy: str
-    items: tuple[tuple[str, Any], ...]
+    arguments: dict[str, Any]
     rule: Any = field(compare=False, repr=False)
     start: Any = field(compare=False, repr=False)
 
@@ -65,10 +65,9 @@ class Configuration:
                 raise ValueError(f"{warning} A configuration must not rely on that: give values that fit.") from None
         path = f"{rule_class.__module__}.{rule_class.__qualname__}"
         name = rule_class.name if rule_class in RULES.values() else path
-        object.__setattr__(self, "policy", policy if isinstance(policy, str) else name)
-        object.__setattr__(self, "items", tuple({**rule_class.all_arguments(), **arguments}.items()))
-        object.__setattr__(self, "rule", rule)
-        object.__setattr__(self, "start", start)
+        self.policy = policy if isinstance(policy, str) else name
+        self.arguments = {**rule_class.all_arguments(), **arguments}
+        self.rule, self.start = rule, start
 
     @classmethod
     def dynamic(cls, scale_window: int, **others: Any) -> Configuration:
@@ -84,11 +83,6 @@ class Configuration:
         """
         windows = dict.fromkeys(("scale_window", "max_scale_window", "min_scale_window"), scale_window)
         return cls("adaptive", **windows, **others)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """dict: all arguments, those with their defaults included."""
-        return dict(self.items)
 
     def replace(self, **changes: Any) -> Configuration:
         """Return the same configuration with other values of some arguments."""
@@ -126,7 +120,7 @@ class Configuration:
 
     def _changed(self, always: Sequence[str] = ()) -> list[tuple[str, Any]]:
         defaults = self.rule.all_arguments()
-        return [(name, value) for name, value in self.items if name in always or value != defaults[name]]
+        return [(name, value) for name, value in self.arguments.items() if name in always or value != defaults[name]]
 
 
 def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configuration]:

@@ -11,17 +11,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 
 __all__ = ["DEFAULT_EXCHANGE_RATE", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "Measures", "Tally"]
-__all__ += ["cost", "measure", "overflow_flags", "overflows", "require_steps", "rows_of"]
+__all__ += ["cost", "entry_skips", "measure", "overflow_flags", "overflows", "recovery_steps", "require_steps"]
+__all__ += ["rows_of"]
 
 # The normal float32 numbers. A step with a ceiling above them never overflows, and one with a ceiling below always.
 SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = SMALLEST_FLOAT32, LARGEST_FLOAT32
 
+# A scale has recovered within so many bits, and a regime has been entered after so many steps.
+_RECOVERED_BITS, _ENTRY_STEPS = 2, 20
+
 # Skipped steps in 1000 that a bit of headroom is worth; cost() says where it comes from.
 DEFAULT_EXCHANGE_RATE = 1.0
+
+# The measures that count steps.
+_COUNTED = ["skipped", "unavoidable", "skipped_regret", "unbounded", "longest_skip_run", "steps_to_first_applied"]
+_COUNTED += ["scale_changes", "window_changes"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,6 @@ def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None 
     Raises:
         ValueError: if the trace is empty or the shapes do not fit.
     """
-    require_steps(trace)
     scales = _one_more_than_steps("loss_scale", loss_scale, trace)
     windows = None if scale_window is None else _one_more_than_steps("scale_window", scale_window, trace)
     tally = Tally([trace], 1)
@@ -130,15 +137,18 @@ class Tally:
     """The measures of several policies side by side, gathered over one stretch of their traces after the other.
 
     Args:
-        traces (Sequence[Trace]): one that all lanes are on, or one for each lane; of one length.
+        traces (Sequence[Trace]): one that all lanes are on, or one for each lane; of one length, at least one step.
         lanes (int): how many policies there are.
+
+    Raises:
+        ValueError: if the traces have no steps.
     """
 
     def __init__(self, traces: Sequence[Trace], lanes: int) -> None:
+        require_steps(traces[0])
         self._traces = traces
-        self._skipped, self._avoidable, self._measured, self._known = np.zeros((4, lanes), np.int64)
-        self._run, self._longest_run, self._first_applied = np.zeros((3, lanes), np.int64)
-        self._scale_changes, self._window_changes = np.zeros((2, lanes), np.int64)
+        self._counts = {name: np.zeros(lanes, np.int64) for name in _COUNTED}
+        self._measured, self._known, self._run = np.zeros((3, lanes), np.int64)
         self._headroom, self._seconds = np.zeros((2, lanes))
 
     def add(self, start: int, loss_scale: NDArray[np.float64], scale_window: NDArray[Any] | None) -> None:
@@ -154,61 +164,46 @@ class Tally:
             rows_of(self._traces, name, start, start + steps)
             for name in ("ceiling", "lower_bound", "upper_bound", "seconds")
         )
-        overflow = overflow_flags(used, ceiling)
-        skipped = np.count_nonzero(overflow, axis=0)
-        self._skipped += skipped
-        self._avoidable += np.count_nonzero(overflow & (ceiling >= SMALLEST_LOSS_SCALE), axis=0)
-        counts = ~overflow & (ceiling <= LARGEST_LOSS_SCALE)
-        ratio = np.divide(ceiling, used, out=np.ones(used.shape), where=counts)
-        self._measured += np.count_nonzero(counts, axis=0)
-        self._headroom += np.log2(ratio).sum(axis=0)
-        self._seconds += np.where(overflow, seconds, 0.0).sum(axis=0)
-        self._known += np.count_nonzero((used <= lower_bound) | (used >= upper_bound), axis=0)
-        self._scale_changes += np.count_nonzero(loss_scale[1:] != used, axis=0)
+        overflow, counts = overflow_flags(used, ceiling), self._counts
+        skipped, unavoidable = np.count_nonzero(overflow, axis=0), ceiling < SMALLEST_LOSS_SCALE
+        counts["skipped"] += skipped
+        counts["unavoidable"] += np.count_nonzero(unavoidable, axis=0)
+        counts["skipped_regret"] += np.count_nonzero(overflow & ~unavoidable, axis=0)
+        counts["unbounded"] += np.count_nonzero(ceiling > LARGEST_LOSS_SCALE, axis=0)
+        counts["scale_changes"] += np.count_nonzero(loss_scale[1:] != used, axis=0)
         if scale_window is not None:
-            self._window_changes += np.count_nonzero(scale_window[1:] != scale_window[:-1], axis=0)
+            counts["window_changes"] += np.count_nonzero(scale_window[1:] != scale_window[:-1], axis=0)
         # While all steps so far were skipped, the first applied one is still ahead.
         before_first = np.where(skipped == steps, steps, np.argmin(overflow, axis=0))
-        self._first_applied += np.where(self._first_applied == start, before_first, 0)
+        counts["steps_to_first_applied"] += np.where(counts["steps_to_first_applied"] == start, before_first, 0)
         # A run of skips may have begun before this stretch.
         step = np.arange(steps)[:, np.newaxis]
         runs = step - np.maximum.accumulate(np.where(overflow, -1 - self._run, step), axis=0)
-        self._longest_run = np.maximum(self._longest_run, runs.max(axis=0))
+        counts["longest_skip_run"] = np.maximum(counts["longest_skip_run"], runs.max(axis=0))
         self._run = runs[-1]
+        measured = ~overflow & (ceiling <= LARGEST_LOSS_SCALE)
+        ratio = np.divide(ceiling, used, out=np.ones(used.shape), where=measured)
+        self._measured += np.count_nonzero(measured, axis=0)
+        self._headroom += np.log2(ratio).sum(axis=0)
+        self._seconds += np.where(overflow, seconds, 0.0).sum(axis=0)
+        self._known += np.count_nonzero((used <= lower_bound) | (used >= upper_bound), axis=0)
 
     def measures(self) -> list[Measures]:
         """Return the measures of each lane on its whole trace."""
-        lanes = len(self._skipped)
-        of_traces = [
-            (
-                len(trace),
-                int((trace.ceiling < SMALLEST_LOSS_SCALE).sum()),
-                int((trace.ceiling > LARGEST_LOSS_SCALE).sum()),
-                trace.seconds is not None,
-            )
-            for trace in self._traces
-        ]
-        of_lanes = of_traces * lanes if len(of_traces) == 1 else of_traces
+        steps, lanes = len(self._traces[0]), len(self._run)
+        has_seconds = [trace.seconds is not None for trace in self._traces]
         found = np.full(lanes, math.nan)
-        headroom = np.divide(self._headroom, self._measured, out=found, where=self._measured > 0).tolist()
-        return [
-            Measures(
-                steps=steps,
-                skipped=int(self._skipped[lane]),
-                unavoidable=unavoidable,
-                skipped_regret=int(self._avoidable[lane]),
-                seconds_lost=float(self._seconds[lane]) if has_seconds else None,
-                headroom_lost=headroom[lane],
-                headroom_regret=headroom[lane],
-                unbounded=unbounded,
-                longest_skip_run=int(self._longest_run[lane]),
-                steps_to_first_applied=int(self._first_applied[lane]),
-                scale_changes=int(self._scale_changes[lane]),
-                window_changes=int(self._window_changes[lane]),
-                known_share=int(self._known[lane]) / steps,
-            )
-            for lane, (steps, unavoidable, unbounded, has_seconds) in enumerate(of_lanes)
-        ]
+        headroom = np.divide(self._headroom, self._measured, out=found, where=self._measured > 0)
+        columns = {
+            **self._counts,
+            "steps": np.full(lanes, steps),
+            "seconds_lost": np.where(has_seconds, self._seconds, np.array(None)),
+            "headroom_lost": headroom,
+            "headroom_regret": headroom,
+            "known_share": self._known / steps,
+        }
+        lists = {name: column.tolist() for name, column in columns.items()}
+        return [Measures(**{name: values[lane] for name, values in lists.items()}) for lane in range(lanes)]
 
 
 def rows_of(traces: Sequence[Trace], name: str, start: int, stop: int) -> NDArray[np.float64]:
@@ -249,6 +244,58 @@ def cost(measures: Measures, exchange_rate: float = DEFAULT_EXCHANGE_RATE) -> fl
     """
     headroom = 0.0 if math.isnan(measures.headroom_lost) else measures.headroom_lost
     return 1000.0 * measures.skipped / measures.steps + exchange_rate * headroom
+
+
+def recovery_steps(levels: ArrayLike, loss_scale: ArrayLike) -> NDArray[np.float64]:
+    """Return after how many steps the scale is back, for each rise of the ceilings.
+
+    The steps count from the first at which the ceilings are all the way up. The scale is back where it is at most 2
+    bits below the largest power of two that the level bears.
+
+    Args:
+        levels (ArrayLike): log2 of the ceilings without noise, shape (steps,), as
+            :func:`~mindformers_adaptive.lab.traces.synthetic.regime_levels` returns it.
+        loss_scale (ArrayLike): the scale that each step used, shape (steps,).
+
+    Returns:
+        NDArray, float64 of shape (rises,); inf where the ceilings change, or the steps end, before the scale is back.
+
+    Examples:
+        >>> recovery_steps([8.5, 4.0, 8.5, 8.5, 8.5], [2.0**8, 2.0**8, 2.0**4, 2.0**5, 2.0**6]).tolist()
+        [2.0]
+    """
+    level = np.asarray(levels, np.float64)
+    back = np.floor(level) - np.log2(np.asarray(loss_scale, np.float64)) <= _RECOVERED_BITS
+    changes = np.append(np.flatnonzero(np.diff(level)) + 1, len(level))
+    ends = _runs_of_change(level, up=True)[:, 1]
+    stops = changes[np.searchsorted(changes, ends, side="right")]
+    found = [back[end:stop] for end, stop in zip(ends.tolist(), stops.tolist(), strict=True)]
+    return np.array([part.argmax() if part.any() else math.inf for part in found], np.float64)
+
+
+def entry_skips(levels: ArrayLike, overflow: ArrayLike) -> NDArray[np.int64]:
+    """Return how many steps are skipped as the ceilings fall and in the 20 steps after, for each fall.
+
+    Args:
+        levels (ArrayLike): as for :func:`recovery_steps`.
+        overflow (ArrayLike): whether each step was skipped, shape (steps,).
+
+    Returns:
+        NDArray, int64 of shape (falls,).
+
+    Examples:
+        >>> entry_skips([8.5, 4.0, 4.0, 8.5], [False, True, True, False]).tolist()
+        [2]
+    """
+    flags = np.asarray(overflow, np.bool_)
+    runs = _runs_of_change(np.asarray(levels, np.float64), up=False).tolist()
+    return np.array([flags[first : last + _ENTRY_STEPS].sum() for first, last in runs], np.int64)
+
+
+def _runs_of_change(levels: NDArray[np.float64], up: bool) -> NDArray[np.int64]:
+    """The first and the last step of each change upwards or downwards."""
+    change = np.diff(levels)
+    return consecutive_runs(np.flatnonzero(change > 0 if up else change < 0) + 1)
 
 
 def require_steps(trace: Trace) -> None:

@@ -1,9 +1,10 @@
-"""Replay policies on traces, and compare them."""
+"""Replay policies on traces, one by one or many configurations side by side, and compare them."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,13 +13,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.policies import Policy
-from mindformers_adaptive.lab.replay.measures import Measures, measure, overflows, require_steps
-from mindformers_adaptive.lab.replay.sweep import replay_side_by_side
+from mindformers_adaptive.lab.replay.configuration import Configuration
+from mindformers_adaptive.lab.replay.measures import Measures, Tally, measure, overflow_flags, overflows, rows_of
 from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rules.base import Rule
 from mindformers_adaptive.rules.text_rule import TextRule
 from mindformers_adaptive.text.table import text_table
 
-__all__ = ["Comparison", "Replay", "compare", "pareto_front", "replay"]
+__all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "replay", "replay_side_by_side", "sweep"]
+
+# Scales that are kept until they are measured: enough that NumPy works on long arrays, and few enough for a cache.
+_SCALES_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +63,6 @@ def replay(policy: Policy, trace: Trace) -> Replay:
         >>> replay(make_policy("fixed", loss_scale_value=2.0**10), trace).measures.headroom_lost
         3.0
     """
-    require_steps(trace)
     scales, windows, flags = [float(policy.loss_scale)], [policy.scale_window], []
     gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
     for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=True):
@@ -76,6 +80,93 @@ def replay(policy: Policy, trace: Trace) -> Replay:
 
 
 @dataclass(frozen=True)
+class SweepResult:
+    """What configurations did on a trace.
+
+    Attributes:
+        measures (tuple[Measures, ...]): of each configuration.
+        final_states (tuple[NamedTuple, ...]): of each configuration's rule after the last step.
+    """
+
+    measures: tuple[Measures, ...]
+    final_states: tuple[Any, ...]
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return one measure of all configurations, float64 of shape (configurations,); nan where there is none."""
+        return np.array([getattr(one, name) for one in self.measures], np.float64)
+
+
+def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
+    """Replay configurations side by side, with a few NumPy operations for each step of them all.
+
+    States, counts and ``known_share`` are exactly those of stepping each configuration's rule by itself.
+    ``headroom_lost`` and ``seconds_lost`` are float64 sums in another order, so their last digits may differ.
+
+    Args:
+        configurations (Sequence[Configuration]): at least one, of any rules.
+        trace (Trace): at least one step.
+
+    Returns:
+        SweepResult, in the order of ``configurations``.
+
+    Raises:
+        ValueError: if there is no configuration or no step.
+
+    Examples:
+        >>> trace = Trace.exact("calm", [2.0**20] * 1000)
+        >>> result = sweep([Configuration.dynamic(10), Configuration.dynamic(100)], trace)
+        >>> [one.skipped for one in result.measures]
+        [87, 5]
+    """
+    if len(configurations) == 0:
+        raise ValueError("'configurations' must have at least 1 configuration, but got none. Make some with grid().")
+    side_by_side: defaultdict[Any, list[int]] = defaultdict(list)
+    for place, one in enumerate(configurations):
+        side_by_side[type(one.rule), one.rule.lane_shapes].append(place)
+    found: dict[int, tuple[Measures, Any]] = {}
+    for places in side_by_side.values():
+        group = [configurations[place] for place in places]
+        rules, states = [one.rule for one in group], [one.start for one in group]
+        found |= dict(zip(places, replay_side_by_side(rules, states, [trace]), strict=True))
+    measures, final_states = zip(*(found[place] for place in range(len(configurations))), strict=True)
+    return SweepResult(measures, final_states)
+
+
+def replay_side_by_side(
+    rules: Sequence[Rule], states: Sequence[Any], traces: Sequence[Trace]
+) -> list[tuple[Measures, Any]]:
+    """Replay rules of one class, and with equal ``lane_shapes``, all at once.
+
+    Args:
+        rules (Sequence[Rule]): at least one.
+        states (Sequence[NamedTuple]): of each rule, before the first step.
+        traces (Sequence[Trace]): one for all, or one for each rule; of one length, at least one step.
+
+    Returns:
+        list[tuple[Measures, NamedTuple]], the measures and the state after the last step of each rule.
+
+    Raises:
+        ValueError: if the traces have no steps.
+    """
+    lanes, count = type(rules[0]).lanes(rules, states), len(rules)
+    tally, steps = Tally(traces, count), max(_SCALES_AT_ONCE // count, 1)
+    for start in range(0, len(traces[0]), steps):
+        stop = min(start + steps, len(traces[0]))
+        ceilings = rows_of(traces, "ceiling", start, stop)
+        gradients = np.broadcast_to(rows_of(traces, "largest_gradient", start, stop), (stop - start, count))
+        scales = np.empty((stop - start + 1, count))
+        windows = None if lanes.scale_window is None else np.empty(scales.shape, np.int64)
+        for place in range(stop - start + 1):
+            if place:
+                lanes.step(overflow_flags(scales[place - 1], ceilings[place - 1]), gradients[place - 1])
+            scales[place] = lanes.loss_scale
+            if windows is not None:
+                windows[place] = lanes.scale_window
+        tally.add(start, scales, windows)
+    return list(zip(tally.measures(), lanes.states(), strict=True))
+
+
+@dataclass(frozen=True)
 class Comparison:
     """The measures of several policies on several traces.
 
@@ -89,7 +180,12 @@ class Comparison:
 
     def means(self) -> dict[str, dict[str, float | None]]:
         """Return for each policy the mean of each measure over the traces that have it, by name."""
-        return {policy: _means(on_traces) for policy, on_traces in self.measures.items()}
+        means: dict[str, dict[str, float | None]] = {}
+        for policy, on_traces in self.measures.items():
+            rows: list[dict[str, Any]] = [measures.as_dict() for measures in on_traces]
+            there = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
+            means[policy] = {name: sum(values) / len(values) if values else None for name, values in there.items()}
+        return means
 
     def pareto_front(self) -> list[str]:
         """Return the policies for which no other is better in both skipped steps and headroom, in the mean."""
@@ -198,25 +294,11 @@ def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
         >>> pareto_front([1, 2, 3, 1], [5.0, 1.0, 2.0, 5.0]).tolist()
         [True, True, False, True]
     """
-    first = np.asarray(skipped, np.float64)
-    second = np.nan_to_num(np.asarray(headroom, np.float64), nan=np.inf, posinf=np.inf)
-    front = np.zeros(first.shape, np.bool_)
-    best = math.inf
-    # Sorted by the first and then the second, a result is beaten by an earlier one or by none.
-    order = np.lexsort((second, first))
-    previous = None
-    for place in order.tolist():
-        point = (first[place], second[place])
-        front[place] = point[1] < best or point == previous or previous is None
-        if front[place]:
-            best, previous = point[1], point
+    # NaN, as no headroom, is the worst. The points come sorted by the first and then the second number, each once: one
+    # is beaten unless its second number is lower than that of all before it.
+    points, places = np.unique(
+        np.column_stack([skipped, np.nan_to_num(headroom, nan=np.inf, posinf=np.inf)]), axis=0, return_inverse=True
+    )
+    lowest = np.minimum.accumulate(points[:, 1])
+    front: NDArray[np.bool_] = np.append(True, lowest[1:] < lowest[:-1])[places.ravel()]
     return front
-
-
-def _means(on_traces: Sequence[Measures]) -> dict[str, float | None]:
-    rows = [measures.as_dict() for measures in on_traces]
-    means: dict[str, float | None] = {}
-    for name in rows[0]:
-        there = [float(value) for value in (row[name] for row in rows) if value is not None]
-        means[name] = sum(there) / len(there) if there else None
-    return means

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.replay.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE, cost
-from mindformers_adaptive.lab.replay.simulate import pareto_front
-from mindformers_adaptive.lab.replay.sweep import SweepResult, sweep
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.replay.simulate import SweepResult, pareto_front, sweep
+from mindformers_adaptive.lab.traces.trace import Trace, just_below
 from mindformers_adaptive.rules.checks import require_number
 from mindformers_adaptive.text.table import text_table
 
@@ -98,10 +97,9 @@ class Tuning:
             ``on_front``: whether no other configuration is better in both skipped steps and headroom.
         """
         skipped = np.mean([result.column("skipped") for result in self.sweeps], axis=0)
+        # The mean of those traces that have one.
         headroom = np.array([result.column("headroom_lost") for result in self.sweeps])
-        # The mean of those traces that have one; 0 / 0 is nan.
-        with np.errstate(invalid="ignore"):
-            headroom = np.nansum(headroom, axis=0) / np.count_nonzero(~np.isnan(headroom), axis=0)
+        headroom = np.ma.masked_invalid(headroom).mean(axis=0).filled(np.nan)  # type: ignore[no-untyped-call]
         front = pareto_front(skipped, headroom)
         means = self.costs.mean(axis=1)
         return [
@@ -146,10 +144,8 @@ class Tuning:
         return "\n".join(lines)
 
     def _left_out(self) -> list[dict[str, Any]]:
-        if len(self.sweeps) == 1:
-            return []
         rows = []
-        for place, trace in enumerate(self.traces):
+        for place, trace in enumerate(self.traces if len(self.traces) > 1 else ()):
             chosen = int(np.argmin(np.delete(self.costs, place, axis=1).mean(axis=1)))
             above = float(self.costs[chosen, place] - self.costs[:, place].min())
             label = self.configurations[chosen].label
@@ -211,29 +207,23 @@ def tune(
     tried = grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations
     numbers = itertools.count(1)
 
-    def swept(trace: Trace, known: Trace | None = None, result: SweepResult | None = None) -> SweepResult:
-        # What is known is not swept twice.
-        if known is None or result is None or not np.array_equal(known.ceiling, trace.ceiling):
-            result = sweep(tried, trace)
-        if progress is not None:
-            progress(next(numbers))
-        return result
-
-    sweeps = tuple(swept(trace) for trace in traces)
-    if assumptions is None:
-        highest = [np.where(np.isinf(one.upper_bound), np.inf, np.nextafter(one.upper_bound, 0.0)) for one in traces]
-        assumptions = {
-            "the lowest possible ceilings": [replace(one, ceiling=one.lower_bound) for one in traces],
-            "the highest possible ceilings": [
-                replace(one, ceiling=ceiling) for one, ceiling in zip(traces, highest, strict=True)
-            ],
-        }
+    def swept(others: Sequence[Trace], known: Sequence[SweepResult] = ()) -> Iterator[SweepResult]:
+        for place, trace in enumerate(others):
+            # What is known is not swept twice.
+            is_known = known and np.array_equal(traces[place].ceiling, trace.ceiling)
+            yield known[place] if is_known else sweep(tried, trace)
+            if progress is not None:
+                progress(next(numbers))
 
     def costs_on(results: Iterable[SweepResult]) -> NDArray[np.float64]:
         return np.array([[cost(one, rate) for one in result.measures] for result in results]).T
 
-    assumed = {
-        name: costs_on(itertools.starmap(swept, zip(others, traces, sweeps, strict=True)))
-        for name, others in assumptions.items()
-    }
+    sweeps = tuple(swept(traces))
+    if assumptions is None:
+        assumptions = {
+            "the lowest possible ceilings": [replace(one, ceiling=one.lower_bound) for one in traces],
+            "the highest possible ceilings": [replace(one, ceiling=just_below(one.upper_bound)) for one in traces],
+        }
+
+    assumed = {name: costs_on(swept(others, sweeps)) for name, others in assumptions.items()}
     return Tuning(tuple(traces), tuple(tried), sweeps, rate, costs_on(sweeps), assumed)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.gradients import shown_ceilings
-from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs, require_one_length
+from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs, just_below, require_one_length
 
 __all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares", "forward_fill"]
 
@@ -36,7 +36,8 @@ class RecordedRun:
         loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say.
         seconds (NDArray, optional): float64 of shape (steps,), how long the step took, nan where the log does not say.
         scale_factor (float): what the scale is divided by at an overflow, as the log shows it, or 2.
-        lines_read (int), lines_used (int), lines_ignored (int): read is the sum of the other two.
+        lines_read (int), lines_used (int), lines_ignored (int): read is the sum of the other two; ``lines_ignored`` is
+            a property.
         notes (tuple[str, ...]): what was inferred, merged, superseded or is missing.
         problems (tuple[str, ...]): lines that look like a step's and cannot be read, each as "file:line: why".
         lines (NDArray, optional): int64 of shape (lines, 3), for each line of the log the number of steps up to its
@@ -54,7 +55,7 @@ class RecordedRun:
         smallest_window (float): the smallest scale window that the log names, in steps; nan where it names none.
 
     Raises:
-        ValueError: if the arrays do not have one length, the steps do not increase, or the lines do not add up.
+        ValueError: if the arrays do not have one length, or the steps do not increase.
 
     Examples:
         >>> run = RecordedRun("run", ("run.log",), "jsonl", np.array([1, 2, 3]), np.array([4.0, 2.0, 2.0]),
@@ -75,7 +76,6 @@ class RecordedRun:
     scale_factor: float = 2.0
     lines_read: int = 0
     lines_used: int = 0
-    lines_ignored: int = 0
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     lines: NDArray[np.int64] | None = None
@@ -92,17 +92,17 @@ class RecordedRun:
         require_one_length(f"run {self.name!r}", *arrays, self.largest_gradient)
         if (np.diff(self.step) <= 0).any():
             raise ValueError(f"The steps of the run {self.name!r} must increase. Give each step once, in order.")
-        if self.lines_read != self.lines_used + self.lines_ignored:
-            raise ValueError(
-                f"'lines_read' must be 'lines_used' + 'lines_ignored', but got {self.lines_read}, {self.lines_used} "
-                f"and {self.lines_ignored}. Count each line once."
-            )
         if self.lines is None:
             exact = np.cumsum(self.overflow)
             object.__setattr__(self, "lines", np.column_stack([np.arange(1, len(self) + 1), exact, exact]))
 
     def __len__(self) -> int:
         return len(self.step)
+
+    @property
+    def lines_ignored(self) -> int:
+        """How many lines were not used."""
+        return self.lines_read - self.lines_used
 
     @property
     def skipped_steps(self) -> int:
@@ -178,7 +178,7 @@ class RecordedRun:
                 "interpolated", which errs to both sides.
 
         Returns:
-            Trace, with this run's name, scales, overflows, times, and the gradients of its applied steps.
+            Trace, with this run's name, times, and the gradients of its applied steps.
 
         Raises:
             ValueError: if ``assume`` is none of these.
@@ -205,17 +205,9 @@ class RecordedRun:
         else:
             assumed = {"lower_bound": _lower, "upper_bound": _upper}.get(assume, _interpolated)
             ceiling = assumed(scale, self.overflow, self.scale_factor)
-        ceiling = np.maximum(np.minimum(ceiling, _just_below(below)), lower)
-        return Trace(
-            self.name,
-            ceiling,
-            np.where(known, lower, 0.0),
-            np.where(known, below, np.inf),
-            self.loss_scale,
-            self.overflow,
-            self.seconds,
-            gradients,
-        )
+        ceiling = np.maximum(np.minimum(ceiling, just_below(below)), lower)
+        lower, below = np.where(known, lower, 0.0), np.where(known, below, np.inf)
+        return Trace(self.name, ceiling, lower, below, self.seconds, gradients)
 
 
 def bound_shares(trace: Trace) -> dict[str, float]:
@@ -255,11 +247,6 @@ def forward_fill(scale: Floats) -> Floats:
     return carried
 
 
-def _just_below(scale: Floats) -> Floats:
-    """The next smaller numbers; of inf itself."""
-    return np.where(np.isinf(scale), np.inf, np.nextafter(scale, 0.0))
-
-
 def _nearest(values: Floats, chosen: Flags, missing: float) -> tuple[Floats, Floats]:
     """For each step the value at the nearest chosen step before, and after it; itself where it is chosen."""
     at = np.flatnonzero(chosen)
@@ -283,7 +270,7 @@ def _lower(scale: Floats, overflow: Flags, factor: float) -> Floats:
 def _upper(scale: Floats, overflow: Flags, factor: float) -> Floats:
     if not overflow.any():
         return np.full_like(scale, np.inf)
-    before, after = _nearest(_just_below(scale), overflow, 0.0)
+    before, after = _nearest(just_below(scale), overflow, 0.0)
     return np.maximum(before, after)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Trace", "consecutive_runs", "require_one_length"]
+__all__ = ["Trace", "consecutive_runs", "just_below", "require_one_length"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +27,6 @@ class Trace:
             nothing is known.
         upper_bound (NDArray): float64 of shape (steps,), the smallest loss scale that is known to overflow; inf where
             nothing is known.
-        loss_scale (NDArray, optional): float64 of shape (steps,), the scale that the recorded run used.
-        overflow (NDArray, optional): bool of shape (steps,), whether the step of the recorded run overflowed.
         seconds (NDArray, optional): float64 of shape (steps,), how long each step of the recorded run took.
         largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute value of the step's
             gradients, unscaled; nan where it is not known. A policy is given it for the steps that are applied.
@@ -46,14 +44,12 @@ class Trace:
     ceiling: NDArray[np.float64]
     lower_bound: NDArray[np.float64]
     upper_bound: NDArray[np.float64]
-    loss_scale: NDArray[np.float64] | None = None
-    overflow: NDArray[np.bool_] | None = None
     seconds: NDArray[np.float64] | None = None
     largest_gradient: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        arrays = [self.ceiling, self.lower_bound, self.upper_bound, self.loss_scale, self.overflow, self.seconds]
-        require_one_length(f"trace {self.name!r}", *arrays, self.largest_gradient)
+        arrays = [self.ceiling, self.lower_bound, self.upper_bound, self.seconds, self.largest_gradient]
+        require_one_length(f"trace {self.name!r}", *arrays)
         outside = ~((self.lower_bound <= self.ceiling) & ((self.ceiling < self.upper_bound) | np.isinf(self.ceiling)))
         if outside.any():
             step = int(np.flatnonzero(outside)[0])
@@ -106,6 +102,11 @@ def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:
     array = np.asarray(numbers, dtype=np.int64)
     starts = np.diff(array, prepend=array[:1] - 2) != 1
     return np.column_stack([array[starts], array[np.roll(starts, -1)]])
+
+
+def just_below(scale: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the next smaller numbers, the largest ceilings at which these scales overflow; of inf itself."""
+    return np.where(np.isinf(scale), np.inf, np.nextafter(scale, 0.0))
 
 
 def require_one_length(what: str, *arrays: NDArray[Any] | None) -> None:

@@ -4,29 +4,18 @@ import json
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_logs_reading import DEEPSPEED, MEGATRON, MINDFORMERS
 
 from mindformers_adaptive.lab.logs import FORMATS, read_log
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS
 
-LOGS = ROOT / "tests" / "lab" / "samples"
 RECORD = [
     json.dumps({"step": step, "overflow": step % 3 == 0, "loss_scale": 8.0, "next_loss_scale": 4.0, "loss": 1.5})
     for step in range(1, 9)
 ] + ['{"missing_steps": 2, "first_step": 9, "last_step": 10}']
-SAMPLES = {
-    "jsonl": RECORD,
-    **{
-        name: (LOGS / file).read_text(encoding="utf-8").splitlines()[:12]
-        for name, file in (
-            ("mindformers", "mindformers_1_9_cpu.log"),
-            ("megatron", "megatron_gpt2_n4.log"),
-            ("deepspeed", "deepspeed_overflow.log"),
-        )
-    },
-}
+SAMPLES = {"jsonl": RECORD, "mindformers": MINDFORMERS[:12], "megatron": MEGATRON[:12], "deepspeed": DEEPSPEED}
 PIECES = st.sampled_from(
     ["", "9" * 25, "999999", "0", "-1", "nan", "inf", "1e400", "\x1b[31m", "\r", "|", "step:[", "iteration 7/ 9 |", "{"]
 )

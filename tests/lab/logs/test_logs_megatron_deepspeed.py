@@ -114,14 +114,6 @@ def test_the_scales_between_two_lines_agree_with_both(tmp_path, scale, skips, us
     assert run.overflow[10 : 10 + len(used)].tolist() == overflow
 
 
-def test_a_restart_supersedes_what_the_earlier_attempt_said(tmp_path):
-    first = [line(step, 1024.0) for step in (10, 20, 30, 40)]
-    run = read(tmp_path, *first, line(30, 64.0, 3), line(40, 64.0))
-    assert run.step.tolist() == list(range(1, 41))
-    assert run.loss_scale[[19, 20, 23, 39]].tolist() == [1024.0, 512.0, 64.0, 64.0]
-    assert [note for note in run.notes if "log:5: the run goes back from step 40 to step 30; what 2 earlier" in note]
-
-
 def test_lines_of_validation_and_checkpoints_are_ignored(tmp_path):
     other = " validation loss at iteration 1 | lm loss value: 4.2E-01 | \n  saving checkpoint at iteration       1\n"
     run = read(tmp_path, line(1, 1024.0), other)
@@ -200,9 +192,3 @@ def test_overflows_after_the_last_count_follow_it(tmp_path):
     run = read(tmp_path, attempt(8, 4), progress(10, 1), attempt(4, 2), attempt(2, 1))
     assert run.step[run.overflow].tolist() == [1, 11, 12]
     assert [note for note in run.notes if "log:4: 2 overflow(s) up to here follow no line that names a step" in note]
-
-
-def test_a_count_that_a_cut_may_have_shortened_is_not_used(tmp_path):
-    cut = progress(20, 12).partition("2, lr")[0]
-    run = read(tmp_path, attempt(8, 4), progress(10, 1), cut)
-    assert (len(run), run.lines_ignored, len(run.problems)) == (10, 1, 1)

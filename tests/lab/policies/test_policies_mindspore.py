@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from every_rule import Owned
 from mindspore import Tensor, amp, nn
-from scale_cells import SideBySide
 
 from mindformers_adaptive.lab.policies import make_policy
 
@@ -19,11 +19,12 @@ def random_overflows(steps, rates=(0.02, 0.1, 0.3, 0.7)):
 
 
 def test_dynamic_is_the_update_cell(graph_mode):
-    cells = SideBySide([nn.DynamicLossScaleUpdateCell(*setting) for setting in SETTINGS], names=("cur_iter",))
+    cells = [Owned(nn.DynamicLossScaleUpdateCell(*setting)) for setting in SETTINGS]
     policies = [make_policy("dynamic", **named("loss_scale_value", setting)) for setting in SETTINGS]
     for overflow in random_overflows(200):
-        scales, _ = cells.step([overflow] * len(SETTINGS))
-        assert scales == [policy.step(overflow) for policy in policies]
+        for cell, policy in zip(cells, policies, strict=True):
+            cell.step(overflow)
+            assert float(cell.scale_sense) == policy.step(overflow)
 
 
 @pytest.mark.parametrize("factor", [2, 4])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.lab.replay.measures import Tally, cost, measure, overflows
+from mindformers_adaptive.lab.replay.measures import Tally, cost, entry_skips, measure, overflows, recovery_steps
 from mindformers_adaptive.lab.traces.trace import Trace
 
 INF = math.inf
@@ -61,13 +60,6 @@ def test_known_share_counts_the_outcomes_that_the_bounds_decide():
     assert measure(trace, [4, 8, 16, 32, 32]).known_share == 0.5
 
 
-def test_dictionary_is_json_without_nan():
-    trace = Trace.exact("made", [0, 0])
-    told = measure(trace, [1, 1, 1]).as_dict()
-    assert (told["headroom_lost"], told["seconds_lost"], told["skipped"]) == (None, None, 2)
-    json.dumps(told, allow_nan=False)
-
-
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.lists(st.integers(1, 30), max_size=3))
 def test_runs_of_skips_are_counted_across_the_stretches_that_a_tally_gets(flags, cuts):
     trace, scales = Trace.exact("made", [4.0] * len(flags)), np.where([*flags, False], 8.0, 4.0)[:, np.newaxis]
@@ -116,3 +108,21 @@ def test_cost_is_skipped_steps_in_a_thousand_and_bits_at_their_rate():
 def test_arrays_that_do_not_fit_are_refused(ceiling, loss_scale, message):
     with pytest.raises(ValueError, match=message):
         measure(Trace.exact("made", ceiling), loss_scale)
+
+
+def test_recovery_counts_from_the_end_of_a_rise_to_2_bits_below_the_largest_power_of_two():
+    levels = [10.9, 10.9, 4.0, 4.0, 7.0, 10.9, 10.9, 10.9, 10.9]
+    scales = np.exp2([10, 10, 3, 3, 3, 7, 7, 8, 9])
+    assert recovery_steps(levels, scales).tolist() == [2.0]
+    assert recovery_steps(levels[:7], scales[:7]).tolist() == [np.inf]
+    # Down again before the scale is back.
+    assert recovery_steps([4.0, 10.9, 10.9, 4.0], np.exp2([3, 3, 7, 8])).tolist() == [np.inf]
+    assert recovery_steps([8.0] * 3, [1.0] * 3).tolist() == []
+
+
+def test_skips_of_an_entry_are_those_of_the_fall_and_of_20_steps():
+    levels = np.array([9.0] * 5 + [6.0, 3.0] + [3.0] * 30 + [9.0] * 3 + [5.0])
+    overflow = np.zeros(len(levels), bool)
+    overflow[[4, 5, 6, 25, 26, 40]] = True
+    assert entry_skips(levels, overflow).tolist() == [3, 1]
+    assert entry_skips([3.0, 9.0], [True, True]).tolist() == []

@@ -1,0 +1,158 @@
+"""The figures of the pages are those in docs/figures, which agree with what the present code does.
+
+What a training or a compiled graph has to show is compared where it is run: in tests/cells/test_guided_training.py,
+tests/gradients/test_finder.py, and tests/scripts.
+"""
+
+import json
+import re
+
+import benchmark
+import benchmark_sweep
+import demo
+import figures
+import guided_training
+import pytest
+from benchmark_sweep import SWEEP
+from conftest import ROOT
+from figures import DATA, FIGURES, PAGES, Figure
+from pages import ENGLISH, ENGLISH_DOCS, blocks, chinese, figure, name_of
+
+from mindformers_adaptive.rules import RULES
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16
+
+
+def shown_on(page):
+    return re.findall(r"^<!-- figures: (\w+)/(\w+) -->$", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_page_shows_what_the_data_say(page):
+    text = page.read_text(encoding="utf-8")
+    assert figures.rendered(text, page) == text, "run: python scripts/figures.py --render"
+    assert text.splitlines().count("<!-- end of figures -->") == len(shown_on(page))
+    for name, _ in shown_on(page):
+        arguments = FIGURES[name].command.partition(" ")[2]
+        assert arguments.partition(" --picture")[0] in text
+
+
+def test_every_table_is_on_a_page_of_each_language():
+    assert [shown_on(chinese(page)) for page in ENGLISH] == [shown_on(page) for page in ENGLISH]
+    tables = {(name, table) for name in FIGURES for table in figures.tables_of(name)}
+    assert {shown for page in ENGLISH for shown in shown_on(page)} == tables
+
+
+def test_data_are_of_the_present_commands_and_the_pinned_versions():
+    assert {file.stem for file in DATA.iterdir()} == {*FIGURES, "chinese"}
+    pinned = dict(re.findall(r"^(mind\w+)==(.+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    for name, measured in FIGURES.items():
+        data = figure(name)
+        assert (data["command"], data["mindspore"], data["mindformers"]) == (measured.command, *pinned.values()), name
+
+
+def test_a_block_is_replaced_and_translated(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "DATA", tmp_path)
+    monkeypatch.setattr(figures, "FIGURES", {"one": Figure("command")})
+    (tmp_path / "chinese.json").write_text('{"steps": "步数", "# of # seeds": "{1}个种子中的{0}个"}', encoding="utf-8")
+    (tmp_path / "one.json").write_text('{"printed": ["| steps | seen |", "|---|---|", "| 2.5 | 2 of 3 seeds |"]}')
+    figures.tables_of.cache_clear()
+    text = "before\n<!-- figures: one/printed -->\n{}<!-- end of figures -->\nafter"
+    english = figures.rendered(text.format("old\n"), ROOT / "README.md")
+    in_chinese = figures.rendered(text.format("old\n"), ROOT / "README_CN.md")
+    figures.tables_of.cache_clear()
+    assert english == text.format("| steps | seen |\n|---|---|\n| 2.5 | 2 of 3 seeds |\n")
+    assert in_chinese == text.format("| 步数 | seen |\n|---|---|\n| 2.5 | 3个种子中的2个 |\n")
+
+
+def test_a_command_that_fails_leaves_the_data_as_they_were(tmp_path):
+    file = tmp_path / "sweep.json"
+    figures.measure(Figure("python scripts/benchmark.py sweep --quick", "benchmark"), file)
+    measured = json.loads(file.read_text())
+    assert (measured["command"], measured["steps"][SWEEP]) == ("python scripts/benchmark.py sweep --quick", 400)
+    before = file.read_bytes()
+    with pytest.raises(figures.subprocess.CalledProcessError):
+        figures.measure(Figure("python scripts/benchmark.py sweep --rounds 0", "benchmark"), file)
+    assert file.read_bytes() == before
+
+
+# Cheap repetitions
+
+
+def test_rows_of_what_was_timed_are_those_of_the_script():
+    for name, mode in (("update", "graph"), ("update_pynative", "PyNative")):
+        assert (figure(name)["mode"], list(figure(name)["times"])) == (mode, list(benchmark.CELLS))
+    step, detection = figure("step"), figure("detection")
+    parts = {"graph": [benchmark.FORWARD, benchmark.BACKWARD], "PyNative": []}
+    for mode, times in step["times"].items():
+        assert list(times) == [*benchmark.STEPS, benchmark.GRADIENTS, *parts[mode]]
+        assert list(step["updates"][mode]) == list(benchmark.UPDATES)
+    ways = [benchmark.EMPTY, benchmark.PLAIN, benchmark.ALL_FINITE, *benchmark.DETECTIONS, benchmark.NUMPY]
+    assert [list(times) for times in detection["times"].values()] == [ways] * len(benchmark.TENSORS)
+    assert (list(detection["times"]), detection["elements"]) == (list(map(str, benchmark.TENSORS)), benchmark.ELEMENTS)
+
+
+def test_sweep_skips_as_many_steps():
+    data, configurations = figure("sweep"), benchmark_sweep.make_configurations()
+    assert (data["configurations"], data["different_configurations"]) == (len(configurations), 0)
+    # Its long trace takes some seconds.
+    trace = benchmark_sweep.make_trace(data["steps"][SWEEP])
+    assert benchmark_sweep.skipped_share(configurations, trace) == pytest.approx(data["skipped_share"][SWEEP])
+
+
+def test_trainings_are_those_of_the_script():
+    trainings = figure("guided_training")["trainings"]
+    combinations = [(start, rule) for start in guided_training.STARTS for rule in guided_training.RULES]
+    assert [(training["from"], training["rule"]) for training in trainings] == combinations
+    for training in trainings:
+        for run in training["runs"]:
+            assert_rule_gives_the_scales(RULES[training["rule"]](), float(training["from"]), run["scales"].split())
+
+
+def assert_rule_gives_the_scales(rule, start, scales):
+    state = rule.start(start)
+    for scale in scales:
+        exponent, _, allowed = scale.rstrip("!").partition("/")
+        assert state.loss_scale == 2.0 ** int(exponent)
+        # The largest gradient that allows this scale.
+        gradient = LARGEST_FLOAT16 / 2.0 ** int(allowed) if allowed else None
+        state = rule.step(state, scale.endswith("!"), gradient)
+
+
+def test_report_of_the_demo_is_what_the_rule_does_at_its_overflows():
+    printed = figure("demo")["printed"]
+    steps, skipped = re.match(r"Steps +(\d+), .* overflow: (.*)", printed[1]).groups()
+    bounds = [list(map(int, steps.split("-"))) for steps in skipped.split(", ")]
+    overflows = {step for first, *last in bounds for step in range(first, (last or [first])[0] + 1)}
+    state, record = (rule := AdaptiveRule(2, 1000, 20)).start(2.0**32, 20), []
+    for step in range(1, int(steps) + 1):
+        before, state = state, rule.step(state, step in overflows)
+        record.append(
+            {"step": step, "overflow": step in overflows, "scale_window": state.scale_window}
+            | {"loss_scale": before.loss_scale, "next_loss_scale": state.loss_scale, "loss": 0.0}
+        )
+    assert printed[1:-4] == demo.report(record, ROOT)[2:-3]
+    first_applied = bounds[0][1] + 1
+    for page, sentence in (("faq", "The first {} steps are skipped"), ("gradients", "skips its first {} steps")):
+        assert sentence.format(first_applied - 1) in (ENGLISH_DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def test_commands_of_the_version_table_are_its_rows():
+    script = (ROOT / "scripts" / "version_table.sh").read_text(encoding="utf-8")
+    pairs = re.search(r"\|\| set -- (.*)", script)[1].split()
+    columns, *rows = figures.tables_of("versions")["printed"]
+    assert f'echo "| {" | ".join(columns)} |"' in script
+    assert ["+".join(row[:2]) for row in rows] == pairs
+
+
+def test_line_of_a_record_is_what_the_rule_does():
+    [line] = [json.loads(text) for _, text in blocks(ENGLISH_DOCS / "monitoring.md") if text.startswith('{"step"')]
+    rule = AdaptiveRule(2, 1000, 20)
+    state = rule.start(2.0**32, 20)
+    for step in range(1, line["step"]):
+        state = rule.step(state, overflow=step <= line["skipped_steps"])
+    assert line["loss_scale"] == state.loss_scale
+    state = rule.step(state, line["overflow"])
+    assert line["next_loss_scale"] == state.loss_scale
+    for key in ("scale_window", "window_index", "growth_num", "down_num", "skipped_steps"):
+        assert line[key] == getattr(state, key), key
