@@ -14,7 +14,8 @@ from pathlib import Path
 import yaml
 from tqdm import tqdm
 
-from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Change, path_line, phases, ranges
+from mindformers_adaptive.lab.analysis.scale_path import changes_of, path_lines, phases, ranges
+from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.text.table import as_power_of_two
 
@@ -112,26 +113,12 @@ def report(record, run_folder):
         f"Loss      from {record[0]['loss']:.2f} to {mean} (first step; mean of the last {len(last)} applied steps)",
         f"Steps     {len(record)}, of which {len(skipped)} were skipped for an overflow: {ranges(skipped)}",
         "",
-        PATH_HEADING,
-        *path(record),
+        *path_lines(phases(changes_of(read_log(run_folder / RECORD)))),
         "",
         f"Logs        {os.path.relpath(run_folder / 'log' / 'rank_0')}",
         f"Record      {os.path.relpath(run_folder / RECORD)}",
         f"Checkpoint  {os.path.relpath(checkpoints[-1]) if checkpoints else 'no checkpoint was written'}",
     ]
-
-
-def path(record):
-    """One line for each row of changes in the same direction."""
-    changes = []
-    # A first step that is skipped leaves the window as it is, and so does a first raise.
-    window = record[0]["scale_window"]
-    for entry in record:
-        before, after = (entry["loss_scale"], window), (entry["next_loss_scale"], entry["scale_window"])
-        if before != after:
-            changes.append(Change(entry["step"], "drop" if entry["overflow"] else "raise", before, after))
-        window = entry["scale_window"]
-    return map(path_line, phases(changes))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ class Source:
         if run is None:
             return known
         counts = {name: getattr(run, name) for name in ("lines_read", "lines_used", "lines_ignored", "problems")}
-        return {**known, "format": run.log_format, **counts, "bounds_known": bound_shares(self.trace)}
+        bounds = {"bounds_known": bound_shares(self.trace), "holds_if": run.holds_if or None}
+        return {**known, "format": run.log_format, **counts, **bounds}
 
     def text(self) -> str:
         """Return the same as a line or two for a terminal."""
@@ -66,6 +67,8 @@ class Source:
             f"{told['lines_ignored']} ignored; ceilings known from below at {bounds['lower_bound']:.1%} of the steps, "
             f"from above at {bounds['upper_bound']:.1%}, else assumed{shown}"
         ]
+        if self.run.holds_if:
+            lines.append(f"  Skipped steps and ceilings hold if {self.run.holds_if}")
         return "\n".join([*lines, *(f"  {problem}" for problem in self.run.problems)])
 
 

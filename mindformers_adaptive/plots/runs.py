@@ -252,8 +252,8 @@ def _listed(values: Mapping[str, str]) -> str:
     return ", ".join(named if len(named) <= _MOST_NAMED else [named[0], "...", named[-1]])
 
 
-# A scale has settled if it stays within a factor of 4 in 95 % of the last quarter of at least 40 steps: it tries the
-# next power of two, and falls back. Single outliers do not count.
+# A scale has settled if it stays within a factor of 4 in 95 % of the last half of at least 40 steps, and moves there
+# both ways or not at all: it tries the next power of two, and falls back. Single outliers do not count.
 _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
 
 # With more gaps than that for each step, the record is one of single steps; no line would be left between its gaps.
@@ -328,10 +328,11 @@ def _path(known: Floats) -> str:
     first, last = known[0], known[-1]
     if known.min() == known.max():
         return f"stayed at {power_of_two(last)}"
-    recent = np.sort(known[-(len(known) // 4 + 1) :])
-    outside = int(len(recent) * (1 - _SETTLED_SHARE) / 2)
+    half = known[len(known) // 2 :]
+    recent, outside = np.sort(half), int(len(half) * (1 - _SETTLED_SHARE) / 2)
     low, high = recent[outside], recent[-1 - outside]
-    if len(known) >= _SETTLED_FROM and high <= _SETTLED_WITHIN * low:
+    drifts = (np.diff(half) > 0).any() != (np.diff(half) < 0).any()
+    if len(known) >= _SETTLED_FROM and high <= _SETTLED_WITHIN * low and not drifts:
         return "settled at " + " to ".join(map(power_of_two, sorted({low, high})))
     if first == last:
         return f"ended where it began, at {power_of_two(last)}"
@@ -354,8 +355,8 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     """Return the series of a run.
 
     Args:
-        run (RecordedRun or Sequence[Mapping]): the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it,
-            which has no windows, or the lines that :func:`mindformers_adaptive.monitor.record.read_record` returns.
+        run (RecordedRun or Sequence[Mapping]): the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it, or
+            the lines that :func:`mindformers_adaptive.monitor.record.read_record` returns.
 
     Raises:
         TypeError: if a line is not a mapping, or a value is neither a number nor None.
@@ -364,7 +365,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     if isinstance(run, RecordedRun):
         lines: Sequence[Mapping[str, object]] = [{}]
         columns = {field: np.asarray(getattr(run, field), np.float64) for field in ("step", "loss_scale", "overflow")}
-        others = {"loss": run.loss, "largest_gradient": run.applied_gradients()}
+        others = {"loss": run.loss, "largest_gradient": run.applied_gradients(), "scale_window": run.scale_window}
         columns |= {field: values for field, values in others.items() if values is not None}
     else:
         lines, columns = run, _columns(run)

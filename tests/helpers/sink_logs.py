@@ -25,9 +25,9 @@ def write_sink_log(path, overflow, next_scales, sink):
 
 
 def run_of(policy, ceilings):
-    """The flags of a run by a rule, and the scale after each step."""
+    """The flags of a run by a rule, and the scale after each step; gradients show the ceilings."""
     scales, flags = [], []
     for ceiling in ceilings:
         flags.append(bool(policy.loss_scale > ceiling))
-        scales.append(policy.step(flags[-1]))
+        scales.append(policy.step(flags[-1], None if flags[-1] else 65504.0 / ceiling))
     return flags, scales

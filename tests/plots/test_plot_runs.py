@@ -53,6 +53,17 @@ def adaptive():
             [],
             "None of 500 steps skipped; loss scale settled at $2^{2}$ to $2^{3}$",
         ),
+        # A scale that rises every 20 steps has not settled, nor has one that just came down.
+        (
+            np.exp2(10 + np.arange(81) // 20).tolist(),
+            [],
+            "None of 80 steps skipped; loss scale rose from $2^{10}$ to $2^{14}$",
+        ),
+        (
+            [8.0] * 70 + [4.0] * 20,
+            [70],
+            "1 of 89 steps skipped; loss scale fell from $2^{3}$ to $2^{2}$",
+        ),
         ([None] * 3, [2], "1 of 2 steps skipped"),
     ],
 )

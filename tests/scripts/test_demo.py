@@ -3,7 +3,6 @@
 import json
 import re
 
-import demo
 import mindspore
 import numpy as np
 import pytest
@@ -14,19 +13,6 @@ from record_checks import assert_follows
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-
-
-def test_report_has_every_change_of_scale_and_window():
-    rows = [(1, True, 1024, 512, 20), (2, False, 512, 1024, 20), (3, False, 1024, 2048, 30), (4, False, 2048, 2048, 30)]
-    rows.append((5, True, 2048, 1024, 1))
-    fields = ("step", "overflow", "loss_scale", "next_loss_scale", "scale_window")
-    record = [dict(zip(fields, row, strict=True)) for row in rows]
-    assert [re.split(r"\s{2,}", line.strip()) for line in demo.path(record)] == [
-        ["1", "1 drop", "2^10 -> 2^9", "20"],
-        ["2-3", "2 raises", "2^9 -> 2^11", "20 -> 30"],
-        ["5", "1 drop", "2^11 -> 2^10", "30 -> 1"],
-    ]
-
 
 # Of the demo's 400, enough for it to learn and for the window to move; and samples a quarter as long learn as well.
 STEPS = 120

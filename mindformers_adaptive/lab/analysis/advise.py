@@ -100,7 +100,7 @@ def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[l
         "scale_factor": run.scale_factor,
         "min_loss_scale": min([1.0, *scale[scale >= SMALLEST_LOSS_SCALE].tolist()]),
     }
-    windows = [change.before[1] for change in changes if change.kind == "raise" and change.before[1] is not None]
+    windows = [change.clean_steps for change in changes if change.clean_steps is not None]
     tuning, is_known = None, run.position_known.mean() >= _KNOWN
     if is_known and windows:
         on_windows, tuning = _windows(trace, recorded, max(windows), settings)
@@ -165,8 +165,8 @@ def _collapse(run: RecordedRun) -> list[Advice]:
 
 def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
     """The advice for a run that is shorter than its window, in which the scale cannot rise."""
-    steps, window = int(run.step[-1]), run.smallest_window
-    if run.step[0] != 1 or not steps < window or any(change.kind == "raise" for change in changes):
+    steps, window = int(run.step[-1]), math.inf if run.scale_window is None else float(np.nanmin(run.scale_window))
+    if run.step[0] != 1 or not steps < window < math.inf or any(change.kind == "raise" for change in changes):
         return []
     change = f"In {steps} steps rely on the start: take the scale that 'find' says, or a window below {steps} steps."
     reason = f"The scale rises after {window:g} steps without an overflow, and the run has {steps}: it can only fall."

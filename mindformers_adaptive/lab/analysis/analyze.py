@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.analysis.advise import Advice, advise
-from mindformers_adaptive.lab.analysis.scale_path import PATH_HEADING, Phase, as_range, changes_of, path_line, phases
+from mindformers_adaptive.lab.analysis.scale_path import Phase, as_range, changes_of, path_lines, phases
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, measure, require_steps
@@ -59,7 +59,7 @@ class Analysis:
         """Return everything, ready for JSON: None stands for what is not known.
 
         A number that the log does not give exactly is None, with its bounds in ``..._at_least`` and ``..._at_most``;
-        those of ``skipped`` are ``at_least`` and ``at_most``.
+        those of ``skipped`` are ``at_least`` and ``at_most``, and what has to be true for them is in ``holds_if``.
 
         Returns:
             dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``dropped_by_norm``,
@@ -221,6 +221,7 @@ def _skipped(run: RecordedRun) -> dict[str, Any]:
         "count": fewest if fewest == most else None,
         "at_least": fewest,
         "at_most": most,
+        "holds_if": run.holds_if or None,
         "known": int(known.sum()),
         "inferred": fewest - int(known.sum()),
         "ranges": _ranges(run.step[known]),
@@ -269,6 +270,13 @@ def _scales(run: RecordedRun) -> dict[str, Any]:
 # What fits on a screen.
 _RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN, _PARAMETERS_SHOWN = 20, 30, 10, 10
 _WIDTH = 110
+_INDENTED: dict[str, Any] = {"initial_indent": " " * 10, "subsequent_indent": " " * 10}
+
+_JUMP = (
+    "A jump is a change of the scale that no step shows: the run was restarted with another scale, or steps are "
+    "missing. In a log that does not state what each step did, it may also be one that no rule with one factor makes: "
+    "if the run followed another rule, name it ('analyze --policy', or read_log(rule=...))."
+)
 
 
 def _log(log: Mapping[str, Any]) -> list[str]:
@@ -301,6 +309,7 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         "were skipped for an overflow",
         f"          {skipped['known']} known at their position, {skipped['inferred']} inferred; known: "
         f"{_listed(skipped)}",
+        skipped["holds_if"] and textwrap.fill(f"These counts hold if {skipped['holds_if']}", _WIDTH, **_INDENTED),
         skipped["at_most"]
         and f"          {before} before the first applied step, {in_first} in the first {start['first_steps']}",
         skipped["longest_run"]
@@ -324,7 +333,7 @@ def _overflowed(known_steps: int, steps_without: int, counts: Mapping[str, int])
     listed = ", ".join(_cut(named, _PARAMETERS_SHOWN, "and {} more Parameter(s)"))
     lines = [
         f"Overflow  known for {known_steps} skipped step(s); in how many of them each Parameter's gradient overflowed:",
-        *textwrap.wrap(listed, _WIDTH, initial_indent=" " * 10, subsequent_indent=" " * 10),
+        textwrap.fill(listed, _WIDTH, **_INDENTED),
     ]
     if steps_without:
         lines.append(f"          in {steps_without} of them none did: something else overflowed")
@@ -343,11 +352,13 @@ def _listed(steps: Mapping[str, Any]) -> str:
 def _path(phases: Sequence[Mapping[str, Any]]) -> list[str]:
     if not phases:
         return ["The loss scale did not change."]
-    lines = [path_line(Phase(**phase)) for phase in phases]
+    heading, *lines = path_lines([Phase(**phase) for phase in phases])
     if len(lines) > _PHASES_SHOWN:
         half = _PHASES_SHOWN // 2
         lines[half:-half] = [f"   ... {len(lines) - 2 * half} rows ..."]
-    return [PATH_HEADING, *lines]
+    if any(phase["kind"] == "jump" for phase in phases):
+        lines += textwrap.wrap(_JUMP, _WIDTH, initial_indent="   ", subsequent_indent="   ")
+    return [heading, *lines]
 
 
 def _outcomes(rows: Sequence[Mapping[str, Any]]) -> list[str]:

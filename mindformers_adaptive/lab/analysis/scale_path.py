@@ -14,12 +14,16 @@ from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.trace import consecutive_runs
 from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["PATH_HEADING", "Change", "Phase", "as_range", "changes_of", "path_line", "phases", "ranges"]
+__all__ = ["Change", "Phase", "as_range", "changes_of", "path_line", "path_lines", "phases", "ranges"]
 
-PATH_HEADING = "   steps      what the loss scale did      loss scale        window"
+_HEADING = "   steps      what the loss scale did      loss scale"
 
-# What happened within lines that stand for several steps.
-_WITHIN_LINES = {"fall": "fell over {} line", "rise": "rose over {} line"}
+_IN_WORDS = {
+    "fall": "fell over {} line",
+    "rise": "rose over {} line",
+    "applied fall": "fell at {} applied step",
+    "overflow rise": "rose at {} overflow",
+}
 
 # Printed scales are rounded.
 _NEAR = 1e-3
@@ -30,11 +34,14 @@ class Change(NamedTuple):
 
     Attributes:
         step (int): the number of the step.
-        kind (str): "drop", after an overflow; "raise", after clean steps; "fall" or "rise", all that happened in the
-            several steps of a line of the log; "jump", which no step can have made: at a restart or a gap in the log.
+        kind (str): "drop", after an overflow; "raise", after an applied step; "applied fall" and "overflow rise", which
+            only some rules make; "fall" or "rise", all that happened in the several steps of a line of the log; "jump",
+            which no step has made, as far as is known of the rule: at a restart or a gap in the log.
         before (tuple[float, int or None]): the scale and the window that the step used; None for an unknown window.
         after (tuple[float, int or None]): those for the next step.
         first_step (int, optional): the first of several steps that the change lies in. Default: None, just ``step``.
+        clean_steps (int, optional): of a raise, the number of clean steps since the overflow or raise before it, if the
+            log knows each of them. Default: None.
     """
 
     step: int
@@ -42,6 +49,7 @@ class Change(NamedTuple):
     before: tuple[float, int | None]
     after: tuple[float, int | None]
     first_step: int | None = None
+    clean_steps: int | None = None
 
 
 class Phase(NamedTuple):
@@ -84,11 +92,16 @@ def phases(changes: Iterable[Change]) -> list[Phase]:
     return result
 
 
+def path_lines(path: Sequence[Phase]) -> list[str]:
+    """Return phases as a table, with the windows where there are any."""
+    return [_HEADING + "        window" * any(phase.windows for phase in path), *map(path_line, path)]
+
+
 def path_line(phase: Phase) -> str:
-    """Return a phase as a line below ``PATH_HEADING``."""
+    """Return a phase as a line of that table."""
     steps = as_range(phase.first_step, phase.last_step)
     plural = "s" if phase.changes > 1 else ""
-    what = f"{_WITHIN_LINES.get(phase.kind, '{} ' + phase.kind).format(phase.changes)}{plural}"
+    what = f"{_IN_WORDS.get(phase.kind, '{} ' + phase.kind).format(phase.changes)}{plural}"
     scales = f"{as_power_of_two(phase.scale_before)} -> {as_power_of_two(phase.scale_after)}"
     return f"   {steps:<10} {what:<28} {scales:<17} {' -> '.join(map(str, phase.windows))}".rstrip()
 
@@ -96,35 +109,40 @@ def path_line(phase: Phase) -> str:
 def changes_of(run: RecordedRun) -> list[Change]:
     """Return the changes of the scale of a recorded run.
 
-    No log is asked for windows. That of a raise is the number of clean steps since the overflow or raise before it, if
-    the log knows each of them; else, and at a drop or jump, it is None.
+    Windows are those that the log names. What a step did to the scale is what the log says of it. Where it states only
+    one scale a line, a change that a rule with one factor cannot make is a jump.
 
     Examples:
         >>> flags = np.array([True, False, False, False])
         >>> run = RecordedRun("run", (), "jsonl", np.arange(1, 5), np.array([4.0, 2.0, 2.0, 4.0]), flags, ~flags | True)
-        >>> [(change.step, change.kind, change.after) for change in changes_of(run)]
-        [(1, 'drop', (2.0, None)), (3, 'raise', (4.0, 2))]
+        >>> [(change.step, change.kind, change.after, change.clean_steps) for change in changes_of(run)]
+        [(1, 'drop', (2.0, None), None), (3, 'raise', (4.0, None), 2)]
     """
     first, last = _units(run)
     scale = np.append(run.loss_scale[first], run.final_loss_scale)
+    stated = np.full(len(run), math.nan) if run.next_loss_scale is None else run.next_loss_scale
     follows = np.append(run.step[first[1:]] == run.step[last[:-1]] + 1, True)
-    known = np.flatnonzero(~np.isnan(scale))
-    skipped = np.flatnonzero(run.overflow)
+    known, skipped = np.flatnonzero(~np.isnan(scale)), np.flatnonzero(run.overflow)
     changes, started = [], -1
     for unit, following in itertools.pairwise(known.tolist()):
-        before, after = float(scale[unit]), float(scale[following])
-        if before == after:
-            continue
         start, here = int(first[unit]), int(last[following - 1])
-        kind = _kind(before, after, run, start, here) if follows[unit:following].all() else "jump"
-        window = None
-        if kind == "raise":
-            earlier = np.searchsorted(skipped, here)
-            window = _clean_steps(run, max(started, int(skipped[earlier - 1]) if earlier else -1), here)
-        # The scale of a jump, a fall or a rise began at an unknown step.
-        started = here if kind in ("drop", "raise") else len(run)
+        before, after = float(scale[unit]), float(scale[following])
+        made, kind = after, "jump"
+        if start == here and not math.isnan(stated[here]):
+            made = float(stated[here])
+            kind = _kind_of_step(before, made, run, here)
+        elif follows[unit:following].all():
+            kind = _kind(before, after, run, start, here)
+        windows = _window(run, max(start - 1, 0)), _window(run, here)
         first_step = int(run.step[start]) if here > start else None
-        changes.append(Change(int(run.step[here]), kind, (before, window), (after, window), first_step))
+        for one, old, new in ((kind, before, made), ("jump", made, after)):
+            if old == new:
+                continue
+            clean_steps = _clean_steps(run, skipped, started, here) if one == "raise" else None
+            # The scale of a jump, a fall or a rise began at an unknown step.
+            started = len(run) if one in ("jump", "fall", "rise") else here
+            ends = (old, windows[0]), (new, windows[1])
+            changes.append(Change(int(run.step[here]), one, *ends, first_step, clean_steps))
     return changes
 
 
@@ -140,16 +158,30 @@ def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def _kind(before: float, after: float, run: RecordedRun, first: int, last: int) -> str:
     steps, factor, falls = last - first + 1, (run.factor_bound or run.scale_factor) * (1 + _NEAR), after < before
-    is_possible = min(before, after) > 0 and not math.isinf(max(before, after))
-    if not is_possible or abs(math.log2(after / before)) > steps * math.log2(factor):
-        return "jump"
-    if steps == 1 and run.overflow[first] != falls:
-        return "jump"
-    return [("raise", "drop"), ("rise", "fall")][steps > 1][falls]
+    if run.moves_by_one_factor:
+        is_possible = min(before, after) > 0 and not math.isinf(max(before, after))
+        if not is_possible or abs(math.log2(after / before)) > steps * math.log2(factor):
+            return "jump"
+        if steps == 1 and run.overflow[first] != falls:
+            return "jump"
+    return ("rise", "fall")[falls] if steps > 1 else _kind_of_step(before, after, run, first)
 
 
-def _clean_steps(run: RecordedRun, last: int, here: int) -> int | None:
-    """How many clean steps lie after the place of the last overflow or raise, up to this one; None if unknown."""
+def _kind_of_step(before: float, after: float, run: RecordedRun, place: int) -> str:
+    if run.overflow[place]:
+        return "drop" if after < before else "overflow rise"
+    return "applied fall" if after < before else "raise"
+
+
+def _window(run: RecordedRun, place: int) -> int | None:
+    window = math.nan if run.scale_window is None else float(run.scale_window[place])
+    return None if math.isnan(window) else int(window)
+
+
+def _clean_steps(run: RecordedRun, skipped: NDArray[np.int64], started: int, here: int) -> int | None:
+    """How many clean steps lie after the last overflow, or where the scale began, up to a place; None if unknown."""
+    earlier = np.searchsorted(skipped, here)
+    last = max(started, int(skipped[earlier - 1]) if earlier else -1)
     steps, first = here - last, max(last, 0)
     begins_in_the_log = last >= 0 or run.step[0] == 1
     if steps < 1 or not begins_in_the_log or run.step[here] - run.step[first] != here - first:

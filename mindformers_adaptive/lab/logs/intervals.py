@@ -10,10 +10,11 @@ after its last step and, in MindFormers' logs, the flag of that step. From two s
 
 This holds for every rule that changes the scale by one factor and at most once a step: the adaptive one, MindSpore's
 and MindFormers' cells, Megatron-LM's, with any window, hysteresis, floor and cap. It does not for the gradient-guided
-rule, which has to be given. The factor is the one between lines that are one step apart. Where no lines are, the bounds
-are those of the largest factor of which all scales are powers, times a constant; one change need not fit, because the
-scale may have hit a floor of up to 2^14. The guess is 2, where it fits. A printed number of skipped steps is exact,
-unless a fall of the scale shows that the log does not count them.
+rule, which has to be given, nor where a run was resumed with another factor or without its scale; so what bounds rest
+on is said beside them. The factor is the one between lines that are one step apart. Where no lines are, the bounds are
+those of the largest factor of which all scales are powers, times a constant; one change need not fit, because the scale
+may have hit a floor of up to 2^14. The guess is 2, where it fits. A printed number of skipped steps is exact, unless a
+fall of the scale shows that the log does not count them. A single line may stand for all steps up to its own.
 
 Where the rule of the run is given, every sequence of flags by which it leads to the scales of the log is followed, and
 the bounds are the fewest and the most overflows among them.
@@ -33,6 +34,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.logs.reader import LONGEST_INTERVAL, LogEntry
 from mindformers_adaptive.lab.policies import Policy
+from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
 
 __all__ = ["Interval", "bounds_by_rule", "expand", "infer_scale_factor", "intervals_of"]
 
@@ -45,6 +47,14 @@ _LARGEST_START = 2.0**32
 
 # Following a rule through more states than this, summed over the steps, takes more than about half a minute.
 _MOST_STATES = 5e6
+
+_ANY_RULE = (
+    "the rule moves the scale by one factor, the same all through the log, down at overflows and up at applied steps "
+    "only, and each resume went on with its scale. Guided scaling is no such rule, and one of your own may be none: "
+    "name it ('analyze --policy', or read_log(rule=...)). After a resume with other settings, read each part from a "
+    "log of its own."
+)
+_THIS_RULE = "the run followed {!r} with the arguments given, and went on with its whole state wherever it was resumed."
 
 # Counters that have no effect on the scale.
 _COUNTERS = ("skipped_steps", "consecutive_overflows")
@@ -118,6 +128,12 @@ def intervals_of(
         notes (list[str]): gets a sentence for what is missing or contradicts itself.
     """
     usual = _usual_stride(entries)
+    is_alone = len(entries) == 1 and entries[0].steps is None and usual > 1
+    if is_alone:
+        notes.append(
+            f"{entries[0].where}: the only line, taken to stand for all steps up to {entries[0].step}; it may stand "
+            "for the last ones only."
+        )
     start = LogEntry(0, "the start", next_loss_scale=first_scale)
     spans = [_span(earlier, entry, usual, notes) for earlier, entry in pairwise([start, *entries])]
     have_lines = any(entry.overflows for entry in entries)
@@ -136,9 +152,9 @@ def intervals_of(
     intervals = []
     for entry, (steps, before), skips in rows:
         after = entry.next_loss_scale
-        if steps > 1 and _drops(before, after, factor) > steps:
+        if steps > 1 and max(_drops(before, after, factor), _drops(after, before, factor)) > steps:
             notes.append(
-                f"{entry.where}: {steps} steps cannot lower the scale from {before:g} to {after:g}; the scale before "
+                f"{entry.where}: {steps} steps cannot move the scale from {before:g} to {after:g}; the scale before "
                 "them is inferred."
             )
             before = math.nan
@@ -147,7 +163,7 @@ def intervals_of(
             min(max(skips or 0, _drops(before, after, one), overflowed), steps - clean)
             for one in (factor_bound, factor)
         )
-        is_exact = skips == fewest and not wrong
+        is_exact = skips == fewest and not wrong and not is_alone
         most = fewest if is_exact else max(steps - max(_drops(after, before, factor_bound), clean), fewest)
         intervals.append(Interval(entry, steps, before, fewest, most, min(max(guess, fewest), most)))
     return intervals
@@ -175,10 +191,11 @@ def _drops(before: float, after: float, factor: float) -> int:
 
 
 def _usual_stride(entries: Sequence[LogEntry]) -> int:
-    """The commonest number of steps from one line to the next, the smaller of two as common."""
-    apart = np.diff([entry.step for entry in entries])
+    """The commonest number of steps from one line to the next, the smaller of two as common; of one line, its step."""
+    apart = np.diff([entry.step for entry in entries], prepend=[0] if len(entries) == 1 else [])
     strides, counts = np.unique(apart[apart <= LONGEST_INTERVAL], return_counts=True)
-    return int(strides[np.argmax(counts)]) if len(strides) else max(1, min(entries[0].skips or 1, LONGEST_INTERVAL))
+    stride = int(strides[np.argmax(counts)]) if len(strides) else min(entries[0].skips or 1, LONGEST_INTERVAL)
+    return max(stride, 1)
 
 
 def bounds_by_rule(policy: Policy, intervals: Sequence[Interval], notes: list[str]) -> list[tuple[int, int]]:
@@ -285,14 +302,21 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
     """
     factor, factor_bound = infer_scale_factor(entries)
     first_scale = math.nan if rule is None else rule.loss_scale
-    intervals = intervals_of(entries, factor, factor_bound, first_scale, notes)
-    if rule is not None and not rule.moves_by_one_factor:
-        # What the scale does tells nothing of skipped steps: only flags count.
-        factor_bound, intervals, rule = math.inf, list(map(_by_flag, intervals)), None
+    one_factor = rule is None or rule.moves_by_one_factor
+    if one_factor:
+        intervals = intervals_of(entries, factor, factor_bound, first_scale, notes)
+    else:
+        # What the scale does tells nothing of skipped steps: only flags and counts do.
+        factor_bound = math.inf
+        intervals = list(map(_by_flag, intervals_of(entries, math.inf, math.inf, first_scale, notes)))
+    follows = rule is not None and (one_factor or isinstance(rule.rule, DynamicRule))
+    holds_if = ""
+    if (one_factor or follows) and not all(map(_is_stated, intervals)):
+        holds_if = _ANY_RULE if rule is None else _THIS_RULE.format(rule.name)
     counts = np.array([interval.steps for interval in intervals])
     ends = np.cumsum(counts)
     bounds = np.cumsum([(interval.fewest, interval.most) for interval in intervals], axis=0)
-    if rule is not None:
+    if rule is not None and follows:
         bounds = np.array(bounds_by_rule(rule, intervals, notes))
     columns: tuple[list[Any], ...] = ([], [], [])
     after = math.nan
@@ -302,7 +326,7 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
             # A line that names no scale leaves the one that the lines before had led to.
             interval = interval._replace(before=after)
         after = _scale_after(interval, factor)
-        flags, scales = _guessed_path(interval, after, factor, notes)
+        flags, scales = _guessed_path(interval, after, factor, one_factor, notes)
         known = entry.placed and interval.fewest == interval.most and interval.fewest in (0, interval.steps)
         of_steps: list[Any] = [flags, scales, [known] * (interval.steps - 1) + [known or entry.overflow is not None]]
         for column, values in zip(columns, of_steps, strict=True):
@@ -326,11 +350,18 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
             entry.overflowed_parameters for entry in entries if entry.overflowed_parameters is not None
         ),
         "dropped_by_norm": tuple(entry.step for entry in entries if entry.dropped_by_norm),
-        "smallest_window": min((entry.scale_window for entry in entries if entry.scale_window >= 1), default=math.nan),
+        "next_loss_scale": at_last_steps(
+            [math.nan if math.isnan(entry.loss_scale) else entry.next_loss_scale for entry in entries]
+        ),
+        "scale_window": at_last_steps(
+            [entry.scale_window if 1 <= entry.scale_window < math.inf else math.nan for entry in entries]
+        ),
         "lines": np.column_stack([ends, bounds]),
         "final_loss_scale": after,
         "scale_factor": factor,
         "factor_bound": factor_bound,
+        "moves_by_one_factor": one_factor,
+        "holds_if": holds_if,
     }
 
 
@@ -338,8 +369,18 @@ def _or_none(array: NDArray[np.float64]) -> NDArray[np.float64] | None:
     return None if np.isnan(array).all() else array
 
 
+def _has_count(entry: LogEntry) -> bool:
+    return entry.skips is not None or bool(entry.overflows)
+
+
+def _is_stated(interval: Interval) -> bool:
+    """Whether the log itself says how many steps were skipped, and nothing has to be taken of the rule."""
+    is_one_step = interval.steps == 1 and interval.entry.overflow is not None
+    return interval.fewest == interval.most and (is_one_step or _has_count(interval.entry))
+
+
 def _by_flag(interval: Interval) -> Interval:
-    if interval.steps == 1:
+    if _has_count(interval.entry):
         return interval
     overflowed, clean = interval.entry.overflow is True, interval.entry.overflow is False
     return interval._replace(fewest=int(overflowed), most=interval.steps - clean, guess=int(overflowed))
@@ -355,7 +396,9 @@ def _scale_after(interval: Interval, factor: float) -> float:
     return entry.overflows[-1].next_loss_scale / factor**unlisted
 
 
-def _guessed_path(interval: Interval, after: float, factor: float, notes: list[str]) -> tuple[list[bool], list[float]]:
+def _guessed_path(
+    interval: Interval, after: float, factor: float, one_factor: bool, notes: list[str]
+) -> tuple[list[bool], list[float]]:
     """Which steps of an interval overflowed, and the scale that each used, as far as that is a guess."""
     entry, steps, before, count = interval.entry, interval.steps, interval.before, interval.guess
     last_overflowed = entry.overflow is True
@@ -366,9 +409,11 @@ def _guessed_path(interval: Interval, after: float, factor: float, notes: list[s
     if entry.overflows:
         return overflow, _listed_scales(interval, after, factor, notes)
     low, high = (before / factor, before) if count else (before, before * factor)
-    jumps = steps == 1 and not math.isnan(before) and not low * (1 - _NEAR) <= after <= high * (1 + _NEAR)
+    follows = not one_factor or math.isnan(before) or low * (1 - _NEAR) <= after <= high * (1 + _NEAR)
+    jumps = steps == 1 and not follows
     if jumps or (math.isnan(before) and not math.isnan(after)):
-        why = f"the scale {after:g} does not follow from {before:g} on the line before; " if jumps else ""
+        why = f"the scale {after:g} does not follow from {before:g} on the line before, " if jumps else ""
+        why += "as after a restart, or where a rule that was not named moves otherwise; " if jumps else ""
         which = f"step {entry.step}" if steps == 1 else f"steps {entry.step - steps + 1} to {entry.step}"
         notes.append(f"{entry.where}: {why}the scale used in {which} is inferred from the one after.")
         if steps > 1 and interval.fewest != interval.most:

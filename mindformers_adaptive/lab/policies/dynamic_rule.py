@@ -116,6 +116,11 @@ class DynamicRule:
     stops_at_floor: bool = False
     stops_at_or_below: float | None = None
 
+    @property
+    def moves_by_one_factor(self) -> bool:
+        """bool: whether a drop undoes a raise."""
+        return self.backoff_factor is None or math.isclose(self.backoff_factor * self.growth_factor, 1.0)
+
     def start(
         self, loss_scale: float, scale_window: int, clean_steps: int | None = None, overflows: int = 0
     ) -> DynamicState:

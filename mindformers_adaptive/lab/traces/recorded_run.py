@@ -52,7 +52,14 @@ class RecordedRun:
             whose gradients overflowed.
         dropped_by_norm (tuple[int, ...]): numbers of the steps that did not overflow and were dropped all the same, for
             the size of their gradients, as far as the log says.
-        smallest_window (float): the smallest scale window that the log names, in steps; nan where it names none.
+        next_loss_scale (NDArray, optional): float64 of shape (steps,), the scale after the step, nan where the log does
+            not name it beside the one that the step used; None where it never does.
+        scale_window (NDArray, optional): float64 of shape (steps,), the scale window after the step, in steps, nan
+            where the log does not say; None where it never does.
+        moves_by_one_factor (bool): whether the rule of the run is known, or taken, to change the scale by one factor at
+            a time, down at overflows only and up at applied steps only.
+        holds_if (str): what has to be true of the run for the bounds on its skipped steps to hold; "" where they hold
+            for any.
 
     Raises:
         ValueError: if the arrays do not have one length, or the steps do not increase.
@@ -85,11 +92,15 @@ class RecordedRun:
     largest_gradient: Floats | None = None
     overflowed_parameters: tuple[tuple[str, ...], ...] = ()
     dropped_by_norm: tuple[int, ...] = ()
-    smallest_window: float = np.nan
+    next_loss_scale: Floats | None = None
+    scale_window: Floats | None = None
+    moves_by_one_factor: bool = True
+    holds_if: str = ""
 
     def __post_init__(self) -> None:
         arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]
-        require_one_length(f"run {self.name!r}", *arrays, self.largest_gradient)
+        arrays += [self.largest_gradient, self.next_loss_scale, self.scale_window]
+        require_one_length(f"run {self.name!r}", *arrays)
         if (np.diff(self.step) <= 0).any():
             raise ValueError(f"The steps of the run {self.name!r} must increase. Give each step once, in order.")
         if self.lines is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ def test_everything_of_a_small_run_is_told():
         "count": 3,
         "at_least": 3,
         "at_most": 3,
+        "holds_if": None,
         "known": 3,
         "inferred": 0,
         "ranges": [(1, 2), (5, 5)],
@@ -56,7 +58,7 @@ def test_everything_of_a_small_run_is_told():
     assert found["loss_scale"] == {"first": 8.0, "final": 2.0, "smallest": 2.0, "largest": 8.0}
     assert [(row["kind"], row["first_step"], row["last_step"], row["windows"]) for row in phases_found] == [
         ("drop", 1, 2, ()),
-        ("raise", 4, 4, (2,)),
+        ("raise", 4, 4, ()),
         ("drop", 5, 5, ()),
     ]
 
@@ -76,19 +78,57 @@ def test_a_scale_that_jumps_is_neither_dropped_nor_raised():
     assert [change.kind for change in changes_of(run)] == ["jump", "drop", "raise", "jump", "jump"]
 
 
+def path_of(tmp_path, rows):
+    """The path of a record, as text: the step, its flag, its scale, the one after and the window after."""
+    fields = ("step", "overflow", "loss_scale", "next_loss_scale", "scale_window")
+    lines = [json.dumps(dict(zip(fields, row, strict=False))) for row in rows]
+    (tmp_path / "run.jsonl").write_text("\n".join(lines))
+    found = analyze(read_log(tmp_path / "run.jsonl")).text().split("\n\n")[2].splitlines()
+    return [re.split(r"\s{2,}", line.strip()) for line in found]
+
+
+def test_the_path_of_a_record_has_its_windows(tmp_path):
+    rows = [(1, True, 1024, 512, 20), (2, False, 512, 1024, 20), (3, False, 1024, 2048, 30), (4, False, 2048, 2048, 30)]
+    rows.append((5, True, 2048, 1024, 1))
+    assert path_of(tmp_path, rows) == [
+        ["steps", "what the loss scale did", "loss scale", "window"],
+        ["1", "1 drop", "2^10 -> 2^9", "20"],
+        ["2-3", "2 raises", "2^9 -> 2^11", "20 -> 30"],
+        ["5", "1 drop", "2^11 -> 2^10", "30 -> 1"],
+    ]
+
+
+def test_what_the_steps_of_a_record_did_is_no_jump_whatever_the_rule(tmp_path):
+    rows = [(1, True, 1024, 4), (2, False, 4, 64), (3, False, 64, 32), (4, True, 32, 64), (5, True, 64, 64)]
+    # Restarted at another scale, and once more after steps that are not in the record.
+    rows += [(6, False, 256, 256), (9, False, 256, 512), (10, False, 1024, 1024)]
+    heading, *path = path_of(tmp_path, rows)
+    assert heading == ["steps", "what the loss scale did", "loss scale"]
+    assert path[:6] == [
+        ["1", "1 drop", "2^10 -> 2^2"],
+        ["2", "1 raise", "2^2 -> 2^6"],
+        ["3", "fell at 1 applied step", "2^6 -> 2^5"],
+        ["4", "rose at 1 overflow", "2^5 -> 2^6"],
+        ["5", "1 jump", "2^6 -> 2^8"],
+        ["9", "1 raise", "2^8 -> 2^9"],
+    ]
+    assert path[6] == ["9", "1 jump", "2^9 -> 2^10"]
+    assert path[7][0].startswith("A jump is a change of the scale that no step shows")
+
+
 def test_the_window_of_a_raise_is_unknown_where_a_place_is_inferred_or_the_log_began_later():
     scale, overflow = [4, 4, 8, 8, 8, 16], [0] * 6
-    assert [change.before[1] for change in changes_of(run_of(scale, overflow))] == [2, 3]
-    assert [change.before[1] for change in changes_of(run_of(scale, overflow, first_step=7))] == [None, 3]
-    assert [change.before[1] for change in changes_of(run_of(scale, overflow, known=False))] == [None, None]
+    assert [change.clean_steps for change in changes_of(run_of(scale, overflow))] == [2, 3]
+    assert [change.clean_steps for change in changes_of(run_of(scale, overflow, first_step=7))] == [None, 3]
+    assert [change.clean_steps for change in changes_of(run_of(scale, overflow, known=False))] == [None, None]
 
 
 def test_the_window_of_a_raise_is_unknown_after_a_gap_or_a_jump():
     gap = RecordedRun(
         "made", (), "jsonl", np.array([1, 2, 6, 7]), np.array([4.0, 4, 4, 8]), np.full(4, False), np.full(4, True)
     )
-    assert [change.before[1] for change in changes_of(gap)] == [None]
-    assert [change.before[1] for change in changes_of(run_of([2, 8, 8, 16, 16, 32], [0] * 6))] == [None, None, 2]
+    assert [change.clean_steps for change in changes_of(gap)] == [None]
+    assert [change.clean_steps for change in changes_of(run_of([2, 8, 8, 16, 16, 32], [0] * 6))] == [None, None, 2]
 
 
 def test_start_is_lowered_to_the_first_scale_that_held():
@@ -375,7 +415,8 @@ def test_parameters_that_overflowed_are_counted_with_the_most_frequent_first():
 
 def short_run(steps, window, first_step=1, scales=None):
     scales = [65536.0] * steps if scales is None else scales
-    return run_of(scales, [False] * steps, first_step=first_step, smallest_window=float(window))
+    windows = None if window is None else np.full(steps, float(window))
+    return run_of(scales, [False] * steps, first_step=first_step, scale_window=windows)
 
 
 def test_a_run_shorter_than_its_window_is_told_so():
@@ -389,7 +430,7 @@ def test_a_run_shorter_than_its_window_is_told_so():
     "run",
     [
         short_run(25, 25),
-        short_run(25, np.nan),
+        short_run(25, None),
         short_run(25, 1000, first_step=2),
         short_run(25, 1000, scales=[65536.0] * 20 + [131072.0] * 5),
         dataclasses.replace(short_run(25, 1000), largest_gradient=np.full(25, 1.0)),
@@ -404,5 +445,6 @@ def test_the_window_of_a_record_is_read(tmp_path):
     line = '{"step": %d, "overflow": false, "loss_scale": 65536.0, "next_loss_scale": 65536.0, "scale_window": %s}\n'
     log.write_text("".join(line % (step, "null" if step < 3 else 1000) for step in range(1, 26)))
     run = read_log(log)
-    assert run.smallest_window == 1000
+    assert np.isnan(run.scale_window).tolist() == [True] * 2 + [False] * 23
+    assert run.scale_window[-1] == 1000
     assert rules(run) == ["short run"]

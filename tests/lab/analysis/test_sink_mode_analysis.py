@@ -85,3 +85,27 @@ def test_a_collapse_is_seen_by_the_last_step_of_each_line(tmp_path):
     assert [advice.rule for advice in found.advice] == ["collapse"]
     assert found.advice[0].figures["last_step"] == 240
     assert "steps that the log shows were skipped" in found.advice[0].reason
+
+
+def test_what_the_counts_rest_on_is_said(tmp_path, run_program):
+    found, _ = analysis_of(tmp_path, [2.0**16] * 40, 4)
+    assert found.run.holds_if
+    assert f"These counts hold if {found.run.holds_if}" in " ".join(found.text().split())
+    assert found.to_dict()["skipped"]["holds_if"] == found.run.holds_if
+    _, printed, _ = run_program("compare", tmp_path / "sink.log")
+    assert f"Skipped steps and ceilings hold if {found.run.holds_if}" in printed
+    every_step, _ = analysis_of(tmp_path, [2.0**16] * 40, 1)
+    assert (every_step.run.holds_if, every_step.to_dict()["skipped"]["holds_if"]) == ("", None)
+    assert "hold if" not in every_step.text()
+
+
+def test_a_rule_that_is_named_makes_no_jumps(tmp_path):
+    rule = {"loss_scale_value": 2.0**20}
+    flags, scales = run_of(make_policy("guided", **rule), [2.0**16] * 60)
+    log = write_sink_log(tmp_path / "run.log", flags, scales, 1)
+    guessed, known = analyze(read_log(log)), analyze(read_log(log, rule=make_policy("guided", **rule)))
+    assert [phase.kind for phase in guessed.phases] == ["jump", "raise", "jump", "raise"]
+    assert "if the run followed another rule, name it" in " ".join(guessed.text().split())
+    assert [phase.kind for phase in known.phases] == ["drop", "applied fall", "raise"]
+    assert known.run.loss_scale.tolist() == [2.0**20, *scales[:-1]]
+    assert not [note for note in known.run.notes if "does not follow" in note]

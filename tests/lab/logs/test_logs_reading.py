@@ -143,7 +143,7 @@ def test_bad_arguments_and_paths_are_refused(arguments, error, message):
 
 def test_the_format_is_found_in_the_second_of_two_lines_written_into_each_other(tmp_path):
     mixed = MINDFORMERS[0].replace("8388608.0", "0.0") + MINDFORMERS[1]
-    assert read_log(write(tmp_path, [mixed])).step.tolist() == [2]
+    assert read_log(write(tmp_path, [mixed])).step.tolist() == [1, 2]
 
 
 def test_steps_that_go_back_again_and_again_cannot_be_placed(tmp_path):

@@ -9,7 +9,8 @@ from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 
 # What each rule calls the scale that it starts from.
-START = {"adaptive": "loss_scale_value", "dynamic": "init_loss_scale", "megatron": "initial_scale"}
+START = {"dynamic": "init_loss_scale", "megatron": "initial_scale", "torch": "init_scale"}
+START["tensorflow_contrib"] = "init_loss_scale"
 
 RULES = [
     ("adaptive", {}),
@@ -25,6 +26,17 @@ RULES = [
     ("dynamic", {"scale_window": 20}),
     ("dynamic", {"scale_window": 1}),
     ("megatron", {"growth_interval": 15}),
+]
+
+
+# Those that do not move the scale by one factor.
+OTHER_RULES = [
+    ("guided", {}),
+    ("guided", {"exchange_rate": 20.0}),
+    ("own_rules.Follow", {}),
+    ("own_rules.Weigh", {}),
+    ("torch", {"growth_interval": 5, "growth_factor": 4.0, "backoff_factor": 0.1}),
+    ("tensorflow_contrib", {"incr_every_n_steps": 10}),
 ]
 
 
@@ -130,3 +142,70 @@ def test_a_prefix_that_ends_within_a_line_has_bounds_too():
     run = RecordedRun("run", (), "mindformers", *arrays, lines=np.array([[4, 2, 3], [8, 2, 7]]))
     bounds = [run.skipped_bounds(steps) for steps in (0, 1, 3, 4, 5, 8)]
     assert bounds == [(0, 0), (0, 1), (1, 3), (2, 3), (2, 4), (2, 7)]
+
+
+def assert_within(run, flags):
+    """The truth lies within the bounds of each prefix, and steps whose place is known have their flags."""
+    for steps in run.line_ends().tolist():
+        assert run.skipped_bounds(steps)[0] <= sum(flags[:steps]) <= run.skipped_bounds(steps)[1]
+    known = run.position_known
+    assert (run.overflow[known] == np.array(flags)[known]).all()
+
+
+@pytest.mark.parametrize("sink", [2, 10, 50])
+def test_a_single_line_stands_for_all_steps_up_to_it(tmp_path, sink):
+    for seed, (name, params) in enumerate(RULES + OTHER_RULES):
+        flags, scales = run_of(policy_of(name, 2.0**16, params), ceilings_of(seed, sink))
+        run = read_log(write_sink_log(tmp_path / "sink.log", flags, scales, sink))
+        assert run.step.tolist() == list(range(1, sink + 1))
+        assert_within(run, flags)
+        assert f"the only line, taken to stand for all steps up to {sink}" in run.notes[0]
+
+
+@pytest.mark.parametrize("rule", OTHER_RULES, ids=str)
+def test_a_rule_that_moves_otherwise_is_asked_for_and_its_bounds_hold(tmp_path, rule):
+    for seed in range(12):
+        sink = (2, 4, 10)[seed % 3]
+        flags, scales = run_of(policy_of(rule[0], 2.0**20, rule[1]), ceilings_of(seed, 200 // sink * sink))
+        log = write_sink_log(tmp_path / "sink.log", flags, scales, sink)
+        assert "name it ('analyze --policy', or read_log(rule=...))" in read_log(log).holds_if
+        named = policy_of(rule[0], 2.0**20, rule[1])
+        assert not named.moves_by_one_factor
+        run = read_log(log, rule=named)
+        assert_within(run, flags)
+        # Presets of other systems are followed. Of other rules only flags count, whatever is true of the run.
+        assert run.holds_if.startswith(f"the run followed {rule[0]!r}") == (rule[0] in START) == bool(run.holds_if)
+        assert (run.to_trace().lower_bound <= np.where(flags, 0, np.append(2.0**20, scales[:-1]) * (1 + 1e-6))).all()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {}),
+        # Another factor; and the scale that the run once started from.
+        ({"scale_factor": 4}, {"scale_factor": 2}),
+        ({}, {"loss_scale_value": 2.0**30}),
+    ],
+)
+def test_what_bounds_take_of_a_resumed_run_is_said(tmp_path, before, after):
+    for seed in range(6):
+        ceilings, first = ceilings_of(seed, 120), policy_of("adaptive", 2.0**24, {"min_scale_window": 5, **before})
+        flags, scales = run_of(first, ceilings[:60])
+        second = first
+        if after:
+            second = policy_of("adaptive", scales[-1], {"min_scale_window": 5, **after})
+        later = run_of(second, ceilings[60:])
+        flags, scales = flags + later[0], scales + later[1]
+        run = read_log(write_sink_log(tmp_path / "sink.log", flags, scales, 4))
+        assert "one factor, the same all through the log" in run.holds_if
+        assert "and each resume went on with its scale" in run.holds_if
+        if not after:
+            assert_within(run, flags)
+
+
+def test_steps_that_cannot_move_the_scale_so_far_began_at_another(tmp_path):
+    # Restarted at 2^20: with the scale of the line before, no step of the last line could have been skipped.
+    scales = np.repeat([2.0**10, 2.0**11, 2.0**12, 2.0**20], 4)
+    run = read_log(write_sink_log(tmp_path / "sink.log", [False] * 16, scales, 4))
+    assert run.lines.tolist() == [[4, 0, 3], [8, 0, 6], [12, 0, 9], [16, 0, 12]]
+    assert [note for note in run.notes if "4 steps cannot move the scale from 4096 to 1.04858e+06" in note]
