@@ -21,6 +21,7 @@ from mindformers_adaptive.checkpoint.callback import CheckpointMonitor
 from mindformers_adaptive.integration import registration
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import FIELDS, RunRecord, read_record
+from mindformers_adaptive.monitor.step_reader import StepReader
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
@@ -588,3 +589,12 @@ def test_mindformers_trainer_calls_it_before_a_checkpoint_is_saved(tmp_path, mon
 def test_bad_arguments_are_refused(argument, value, error, message):
     with pytest.raises(error, match=message):
         LossScaleMonitor(**{argument: value})
+
+
+@pytest.mark.parametrize(("norm", "dropped"), [(7.5, False), (8.0, True), (math.inf, True), (math.nan, True)])
+def test_a_step_is_dropped_unless_its_norm_is_below_the_threshold(norm, dropped):
+    arguments = {"use_clip_grad": True, "use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 8.0}
+    reader = StepReader(build(train_step_class=functools.partial(MFTrainOneStepCell, **arguments)))
+    assert reader.dropped_by_norm(False, Tensor([norm], mindspore.float32)) is dropped
+    assert reader.dropped_by_norm(True, Tensor([norm], mindspore.float32)) is False
+    assert reader.dropped_by_norm(None, Tensor([norm], mindspore.float32)) is None

@@ -1,10 +1,14 @@
 """Logs of which a line stands for several steps: the number of skipped steps lies within the stated bounds."""
 
+import math
+
 import numpy as np
 import pytest
 from sink_logs import run_of, write_sink_log
 
 from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.logs.intervals import intervals_of
+from mindformers_adaptive.lab.logs.reader import LogEntry
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 
@@ -201,6 +205,27 @@ def test_what_bounds_take_of_a_resumed_run_is_said(tmp_path, before, after):
         assert "and each resume went on with its scale" in run.holds_if
         if not after:
             assert_within(run, flags)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "flag", "bounds"),
+    [
+        (2.0**12, 2.0**12, None, (0, 4)),
+        (2.0**12, 2.0**10, None, (2, 4)),
+        (2.0**12, 2.0**10, False, (2, 3)),
+        (2.0**12, 2.0**12, True, (1, 4)),
+        # Each raise is a clean step.
+        (2.0**12, 2.0**13, None, (0, 3)),
+        (2.0**12, 2.0**14, False, (0, 2)),
+        # By way of a floor a fall of little more than one factor is two drops, and what was rounded is none.
+        (8192.0, 8192.0 / 2**1.1, None, (2, 4)),
+        (8192.0, 4095.9998, None, (1, 4)),
+    ],
+)
+def test_the_bounds_of_a_line_are_those_of_its_change(before, after, flag, bounds):
+    lines = [LogEntry(4, "1", before), LogEntry(8, "2", after, overflow=flag)]
+    found = intervals_of(lines, 2.0, 2.0, math.nan, [])[1]
+    assert (found.fewest, found.most) == bounds
 
 
 def test_steps_that_cannot_move_the_scale_so_far_began_at_another(tmp_path):
