@@ -80,6 +80,15 @@ def test_a_resumed_run_says_which_steps_the_record_had_not_seen(path):
     assert read_record(path) == [*entries(1, 14), missing(15, 17), *entries(18, 18)]
 
 
+@pytest.mark.parametrize(("last_step", "known"), [(3, 2), (2, 1), (4, None), (0, None)])
+def test_the_skipped_steps_are_those_of_the_step_that_a_run_is_resumed_from(path, last_step, known):
+    # Of later steps than those in the record nobody has counted the skipped ones.
+    write(path, [{"step": step, "skipped_steps": step - 1} for step in (1, 2, 3)])
+    record = RunRecord(path)
+    record.resume(last_step)
+    assert record.last_skipped_steps == known
+
+
 def test_a_record_that_begins_at_a_resume_misses_nothing(path):
     write(path, entries(18, 18), last_step=17)
     assert read_record(path) == entries(18, 18)
