@@ -215,6 +215,17 @@ def test_steps_that_were_undone_are_not_told(graph_mode, kind):
     assert kind.cell().recent_steps() == []
 
 
+def test_steps_before_a_leap_are_not_told(graph_mode, kind):
+    owned = Owned(kind.cell(history_size=8))
+    cell = owned.update_cell
+    # Set back to step 2 and then on to step 8: the row that is three before the last is of step 6, of the first time.
+    for steps, first in ((4, 3), (2, 3), (1, 9)):
+        cell.load_state_dict({**cell.state_dict(), "cur_iter": first, "last_overflow_iter": 0})
+        for _ in range(steps):
+            owned.step(False, 1.0)
+    assert [step["step"] for step in cell.recent_steps()] == [9]
+
+
 def test_is_a_cell_of_mindspore_without_anything_to_train(kind):
     cell = kind.cell(history_size=3)
     assert isinstance(cell, nn.DynamicLossScaleUpdateCell)

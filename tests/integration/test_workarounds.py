@@ -129,6 +129,16 @@ def test_a_note_that_names_no_complete_iteration_gives_way_to_the_newest(tmp_pat
     assert config.checkpoint.load_path == str(complete[-1])
 
 
+def test_the_newest_iteration_is_the_one_that_was_written_last(tmp_path):
+    # A run that went back to step 10 saved step 20 beside the later steps of the run before.
+    for age, step in enumerate((40, 20)):
+        os.utime(save_iteration(tmp_path, step) / "common.json", (age, age))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
+    config = load_config(CONFIG, {"checkpoint": {"load_path": str(tmp_path)}}, may_add=("checkpoint",))
+    with pytest.warns(UserWarning, match="the newest folder, iteration_00000020"):
+        apply_workarounds(config)
+
+
 @pytest.mark.parametrize("note", ["20", "release"])
 def test_a_note_that_mindformers_can_use_is_left_to_it(tmp_path, note):
     for step in (20, 40):

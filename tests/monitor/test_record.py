@@ -1,6 +1,7 @@
 """The record of a run has each step once, whatever is killed, resumed, torn or full; one run at a time writes it."""
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -256,6 +257,21 @@ def test_a_lock_that_was_let_go_leaves_no_file(path):
         assert other.name == "record.jsonl"
         with pytest.raises(BlockingIOError):
             RunLock(path)
+
+
+def test_a_lock_whose_file_another_run_deletes_meanwhile_is_taken_on_a_new_one(path, monkeypatch):
+    hidden, lockf = path.with_name(".record.jsonl.lock"), fcntl.lockf
+
+    def lock_after_release_of_another(file, how):
+        monkeypatch.setattr(fcntl, "lockf", lockf)
+        hidden.unlink()
+        lockf(file, how)
+
+    monkeypatch.setattr(fcntl, "lockf", lock_after_release_of_another)
+    lock = RunLock(path)
+    assert hidden.exists()
+    lock.release()
+    assert not hidden.exists()
 
 
 def test_a_record_without_references_lets_its_lock_go(path):
