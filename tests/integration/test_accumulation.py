@@ -5,12 +5,19 @@ import pytest
 from conftest import ROOT
 from examples.tiny_llama import build_dataset, build_model
 from mindformers import TrainingArguments
+from mindformers.tools.register import MindFormerConfig
+from mindformers.trainer.base_trainer import BaseTrainer
 from mindspore import nn
 from training_runs import SMALL_MODEL
 
 from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.integration.launcher import launch, load_config
-from mindformers_adaptive.integration.trainer import MeanOverMicroBatches, Trainer
+from mindformers_adaptive.integration.trainer import (
+    MeanOverMicroBatches,
+    Trainer,
+    accumulate,
+    take_accumulation_steps,
+)
 from mindformers_adaptive.integration.training_probe import build_training
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
@@ -107,3 +114,16 @@ def test_probe_and_find_measure_the_accumulated_gradients(corpus):
     train_step, dataset = build_training(CONFIG, None, options(corpus, MICRO_BATCHES))
     assert isinstance(train_step.network, MeanOverMicroBatches)
     assert (train_step.network.micro_batches, dataset.get_batch_size()) == (MICRO_BATCHES, BATCH)
+
+
+def test_the_model_and_evaluation_see_micro_batches(corpus):
+    config = load_config(CONFIG, options(corpus, MICRO_BATCHES))
+    config.eval_dataset, config.eval_dataset_task = MindFormerConfig(), MindFormerConfig(dataset_config={})
+    base = BaseTrainer()
+    accumulate(base, take_accumulation_steps(config))
+    base.set_config(config, is_full_config=True)
+    # Once for each data set that is made.
+    for _ in range(2):
+        base._reset_dataset_batch_size()
+        assert (config.train_dataset.batch_size, config.eval_dataset.batch_size) == (BATCH, BATCH // MICRO_BATCHES)
+    assert config.runner_config.mini_batch_size == BATCH // MICRO_BATCHES
