@@ -7,11 +7,15 @@ import sys
 
 import pytest
 from conftest import ROOT
+from mindformers.tools.register import MindFormerRegister
+from mindspore import nn
+from mindspore.train import Model
 from record_checks import assert_follows
 from training_runs import LegacyFormat, TrainingRun, assert_one_record_has_every_step_once
 
 from mindformers_adaptive.cli import train
 from mindformers_adaptive.cli.program import main
+from mindformers_adaptive.integration import launcher
 from mindformers_adaptive.integration.checks import value_at
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.monitor.record import read_record
@@ -174,9 +178,26 @@ def test_a_way_that_leads_nowhere_is_refused(key):
         (["--config", "run.yaml", "--options", "seed"], "'seed' must have the form key.sub=value, as in optimizer"),
         (["--config", "run.yaml", "--options", "a..b=1"], "'a..b=1' must have the form key.sub=value"),
         (["--config", "run.yaml", "--options", "a=[1"], "argument --options: 'a=[1': '[1' is not a value in YAML"),
-        (["--config", "run.yaml", "--epochs", "two"], "argument --epochs: invalid int value: 'two'"),
+        (
+            ["--config", "run.yaml", "--epochs", "two"],
+            "argument --epochs: must be an integer from 1 to 2147483647, but got 'two'",
+        ),
         (["--config", "run.yaml", "--sink-mode", "maybe"], "--sink-mode: must be true or false, but got 'maybe'"),
-        (["--config", "run.yaml", "--epoks", "2"], "unrecognized arguments: --epoks 2"),
+        (["--config", "run.yaml", "--epochs", "9" * 5000], "argument --epochs: must be an integer from 1 to"),
+        (["--config", "run.yaml", "--mode", "2"], "argument --mode: must be an integer from 0 to 1, but got '2'"),
+        (["--config", "run.yaml", "--register-path", "x"], "argument --register-path: there is no folder 'x', seen"),
+        (["--config", "run.yaml", "--options", "a=2^99999"], "--options: 'a=2^99999': '2^99999' is too large"),
+        (["--config", "run.yaml", "--options", "a=2020-99-99"], "is not a value in YAML, month must be in 1..12"),
+        (["--config", "run.yaml", "--epoks", "2"], "unrecognized arguments: --epoks 2. Did you mean --epochs"),
+        (
+            ["--config", "run.yaml", "--train_dataset_dri", "x"],
+            "Did you mean --train-dataset-dir or --eval-dataset-dir?",
+        ),
+        (
+            ["--config", "run.yaml", "--loss-scale-windw=9"],
+            "mean --options runner_wrapper.scale_sense.scale_window= or ",
+        ),
+        (["--config", "run.yaml", "--runner_config.epochs", "2"], "is set by --options runner_config.epochs=VALUE"),
     ],
 )
 def test_a_wrong_command_line_is_explained(arguments, message, tmp_path, monkeypatch, capsys):
@@ -187,6 +208,53 @@ def test_a_wrong_command_line_is_explained(arguments, message, tmp_path, monkeyp
         main(["train", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+# What stands in run.yaml, and the message.
+FILES = [
+    ("", "run.yaml must hold keys of MindFormers, but holds 'None'. Write lines such as"),
+    ("[1, 2]", "must hold keys of MindFormers, but holds '[1, 2]'"),
+    ("5", "must hold keys of MindFormers, but holds '5'"),
+    ("1: 2\na: 3", "must hold keys of MindFormers"),
+    ("a: [", "run.yaml must be a file in YAML and UTF-8, but: while parsing a flow node"),
+    ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor for the tag"),
+    ("a: !!bool x", "must be a file in YAML and UTF-8, but: 'x'"),
+    ("a: &a {b: *a}", "stands for more than 100,000 values"),
+    ("a: " + "[" * 20_000, "nested more than 500 levels deep"),
+    ("a: " + "[" * 50, "must be a file in YAML"),
+    (b"\xff\xfea: 1", "'utf-8' codec can't decode byte 0xff"),
+    (bytes(range(256)), "must be a file in YAML and UTF-8"),
+    ("runner_wrapper: 5", "run.yaml: 'runner_wrapper' must be a section of keys, but got 5"),
+    ("callbacks: [1, 2]", "run.yaml: 'callbacks' must be a list of sections, but got [1, 2]"),
+    ("run_mode: [train]", "'run_mode' must be one of train"),
+    ("base_config: run.yaml", "'base_config' must lead to at most 30 files, but from run.yaml it leads to more"),
+    ("base_config: [run.yaml, run.yaml]", "See whether one of them names itself"),
+    ("base_config: other.yaml", "such as run.yaml"),
+    ("base_config: missing.yaml", "there is no file 'missing.yaml'"),
+    ("base_config: 5", "'base_config' must name a YAML file, but got 5"),
+    ("base_config: list.yaml", "list.yaml must hold keys of MindFormers"),
+    ("base_config: number.yaml", "number.yaml: 'runner_wrapper' must be a section"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), FILES, ids=[str(content)[:30] for content, _ in FILES])
+def test_a_wrong_yaml_file_is_explained(run_program, in_a_folder_of_its_own, tmp_path, monkeypatch, content, message):
+    others = {"other": "base_config: run.yaml", "list": "[1]", "number": "runner_wrapper: 5"}
+    for name, text in {**others, "run": content}.items():
+        (tmp_path / f"{name}.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    monkeypatch.setattr(launcher, "launch", lambda _: pytest.fail("nothing may be built"))
+    code, printed, errors = run_program("train", "--config", "run.yaml")
+    assert (code, printed) == (1, "")
+    assert message in errors.partition("adaptive-loss-scale train: error: ")[2]
+
+
+def test_only_what_fails_in_the_steps_of_a_training_had_begun():
+    with pytest.raises(AttributeError) as failed:
+        Model(nn.Dense(1, 1)).train(1, "no data")
+    assert launcher.had_begun(failed.value)
+    with pytest.raises(ValueError, match="AdamX") as failed:
+        MindFormerRegister.get_cls("optimizer", "AdamX")
+    assert not launcher.had_begun(failed.value)
 
 
 @pytest.mark.parametrize("arguments", [["--run-mode", "trian"], ["--options", "run_mode=trian"]])
@@ -217,3 +285,20 @@ def test_a_run_in_pynative_mode_prints_every_step_follows_the_rule_and_saves_its
     values = rule.to_values(state, 16)
     expected = {field.parameter: values[field.name] for field in rule.all_fields()} | {"scale_sense": state.loss_scale}
     assert form.last_saved(output).items() >= expected.items()
+
+
+LATE = [
+    (["optimizer.eps=x"], "error: AdamW: For 'AdamW', the type of 'eps' should be", False),
+    (["callbacks.2.max_consecutive_overflows=2", "callbacks.2.on_collapse=raise"], "Loss scaling has collapsed", True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("changes", "message", "traced"), LATE, ids=["while it is built", "in a step"])
+def test_a_traceback_is_printed_where_the_training_itself_fails(run_forked, corpus, changes, message, traced):
+    model = ["model.model_config.seq_length=32", "model.model_config.hidden_size=32"]
+    script = ROOT / "scripts" / "run_mindformer.py"
+    arguments = ["--config", CONFIG, "--train-dataset-dir", corpus, "--num-samples", 64, "--options", *model, *changes]
+    errors = run_forked(script, *arguments, expect_exit=1).stderr
+    assert message in errors
+    assert ("Traceback (most recent call last)" in errors) is traced
