@@ -10,8 +10,8 @@ from mindformers.core.callback import callback as stock
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.update_cell import RuleUpdateCell
-from mindformers_adaptive.checkpoint.reader import read_sidecar, write_sidecar
+from mindformers_adaptive.cells.update_cell import RUN, RuleUpdateCell
+from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
 
 __all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]
 
@@ -123,8 +123,9 @@ class _CommonInfoWithLossScale(_CommonInfo):
         self._train_step = train_step
 
     def save_common(self, common_filename):
-        loss_scale = float(self._train_step.scale_sense.asnumpy())
-        write_sidecar(Path(common_filename).parent, loss_scale, self._train_step.loss_scaling_manager.state())
+        loss_scale, update_cell = float(self._train_step.scale_sense.asnumpy()), self._train_step.loss_scaling_manager
+        state = {**update_cell.state(), RUN: update_cell.run_number}
+        write_sidecar(Path(common_filename).parent, loss_scale, state)
         super().save_common(common_filename)
 
 
@@ -160,13 +161,20 @@ def restores_sidecar(load_checkpoint):
         if not isinstance(update_cell, RuleUpdateCell) or update_cell.state()["cur_iter"] > 1:
             return
         try:
-            content = read_sidecar(checkpoint)
+            _restore(update_cell, checkpoint)
         except ValueError as error:
             warnings.warn(f"{error}. Loss scaling starts afresh.", stacklevel=2)
-            return
-        if content is not None:
-            # MindFormers restores the loss scale itself.
-            update_cell.restore(content[1])
 
     load_checkpoint_and_sidecar.restores_sidecar = True
     return load_checkpoint_and_sidecar
+
+
+def _restore(update_cell, folder):
+    content = read_sidecar(folder)
+    if content is None:
+        return
+    try:
+        # MindFormers restores the loss scale itself.
+        update_cell.restore(content[1])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{Path(folder, FILE_NAME)} cannot be used: {error}") from error

@@ -11,7 +11,7 @@ from mindformers.utils.tensorboard import get_tensorboard_writer
 from mindspore.train import Callback
 from tensorboardX import SummaryWriter
 
-from mindformers_adaptive.monitor.record import RunRecord
+from mindformers_adaptive.monitor.record import RunRecord, new_run
 from mindformers_adaptive.monitor.step_reader import last_step_before
 from mindformers_adaptive.rules.checks import require_flag
 
@@ -74,6 +74,11 @@ class RecordingCallback(Callback):
         if self._all_ranks:
             path = path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")
             folder = folder and folder / f"rank_{rank}"
+        # Those of other packages keep no number of the run.
+        self._update_cell = update_cell if hasattr(update_cell, "run_number") else None
+        # A run that is resumed has the number that its checkpoint knows, or none.
+        if self._update_cell is not None and self._writes and not self._last_step and not self._update_cell.run_number:
+            self._update_cell.run_number = new_run()
         self._record, self._failed = RunRecord(path, self.every_step), False
         # The steps after it are removed from the record before the next line is written.
         self._resume_after = self._last_step
@@ -94,8 +99,11 @@ class RecordingCallback(Callback):
             return
         try:
             if self._resume_after is not None:
-                for note in self._record.resume(self._resume_after):
+                run = 0 if self._update_cell is None else self._update_cell.run_number
+                for note in self._record.resume(self._resume_after, run):
                     logger.warning("%s", note)
+                if self._record.run != run:
+                    self._update_cell.run_number = self._record.run
                 first_step, self._resume_after = self._resume_after + 1, None
                 logger.info("%s is recorded in %s from step %s.", self.subject, self._record.path, first_step)
             self._record.append(entries)
