@@ -40,6 +40,8 @@ class CheckpointMonitor(stock.CheckpointMonitor):
     def _save_megatron_ckpt_file_format(self, cb_params):
         if cb_params.cur_step_num == self._last_triggered_step:
             return
+        # LossScaleMonitor looks when this is asked, which MindFormers does not do at the end of a training.
+        self._check_save_ckpt(cb_params, True)
         update_cell = getattr(cb_params.network, "loss_scaling_manager", None)
         if isinstance(update_cell, RuleUpdateCell):
             # MindFormers saves it as common.json, into the folder of this step, before it calls the step complete.
@@ -177,4 +179,4 @@ def _restore(update_cell, folder):
         # MindFormers restores the loss scale itself.
         update_cell.restore(content[1])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{Path(folder, FILE_NAME)} cannot be used: {error}") from error
+        raise ValueError(f"{Path(folder, FILE_NAME)} cannot be used: {str(error).rstrip('.')}") from error

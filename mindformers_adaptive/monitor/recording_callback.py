@@ -1,5 +1,6 @@
 """The base of the callbacks that write: a record, and scalars and histograms for TensorBoard."""
 
+import errno
 import math
 import os
 from pathlib import Path
@@ -16,6 +17,11 @@ from mindformers_adaptive.monitor.step_reader import last_step_before
 from mindformers_adaptive.rules.checks import require_flag
 
 __all__ = ["RecordingCallback", "require_choice"]
+
+_FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room on the disk, or give")
+_READ_ONLY = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow this user to write there, or give")
+# What can be done beside giving another path.
+_REMEDIES = _FULL | _READ_ONLY
 
 
 class RecordingCallback(Callback):
@@ -113,7 +119,7 @@ class RecordingCallback(Callback):
         except OSError as error:
             message = (
                 f"The record {self._record.path} cannot be written: {error}. It ends at step {self._record.last_step}. "
-                "Make room on the disk, or give another 'record_path'."
+                f"{_REMEDIES.get(error.errno, 'Give')} another 'record_path'."
             )
             if self._on_write_error == "raise":
                 raise OSError(f"{message} Training stops, because 'on_write_error' is 'raise'.") from error
