@@ -164,8 +164,8 @@ def test_a_record_without_the_number_of_its_run_goes_on(graph_mode, tmp_path, fi
     record, before = tmp_path / "record.jsonl", (WRITTEN / "adaptive" / "loss_scale_record.jsonl").read_text()
     record.write_text(before)
     step, rows = train_step_of("adaptive", file), np.ones((3, 3), np.float32)
-    data = dataset.NumpySlicesDataset((rows, rows[:, :2])).batch(1)
     for _ in range(2):
+        data = dataset.NumpySlicesDataset((rows, rows[:, :2])).batch(1)
         Model(step).train(1, data, callbacks=[LossScaleMonitor(record)], dataset_sink_mode=False)
     assert record.read_text().startswith(before)
     assert [entry["step"] for entry in read_record(record)] == list(range(1, 67))
