@@ -51,8 +51,9 @@ class LossScaleMonitor(RecordingCallback):
 
     A run that is resumed from a checkpoint continues the file, and steps that it takes again replace the old ones. A
     new run keeps an older file under another name; one that starts while another run writes the file takes a file with
-    ``_2`` in its name. The host reads the device before each checkpoint too, so that none is ahead of the record.
-    When SIGTERM or SIGINT stops the process, a line of the log says at which step, and how to resume.
+    ``_2`` in its name. By the number of the run in the first line each finds its own again. The host reads the device
+    before each checkpoint too, so that none is ahead of the record. When SIGTERM or SIGINT stops the process, a line of
+    the log says at which step, and how to resume.
 
     Args:
         record_path (str, optional): the file. Default: None, ``loss_scale_record.jsonl`` in the output folder of

@@ -27,6 +27,7 @@ from mindformers_adaptive.monitor.record import FIELDS, RunRecord, read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
     MFTrainOneStepCell,
     TrainOneStepWithLossScaleCell,
 )
@@ -401,6 +402,16 @@ def test_a_count_that_is_full_or_damaged_leaves_steps_that_go_on(path, count):
     steps = [line["step"] for line in read_record(path)]
     first = count if count == 2**31 - 3 else 1
     assert steps == list(range(first, first + 6))
+
+
+@pytest.mark.parametrize("cell", [adaptive, lambda: GradientGuidedLossScaleUpdateCell(INITIAL_SCALE)])
+def test_after_a_damaged_count_steps_skips_and_a_collapse_are_seen(path, messages, cell):
+    network = build(cell())
+    network.loss_scaling_manager.cur_iter.set_data(Tensor(2**31 - 1, mindspore.int32))
+    with pytest.warns(UserWarning, match="'current_iterator_step' 2147483647, which must lie between .*: 1 is used"):
+        train(network, [LossScaleMonitor(path, max_consecutive_overflows=3)], [False, True, True, True])
+    assert [(line["step"], line["skipped_steps"]) for line in read_record(path)] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert [message for message in messages() if "collapsed: 3 steps in a row have overflowed up to step 4" in message]
 
 
 class SeesRecord(Callback):
