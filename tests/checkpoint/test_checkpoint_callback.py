@@ -8,6 +8,7 @@ import pytest
 from mindspore import Tensor, nn
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.checkpoint.callback import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
@@ -33,7 +34,7 @@ def test_the_sidecar_is_written_with_common_json_which_stays_as_mindformers_writ
     info = _CommonInfoWithLossScale(step)
     info.step_num = 1
     info.save_common(str(tmp_path / "common.json"))
-    assert read_sidecar(tmp_path) == (512.0, step.loss_scaling_manager.state())
+    assert read_sidecar(tmp_path) == (512.0, {**step.loss_scaling_manager.state(), RUN: 0})
     stock = StockCommonInfo(step_num=1)
     stock.save_common(str(tmp_path / "stock.json"))
     assert json.loads((tmp_path / "common.json").read_text()) == json.loads((tmp_path / "stock.json").read_text())

@@ -13,6 +13,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.train import LambdaCallback, Model
 
 from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.rules.base import STEP_LIMIT
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.text_rule import Lanes
@@ -233,6 +234,7 @@ def test_is_a_cell_of_mindspore_without_anything_to_train(kind):
     assert isinstance(cell, nn.DynamicLossScaleUpdateCell)
     assert cell.trainable_params() == []
     expected = {field.parameter: (field.shape, field.dtype) for field in kind.rule.all_fields()}
+    expected[RUN] = (), "int32"
     found = {
         name: (parameter.shape, str(parameter.dtype).lower()) for name, parameter in cell.parameters_dict().items()
     }
