@@ -238,9 +238,9 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         if scale_name is None:
             raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
         loss_scale = self.rule.repair_loss_scale(float(to_number(state_dict[scale_name])), scale_name)
-        run = self._run_in(state_dict)
+        self.restore_run(state_dict)
         problems = self._repair_and_write(loss_scale, {**present, **given}, self._fields_of(given))
-        self.written_state, self.run_number = self.state(), run
+        self.written_state = self.state()
         missing = [key for key in present if key not in given and key not in self.signals]
         if missing and not problems:
             warnings.warn(f"The state has no {', '.join(missing)}: what it lacks stays as it is.", stacklevel=2)
@@ -258,12 +258,14 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         if not restored.issuperset(field.name for field in self.rule.fields):
             # Another rule may have pieces of the same name.
             given = {key: value for key, value in given.items() if key not in self.rule.own_keys()}
-        run = self._run_in(state)
+        self.restore_run(state)
         self._repair_and_write(self.present_loss_scale, {**self.state(), **given}, restored)
-        self.written_state, self.run_number = self.state(), run
+        self.written_state = self.state()
 
-    def _run_in(self, given):
-        return to_integer(RUN, given[RUN]) if RUN in given else self.run_number
+    def restore_run(self, state):
+        """Restore the number of the run, if a state has it."""
+        if RUN in state:
+            self.run_number = to_integer(RUN, state[RUN])
 
     def _repair_and_write(self, loss_scale, values, restored):
         repaired, problems = self.rule.repair(values, loss_scale, restored)

@@ -159,24 +159,30 @@ def restores_sidecar(load_checkpoint):
     def load_checkpoint_and_sidecar(checkpoint, network, optimizer=None, *args, **kwargs):
         load_checkpoint(checkpoint, network, optimizer, *args, **kwargs)
         update_cell = getattr(optimizer, "loss_scaling_manager", None)
-        # With optimizer state the Parameters have come back already, as a part of it.
-        if not isinstance(update_cell, RuleUpdateCell) or update_cell.state()["cur_iter"] > 1:
+        if not isinstance(update_cell, RuleUpdateCell):
             return
+        # With optimizer state the Parameters have come back already, as a part of it; of several devices perhaps
+        # without the number of the run, which is in no graph.
+        has_state = update_cell.state()["cur_iter"] > 1
         try:
-            _restore(update_cell, checkpoint)
+            _restore(update_cell, checkpoint, has_state)
         except ValueError as error:
-            warnings.warn(f"{error}. Loss scaling starts afresh.", stacklevel=2)
+            if not has_state:
+                warnings.warn(f"{error}. Loss scaling starts afresh.", stacklevel=2)
 
     load_checkpoint_and_sidecar.restores_sidecar = True
     return load_checkpoint_and_sidecar
 
 
-def _restore(update_cell, folder):
-    content = read_sidecar(folder)
-    if content is None:
+def _restore(update_cell, folder, has_state):
+    _, state = read_sidecar(folder) or (None, None)
+    if state is None:
         return
     try:
-        # MindFormers restores the loss scale itself.
-        update_cell.restore(content[1])
+        if has_state:
+            update_cell.restore_run(state)
+        else:
+            # MindFormers restores the loss scale itself.
+            update_cell.restore(state)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{Path(folder, FILE_NAME)} cannot be used: {str(error).rstrip('.')}") from error

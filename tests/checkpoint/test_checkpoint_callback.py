@@ -55,7 +55,7 @@ def load_nothing(checkpoint, network, optimizer=None):
 
 
 def test_the_sidecar_does_not_replace_what_came_with_the_optimizer(graph_mode, step, tmp_path):
-    write_sidecar(tmp_path, 2.0**15, {"scale_window": 100, "window_index": 4, "cur_iter": 50})
+    write_sidecar(tmp_path, 2.0**15, {"scale_window": 100, "window_index": 4, "cur_iter": 50, RUN: 7})
 
     def load_optimizer(checkpoint, network, optimizer=None):
         update_cell = optimizer.loss_scaling_manager
@@ -64,6 +64,11 @@ def test_the_sidecar_does_not_replace_what_came_with_the_optimizer(graph_mode, s
 
     restores_sidecar(load_optimizer)(str(tmp_path), step.network, step.optimizer)
     assert step.loss_scaling_manager.state()["scale_window"] == 30
+    # Which is in no graph, and so does not come with the optimizer's everywhere.
+    assert step.loss_scaling_manager.run_number == 7
+    (tmp_path / FILE_NAME).write_text("torn")
+    # A warning would be an error.
+    restores_sidecar(load_optimizer)(str(tmp_path), step.network, step.optimizer)
 
 
 def test_a_torn_sidecar_is_named_and_never_loaded(step, tmp_path):
