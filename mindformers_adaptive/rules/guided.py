@@ -22,7 +22,7 @@ from mindformers_adaptive.rules.backend import (
     unstack,
     where,
 )
-from mindformers_adaptive.rules.base import Field
+from mindformers_adaptive.rules.base import STEP_LIMIT, Field
 from mindformers_adaptive.rules.checks import require_number, to_float32
 from mindformers_adaptive.rules.text_rule import TextRule
 
@@ -53,7 +53,7 @@ REACH = 1.25
 
 # How many bits below what it shows the step after an explained overflow puts ``low`` and ``level``: overflows come in
 # groups.
-CAREFUL = 3.0
+CAREFUL = 6.0
 
 # Gradients that showed too little twice are taken to show a bit too little, up to three: where the largest of them is
 # summed in float32, ceilings of up to 2.8 bits above what it shows have been measured.
@@ -67,7 +67,7 @@ LARGEST_WINDOWS = WINDOW_FACTOR**2
 # In place of the cheapest bin while no gradient has shown anything: only the limit counts.
 NO_CAP = -1024
 
-# ``low`` and ``level`` before a gradient has shown anything, in bits.
+# ``low`` before a gradient has shown anything, in bits; ``level`` is as far on the other side.
 UNSEEN = 1024.0
 
 # Rates are kept above this, and numbers that go towards 0 end at it: some devices flush subnormal numbers to 0.
@@ -117,22 +117,22 @@ def step(
     explained = logical_and(gradient_known, shown < first)
     fall = logical_and(logical_and(after_overflow, clean < recent), logical_not(explained))
     no_fall = logical_not(fall)
-    was_unseen = level == UNSEEN
+    was_unseen = low == UNSEEN
     fresh = logical_and(gradient_known, was_unseen)
     not_fresh = logical_not(fresh)
-    bound = logical_and(exponent == base + ONE - limit, not_fresh)
     base = where(fresh, shown, base)
     limit = where(fresh, ZERO, limit)
+    bound = exponent == base + ONE - limit
 
     # Record, low and level; all of them stay as they are where nothing is shown.
     bits = where(shown == ZERO, NEARLY_ZERO, float32(shown))
     counted = logical_and(gradient_known, logical_not(after_overflow))
     middle = float32(base)
-    overflowed_at = float32(middle - below_base > bits)
+    # Counted from ``low`` where that is below ``base``: a step that goes on with a fall is no surprise.
+    overflowed_at = float32(minimum(middle, low) - below_base > bits)
     moved_rate = maximum(overflow_rate + (overflowed_at - overflow_rate) * weight, NEARLY_ZERO)
     overflow_rate = where(counted, moved_rate, overflow_rate)
     weight = where(counted, maximum(memory, weight / (FLOAT_ONE + weight)), weight)
-    level = where(fresh, bits, level)
     careful = logical_and(after_overflow, explained)
     moved_low = minimum(bits, low + (bits - low) * LOW_SHARE + LOW_STEP)
     moved_level = maximum(level + (bits - level) * LEVEL_SHARE, moved_low - CLIMB)
@@ -142,10 +142,12 @@ def step(
     base = where(gradient_known, int32(moved_base), base)
     levels = where(gradient_known, stack((weight, low, level)), levels)
 
-    # The limit falls, or is tried one bit higher.
+    # The limit falls, is tried one bit higher, or eased.
     longer_clean = clean + ONE
     higher = logical_and(logical_and(bound, longer_clean >= window), no_fall)
-    limit = where(fall, base + ONE - first + consecutive_overflows, limit - int32(higher))
+    # Overflows that the gradients explain ease it: without them it would have been tried. At 0 and below it is none.
+    eased = limit - int32(logical_or(higher, careful))
+    limit = where(fall, base + ONE - first + consecutive_overflows, eased)
     contradictions = where(fall, maximum(contradictions - CONTRADICTIONS_PER_BIT, ZERO), contradictions)
     was_trial = trial > ZERO
     after_fall = where(was_trial, minimum(window * WINDOW_FACTOR, largest_window), smallest_window)
@@ -198,12 +200,12 @@ class GuidedRule(TextRule):
           shown += contradictions // 2
           explained = shown < first
           fall = overflows just before, not explained, and clean_steps < P / 10
+          the first step that shows something: base = shown, limit = 0
           bound = the limit decided the scale: e == base + 1 - limit
-          the first step that shows something: level = base = shown, limit = 0, bound = False
           not after overflows, for each bin k, with the scale 2^(base + 1 - k):
-            overflow_rate[k] += ([base + 1 - k > shown] - overflow_rate[k]) * weight
+            overflow_rate[k] += ([min(base, low) + 1 - k > shown] - overflow_rate[k]) * weight
             weight = max(1 / P, weight / (1 + weight))
-          after overflows that are explained: low = level = shown - 3
+          after overflows that are explained: low = level = shown - 6; limit -= 1
           else: low = min(shown, low + (shown - low) / 4 + 0.1875)
                 level = max(level + (shown - level) / 32, low - 0.6875)
           base: moved, by whole bits and no more than it takes, to level - 1.25 ... level + 1.25; record and limit keep
@@ -243,7 +245,7 @@ class GuidedRule(TextRule):
         True
         >>> state = rule.step(state, overflow=False, largest_gradient=0.25)
         >>> state.base, state.limit, state.skipped_steps
-        (15, 0, 2)
+        (12, -1, 2)
     """
 
     name = "guided"
@@ -305,7 +307,7 @@ class GuidedRule(TextRule):
             "first_exponent": exponent,
             "weight": to_float32(1 / (PRIOR_STEPS + 1)),
             "low": UNSEEN,
-            "level": UNSEEN,
+            "level": -UNSEEN,
             "overflow_rate": tuple(2.0 ** -(place + 1) for place in range(NUM_BINS)),
         }
 
@@ -329,7 +331,8 @@ class GuidedRule(TextRule):
             and 1 <= values["scale_window"] <= LARGEST_WINDOWS * _LONGEST_PATIENCE // 2
             and 0 <= values["clean_steps"] <= LARGEST_WINDOWS * _LONGEST_PATIENCE // 2
             and 0 <= values["contradictions"] <= MOST_CONTRADICTIONS
-            and all(abs(values[name]) <= _LARGEST_EXPONENT for name in ("base", "limit", "first_exponent"))
+            and all(abs(values[name]) <= _LARGEST_EXPONENT for name in ("base", "first_exponent"))
+            and -STEP_LIMIT <= values["limit"] <= _LARGEST_EXPONENT
             and values["trial"] in (0, 1)
         )
         return None if sound else f"The checkpoint has a state of {self.title} that this cell cannot have"

@@ -27,7 +27,7 @@ class ReadableGuided:
         rates = tuple(2.0 ** -(place + 1) for place in range(16))
         third = float(np.float32(1 / 3))
         counts = (self.small, exponent - 1, 0, 0, 0, 0, exponent)
-        return State(2.0**exponent, *counts, third, 1024.0, 1024.0, rates, 0, 0)
+        return State(2.0**exponent, *counts, third, 1024.0, -1024.0, rates, 0, 0)
 
     def step(self, state, overflow, largest_gradient=None):
         exponent = round(math.log2(state.loss_scale))
@@ -45,18 +45,19 @@ class ReadableGuided:
         after = state.consecutive_overflows > 0
         explained = shown is not None and shown < state.first_exponent
         fall = after and not explained and state.clean_steps < self.patience // 10
-        bound = exponent == state.base + 1 - state.limit
         base, limit, weight = state.base, state.limit, np.float32(state.weight)
         low, level, rates = np.float32(state.low), np.float32(state.level), np.array(state.overflow_rate, np.float32)
+        unseen = low == UNSEEN
+        if unseen and shown is not None:
+            base, limit = shown, 0
+        bound = exponent == base + 1 - limit
         if shown is not None:
-            if level == UNSEEN:
-                base, limit, bound, level = shown, 0, False, bits_of(shown)
             if not after:
-                overflowed = (np.float32(base + 1) - PLACES > bits_of(shown)).astype(np.float32)
+                overflowed = (min(np.float32(base), low) - (PLACES - 1) > bits_of(shown)).astype(np.float32)
                 rates = np.maximum(rates + (overflowed - rates) * weight, NEARLY_ZERO)
                 weight = max(np.float32(1 / self.patience), weight / (np.float32(1) + weight))
             if after and explained:
-                low = level = bits_of(shown) - np.float32(3)
+                low = level = bits_of(shown) - np.float32(6)
             else:
                 low = min(bits_of(shown), low + (bits_of(shown) - low) * np.float32(1 / 4) + np.float32(3 / 16))
                 level = max(level + (bits_of(shown) - level) * np.float32(1 / 32), low - np.float32(11 / 16))
@@ -69,8 +70,10 @@ class ReadableGuided:
             trial = 0
         elif bound and state.clean_steps + 1 >= window:
             limit, window, trial = limit - 1, self.small if trial else window, 1
+        elif after and explained:
+            limit -= 1
         # Until a gradient has shown something, only the limit counts.
-        cheapest = -1024 if level == UNSEEN else int(np.argmin(rates * np.float32(self.patience) + PLACES))
+        cheapest = -1024 if unseen and shown is None else int(np.argmin(rates * np.float32(self.patience) + PLACES))
         following = min(max(base + 1 - max(cheapest, limit), self.lowest), self.highest)
         clean = 0 if after or following > exponent else min(state.clean_steps + 1, 64 * self.small)
         counts = (window, base, limit, trial, clean, contradictions, following)

@@ -114,7 +114,7 @@ def test_a_hysteresis_budget_beyond_the_hysteresis_is_mended():
         {"clean_steps": 2**25},
         {"contradictions": 7},
         {"base": 600},
-        {"limit": -600},
+        {"limit": 600},
         {"first_exponent": 600},
         {"trial": 2},
     ],

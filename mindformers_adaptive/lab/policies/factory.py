@@ -55,7 +55,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         20
         >>> policy = make_policy("guided", loss_scale_value=2.0**32)
         >>> [policy.step(True), policy.step(True), policy.step(False, largest_gradient=1.0)]
-        [4194304.0, 4096.0, 64.0]
+        [4194304.0, 4096.0, 8.0]
     """
     if isinstance(name, type) or is_rule_name(name):
         own_rule, state = start_rule(name, params)
