@@ -98,6 +98,13 @@ def test_each_goes_on_from_the_state_of_each(kind, source):
             assert is_same(manager_cell.state_dict(), resumed.state_owner.state_dict())
 
 
+def test_a_manager_hands_on_a_state_that_counts_no_step_yet():
+    manager = KINDS["adaptive with hysteresis"].manager()
+    # As Megatron-LM's scaler is after an overflow.
+    manager.load_state_dict({"scale": 2.0**16, "growth_tracker": 0, "hysteresis_tracker": 1})
+    assert manager.get_update_cell().state()["hysteresis_budget"] == 1
+
+
 def save(owned, folder, form):
     """Save in a format; return a function that restores it as MindFormers would, with the loss scale."""
     if form != "sidecar":
