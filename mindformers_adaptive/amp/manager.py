@@ -127,8 +127,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
             )
         present = self._present_cell
         cell = self.cell_class._for_rule(self.rule, present.rule_state(), **self._options)
-        if present.state()["cur_iter"] > 1:
-            cell.load_state_dict(present.state_dict())
+        cell.load_state_dict(present.state_dict())
         self.update_cell = cell
         return cell
 

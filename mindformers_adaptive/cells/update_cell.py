@@ -11,7 +11,10 @@ from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_g
 from mindformers_adaptive.rules.base import STEP_FIELDS, STEP_LIMIT, to_integer, to_number
 from mindformers_adaptive.rules.checks import require_flag, require_integer, to_float32
 
-__all__ = ["NoLossScaleUpdateCell", "RuleUpdateCell", "read_restored_scale"]
+__all__ = ["RUN", "NoLossScaleUpdateCell", "RuleUpdateCell", "read_restored_scale"]
+
+# What a checkpoint and a state_dict() call the number of the run.
+RUN = "loss_scaling_run"
 
 # The names of the loss scale in a state: Megatron-LM's, that of a checkpoint, and that of a loss scaler's state().
 _SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
@@ -52,6 +55,8 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.written_state = self.checked_state = None
         self.restored = set()
         self._make_parameters(start)
+        # Read by no graph. It is no part of the state, and comes back with it.
+        self.loss_scaling_run = Parameter(Tensor(0, mstype.int32), name=RUN, requires_grad=False)
         # As a Tensor, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
         self.step_limit = Tensor(STEP_LIMIT, mstype.int32)
         self.keeps_history = history_size > 0
@@ -155,6 +160,15 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         return self.present_loss_scale
 
     @property
+    def run_number(self):
+        """int: the number of the run, by which it finds its records again; 0 until a callback sets it."""
+        return int(self.loss_scaling_run.asnumpy())
+
+    @run_number.setter
+    def run_number(self, number):
+        self.loss_scaling_run.set_data(Tensor(number, mstype.int32))
+
+    @property
     def present_loss_scale(self):
         """float: that of the next step, or the initial one where no train-step cell has bound its own."""
         if self.bound_loss_scale is None:
@@ -183,8 +197,8 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
 
         Returns:
             dict[str, Union[int, float]], with ``scale``, the loss scale; ``growth_tracker``, the clean steps since the
-            last overflow or raise; ``hysteresis_tracker``, the overflows left until a drop; and the state, vectors
-            element by element as ``name_0``, ``name_1``, ....
+            last overflow or raise; ``hysteresis_tracker``, the overflows left until a drop; ``loss_scaling_run``, the
+            number of the run for its records; and the state, vectors element by element as ``name_0``, ``name_1``, ....
 
         Raises:
             RuntimeError: if this cell took steps in a train-step cell of another package, and so does not know its
@@ -197,7 +211,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             "growth_tracker": state["cur_iter"] - 1 - state["last_overflow_iter"],
             "hysteresis_tracker": state.get("hysteresis_budget", getattr(self.rule, "hysteresis", 1)),
         }
-        numbers = {"scale": loss_scale, **trackers}
+        numbers = {"scale": loss_scale, **trackers, RUN: self.run_number}
         for name, value in state.items():
             is_vector = isinstance(value, tuple)
             numbers |= {f"{name}_{place}": one for place, one in enumerate(value)} if is_vector else {name: value}
@@ -224,6 +238,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         if scale_name is None:
             raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
         loss_scale = self.rule.repair_loss_scale(float(to_number(state_dict[scale_name])), scale_name)
+        self.restore_run(state_dict)
         problems = self._repair_and_write(loss_scale, {**present, **given}, self._fields_of(given))
         self.written_state = self.state()
         missing = [key for key in present if key not in given and key not in self.signals]
@@ -243,8 +258,14 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         if not restored.issuperset(field.name for field in self.rule.fields):
             # Another rule may have pieces of the same name.
             given = {key: value for key, value in given.items() if key not in self.rule.own_keys()}
+        self.restore_run(state)
         self._repair_and_write(self.present_loss_scale, {**self.state(), **given}, restored)
         self.written_state = self.state()
+
+    def restore_run(self, state):
+        """Restore the number of the run, if a state has it."""
+        if RUN in state:
+            self.run_number = to_integer(RUN, state[RUN])
 
     def _repair_and_write(self, loss_scale, values, restored):
         repaired, problems = self.rule.repair(values, loss_scale, restored)

@@ -10,8 +10,8 @@ from mindformers.core.callback import callback as stock
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.update_cell import RuleUpdateCell
-from mindformers_adaptive.checkpoint.reader import read_sidecar, write_sidecar
+from mindformers_adaptive.cells.update_cell import RUN, RuleUpdateCell
+from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
 
 __all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]
 
@@ -40,6 +40,8 @@ class CheckpointMonitor(stock.CheckpointMonitor):
     def _save_megatron_ckpt_file_format(self, cb_params):
         if cb_params.cur_step_num == self._last_triggered_step:
             return
+        # LossScaleMonitor looks when this is asked, which MindFormers does not do at the end of a training.
+        self._check_save_ckpt(cb_params, True)
         update_cell = getattr(cb_params.network, "loss_scaling_manager", None)
         if isinstance(update_cell, RuleUpdateCell):
             # MindFormers saves it as common.json, into the folder of this step, before it calls the step complete.
@@ -123,8 +125,9 @@ class _CommonInfoWithLossScale(_CommonInfo):
         self._train_step = train_step
 
     def save_common(self, common_filename):
-        loss_scale = float(self._train_step.scale_sense.asnumpy())
-        write_sidecar(Path(common_filename).parent, loss_scale, self._train_step.loss_scaling_manager.state())
+        loss_scale, update_cell = float(self._train_step.scale_sense.asnumpy()), self._train_step.loss_scaling_manager
+        state = {**update_cell.state(), RUN: update_cell.run_number}
+        write_sidecar(Path(common_filename).parent, loss_scale, state)
         super().save_common(common_filename)
 
 
@@ -156,17 +159,30 @@ def restores_sidecar(load_checkpoint):
     def load_checkpoint_and_sidecar(checkpoint, network, optimizer=None, *args, **kwargs):
         load_checkpoint(checkpoint, network, optimizer, *args, **kwargs)
         update_cell = getattr(optimizer, "loss_scaling_manager", None)
-        # With optimizer state the Parameters have come back already, as a part of it.
-        if not isinstance(update_cell, RuleUpdateCell) or update_cell.state()["cur_iter"] > 1:
+        if not isinstance(update_cell, RuleUpdateCell):
             return
+        # With optimizer state the Parameters have come back already, as a part of it; of several devices perhaps
+        # without the number of the run, which is in no graph.
+        has_state = update_cell.state()["cur_iter"] > 1
         try:
-            content = read_sidecar(checkpoint)
+            _restore(update_cell, checkpoint, has_state)
         except ValueError as error:
-            warnings.warn(f"{error}. Loss scaling starts afresh.", stacklevel=2)
-            return
-        if content is not None:
-            # MindFormers restores the loss scale itself.
-            update_cell.restore(content[1])
+            if not has_state:
+                warnings.warn(f"{error}. Loss scaling starts afresh.", stacklevel=2)
 
     load_checkpoint_and_sidecar.restores_sidecar = True
     return load_checkpoint_and_sidecar
+
+
+def _restore(update_cell, folder, has_state):
+    _, state = read_sidecar(folder) or (None, None)
+    if state is None:
+        return
+    try:
+        if has_state:
+            update_cell.restore_run(state)
+        else:
+            # MindFormers restores the loss scale itself.
+            update_cell.restore(state)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{Path(folder, FILE_NAME)} cannot be used: {str(error).rstrip('.')}") from error

@@ -26,8 +26,8 @@ def register():
     ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`,
     ``CheckpointMonitor`` that of :mod:`mindformers_adaptive.checkpoint.callback`, and ``TrainingStateMonitor`` that of
     :mod:`mindformers_adaptive.integration.training_state_monitor`. MindFormers' trainer restores the state of loss
-    scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor``, which the trainer calls before it saves
-    a checkpoint, and ``GradientRangeMonitor`` are registered. Calling it again changes nothing.
+    scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor`` and ``GradientRangeMonitor`` are
+    registered. Calling it again changes nothing.
 
     Examples:
         >>> from mindformers.tools.register import MindFormerRegister
@@ -41,19 +41,9 @@ def register():
         MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
     for callback in (CheckpointMonitor, GradientRangeMonitor, LossScaleMonitor, TrainingStateMonitor):
         MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
-    _call_monitor_before_saving()
     # The trainer's own name for the function: where register() runs only when the trainer builds its wrapper, through
     # auto_register, the checkpoint has still to be loaded.
     load_checkpoint = getattr(base_trainer, "load_checkpoint", None)
     if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
         base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)
         base_trainer.CommonInfo = CommonInfo
-
-
-def _call_monitor_before_saving():
-    # The trainer sorts callbacks by this list. A run that is killed right after it saved a checkpoint goes on after
-    # that step, so the step has to be in the record by then.
-    order = getattr(base_trainer, "CALLBACK_HAS_SORT", None)
-    if order is not None and LossScaleMonitor not in order:
-        saves = [place for place, callback in enumerate(order) if issubclass(CheckpointMonitor, callback)]
-        order.insert(saves[0] if saves else len(order), LossScaleMonitor)

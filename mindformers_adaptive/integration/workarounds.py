@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ __all__ = ["apply_workarounds"]
 # The name that makes MindFormers take a folder's safetensors as whole, not as the part of one process.
 _WHOLE_CHECKPOINT = "hyper_param.safetensors"
 
+# Each process looks at the files of all; on a large cluster that would take minutes.
+_MOST_FOLDERS = 16
+
 
 def apply_workarounds(config: Any) -> None:
     """Change a configuration so that MindFormers can train on a CPU and resume.
@@ -21,7 +26,7 @@ def apply_workarounds(config: Any) -> None:
     On a CPU, sink mode is turned off and the barrier of several processes is replaced. ``resume_training: True`` works
     with ``checkpoint.load_path`` alone, and is warned of without a checkpoint. A single process that resumes from the
     safetensors of MindFormers' ``CheckpointMonitor`` is given a link to them under a name that MindFormers accepts. If
-    MindFormers' note of its newest checkpoint is empty, damaged or wrong, the newest complete checkpoint is taken.
+    the newest checkpoint is torn, or MindFormers' note of it empty, damaged or wrong, the newest complete one is taken.
 
     Args:
         config (MindFormerConfig): the configuration of a trainer; changed in place.
@@ -43,7 +48,7 @@ def apply_workarounds(config: Any) -> None:
             )
         if config.use_parallel:
             _patch_barrier()
-    _link_single_process_safetensors(config)
+    _resume_from_whole_file(config)
     _choose_newest_iteration(config)
 
 
@@ -65,15 +70,35 @@ def _keep_resume_training(config: Any) -> None:
         )
 
 
-def _link_single_process_safetensors(config: Any) -> None:
-    # MindFormers writes them to rank_0, and refuses to read a rank_0 without use_parallel.
-    if not config.resume_training or config.use_parallel or config.load_ckpt_format != "safetensors":
+def _resume_from_whole_file(config: Any) -> None:
+    """Choose the file to resume from in the legacy formats, where MindFormers would take a torn one or none."""
+    if not config.resume_training or not config.load_checkpoint or config.get("checkpoint"):
         return
-    rank_folder = Path(config.load_checkpoint or "", "rank_0")
-    if config.get("checkpoint") or not rank_folder.is_dir():
+    numbered = {folder: re.fullmatch(r"rank_(\d+)", folder.name) for folder in Path(config.load_checkpoint).glob("*")}
+    folders = sorted((folder for folder, match in numbered.items() if match), key=lambda each: int(each.name[5:]))
+    # MindFormers writes safetensors to rank_0, and refuses to read a rank_0 without use_parallel.
+    needs_link = config.load_ckpt_format == "safetensors" and not config.use_parallel
+    if needs_link:
+        folders = folders[:1]
+    elif config.resume_training is not True or not _processes() <= len(folders) <= _MOST_FOLDERS:
         return
-    if (file := _file_to_resume_from(rank_folder, config.resume_training)) is None:
+    if not folders or folders[0].name != "rank_0" or (not needs_link and _file_of_meta(folders)[0] is not None):
         return
+    file = _file_to_resume_from(folders, config.load_ckpt_format or "ckpt", config.resume_training)
+    if file is not None and needs_link:
+        _link_safetensors(config, file)
+    elif file is not None:
+        # In the folder of each process MindFormers looks for the file with its number in the name.
+        config.resume_training = file.name
+
+
+def _processes() -> int:
+    from mindformers.tools.utils import get_real_group_size
+
+    return int(get_real_group_size())
+
+
+def _link_safetensors(config: Any, file: Path) -> None:
     folder = Path(config.output_dir, "resume_from")
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{_WHOLE_CHECKPOINT}-{os.getpid()}"
@@ -82,28 +107,29 @@ def _link_single_process_safetensors(config: Any) -> None:
     config.load_checkpoint, config.resume_training = str(folder), True
 
 
-def _file_to_resume_from(rank_folder: Path, resume_training: bool | str) -> Path | None:
+def _file_to_resume_from(folders: Sequence[Path], extension: str, resume_training: bool | str) -> Path | None:
     """Return the file that is named by ``resume_training`` or ``meta.json``, else the newest whole one, if any."""
+    first = folders[0]
     if isinstance(resume_training, str):
-        file = rank_folder / resume_training
+        file = first / resume_training
         if file.is_file():
             return file
-        raise FileNotFoundError(f"'resume_training' must name a file in {rank_folder}, but there is no {file.name}.")
-    named, problem = _file_of_meta(rank_folder)
+        raise FileNotFoundError(f"'resume_training' must name a file in {first}, but there is no {file.name}.")
+    named, problem = _file_of_meta(folders)
     if named is not None:
         return named
-    files = sorted(rank_folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
-    whole = next(filter(_is_whole, files), None)
+    files = sorted(first.glob(f"*.{extension}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    whole = next((file for file in files if _is_whole_in_all(file, folders)), None)
     if whole is not None:
         warnings.warn(f"{problem}: training resumes from the newest whole file, {whole.name}.", stacklevel=5)
     elif files:
-        raise ValueError(f"{problem}, and none of the .safetensors files beside it is whole. Give another folder.")
+        raise ValueError(f"{problem}, and none of the .{extension} files beside it is whole. Give another folder.")
     return whole
 
 
-def _file_of_meta(rank_folder: Path) -> tuple[Path | None, str]:
+def _file_of_meta(folders: Sequence[Path]) -> tuple[Path | None, str]:
     """Return the file that ``meta.json`` names, or None and what is wrong with it."""
-    meta = rank_folder / "meta.json"
+    meta = folders[0] / "meta.json"
     try:
         # Written when a checkpoint is complete.
         name = json.loads(meta.read_text(encoding="utf-8"))["last_ckpt_file"]
@@ -111,22 +137,50 @@ def _file_of_meta(rank_folder: Path) -> tuple[Path | None, str]:
         return None, f"{meta} names no complete checkpoint"
     if not isinstance(name, str) or not name or name != Path(name).name:
         return None, f"{meta} must name a file beside it, but names {name!r}"
-    if not (rank_folder / name).is_file():
+    if not (folders[0] / name).is_file():
         return None, f"{meta} names {name!r}, which is not there"
-    if not _is_whole(rank_folder / name):
+    if not _is_whole_in_all(folders[0] / name, folders):
         return None, f"{meta} names {name!r}, which is not a whole file"
-    return rank_folder / name, ""
+    return folders[0] / name, ""
+
+
+def _is_whole_in_all(file: Path, folders: Sequence[Path]) -> bool:
+    """Whether a file, and that of each other process, is whole."""
+    return all(_is_whole(folder / re.sub(r"rank_\d+", folder.name, file.name)) for folder in folders)
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a safetensors file has all the bytes that its header promises."""
-    from safetensors import SafetensorError, safe_open
-
+    """Whether a checkpoint file has all the bytes that its headers promise."""
     try:
-        with safe_open(file, "np"):
-            return True
-    except (OSError, SafetensorError):
+        if file.suffix == ".ckpt":
+            return _ends_with_an_entry(file)
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, "np"):
+                return True
+        except SafetensorError:
+            return False
+    except OSError:
         return False
+
+
+def _ends_with_an_entry(file: Path) -> bool:
+    """Whether a ``.ckpt`` ends where its last entry does; each is a protobuf field 1 with its length before it."""
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        while content.tell() < size:
+            if content.read(1) != b"\n":
+                return False
+            length, shift, byte = 0, 0, b"\x80"
+            while byte >= b"\x80":
+                byte = content.read(1)
+                length |= (ord(byte or b"\0") & 0x7F) << shift
+                shift += 7
+            if length == 0:
+                return False
+            content.seek(length, os.SEEK_CUR)
+        return 0 < size == content.tell()
 
 
 def _choose_newest_iteration(config: Any) -> None:
@@ -153,7 +207,11 @@ def _choose_newest_iteration(config: Any) -> None:
 
 def _is_complete(iteration: Path) -> bool:
     files = list(iteration.glob("*.safetensors"))
-    return (iteration / "common.json").is_file() and bool(files) and all(map(_is_whole, files))
+    try:
+        json.loads((iteration / "common.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(files) and all(map(_is_whole, files))
 
 
 def _patch_barrier() -> None:

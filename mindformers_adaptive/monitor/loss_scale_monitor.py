@@ -51,8 +51,9 @@ class LossScaleMonitor(RecordingCallback):
 
     A run that is resumed from a checkpoint continues the file, and steps that it takes again replace the old ones. A
     new run keeps an older file under another name; one that starts while another run writes the file takes a file with
-    ``_2`` in its name. The host reads the device before each checkpoint too, so that none is ahead of the record.
-    When SIGTERM or SIGINT stops the process, a line of the log says at which step, and how to resume.
+    ``_2`` in its name. By the number of the run in the first line each finds its own again. The host reads the device
+    before each checkpoint too, so that none is ahead of the record. When SIGTERM or SIGINT stops the process, a line of
+    the log says at which step, and how to resume.
 
     Args:
         record_path (str, optional): the file. Default: None, ``loss_scale_record.jsonl`` in the output folder of
@@ -163,8 +164,10 @@ class LossScaleMonitor(RecordingCallback):
         super()._release()
         self._signals.restore()
         for saver in self._savers:
-            # From then on the method of its class is called again.
-            del saver._check_save_ckpt
+            saver.looks_before_saving.remove(self._look_now)
+            if not saver.looks_before_saving:
+                # From then on the method of its class is called again.
+                del saver._check_save_ckpt
         self._savers = []
 
     def _note_call(self, run_context):
@@ -176,17 +179,18 @@ class LossScaleMonitor(RecordingCallback):
 
     def _look_before_saving(self, run_context):
         # A run that is killed goes on after its last checkpoint, so the steps before have to be in the record by then.
-        for saver in run_context.original_args().list_callback:
-            if isinstance(saver, ModelCheckpoint) and "_check_save_ckpt" not in vars(saver):
-                saver._check_save_ckpt = functools.partial(self._look_if_due, saver._check_save_ckpt, run_context)
-                self._savers.append(saver)
+        self._look_now = functools.partial(self._note_and_look, run_context)
+        savers = run_context.original_args().list_callback
+        self._savers = [saver for saver in savers if isinstance(saver, ModelCheckpoint)]
+        for saver in self._savers:
+            looks = vars(saver).setdefault("looks_before_saving", [])
+            if not looks:
+                saver._check_save_ckpt = functools.partial(_look_if_due, saver._check_save_ckpt, looks)
+            looks.append(self._look_now)
 
-    def _look_if_due(self, is_due, run_context, *args, **kwargs):
-        due = is_due(*args, **kwargs)
-        if due:
-            self._note_call(run_context)
-            self._look(run_context)
-        return due
+    def _note_and_look(self, run_context):
+        self._note_call(run_context)
+        self._look(run_context)
 
     def _report_signal(self, name):
         logger.warning(
@@ -259,6 +263,13 @@ class LossScaleMonitor(RecordingCallback):
             run_context.request_stop()
         if self._writes:
             logger.warning("%s", message)
+
+
+def _look_if_due(is_due, looks, *args, **kwargs):
+    due = is_due(*args, **kwargs)
+    for look in looks if due else []:
+        look()
+    return due
 
 
 def _how_to_resume(savers):

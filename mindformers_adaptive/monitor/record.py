@@ -5,6 +5,8 @@ import contextlib
 import itertools
 import json
 import os
+import re
+import secrets
 import stat
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,7 +19,7 @@ from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["FIELDS", "RunLock", "RunRecord", "read_record"]
+__all__ = ["FIELDS", "RunLock", "RunRecord", "new_run", "read_record"]
 
 # Fields of one record line; null means unknown. From scale_window to skipped_steps, values are those after the step.
 FIELDS: tuple[str, ...] = ("step", "loss", "overflow", "loss_scale", "next_loss_scale", *AdaptiveRule.recorded)
@@ -36,9 +38,12 @@ class RunRecord:
 
     A killed process loses no line that :meth:`append` has written; a machine that fails may lose the last ones.
 
-    From :meth:`resume` to :meth:`close` the process holds a lock, a hidden file beside the record. Another process that
-    resumes the same record meanwhile takes a file of its own, ``NAME_2.jsonl`` or the next number that is free. The
-    lock of a process that was killed does not count.
+    The first line of a record has the number of its run, as ``run``. A run that is resumed goes on in the record with
+    its number, also if that was kept under another name meanwhile, and never in one with another number.
+
+    From :meth:`resume` to :meth:`close` the process holds a lock, a hidden file beside the record. Where another
+    process writes the file, or the file is the record of another run, this one takes ``NAME_2.jsonl``, or the next
+    number that is free. The lock of a process that was killed does not count.
 
     Args:
         path (str): the file. Neither it nor its folder need exist.
@@ -46,6 +51,7 @@ class RunRecord:
 
     Attributes:
         path (Path): the file that is written.
+        run (int): the number of the run, 0 for none.
         last_step (int): the last step in the file, or the one that it continues from.
         last_skipped_steps (int, optional): ``skipped_steps`` of that step; None if the file does not have it.
 
@@ -62,20 +68,23 @@ class RunRecord:
     """
 
     def __init__(self, path: str | os.PathLike[str], every_step: bool = True) -> None:
-        self.path = Path(path)
+        self.path, self.run = Path(path), 0
         self.last_step = 0
         self.last_skipped_steps: int | None = None
         self._every_step = every_step
         self._lock: RunLock | None = None
 
-    def resume(self, last_step: int) -> list[str]:
+    def resume(self, last_step: int, run: int = 0) -> list[str]:
         """Prepare the file to be continued after a step.
 
         Later steps are removed, because the run takes them again, and so is a last line that a kill left unfinished.
-        A file that cannot be continued, because this run starts at step 1 or the file is no record, is renamed.
+        Without a number they may be those of another run, and are kept in a file of their own. A file that cannot be
+        continued, because this run starts at step 1 or the file is no record, is renamed.
 
         Args:
             last_step (int): the last step of the run before it was resumed, 0 for a new run.
+            run (int): the number of the run, from :func:`new_run`, which its checkpoints know. Default: 0, they know
+                none. Where another process goes on from the same checkpoint, ``run`` of the record is a new number.
 
         Returns:
             list[str], a sentence for each change to the file.
@@ -83,8 +92,8 @@ class RunRecord:
         Raises:
             OSError: if the file cannot be read or replaced; it is then unchanged.
         """
-        self.last_step, self.last_skipped_steps = last_step, None
-        notes = self._take_lock()
+        self.last_step, self.last_skipped_steps, self.run = last_step, None, run
+        notes = self._choose_file(last_step)
         # A pipe or a device can be written to, but has no lines to continue.
         if not self.path.is_file():
             return notes
@@ -101,13 +110,13 @@ class RunRecord:
         if torn:
             notes.append(f"{self.path} ended in an unfinished line, which is taken out: {torn[:80]!r}")
         if kept < len(lines):
+            aside = "" if self.run else f" They are kept as {self._keep_aside(lines[kept:])}."
             notes.append(
                 f"{self.path} went on to step {steps[-1]}: the steps after {last_step} are taken out, because the run "
-                "takes them again."
+                f"takes them again.{aside}"
             )
         if torn or kept < len(lines):
-            with atomic_write(self.path, "wb", stat.S_IMODE(self.path.stat().st_mode)) as record:
-                record.writelines(line + b"\n" for line in lines[:kept])
+            self._write_whole(self.path, lines[:kept])
         if kept:
             self.last_step = steps[kept - 1]
         if kept and self.last_step == last_step:
@@ -134,9 +143,10 @@ class RunRecord:
                     raise ValueError(f"step {step} cannot follow step {self.last_step} in {self.path}")
                 if self._every_step and step > self.last_step + 1:
                     first, last = self.last_step + 1, step - 1
-                    _write_line(file, {"missing_steps": last - first + 1, "first_step": first, "last_step": last})
+                    missing = {"missing_steps": last - first + 1, "first_step": first, "last_step": last}
+                    _write_line(file, missing, self.run)
                     self.last_step = last
-                _write_line(file, entry)
+                _write_line(file, entry, self.run)
                 self.last_step = step
         finally:
             os.close(file)
@@ -147,29 +157,57 @@ class RunRecord:
             self._lock.release()
         self._lock = None
 
-    def _take_lock(self) -> list[str]:
+    def _choose_file(self, last_step: int) -> list[str]:
+        """Lock the first file that nobody writes and, after a step, that is not the record of another run."""
         if self._lock is not None or (self.path.exists() and not self.path.is_file()):
             return []
-        wanted = self.path
-        for number in itertools.count(2):
+        wanted, reason = self.path, ""
+        own = self._own_files() if last_step and self.run else []
+        numbered = (wanted.with_name(f"{wanted.stem}_{number}{wanted.suffix}") for number in itertools.count(2))
+        for self.path in itertools.chain(own, [wanted], numbered):
             try:
                 self._lock = RunLock(self.path)
-                break
             except BlockingIOError:
-                self.path = wanted.with_name(f"{wanted.stem}_{number}{wanted.suffix}")
+                here = _lock_of(self.path) in _locked
+                reason = reason or f"is being written by another {'callback of this process' if here else 'run'}"
+                if self.path in own and not here:
+                    # Which is from now on the only run with this number.
+                    self.run = new_run()
+                continue
             except OSError:
                 # append() reports a folder that cannot be written to. Without locks the record is written all the same.
-                self.path = wanted
+                pass
+            if not last_step or _run_of(self.path) in (None, self.run):
                 break
-        if self.path == wanted:
-            return []
-        return [f"{wanted} is being written by another run: this run is recorded in {self.path.name}."]
+            reason = reason or "is the record of another run"
+            self.close()
+        return [f"{wanted} {reason}: this run is recorded in {self.path.name}."] if reason else []
+
+    def _own_files(self) -> list[Path]:
+        """Return the records of this run, also those that were kept under another name."""
+        stem, suffix = re.escape(self.path.stem), re.escape(self.path.suffix)
+        name = re.compile(rf"{stem}(_\d+)?{suffix}(\.\d+)?")
+        files = [file for file in self.path.parent.glob("*") if name.fullmatch(file.name) and file.is_file()]
+        own = [file for file in files if _run_of(file) == self.run]
+        return sorted(own, key=lambda file: (len(file.name), file.name))
 
     def _move_aside(self) -> str:
-        names = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))
-        aside = next(name for name in names if not name.exists())
+        aside = self._free_name()
         os.replace(self.path, aside)
         return aside.name
+
+    def _keep_aside(self, lines: list[bytes]) -> str:
+        aside = self._free_name()
+        self._write_whole(aside, lines)
+        return aside.name
+
+    def _free_name(self) -> Path:
+        names = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))
+        return next(name for name in names if not name.exists())
+
+    def _write_whole(self, path: Path, lines: list[bytes]) -> None:
+        with atomic_write(path, "wb", stat.S_IMODE(self.path.stat().st_mode)) as record:
+            record.writelines(line + b"\n" for line in lines)
 
 
 class RunLock:
@@ -197,7 +235,7 @@ class RunLock:
     _file: int | None = None
 
     def __init__(self, path: Path) -> None:
-        self._path = path.resolve().with_name(f".{path.name}.lock")
+        self._path = _lock_of(path)
         self._process = os.getpid()
         if self._path in _locked:
             raise BlockingIOError(f"{path} is locked by this process")
@@ -229,6 +267,25 @@ class RunLock:
         self.release()
 
 
+def _lock_of(path: Path) -> Path:
+    return path.resolve().with_name(f".{path.name}.lock")
+
+
+def new_run() -> int:
+    """Return a number for a run, from 1 to 2**31 - 1."""
+    return 1 + secrets.randbelow(2**31 - 1)
+
+
+def _run_of(path: Path) -> int | None:
+    """Return the number of the run that a record is of, 0 where it has none, and None where there is no record."""
+    try:
+        with path.open("rb") as file:
+            run: int = json.loads(file.readline()).get("run", 0)
+    except (AttributeError, OSError, ValueError):
+        return None
+    return run
+
+
 def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the record of a run, which may still be running.
 
@@ -236,7 +293,8 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         path (str): the file.
 
     Returns:
-        list[dict]: the lines, including those for missing steps. An unfinished last line is ignored.
+        list[dict]: the lines, including those for missing steps, without the number of the run. An unfinished last line
+        is ignored.
 
     Raises:
         OSError: if the file cannot be read.
@@ -280,6 +338,8 @@ def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
             raise ValueError(f"line {number} is {line[:80]!r} ({type(error).__name__}: {error})") from error
         last_step = _step(entry, "last_step")
         entries.append({key: NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in entry.items()})
+    if entries:
+        entries[0].pop("run", None)
     return entries
 
 
@@ -291,10 +351,11 @@ def _step(entry: Mapping[str, object], end: str) -> int:
     return value
 
 
-def _write_line(file: int, entry: Mapping[str, object]) -> None:
-    """Write a line, or leave a regular file as it was."""
-    line = json_text(entry).encode() + b"\n"
+def _write_line(file: int, entry: Mapping[str, object], run: int) -> None:
+    """Write a line, or leave a regular file as it was. The first line has the number of the run, if there is one."""
     before = os.fstat(file)
+    is_first = stat.S_ISREG(before.st_mode) and before.st_size == 0
+    line = json_text({"run": run, **entry} if run and is_first else entry).encode() + b"\n"
     try:
         while line:
             line = line[os.write(file, line) :]

@@ -1,5 +1,6 @@
 """The base of the callbacks that write: a record, and scalars and histograms for TensorBoard."""
 
+import errno
 import math
 import os
 from pathlib import Path
@@ -11,11 +12,16 @@ from mindformers.utils.tensorboard import get_tensorboard_writer
 from mindspore.train import Callback
 from tensorboardX import SummaryWriter
 
-from mindformers_adaptive.monitor.record import RunRecord
+from mindformers_adaptive.monitor.record import RunRecord, new_run
 from mindformers_adaptive.monitor.step_reader import last_step_before
 from mindformers_adaptive.rules.checks import require_flag
 
 __all__ = ["RecordingCallback", "require_choice"]
+
+_FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room on the disk, or give")
+_READ_ONLY = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow this user to write there, or give")
+# What can be done beside giving another path.
+_REMEDIES = _FULL | _READ_ONLY
 
 
 class RecordingCallback(Callback):
@@ -74,6 +80,11 @@ class RecordingCallback(Callback):
         if self._all_ranks:
             path = path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")
             folder = folder and folder / f"rank_{rank}"
+        # Those of other packages keep no number of the run.
+        self._update_cell = update_cell if hasattr(update_cell, "run_number") else None
+        # A run that is resumed has the number that its checkpoint knows, or none.
+        if self._update_cell is not None and self._writes and not self._last_step and not self._update_cell.run_number:
+            self._update_cell.run_number = new_run()
         self._record, self._failed = RunRecord(path, self.every_step), False
         # The steps after it are removed from the record before the next line is written.
         self._resume_after = self._last_step
@@ -94,8 +105,11 @@ class RecordingCallback(Callback):
             return
         try:
             if self._resume_after is not None:
-                for note in self._record.resume(self._resume_after):
+                run = 0 if self._update_cell is None else self._update_cell.run_number
+                for note in self._record.resume(self._resume_after, run):
                     logger.warning("%s", note)
+                if self._record.run != run:
+                    self._update_cell.run_number = self._record.run
                 first_step, self._resume_after = self._resume_after + 1, None
                 logger.info("%s is recorded in %s from step %s.", self.subject, self._record.path, first_step)
             self._record.append(entries)
@@ -105,7 +119,7 @@ class RecordingCallback(Callback):
         except OSError as error:
             message = (
                 f"The record {self._record.path} cannot be written: {error}. It ends at step {self._record.last_step}. "
-                "Make room on the disk, or give another 'record_path'."
+                f"{_REMEDIES.get(error.errno, 'Give')} another 'record_path'."
             )
             if self._on_write_error == "raise":
                 raise OSError(f"{message} Training stops, because 'on_write_error' is 'raise'.") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -77,6 +77,7 @@ ZERO, ONE, FLOAT_ONE = 0, 1, 1.0
 
 # A patience of 1 to 1,000,000 steps, which keeps all windows within int32.
 _EXCHANGE_RATES = (0.001, 1000.0)
+_LONGEST_PATIENCE = 1_000_000
 
 # Far beyond log2 of any float32 number.
 _LARGEST_EXPONENT = 512
@@ -321,18 +322,37 @@ class GuidedRule(TextRule):
             >>> rule.find_state_problem({**values, "contradictions": 7})
             'The checkpoint has a state of gradient-guided scaling that this cell cannot have'
         """
-        smallest_weight = min(to_float32(1 / self.patience), to_float32(1 / (PRIOR_STEPS + 1)))
         sound = (
             super().find_state_problem(values) is None
             and len(values["overflow_rate"]) == NUM_BINS
             and all(0.0 <= rate <= 1.0 for rate in values["overflow_rate"])
-            and smallest_weight <= values["weight"] <= 1.0
+            and to_float32(1 / _LONGEST_PATIENCE) <= values["weight"] <= 1.0
             and all(abs(values[name]) <= UNSEEN for name in ("low", "level"))
-            and self.smallest_window <= values["scale_window"] <= self.largest_window
-            and 0 <= values["clean_steps"] <= self.largest_window
+            and 1 <= values["scale_window"] <= LARGEST_WINDOWS * _LONGEST_PATIENCE // 2
+            and 0 <= values["clean_steps"] <= LARGEST_WINDOWS * _LONGEST_PATIENCE // 2
             and 0 <= values["contradictions"] <= MOST_CONTRADICTIONS
             and all(abs(values[name]) <= _LARGEST_EXPONENT for name in ("base", "first_exponent"))
             and -STEP_LIMIT <= values["limit"] <= _LARGEST_EXPONENT
             and values["trial"] in (0, 1)
         )
         return None if sound else f"The checkpoint has a state of {self.title} that this cell cannot have"
+
+    def _repair_own(self, values: dict[str, Any], loss_scale: float, restored: Collection[str] | None) -> list[str]:
+        return super()._repair_own(values, loss_scale, restored) or self._fit_exchange_rate(values)
+
+    def _fit_exchange_rate(self, values: dict[str, Any]) -> list[str]:
+        """Bring what another exchange rate has left within the limits of this one."""
+        limits: dict[str, tuple[float, float]] = {
+            "scale_window": (self.smallest_window, self.largest_window),
+            "clean_steps": (0, self.largest_window),
+            "weight": (min(to_float32(1 / self.patience), to_float32(1 / (PRIOR_STEPS + 1))), 1.0),
+        }
+        fitting = {name: min(max(values[name], least), most) for name, (least, most) in limits.items()}
+        changes = [f"{name} {values[name]:g} becomes {fit:g}" for name, fit in fitting.items() if fit != values[name]]
+        values |= fitting
+        if not changes:
+            return []
+        return [
+            f"The checkpoint has a state of {self.title} with another 'exchange_rate' than {self.exchange_rate:g}: "
+            f"{', '.join(changes)}, and the record of overflow rates is kept."
+        ]

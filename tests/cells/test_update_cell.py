@@ -13,7 +13,7 @@ def test_parameters_have_the_names_of_mindformers_own_cell_and_some_more(hystere
     from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 
     stock = set(MindFormersUpdateCell(1024, 2, 20).parameters_dict())
-    more = {"skipped_steps", "consecutive_overflows", *["hysteresis_budget"][: hysteresis - 1]}
+    more = {"skipped_steps", "consecutive_overflows", "loss_scaling_run", *["hysteresis_budget"][: hysteresis - 1]}
     assert "list_index" in stock
     assert set(AdaptiveLossScaleUpdateCell(1024, 2, 20, hysteresis=hysteresis).parameters_dict()) == stock | more
 

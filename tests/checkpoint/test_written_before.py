@@ -9,14 +9,17 @@ import shutil
 from pathlib import Path
 
 import mindspore
+import numpy as np
 import pytest
 from every_rule import KINDS
-from mindspore import Tensor, nn
+from mindspore import Tensor, dataset, nn
+from mindspore.train import Model
 from training_runs import CheckpointSection, TrainingRun
 from versions import NEEDS_SECTION
 
 from mindformers_adaptive import AdaptiveLossScaleManager
 from mindformers_adaptive.checkpoint.callback import restores_sidecar
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
@@ -50,8 +53,16 @@ def go_on(run, file):
         scaler = kind.scaler_class(8.0, **arguments)
         scaler.load_state_dict(json.loads(path.read_text()))
         return scaler, lambda overflow: scaler.adjust(Tensor(not overflow))
+    step = train_step_of(run, file)
+    cell = step.loss_scaling_manager
+    return cell, lambda overflow: cell(step.scale_sense, Tensor(overflow))
 
-    cell, network = kind.cell_class(8.0, **arguments), nn.Dense(3, 2, has_bias=False)
+
+def train_step_of(run, file):
+    """Return a new train step that goes on from a file."""
+    arguments, path = {"scale_factor": 2, **EXPECTED[run]["arguments"]}, WRITTEN / run / file
+    cell = KINDS[EXPECTED[run]["kind"]].cell_class(8.0, **arguments)
+    network = nn.Dense(3, 2, has_bias=False)
     optimizer = nn.Momentum(network.trainable_params(), 0.001, 0.9)
     step = TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, scale_sense=cell)
     if file == "update_cell.json":
@@ -64,7 +75,7 @@ def go_on(run, file):
         saved = mindspore.load_checkpoint(str(path), format=path.suffix[1:])
         mindspore.load_param_into_net(step, saved)
     step.set_train()
-    return cell, lambda overflow: cell(step.scale_sense, Tensor(overflow))
+    return step
 
 
 @pytest.mark.parametrize("file", [*CHECKPOINTS, SIDECAR, *STATE_DICTS])
@@ -146,6 +157,19 @@ def test_records_are_read_and_analyzed(printed_json, run):
     analysis = printed_json("analyze", file)
     assert (analysis["steps"]["count"], analysis["skipped"]["count"]) == (expected["steps"], skipped)
     assert analysis["log"]["lines_used"] == expected["steps"]
+
+
+@pytest.mark.parametrize("file", [CHECKPOINTS[0], SIDECAR, STATE_DICTS[0]])
+def test_a_record_without_the_number_of_its_run_goes_on(graph_mode, tmp_path, file):
+    record, before = tmp_path / "record.jsonl", (WRITTEN / "adaptive" / "loss_scale_record.jsonl").read_text()
+    record.write_text(before)
+    step, rows = train_step_of("adaptive", file), np.ones((3, 3), np.float32)
+    for _ in range(2):
+        data = dataset.NumpySlicesDataset((rows, rows[:, :2])).batch(1)
+        Model(step).train(1, data, callbacks=[LossScaleMonitor(record)], dataset_sink_mode=False)
+    assert record.read_text().startswith(before)
+    assert [entry["step"] for entry in read_record(record)] == list(range(1, 67))
+    assert list(tmp_path.iterdir()) == [record]
 
 
 def with_infinities(line):

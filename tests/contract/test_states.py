@@ -11,12 +11,14 @@ import mindspore
 import numpy as np
 import pytest
 from every_rule import KINDS, RULES, Owned, is_same
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 from mindformers_adaptive.checkpoint.callback import restores_sidecar
-from mindformers_adaptive.checkpoint.reader import read_sidecar, write_sidecar
+from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.checkpoint.report import build_report
 from mindformers_adaptive.rules.base import STEP_FIELDS
+from mindformers_adaptive.text.files import json_text
+from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
@@ -96,6 +98,13 @@ def test_each_goes_on_from_the_state_of_each(kind, source):
             assert is_same(manager_cell.state_dict(), resumed.state_owner.state_dict())
 
 
+def test_a_manager_hands_on_a_state_that_counts_no_step_yet():
+    manager = KINDS["adaptive with hysteresis"].manager()
+    # As Megatron-LM's scaler is after an overflow.
+    manager.load_state_dict({"scale": 2.0**16, "growth_tracker": 0, "hysteresis_tracker": 1})
+    assert manager.get_update_cell().state()["hysteresis_budget"] == 1
+
+
 def save(owned, folder, form):
     """Save in a format; return a function that restores it as MindFormers would, with the loss scale."""
     if form != "sidecar":
@@ -125,6 +134,20 @@ def test_saved_and_resumed_goes_on_as_if_it_had_never_stopped(kind, form, tmp_pa
     other = Owned(kind.cell(history_size=9))
     assert restore(other) in (None, ([], []))
     assert other.update_cell.recent_steps() == []
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("overflow", [False, True], ids=["nothing is shown", "the lowest scale overflows"])
+def test_a_state_that_looks_like_a_start_is_none(kind, overflow, form, tmp_path):
+    state = kind.rule.start(kind.rule.min_loss_scale if overflow else kind.loss_scale)
+    for steps in range(1, 25):
+        state = kind.rule.step(state, overflow, 0.0)
+        owned, resumed = Owned(kind.cell(loss_scale=state.loss_scale)), Owned(kind.cell())
+        owned.update_cell.write_rule_state(state, steps)
+        save(owned, tmp_path, form)(resumed)
+        # A warning would be an error.
+        resumed.set_train()
+        assert is_same(resumed.update_cell.state_dict(), owned.update_cell.state_dict()), steps
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -210,6 +233,38 @@ def test_a_damaged_state_is_repaired_with_a_warning_and_the_cell_goes_on(kind):
         cell.set_train()
 
 
+def test_a_sidecar_that_holds_something_else_ends_no_training(kind, tmp_path):
+    good = json.loads(json.dumps(in_a_state(kind).update_cell.state()))
+    for name, value in good.items():
+        others = [[], [1], [[1]], 2**40, 2.5, -(2**31), math.inf, "x", None]
+        others += [value[:-1], [*value, 0.5], [*value[:-1], [1]], 5] if isinstance(value, list) else []
+        for other in others:
+            resumed = Owned(kind.cell(loss_scale=8.0))
+            content = {"format": 1, "loss_scale": 8.0, "state": {**good, name: other}}
+            (tmp_path / FILE_NAME).write_text(json_text(content))
+            optimizer = types.SimpleNamespace(loss_scaling_manager=resumed.update_cell)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                restores_sidecar(lambda checkpoint, network, optimizer: None)(str(tmp_path), None, optimizer)
+                resumed.set_train()
+            is_such_a_number = isinstance(value, float) and isinstance(other, int | float)
+            assert is_such_a_number or caught, (name, other)
+            assert all(re.search("cannot be used|The checkpoint has", str(one.message)) for one in caught)
+            assert len(build_report(tmp_path, rules=[RULES[-1]])["checkpoints"]) == 1
+
+
+def test_a_run_without_state_is_warned_of_in_the_words_of_its_rule(kind):
+    network = nn.Dense(3, 2)
+    optimizer = nn.SGD(network.trainable_params(), learning_rate=0.1)
+    optimizer.global_step.set_data(Tensor([60], mindspore.int32))
+    step = TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, kind.cell())
+    with pytest.warns(UserWarning, match=f"has 60 applied steps but no state of {kind.rule.title}: .* goes") as caught:
+        step.set_train()
+    [told] = [str(one.message) for one in caught]
+    assert not any(rule.title in told for rule in RULES if rule.title != kind.rule.title)
+    assert ("fresh ladder" in told) == (kind.rule.name == "adaptive")
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
 def test_a_damaged_loss_scale_is_an_error_that_names_it(kind, scale):
     owned = in_a_state(kind)
@@ -235,6 +290,7 @@ def test_a_state_dict_that_cannot_be_used_changes_nothing(kind, owner):
                 ({name: 2.5}, TypeError, f"'{name}' must be an integer, but got 2.5"),
                 ({name: True}, TypeError, f"'{name}' must be an integer, but got True"),
                 ({name: 2**31}, ValueError, f"'{name}' must fit into 32 bits, but got 2147483648"),
+                ({name: 2**40}, ValueError, f"'{name}' must fit into 32 bits, but got 1099511627776"),
                 ({name: -(2**31) - 1}, ValueError, f"'{name}' must fit into 32 bits"),
             ]
     for changes, error, message in refused:

@@ -13,6 +13,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.train import LambdaCallback, Model
 
 from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.rules.base import STEP_LIMIT
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.text_rule import Lanes
@@ -60,14 +61,27 @@ def test_paths_move_all_that_the_rules_keep(kind):
     assert len({step.state.loss_scale for step in kind.path(400)}) > 10
 
 
-def test_guided_cell_equals_lanes_of_numpy_where_rates_become_as_small_as_they_may(graph_mode):
-    arguments, steps = {"exchange_rate": 500.0}, 2100
+# How small a rate may become. Without that limit, rates would be subnormal after 111 steps at the first exchange rate,
+# and after 68,000 at the second, which starts where it was after most of them.
+SMALLEST_RATE = 2.0**-100
+
+
+@pytest.mark.parametrize(("exchange_rate", "first_rate"), [(500.0, None), (1.0, 2.0**-125.9)])
+def test_guided_cell_equals_lanes_of_numpy_where_rates_become_as_small_as_they_may(
+    graph_mode, exchange_rate, first_rate
+):
+    arguments, steps = {"exchange_rate": exchange_rate}, 2100 if first_rate is None else 800
     numbers = np.random.default_rng(0)
     level = np.repeat([20.0, 11.0, 14.0, 30.0, 5.0], steps // 5) + numbers.normal(0, 0.2, steps)
     gradients = (65504 / 2.0**level).astype(np.float32)
     rule = GuidedRule(**arguments)
-    lanes = Lanes([rule, rule], [rule.start(2.0**20), rule.start(1.0)])
+    starts = [rule.start(2.0**20), rule.start(1.0)]
     owned = Owned(GradientGuidedLossScaleUpdateCell(2.0**20, **arguments))
+    if first_rate is not None:
+        rates = (float(np.float32(first_rate)),) * 16
+        starts[0] = starts[0]._replace(weight=float(np.float32(0.001)), overflow_rate=rates)
+        owned.update_cell.write_rule_state(starts[0], 0)
+    lanes = Lanes([rule, rule], starts)
     overflows = smallest_rates = 0
     for number, (bits, gradient) in enumerate(zip(level, gradients, strict=True)):
         overflow = lanes.loss_scale > 2.0**bits
@@ -76,10 +90,10 @@ def test_guided_cell_equals_lanes_of_numpy_where_rates_become_as_small_as_they_m
         assert float(owned.scale_sense) == lanes.loss_scale[0], number
         if number % 50 == 49:
             assert owned.update_cell.rule_state() == lanes.states()[0], number
-            smallest_rates += min(owned.update_cell.state()["overflow_rate"]) == 2.0**-100
+            smallest_rates += min(owned.update_cell.state()["overflow_rate"]) == SMALLEST_RATE
         overflows += overflow[0]
-    assert overflows > 40
-    assert smallest_rates > 10
+    assert overflows > (40 if first_rate is None else 1)
+    assert smallest_rates > (10 if first_rate is None else 2)
 
 
 def test_scaler_equals_the_rule(kind, mode):
@@ -231,6 +245,7 @@ def test_is_a_cell_of_mindspore_without_anything_to_train(kind):
     assert isinstance(cell, nn.DynamicLossScaleUpdateCell)
     assert cell.trainable_params() == []
     expected = {field.parameter: (field.shape, field.dtype) for field in kind.rule.all_fields()}
+    expected[RUN] = (), "int32"
     found = {
         name: (parameter.shape, str(parameter.dtype).lower()) for name, parameter in cell.parameters_dict().items()
     }

@@ -206,14 +206,20 @@ def unfinished(output):
 
 
 @ONE_PROCESS
-def test_a_resumed_run_with_a_shorter_ladder_goes_on_at_the_nearest_window(uninterrupted, long_corpus, tmp_path):
+def test_past_a_torn_checkpoint_and_with_a_shorter_ladder_a_run_goes_on_at_the_nearest_window(
+    uninterrupted, long_corpus, tmp_path
+):
     reference, reference_output, form = uninterrupted(LAST, 1, True)
     saved_at = 2 * SAVED_AT
     before = replay([step.overflow for step in reference.steps().values()])[saved_at]
     window, index = before["scale_window"] - 1, before["window_index"] - 1
     assert index > 0
 
-    options = form.resume_options(reference_output, resume_training=f"tiny_llama_rank_0-1_{saved_at}.ckpt")
+    torn, whole = (f"tiny_llama_rank_0-1_{step}.ckpt" for step in (LAST, saved_at))
+    copied = shutil.copytree(reference_output, tmp_path / "copied")
+    newest = copied / "checkpoint" / "rank_0" / torn
+    newest.write_bytes(newest.read_bytes()[:-9])
+    options = form.resume_options(copied)
     options["runner_wrapper.scale_sense.max_scale_window"] = window
     resumed = TrainingRun(tmp_path / "output", long_corpus, options).wait()
 
@@ -223,6 +229,9 @@ def test_a_resumed_run_with_a_shorter_ladder_goes_on_at_the_nearest_window(unint
         f"training goes on at its nearest window, {window} (index {index})."
     )
     assert resumed.text().count(warning) == 1
+    assert (
+        f"{torn!r}, which is not a whole file: training resumes from the newest whole file, {whole}" in resumed.text()
+    )
     restored, steps = resumed.restored_state(), resumed.steps()
     assert restored == before | {"scale_window": window, "window_index": index}
     assert list(steps) == list(range(saved_at + 1, LAST + 1))

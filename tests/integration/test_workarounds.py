@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 
+import mindspore
 import numpy as np
 import pytest
 from conftest import ROOT
 from examples.tiny_llama import build_model
 from mindformers import TrainingArguments
 from mindformers.tools.register import MindFormerConfig
+from mindspore import Tensor
 from safetensors.numpy import save_file
 from versions import NEEDS_SECTION
 
@@ -86,6 +89,64 @@ def test_a_folder_without_a_whole_file_is_refused(rank_folder):
         resume(rank_folder)
 
 
+@pytest.fixture
+def ckpt_folders(tmp_path):
+    """The folders of two processes with three checkpoints each, noted in ``meta.json``."""
+    folders = [tmp_path / "checkpoint" / f"rank_{rank}" for rank in range(2)]
+    for rank, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        for age, step in enumerate((20, 40, 60)):
+            file = folder / f"a_rank_{rank}-1_{step}.ckpt"
+            parameters = [{"name": name, "data": Tensor(np.full(300, age, np.float32))} for name in ("weight", "bias")]
+            mindspore.save_checkpoint(parameters, str(file), append_dict={"step_num": step})
+            os.chmod(file, 0o644)
+            os.utime(file, (age, age))
+        (folder / "meta.json").write_text(json.dumps({"last_epoch": 1, "last_step": 60, "last_ckpt_file": file.name}))
+    return folders
+
+
+def chosen(folder, **changes):
+    """Prepare a run that resumes from ``.ckpt`` files; return what MindFormers is told to resume from."""
+    changes = {"load_checkpoint": str(folder), "resume_training": True, "load_ckpt_format": "ckpt", **changes}
+    config = load_config(CONFIG, changes, may_add=changes)
+    apply_workarounds(config)
+    assert config.load_checkpoint == str(folder)
+    return config.resume_training
+
+
+DAMAGES = {
+    "torn": lambda content: content[:-7],
+    "torn in a length": lambda content: content[:2],
+    "zeros": lambda content: bytes(len(content)),
+    "empty": lambda content: b"",
+    "longer": lambda content: content + b"x",
+}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_ckpt_gives_way_to_the_newest_whole_one(ckpt_folders, damage, processes):
+    if processes == 1:
+        shutil.rmtree(ckpt_folders.pop())
+    folder = ckpt_folders[0].parent
+    # MindFormers takes what it noted.
+    assert chosen(folder) is True
+    newest = ckpt_folders[-1] / f"a_rank_{processes - 1}-1_60.ckpt"
+    newest.write_bytes(DAMAGES[damage](newest.read_bytes()))
+    told = "names 'a_rank_0-1_60.ckpt', which is not a whole file: training resumes from .* whole file, a_rank_0-1_40"
+    with pytest.warns(UserWarning, match=told):
+        assert chosen(folder) == "a_rank_0-1_40.ckpt"
+    # Without a note MindFormers would take the newest of each process, and one that is named it takes as it is.
+    (ckpt_folders[0] / "meta.json").unlink()
+    with pytest.warns(UserWarning, match="names no complete checkpoint: .* whole file, a_rank_0-1_40"):
+        assert chosen(folder) == "a_rank_0-1_40.ckpt"
+    assert chosen(folder, resume_training="a_rank_0-1_60.ckpt") == "a_rank_0-1_60.ckpt"
+    for file in ckpt_folders[-1].glob("*.ckpt"):
+        file.write_bytes(b"\n")
+    with pytest.raises(ValueError, match=r"meta.json names no complete .* none of the .ckpt files .* is whole"):
+        chosen(folder)
+
+
 @pytest.mark.parametrize(("folder", "reason"), [("", "'load_.*' is empty"), ("empty", "the folder .*/empty is empty")])
 def test_resuming_without_a_checkpoint_is_warned_of(tmp_path, folder, reason):
     (tmp_path / "empty").mkdir()
@@ -119,9 +180,12 @@ def save_iteration(folder, step, torn=False):
         ("80", "names step 80, whose folder is not"),
     ],
 )
-def test_a_note_that_names_no_complete_iteration_gives_way_to_the_newest(tmp_path, note, problem):
+@pytest.mark.parametrize("torn", ["weights", "common.json"])
+def test_a_note_that_names_no_complete_iteration_gives_way_to_the_newest(tmp_path, note, problem, torn):
     complete = [save_iteration(tmp_path, step) for step in (20, 40)]
-    save_iteration(tmp_path, 60, torn=True)
+    newest = save_iteration(tmp_path, 60, torn=torn == "weights")
+    if torn == "common.json":
+        (newest / torn).write_text((newest / torn).read_text()[:-3])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(note)
     config = load_config(CONFIG, {"checkpoint": {"load_path": str(tmp_path)}}, may_add=("checkpoint",))
     with pytest.warns(UserWarning, match=f"iteration.txt {problem}.*: .* the newest folder, {complete[-1].name}"):

@@ -10,6 +10,7 @@ from mindspore import dtype as mstype
 from mindspore.train import Callback, LambdaCallback
 from training_runs import TrainingRun
 
+from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.record import read_record
@@ -40,7 +41,7 @@ def train(*callbacks):
     step = seeded_train_step(listed_dropout=True)
     keeping = LambdaCallback(on_train_step_end=keep)
     Model(step).train(1, batches(), callbacks=[*callbacks, keeping], dataset_sink_mode=False)
-    return outputs, {value.name: value.asnumpy().tobytes() for value in step.get_parameters()}
+    return outputs, {value.name: value.asnumpy().tobytes() for value in step.get_parameters() if value.name != RUN}
 
 
 def watch(tmp_path, network, data, *callbacks, every_n_steps=1, tensorboard_dir=None, **arguments):

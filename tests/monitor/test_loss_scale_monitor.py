@@ -1,6 +1,7 @@
 """``LossScaleMonitor`` in trainings of ``mindspore.train.Model``: its record is the rule's, whoever looks how often."""
 
 import functools
+import json
 import math
 import re
 import resource
@@ -17,14 +18,17 @@ from mindspore import Tensor, dataset, nn, ops
 from mindspore.train import Callback, CheckpointConfig, LambdaCallback, Model, ModelCheckpoint
 from record_checks import missing
 
-from mindformers_adaptive.checkpoint.callback import CheckpointMonitor
-from mindformers_adaptive.integration import registration
+from mindformers_adaptive.checkpoint.callback import CheckpointMonitor, _CommonInfoWithLossScale, restores_sidecar
+from mindformers_adaptive.checkpoint.reader import read_sidecar
+from mindformers_adaptive.integration.registration import register
+from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import FIELDS, RunRecord, read_record
 from mindformers_adaptive.monitor.step_reader import StepReader
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
     MFTrainOneStepCell,
     TrainOneStepWithLossScaleCell,
 )
@@ -219,6 +223,80 @@ def test_a_new_process_goes_on_from_a_checkpoint(path, tmp_path, messages):
     assert any("the steps after 10 are taken out" in message for message in messages())
 
 
+class RunsAnother(Callback):
+    """Runs another training from the first step to its end, in the midst of this one."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def on_train_step_end(self, run_context):
+        if run_context.original_args().cur_step_num == 3:
+            self.run()
+
+
+FORMS = ["ckpt", "safetensors", "sidecar", "state_dict"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_of_two_runs_in_a_folder_goes_on_in_its_own_record(path, tmp_path, form):
+    first, second, folder = build_again(), build(), tmp_path / "saved"
+    folder.mkdir()
+    ranges = path.with_name("ranges.jsonl")
+
+    def callbacks():
+        return [LossScaleMonitor(path), GradientRangeMonitor(every_n_steps=1, record_path=ranges)]
+
+    def run_second():
+        train(second, callbacks(), OVERFLOWS[:14])
+        save(second, folder, form)
+        train(second, callbacks(), OVERFLOWS[14:17])
+
+    train(first, [*callbacks(), RunsAnother(run_second)], OVERFLOWS[:24])
+    of_first = [file.read_text() for file in (path, ranges)]
+    resumed = build()
+    restore(resumed, folder, form)
+    train(resumed, callbacks(), OVERFLOWS[14:20])
+    assert [file.read_text() for file in (path, ranges)] == of_first
+    assert without_loss(read_record(path)) == replay(OVERFLOWS[:24])
+    assert without_loss(read_record(path.with_name("record_2.jsonl"))) == replay(OVERFLOWS[:20])
+    steps = [[line["step"] for line in read_record(file)] for file in (ranges, path.with_name("ranges_2.jsonl"))]
+    assert steps == [[*range(1, 25)], [*range(1, 21)]]
+    assert len(list(tmp_path.glob("*.jsonl*"))) == 4
+
+
+def test_a_run_goes_on_in_a_record_that_a_later_run_has_put_aside(path, tmp_path):
+    network = build()
+    train(network, [LossScaleMonitor(path)], OVERFLOWS[:6])
+    save(network, tmp_path, "ckpt")
+    train(build_again(), [LossScaleMonitor(path)], OVERFLOWS[:10])
+    resumed = build()
+    restore(resumed, tmp_path, "ckpt")
+    train(resumed, [LossScaleMonitor(path)], OVERFLOWS[6:8])
+    assert without_loss(read_record(path)) == replay(OVERFLOWS[:10])
+    assert without_loss(read_record(path.with_name("record.jsonl.1"))) == replay(OVERFLOWS[:8])
+
+
+def save(network, folder, form):
+    """Save a train step as MindSpore does, as the state alone, or as MindFormers does without optimizer state."""
+    if form == "sidecar":
+        _CommonInfoWithLossScale(network).save_common(str(folder / "common.json"))
+    elif form == "state_dict":
+        (folder / "state.json").write_text(json.dumps(network.loss_scaling_manager.state_dict()))
+    else:
+        mindspore.save_checkpoint(network, str(folder / f"saved.{form}"), format=form)
+
+
+def restore(network, folder, form):
+    if form == "sidecar":
+        network.scale_sense.set_data(Tensor(read_sidecar(folder)[0], mindspore.float32))
+        restores_sidecar(lambda checkpoint, network, optimizer: None)(str(folder), network, network.optimizer)
+    elif form == "state_dict":
+        network.loss_scaling_manager.load_state_dict(json.loads((folder / "state.json").read_text()))
+    else:
+        saved = mindspore.load_checkpoint(str(folder / f"saved.{form}"), format=form)
+        assert mindspore.load_param_into_net(network, saved) == ([], [])
+
+
 def test_epochs_and_trainings_with_one_monitor_go_on(path):
     network, monitor = build_again(), LossScaleMonitor(path)
     train(network, [monitor], OVERFLOWS[:4], epochs=2)
@@ -325,6 +403,16 @@ def test_a_count_that_is_full_or_damaged_leaves_steps_that_go_on(path, count):
     steps = [line["step"] for line in read_record(path)]
     first = count if count == 2**31 - 3 else 1
     assert steps == list(range(first, first + 6))
+
+
+@pytest.mark.parametrize("cell", [adaptive, lambda: GradientGuidedLossScaleUpdateCell(INITIAL_SCALE)])
+def test_after_a_damaged_count_steps_skips_and_a_collapse_are_seen(path, messages, cell):
+    network = build(cell())
+    network.loss_scaling_manager.cur_iter.set_data(Tensor(2**31 - 1, mindspore.int32))
+    with pytest.warns(UserWarning, match="'current_iterator_step' 2147483647, which must lie between .*: 1 is used"):
+        train(network, [LossScaleMonitor(path, max_consecutive_overflows=3)], [False, True, True, True])
+    assert [(line["step"], line["skipped_steps"]) for line in read_record(path)] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert [message for message in messages() if "collapsed: 3 steps in a row have overflowed up to step 4" in message]
 
 
 class SeesRecord(Callback):
@@ -475,16 +563,25 @@ def test_a_collapse_raises_if_asked_to_with_any_cell_and_the_record_has_its_step
     assert [line["overflow"] for line in read_record(path)] == COLLAPSE[:6]
 
 
-@pytest.mark.parametrize("name", ["/dev/full", "file/record.jsonl", "folder"])
-def test_training_goes_on_without_a_record_that_cannot_be_written(tmp_path, messages, name):
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("/dev/full", "Make room on the disk, or give another 'record_path'."),
+        ("file/record.jsonl", "Give another 'record_path'."),
+        ("folder", "Give another 'record_path'."),
+        # Which root may not write either.
+        ("/sys/record.jsonl", "Allow this user to write there, or give another 'record_path'."),
+    ],
+)
+def test_training_goes_on_without_a_record_that_cannot_be_written(tmp_path, messages, name, remedy):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     losses = Losses()
     train(build_again(), [LossScaleMonitor(tmp_path / name), losses], OVERFLOWS[:5])
     assert len(losses.seen) == 5
     [message] = [message for message in messages() if "cannot be written" in message]
-    assert str(tmp_path / name) in message
-    assert "Training goes on" in message
+    assert f"The record {tmp_path / name} cannot be written: " in message
+    assert f" It ends at step 0. {remedy} Training goes on" in message
 
 
 @pytest.mark.parametrize("name", ["/dev/full", "file/record.jsonl"])
@@ -562,13 +659,33 @@ def test_only_the_first_rank_writes_unless_told_otherwise(tmp_path, monkeypatch,
     assert bool(messages()) == bool(files)
 
 
-def test_mindformers_trainer_calls_it_before_a_checkpoint_is_saved(tmp_path, monkeypatch):
+def test_two_monitors_of_one_training_write_both(path, tmp_path, monkeypatch, registry_put_back):
     monkeypatch.setenv("LOCAL_DEFAULT_PATH", str(tmp_path))
-    monkeypatch.setattr(base_trainer, "CALLBACK_HAS_SORT", list(base_trainer.CALLBACK_HAS_SORT))
-    registration._call_monitor_before_saving()
-    registration._call_monitor_before_saving()
-    monitor, saving = LossScaleMonitor(), CheckpointMonitor(directory=str(tmp_path))
-    assert base_trainer.BaseTrainer.sort_callbacks([saving, monitor]) == [monitor, saving]
+    register()
+    other, saver = path.with_name("other.jsonl"), CheckpointMonitor(directory=str(tmp_path), save_checkpoint_steps=10)
+    monitors = [LossScaleMonitor(path, every_n_steps=7), LossScaleMonitor(other, every_n_steps=9)]
+    seen = [SeesRecord(file, saver) for file in (path, other)]
+    # MindFormers' trainer keeps one callback of each class that it sorts.
+    callbacks = base_trainer.BaseTrainer.sort_callbacks([*monitors, saver, *seen])
+    assert sorted(map(id, callbacks)) == sorted(map(id, [*monitors, saver, *seen]))
+    train(build_again(history_size=9), callbacks, OVERFLOWS[:25])
+    for file, ends in zip((path, other), seen, strict=True):
+        assert without_loss(read_record(file)) == replay(OVERFLOWS[:25])
+        assert ends.ends[:2] == [10, 20]
+    assert "_check_save_ckpt" not in vars(saver)
+
+
+def test_two_monitors_with_one_path_write_a_file_each_also_after_a_resume(path, tmp_path, messages):
+    network = build_again()
+    for last, flags in ((0, OVERFLOWS[:5]), (5, OVERFLOWS[5:8])):
+        train(network, [LossScaleMonitor(path), LossScaleMonitor(path)], flags)
+        for file in (path, path.with_name("record_2.jsonl")):
+            assert without_loss(read_record(file)) == replay(OVERFLOWS[: last + len(flags)])
+    assert len(list(tmp_path.iterdir())) == 2
+    told = {message for message in messages() if "is being written" in message}
+    assert told == {
+        f"{path} is being written by another callback of this process: this run is recorded in {file.name}."
+    }
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ def entries(first, last):
     return [{"step": step, "overflow": step % 3 == 0, "next_loss_scale": 2.0**step} for step in range(first, last + 1)]
 
 
-def write(path, *parts, last_step=0):
+def write(path, *parts, last_step=0, run=0):
     """Resume after a step, append the parts; return the notes."""
     record = RunRecord(path)
-    notes = record.resume(last_step)
+    notes = record.resume(last_step, run)
     for part in parts:
         record.append(part)
     return notes
@@ -61,11 +61,40 @@ def test_a_step_that_cannot_follow_is_refused(path, step):
     assert read_record(path) == entries(1, 2)
 
 
-def test_steps_that_are_taken_again_are_replaced(path):
-    write(path, entries(1, 27))
-    [note] = write(path, [{"step": 21, "loss": 0.5}], last_step=20)
-    assert note == f"{path} went on to step 27: the steps after 20 are taken out, because the run takes them again."
+@pytest.mark.parametrize("run", [0, 7])
+def test_steps_that_are_taken_again_are_replaced(path, run):
+    write(path, entries(1, 27), run=run)
+    [note] = write(path, [{"step": 21, "loss": 0.5}], last_step=20, run=run)
+    told = f"{path} went on to step 27: the steps after 20 are taken out, because the run takes them again."
     assert read_record(path) == [*entries(1, 20), {"step": 21, "loss": 0.5}]
+    # Without a number they may be those of another run.
+    assert note == told + ("" if run else " They are kept as record.jsonl.1.")
+    kept = [read_record(file) for file in path.parent.glob("*.1")]
+    assert kept == ([] if run else [entries(21, 27)])
+
+
+def test_the_first_line_has_the_number_of_the_run_whatever_is_cut(path):
+    write(path, [{"step": 3}], entries(4, 9), run=5)
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[0]) == {"run": 5, **missing(1, 2)}
+    assert not any("run" in line for line in lines[1:])
+    assert write(path, entries(2, 3), last_step=1, run=5) != []
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"run": 5, **entries(2, 2)[0]},
+        *entries(3, 3),
+    ]
+    assert read_record(path) == entries(2, 3)
+
+
+@pytest.mark.parametrize(("run", "other"), [(5, 6), (5, 0), (0, 6)])
+def test_the_record_of_another_run_is_never_continued(path, run, other):
+    write(path, entries(1, 9), run=other)
+    told = f"{path} is the record of another run: this run is recorded in record_2.jsonl."
+    assert write(path, entries(5, 7), last_step=4, run=run) == [told]
+    # From then on it is known as this run's own, where the run has a number.
+    assert write(path, entries(8, 8), last_step=7, run=run) == ([] if run else [told])
+    assert read_record(path) == entries(1, 9)
+    assert read_record(path.with_name("record_2.jsonl")) == entries(5, 8)
 
 
 def test_a_record_that_fits_is_left_alone(path):
@@ -199,7 +228,7 @@ HOLDER = """
 import sys
 from mindformers_adaptive.monitor.record import RunRecord
 record = RunRecord(sys.argv[1])
-print(*record.resume(int(sys.argv[2])), flush=True)
+print(*record.resume(*map(int, sys.argv[2:])), flush=True)
 record.append([{"step": record.last_step + 1}])
 print(record.path.name, flush=True)
 sys.stdin.read()
@@ -207,9 +236,10 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def holder(path, last_step=0):
+def holder(path, last_step=0, run=0):
     """Another process that has resumed a record and written a step; it is killed at the end."""
-    command, environment = [sys.executable, "-c", HOLDER, str(path), str(last_step)], {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", HOLDER, *map(str, (path, last_step, run))]
+    environment = {"PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=os.environ | environment, **pipes) as process:
         notes, name = (process.stdout.readline().strip() for _ in range(2))
@@ -227,13 +257,31 @@ def test_another_process_takes_another_file_and_says_so(path):
     assert read_record(path) == read_record(path.with_name("record_2.jsonl")) == [{"step": 1}]
 
 
-def test_another_run_of_this_process_takes_another_file_too(path):
+def test_another_callback_of_this_process_takes_another_file_too(path):
     record = RunRecord(path)
     record.resume(0)
     [note] = write(path, entries(1, 2))
-    assert note == f"{path} is being written by another run: this run is recorded in record_2.jsonl."
+    assert (
+        note == f"{path} is being written by another callback of this process: this run is recorded in record_2.jsonl."
+    )
     assert read_record(path.with_name("record_2.jsonl")) == entries(1, 2)
     record.close()
+
+
+def test_of_two_runs_from_one_checkpoint_each_goes_on_in_its_own_record(path):
+    write(path, entries(1, 5), run=5)
+    with holder(path, last_step=5, run=5) as first:
+        second = RunRecord(path)
+        [note] = second.resume(5, run=5)
+        second.append(entries(6, 8))
+        second.close()
+        assert (first.name, note.partition(": ")[0]) == ("record.jsonl", f"{path} is being written by another run")
+    assert second.run not in (0, 5)
+    own = path.with_name("record_2.jsonl")
+    assert write(path, entries(8, 9), last_step=7, run=second.run) == [
+        f"{own} went on to step 8: the steps after 7 are taken out, because the run takes them again."
+    ]
+    assert (read_record(path), read_record(own)) == ([*entries(1, 5), {"step": 6}], entries(6, 9))
 
 
 def test_the_lock_of_a_killed_run_does_not_count(path):

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,12 +105,13 @@ def test_a_hysteresis_budget_beyond_the_hysteresis_is_mended():
     [
         {"overflow_rate": (0.5,) * 15},
         {"overflow_rate": (1.5, *(0.5,) * 15)},
-        {"weight": 0.001},
+        {"weight": 0.0},
         {"weight": 2.0},
         {"low": -1025.0},
-        {"scale_window": 49},
-        {"scale_window": 3201},
+        {"scale_window": 0},
+        {"scale_window": 2**25},
         {"clean_steps": -1},
+        {"clean_steps": 2**25},
         {"contradictions": 7},
         {"base": 600},
         {"limit": 600},
@@ -124,6 +126,34 @@ def test_a_state_that_the_guided_rule_cannot_have_starts_afresh(damage):
     fresh = GUIDED.to_values(GUIDED.start(SCALE), 0)
     own = {name: fresh[name] for name in GuidedRule.own_keys()}
     assert repaired == {**values, **own, "last_overflow_iter": 30}
+
+
+@pytest.mark.parametrize(
+    ("exchange_rate", "changes"),
+    [
+        (0.5, {"scale_window": (500, 1000)}),
+        (1.0, {}),
+        (2.0, {"weight": (0.001, 0.002)}),
+        (20.0, {"clean_steps": (1752, 1600), "weight": (0.001, 0.02)}),
+        (1000.0, {"scale_window": (500, 64), "clean_steps": (1752, 64), "weight": (0.001, 1 / 3)}),
+    ],
+)
+def test_another_exchange_rate_keeps_the_guided_record_and_is_named(exchange_rate, changes):
+    before, state = GuidedRule(), GuidedRule().start(SCALE)
+    for _ in range(2000):
+        state = before.step(state, False, 2.0**-3)
+    values = before.to_values(state, 2000)
+    rule = GuidedRule(exchange_rate)
+    repaired, problems = rule.repair(values, state.loss_scale)
+    expected = {name: after for name, (_, after) in changes.items()}
+    assert repaired == {**values, **{name: type(values[name])(np.float32(new)) for name, new in expected.items()}}
+    told = ", ".join(f"{name} {old:g} becomes {new:g}" for name, (old, new) in changes.items())
+    assert problems == [
+        f"The checkpoint has a state of gradient-guided scaling with another 'exchange_rate' than {exchange_rate:g}: "
+        f"{told}, and the record of overflow rates is kept."
+    ] * bool(changes)
+    # It goes on at once from what it has seen.
+    assert rule.step(rule.from_values(state.loss_scale, repaired), False, 2.0**-3).base == state.base
 
 
 @pytest.mark.parametrize(
