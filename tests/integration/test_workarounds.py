@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import CONFIG, ROOT
 from examples.tiny_llama import build_model
 from mindformers import TrainingArguments
 from mindformers.tools.register import MindFormerConfig
@@ -15,8 +15,6 @@ from versions import NEEDS_SECTION
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import Trainer
 from mindformers_adaptive.integration.workarounds import apply_workarounds
-
-CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 
 
 @pytest.fixture
