@@ -11,13 +11,13 @@ after ± is its standard error. Machines differ and are noisy, so compare the ra
 
 import argparse
 import math
-import os
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
-from paired_timing import ratio, spread_percent, take_turns, time_above, typical_times, with_error
+from benchmark_sweep import measure_sweep, sweep_tables
+from paired_timing import compare, ratio, spread_percent, take_turns, time_above, typical_times, with_error
 from reporting import add_json_option, output_to_stderr, positive, versions, with_captions, write_json
 
 # exported_graph.py, with which the tests look at graphs as well, counts the kernels.
@@ -82,12 +82,8 @@ def parse_arguments():
     update.add_argument("--calls", type=positive, default=100, help="updates a copy makes in a round (default: 100)")
     step = add_command(commands, measure_step, "a train step of the demo's model", 4, 20, each_copy)
     step.add_argument("--pynative-rounds", type=positive, default=4, help="in PyNative mode (default: 4)")
-    step.add_argument("--seq-length", type=positive, default=128, help="bytes a sample (default: 128, the demo's)")
     add_command(commands, measure_detection, "what it takes to see an overflow in 5 million gradients", 4, 25)
-    sweep = add_command(commands, measure_sweep, "the lab's sweep, against the rule in plain Python", 2, 3)
-    sweep.add_argument("--steps", type=positive, default=100_000, help="of the sweep alone (default: 100000)")
-    sweep.add_argument("--compared-steps", type=positive, default=2_000, help="the rule's too (default: 2000)")
-    sweep.add_argument("--configurations", type=positive, default=1_000, help="of the 1000 (default: all)")
+    add_command(commands, measure_sweep, "the lab's sweep, against the rule in plain Python", 2, 3)
     return parser.parse_args()
 
 
@@ -95,9 +91,8 @@ def add_command(commands, measure, about, copies, rounds, of_rounds="calls of ea
     name = measure.__name__.removeprefix("measure_")
     command = commands.add_parser(name, help=about, description=f"Measure {about}.")
     command.set_defaults(measure=measure)
-    command.add_argument(
-        "--copies", type=positive, default=copies, help=f"times each way is built; fewer need less memory ({copies})"
-    )
+    about_copies = f"times each way is built; fewer need less memory (default: {copies})"
+    command.add_argument("--copies", type=positive, default=copies, help=about_copies)
     command.add_argument("--rounds", type=positive, default=rounds, help=f"{of_rounds} (default: {rounds})")
     command.add_argument("--quick", action="store_true", help="2 copies, 3 rounds, small sizes: a test of this script")
     add_json_option(command)
@@ -124,12 +119,12 @@ def measure_update(arguments):
 
     set_mode(arguments.mode)
     calls = 5 if arguments.quick else arguments.calls
-    times = take_turns({name: partial(make_updates, name, calls) for name in CELLS}, arguments.copies, arguments.rounds)
+    times = compare({name: partial(make_updates, name, calls) for name in CELLS}, arguments.copies, arguments.rounds)
     set_mode("graph")
     # MindSpore exports no graph with a history, whose Parameters are no cell's.
     exported = {name: export_update_cell(make_update_cell(name)) for name in CELLS if "history" not in name}
     kernels = {name: len(graph.kernels) for name, graph in exported.items()}
-    return {"mode": arguments.mode, "calls": calls, "times": typical_times(times), "kernels": kernels}
+    return {"mode": arguments.mode, "calls": calls, "times": times, "kernels": kernels}
 
 
 def make_updates(name, calls):
@@ -200,7 +195,7 @@ def measure_step(arguments):
     """Return by mode the times of train steps, of their parts, and of updates alone."""
     from worth_tasks import SMALL_TASKS, Llama
 
-    task = SMALL_TASKS[0] if arguments.quick else Llama(steps=10_000, seq_length=arguments.seq_length)
+    task = SMALL_TASKS["damped"] if arguments.quick else Llama(steps=10_000)
     names = (*(QUICK_STEPS if arguments.quick else STEPS), GRADIENTS)
     rounds_by_mode = {"graph": arguments.rounds, "PyNative": arguments.pynative_rounds}
     if arguments.quick:
@@ -214,7 +209,7 @@ def measure_step(arguments):
         times[mode] = typical_times(taken)
         spreads[mode] = spread_percent(taken) if arguments.copies > 1 else math.nan
         ways = {name: partial(make_updates, name, UPDATE_CALLS[mode]) for name in UPDATES}
-        updates[mode] = typical_times(take_turns(ways, arguments.copies, rounds))
+        updates[mode] = compare(ways, arguments.copies, rounds)
     task = f"{task.name}, {task.about}"
     return {"task": task, "rounds": rounds_by_mode, "times": times, "spreads": spreads, "updates": updates}
 
@@ -254,10 +249,8 @@ def make_step(task, network, name, folder):
     # The callbacks lock their records, so each has a folder of its own.
     record = Path(tempfile.mkdtemp(dir=folder), "record.jsonl")
     callback = LossScaleMonitor(record) if name == MONITOR else GradientRangeMonitor(1, record_path=record)
-    params = _InternalCallbackParam()
-    params.train_network = params.network = train_step
-    params.cur_step_num, params.cur_epoch_num, params.batch_num = 0, 1, 10**6
-    params.dataset_sink_mode, params.list_callback = False, [callback]
+    params = _InternalCallbackParam(train_network=train_step, network=train_step, list_callback=[callback])
+    params.update(cur_step_num=0, cur_epoch_num=1, batch_num=10**6, dataset_sink_mode=False)
     context = RunContext(params)
     callback.on_train_begin(context)
 
@@ -313,12 +306,9 @@ def measure_detection(arguments):
     """Return by number of Tensors the times of looking for an overflow."""
     set_mode("graph")
     elements, counts = (200_000, TENSORS[:1]) if arguments.quick else (ELEMENTS, TENSORS)
-    times = {
-        count: typical_times(
-            take_turns(ways_of_detection(count, elements // count), arguments.copies, arguments.rounds)
-        )
-        for count in counts
-    }
+    times = {}
+    for count in counts:
+        times[count] = compare(ways_of_detection(count, elements // count), arguments.copies, arguments.rounds)
     return {"elements": elements, "times": times}
 
 
@@ -338,17 +328,13 @@ def ways_of_detection(count, size):
         def construct(self, gradients):
             return self.function(gradients)
 
-    class Detection(nn.Cell):
-        """That of a train-step cell."""
-
-        def __init__(self, name):
-            super().__init__(auto_prefix=False)
-            network = nn.Dense(1, 1)
-            optimizer = nn.SGD(network.trainable_params())
-            self.train_step = TrainOneStepWithLossScaleCell(network, optimizer, make_update_cell(name))
-
+    class Detection(TrainOneStepWithLossScaleCell):
         def construct(self, gradients):
-            return self.train_step.get_overflow_status(None, gradients)
+            return self.get_overflow_status(None, gradients)
+
+    def detection(name):
+        network = nn.Dense(1, 1)
+        return Detection(network, nn.SGD(network.trainable_params()), make_update_cell(name))
 
     def first_element(gradients):
         return ops.neg(gradients[0][0:1])
@@ -368,7 +354,7 @@ def ways_of_detection(count, size):
 
     functions = {EMPTY: first_element, PLAIN: largest_values, ALL_FINITE: amp.all_finite}
     ways = {name: partial(compiled, Pass, function) for name, function in functions.items()}
-    ways |= {name: partial(compiled, Detection, name) for name in DETECTIONS}
+    ways |= {name: partial(compiled, detection, name) for name in DETECTIONS}
     return ways | {NUMPY: lambda: lambda _: [array.max() for array in arrays]}
 
 
@@ -381,26 +367,6 @@ def detection_tables(result):
         ratios.append((numpy / plain, error / plain))
         rows.append([str(count), *(with_error(*each, 1) for each in ratios)])
     return {"passes": rows}
-
-
-# The sweep
-
-
-def measure_sweep(arguments):
-    """Return the times of replaying configurations by the rule and by the sweep, and how many results differ."""
-    # NumPy reads them when it is imported.
-    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
-    from benchmark_sweep import measure
-
-    if arguments.quick:
-        arguments.configurations, arguments.compared_steps, arguments.steps = 20, 400, 800
-    return measure(arguments)
-
-
-def sweep_tables(result):
-    from benchmark_sweep import tables
-
-    return tables(result)
 
 
 TABLES = {"update": update_tables, "step": step_tables, "detection": detection_tables, "sweep": sweep_tables}

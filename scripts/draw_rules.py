@@ -1,12 +1,11 @@
 """Draw how the rules move the loss scale on one made-up run, from the rules in plain Python.
 
-    python scripts/draw_rules.py [FOLDER]
+    python scripts/draw_rules.py
 
-Draws scale_and_window.svg, with scale and window of the adaptive rule, and guided.svg, with the adaptive and the
-gradient-guided rule side by side, into docs/images or into this folder.
+Draws docs/images/scale_and_window.svg, with scale and window of the adaptive rule, and docs/images/guided.svg, with the
+adaptive and the gradient-guided rule side by side.
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +22,10 @@ FALL, RECOVERY = 1100, 1400
 
 
 def main():
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     # The gradients show the ceilings; the adaptive rule does not look at them.
     trace = with_gradients(Trace.exact("made up", largest_scales()))
     for file, draw in (("scale_and_window.svg", draw_scale_and_window), ("guided.svg", draw_guided)):
-        print(f"Drawn: {save(draw(trace), folder / file)}")
+        print(f"Drawn: {save(draw(trace), FOLDER / file)}")
 
 
 def largest_scales():

@@ -117,7 +117,8 @@ def kept(printed, begins):
 
 def rendered(text, page):
     """Return the text of a page with the tables that the data have for it."""
-    words = json.loads((DATA / "chinese.json").read_text(encoding="utf-8")) if is_chinese(page) else {}
+    is_chinese = page.parent.name == "zh" or page.name == "README_CN.md"
+    words = json.loads((DATA / "chinese.json").read_text(encoding="utf-8")) if is_chinese else {}
 
     def shown(block):
         lines = lines_of(tables_of(block["name"])[block["table"]], words)
@@ -127,10 +128,6 @@ def rendered(text, page):
     # A block that does not end leaves what follows alone.
     between = r"(?:(?!<!-- figures: ).)*?"
     return re.sub(rf"^{begin}${between}^{end}$", shown, text, flags=re.MULTILINE | re.DOTALL)
-
-
-def is_chinese(page):
-    return page.parent.name == "zh" or page.name == "README_CN.md"
 
 
 @functools.cache
@@ -149,8 +146,7 @@ def lines_of(rows, words):
     """Return the lines that a page has for a table, with other words for its cells."""
     if isinstance(rows[0], str):
         return ["```text", *rows, "```"]
-    columns, *others = ([translated(cell, words) for cell in row] for row in rows)
-    return list(table(columns, others))
+    return list(table([[translated(cell, words) for cell in row] for row in rows]))
 
 
 def translated(cell, words):

@@ -41,8 +41,8 @@ def main():
             for rule in RULES
         ],
     }
-    [(columns, *rows)] = tables(result).values()
-    print("\n".join(reporting.table(columns, rows)))
+    [rows] = tables(result).values()
+    print("\n".join(reporting.table(rows)))
     reporting.write_json(arguments.json, result)
     if arguments.picture:
         drawn = {rule: runs[rule, STARTS[0]][0] for rule in RULES}
@@ -60,66 +60,17 @@ def trainings(steps, seeds):
         dict, by the rule and the start a list of records, one for each seed.
     """
     import mindspore
+    from worth_training import LlamaTraining
 
     mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
     runs = defaultdict(list)
     for rule in RULES:
-        training = Training(rule, steps)
+        training = LlamaTraining(rule, steps)
         for start in STARTS:
             for seed in seeds:
                 print(f"{rule} from {start}, seed {seed}", file=sys.stderr, flush=True)
                 runs[rule, start].append(training.run(start, seed))
     return runs
-
-
-class Training:
-    """The demo's training with a rule, compiled once and set back before each run.
-
-    Args:
-        rule (str): one of ``RULES``.
-        steps (int): for which the learning rate is planned.
-        config (dict, optional): the sections of the YAML file. Default: None, those of the demo.
-    """
-
-    def __init__(self, rule, steps, config=None):
-        from mindspore import dtype as mstype
-        from prepare_corpus import cut_into_samples, read_standard_library
-        from worth_tasks import Llama
-        from worth_training import CompiledTraining
-
-        task = Llama(steps, config=config)
-        self.new_network = lambda seed: task.network(mstype.float16, seed)
-        self.steps, self.batch_size = steps, task.model["batch_size"]
-        self.samples = cut_into_samples(read_standard_library(), task.model["seq_length"] + 1)
-        self.compiled = CompiledTraining(task, self.new_network(0), update_cells()[rule])
-
-    def run(self, start, seed, stop=None):
-        """Return the record of a run, or of its first steps, as ``LossScaleMonitor`` writes it."""
-        from mindspore import Tensor
-        from worth_training import weights_of
-
-        order = np.random.default_rng(seed).permutation(len(self.samples))[: self.steps * self.batch_size]
-        self.compiled.begin(start, weights_of(self.new_network(seed)))
-        gradient = getattr(self.compiled.train_step.loss_scaling_manager, "largest_gradient", None)
-        scale, record = float(start), []
-        for step, places in enumerate(order.reshape(self.steps, -1)[:stop], start=1):
-            loss, overflow, next_scale = self.compiled.step((Tensor(self.samples[places]),))
-            record.append(
-                {"step": step, "loss": loss, "overflow": overflow, "loss_scale": scale, "next_loss_scale": next_scale}
-                | {"largest_gradient": None if gradient is None else float(gradient)}
-            )
-            scale = next_scale
-        return record
-
-
-def update_cells():
-    """Return by rule what makes its update cell from an initial scale."""
-    from mindformers_adaptive import wrapper
-
-    return {
-        "guided": wrapper.GradientGuidedLossScaleUpdateCell,
-        "adaptive": lambda start: wrapper.AdaptiveLossScaleUpdateCell(start, 2, scale_window=20),
-    }
 
 
 def summary(record):

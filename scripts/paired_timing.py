@@ -66,6 +66,11 @@ def typical_times(times):
     return typical
 
 
+def compare(ways, copies, rounds):
+    """Measure ways in turns as :func:`take_turns` does, and return their :func:`typical_times`."""
+    return typical_times(take_turns(ways, copies, rounds))
+
+
 def ratio(typical, name, base, above=None):
     """Return the time of a way as a multiple of another's, and the standard error of that.
 

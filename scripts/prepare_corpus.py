@@ -7,7 +7,6 @@ Every machine with Python has this text. A token is a byte, so the vocabulary ha
 """
 
 import argparse
-import shutil
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -48,17 +47,14 @@ def write_mindrecord(samples, folder):
     from mindspore.mindrecord import FileWriter
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as outer:
+        unfinished = Path(outer, folder.name)
+        unfinished.mkdir()
         writer = FileWriter(str(unfinished / FILE_NAME), shard_num=1, overwrite=True)
         writer.add_schema({"input_ids": {"type": "int32", "shape": [samples.shape[1]]}}, "bytes of source code")
         writer.write_raw_data([{"input_ids": sample} for sample in samples])
         writer.commit()
-        unfinished.chmod(0o755)
         unfinished.rename(folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 if __name__ == "__main__":

@@ -44,23 +44,24 @@ def write_json(file, result):
             lines.write(json_text(result, indent=1) + "\n")
 
 
-def table(columns, rows):
-    """Yield the lines of a table in Markdown.
+def table(rows):
+    """Yield the lines of a table in Markdown; the first row has the names of the columns.
 
     Examples:
-        >>> list(table(["step", "loss"], [["1", "2.5"]]))
+        >>> list(table([["step", "loss"], ["1", "2.5"]]))
         ['| step | loss |', '|---|---|', '| 1 | 2.5 |']
     """
+    columns, *others = rows
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
-    for row in rows:
+    for row in others:
         yield "| " + " | ".join(row) + " |"
 
 
 def with_captions(tables, captions):
     """Yield the lines of several tables, each a list of rows with the columns first, below what its caption says."""
-    for name, (columns, *rows) in tables.items():
-        yield from ["", captions[name], "", *table(columns, rows)]
+    for name, rows in tables.items():
+        yield from ["", captions[name], "", *table(rows)]
 
 
 @contextlib.contextmanager

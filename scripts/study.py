@@ -84,7 +84,12 @@ power of two below it, not in time where the ceiling falls before that; and how 
 
 
 def main():
-    arguments = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=positive, default=10_000, help="steps of each synthetic trace (default: 10000)")
+    parser.add_argument("--seeds", type=positive, default=5, help="synthetic traces of each kind (default: 5)")
+    add_json_option(parser)
+    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
+    arguments = parser.parse_args()
     steps, seeds = arguments.steps, arguments.seeds
     traces = traces_by_place(steps, seeds)
     exact = {place: of_kind for place, of_kind in traces.items() if place[0] == EXACT}
@@ -98,15 +103,6 @@ def main():
     print("\n".join(report(result)))
     print(f"\nDrawn: {os.path.relpath(save(draw(result['same']), arguments.picture))}")
     write_json(arguments.json, result)
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=positive, default=10_000, help="steps of each synthetic trace (default: 10000)")
-    parser.add_argument("--seeds", type=positive, default=5, help="synthetic traces of each kind (default: 5)")
-    add_json_option(parser)
-    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
-    return parser.parse_args()
 
 
 def traces_by_place(steps, seeds):
@@ -303,11 +299,8 @@ def draw(same):
     figure = new_figure(9, 8.4)
     fixed = [f"dynamic {window}" for window in WINDOWS]
     mean = same[ADAPTIVE][MEAN]
-    headline(
-        figure,
-        f"Adaptive: {mean['skipped']:.1f} of 1000 steps skipped and {mean['headroom_lost']:.1f} bits of headroom lost "
-        "in the mean",
-    )
+    lost = f"{mean['skipped']:.1f} of 1000 steps skipped and {mean['headroom_lost']:.1f} bits of headroom lost"
+    headline(figure, f"Adaptive: {lost} in the mean")
     panels = figure.subplots(3, 3, sharex=True).flat
     for axes, kind in zip(panels, same[ADAPTIVE], strict=True):
         points = {policy: (row[kind]["skipped"], row[kind]["headroom_lost"]) for policy, row in same.items()}

@@ -26,13 +26,19 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURE = "docs/images/quality_by_loss_scale.svg"
 PICTURE_SEEDS = 3
 QUICK_STEPS, QUICK_EXPONENTS = 30, (0, 9)
-# The Llama takes long, and has fewer seeds.
-TASKS = ("llama", "lora", "moving", "damped", "zero", "auxiliary", "digits")
-LLAMAS = TASKS[:2]
+# The Llama takes long, and has fewer seeds and shorter samples than the demo.
+SEEDS = {"llama": 5, "lora": 5, "moving": 10, "damped": 10, "zero": 10, "auxiliary": 10, "digits": 10}
+LLAMA = {"steps": 200, "seq_length": 32}
 
 
 def main():
-    arguments = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=SEEDS, default=list(SEEDS), help="default: all")
+    parser.add_argument("--processes", type=positive, default=os.cpu_count(), help="default: one for each core")
+    parser.add_argument("--quick", action="store_true", help="a few methods, steps and one seed: a test of this script")
+    add_json_option(parser)
+    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
+    arguments = parser.parse_args()
     # What MindSpore and MindFormers print does not belong to the report.
     with output_to_stderr():
         # MindSpore cannot be forked, and the processes end with their tasks, which gives the memory back.
@@ -47,33 +53,14 @@ def main():
     write_json(arguments.json, result)
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
-    parser.add_argument("--seeds", type=positive, default=10, help="of weights and data (default: 10)")
-    parser.add_argument("--llama-seeds", type=positive, default=5, help="of the two tasks with the Llama (default: 5)")
-    parser.add_argument("--llama-steps", type=positive, default=200, help="of each of its trainings (default: 200)")
-    parser.add_argument(
-        "--llama-seq-length", type=positive, default=32, help="bytes a sample (default: 32; the demo has 128)"
-    )
-    parser.add_argument("--processes", type=positive, default=os.cpu_count(), help="default: one for each core")
-    parser.add_argument("--quick", action="store_true", help="a few methods, steps and one seed: a test of this script")
-    add_json_option(parser)
-    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
-    return parser.parse_args()
-
-
 def measure(name, arguments):
     """Run the trainings of a task; return its name, its result as JSON can hold it, and what the picture shows."""
     from worth_tasks import SMALL_TASKS, Digits, Llama, Lora
     from worth_training import METHODS, Trainings, use_one_thread
 
     use_one_thread()
-    small = dict(zip(("damped", "zero", "auxiliary", "moving"), SMALL_TASKS, strict=True))
-    llama = arguments.llama_steps, arguments.llama_seq_length
-    task = {**small, "llama": Llama(*llama), "lora": Lora(*llama), "digits": Digits()}[name]
-    seeds = arguments.llama_seeds if name in LLAMAS else arguments.seeds
-    seeds, steps = (1, QUICK_STEPS) if arguments.quick else (seeds, None)
+    task = {**SMALL_TASKS, "llama": Llama(**LLAMA), "lora": Lora(**LLAMA), "digits": Digits()}[name]
+    seeds, steps = (1, QUICK_STEPS) if arguments.quick else (SEEDS[name], None)
     # The picture is of the same methods, which compile nothing more.
     methods = [method for method in METHODS if not arguments.quick or method.name in (FP32, UNSCALED, OURS)]
     trainings, runs = Trainings(task), {}
@@ -136,11 +123,10 @@ def report(result):
     yield f"{REACHED_AT:.0%} of its steps. Differences: between runs of one seed, mean ± half of the interval of 95 %"
     yield "confidence; a method is better where the interval does not reach 0."
     shown = tables(result)
-    yield from ["", *table(shown["who_wins"][0], shown["who_wins"][1:])]
+    yield from ["", *table(shown["who_wins"])]
     for key, task in result["tasks"].items():
         yield from ["", "### {name}: {about}, {steps} steps, {seeds} seeds".format(**task), ""]
-        yield from table(shown[key][0], shown[key][1:])
-        yield from ["", *table(shown[f"{key}_pairs"][0], shown[f"{key}_pairs"][1:])]
+        yield from [*table(shown[key]), "", *table(shown[f"{key}_pairs"])]
 
 
 if __name__ == "__main__":

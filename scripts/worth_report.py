@@ -4,6 +4,8 @@ Differences are paired by the seed, which gives weights and data, and have inter
 The picture shows the result of a training at each fixed loss scale, and the share of gradients that underflow there.
 """
 
+import operator
+
 import numpy as np
 from scipy import stats
 
@@ -55,17 +57,12 @@ def figures(runs, fp32, task):
     rows = []
     for run, reference in zip(runs, fp32, strict=True):
         at_start = skipped_at_the_start(run["skipped"], run["steps"])
-        rows.append(
-            {
-                "start": run["start"],
-                "skipped_at_start": at_start,
-                "skipped_later": len(run["skipped"]) - at_start,
-                "headroom_lost": over_looks(run, lambda look: np.log2(look["ceiling"] / look["loss_scale"])),
-                "underflow": over_looks(run, lambda look: look["underflow"]),
-                "quality": run["quality"],
-                "reached": reached(run, reference, task.higher_is_better),
-            }
-        )
+        row = {"start": run["start"], "skipped_at_start": at_start, "skipped_later": len(run["skipped"]) - at_start}
+        row["headroom_lost"] = over_looks(run, lambda look: np.log2(look["ceiling"] / look["loss_scale"]))
+        row["underflow"] = over_looks(run, lambda look: look["underflow"])
+        row["quality"] = run["quality"]
+        row["reached"] = reached(run, reference, task.higher_is_better)
+        rows.append(row)
     return rows
 
 
@@ -84,7 +81,8 @@ def reached(run, fp32, higher_is_better):
 
 def over_looks(run, figure):
     """Return the mean over the applied steps that were looked at; None without any."""
-    seen = [figure(look) for look in run["looks"] if not look["skipped"] and look.get("underflow") is not None]
+    applied = [look for look in run["looks"] if look["step"] not in run["skipped"]]
+    seen = [figure(look) for look in applied if look.get("underflow") is not None]
     return float(np.mean(seen)) if seen else None
 
 
@@ -152,8 +150,7 @@ def who_wins(result):
     return rows
 
 
-def quality_of(run):
-    return run["quality"]
+quality_of = operator.itemgetter("quality")
 
 
 def skipped_of(run):
@@ -198,14 +195,8 @@ def draw(swept):
     axes.fill_between(exponents, skipped, color=CONTEXT, linewidth=0, label="share of steps skipped for an overflow")
     axes.axhline(swept["fp32"], color=MUTED, linestyle="dashed", linewidth=1.2, label="FP32")
     axes.plot(exponents, np.maximum(swept["quality"], LOWEST), "o-", color=MAIN, label="FP16 at a fixed loss scale")
-    axes.plot(
-        np.mean(swept["found"]),
-        swept["ours"],
-        "D",
-        color=SECOND,
-        markersize=9,
-        label="FP16, adaptive, from the scale that 'find' says",
-    )
+    ours = "FP16, adaptive, from the scale that 'find' says"
+    axes.plot(np.mean(swept["found"]), swept["ours"], "D", color=SECOND, markersize=9, label=ours)
     axes.set_ylim(LOWEST, 1.05)
     axes.set_xlim(exponents[0], exponents[-1])
     ticks = [exponent for exponent in swept["exponents"] if exponent % 4 == 0]

@@ -9,8 +9,8 @@ from pathlib import Path
 import mindspore
 import numpy as np
 import yaml
-from mindformers.core.lr import CosineWithWarmUpLR
-from mindformers.core.optim import AdamW
+from mindformers.core.lr import build_lr
+from mindformers.core.optim import build_optim
 from mindformers.models import build_network
 from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn, ops
@@ -23,7 +23,7 @@ CONFIG = Path(__file__).resolve().parent.parent / "configs" / "tiny_llama_cpu_fp
 HELD_OUT_BATCHES = 8
 LORA = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ".*w[qkvo]"}
 
-POINTS, HELD_OUT_POINTS = 1024, 1024
+POINTS = 1024
 WIDTH = 24
 
 
@@ -40,6 +40,40 @@ class Data:
     batch: object
     held_out: list
     variance: float = 1.0
+
+
+def batches(samples, order, size):
+    """Return what gives the batch of a step: rows of all arrays in this order, which begins again at its end."""
+
+    def batch(step):
+        rows = np.take(order, range(step * size, (step + 1) * size), mode="wrap")
+        return tuple(Tensor(array[rows]) for array in samples)
+
+    return batch
+
+
+class Task:
+    """What a training learns, and how its result is measured: by a loss, unless a task says otherwise.
+
+    A task has a ``name``, words ``about`` it for the report, the number of ``steps``, and that of the steps after which
+    a run is looked at again, ``look_every``.
+    """
+
+    measure = "loss"
+    higher_is_better = False
+
+    def network(self, dtype, seed):
+        """Return the network with its loss and the weights of this seed."""
+        mindspore.set_seed(seed)
+        return self.new_network(dtype).set_train()
+
+    def train_step(self, network, update_cell):
+        """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
+        return TrainOneStepWithLossScaleCell(network, self.optimizer(network), update_cell).set_train()
+
+    def quality(self, network, data):
+        """Return the mean loss on what was not trained on."""
+        return float(np.mean([float(network(*inputs)) for inputs in data.held_out]))
 
 
 class Branches(nn.Cell):
@@ -78,68 +112,63 @@ class Branches(nn.Cell):
 
 
 @dataclass(frozen=True)
-class Regression:
+class Regression(Task):
     """A training of :class:`Branches` on all points at once; the last output is the one that is measured.
 
     Attributes:
         name (str): what it is called.
         about (str): what is trained, for the report.
         factors, zero_last: of :class:`Branches`.
-        targets (tuple[float]): the largest value of each output's targets.
+        targets (tuple[float], optional): the largest value of each output's targets. Default: None, the factors.
         weights (tuple[float]): of the outputs in the loss.
         steps (int): how many.
         learning_rate (float): of Adam.
         beta2 (float): of Adam. Default: 0.999, MindSpore's.
-        burst (tuple, optional): first step, step after the last, and by what the weight of the first output is
-            multiplied between them. Default: None.
+        burst (tuple): first step, step after the last, and by what the weight of the first output is multiplied between
+            them. Default: no step.
     """
 
     name: str
     about: str
     factors: tuple = (1.0,)
-    targets: tuple = (1.0,)
+    targets: tuple | None = None
     weights: tuple = (1.0,)
     steps: int = 400
     learning_rate: float = 3e-3
     zero_last: bool = False
     beta2: float = 0.999
-    burst: tuple | None = None
+    burst: tuple = (0, 0, 1.0)
 
     measure = "R²"
     higher_is_better = True
     look_every = 10
 
-    def network(self, dtype, seed):
-        """Return the network with its loss and the weights of this seed."""
-        mindspore.set_seed(seed)
-        return Branches(dtype, self.factors, self.zero_last).set_train()
+    def new_network(self, dtype):
+        return Branches(dtype, self.factors, self.zero_last)
 
-    def train_step(self, network, update_cell):
-        """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
+    def optimizer(self, network):
         # The default eps of 1e-8 would hide small gradients from Adam, whatever the loss scale.
-        optimizer = nn.Adam(network.trainable_params(), self.learning_rate, beta2=self.beta2, eps=1e-15)
-        return TrainOneStepWithLossScaleCell(network, optimizer, update_cell).set_train()
+        return nn.Adam(network.trainable_params(), self.learning_rate, beta2=self.beta2, eps=1e-15)
 
     def data(self, seed):
         """Return the Data of this seed."""
         random = np.random.default_rng(seed)
-        points = random.uniform(-1.0, 1.0, (POINTS + HELD_OUT_POINTS, 2))
+        # As many are held out as are trained on.
+        points = random.uniform(-1.0, 1.0, (2 * POINTS, 2))
         # The last output is hard to learn, and any before it are easier.
         easy = np.cos(4.0 * points[:, 0] + points[:, 1])
         hard = np.sin(4.0 * points[:, 0]) * np.cos(3.0 * points[:, 1])
         columns = [easy] * (len(self.factors) - 1) + [hard]
-        targets = np.stack(columns, axis=1) * np.array(self.targets)
-        train, held_out = (
-            tuple(Tensor(each[part], mstype.float32) for each in (points, targets))
-            for part in (slice(None, POINTS), slice(POINTS, None))
+        targets = np.stack(columns, axis=1) * np.array(self.targets or self.factors)
+        halves = zip(*(np.split(each.astype(np.float32), 2) for each in (points, targets)), strict=True)
+        train, held_out = (tuple(map(Tensor, half)) for half in halves)
+        first, end, factor = self.burst
+        usual, of_burst = (
+            Tensor((self.weights[0] * times, *self.weights[1:]), mstype.float32) for times in (1.0, factor)
         )
-        usual, of_burst = Tensor(self.weights, mstype.float32), None
-        if self.burst is not None:
-            of_burst = Tensor((self.weights[0] * self.burst[2], *self.weights[1:]), mstype.float32)
 
         def batch(step):
-            in_burst = self.burst is not None and self.burst[0] <= step < self.burst[1]
-            return (*train, of_burst if in_burst else usual)
+            return (*train, of_burst if first <= step < end else usual)
 
         only_the_last = Tensor(np.eye(len(self.factors))[-1], mstype.float32)
         return Data(batch, [(*held_out, only_the_last)], float(targets[POINTS:, -1].var()))
@@ -149,14 +178,13 @@ class Regression:
         return 1.0 - float(network(*data.held_out[0])) / data.variance
 
 
-SMALL_TASKS = (
-    Regression(
+SMALL_TASKS = {
+    "damped": Regression(
         "damped output",
         "an output that is multiplied by 3e-3, as by a small residual factor",
         factors=(3e-3,),
-        targets=(3e-3,),
     ),
-    Regression(
+    "zero": Regression(
         "zero-initialised last layer",
         "small targets, 1e-3, with a last layer that starts at 0 and a learning rate of 3e-5",
         targets=(1e-3,),
@@ -164,24 +192,22 @@ SMALL_TASKS = (
         learning_rate=3e-5,
         zero_last=True,
     ),
-    Regression(
+    "auxiliary": Regression(
         "small auxiliary loss",
         "two outputs, of which the second has a weight of 1e-4 in the loss",
         factors=(1.0, 1.0),
-        targets=(1.0, 1.0),
         weights=(1.0, 1e-4),
     ),
-    Regression(
+    "moving": Regression(
         "moving ceiling",
         "two outputs, the second multiplied by 1e-3; the loss of the first weighs 2^12 times as much in steps 201-300",
         factors=(1.0, 1e-3),
-        targets=(1.0, 1e-3),
         weights=(1.0, 1.0),
         steps=600,
         beta2=0.95,
         burst=(200, 300, 2.0**12),
     ),
-)
+}
 
 
 class ConvolutionsWithLoss(nn.Cell):
@@ -208,88 +234,58 @@ class ConvolutionsWithLoss(nn.Cell):
         return self.loss(ops.cast(self.layers(images), mstype.float32), labels)
 
 
-class Digits:
+class Digits(Task):
     """Handwritten digits, 1797 images of 8 times 8 pixels, that scikit-learn brings; a third of them is held out."""
 
     name = "handwritten digits"
     about = "two convolutions with batch normalisation"
-    measure = "loss"
-    higher_is_better = False
     look_every = 20
     steps = 100
-    batch_size = 32
-    learning_rate = 1e-3
 
-    def network(self, dtype, seed):
-        """Return the network with its loss and the weights of this seed."""
-        mindspore.set_seed(seed)
-        return ConvolutionsWithLoss(dtype).set_train()
+    # What is held out is normalised by its own batch.
+    new_network = ConvolutionsWithLoss
 
-    def train_step(self, network, update_cell):
-        """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
-        optimizer = nn.Adam(network.trainable_params(), self.learning_rate)
-        return TrainOneStepWithLossScaleCell(network, optimizer, update_cell).set_train()
+    def optimizer(self, network):
+        return nn.Adam(network.trainable_params(), 1e-3)
 
     def data(self, seed):
         """Return the Data of this seed; what is held out is the same for all seeds."""
-        images, labels = digits()
-        held_out = len(images) // 3
-        order = np.random.default_rng(seed).permutation(len(images) - held_out) + held_out
+        from sklearn.datasets import load_digits
 
-        def batch(step):
-            rows = np.take(order, range(step * self.batch_size, (step + 1) * self.batch_size), mode="wrap")
-            return Tensor(images[rows]), Tensor(labels[rows])
-
-        return Data(batch, [(Tensor(images[:held_out]), Tensor(labels[:held_out]))])
-
-    def quality(self, network, data):
-        """Return the mean loss on the images that were not trained on, normalised by their own batch."""
-        return float(network(*data.held_out[0]))
+        pixels, labels = load_digits(return_X_y=True)
+        samples = mixed((pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)), mixed(labels.astype(np.int32))
+        held_out = len(labels) // 3
+        order = np.random.default_rng(seed).permutation(len(labels) - held_out) + held_out
+        return Data(batches(samples, order, size=32), [tuple(Tensor(array[:held_out]) for array in samples)])
 
 
-@functools.cache
-def digits():
-    """The images, float32 of shape (images, 1, 8, 8) from 0 to 1, and the labels, int32; mixed once."""
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(labels))
-    return (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)[order], labels.astype(np.int32)[order]
-
-
-class Llama:
+class Llama(Task):
     """The demo's training, with samples drawn anew for each seed.
 
     Args:
         steps (int): how many.
-        seq_length (int, optional): bytes of a sample. Default: None, as in the YAML file.
-        config (dict, optional): the sections of the YAML file. Default: None, those of the demo.
+        **changes: values of the model's section in the YAML file, such as ``seq_length``, the bytes of a sample.
     """
 
     name = "the demo's Llama"
-    measure = "loss"
-    higher_is_better = False
     look_every = 30
 
-    def __init__(self, steps, seq_length=None, config=None):
-        self.config = copy.deepcopy(config) or yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-        self.model = self.config["model"]["model_config"]
+    def __init__(self, steps, **changes):
         self.steps = steps
-        if seq_length is not None:
-            self.model["seq_length"] = seq_length
+        self.config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+        self.model = self.config["model"]["model_config"]
+        self.model.update(changes)
         self.about = f"bytes of Python's standard library, {self.model['seq_length']} a sample"
 
-    def network(self, dtype, seed):
-        """Return the model with its loss and the weights of this seed."""
-        mindspore.set_seed(seed)
+    def new_network(self, dtype):
         self.model["compute_dtype"] = "float16" if dtype == mstype.float16 else "float32"
-        return build_network(MindFormerConfig(**copy.deepcopy(self.config["model"]))).set_train()
+        return build_network(MindFormerConfig(**copy.deepcopy(self.config["model"])))
 
     def train_step(self, network, update_cell):
         """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
-        schedule = {**without_type(self.config["lr_schedule"]), "total_steps": self.steps}
-        optimizer = without_type(self.config["optimizer"])
-        optimizer = AdamW(network.trainable_params(), CosineWithWarmUpLR(**schedule), **optimizer)
+        schedule = build_lr({**self.config["lr_schedule"], "total_steps": self.steps})
+        parameters = {"params": network.trainable_params(), "learning_rate": schedule}
+        optimizer = build_optim(self.config["optimizer"], parameters)
         max_norm = self.config["runner_wrapper"]["max_grad_norm"]
         return MFTrainOneStepCell(
             network, optimizer, use_clip_grad=True, max_grad_norm=max_norm, scale_sense=update_cell
@@ -297,24 +293,13 @@ class Llama:
 
     def data(self, seed):
         """Return the Data of this seed; the last part of the text is held out, the same for all seeds."""
-        samples, size = self.text(self.model["seq_length"] + 1), self.model["batch_size"]
-        held_out = samples[-HELD_OUT_BATCHES * size :]
-        held_out = [(Tensor(rows),) for rows in np.split(held_out, HELD_OUT_BATCHES)]
-        order = np.random.default_rng(seed).permutation(len(samples) - HELD_OUT_BATCHES * size)
+        size = self.model["batch_size"]
+        samples = mixed(cut_into_samples(self.text(), self.model["seq_length"] + 1))
+        samples, held_out = np.split(samples, [-HELD_OUT_BATCHES * size])
+        order = np.random.default_rng(seed).permutation(len(samples))
+        return Data(batches([samples], order, size), [(Tensor(rows),) for rows in np.split(held_out, HELD_OUT_BATCHES)])
 
-        def batch(step):
-            return (Tensor(samples[np.take(order, range(step * size, (step + 1) * size), mode="wrap")]),)
-
-        return Data(batch, held_out)
-
-    def quality(self, network, data):
-        """Return the mean loss on text that was not trained on."""
-        return float(np.mean([float(network(*inputs)) for inputs in data.held_out]))
-
-    @staticmethod
-    def text(length):
-        """Samples of so many bytes of the standard library, int32."""
-        return mixed(cut_into_samples(read_standard_library(), length))
+    text = staticmethod(read_standard_library)
 
 
 class Lora(Llama):
@@ -322,24 +307,22 @@ class Lora(Llama):
 
     Args:
         steps (int): of each of the two trainings.
-        seq_length (int, optional): as for :class:`Llama`.
+        **changes: as for :class:`Llama`.
     """
 
     name = "LoRA of the demo's Llama"
 
-    def __init__(self, steps, seq_length=None):
-        super().__init__(steps, seq_length)
-        self.base = Llama(steps, seq_length)
-        self.model["pet_config"] = dict(LORA)
+    def __init__(self, steps, **changes):
+        super().__init__(steps, **changes, pet_config=LORA)
+        self.base = Llama(steps, **changes)
         self.about = f"trained before in FP32; help texts of Python, {self.model['seq_length']} bytes a sample"
 
     def network(self, dtype, seed):
         """Return the model with the weights that were trained before, and adapters of this seed."""
         network = super().network(dtype, seed)
-        trained = self._trained
         for weight in network.get_parameters():
             if not weight.requires_grad:
-                weight.set_data(Tensor(trained[weight.name]))
+                weight.set_data(Tensor(self._trained[weight.name]))
         return network
 
     @functools.cached_property
@@ -352,16 +335,11 @@ class Lora(Llama):
         return {weight.name: weight.asnumpy().copy() for weight in network.get_parameters()}
 
     @staticmethod
-    def text(length):
-        """Samples of so many bytes of the help texts, int32."""
-        texts = "\n".join(pydoc_data.topics.topics.values()).encode()
-        return mixed(cut_into_samples(np.frombuffer(texts, np.uint8), length))
-
-
-def without_type(section):
-    return {key: value for key, value in section.items() if key != "type"}
+    def text():
+        """The help texts as uint8 of shape (bytes,)."""
+        return np.frombuffer("\n".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
 
 
 def mixed(samples):
-    """Samples in an order that is always the same, so that what is held out is of all texts."""
+    """Samples in an order that is always the same, so that what is held out is of all kinds."""
     return samples[np.random.default_rng(0).permutation(len(samples))]

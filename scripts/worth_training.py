@@ -1,5 +1,6 @@
 """One training by each method of scaling the loss, on the same data and from the same weights, and what comes of it."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ import numpy as np
 from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
+from prepare_corpus import cut_into_samples, read_standard_library
 from worth_report import ADAPTIVE_HIGH, FP32, GUIDED, GUIDED_HIGH, MEGATRON, MINDFORMERS, OURS, UNSCALED
+from worth_tasks import Llama
 
 from mindformers_adaptive.gradients.backward import backward_pass
 from mindformers_adaptive.gradients.ranges import find_loss_scale
@@ -61,10 +64,6 @@ def adaptive(loss_scale):
     return AdaptiveLossScaleUpdateCell(loss_scale, 2, 20)
 
 
-def megatron(loss_scale):
-    return AdaptiveLossScaleUpdateCell(loss_scale, 2, 1000, 1000, 1000, hysteresis=2)
-
-
 METHODS = (
     Method(FP32, lambda _: NoLossScaleUpdateCell(), dtype=mstype.float32),
     Method(UNSCALED, lambda _: NoLossScaleUpdateCell()),
@@ -74,7 +73,7 @@ METHODS = (
     dynamic(20),
     dynamic(100),
     dynamic(1000),
-    Method(MEGATRON, megatron, LARGEST_START),
+    Method(MEGATRON, lambda s: AdaptiveLossScaleUpdateCell(s, 2, 1000, 1000, 1000, hysteresis=2), LARGEST_START),
     Method(MINDFORMERS, lambda s: MindFormersUpdateCell(s, 2, 20), LARGEST_START),
     Method(ADAPTIVE_HIGH, adaptive, LARGEST_START, graph="adaptive"),
     Method(OURS, adaptive, FOUND, graph="adaptive"),
@@ -87,14 +86,14 @@ class CompiledTraining:
     """A train step that is compiled once; before each run its Parameters are put back.
 
     Args:
-        task: a task of ``worth_tasks``.
-        network (Cell): of the task.
+        network (Cell): with its loss.
+        make_train_step (Callable): makes the train-step cell from the network and the update cell.
         make_cell (Callable): makes the update cell from an initial scale.
     """
 
-    def __init__(self, task, network, make_cell):
+    def __init__(self, network, make_train_step, make_cell):
         self.network, self.make_cell = network, make_cell
-        self.train_step = task.train_step(network, make_cell(LARGEST_START))
+        self.train_step = make_train_step(network, make_cell(LARGEST_START))
         self.initial = [(value, value.asnumpy().copy()) for value in self.train_step.get_parameters()]
 
     def begin(self, loss_scale, weights):
@@ -110,6 +109,44 @@ class CompiledTraining:
         loss, overflow = self.train_step(*batch)[:2]
         return float(loss), bool(overflow), float(self.train_step.scale_sense.asnumpy())
 
+    def run(self, loss_scale, weights, batches):
+        """Train from this initial scale and these weights; return the record as ``LossScaleMonitor`` writes it."""
+        self.begin(loss_scale, weights)
+        gradient = getattr(self.train_step.loss_scaling_manager, "largest_gradient", None)
+        scale, record = float(loss_scale), []
+        for step, batch in enumerate(batches, start=1):
+            loss, overflow, next_scale = self.step(batch)
+            record.append(
+                {"step": step, "loss": loss, "overflow": overflow, "loss_scale": scale, "next_loss_scale": next_scale}
+                | {"largest_gradient": None if gradient is None else float(gradient)}
+            )
+            scale = next_scale
+        return record
+
+
+class LlamaTraining:
+    """The demo's training with a rule, compiled once and set back before each run.
+
+    Args:
+        rule (str): "adaptive" or "guided".
+        steps (int): for which the learning rate is planned.
+        **changes: values of the model's section in the YAML file.
+    """
+
+    def __init__(self, rule, steps, **changes):
+        task = Llama(steps, **changes)
+        self.new_network = lambda seed: task.network(mstype.float16, seed)
+        self.steps, self.batch_size = steps, task.model["batch_size"]
+        self.samples = cut_into_samples(read_standard_library(), task.model["seq_length"] + 1)
+        [update_cell] = {method.cell for method in METHODS if method.graph == rule}
+        self.compiled = CompiledTraining(self.new_network(0), task.train_step, update_cell)
+
+    def run(self, start, seed, stop=None):
+        """Return the record of a run, or of its first steps, as ``LossScaleMonitor`` writes it."""
+        order = np.random.default_rng(seed).permutation(len(self.samples))[: self.steps * self.batch_size]
+        batches = ((Tensor(self.samples[places]),) for places in order.reshape(self.steps, -1)[:stop])
+        return self.compiled.run(start, weights_of(self.new_network(seed)), batches)
+
 
 class Trainings:
     """All trainings of one task.
@@ -123,7 +160,11 @@ class Trainings:
     def __init__(self, task, look_every=None):
         self.task = task
         self.look_every = look_every or task.look_every
-        self._made = {}
+        # Each is made once: compiled trainings by graph, networks by dtype, the others by seed.
+        self._compiled = {}
+        self._network = functools.cache(lambda dtype: task.network(dtype, 0))
+        self._weights = functools.cache(lambda seed: weights_of(task.network(mstype.float32, seed)))
+        self._found = functools.cache(self._find)
         self._last_ceiling = 20
 
     def run(self, method, seed, steps=None):
@@ -139,56 +180,44 @@ class Trainings:
             ``quality`` and, in FP16, ``loss_scale``, ``ceiling``, ``underflow``) and ``quality`` at the end.
         """
         data, network, steps = self.task.data(seed), self._network(method.dtype), steps or self.task.steps
-        training = self._once(method.graph or method.name, lambda: CompiledTraining(self.task, network, method.cell))
-        start = self.find(seed).loss_scale_value if method.start == FOUND else method.start
-        training.begin(start, self._weights_of(seed))
+        graph = method.graph or method.name
+        if graph not in self._compiled:
+            self._compiled[graph] = CompiledTraining(network, self.task.train_step, method.cell)
+        training = self._compiled[graph]
+        start = self._found(seed) if method.start == FOUND else method.start
+        training.begin(start, self._weights(seed))
         skipped, looks, scale = [], [], start
         for step in range(steps):
             batch = data.batch(step)
-            look = {"step": step, "quality": self.task.quality(network, data)} if step % self.look_every == 0 else None
-            if look is not None and method.dtype == mstype.float16:
-                look |= self._look(network, batch, scale)
+            if step % self.look_every == 0:
+                looks.append({"step": step, "quality": self.task.quality(network, data)})
+                if method.dtype == mstype.float16:
+                    looks[-1] |= self._look(batch, scale)
             _, overflow, scale = training.step(batch)
             if overflow:
                 skipped.append(step)
-            if look is not None:
-                looks.append({**look, "skipped": overflow})
         quality = self.task.quality(network, data)
-        looks.append({"step": steps, "quality": quality, "skipped": True})
+        looks.append({"step": steps, "quality": quality})
         return {"start": start, "steps": steps, "skipped": skipped, "looks": looks, "quality": quality}
 
-    def find(self, seed):
-        """Return what find_loss_scale() says of the weights and the first batches of a seed."""
+    def _find(self, seed):
+        """Return the scale that find_loss_scale() recommends for the weights and the first batches of a seed."""
+        network, data = self._network(mstype.float16), self.task.data(seed)
+        set_weights(network, self._weights(seed))
+        return find_loss_scale(network, [data.batch(step) for step in range(FIND_BATCHES)]).loss_scale_value
 
-        def find():
-            network, data = self._network(mstype.float16), self.task.data(seed)
-            set_weights(network, self._weights_of(seed))
-            return find_loss_scale(network, [data.batch(step) for step in range(FIND_BATCHES)])
+    @functools.cached_property
+    def _backward(self):
+        return backward_pass(self._network(mstype.float16))
 
-        return self._once(("found", seed), find)
-
-    def _network(self, dtype):
-        return self._once(("network", dtype), lambda: self.task.network(dtype, 0))
-
-    def _weights_of(self, seed):
-        return self._once(("weights", seed), lambda: weights_of(self.task.network(mstype.float32, seed)))
-
-    def _once(self, key, make):
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    def _look(self, network, batch, scale):
+    def _look(self, batch, scale):
         """Measure the ceiling of a step to a quarter of a bit, and the share of gradients that underflow."""
-        backward = self._once("backward", lambda: backward_pass(network))
-        passes = {}
 
+        @functools.cache
         def gradients(exponent):
-            if exponent not in passes:
-                _, each, _ = backward(Tensor(2.0**exponent, mstype.float32), *batch)
-                flat = np.concatenate([one.asnumpy().ravel() for one in each])
-                passes[exponent] = flat if np.isfinite(flat).all() else None
-            return passes[exponent]
+            _, each, _ = self._backward(Tensor(2.0**exponent, mstype.float32), *batch)
+            flat = np.concatenate([one.asnumpy().ravel() for one in each])
+            return flat if np.isfinite(flat).all() else None
 
         exponent = self._last_ceiling
         while gradients(exponent) is None and exponent > -HIGHEST_EXPONENT:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -17,6 +18,10 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parent.parent
+# The YAML file of the demo.
+CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
+# What ``run_forked`` takes to run the program.
+PROGRAM = ROOT / "mindformers_adaptive" / "__main__.py"
 
 # Folders of tests that build MindFormers' trainers in their own process.
 TRAINERS = [ROOT / "tests" / name for name in ("checkpoint", "gradients", "integration")]
@@ -76,20 +81,13 @@ def time_limit(seconds):
         signal.signal(signal.SIGALRM, handler)
 
 
-def limit_of(item):
-    return time_limit(SLOW_SECONDS if item.get_closest_marker("slow") else SECONDS)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
-    with limit_of(item):
+    with time_limit(SLOW_SECONDS if item.get_closest_marker("slow") else SECONDS):
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    with limit_of(item):
-        return (yield)
+pytest_runtest_call = pytest_runtest_setup
 
 
 @pytest.fixture(params=["graph", "pynative"])
@@ -167,6 +165,20 @@ def mindformers_log(caplog):
 
 
 @pytest.fixture
+def messages(caplog):
+    """A function that returns what the monitors logged so far."""
+    caplog.set_level("INFO")
+    files = ("loss_scale_monitor.py", "recording_callback.py")
+    return lambda: [record.getMessage() for record in caplog.records if record.filename in files]
+
+
+@pytest.fixture
+def path(tmp_path):
+    """The file of a record that a monitor writes."""
+    return tmp_path / "record.jsonl"
+
+
+@pytest.fixture
 def run_program(capsys):
     """Return a function that runs the program in this process, and returns its exit code, output and error output."""
     from mindformers_adaptive.cli.program import main
@@ -223,6 +235,12 @@ def with_exit_code(expected, finished):
     """Return a finished process that has this exit code; otherwise fail with what it printed last."""
     assert finished.returncode == expected, (finished.stdout + finished.stderr)[-5000:]
     return finished
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Return a function that returns where the compiled graph of runs is kept, by all that it depends on in a file."""
+    return functools.cache(lambda *_: tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(scope="session")

@@ -74,15 +74,10 @@ def own_imports(source):
     return set(own_modules(imports_of(ast.walk(ast.parse(source)))))
 
 
-def imports_out_of_order(module, source):
-    """The rooms that a module imports from and may not."""
-    own = room_of(module)
-    return {*map(room_of, own_imports(source))} - MAY_IMPORT[own] - {own}
-
-
 @pytest.mark.parametrize("module", [name for name in MODULES if name])
 def test_module_imports_only_from_rooms_below(module):
-    assert imports_out_of_order(module, MODULES[module].read_text(encoding="utf-8")) == set()
+    own, imports = room_of(module), own_imports(MODULES[module].read_text(encoding="utf-8"))
+    assert {*map(room_of, imports)} - MAY_IMPORT[own] - {own} == set()
 
 
 def test_the_package_itself_names_its_doors_for_editors_and_imports_them_on_first_use():

@@ -8,7 +8,7 @@ from pathlib import Path
 import mindspore
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import CONFIG
 
 GUIDED = "GradientGuidedLossScaleUpdateCell"
 
@@ -88,7 +88,7 @@ def test_auto_register_gives_the_installed_class_and_the_train_step_cell_around_
 )
 @pytest.mark.parametrize("cell", ["AdaptiveLossScaleUpdateCell", GUIDED])
 def test_the_unmodified_script_of_mindformers_trains_on_cpu(run_python, register_path, corpus, tmp_path, cell):
-    config = yaml.safe_load((ROOT / "configs" / "tiny_llama_cpu_fp16.yaml").read_text())
+    config = yaml.safe_load(CONFIG.read_text())
     if cell == GUIDED:
         config["runner_wrapper"]["scale_sense"] = {"type": GUIDED, "loss_scale_value": 2**32}
     config["runner_wrapper"]["scale_sense"]["auto_register"] = f"adaptive_loss_scaling.{cell}"

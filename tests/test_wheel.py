@@ -9,7 +9,7 @@ import venv
 import zipfile
 
 import pytest
-from conftest import ROOT, with_exit_code
+from conftest import CONFIG, ROOT, with_exit_code
 
 import mindformers_adaptive
 
@@ -19,7 +19,11 @@ PACKAGE_FILES = {
     for path in (ROOT / "mindformers_adaptive").rglob(pattern)
 }
 SAMPLES = ROOT / "tests" / "lab" / "samples"
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+def pip(*arguments):
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +35,7 @@ def wheel(tmp_path_factory):
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     shutil.copytree(ROOT / "mindformers_adaptive", source / "mindformers_adaptive")
-    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    subprocess.run(command, check=True, capture_output=True)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
     (file,) = folder.glob("*.whl")
     return file
 
@@ -60,9 +63,7 @@ def test_wheel_requires_no_mindspore_but_in_its_extra(wheel):
 
 def test_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):
     installed = tmp_path / "installed"
-    subprocess.run(
-        [*PIP, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, capture_output=True
-    )
+    pip("install", "--no-deps", "--target", installed, wheel)
 
     def run(*arguments):
         command = [sys.executable, "-P", *arguments]
@@ -90,8 +91,7 @@ def bare(wheel, tmp_path_factory):
         distribution = importlib.metadata.distribution(name)
         for entry in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
             (site_packages / entry).symlink_to(distribution.locate_file(entry))
-    command = [*PIP, "--python", str(folder), "install", "--no-index", str(wheel)]
-    subprocess.run(command, check=True, capture_output=True)
+    pip("--python", folder, "install", "--no-index", wheel)
     return folder / "bin"
 
 
@@ -126,8 +126,7 @@ def test_offline_commands_work_without_mindspore(run_bare, arguments, expected):
 
 @pytest.mark.parametrize("command", ["train", "probe", "find"])
 def test_commands_that_need_mindspore_say_what_to_install(run_bare, command):
-    config = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
-    finished = run_bare("adaptive-loss-scale", command, "--config", config, expect_exit=1)
+    finished = run_bare("adaptive-loss-scale", command, "--config", CONFIG, expect_exit=1)
     assert f"error: '{command}' needs mind" in finished.stderr
     assert "pip install mindformers_adaptive[mindformers]" in finished.stderr
     assert "Traceback" not in finished.stderr

@@ -6,7 +6,7 @@ import types
 import mindspore
 import numpy as np
 import pytest
-from fp16_networks import Regression
+from dense_network import Dense
 from mindformers.tools.register import MindFormerConfig
 from mindformers.wrapper import build_wrapper
 from mindspore import Parameter, Tensor, amp, nn, ops
@@ -18,23 +18,22 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 TRAIN_STEP_CELLS = [wrapper.TrainOneStepWithLossScaleCell, wrapper.MFTrainOneStepCell]
 
-# float16 has 11 significant bits; a matrix product of 8 terms loses a few more.
+# float16 has 11 significant bits; a matrix product of 4 terms loses a few more.
 FLOAT16_TOLERANCE = 2.0**-8
 
 
 @pytest.mark.parametrize("cell", TRAIN_STEP_CELLS)
 @pytest.mark.parametrize("optimizer", ["Momentum", "Adam"])
 def test_skipped_step_changes_nothing_and_applied_step_is_that_of_fp32(mode, cell, optimizer):
-    half, full = Regression(mindspore.float16), Regression(mindspore.float32)
+    half, full = Dense(fp16=True), Dense()
     update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
-    step = cell(half, build_optimizer(optimizer, half), scale_sense=update_cell)
-    reference = nn.TrainOneStepCell(full, build_optimizer(optimizer, full))
+    step = cell(half.network, half.optimizer(optimizer), scale_sense=update_cell)
+    reference = nn.TrainOneStepCell(full.network, full.optimizer(optimizer))
     rule = AdaptiveRule()
     state = rule.start(1024.0)
     for overflow in (False, True, False, True, True, False):
-        features, target = batch(overflow)
         before = weights_and_optimizer_state(step)
-        outputs = step(features, target)
+        outputs = step(*Dense.batch(overflow))
         after = weights_and_optimizer_state(step)
         state = rule.step(state, overflow)
         assert bool(outputs[1]) == overflow
@@ -43,13 +42,12 @@ def test_skipped_step_changes_nothing_and_applied_step_is_that_of_fp32(mode, cel
             assert before.keys() == after.keys()
             assert all(np.array_equal(before[name], after[name]) for name in before)
         else:
-            loss = reference(features, target)
+            loss = reference(*Dense.batch())
             np.testing.assert_allclose(float(outputs[0]), float(loss), rtol=FLOAT16_TOLERANCE)
-            change = full.weight.asnumpy() - before["weight"]
-            np.testing.assert_allclose(
-                after["weight"] - before["weight"], change, rtol=0.02, atol=1e-3 * abs(change).max()
-            )
-            assert not np.array_equal(before["weight"], after["weight"])
+            name = half.layer.weight.name
+            change = full.weight() - before[name]
+            np.testing.assert_allclose(after[name] - before[name], change, rtol=0.02, atol=1e-3 * abs(change).max())
+            assert not np.array_equal(before[name], after[name])
     assert update_cell.state()["skipped_steps"] == 3
 
 
@@ -68,15 +66,13 @@ def test_subclass_with_arguments_of_its_own_trains_through_real_overflows(mode, 
             return outputs
 
     assert list(inspect.signature(CountedTrainStep).parameters) == ["network", "optimizer", "first_step", "scale_sense"]
-    network = Regression(mindspore.float16)
+    dense, overflows = Dense(fp16=True), []
     update_cell = AdaptiveLossScaleUpdateCell(2**24, 2, 20)
-    step = CountedTrainStep(network, build_optimizer("Momentum", network), 100, scale_sense=update_cell)
-    features, target = batch(overflow=False)
-    overflows = []
+    step = CountedTrainStep(dense.network, dense.optimizer(), 100, scale_sense=update_cell)
     for _ in range(15):
-        before = network.weight.asnumpy().copy()
-        overflows.append(bool(step(features, target)[1]))
-        assert np.array_equal(network.weight.asnumpy(), before) == overflows[-1]
+        before = dense.weight()
+        overflows.append(bool(step(*Dense.batch())[1]))
+        assert np.array_equal(dense.weight(), before) == overflows[-1]
     skipped = overflows.index(False)
     assert skipped > 0
     assert float(step.scale_sense) == 2.0 ** (24 - sum(overflows))
@@ -90,18 +86,17 @@ def test_overflow_detection_of_a_subclass_is_kept(graph_mode):
         def get_overflow_status(self, status, compute_output):
             return Tensor(False)
 
-    network = Regression(mindspore.float32)
-    step = NeverOverflows(network, build_optimizer("Momentum", network), AdaptiveLossScaleUpdateCell(1024, 2, 20))
-    assert not bool(step(*batch(overflow=True))[1])
+    step = Dense().train_step(AdaptiveLossScaleUpdateCell(1024, 2, 20), NeverOverflows)
+    assert not bool(step(*Dense.batch(overflow=True))[1])
 
 
 @pytest.mark.parametrize("cell", TRAIN_STEP_CELLS)
 def test_optimizer_that_divides_too_is_refused(cell):
-    network = Regression(mindspore.float32)
-    optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9, loss_scale=1024.0)
+    dense = Dense()
+    optimizer = dense.optimizer(loss_scale=1024.0)
     for scale_sense in (AdaptiveLossScaleUpdateCell(1024, 2, 20), Tensor(1024.0)):
         with pytest.raises(ValueError, match=r"'optimizer' must not divide .*Momentum with loss_scale=1024.0. Make it"):
-            cell(network, optimizer, scale_sense=scale_sense)
+            cell(dense.network, optimizer, scale_sense=scale_sense)
 
 
 @pytest.mark.parametrize("cell", TRAIN_STEP_CELLS)
@@ -122,16 +117,15 @@ def test_optimizer_that_divides_too_is_refused(cell):
     ],
 )
 def test_what_is_no_update_cell_is_named_with_its_remedy(cell, scale_sense, remedy):
-    network = Regression(mindspore.float32)
     with pytest.raises(TypeError, match=f"'scale_sense' must be an update cell or a Tensor, but got .*{remedy}"):
-        cell(network, build_optimizer("Momentum", network), scale_sense=scale_sense)
+        Dense().train_step(scale_sense, cell)
 
 
 def test_arguments_that_only_mindformers_cell_takes_are_answered_with_its_name():
     """MindFormers' trainer gives them to every class that a YAML file names."""
     register()
-    network = Regression(mindspore.float32)
-    given = {"network": network, "optimizer": build_optimizer("Momentum", network), "calculate_per_token_loss": False}
+    dense = Dense()
+    given = {"network": dense.network, "optimizer": dense.optimizer(), "calculate_per_token_loss": False}
     config = MindFormerConfig(type="TrainOneStepWithLossScaleCell", scale_sense=1024)
     with pytest.raises(TypeError, match=r"'calculate_per_token_loss'.*use the type MFTrainOneStepCell"):
         build_wrapper(config, default_args=given)
@@ -139,41 +133,23 @@ def test_arguments_that_only_mindformers_cell_takes_are_answered_with_its_name()
 
 def test_without_loss_scaling_no_step_is_skipped(mode):
     for cell in TRAIN_STEP_CELLS:
-        network = Regression(mindspore.float32)
-        step = cell(network, build_optimizer("Momentum", network), scale_sense=wrapper.NoLossScaleUpdateCell())
-        plain = Regression(mindspore.float32)
-        stock = nn.TrainOneStepCell(plain, build_optimizer("Momentum", plain))
+        dense, plain = Dense(), Dense()
+        step = dense.train_step(wrapper.NoLossScaleUpdateCell(), cell)
+        stock = nn.TrainOneStepCell(plain.network, plain.optimizer())
         for overflow in (False, True):
-            step(*batch(overflow)), stock(*batch(overflow))
-            np.testing.assert_array_equal(network.weight.asnumpy(), plain.weight.asnumpy())
-        assert not np.isfinite(network.weight.asnumpy()).all()
+            step(*Dense.batch(overflow)), stock(*Dense.batch(overflow))
+            np.testing.assert_array_equal(dense.weight(), plain.weight())
+        assert not np.isfinite(dense.weight()).all()
         assert float(step.scale_sense) == 1.0
 
 
 def test_off_cpu_the_stock_detection_is_what_is_compiled(graph_mode, monkeypatch):
     """Off CPU an instance is the stock one, and here MindSpore refuses that by the name of its Ascend primitive."""
     monkeypatch.setattr(train_step, "context", types.SimpleNamespace(get_context=lambda name: "Ascend"))
-    network = Regression(mindspore.float32)
-    step = wrapper.TrainOneStepWithLossScaleCell(
-        network, build_optimizer("Momentum", network), scale_sense=AdaptiveLossScaleUpdateCell(1024, 2, 20)
-    )
+    step = Dense().train_step(AdaptiveLossScaleUpdateCell(1024, 2, 20))
     assert step.get_overflow_status.__func__ is nn.TrainOneStepWithLossScaleCell.get_overflow_status
     with pytest.raises(RuntimeError, match="NPUGetFloatStatusV2"):
-        step(*batch(overflow=False))
-
-
-def batch(overflow):
-    random = np.random.default_rng(1)
-    features = random.normal(size=(16, 8)).astype(np.float32)
-    target = random.normal(size=(16, 4)).astype(np.float32)
-    if overflow:
-        features[0, 0] = np.inf
-    return Tensor(features), Tensor(target)
-
-
-def build_optimizer(name, network):
-    weights = network.trainable_params()
-    return nn.Momentum(weights, 0.01, 0.9) if name == "Momentum" else nn.Adam(weights, 0.01)
+        step(*Dense.batch())
 
 
 def weights_and_optimizer_state(step):

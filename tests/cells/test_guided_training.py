@@ -6,13 +6,12 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import mindspore_mode
-from guided_training import RULES, Training, summary, tables, update_cells
+from guided_training import RULES, summary, tables
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from pages import figure
 from record_checks import assert_follows
-from worth_tasks import CONFIG as DEMO
-from yaml import safe_load
+from worth_training import CompiledTraining, LlamaTraining, adaptive, weights_of
 
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
@@ -75,34 +74,21 @@ class AdaptedLayers(nn.Cell):
         return ((self.cast(x, mstype.float32) - target) ** 2).mean() * factor
 
 
-class Runs:
-    """A network with a train-step cell that is compiled once, and trained from the same weights each time."""
+class Runs(CompiledTraining):
+    """Trainings of a network, from the same weights each time."""
 
     def __init__(self, make_network, make_cell, learning_rate=0.003):
+        def make_train_step(network, update_cell):
+            optimizer = nn.Adam(network.trainable_params(), learning_rate)
+            return TrainOneStepWithLossScaleCell(network, optimizer, update_cell).set_train()
+
         mindspore.set_seed(1)
-        network = make_network()
-        optimizer = nn.Adam(network.trainable_params(), learning_rate)
-        self.make_cell = make_cell
-        self.train_step = TrainOneStepWithLossScaleCell(network, optimizer, make_cell(2.0**16)).set_train()
-        self.initial = {weight.name: weight.asnumpy().copy() for weight in self.train_step.get_parameters()}
+        super().__init__(make_network(), make_train_step, make_cell)
+        self.weights = weights_of(self.network)
 
     def train(self, start, batches):
         """Return the record of a run: a dict of each step."""
-        cell = {weight.name: weight.asnumpy() for weight in self.make_cell(start).get_parameters()}
-        values = {**self.initial, **cell, self.train_step.scale_sense.name: np.float32(start)}
-        for weight in self.train_step.get_parameters():
-            # After set_data MindSpore 2.7 would train in memory that is no longer its own.
-            ops.assign(weight, Tensor(np.array(values[weight.name]), weight.dtype))
-        update_cell, scale, record = self.train_step.loss_scaling_manager, start, []
-        for batch in batches:
-            loss, overflow, _ = self.train_step(*map(Tensor, batch))
-            row = {"loss": float(loss), "overflow": bool(overflow), "loss_scale": scale}
-            scale = float(self.train_step.scale_sense)
-            row |= {"next_loss_scale": scale}
-            if isinstance(update_cell, GradientGuidedLossScaleUpdateCell):
-                row |= {"largest_gradient": float(update_cell.largest_gradient)}
-            record.append(row)
-        return record
+        return self.run(start, self.weights, (map(Tensor, batch) for batch in batches))
 
 
 def batches(steps, factor_of=lambda step: 1.0, outputs=1, batch=BATCH):
@@ -135,7 +121,7 @@ def layers():
     """By rule, the runs of the dense layers."""
     return {
         "guided": Runs(HalfPrecisionLayers, GradientGuidedLossScaleUpdateCell),
-        "adaptive": Runs(HalfPrecisionLayers, update_cells()["adaptive"]),
+        "adaptive": Runs(HalfPrecisionLayers, adaptive),
         "dynamic": Runs(HalfPrecisionLayers, lambda start: nn.DynamicLossScaleUpdateCell(start, 2, 1000)),
     }
 
@@ -195,9 +181,7 @@ def test_adapters_of_frozen_layers_skip_no_more_than_with_a_window_of_1000():
 @pytest.fixture(scope="module")
 def small_llama():
     """By rule, a small form of the demo's training."""
-    sections = safe_load(DEMO.read_text(encoding="utf-8"))
-    sections["model"]["model_config"] |= {"seq_length": 32, "hidden_size": 32, "num_layers": 1}
-    return {rule: Training(rule, LLAMA_STEPS, sections) for rule in RULES}
+    return {rule: LlamaTraining(rule, LLAMA_STEPS, seq_length=32, hidden_size=32, num_layers=1) for rule in RULES}
 
 
 @pytest.mark.parametrize(("start", "before", "after"), [(2**32, 6, 1), (2**10, 0, 0)])
@@ -230,6 +214,6 @@ def test_the_figures_of_the_page_begin_as_a_training_does_now():
     held = figure("guided_training")
     training = held["trainings"][0]
     assert (training["rule"], training["from"]) == ("guided", 2**32)
-    now = summary(Training("guided", held["steps"]).run(2**32, seed=0, stop=20))
+    now = summary(LlamaTraining("guided", held["steps"]).run(2**32, seed=0, stop=20))
     assert now["before"] == pytest.approx(training["runs"][0]["before"], abs=1)
     assert now["early"] == pytest.approx(training["runs"][0]["early"], abs=0.05)

@@ -3,7 +3,6 @@
 import collections
 import math
 
-import mindformers.wrapper
 import numpy as np
 import pytest
 from dense_network import Dense
@@ -11,6 +10,7 @@ from exported_graph import export_graph
 from fp16_networks import TOKENS, PerToken
 from graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
 from mindspore import Tensor, nn
+from versions import NEEDS_LOSS_PER_TOKEN
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.detection import LargestGradient
@@ -60,9 +60,7 @@ def test_training_follows_the_gradients(mode, train_step_class):
     assert cell.overflowed_parameters() == [weight.name for weight in step.weights]
 
 
-@pytest.mark.skipif(
-    not hasattr(mindformers.wrapper.MFTrainOneStepCell, "grads_for_legacy"), reason="an older version of MindFormers"
-)
+@NEEDS_LOSS_PER_TOKEN
 @pytest.mark.parametrize("clip", [False, True])
 def test_with_a_loss_per_token_the_gradient_that_overflows_is_measured(mode, clip):
     network = PerToken()

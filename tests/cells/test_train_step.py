@@ -1,13 +1,14 @@
 """The state of loss scaling in MindSpore's own checkpoints, and in checkpoints that come from elsewhere."""
 
+import functools
 import warnings
 
 import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
+from dense_network import Dense, batches
 from mindspore import Parameter, Tensor, nn
-from mindspore.dataset import GeneratorDataset
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
@@ -19,30 +20,23 @@ WINDOWS = {"max_scale_window": 4, "min_scale_window": 1}
 
 
 def build_step(train_step=TrainOneStepWithLossScaleCell, update_cell=None, **arguments):
-    network = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
+    dense = Dense()
     # A schedule, because of a constant rate MFTrainOneStepCell makes a second Parameter of the same name, and then
     # MindSpore cannot load its checkpoint as a whole.
     learning_rate = nn.PolynomialDecayLR(0.01, 0.001, 100, 1.0)
-    optimizer = nn.Adam(network.trainable_params(), learning_rate)
+    optimizer = nn.Adam(dense.layer.trainable_params(), learning_rate)
     if update_cell is None:
         update_cell = AdaptiveLossScaleUpdateCell(
             1024, 2, arguments.get("min_scale_window", 1), **{**WINDOWS, **arguments}
         )
-    return train_step(nn.WithLossCell(network, nn.MSELoss()), optimizer, scale_sense=update_cell)
-
-
-def batch(overflow):
-    features = np.ones((4, 3), np.float32)
-    if overflow:
-        features[0, 0] = np.inf
-    return Tensor(features), Tensor(np.zeros((4, 2), np.float32))
+    return train_step(dense.network, optimizer, scale_sense=update_cell)
 
 
 def train(step, overflows):
     """Train, and return of each step all that there is to compare."""
     record = []
     for overflow in overflows:
-        loss, flag = step(*batch(overflow))[:2]
+        loss, flag = step(*Dense.batch(overflow))[:2]
         state = step.loss_scaling_manager.state()
         record.append((float(loss), bool(flag), float(step.scale_sense), state))
     return record
@@ -76,18 +70,15 @@ def test_a_resumed_run_takes_the_steps_of_one_that_never_stopped(
 
 
 def test_model_and_its_checkpoint_callback_keep_the_state(graph_mode, tmp_path):
-    def dataset():
-        rows = [[part.asnumpy() for part in batch(overflow)] for overflow in OVERFLOWS]
-        return GeneratorDataset(rows, ["features", "target"], shuffle=False)
-
+    data = functools.partial(batches, len(OVERFLOWS), np.flatnonzero(OVERFLOWS))
     whole = build_step()
-    Model(whole).train(1, dataset(), dataset_sink_mode=False)
+    Model(whole).train(1, data(), dataset_sink_mode=False)
     stopped = build_step()
     saving = ModelCheckpoint("net", str(tmp_path), CheckpointConfig(save_checkpoint_steps=20))
-    Model(stopped).train(1, dataset().take(20), callbacks=[saving], dataset_sink_mode=False)
+    Model(stopped).train(1, data().take(20), callbacks=[saving], dataset_sink_mode=False)
     resumed = build_step()
     mindspore.load_param_into_net(resumed, mindspore.load_checkpoint(str(tmp_path / "net-1_20.ckpt")))
-    Model(resumed).train(1, dataset().skip(20), dataset_sink_mode=False)
+    Model(resumed).train(1, data().skip(20), dataset_sink_mode=False)
     assert resumed.loss_scaling_manager.state() == whole.loss_scaling_manager.state()
     assert float(resumed.scale_sense) == float(whole.scale_sense)
     for name, value in whole.parameters_dict().items():
@@ -98,7 +89,7 @@ def test_a_checkpoint_of_mindformers_own_cell_resumes_at_its_place_on_the_ladder
     theirs = mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 2, 4, 2)
     before = build_step(update_cell=theirs)
     for overflow in [False] * 9 + [True, False]:
-        before(*batch(overflow))
+        before(*Dense.batch(overflow))
     saved = {name: Parameter(value.asnumpy()) for name, value in before.parameters_dict().items()}
     resumed = build_step(min_scale_window=2)
     mindspore.load_param_into_net(resumed, saved)
@@ -138,7 +129,7 @@ def test_a_checkpoint_without_a_window_starts_the_ladder_afresh_at_its_scale_wit
     update_cell = nn.DynamicLossScaleUpdateCell(4096, 2, 3)
     before = build_step(update_cell=update_cell)
     for overflow in [False, True, False, False]:
-        before(*batch(overflow))
+        before(*Dense.batch(overflow))
     saved = {name: Parameter(value.asnumpy()) for name, value in before.parameters_dict().items()}
     if scaling == "none":
         for name in update_cell.parameters_dict():
@@ -164,7 +155,7 @@ def test_a_network_loaded_into_a_new_training_does_not_warn(graph_mode):
     train(before, [False])
     step = build_step()
     mindspore.load_param_into_net(step.network, before.network.parameters_dict())
-    step(*batch(overflow=False))
+    step(*Dense.batch())
 
 
 def damage(update_cell, **values):
@@ -176,6 +167,6 @@ def test_a_checkpoint_loaded_after_set_train_is_checked_too(graph_mode, mindform
     step = build_step().set_train()
     damage(step.loss_scaling_manager, window_index=12, cur_iter=9, last_overflow_iter=8, skipped_steps=3)
     with pytest.warns(UserWarning, match="'list_index' 12"):
-        step(*batch(overflow=False))
+        step(*Dense.batch())
     assert "window_index 0, growth_num 0, down_num 0, cur_iter 9" in mindformers_log.text
     assert mindformers_log.text.count("Loss scaling goes on from") == 1

@@ -3,15 +3,15 @@
 import json
 
 import mindspore
-import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from conftest import ROOT
+from dense_network import Dense
+from mindspore import nn
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.checkpoint.callback import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
-from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 # MindFormers before 1.7 has no `checkpoint:` format.
 StockCommonInfo = pytest.importorskip("mindformers.checkpoint.checkpoint").CommonInfo
@@ -19,18 +19,11 @@ StockCommonInfo = pytest.importorskip("mindformers.checkpoint.checkpoint").Commo
 
 @pytest.fixture
 def step():
-    network = nn.Dense(3, 2)
-    optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
-    update_cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
-    return TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, scale_sense=update_cell)
-
-
-def overflowed(step):
-    step(Tensor(np.full((4, 3), np.inf, np.float32)), Tensor(np.zeros((4, 2), np.float32)))
+    return Dense().train_step(AdaptiveLossScaleUpdateCell(1024, 2, 20))
 
 
 def test_the_sidecar_is_written_with_common_json_which_stays_as_mindformers_writes_it(step, tmp_path):
-    overflowed(step)
+    step(*Dense.batch(overflow=True))
     info = _CommonInfoWithLossScale(step)
     info.step_num = 1
     info.save_common(str(tmp_path / "common.json"))
@@ -96,53 +89,10 @@ def test_without_a_sidecar_or_an_adaptive_cell_nothing_changes(step, tmp_path):
     assert step.loss_scaling_manager.state() == fresh
 
 
-FULL_DISK = """
-import json, os, resource, sys, warnings
-import numpy as np
-from mindspore import dataset, nn
-from mindspore.train import Callback, Model
-from mindformers_adaptive.checkpoint.callback import CheckpointMonitor
-from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
-
-legacy, async_save = json.loads(sys.argv[1])
-network = nn.WithLossCell(nn.Dense(3000, 20), nn.MSELoss())
-optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
-train_step = MFTrainOneStepCell(network, optimizer, scale_sense=AdaptiveLossScaleUpdateCell(1024, 2, 20))
-rows = []
-
-def read(path):
-    return open(path).read() if os.path.exists(path) else None
-
-class Disk(Callback):
-    # No file may grow beyond 128 KiB from step 5 to step 11, as if the disk were full then.
-    def on_train_step_end(self, run_context):
-        step = run_context.original_args().cur_step_num
-        if step in (5, 11):
-            limit = 2**17 if step == 5 else resource.RLIM_INFINITY
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        paths = [os.path.join(folder, name) for folder, _, names in os.walk("saved") for name in names]
-        files = sorted(os.path.relpath(path, "saved") for path in paths)
-        note = read("saved/latest_checkpointed_iteration.txt") or read("saved/checkpoint/rank_0/meta.json")
-        rows.append({"step": step, "files": files, "note": note, "warnings": [str(each.message) for each in caught]})
-        caught.clear()
-
-monitor = CheckpointMonitor(
-    prefix="a", directory="saved", save_checkpoint_steps=2, keep_checkpoint_max=2, integrated_save=False,
-    async_save=async_save, checkpoint_format="safetensors", use_legacy_format=legacy, global_batch_size=4,
-)
-data = dataset.NumpySlicesDataset((np.ones((56, 3000), np.float32), np.zeros((56, 20), np.float32))).batch(4)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    Model(train_step).train(1, data, callbacks=[monitor, Disk()], dataset_sink_mode=False)
-json.dump(rows, open("rows.json", "w"))
-"""
-
-
-def rows_on_a_full_disk(run_python, tmp_path, legacy, async_save):
+def rows_on_a_full_disk(run_forked, tmp_path, legacy, async_save):
     """Save every second of 14 steps, and fail to save 6, 8 and 10; return what there was after each step."""
-    run_python("-c", FULL_DISK, json.dumps([legacy, async_save]))
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    return {row.pop("step"): row for row in rows}
+    run_forked(ROOT / "tests" / "helpers" / "full_disk.py", json.dumps([legacy, async_save]))
+    return {int(step): row for step, row in json.loads((tmp_path / "rows.json").read_text()).items()}
 
 
 def folders_of(row):
@@ -152,8 +102,8 @@ def folders_of(row):
 
 
 @pytest.mark.parametrize("async_save", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-def test_a_failed_async_save_is_warned_of_at_once_and_the_complete_folders_stay(run_python, tmp_path, async_save):
-    rows = rows_on_a_full_disk(run_python, tmp_path, False, async_save)
+def test_a_failed_async_save_is_warned_of_at_once_and_the_complete_folders_stay(run_forked, tmp_path, async_save):
+    rows = rows_on_a_full_disk(run_forked, tmp_path, False, async_save)
     for saved_at in (6, 8, 10):
         warned = [
             step for step in rows for text in rows[step]["warnings"] if f"/iteration_{saved_at:08d} lacks" in text
@@ -168,8 +118,8 @@ def test_a_failed_async_save_is_warned_of_at_once_and_the_complete_folders_stay(
     assert rows[14]["note"] == "12"
 
 
-def test_a_failed_async_save_of_a_file_is_warned_of_and_not_noted(run_python, tmp_path):
-    rows = rows_on_a_full_disk(run_python, tmp_path, True, "thread")
+def test_a_failed_async_save_of_a_file_is_warned_of_and_not_noted(run_forked, tmp_path):
+    rows = rows_on_a_full_disk(run_forked, tmp_path, True, "thread")
     warned = "".join(text for step in rows for text in rows[step]["warnings"])
     for saved_at in (6, 8, 10):
         assert f"a_rank_0-1_{saved_at}.safetensors is not there" in warned

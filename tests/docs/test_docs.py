@@ -20,6 +20,7 @@ import pytest
 import study
 import yaml
 from conftest import ROOT
+from dense_network import Dense
 from log_max import LogMaxRule
 from mindformers.core.callback import build_callback
 from mindformers.tools.register import MindFormerConfig
@@ -156,16 +157,15 @@ def test_yaml_diff_leads_from_the_stock_cell_to_this_one(tmp_path, monkeypatch):
 def test_python_diff_leads_from_the_stock_cells_to_these():
     steps = []
     for side in diff_with("import"):
-        net = nn.Dense(3, 2)
-        optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
-        names = {"net_with_loss": nn.WithLossCell(net, nn.MSELoss()), "optimizer": optimizer}
+        dense = Dense()
+        names = {"net_with_loss": dense.network, "optimizer": dense.optimizer()}
         exec(side, names)
         steps.append(names["train_network"])
     assert [type(step) for step in steps] == [
         nn.TrainOneStepWithLossScaleCell,
         wrapper.TrainOneStepWithLossScaleCell,
     ]
-    loss, overflow, loss_scale = steps[1](mindspore.ops.ones((4, 3)), mindspore.ops.zeros((4, 2)))
+    loss, overflow, loss_scale = steps[1](*Dense.batch())
     assert (bool(overflow), float(loss_scale)) == (False, 2.0**16)
     assert float(loss) > 0
 

@@ -5,15 +5,12 @@ import pytest
 from fp16_networks import TOKENS, PerToken
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
+from versions import NEEDS_LOSS_PER_TOKEN
 
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale, gradient_ranges
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 
 LOSS_SCALE = 2.0**6
-PER_TOKEN = pytest.mark.skipif(
-    not hasattr(MFTrainOneStepCell, "grads_for_legacy"),
-    reason="of MindFormers before 1.7 a loss per token cannot be measured",
-)
 
 
 def batch(seed=0):
@@ -39,7 +36,7 @@ def assert_norm_is_that_of_the_step(train_step, rel=1e-5):
     return ranges
 
 
-@PER_TOKEN
+@NEEDS_LOSS_PER_TOKEN
 def test_norm_is_that_of_the_step_with_a_loss_per_token(mode):
     ranges = assert_norm_is_that_of_the_step(train_step_of(PerToken(), calculate_per_token_loss=True))
     # What FP16 has to hold is not divided by the tokens.
@@ -64,7 +61,7 @@ def test_norm_is_that_of_the_step_with_one_loss_and_stock_step_and_network_alone
     assert gradient_ranges(step, inputs, scales).to_dict() == gradient_ranges(network, inputs, scales).to_dict()
 
 
-@PER_TOKEN
+@NEEDS_LOSS_PER_TOKEN
 def test_loss_scale_that_is_found_for_a_loss_per_token_holds_in_training(graph_mode):
     found = find_loss_scale(train_step_of(PerToken(), calculate_per_token_loss=True), batch(), margin=0)
     assert found.ceiling < 2.0**32

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, write_corpus
+from conftest import CONFIG, PROGRAM, write_corpus
 from fp16_networks import HalfPrecisionSum
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,25 +145,6 @@ def test_bad_margin_is_refused():
         find_loss_scale(HalfPrecisionSum(2), ONES, -1)
 
 
-# The demo on samples a quarter as long, started from the found scale and cut off after 100 of its 400 steps.
-FIND_AND_TRAIN = """
-import json, sys
-from mindformers_adaptive.cli.program import main
-from mindformers_adaptive.integration.training_probe import probe
-from mindformers_adaptive.gradients.recommendation import recommend_loss_scale
-
-config, corpus = sys.argv[1:]
-short = {"model.model_config.seq_length": 32}
-ranges = probe(config, None, corpus, [1.0, *(2.0**e for e in range(10, 25))], batches=2, overrides=short)
-found = recommend_loss_scale(ranges)
-json.dump({**found.to_dict(), "text": str(found)}, open("found.json", "w"))
-options = {**short, "runner_wrapper.scale_sense.loss_scale_value": found.loss_scale_value}
-options |= {"train_dataset.data_loader.num_samples": 800, "lr_schedule.total_steps": 400}
-arguments = ["train", "--config", config, "--train-dataset-dir", corpus, "--output-dir", "run", "--options"]
-sys.exit(main([*arguments, *(f"{key}={value}" for key, value in options.items())]))
-"""
-
-
 def without_numbers(lines):
     """Lines without numbers, and without the Parameter that loses most."""
     return [re.sub(r"[\d.]+|gradient of [\w.]+", "#", line) for line in lines]
@@ -171,16 +152,20 @@ def without_numbers(lines):
 
 @pytest.mark.slow
 def test_demo_started_from_the_found_scale_skips_at_most_one_of_100_steps(run_forked, tmp_path):
+    # On samples a quarter as long, cut off after 100 of its 400 steps.
     corpus = write_corpus(tmp_path / "corpus", samples=800)
-    script = tmp_path / "find_and_train.py"
-    script.write_text(FIND_AND_TRAIN)
-    run_forked(script, ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", corpus)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert 2**12 <= found["loss_scale_value"] == found["ceiling"] / 2**MARGIN
+    training = ["--config", CONFIG, "--train-dataset-dir", corpus]
+    options = ["--options", "model.model_config.seq_length=32"]
+    text = run_forked(PROGRAM, "find", *training, "--batches", 2, *options).stdout.strip()
+    scale = yaml.safe_load(text.rpartition("\n\n")[2])["runner_wrapper"]["scale_sense"]["loss_scale_value"]
+    assert 2**12 <= scale == 2 ** (int(re.search(r"No overflow up to 2\^(\d+)", text)[1]) - MARGIN)
     # The page shows it for whole samples.
-    assert without_numbers(found["text"].splitlines()) == without_numbers(figure("find")["printed"])
+    assert without_numbers(text.splitlines()) == without_numbers(figure("find")["printed"])
+    options += [f"runner_wrapper.scale_sense.loss_scale_value={scale}"]
+    options += ["train_dataset.data_loader.num_samples=800", "lr_schedule.total_steps=400"]
+    run_forked(PROGRAM, "train", *training, "--output-dir", "run", *options)
     record = read_record(tmp_path / "run" / "loss_scale_record.jsonl")
-    assert record[0]["loss_scale"] == found["loss_scale_value"]
+    assert record[0]["loss_scale"] == scale
     assert [line["step"] for line in record] == list(range(1, 101))
     assert sum(line["overflow"] for line in record) <= 1
     assert np.mean([line["loss"] for line in record[-20:]]) < 3.5

@@ -2,15 +2,18 @@
 
 import numpy as np
 from mindspore import Tensor, dataset, nn
+from mindspore import dtype as mstype
 
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 
 class Dense:
-    """One dense layer, a loss, and batches of which those with an inf overflow at every loss scale."""
+    """One dense layer, in FP16 if asked for, a loss, and batches; with an inf they overflow at every loss scale."""
 
-    def __init__(self):
+    def __init__(self, fp16=False):
         self.layer = nn.Dense(4, 2, weight_init="ones", bias_init="zeros")
+        if fp16:
+            self.layer.to_float(mstype.float16)
         self.loss_fn = nn.MSELoss()
         self.network = nn.WithLossCell(self.layer, self.loss_fn)
 

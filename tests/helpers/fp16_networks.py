@@ -141,21 +141,6 @@ class GraphOnly(Twice):
         return super().construct(x)
 
 
-class Regression(nn.Cell):
-    """A linear regression whose product is taken in a given dtype; returns the loss."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        weight = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-        self.weight = Parameter(Tensor(weight), name="weight")
-        self.dtype = dtype
-        self.matmul = ops.MatMul()
-
-    def construct(self, features, target):
-        product = self.matmul(features.astype(self.dtype), self.weight.astype(self.dtype))
-        return ((product.astype(mstype.float32) - target) ** 2).mean()
-
-
 def seeded_train_step(**arguments):
     """Return a train step of :class:`WithStateAndDropout`, the same each time."""
     mindspore.set_seed(1)

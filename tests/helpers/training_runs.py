@@ -13,6 +13,7 @@ import psutil
 from conftest import ROOT
 from every_rule import RULES
 from launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
+from mindformers import TrainingArguments
 from versions import BEFORE_1_7
 
 from mindformers_adaptive.cells.update_cell import RUN
@@ -27,6 +28,12 @@ SMALL_MODEL = {
 # Windows so small that in 40 steps the window, its index and every counter move; the run overflows for real.
 _SCALE_SENSE = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
 _BATCH_SIZE = 8
+
+
+def training_arguments(**changes):
+    """Return MindFormers' arguments of a short training of the examples' Llama."""
+    arguments = {"output_dir": "output", "num_train_epochs": 1, "batch_size": 4, "sink_mode": False}
+    return TrainingArguments(**{**arguments, **changes})
 
 
 class Step(NamedTuple):

@@ -4,9 +4,10 @@ import importlib.util
 
 import pytest
 
-__all__ = ["BEFORE_1_7", "NEEDS_SECTION"]
+__all__ = ["BEFORE_1_7", "NEEDS_LOSS_PER_TOKEN", "NEEDS_SECTION"]
 
 # Not by comparing the text of the number, of which "1.10" would be smaller.
 BEFORE_1_7 = importlib.util.find_spec("mindformers.checkpoint") is None
 
+NEEDS_LOSS_PER_TOKEN = pytest.mark.skipif(BEFORE_1_7, reason="this version of MindFormers has no loss per token")
 NEEDS_SECTION = pytest.mark.skipif(BEFORE_1_7, reason="this version of MindFormers has no `checkpoint:` section")

@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import CONFIG
 from examples.tiny_llama import build_dataset, build_model
+<<<<<<< HEAD
 from mindformers import TrainingArguments
 from mindformers.tools.register import MindFormerConfig
 from mindformers.trainer.base_trainer import BaseTrainer
+=======
+>>>>>>> sizes
 from mindspore import nn
-from training_runs import SMALL_MODEL
+from training_runs import SMALL_MODEL, training_arguments
 
 from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.integration.launcher import launch, load_config
@@ -22,7 +25,6 @@ from mindformers_adaptive.integration.training_probe import build_training
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
-CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 SAMPLES, BATCH, MICRO_BATCHES = 48, 8, 4
 STEPS = SAMPLES // BATCH
 # FP16 has 11 bits.
@@ -66,21 +68,9 @@ def test_the_launcher_takes_the_steps_of_the_large_batch(corpus, per_token):
 
 
 def trainer(steps, callbacks=(), **arguments):
-    return Trainer(
-        TrainingArguments(
-            output_dir="output",
-            num_train_epochs=1,
-            batch_size=4,
-            gradient_accumulation_steps=steps,
-            sink_mode=False,
-            scale_sense="AdaptiveLossScaleUpdateCell",
-            loss_scale_value=2**10,
-            learning_rate=0.01,
-        ),
-        train_dataset=build_dataset().take(STEPS),
-        callbacks=list(callbacks),
-        **arguments,
-    )
+    scaling = {"scale_sense": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 2**10}
+    settings = training_arguments(gradient_accumulation_steps=steps, learning_rate=0.01, **scaling)
+    return Trainer(settings, train_dataset=build_dataset().take(STEPS), callbacks=list(callbacks), **arguments)
 
 
 def test_trainer_takes_the_steps_of_the_large_batch():

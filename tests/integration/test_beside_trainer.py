@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from conftest import ROOT, write_corpus
+from conftest import CONFIG, write_corpus
 from event_files import read_scalars
 from mindformers.tools.logger import get_logger
 from mindformers.tools.register import MindFormerRegister
@@ -17,7 +17,6 @@ from mindformers_adaptive.integration.launcher import launch, load_config
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
-CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 STEPS, START = 30, 2.0**22
 WINDOWS = {"max_scale_window": 8, "min_scale_window": 4}
 

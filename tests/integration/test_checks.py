@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import CONFIG
 from examples.tiny_llama import build_dataset, build_model
-from mindformers import TrainingArguments
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from training_runs import training_arguments
 
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.integration.checks import check_config
@@ -16,7 +16,6 @@ from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import Trainer
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
-CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 SCALE_SENSE = "runner_wrapper.scale_sense"
 COMPLETE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20}
 GUIDED = {"type": "GradientGuidedLossScaleUpdateCell", "loss_scale_value": 2**32}
@@ -249,8 +248,7 @@ def test_the_launcher_prints_a_mistake_without_a_traceback(capsys):
 
 def trainer(model=None, dataset=None, **arguments):
     """A Trainer from ``TrainingArguments``."""
-    settings = {"output_dir": "output", "num_train_epochs": 1, "batch_size": 4, "sink_mode": False, **arguments}
-    return Trainer(TrainingArguments(**settings), model=model or build_model(), train_dataset=dataset)
+    return Trainer(training_arguments(**arguments), model=model or build_model(), train_dataset=dataset)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import inspect
 import mindspore
 import pytest
 from conftest import ROOT
+from dense_network import Dense
 from mindformers.core.context.parallel import ParallelOperator
 from mindformers.core.parallel_config import build_parallel_config
 from mindformers.models.llama import LlamaConfig
 from mindformers.tools.check_rules import check_rules
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.wrapper import build_wrapper
-from mindspore import nn
 
 from mindformers_adaptive import wrapper
 from mindformers_adaptive.integration.launcher import load_config
@@ -40,12 +40,12 @@ def load(file):
 
 
 def build_train_step(config):
-    """The train-step cell of a file, built by MindFormers around a network of two weights."""
-    network = nn.WithLossCell(nn.Dense(2, 1), nn.MSELoss())
+    """The train-step cell of a file, built by MindFormers around a small network."""
+    dense = Dense()
     # What MindFormers' trainer passes on; `parallel_config` is the one that an ordinary wrapper would not take.
     default_args = {
-        "network": network,
-        "optimizer": nn.Momentum(network.trainable_params(), learning_rate=0.01, momentum=0.9),
+        "network": dense.network,
+        "optimizer": dense.optimizer(),
         "parallel_config": config.parallel_config,
         "calculate_per_token_loss": False,
         "global_norm_spike_threshold": 1.0,

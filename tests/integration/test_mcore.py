@@ -113,10 +113,9 @@ def test_find_agrees_with_the_training_of_qwen3_and_a_loss_per_token_lowers_the_
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_an_overflow_in_any_of_the_four_losses_skips_the_step(per_token):
-    network = FourLosses(per_token)
     arguments = {"calculate_per_token_loss": per_token, "print_separate_loss": True}
     forget_printed(LOSSES)
-    train_step = build_train_step(network, 2.0**10, **arguments).set_train()
+    train_step = build_train_step(FourLosses(per_token), 2.0**10, **arguments).set_train()
     rule = AdaptiveRule(**WINDOWS)
     state = rule.start(2.0**10, 2)
     # The gradient of each weight is its factor times the scale, in FP16: 2^7 overflows at 2^10, 2^3 does not.

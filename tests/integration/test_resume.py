@@ -36,17 +36,6 @@ CARRIED = {*PARAMETER_OF.values()} - {"hysteresis_budget"}
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """Return a function that returns where the compiled graph of runs is kept, by all that it depends on here."""
-
-    @functools.cache
-    def folder(steps, processes, optimizer_state):
-        return tmp_path_factory.mktemp("compiled")
-
-    return folder
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(long_corpus, compiled, tmp_path_factory):
     """Return a function that returns an uninterrupted run's finished process and output folder; each runs once."""
 

@@ -39,17 +39,6 @@ CKPT, WITHOUT_OPTIMIZER = LegacyFormat("ckpt"), CheckpointSection(optimizer_stat
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "examples")])}
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """Return a function that returns where the compiled graph of runs is kept."""
-
-    @functools.cache
-    def folder(rule, optimizer_state, processes):
-        return tmp_path_factory.mktemp("compiled")
-
-    return folder
-
-
 def options_of(rule, form, output):
     scale_sense = f"{{{RULES[rule][1]}, loss_scale_value: 1048576}}"
     return form.save_options(output, every=SAVED_AT, keep=5) | {"runner_wrapper.scale_sense": scale_sense}

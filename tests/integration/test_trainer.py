@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from examples.tiny_llama import build_dataset, build_model
-from mindformers import TrainingArguments
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.amp import DynamicLossScaleManager
 from mindspore.train import LambdaCallback
 from record_checks import assert_follows
+from training_runs import training_arguments
 
 from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.integration.trainer import Trainer
@@ -76,12 +76,6 @@ def test_trainer_with_a_wrapper_follows_the_rule_and_resumes_as_if_it_had_never_
     assert resumed == rows[16:]
     restored = re.findall("Loss scaling goes on from: loss_scale (.*?), .*cur_iter (.*?),", finished.stdout)
     assert restored == [(str(rows[16]["loss_scale"]), "17")]
-
-
-def training_arguments(**changes):
-    return TrainingArguments(
-        **{"output_dir": "output", "num_train_epochs": 1, "batch_size": 4, "sink_mode": False, **changes}
-    )
 
 
 def build_train_step(model, cell=MFTrainOneStepCell, max_grad_norm=1.0):

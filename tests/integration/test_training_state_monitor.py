@@ -65,29 +65,28 @@ def spike_monitor(kind, **config):
     return kind(100, section, use_skip_data_by_global_norm=not config.get("check_for_global_norm"))
 
 
+def nan_monitor(kind):
+    return kind(100, check_for_nan_in_loss_and_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("make_monitor", "stock_ends_at", "error_of_stock"),
+    [(nan_monitor, 1, "global_norm"), (spike_monitor, 10, "10 consecutive")],
+)
 @pytest.mark.parametrize("kind", [STOCK, TrainingStateMonitor])
-def test_the_overflows_of_the_start_are_no_anomaly_with_the_check_for_nan(kind):
-    seen, error = train([*SEARCH, 1.0], kind(100, check_for_nan_in_loss_and_grad=True))
+def test_the_overflows_of_the_start_are_no_anomaly(kind, make_monitor, stock_ends_at, error_of_stock):
+    seen, error = train([*SEARCH, 1.0], make_monitor(kind), drops=make_monitor is spike_monitor)
     if kind is STOCK:
-        assert (len(seen), "global_norm" in error) == (1, True)
+        assert (len(seen), error_of_stock in error) == (stock_ends_at, True)
     else:
         assert (len(seen), error) == (20, None)
 
 
 def test_a_loss_that_is_nan_at_a_scale_that_held_for_a_window_ends_the_training():
     clean = [*SEARCH, *[1.0] * 22]
-    seen, error = train([*clean, np.nan, 1.0], TrainingStateMonitor(100, check_for_nan_in_loss_and_grad=True))
+    seen, error = train([*clean, np.nan, 1.0], nan_monitor(TrainingStateMonitor))
     assert len(seen) == len(clean) + 1
     assert error.startswith(f"The loss of step {len(seen)} is nan. No loss scale causes that")
-
-
-@pytest.mark.parametrize("kind", [STOCK, TrainingStateMonitor])
-def test_overflows_are_no_spikes_of_the_norm(kind):
-    seen, error = train([*SEARCH, 1.0], spike_monitor(kind), drops=True)
-    if kind is STOCK:
-        assert (len(seen), "10 consecutive" in error) == (10, True)
-    else:
-        assert (len(seen), error) == (20, None)
 
 
 def test_ten_spikes_of_the_norm_still_end_the_training_with_overflows_among_them():

@@ -7,7 +7,7 @@ import shutil
 import mindspore
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import CONFIG, ROOT
 from examples.tiny_llama import build_model
 from mindformers import TrainingArguments
 from mindformers.tools.register import MindFormerConfig
@@ -18,8 +18,6 @@ from versions import NEEDS_SECTION
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import Trainer
 from mindformers_adaptive.integration.workarounds import apply_workarounds
-
-CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from event_files import read_scalars
 from fp16_networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, rows, seeded_train_step
 from mindspore import Model, Tensor, dataset, nn
 from mindspore import dtype as mstype
-from mindspore.train import Callback, LambdaCallback
+from mindspore.train import LambdaCallback
 from training_runs import TrainingRun
+from versions import NEEDS_LOSS_PER_TOKEN
 
 from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.gradients.ranges import gradient_ranges
@@ -83,8 +84,8 @@ def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path
     assert first == {"step": 1, "loss_scale": 2**10, **expected}
 
 
+@NEEDS_LOSS_PER_TOKEN
 def test_norm_in_tensorboard_is_that_of_mindformers_in_the_same_step(graph_mode, tmp_path):
-    pytest.importorskip("mindformers.utils.parameter_register", reason="MindFormers before 1.7 has no sums")
     norms = []
     keeping = LambdaCallback(on_train_step_end=lambda run: norms.append(float(run.original_args().net_outputs[4])))
     network = PerToken()
@@ -129,18 +130,16 @@ def test_layers_that_cannot_be_measured_do_not_stop_the_training(graph_mode, tmp
 def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):
     checkpoint = str(tmp_path / "3.ckpt")
 
-    class Killed(Callback):
-        """Saves after step 3, and fails after step 5."""
-
-        def on_train_step_end(self, run_context):
-            params = run_context.original_args()
-            if params.cur_step_num == 3:
-                mindspore.save_checkpoint(params.train_network, checkpoint)
-            if params.cur_step_num == 5:
-                raise KeyboardInterrupt
+    def save_and_fail(run_context):
+        """Save after step 3, and fail after step 5."""
+        params = run_context.original_args()
+        if params.cur_step_num == 3:
+            mindspore.save_checkpoint(params.train_network, checkpoint)
+        if params.cur_step_num == 5:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        watch(tmp_path, seeded_train_step(), batches(8), Killed())
+        watch(tmp_path, seeded_train_step(), batches(8), LambdaCallback(on_train_step_end=save_and_fail))
     assert [line["step"] for line in read_record(tmp_path / "record.jsonl")] == [1, 2, 3, 4, 5]
     resumed = seeded_train_step()
     mindspore.load_checkpoint(checkpoint, resumed)
@@ -192,16 +191,12 @@ def test_a_loss_scale_of_inf_is_said_once(graph_mode, tmp_path, mindformers_log)
 
 
 def test_data_sink_mode_is_said_once(graph_mode, tmp_path, mindformers_log):
-    class SinkMode(Callback):
-        """Says what MindSpore says in data-sink mode, which does not run on CPU."""
-
-        def on_train_begin(self, run_context):
-            run_context.original_args().dataset_sink_mode = True
-
-        def on_train_step_begin(self, run_context):
-            run_context.original_args().train_dataset_element = ()
-
-    assert watch(tmp_path, seeded_train_step(), batches(), SinkMode()) is None
+    # What MindSpore says in data-sink mode, which does not run on CPU.
+    sink_mode = LambdaCallback(
+        on_train_begin=lambda run: run.original_args().update(dataset_sink_mode=True),
+        on_train_step_begin=lambda run: run.original_args().update(train_dataset_element=()),
+    )
+    assert watch(tmp_path, seeded_train_step(), batches(), sink_mode) is None
     assert mindformers_log.text.count("cannot see the batches in data-sink mode") == 1
 
 

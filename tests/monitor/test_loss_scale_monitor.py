@@ -3,18 +3,17 @@
 import functools
 import json
 import math
-import re
-import resource
 import signal
 
 import mindspore
 import numpy as np
 import pytest
+from dense_network import Dense, batches
 from event_files import read_scalars
 from mindformers.trainer import base_trainer
 from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindformers.wrapper import MFTrainOneStepCell as StockMFTrainOneStepCell
-from mindspore import Tensor, dataset, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.train import Callback, CheckpointConfig, LambdaCallback, Model, ModelCheckpoint
 from record_checks import missing
 
@@ -23,8 +22,12 @@ from mindformers_adaptive.checkpoint.reader import read_sidecar
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+<<<<<<< HEAD
 from mindformers_adaptive.monitor.record import FIELDS, RunRecord, read_record
 from mindformers_adaptive.monitor.step_reader import StepReader
+=======
+from mindformers_adaptive.monitor.record import FIELDS, read_record
+>>>>>>> sizes
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
@@ -41,28 +44,12 @@ WINDOWS = {"max_scale_window": 3, "min_scale_window": 1}
 OVERFLOWS = [bool(int(digit)) for digit in "1000000110001110100000000000"]
 
 
-@pytest.fixture
-def messages(caplog):
-    """A function that returns what the monitor logged so far."""
-    caplog.set_level("INFO")
-    files = ("loss_scale_monitor.py", "recording_callback.py")
-    return lambda: [record.getMessage() for record in caplog.records if record.filename in files]
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "record.jsonl"
-
-
 def adaptive(history_size=0, **arguments):
     return AdaptiveLossScaleUpdateCell(INITIAL_SCALE, 2, 1, history_size=history_size, **{**WINDOWS, **arguments})
 
 
 def build(update_cell=None, train_step_class=TrainOneStepWithLossScaleCell):
-    net = nn.Dense(3, 2)
-    optimizer = nn.SGD(net.trainable_params(), learning_rate=0.001)
-    scale_sense = adaptive() if update_cell is None else update_cell
-    train_step = train_step_class(nn.WithLossCell(net, nn.MSELoss()), optimizer, scale_sense=scale_sense)
+    train_step = Dense().train_step(adaptive() if update_cell is None else update_cell, train_step_class)
     # A stock cell runs on CPU in the branch of Ascend 910B.
     train_step.ascend_910b_target, train_step.enable_allfinite = True, False
     return train_step
@@ -86,13 +73,15 @@ def build_again(history_size=0):
     return train_step
 
 
-def train(network, callbacks, overflows=OVERFLOWS, epochs=1, **arguments):
-    """Train for a step a flag; a step overflows by an inf in its data."""
-    features = np.where(overflows, np.inf, 1).astype(np.float32)
-    samples = [(np.full((2, 3), value, np.float32), np.zeros((2, 2), np.float32)) for value in features]
-    data = dataset.GeneratorDataset(samples, ["features", "target"], shuffle=False)
+def data_of(overflows=OVERFLOWS):
+    """A batch for each flag."""
+    return batches(len(overflows), np.flatnonzero(overflows))
+
+
+def train(network, callbacks, overflows=OVERFLOWS, epochs=1):
+    """Train for a step a flag."""
     model = network if isinstance(network, Model) else Model(network)
-    model.train(epochs, data, callbacks=callbacks, **arguments)
+    model.train(epochs, data_of(overflows), callbacks=callbacks)
 
 
 def replay(overflows=OVERFLOWS, **arguments):
@@ -195,12 +184,9 @@ class SevenSteps(nn.Cell):
 
 @pytest.mark.parametrize("every_n_steps", [1, 2])
 def test_a_graph_that_takes_seven_steps_a_call_leaves_every_step(path, every_n_steps):
-    features = np.where(OVERFLOWS, np.inf, 1).astype(np.float32).reshape(4, 7, 1, 1) * np.ones((1, 1, 2, 3), np.float32)
-    samples = [(part, np.zeros((7, 2, 2), np.float32)) for part in features]
-    data = dataset.GeneratorDataset(samples, ["features", "target"], shuffle=False)
-    losses = Losses()
+    losses, monitor = Losses(), LossScaleMonitor(path, every_n_steps=every_n_steps)
     network = SevenSteps(build(adaptive(history_size=7 * every_n_steps)))
-    Model(network).train(1, data, callbacks=[LossScaleMonitor(path, every_n_steps=every_n_steps), losses])
+    Model(network).train(1, data_of().batch(7), callbacks=[monitor, losses])
     lines = read_record(path)
     assert without_loss(lines) == replay()
     seen = {line["step"]: line["loss"] for line in lines if line["loss"] is not None}
@@ -308,17 +294,17 @@ def test_epochs_and_trainings_with_one_monitor_go_on(path):
 def test_steps_that_are_taken_again_in_one_training_replace_those_before(path, history_size):
     network = build_again(history_size)
 
-    class SetsBack(Callback):
-        """Keeps the state after step 3 and puts it back after step 6."""
+    kept = {}
 
-        def on_train_step_end(self, run_context):
-            if run_context.original_args().cur_step_num == 3:
-                self.kept = network.loss_scaling_manager.state_dict()
-            if run_context.original_args().cur_step_num == 6:
-                network.loss_scaling_manager.load_state_dict(self.kept)
+    def set_back(run_context):
+        """Keep the state after step 3 and put it back after step 6."""
+        if run_context.original_args().cur_step_num == 3:
+            kept.update(network.loss_scaling_manager.state_dict())
+        if run_context.original_args().cur_step_num == 6:
+            network.loss_scaling_manager.load_state_dict(kept)
 
     flags = [True, False, False, False, True, True, False, True]
-    train(network, [LossScaleMonitor(path), SetsBack()], flags)
+    train(network, [LossScaleMonitor(path), LambdaCallback(on_train_step_end=set_back)], flags)
     lines, expected = without_loss(read_record(path)), replay(flags[:3] + flags[6:])
     if not history_size:
         # Not known without a history: what the first step after it started from.
@@ -470,12 +456,12 @@ def test_skipped_steps_do_not_fall_when_another_cell_goes_on(path, tmp_path):
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_signal_that_stops_the_run_is_told_with_the_step_and_how_to_resume(path, tmp_path, messages, saves):
-    class Stopped(Callback):
-        def on_train_step_end(self, run_context):
-            if run_context.original_args().cur_step_num == 3:
-                signal.raise_signal(signal.SIGTERM)
+    def stop(run_context):
+        if run_context.original_args().cur_step_num == 3:
+            signal.raise_signal(signal.SIGTERM)
 
-    received, callbacks, remedy = [], [LossScaleMonitor(path), Stopped()], "It cannot be resumed, because it saves no"
+    callbacks = [LossScaleMonitor(path), LambdaCallback(on_train_step_end=stop)]
+    received, remedy = [], "It cannot be resumed, because it saves no"
     if saves:
         saver = ModelCheckpoint("x", str(tmp_path / "saved"), CheckpointConfig(save_checkpoint_steps=2))
         callbacks, remedy = [*callbacks, saver], f"To resume, load the newest checkpoint in {tmp_path}/saved before"
@@ -490,8 +476,8 @@ def test_a_signal_that_stops_the_run_is_told_with_the_step_and_how_to_resume(pat
 
 
 def test_a_network_without_loss_scaling_is_told_and_trains_on(path, messages):
-    net, losses = nn.Dense(3, 2), Losses()
-    model = Model(net, nn.MSELoss(), nn.SGD(net.trainable_params(), learning_rate=0.1))
+    dense, losses = Dense(), Losses()
+    model = Model(dense.layer, dense.loss_fn, dense.optimizer())
     train(model, [LossScaleMonitor(path), losses], [False, False])
     assert (len(losses.seen), path.exists()) == (2, False)
     [message] = messages()
@@ -543,8 +529,7 @@ def test_a_collapse_is_warned_of_and_again_when_it_is_twice_as_long(path, messag
     ]
     assert "at loss scale 512.0." in told[0]
     assert "at loss scale 128.0." in told[1]
-    # The features are inf; which of both it is depends on the signs of the weights.
-    assert all(re.search("The loss itself is (inf|nan)", message) for message in told)
+    assert all("The loss itself is inf" in message for message in told)
     assert len(read_record(path)) == len(COLLAPSE)
 
 
@@ -563,6 +548,7 @@ def test_a_collapse_raises_if_asked_to_with_any_cell_and_the_record_has_its_step
     assert [line["overflow"] for line in read_record(path)] == COLLAPSE[:6]
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
@@ -644,6 +630,8 @@ def test_a_record_that_could_not_be_resumed_at_first_has_no_step_twice(path, lim
     assert without_loss(read_record(path)) == [*expected[:10], missing(11, 12), *expected[12:]]
 
 
+=======
+>>>>>>> sizes
 @pytest.mark.parametrize(
     ("rank", "all_ranks", "files"),
     [("0", False, ["record.jsonl"]), ("1", False, []), ("1", True, ["record_rank_1.jsonl"])],

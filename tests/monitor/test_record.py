@@ -34,11 +34,6 @@ def write(path, *parts, last_step=0, run=0):
     return notes
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "record.jsonl"
-
-
 def test_a_number_that_is_not_finite_is_text_in_strict_json(path):
     write(path, [{"step": 1, "loss": NAN, "loss_scale": INF, "next_loss_scale": -INF, "window_index": None}])
     line = json.loads(path.read_text(), parse_constant=pytest.fail)

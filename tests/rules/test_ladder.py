@@ -24,11 +24,6 @@ def test_ladder_follows_the_recipe(bounds, ladder):
     assert window_ladder(*bounds) == ladder
 
 
-def mindformers_ladder(largest, smallest):
-    """Return the ladder of MindFormers' own cell, with its interval of 100 and factor of 2."""
-    return tuple(_get_window_list(largest, smallest, 100, 2)[1])
-
-
 def is_well_formed(ladder, largest, smallest):
     """Return whether a ladder rises strictly from the smallest to the largest window."""
     return (ladder[0], ladder[-1]) == (smallest, largest) and all(a < b for a, b in itertools.pairwise(ladder))
@@ -41,7 +36,8 @@ def test_ladder_is_well_formed_for_every_pair_and_equals_that_of_mindformers_whe
             ours = window_ladder(largest, smallest)
             assert is_well_formed(ours, largest, smallest), (largest, smallest, ours)
             assert all(type(window) is int for window in ours)
-            theirs = mindformers_ladder(largest, smallest)
+            # With the interval of 100 and the factor of 2 of MindFormers' own cell.
+            theirs = tuple(_get_window_list(largest, smallest, 100, 2)[1])
             if is_well_formed(theirs, largest, smallest):
                 assert ours == theirs, (largest, smallest)
                 same += 1

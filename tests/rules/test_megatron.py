@@ -49,8 +49,10 @@ def test_cell_takes_the_steps_of_the_description(graph_mode, options, initial, w
     assert list(path_of(cell_from(arguments), overflows)) == expected
 
 
-def test_defaults_are_those_of_megatron():
-    assert scale_sense_from_megatron("--fp16") == {
+# Zero as loss scale means a dynamic one.
+@pytest.mark.parametrize("arguments", ["--fp16", "--fp16 --loss-scale 0"])
+def test_defaults_are_those_of_megatron(arguments):
+    assert scale_sense_from_megatron(arguments) == {
         "type": "AdaptiveLossScaleUpdateCell",
         "loss_scale_value": 2.0**32,
         "scale_factor": 2,
@@ -86,10 +88,6 @@ def test_without_a_gradient_scaler_nothing_is_scaled(arguments):
     assert section == {"type": "NoLossScaleUpdateCell"}
     register()
     assert type(build_wrapper(MindFormerConfig(**section))) is NoLossScaleUpdateCell
-
-
-def test_zero_as_loss_scale_means_a_dynamic_one_as_in_megatron():
-    assert scale_sense_from_megatron("--fp16 --loss-scale 0")["type"] == "AdaptiveLossScaleUpdateCell"
 
 
 @pytest.mark.parametrize(

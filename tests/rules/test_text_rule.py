@@ -27,10 +27,8 @@ def start(text, **others):
     return rule_of(text, **others)().start(2.0**16)
 
 
-BRANCH, LOOP = (
-    r"has a branch. Use where\(condition, a, b\): ",
-    r"has a loop. Keep several values in a field with a shape: ",
-)
+BRANCH = r"has a branch. Use where\(condition, a, b\): "
+LOOP = r"has a loop. Keep several values in a field with a shape: "
 FLAGS = r"combines flags by an operator. Use logical_and, logical_or and logical_not: "
 INEXACT = r"has an operator that devices compute differently. Use products, or a table and count: "
 OTHERWISE = r"has something that is no arithmetic, comparison or call of a function by its name: "

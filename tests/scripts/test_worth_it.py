@@ -6,28 +6,11 @@ import math
 import mindspore
 import numpy as np
 import pytest
+import worth_report as worth
 from conftest import ROOT, mindspore_mode
 from pages import figure
 from scipy import stats
-from worth_report import (
-    ADAPTIVE_HIGH,
-    FP32,
-    GUIDED,
-    GUIDED_HIGH,
-    MEGATRON,
-    MINDFORMERS,
-    OURS,
-    PAIRS,
-    UNSCALED,
-    WINDOW_1000,
-    difference,
-    figures,
-    quality_of,
-    skipped_at_the_start,
-    skipped_of,
-    tables,
-    winner,
-)
+from worth_report import ADAPTIVE_HIGH, FP32, GUIDED, GUIDED_HIGH, MEGATRON, MINDFORMERS, OURS, UNSCALED, WINDOW_1000
 from worth_tasks import SMALL_TASKS, Digits
 from worth_training import METHODS, Trainings, fixed
 
@@ -40,7 +23,7 @@ METHOD = {method.name: method for method in METHODS}
 def trainings():
     """Of the damped output, with quality measured at the end only."""
     with mindspore_mode("graph"):
-        yield Trainings(SMALL_TASKS[0], look_every=1000)
+        yield Trainings(SMALL_TASKS["damped"], look_every=1000)
 
 
 def test_without_scaling_the_damped_output_is_not_learned_and_with_it_as_in_fp32(trainings):
@@ -63,7 +46,7 @@ def test_a_second_run_of_the_same_graph_is_as_the_first(trainings):
 
 def test_start_ends_with_20_applied_steps_in_a_row():
     rows = [], [0, 1, 2], [0, 1, 2, 22], [0, 1, 2, 23], [20, 21], [19], range(100)
-    assert [skipped_at_the_start(list(skipped), 100) for skipped in rows] == [0, 3, 4, 3, 0, 1, 100]
+    assert [worth.skipped_at_the_start(list(skipped), 100) for skipped in rows] == [0, 3, 4, 3, 0, 1, 100]
 
 
 def look(step, skipped=False, scale=4.0, underflow=0.5):
@@ -77,12 +60,12 @@ def test_figures_of_a_run_are_means_over_its_applied_looks():
     fp16 = {"start": 4.0, "steps": 100, "skipped": [0, 50], "quality": 0.7}
     # The scale of a skipped step counts for nothing.
     fp16["looks"] = [look(0, skipped=True, scale=2.0**20), look(10), look(20, scale=16.0, underflow=0.0)]
-    [of_fp32], [of_fp16] = (figures([run], [fp32], SMALL_TASKS[0]) for run in (fp32, fp16))
+    [of_fp32], [of_fp16] = (worth.figures([run], [fp32], SMALL_TASKS["damped"]) for run in (fp32, fp16))
     counts = {"start": 4.0, "skipped_at_start": 1, "skipped_later": 1}
     assert of_fp16 == counts | {"headroom_lost": 3.0, "underflow": 0.25, "quality": 0.7, "reached": None}
     assert (of_fp32["headroom_lost"], of_fp32["underflow"], of_fp32["reached"]) == (None, None, 80)
     task = {"name": "one", "higher_is_better": True, "measure": "R²", "runs": {FP32: [of_fp32], UNSCALED: [of_fp16]}}
-    shown = tables({"tasks": {"one": task}})
+    shown = worth.tables({"tasks": {"one": task}})
     assert shown["one"][1:] == [
         [FP32, "-", "0.0", "0.0", "-", "-", "0.9000", "80"],
         [UNSCALED, "2^2", "1.0", "1.0", "3.0", "25.00 %", "0.7000", "never"],
@@ -94,7 +77,7 @@ def test_figures_of_a_run_are_means_over_its_applied_looks():
 
 def of_qualities(first, second):
     runs = {name: [{"quality": value} for value in values] for name, values in (("a", first), ("b", second))}
-    return difference({"runs": runs}, "a", "b", quality_of)
+    return worth.difference({"runs": runs}, "a", "b", worth.quality_of)
 
 
 def test_interval_is_that_of_a_paired_t_test():
@@ -106,9 +89,9 @@ def test_interval_is_that_of_a_paired_t_test():
 
 
 def test_a_method_is_better_only_where_the_interval_does_not_reach_0():
-    assert [winner(found, "a", "b", True) for found in ((0.2, 0.1), (-0.2, 0.1), (0.1, 0.2))] == ["a", "b", "-"]
-    assert [winner(found, "a", "b") for found in ((0.2, 0.1), (-0.2, 0.1), (0.1, math.nan))] == ["b", "a", "-"]
-    assert winner(of_qualities([0.5, 0.5], [0.5, 0.5]), "a", "b") == "-"
+    assert [worth.winner(found, "a", "b", True) for found in ((0.2, 0.1), (-0.2, 0.1), (0.1, 0.2))] == ["a", "b", "-"]
+    assert [worth.winner(found, "a", "b") for found in ((0.2, 0.1), (-0.2, 0.1), (0.1, math.nan))] == ["b", "a", "-"]
+    assert worth.winner(of_qualities([0.5, 0.5], [0.5, 0.5]), "a", "b") == "-"
 
 
 def test_training_of_one_seed_is_that_of_the_page(trainings):
@@ -127,12 +110,12 @@ def test_page_has_all_tasks_with_all_methods_and_enough_seeds():
         assert list(task["runs"]) == [method.name for method in METHODS]
         assert {len(runs) for runs in task["runs"].values()} == {task["seeds"]}
         assert task["seeds"] >= (5 if key in ("llama", "lora") else 10)
-    assert {name for pair in PAIRS for name in pair} <= set(METHOD)
+    assert {name for pair in worth.PAIRS for name in pair} <= set(METHOD)
 
 
-def better_of(task, first, second, figure=quality_of):
-    higher = task["higher_is_better"] and figure is quality_of
-    return winner(difference(task, first, second, figure), first, second, higher)
+def better_of(task, first, second, figure=worth.quality_of):
+    higher = task["higher_is_better"] and figure is worth.quality_of
+    return worth.winner(worth.difference(task, first, second, figure), first, second, higher)
 
 
 def test_intervals_carry_what_the_page_says():
@@ -143,13 +126,13 @@ def test_intervals_carry_what_the_page_says():
         assert task["runs"][ADAPTIVE_HIGH] == task["runs"][MINDFORMERS]
         for guided, adaptive in ((GUIDED, OURS), (GUIDED_HIGH, ADAPTIVE_HIGH)):
             assert better_of(task, guided, adaptive) != adaptive
-            assert better_of(task, guided, adaptive, skipped_of) == guided
+            assert better_of(task, guided, adaptive, worth.skipped_of) == guided
         for method in (OURS, GUIDED):
             assert not any(run["skipped_at_start"] for run in task["runs"][method])
         if task is not tasks["moving"]:
             assert better_of(task, OURS, "fixed 2^16") != OURS
     auxiliary = tasks["auxiliary"]
-    assert [skipped_of(run) for run in auxiliary["runs"]["fixed 2^16"]].count(auxiliary["steps"]) == 1
+    assert [worth.skipped_of(run) for run in auxiliary["runs"]["fixed 2^16"]].count(auxiliary["steps"]) == 1
     assert better_of(tasks["moving"], OURS, WINDOW_1000) == OURS
     for key in ("damped", "zero", "auxiliary", "digits"):
         assert better_of(tasks[key], ADAPTIVE_HIGH, MEGATRON) == MEGATRON
@@ -184,7 +167,7 @@ def test_quick_run_prints_tables_and_draws(run_python, tmp_path):
     result = json.loads((tmp_path / "worth.json").read_text())
     task = result["tasks"]["damped"]
     assert (task["steps"], list(task["runs"])) == (30, [FP32, UNSCALED, OURS])
-    for columns, *rows in tables(result).values():
+    for columns, *rows in worth.tables(result).values():
         for row in (columns, *rows):
             assert f"| {' | '.join(row)} |" in printed
     assert printed.startswith("MindSpore ")

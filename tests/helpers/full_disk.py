@@ -1,0 +1,52 @@
+"""Train with a checkpoint at every second step, while no file may grow beyond 128 KiB from step 5 to step 11.
+
+Started by ``test_checkpoint_callback.py`` with a list in JSON: whether the format is the legacy one, and how it saves
+asynchronously. What there was after each step goes to rows.json, by the number of the step.
+"""
+
+import json
+import os
+import resource
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+from mindspore import dataset, nn
+from mindspore.train import LambdaCallback, Model
+
+from mindformers_adaptive.checkpoint.callback import CheckpointMonitor
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+
+NOTES = ("saved/latest_checkpointed_iteration.txt", "saved/checkpoint/rank_0/meta.json")
+
+
+def main(legacy, async_save):
+    network = nn.WithLossCell(nn.Dense(3000, 20), nn.MSELoss())
+    optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
+    train_step = MFTrainOneStepCell(network, optimizer, scale_sense=AdaptiveLossScaleUpdateCell(1024, 2, 20))
+    saving = {"save_checkpoint_steps": 2, "keep_checkpoint_max": 2, "async_save": async_save, "integrated_save": False}
+    form = {"checkpoint_format": "safetensors", "use_legacy_format": legacy, "global_batch_size": 4}
+    rows = {}
+
+    def look(run_context):
+        step = run_context.original_args().cur_step_num
+        if step in (5, 11):
+            limit = 2**17 if step == 5 else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        paths = [os.path.join(folder, name) for folder, _, names in os.walk("saved") for name in names]
+        files = sorted(os.path.relpath(path, "saved") for path in paths)
+        notes = [Path(note).read_text() for note in NOTES if os.path.exists(note)]
+        rows[step] = {"files": files, "note": "".join(notes), "warnings": [str(each.message) for each in caught]}
+        caught.clear()
+
+    callbacks = [CheckpointMonitor("a", "saved", **saving, **form), LambdaCallback(on_train_step_end=look)]
+    data = dataset.NumpySlicesDataset((np.ones((56, 3000), np.float32), np.zeros((56, 20), np.float32))).batch(4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Model(train_step).train(1, data, callbacks=callbacks, dataset_sink_mode=False)
+    Path("rows.json").write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(*json.loads(sys.argv[1]))
