@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ALONE", "CASES", "CONTROLS", "WAYS", "Case", "World", "settings_of"]
+__all__ = ["ALONE", "CASES", "CONTROLS", "WAYS", "Case", "World"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,13 @@ def _small_cases():
     for chip in CHIPS:
         yield from _in_each_way(f"step/{chip}", "plain_step", chip=chip)
     yield from _in_each_way("mf_step/910B", "mf_step", (STOCK, ADAPTIVE, EACH))
+    data = World(2, mode="data_parallel")
+    yield from _in_each_way("data_parallel_2", "plain_step", world=data)
+    split = World(2, mode="semi_auto_parallel")
+    yield from _in_each_way("semi_auto_2", "plain_step", world=split, arguments={"network": "Split"})
+    for rank in range(2):
+        world = World(2, rank, "semi_auto_parallel", stages=2)
+        yield from _in_each_way(f"pipeline_2/rank_{rank}", "pipeline_step", world=world)
 
 
 CASES = {case.name: case for case in _small_cases()}

@@ -4,6 +4,7 @@ import mindformers.wrapper
 import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.nn.wrap.cell_wrapper import _VirtualDatasetCell
 
 import mindformers_adaptive
 import mindformers_adaptive.wrapper
@@ -86,13 +87,15 @@ def rows():
 
 
 def momentum(network):
-    return nn.Momentum(network.trainable_params(), learning_rate=0.1, momentum=0.9)
+    # As MindFormers has it. Its own cell does not take a constant rate, which becomes a second Parameter of one name.
+    rate = nn.PolynomialDecayLR(0.1, 0.01, decay_steps=100, power=1.0)
+    return nn.Momentum(network.trainable_params(), rate, momentum=0.9)
 
 
-def plain_step(way):
+def plain_step(way, network="Layers"):
     """``TrainOneStepWithLossScaleCell``."""
     wrapper = nn if way == "stock" else mindformers_adaptive.wrapper
-    network = Layers()
+    network = globals()[network]()
     step = wrapper.TrainOneStepWithLossScaleCell(network, momentum(network), update_cell(way))
     step.set_train().compile(*rows())
 
@@ -104,3 +107,30 @@ def mf_step(way, network=Layers, inputs=rows, **options):
     options = {"use_clip_grad": True, **options}
     step = wrapper.MFTrainOneStepCell(network, momentum(network), scale_sense=update_cell(way), **options)
     step.set_train().compile(*inputs())
+
+
+# Train steps in several processes
+
+
+class Split(Layers):
+    """The layers in two pipeline stages; each process has some rows of each weight."""
+
+    def __init__(self):
+        super().__init__()
+        stages = mindspore.get_auto_parallel_context("pipeline_stages")
+        split = mindspore.communication.get_group_size() // stages
+        for dense, stage in ((self.first, 0), (self.second, stages - 1)):
+            dense.matmul.shard(((1, 1), (split, 1)))
+            dense.bias_add.shard(((1, split), (split,)))
+            if stages > 1:
+                dense.pipeline_stage = stage
+
+
+def pipeline_step(way, micro_batches=4):
+    """``MFPipelineWithLossScaleCell`` with clipping."""
+    wrapper = mindformers.wrapper if way == "stock" else mindformers_adaptive.wrapper
+    network = _VirtualDatasetCell(nn.PipelineCell(Split(), micro_batches)).set_train()
+    step = wrapper.MFPipelineWithLossScaleCell(
+        network, momentum(network), scale_sense=update_cell(way), micro_batch_num=micro_batches
+    )
+    step.set_train().compile(*rows())
