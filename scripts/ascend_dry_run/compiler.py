@@ -6,7 +6,9 @@ LOG is what this process writes its output to, and RESULTS gets a line of JSON f
 """
 
 import collections
+import gc
 import json
+import math
 import os
 import re
 import sys
@@ -15,7 +17,15 @@ from pathlib import Path
 
 from ascend_dry_run.cases import CASES, CHIPS
 
-__all__ = ["findings"]
+__all__ = ["GRAPHS", "collectives_in", "kernels_in"]
+
+# Where MindSpore writes the graphs of this process, and those that it is done with.
+GRAPHS, LAST_GRAPHS = "graphs", "graph_build*.ir"
+_COLLECTIVE = (
+    r"\) = (All\w+|Reduce\w*|Broadcast|Send|Receive)\(.*?\) (?:\{instance name: \w+\} )?primitive_attrs: \{(.*)\}.*\n"
+    r" *: \((.*)\) -> "
+)
+_BYTES = {"Float16": 2, "BFloat16": 2, "Float32": 4, "Int32": 4, "Int64": 8, "Bool": 1, "Int8": 1, "UInt8": 1}
 
 
 def main(log, results, *names):
@@ -26,7 +36,7 @@ def main(log, results, *names):
     mindspore.runtime.dispatch_threads_num(5)
     mindspore.set_context(mode=mindspore.GRAPH_MODE, jit_config={"jit_level": "O0"})
     world = CASES[names[0]].world
-    if world.ranks > 1:
+    if world.ranks > 1 and CASES[names[0]].function != "launched":
         mindspore.communication.init()
         mindspore.set_auto_parallel_context(
             parallel_mode=world.mode,
@@ -36,25 +46,31 @@ def main(log, results, *names):
         )
     from ascend_dry_run import steps
 
+    # MindSpore collects garbage before it compiles a graph, and would look through all modules each time.
+    gc.collect()
+    gc.freeze()
     for name in names:
         case = CASES[name]
         os.environ["DRY_RUN_CHIP"] = CHIPS[case.chip]
-        log_before, start = Path(log).stat().st_size, time.monotonic()
-        error = ""
+        graphs_before, log_before = set(Path(GRAPHS).rglob(LAST_GRAPHS)), Path(log).stat().st_size
+        error, start = "", time.monotonic()
         try:
             getattr(steps, case.function)(**case.arguments)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        seconds = time.monotonic() - start
-        found = findings(Path(log).read_bytes()[log_before:].decode(errors="replace"))
+        seconds = round(time.monotonic() - start, 1)
+        written = Path(log).read_bytes()[log_before:].decode(errors="replace")
+        graphs = [file.read_text() for file in sorted({*Path(GRAPHS).rglob(LAST_GRAPHS)} - graphs_before)]
+        result = {"case": name, "error": error, "seconds": seconds, **kernels_in(written)}
+        result["collectives"] = [each for graph in graphs for each in collectives_in(graph)]
         with open(results, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"case": name, "error": error, "seconds": round(seconds, 1), **found}) + "\n")
+            file.write(json.dumps(result) + "\n")
     # MindSpore has threads that would wait for a device.
     os._exit(0)
 
 
-def findings(log):
-    """Return what MindSpore's log says of a compilation.
+def kernels_in(log):
+    """Return what MindSpore's log says of the kernels of a compilation.
 
     Returns:
         dict: ``kernels``, a dict of counts by operator for each type of kernel, and ``moved``, the operators for which
@@ -68,6 +84,31 @@ def findings(log):
         "kernels": {kind: dict(sorted(counts.items())) for kind, counts in sorted(kernels.items())},
         "moved": sorted({re.search(r"(\w+?)(?:-op\d+)?$", node.rstrip(",.;")).group(1) for node in moved}),
     }
+
+
+def collectives_in(graph):
+    """Return what processes exchange by the text of a compiled graph.
+
+    Returns:
+        list[dict]: ``operator``; ``reduces``, such as "max" or an empty text; ``group``, "world" or "part"; ``bytes``.
+    """
+    found = []
+    for operator, attributes, inputs in re.findall(_COLLECTIVE, graph):
+        reduces = re.search(r'\bop: "(\w+)"', attributes)
+        of_world = 'group: "hccl_world_group"' in attributes
+        size = sum(
+            _BYTES[dtype] * math.prod(map(int, re.findall(r"\d+", shape)))
+            for dtype, shape in re.findall(r"Tensor\[(\w+)\]>?, \(([\d, ]*)\)", inputs)
+        )
+        found.append(
+            {
+                "operator": operator,
+                "reduces": reduces[1] if reduces else "",
+                "group": "world" if of_world else "part",
+                "bytes": size,
+            }
+        )
+    return found
 
 
 if __name__ == "__main__":

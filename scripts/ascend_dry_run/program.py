@@ -1,6 +1,7 @@
 """The program that compiles cases in processes of their own, and shows what came of them."""
 
 import argparse
+import collections
 import fnmatch
 import json
 import os
@@ -13,7 +14,8 @@ from pathlib import Path
 
 from reporting import add_json_option, table, versions, write_json
 
-from ascend_dry_run.cases import CASES, CHIPS
+from ascend_dry_run.cases import CASES, CHIPS, CONTROLS, WAYS
+from ascend_dry_run.compiler import GRAPHS
 from ascend_dry_run.stand_ins import CALLED, folder_of_stand_ins, missing
 
 __all__ = ["compile_cases", "main", "problem"]
@@ -23,6 +25,8 @@ CACHE = ROOT / "output" / "ascend_dry_run"
 # How long a case may take.
 SECONDS = 900
 HCCL = "hccl_kernel"
+# Of a case that ended its process.
+NOTHING = {"kernels": {}, "moved": [], "collectives": []}
 
 
 def main(description):
@@ -32,20 +36,12 @@ def main(description):
     results = []
     for result in compile_cases(arguments.cases, logs=arguments.logs):
         results.append(result)
-        print(line_of(result), file=sys.stderr, flush=True)
+        print("  ".join(row_of(result)), file=sys.stderr, flush=True)
     result = {**versions(), "cases": results}
-    print(
-        "MindSpore {mindspore}, MindFormers {mindformers}, dry run for Ascend with stand-ins for CANN\n".format(
-            **result
-        )
-    )
-    print(
-        "\n".join(
-            table(*first_and_rest([["case", "kernels", "collectives", "seconds", "problem"], *map(row_of, results)]))
-        )
-    )
+    print("MindSpore {mindspore}, MindFormers {mindformers}, stand-ins for CANN\n".format(**result))
+    print("\n".join(table(["case", "kernels", "collectives", "seconds", "problem"], map(row_of, results))))
     write_json(arguments.json, result)
-    sys.exit(1 if any(problem(result) for result in results if not is_control(result)) else 0)
+    sys.exit(1 if any(problem(result) for result in results if result["case"] not in CONTROLS) else 0)
 
 
 def parse_arguments(description):
@@ -75,10 +71,6 @@ def parse_arguments(description):
     return arguments
 
 
-def is_control(result):
-    return result["case"].startswith("control/")
-
-
 def compile_cases(cases, cache=CACHE, logs=None, level=1):
     """Compile cases, those of one world in one process where that is possible.
 
@@ -90,7 +82,8 @@ def compile_cases(cases, cache=CACHE, logs=None, level=1):
 
     Yields:
         dict, in order: ``case``, its name; ``error``, a text; ``seconds``; ``kernels`` and ``moved`` as
-        :func:`ascend_dry_run.compiler.findings` returns them.
+        :func:`ascend_dry_run.compiler.kernels_in` returns them; ``collectives`` as
+        :func:`ascend_dry_run.compiler.collectives_in` does.
     """
     stand_ins = folder_of_stand_ins(cache)
     for group in _in_processes(cases):
@@ -146,37 +139,38 @@ def _compile_group(cases, stand_ins, logs, level):
             (logs / (cases[0].name.replace("/", "_") + ".log")).write_text(text)
         found = [json.loads(line) for line in results.read_text().splitlines()]
     if len(found) < len(cases):
-        found.append(
-            {
-                "case": cases[len(found)].name,
-                "error": why_ended(code, text),
-                "seconds": None,
-                "kernels": {},
-                "moved": [],
-            }
-        )
+        error = why_ended(code, text)
+        found.append({"case": cases[len(found)].name, "error": error, "seconds": None, **NOTHING})
     return found
 
 
 def environment(stand_ins, case, level):
     """Return the environment variables of a dry run."""
     cann = stand_ins / "cann"
-    paths = [cann / "python", ROOT, ROOT / "scripts", ROOT / "scripts" / "examples", os.environ.get("PYTHONPATH")]
+    modules = (cann / "python", ROOT, ROOT / "scripts", ROOT / "scripts" / "examples")
     return {
         **os.environ,
         "MS_SIMULATION_LEVEL": str(level),
         "RANK_SIZE": str(case.world.ranks),
         "RANK_ID": str(case.world.rank),
-        "LD_LIBRARY_PATH": str(cann / "lib64"),
+        "PYTHONPATH": _prepended("PYTHONPATH", modules),
+        "LD_LIBRARY_PATH": _prepended("LD_LIBRARY_PATH", [cann / "lib64"]),
         "LD_PRELOAD": str(stand_ins / "chip.so"),
         "DRY_RUN_CHIP": CHIPS[case.chip],
         "ASCEND_HOME_PATH": str(cann),
         "ASCEND_OPP_PATH": str(cann / "opp"),
-        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
         # Errors, and of the part that selects kernels which it took.
         "GLOG_v": "3",
         "MS_SUBMODULE_LOG_v": "{DEVICE:1}",
+        # The graph that the kernels are made from.
+        "MS_DEV_SAVE_GRAPHS": "1",
+        "MS_DEV_DUMP_IR_PASSES": "graph_build",
+        "MS_DEV_SAVE_GRAPHS_PATH": GRAPHS,
     }
+
+
+def _prepended(name, folders):
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get(name)])])
 
 
 def why_ended(code, log):
@@ -196,28 +190,81 @@ def problem(result):
         return re.sub(r"\s+", " ", re.split(r"\n-{5,}", result["error"])[0])[:300]
     if result["moved"]:
         return f"on the CPU: {', '.join(result['moved'])}"
-    return "" if kernels(result) else "no kernel was selected"
+    return "" if kernels_of(result) else "no kernel was selected"
 
 
-def kernels(result):
+def kernels_of(result):
     """Return the number of kernels without those that communicate."""
     return sum(sum(counts.values()) for kind, counts in result["kernels"].items() if kind != HCCL)
 
 
-def collectives(result):
-    """Return how often each operator communicates."""
-    return result["kernels"].get(HCCL, {})
-
-
 def row_of(result):
-    names = ", ".join(f"{count} {name}" for name, count in collectives(result).items())
+    names = ", ".join(f"{count} {name}" for name, count in result["kernels"].get(HCCL, {}).items())
     seconds = "" if result["seconds"] is None else f"{result['seconds']:.1f}"
-    return [result["case"], str(kernels(result)), names, seconds, problem(result)]
+    return [result["case"], str(kernels_of(result)), names, seconds, problem(result)]
 
 
-def line_of(result):
-    return "  ".join(row_of(result))
+# The tables of the pages
 
 
-def first_and_rest(rows):
-    return rows[0], rows[1:]
+def tables(data):
+    """Return the tables of what ``--json`` wrote by their names, each a list of rows with the columns first."""
+    results = {result["case"]: result for result in data["cases"]}
+    in_ways = [name.rpartition("/")[0] for name in results if CASES[name].way in WAYS and "cell/" not in name]
+    settings = {
+        setting: {way: results[f"{setting}/{way}"] for way in WAYS if f"{setting}/{way}" in results}
+        for setting in dict.fromkeys(in_ways)
+    }
+    models = {setting for setting in settings if any(is_of_a_model(result) for result in settings[setting].values())}
+    return {
+        "controls": [
+            ["operator", "what became of it"],
+            *([f"`{n}`", verdict(results[f"control/{n}"])] for n in OPERATORS),
+        ],
+        "cells": [
+            ["case", "kernels"],
+            *([f"`{name}`", shown(result)] for name, result in results.items() if name.startswith("cell/")),
+        ],
+        "steps": [STEP_COLUMNS, *(row_of_ways(name, ways) for name, ways in settings.items() if name not in models)],
+        "models": [STEP_COLUMNS, *(row_of_ways(name, ways) for name, ways in settings.items() if name in models)],
+    }
+
+
+OPERATORS = [name.partition("/")[2] for name in CONTROLS]
+STEP_COLUMNS = ["case", *WAYS, "collectives", "added to them"]
+
+
+def is_of_a_model(result):
+    return CASES[result["case"]].function in ("launched", "mcore_step")
+
+
+def verdict(result):
+    """Return what became of an operator, without MindSpore's words."""
+    if result["error"]:
+        return "refused"
+    return "moved to the CPU" if result["moved"] else "compiled"
+
+
+def shown(result):
+    return problem(result) or str(kernels_of(result))
+
+
+def row_of_ways(setting, ways):
+    """Return the kernels of a setting in each way, the collectives of the first, and what the others add to these."""
+    first, *others = ways.values()
+    counts = [collections.Counter(map(as_text, result["collectives"])) for result in (first, *others)]
+    added = dict.fromkeys(text for other in counts[1:] for text in described(other - counts[0]))
+    cells = [shown(ways[way]) if way in ways else "" for way in WAYS]
+    return [f"`{setting}`", *cells, "; ".join(described(names(first))), "; ".join(added)]
+
+
+def names(result):
+    return collections.Counter(each["operator"] for each in result["collectives"])
+
+
+def as_text(collective):
+    return "{operator} of {bytes} bytes".format(**collective)
+
+
+def described(counts):
+    return [f"{count} {text}" for text, count in sorted(counts.items())]

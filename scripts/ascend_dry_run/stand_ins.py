@@ -66,9 +66,9 @@ static struct { void *less; long color; void *parent, *leftmost, *rightmost; siz
 static void *called(const char *name) { fprintf(stderr, "CALLED%s\\n", name); fflush(stderr); abort(); }
 """.replace("CALLED", CALLED)
 
-# The Ascend's name, which is empty in a dry run, is taken from the environment. It is a std::string of the kind that the
-# wheel was built with, returned through a pointer; the function called here is its constructor. It must not be empty,
-# nor the address of this function odd, which to C++ is that of a virtual function.
+# The Ascend's name, which is empty in a dry run, is taken from the environment. It is a std::string of the kind that
+# the wheel was built with, returned through a pointer; the function called here is its constructor. It must not be
+# empty, nor the address of this function odd, which to C++ is that of a virtual function.
 CHIP = """
 #include <stdlib.h>
 void _ZNSsC1EPKcRKSaIcE(void *string, const char *text, const void *allocator);
@@ -85,7 +85,7 @@ def missing():
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return f"the stand-ins are for Linux on x86_64, and this is {sys.platform} on {platform.machine()}"
     for program, package in (("gcc", "gcc and libc6-dev"), ("ldd", "libc-bin")):
-        if _path_of(program) is None:
+        if shutil.which(program) is None:
             return f"there is no {program}: install the package {package}"
     if not (_mindspore() / PLUGIN[0]).exists():
         return f"this MindSpore has no Ascend plugin ({PLUGIN[0]}): install the wheel from PyPI"
@@ -141,7 +141,7 @@ def _wanted():
     for library in PLUGIN:
         if not (file := _mindspore() / library).exists():
             continue
-        printed = subprocess.run([_path_of("ldd"), "-r", str(file)], capture_output=True, text=True).stdout
+        printed = subprocess.run(["ldd", "-r", str(file)], capture_output=True, text=True).stdout
         libraries |= set(re.findall(r"^\s*(\S+) => not found$", printed, re.MULTILINE))
         functions |= set(re.findall(r"^undefined symbol: (\w+)", printed, re.MULTILINE))
     # Python's own are in the program that loads the plugin, and MindSpore's in libraries that it has loaded by then.
@@ -150,7 +150,7 @@ def _wanted():
 
 
 def _searched():
-    """Return the functions that MindSpore searches for: kernels, of which it may name a part only, and those in ANSWERS."""
+    """Return the functions that MindSpore searches for: those in ANSWERS, and kernels, of which it may name a part."""
     found = set()
     plugin = _mindspore() / "lib" / "plugin"
     for file in (*plugin.glob("*ascend*.so*"), *plugin.glob("ascend/*.so")):
@@ -180,7 +180,7 @@ def _function(name):
 
 def _compile(source, target, *options):
     command = [
-        _path_of("gcc"),
+        "gcc",
         "-shared",
         "-fPIC",
         "-O1",
@@ -196,10 +196,6 @@ def _compile(source, target, *options):
     compiled = subprocess.run(command, input=source, capture_output=True, text=True)
     if compiled.returncode != 0:
         raise RuntimeError(f"gcc could not compile the stand-ins: {compiled.stderr[-1000:]}")
-
-
-def _path_of(program):
-    return shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin:/usr/bin:/bin")
 
 
 def _mindspore():

@@ -1,15 +1,25 @@
 """Functions that compile one case each, in the environment of a dry run."""
 
+import sys
+from pathlib import Path
+
 import mindformers.wrapper
 import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.mindrecord import FileWriter
 from mindspore.nn.wrap.cell_wrapper import _VirtualDatasetCell
 
 import mindformers_adaptive
 import mindformers_adaptive.wrapper
+from mindformers_adaptive.integration.launcher import launch, load_config
+from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 START = 2.0**16
+# Enough for a batch of each of the processes.
+ROWS = 128
 
 
 def control(operator):
@@ -92,21 +102,129 @@ def momentum(network):
     return nn.Momentum(network.trainable_params(), rate, momentum=0.9)
 
 
+def wrapper_of(way):
+    """The module with the train-step cells: that of MindFormers, or this package's."""
+    return mindformers.wrapper if way == "stock" else mindformers_adaptive.wrapper
+
+
+def compile_step(step, inputs=None):
+    step.set_train().compile(*(inputs or rows()))
+
+
 def plain_step(way, network="Layers"):
     """``TrainOneStepWithLossScaleCell``."""
     wrapper = nn if way == "stock" else mindformers_adaptive.wrapper
-    network = globals()[network]()
-    step = wrapper.TrainOneStepWithLossScaleCell(network, momentum(network), update_cell(way))
-    step.set_train().compile(*rows())
+    network = NETWORKS[network]()
+    compile_step(wrapper.TrainOneStepWithLossScaleCell(network, momentum(network), update_cell(way)))
 
 
-def mf_step(way, network=Layers, inputs=rows, **options):
-    """``MFTrainOneStepCell`` with clipping."""
-    wrapper = mindformers.wrapper if way == "stock" else mindformers_adaptive.wrapper
-    network = network()
+def mf_step(way, network="Layers", **options):
+    """``MFTrainOneStepCell``, with clipping."""
+    network = NETWORKS[network]()
     options = {"use_clip_grad": True, **options}
-    step = wrapper.MFTrainOneStepCell(network, momentum(network), scale_sense=update_cell(way), **options)
-    step.set_train().compile(*inputs())
+    compile_step(
+        wrapper_of(way).MFTrainOneStepCell(network, momentum(network), scale_sense=update_cell(way), **options)
+    )
+
+
+class SumAndNumber(Layers):
+    """The sum of the losses, and of how many."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = Tensor([8 * 16], mindspore.float32)
+
+    def construct(self, features, target):
+        return ops.reshape(super().construct(features, target) * 128, (1,)), self.number
+
+
+class InlinedLate(Layers):
+    @mindspore.lazy_inline
+    def __init__(self):
+        super().__init__()
+
+
+class LowRank(Layers):
+    """Frozen layers with an update of rank 2."""
+
+    def __init__(self):
+        super().__init__()
+        for weight in self.trainable_params():
+            weight.requires_grad = False
+        self.down = nn.Dense(16, 2, has_bias=False).to_float(mindspore.float16)
+        self.up = nn.Dense(2, 16, has_bias=False).to_float(mindspore.float16)
+
+    def construct(self, features, target):
+        return super().construct(features, target - ops.cast(self.up(self.down(features)), mindspore.float32))
+
+
+def recomputed():
+    network = Layers()
+    network.first.recompute()
+    return network
+
+
+def fixed_scale_step(way):
+    """``FixedScaleTrainOneStepCell``, or MindSpore's cell without loss scaling."""
+    network = Layers()
+    fixed = mindformers_adaptive.FixedScaleTrainOneStepCell
+    compile_step((nn.TrainOneStepCell if way == "stock" else fixed)(network, momentum(network)))
+
+
+def manager(way):
+    """A loss-scale manager by its way of scaling."""
+    if way == "stock":
+        return mindspore.amp.DynamicLossScaleManager(START)
+    if way == "adaptive":
+        return mindformers_adaptive.AdaptiveLossScaleManager(START)
+    return mindformers_adaptive.GradientGuidedLossScaleManager(START)
+
+
+def built_step(way):
+    """What ``build_train_network`` returns for a manager."""
+    package = mindspore.amp if way == "stock" else mindformers_adaptive
+    network = Layers()
+    compile_step(package.build_train_network(network, momentum(network), level="O0", loss_scale_manager=manager(way)))
+
+
+def model_step(way):
+    """The train-step cell that ``Model`` makes for a manager."""
+    network = Layers()
+    if way != "stock":
+        mindformers_adaptive.enable_loss_scale_on_cpu()
+    model = mindspore.train.Model(network, optimizer=momentum(network), loss_scale_manager=manager(way))
+    compile_step(model.train_network)
+
+
+def scaler_step(way):
+    """``value_and_grad`` with a loss scaler, in a function that is compiled."""
+    network = Layers()
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    scaler = {
+        "stock": lambda: mindspore.amp.DynamicLossScaler(START, 2, 20),
+        "adaptive": lambda: mindformers_adaptive.AdaptiveLossScaler(START),
+        "guided": lambda: mindformers_adaptive.GradientGuidedLossScaler(START),
+    }[way]()
+
+    def scaled_loss(*inputs):
+        return scaler.scale(network(*inputs))
+
+    value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
+
+    @mindspore.jit
+    def step(*inputs):
+        loss, gradients = value_and_grad(*inputs)
+        gradients = scaler.unscale(gradients)
+        are_finite = mindspore.amp.all_finite(gradients)
+        if are_finite:
+            optimizer(gradients)
+        if way == "guided":
+            scaler.adjust(are_finite, gradients)
+        else:
+            scaler.adjust(are_finite)
+        return loss
+
+    step(*rows())
 
 
 # Train steps in several processes
@@ -126,11 +244,116 @@ class Split(Layers):
                 dense.pipeline_stage = stage
 
 
-def pipeline_step(way, micro_batches=4):
+def pipeline_step(way, micro_batches=4, **options):
     """``MFPipelineWithLossScaleCell`` with clipping."""
-    wrapper = mindformers.wrapper if way == "stock" else mindformers_adaptive.wrapper
     network = _VirtualDatasetCell(nn.PipelineCell(Split(), micro_batches)).set_train()
-    step = wrapper.MFPipelineWithLossScaleCell(
-        network, momentum(network), scale_sense=update_cell(way), micro_batch_num=micro_batches
-    )
-    step.set_train().compile(*rows())
+    options = {"scale_sense": update_cell(way), "micro_batch_num": micro_batches, **options}
+    compile_step(wrapper_of(way).MFPipelineWithLossScaleCell(network, momentum(network), **options))
+
+
+NETWORKS = {
+    "Layers": Layers,
+    "accumulating": lambda: MeanOverMicroBatches(Layers(), 2),
+    "InlinedLate": InlinedLate,
+    "LowRank": LowRank,
+    "recomputed": recomputed,
+    "Split": Split,
+    "SumAndNumber": SumAndNumber,
+}
+
+
+# Whole models
+
+
+def launched(way, config, as_it_is=False, **options):
+    """The launcher with a YAML file, a small model and rows of zeros; the steps of the only epoch are sunk.
+
+    A file that is taken as it is has adaptive scaling already.
+    """
+    update_cells = {
+        "stock": "DynamicLossScaleUpdateCell",
+        "adaptive": "AdaptiveLossScaleUpdateCell",
+        "guided": "GradientGuidedLossScaleUpdateCell",
+    }
+    if not as_it_is or way != "adaptive":
+        windows = {} if way == "guided" else {"scale_factor": 2, "scale_window": 20}
+        scale_sense = {"type": update_cells[way], "loss_scale_value": 65536, **windows}
+        options = {**options, "runner_wrapper.scale_sense": scale_sense}
+    folder = Path("rows").absolute()
+    overrides = {
+        "context.device_target": "Ascend",
+        "runner_config.epochs": 1,
+        "runner_config.sink_mode": True,
+        "runner_config.sink_size": -1,
+        "train_dataset.data_loader.dataset_dir": str(folder),
+        "train_dataset.data_loader.num_samples": ROWS,
+        **options,
+    }
+    config = load_config(ROOT / "configs" / config, overrides, may_add=list(overrides))
+    write_rows(folder, config.train_dataset.input_columns, config.model.model_config.seq_length + 1)
+    launch(config)
+
+
+def write_rows(folder, columns, length):
+    folder.mkdir()
+    writer = FileWriter(str(folder / "rows.mindrecord"), shard_num=1)
+    writer.add_schema({column: {"type": "int32", "shape": [length]} for column in columns}, "zeros")
+    writer.write_raw_data([dict.fromkeys(columns, np.zeros(length, np.int32))] * ROWS)
+    writer.commit()
+
+
+def mcore_step(way, model):
+    """A tiny mcore model of MindFormers with its own operators: flash attention, fused norms, experts."""
+    # The tests' Qwen3, there with stand-ins for operators that a CPU has not.
+    sys.path.append(str(ROOT / "tests" / "helpers"))
+    from mcore import BATCH, SEQ_LENGTH, build_qwen3
+    from mindformers.core.context.build_context import MFContextOperator
+    from mindformers.tools.register import MindFormerConfig
+
+    MFContextOperator(MindFormerConfig(run_mode="train", model={"model_config": {}})).set_context(use_legacy=False)
+    network = build_qwen3() if model == "qwen3" else deepseek(SEQ_LENGTH)
+    optimizer = nn.Adam(network.trainable_params(), nn.CosineDecayLR(0.001, 0.02, 40))
+    step = wrapper_of(way).MFTrainOneStepCell(network, optimizer, use_clip_grad=True, scale_sense=update_cell(way))
+    tokens = Tensor(np.ones((BATCH, SEQ_LENGTH)), mindspore.int32)
+    compile_step(step, (tokens, tokens, Tensor(np.ones((BATCH, SEQ_LENGTH)), mindspore.float32)))
+
+
+def deepseek(length):
+    """A DeepSeek-V3 of two layers: latent attention, experts, the prediction of a second token, a loss for balance."""
+    from mindformers.models.deepseek3.configuration_deepseek_v3 import DeepseekV3Config
+    from mindformers.models.deepseek3.modeling_deepseek_v3_train import TrainingDeepseekV3ForCausalLM
+    from mindformers.wrapper.wrapper import DataOrderWrapperCell
+
+    sizes = {
+        "vocab_size": 64,
+        "seq_length": length,
+        "max_position_embeddings": 2 * length,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    latent = {"multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 16, "q_lora_rank": 16}
+    heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "use_flash_attention": True}
+    experts = {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 1e-4,
+        "router_dense_type": "float32",
+        "use_pad_tokens": False,
+    }
+    layers = {"add_bias_linear": False, "gated_linear_unit": True, "hidden_dropout": 0.0}
+    second_token = {"num_nextn_predict_layers": 1, "mtp_loss_factor": 0.3}
+    fp32 = ("params_dtype", "layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype")
+    dtypes = {"compute_dtype": "fp16", **dict.fromkeys(fp32, "fp32")}
+    config = DeepseekV3Config(**sizes, **latent, **heads, **experts, **layers, **second_token, **dtypes)
+    return DataOrderWrapperCell(["input_ids", "labels", "loss_mask"], TrainingDeepseekV3ForCausalLM(config))
