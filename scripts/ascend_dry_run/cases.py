@@ -135,6 +135,8 @@ def _steps():
         "recompute": {"network": "recomputed"},
         "lazy_inline": {"network": "InlinedLate"},
         "low_rank": {"network": "LowRank"},
+        "grouped_rates": {"optimizer": "grouped"},
+        "averaging": {"optimizer": "averaging"},
     }.items():
         yield from _in_each_way(setting, "mf_step", _THREE, arguments=arguments)
     yield from _in_each_way("fixed_scale", "fixed_scale_step", (STOCK, ADAPTIVE))
@@ -143,7 +145,9 @@ def _steps():
     for ranks in (2, 8):
         yield from _in_each_way(f"data_parallel_{ranks}", "plain_step", _THREE, world=World(ranks, mode=_DATA))
     split = World(2, mode=_SEMI_AUTO)
-    yield from _in_each_way("semi_auto_2", "plain_step", world=split, arguments={"network": "Split"})
+    yield from _in_each_way("semi_auto_2", "plain_step", world=split, arguments={"network": "split"})
+    per_token = {**per_token, "network": "split, SumAndNumber"}
+    yield from _in_each_way("per_token_semi_auto_2", "mf_step", (STOCK, GUIDED), world=split, arguments=per_token)
     for stages in (2, 4):
         for rank in range(stages):
             world = World(stages, rank, _SEMI_AUTO, stages)

@@ -62,7 +62,7 @@ def main(log, results, *names):
         written = Path(log).read_bytes()[log_before:].decode(errors="replace")
         graphs = [file.read_text() for file in sorted({*Path(GRAPHS).rglob(LAST_GRAPHS)} - graphs_before)]
         result = {"case": name, "error": error, "seconds": seconds, **kernels_in(written)}
-        result["collectives"] = [each for graph in graphs for each in collectives_in(graph)]
+        result["collectives"] = sum(map(collectives_in, graphs), collections.Counter())
         with open(results, "a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
     # MindSpore has threads that would wait for a device.
@@ -90,24 +90,19 @@ def collectives_in(graph):
     """Return what processes exchange by the text of a compiled graph.
 
     Returns:
-        list[dict]: ``operator``; ``reduces``, such as "max" or an empty text; ``group``, "world" or "part"; ``bytes``.
+        dict[str, int]: how often each, by a text such as "AllReduce max of 4 bytes by all". A part of the processes may
+        be just the one, and then nothing is sent.
     """
-    found = []
+    found = collections.Counter()
     for operator, attributes, inputs in re.findall(_COLLECTIVE, graph):
-        reduces = re.search(r'\bop: "(\w+)"', attributes)
-        of_world = 'group: "hccl_world_group"' in attributes
-        size = sum(
+        reduction = re.search(r'\bop: "(\w+)"', attributes)
+        sizes = [
             _BYTES[dtype] * math.prod(map(int, re.findall(r"\d+", shape)))
             for dtype, shape in re.findall(r"Tensor\[(\w+)\]>?, \(([\d, ]*)\)", inputs)
-        )
-        found.append(
-            {
-                "operator": operator,
-                "reduces": reduces[1] if reduces else "",
-                "group": "world" if of_world else "part",
-                "bytes": size,
-            }
-        )
+        ]
+        name = f"{operator} {reduction[1]}" if reduction else operator
+        by = "all" if 'group: "hccl_world_group"' in attributes else "a part"
+        found[f"{name} of {sum(sizes)} bytes by {by}"] += 1
     return found
 
 

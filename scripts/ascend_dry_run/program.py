@@ -26,13 +26,15 @@ CACHE = ROOT / "output" / "ascend_dry_run"
 SECONDS = 900
 HCCL = "hccl_kernel"
 # Of a case that ended its process.
-NOTHING = {"kernels": {}, "moved": [], "collectives": []}
+NOTHING = {"kernels": {}, "moved": [], "collectives": {}}
 
 
 def main(description):
     arguments = parse_arguments(description)
     if reason := missing():
         sys.exit(f"No dry run here: {reason}.")
+    # So that the process that compiles ends too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = []
     for result in compile_cases(arguments.cases, logs=arguments.logs):
         results.append(result)
@@ -251,20 +253,11 @@ def shown(result):
 
 def row_of_ways(setting, ways):
     """Return the kernels of a setting in each way, the collectives of the first, and what the others add to these."""
-    first, *others = ways.values()
-    counts = [collections.Counter(map(as_text, result["collectives"])) for result in (first, *others)]
-    added = dict.fromkeys(text for other in counts[1:] for text in described(other - counts[0]))
+    first, *others = (collections.Counter(result["collectives"]) for result in ways.values())
+    added = dict.fromkeys(text for other in others for text in described(other - first))
     cells = [shown(ways[way]) if way in ways else "" for way in WAYS]
-    return [f"`{setting}`", *cells, "; ".join(described(names(first))), "; ".join(added)]
+    return [f"`{setting}`", *cells, str(first.total()), "; ".join(added)]
 
 
-def names(result):
-    return collections.Counter(each["operator"] for each in result["collectives"])
-
-
-def as_text(collective):
-    return "{operator} of {bytes} bytes".format(**collective)
-
-
-def described(counts):
-    return [f"{count} {text}" for text, count in sorted(counts.items())]
+def described(collectives):
+    return [f"{count} {text.partition(' by ')[0]}" for text, count in sorted(collectives.items())]

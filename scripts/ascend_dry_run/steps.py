@@ -1,5 +1,6 @@
 """Functions that compile one case each, in the environment of a dry run."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -118,13 +119,26 @@ def plain_step(way, network="Layers"):
     compile_step(wrapper.TrainOneStepWithLossScaleCell(network, momentum(network), update_cell(way)))
 
 
-def mf_step(way, network="Layers", **options):
+def mf_step(way, network="Layers", optimizer="momentum", **options):
     """``MFTrainOneStepCell``, with clipping."""
-    network = NETWORKS[network]()
-    options = {"use_clip_grad": True, **options}
-    compile_step(
-        wrapper_of(way).MFTrainOneStepCell(network, momentum(network), scale_sense=update_cell(way), **options)
-    )
+    network, options = NETWORKS[network](), {"use_clip_grad": True, "scale_sense": update_cell(way), **options}
+    if optimizer == "momentum":
+        optimizer = momentum(network)
+    else:
+        # Those of the tests.
+        control = helper("control")
+        if optimizer == "grouped":
+            helper("printed_parameters").forget_printed(control.PRINTED)
+            options["lr_scheduler"] = control.schedule()
+            options["grouped_lr_scheduler"] = [{"lr_scheduler": control.schedule(0.1)}]
+        optimizer = getattr(control, optimizer)(network)
+    compile_step(wrapper_of(way).MFTrainOneStepCell(network, optimizer, **options))
+
+
+def helper(module):
+    """A module of the tests."""
+    sys.path.append(str(ROOT / "tests" / "helpers"))
+    return importlib.import_module(module)
 
 
 class SumAndNumber(Layers):
@@ -230,23 +244,21 @@ def scaler_step(way):
 # Train steps in several processes
 
 
-class Split(Layers):
-    """The layers in two pipeline stages; each process has some rows of each weight."""
-
-    def __init__(self):
-        super().__init__()
-        stages = mindspore.get_auto_parallel_context("pipeline_stages")
-        split = mindspore.communication.get_group_size() // stages
-        for dense, stage in ((self.first, 0), (self.second, stages - 1)):
-            dense.matmul.shard(((1, 1), (split, 1)))
-            dense.bias_add.shard(((1, split), (split,)))
-            if stages > 1:
-                dense.pipeline_stage = stage
+def split(network):
+    """The layers in two pipeline stages, or one; each process of a stage has some rows of each weight."""
+    stages = mindspore.get_auto_parallel_context("pipeline_stages")
+    parts = mindspore.communication.get_group_size() // stages
+    for dense, stage in ((network.first, 0), (network.second, stages - 1)):
+        dense.matmul.shard(((1, 1), (parts, 1)))
+        dense.bias_add.shard(((1, parts), (parts,)))
+        if stages > 1:
+            dense.pipeline_stage = stage
+    return network
 
 
 def pipeline_step(way, micro_batches=4, **options):
     """``MFPipelineWithLossScaleCell`` with clipping."""
-    network = _VirtualDatasetCell(nn.PipelineCell(Split(), micro_batches)).set_train()
+    network = _VirtualDatasetCell(nn.PipelineCell(split(Layers()), micro_batches)).set_train()
     options = {"scale_sense": update_cell(way), "micro_batch_num": micro_batches, **options}
     compile_step(wrapper_of(way).MFPipelineWithLossScaleCell(network, momentum(network), **options))
 
@@ -257,8 +269,9 @@ NETWORKS = {
     "InlinedLate": InlinedLate,
     "LowRank": LowRank,
     "recomputed": recomputed,
-    "Split": Split,
     "SumAndNumber": SumAndNumber,
+    "split": lambda: split(Layers()),
+    "split, SumAndNumber": lambda: split(SumAndNumber()),
 }
 
 
@@ -304,18 +317,17 @@ def write_rows(folder, columns, length):
 
 def mcore_step(way, model):
     """A tiny mcore model of MindFormers with its own operators: flash attention, fused norms, experts."""
-    # The tests' Qwen3, there with stand-ins for operators that a CPU has not.
-    sys.path.append(str(ROOT / "tests" / "helpers"))
-    from mcore import BATCH, SEQ_LENGTH, build_qwen3
+    # The tests' Qwen3, which there has stand-ins for operators that a CPU lacks.
+    tiny = helper("mcore")
     from mindformers.core.context.build_context import MFContextOperator
     from mindformers.tools.register import MindFormerConfig
 
     MFContextOperator(MindFormerConfig(run_mode="train", model={"model_config": {}})).set_context(use_legacy=False)
-    network = build_qwen3() if model == "qwen3" else deepseek(SEQ_LENGTH)
+    network = tiny.build_qwen3() if model == "qwen3" else deepseek(tiny.SEQ_LENGTH)
     optimizer = nn.Adam(network.trainable_params(), nn.CosineDecayLR(0.001, 0.02, 40))
     step = wrapper_of(way).MFTrainOneStepCell(network, optimizer, use_clip_grad=True, scale_sense=update_cell(way))
-    tokens = Tensor(np.ones((BATCH, SEQ_LENGTH)), mindspore.int32)
-    compile_step(step, (tokens, tokens, Tensor(np.ones((BATCH, SEQ_LENGTH)), mindspore.float32)))
+    tokens = Tensor(np.ones((tiny.BATCH, tiny.SEQ_LENGTH)), mindspore.int32)
+    compile_step(step, (tokens, tokens, ops.cast(tokens, mindspore.float32)))
 
 
 def deepseek(length):
