@@ -181,14 +181,14 @@ def _split(data=1, model=1, stages=1, **parallel):
 def _models():
     """Whole models, and the YAML files for an Ascend."""
     yield from _launched("llama")
-    yield from _launched("llama_fused", **_FUSED)
+    yield from _launched("llama_fused", ways=_OURS, **_FUSED)
     yield from _launched("llama_lora", ways=_OURS, **{"model.model_config.pet_config": _LORA})
     yield from _launched("llama_recompute", ways=(GUIDED,), **{"recompute_config.recompute": True})
     for model in ("qwen3", "deepseek_v3"):
         options = {"needs_process": True, "is_large": True, "arguments": {"model": model}}
         yield from _in_each_way(model, "mcore_step", _OURS, **options)
     yield from _launched("llama_data_parallel_2", "tiny_llama_cpu_fp16_parallel.yaml", 2, ways=_OURS)
-    yield from _launched("llama_model_parallel_2", ranks=2, **_FUSED, **_split(model=2))
+    yield from _launched("llama_model_parallel_2", ranks=2, ways=_OURS, **_FUSED, **_split(model=2))
     sharding = _split(data=2, enable_parallel_optimizer=True)
     yield from _launched("llama_optimizer_sharding_2", ranks=2, ways=_OURS, **_FUSED, **sharding)
     for stages in (2, 4):

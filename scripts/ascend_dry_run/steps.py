@@ -82,15 +82,16 @@ def update_cell_alone(way, **options):
 
 
 class Layers(nn.Cell):
-    """Two dense layers in FP16 and their mean loss in FP32."""
+    """Dense layers in FP16 and their mean loss in FP32."""
 
-    def __init__(self):
+    def __init__(self, count=2):
         super().__init__()
-        self.first = nn.Dense(16, 16, activation="relu").to_float(mindspore.float16)
-        self.second = nn.Dense(16, 16).to_float(mindspore.float16)
+        self.layers = nn.CellList([nn.Dense(16, 16).to_float(mindspore.float16) for _ in range(count)])
 
     def construct(self, features, target):
-        return ops.mean(ops.square(ops.cast(self.second(self.first(features)), mindspore.float32) - target))
+        for layer in self.layers:
+            features = layer(features)
+        return ops.mean(ops.square(ops.cast(features, mindspore.float32) - target))
 
 
 def rows():
@@ -174,7 +175,7 @@ class LowRank(Layers):
 
 def recomputed():
     network = Layers()
-    network.first.recompute()
+    network.layers[0].recompute()
     return network
 
 
@@ -245,10 +246,10 @@ def scaler_step(way):
 
 
 def split(network):
-    """The layers in two pipeline stages, or one; each process of a stage has some rows of each weight."""
+    """The layers, each in a pipeline stage of its own if there are stages; each process has some rows of a weight."""
     stages = mindspore.get_auto_parallel_context("pipeline_stages")
     parts = mindspore.communication.get_group_size() // stages
-    for dense, stage in ((network.first, 0), (network.second, stages - 1)):
+    for stage, dense in enumerate(network.layers):
         dense.matmul.shard(((1, 1), (parts, 1)))
         dense.bias_add.shard(((1, parts), (parts,)))
         if stages > 1:
@@ -258,7 +259,8 @@ def split(network):
 
 def pipeline_step(way, micro_batches=4, **options):
     """``MFPipelineWithLossScaleCell`` with clipping."""
-    network = _VirtualDatasetCell(nn.PipelineCell(split(Layers()), micro_batches)).set_train()
+    layers = Layers(mindspore.get_auto_parallel_context("pipeline_stages"))
+    network = _VirtualDatasetCell(nn.PipelineCell(split(layers), micro_batches)).set_train()
     options = {"scale_sense": update_cell(way), "micro_batch_num": micro_batches, **options}
     compile_step(wrapper_of(way).MFPipelineWithLossScaleCell(network, momentum(network), **options))
 
@@ -300,6 +302,8 @@ def launched(way, config, as_it_is=False, **options):
         "runner_config.sink_size": -1,
         "train_dataset.data_loader.dataset_dir": str(folder),
         "train_dataset.data_loader.num_samples": ROWS,
+        # A machine of few cores takes no more.
+        "train_dataset.num_parallel_workers": 1,
         **options,
     }
     config = load_config(ROOT / "configs" / config, overrides, may_add=list(overrides))
