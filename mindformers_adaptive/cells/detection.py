@@ -10,11 +10,17 @@ __all__ = ["LargestGradient", "has_inf_or_nan"]
 
 _hyper_map = ops.HyperMap()
 _reduce_max = ops.ReduceMax()
+_reduce_max_of_one_element = ops.ReduceMax(keep_dims=True)
 _reduce_sum = ops.ReduceSum()
 
 
 def _magnitudes_of(gradient):
     return ops.abs(ops.cast(gradient, mstype.float32))
+
+
+def _place_of(place, gradient):
+    # The compiler leaves out the places of gradients that it leaves out.
+    return ops.depend(place, gradient)
 
 
 class LargestGradient(nn.Cell):
@@ -45,6 +51,12 @@ class LargestGradient(nn.Cell):
         self.on_cpu = context.get_context("device_target") == "CPU"
         self.largest_float32 = Tensor(LARGEST_FLOAT32, mstype.float32)
         self.infinite = Tensor(float("inf"), mstype.float32)
+        # With pipeline stages a process has the gradients of its own stage only.
+        self.in_stages = self.keeps_each and context.get_auto_parallel_context("pipeline_stages") > 1
+        if self.in_stages:
+            count = update_cell.each_largest.size
+            self.places = tuple(Tensor(place, mstype.int32) for place in range(count))
+            self.no_gradients = ops.zeros(count, mstype.float32)
         if is_distributed:
             # AllReduce on CPU takes sums only.
             self.collect = ops.AllGather() if self.on_cpu else ops.AllReduce(ops.ReduceOp.MAX)
@@ -60,9 +72,15 @@ class LargestGradient(nn.Cell):
             each = each * self.largest_gradient
         # NaN becomes inf, which no maximum drops.
         is_finite = ops.logical_and(ops.less_equal(each, self.largest_float32), without_nan)
-        each = ops.select(is_finite, each, ops.broadcast_to(self.infinite, each.shape))
+        # The shape of `each` must not be asked for: with pipeline stages it is read before the gradients of the other
+        # stages are left out.
+        each = ops.select(is_finite, each, self.infinite)
         if not self.keeps_each:
-            each = ops.reshape(_reduce_max(each), (1,))
+            # And no Reshape, which semi-automatic parallelism takes for one of the model.
+            each = _reduce_max_of_one_element(each)
+        if self.in_stages:
+            places = ops.stack(_hyper_map(_place_of, self.places, gradients))
+            each = ops.tensor_scatter_update(self.no_gradients, ops.expand_dims(places, 1), each)
         if self.is_distributed:
             each = self.collect(each)
             if self.on_cpu:

@@ -121,8 +121,11 @@ class LossScaleTrainStep:
 
     def get_overflow_status_and_largest_gradient(self, status, compute_output):
         """As the detection of the stock cell, or of a subclass; the largest gradient is measured beside it."""
-        overflow = self.measure_largest_gradient(compute_output)
-        return overflow if self.detect_overflow is None else self.detect_overflow(status, compute_output)
+        if self.detect_overflow is None:
+            return self.measure_largest_gradient(compute_output)
+        # Not assigned to a name: a graph drops a call whose result it does not need, with all that it would write.
+        self.measure_largest_gradient(compute_output)
+        return self.detect_overflow(status, compute_output)
 
     def __call__(self, *args, **kwargs):
         # A checkpoint may be loaded after set_train(), or set_train() may never be called.

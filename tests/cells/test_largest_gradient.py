@@ -77,6 +77,22 @@ def test_with_a_loss_per_token_the_gradient_that_overflows_is_measured(mode, cli
     assert float(cell.each_largest.asnumpy()[0]) == cell.state()["largest_gradient"]
 
 
+class WithItsOwnDetection(TrainOneStepWithLossScaleCell):
+    """A train step that keeps its own detection, as all do on an Ascend."""
+
+    def get_overflow_status(self, status, compute_output):
+        return self.get_overflow_status_on_cpu(status, compute_output)
+
+
+def test_the_largest_gradient_is_measured_beside_a_detection_of_its_own(mode):
+    cell = GradientGuidedLossScaleUpdateCell(2.0**8)
+    step = Dense().train_step(cell, WithItsOwnDetection).set_train()
+    for overflow in (False, True):
+        assert bool(step(*Dense.batch(overflow))[1]) is overflow
+        gradient = cell.state()["largest_gradient"]
+        assert math.isinf(gradient) if overflow else 0 < gradient < 65504
+
+
 class CheckedOnCpu(nn.TrainOneStepWithLossScaleCell):
     """The stock cell with the detection that a CPU needs, and nothing else of this package."""
 

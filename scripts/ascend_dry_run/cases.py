@@ -1,0 +1,215 @@
+"""What is compiled, without MindSpore: the functions that the cases name are in steps.py."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+__all__ = ["ALONE", "CASES", "CONTROLS", "WAYS", "Case", "World"]
+
+
+@dataclass(frozen=True)
+class World:
+    """The process that compiles, and those that it believes to train with.
+
+    Attributes:
+        ranks (int): how many they are. Default: 1.
+        rank (int): the one that compiles. Default: 0.
+        mode (str): MindSpore's parallel mode. Default: "stand_alone".
+        stages (int): pipeline stages. Default: 1.
+        shards_optimizer (bool): whether optimizer state is divided among data-parallel processes. Default: False.
+    """
+
+    ranks: int = 1
+    rank: int = 0
+    mode: str = "stand_alone"
+    stages: int = 1
+    shards_optimizer: bool = False
+
+
+ALONE = World()
+# The names that MindSpore has for the devices.
+CHIPS = {"910A": "ascend910", "910B": "ascend910b"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One compilation.
+
+    Attributes:
+        name (str): ``setting/way`` for a train step that is compiled in several ways of scaling.
+        function (str): the name of the function in steps.py that compiles it.
+        arguments (Mapping): its arguments.
+        chip (str): a key of ``CHIPS``. Default: "910B".
+        world (World): Default: ``ALONE``.
+        is_large (bool): whether it is left out without ``--all``. Default: False.
+        needs_process (bool): whether it must be the first in its process. Default: False.
+    """
+
+    name: str
+    function: str
+    arguments: Mapping = field(default_factory=dict)
+    chip: str = "910B"
+    world: World = ALONE
+    is_large: bool = False
+    needs_process: bool = False
+
+    @property
+    def setting(self):
+        return self.name.rpartition("/")[0]
+
+    @property
+    def way(self):
+        return self.name.rpartition("/")[2]
+
+
+# The ways of scaling: MindSpore's dynamic update cell in a train-step cell of MindSpore or MindFormers, and the cells
+# of this package.
+STOCK, ADAPTIVE, GUIDED, EACH = "stock", "adaptive", "guided", "guided_each"
+WAYS = (STOCK, ADAPTIVE, GUIDED, EACH)
+
+# What a dry run has to say of operators that are known not to be an Ascend's: part of the error, or the operator that
+# moves to the CPU.
+CONTROLS = {
+    "control/Add": None,
+    "control/FloatStatus": "FloatStatus",
+    "control/AvgPool_int32": "AvgPool",
+    "control/Fmax": "Fmax",
+}
+
+_CELLS = {
+    "dynamic": {"way": "dynamic"},
+    "mindformers": {"way": "mindformers"},
+    "adaptive": {"way": ADAPTIVE},
+    "adaptive_hysteresis": {"way": ADAPTIVE, "hysteresis": 2},
+    "adaptive_history": {"way": ADAPTIVE, "history_size": 8},
+    "adaptive_bounds": {
+        "way": ADAPTIVE,
+        "min_loss_scale": 2.0**-4,
+        "max_loss_scale": 2.0**24,
+        "shrink_from_min_window": True,
+    },
+    "guided": {"way": GUIDED},
+    "guided_history": {"way": GUIDED, "history_size": 8},
+    "guided_bounds": {"way": GUIDED, "exchange_rate": 5.0, "min_loss_scale": 2.0**-4, "max_loss_scale": 2.0**24},
+    "log_max": {"way": "log_max"},
+}
+
+
+def _in_each_way(setting, function, ways=WAYS, **options):
+    arguments = options.pop("arguments", {})
+    return [Case(f"{setting}/{way}", function, {"way": way, **arguments}, **options) for way in ways]
+
+
+# Of the train steps without a model, what is compiled each time that the tests run.
+_QUICK = (
+    "step/910A/stock",
+    "step/910A/guided",
+    "step/910B/stock",
+    "step/910B/adaptive",
+    "step/910B/guided",
+    "mf_step/stock",
+    "mf_step/adaptive",
+    "mf_step/guided_each",
+    "per_token/guided",
+    "fixed_scale/adaptive",
+    "scaler/guided",
+    "semi_auto_2/guided_each",
+    "pipeline_2/rank_0/guided_each",
+    "pipeline_2/rank_1/guided_each",
+)
+
+_DATA, _SEMI_AUTO = "data_parallel", "semi_auto_parallel"
+_THREE, _OURS = (STOCK, ADAPTIVE, GUIDED), (ADAPTIVE, GUIDED)
+
+
+def _steps():
+    """Train steps without a model."""
+    for chip in CHIPS:
+        yield from _in_each_way(f"step/{chip}", "plain_step", chip=chip)
+    yield from _in_each_way("mf_step", "mf_step")
+    per_token = {"network": "SumAndNumber", "calculate_per_token_loss": True}
+    for setting, arguments in {
+        "per_token": per_token,
+        "accumulation": {"network": "accumulating"},
+        "local_norm": {"local_norm": True},
+        "skip_by_norm": {"use_skip_data_by_global_norm": True},
+        "recompute": {"network": "recomputed"},
+        "lazy_inline": {"network": "InlinedLate"},
+        "low_rank": {"network": "LowRank"},
+        "grouped_rates": {"optimizer": "grouped"},
+        "averaging": {"optimizer": "averaging"},
+    }.items():
+        yield from _in_each_way(setting, "mf_step", _THREE, arguments=arguments)
+    yield from _in_each_way("fixed_scale", "fixed_scale_step", (STOCK, ADAPTIVE))
+    for setting in ("built", "model", "scaler"):
+        yield from _in_each_way(setting, f"{setting}_step", _THREE)
+    for ranks in (2, 8):
+        yield from _in_each_way(f"data_parallel_{ranks}", "plain_step", _THREE, world=World(ranks, mode=_DATA))
+    split = World(2, mode=_SEMI_AUTO)
+    yield from _in_each_way("semi_auto_2", "plain_step", world=split, arguments={"network": "split"})
+    per_token = {**per_token, "network": "split, SumAndNumber"}
+    yield from _in_each_way("per_token_semi_auto_2", "mf_step", (STOCK, GUIDED), world=split, arguments=per_token)
+    for stages in (2, 4):
+        for rank in range(stages):
+            world = World(stages, rank, _SEMI_AUTO, stages)
+            ways = WAYS if stages == 2 else (EACH,)
+            yield from _in_each_way(f"pipeline_{stages}/rank_{rank}", "pipeline_step", ways, world=world)
+
+
+_SMALL = {"seq_length": 32, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 256, "multiple_of": 64}
+_SMALL = {f"model.model_config.{name}": value for name, value in _SMALL.items()}
+_FUSED = {"use_flash_attention": True, "fused_rms_norm": True, "use_rope_slice": False}
+_FUSED = {f"model.model_config.{name}": value for name, value in _FUSED.items()}
+_LORA = {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ".*wq|.*wv"}
+# The files for an Ascend, and how many processes and pipeline stages they are for.
+_FILES = {"pretrain": (8, 1), "finetune": (8, 1), "resume": (8, 1), "megatron_like": (8, 1), "cluster": (16, 2)}
+
+
+def _launched(setting, config="tiny_llama_cpu_fp16.yaml", ranks=1, rank=0, ways=_THREE, **options):
+    world, arguments = World(ranks, rank), {"config": config, **_SMALL, **options}
+    options = {"world": world, "needs_process": True, "is_large": True, "arguments": arguments}
+    return _in_each_way(setting, "launched", ways, **options)
+
+
+def _split(data=1, model=1, stages=1, **parallel):
+    """Keys of a YAML file for semi-automatic parallelism."""
+    sizes = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages, "micro_batch_num": stages}
+    parallel = {"parallel_mode": 1, "full_batch": True, "gradients_mean": False, **parallel}
+    keys = {"parallel_config": sizes, "parallel": parallel}
+    return {"use_parallel": True} | {f"{key}.{name}": value for key, of in keys.items() for name, value in of.items()}
+
+
+def _models():
+    """Whole models, and the YAML files for an Ascend."""
+    yield from _launched("llama")
+    yield from _launched("llama_fused", ways=_OURS, **_FUSED)
+    yield from _launched("llama_lora", ways=_OURS, **{"model.model_config.pet_config": _LORA})
+    yield from _launched("llama_recompute", ways=(GUIDED,), **{"recompute_config.recompute": True})
+    for model in ("qwen3", "deepseek_v3"):
+        options = {"needs_process": True, "is_large": True, "arguments": {"model": model}}
+        yield from _in_each_way(model, "mcore_step", _OURS, **options)
+    yield from _launched("llama_data_parallel_2", "tiny_llama_cpu_fp16_parallel.yaml", 2, ways=_OURS)
+    yield from _launched("llama_model_parallel_2", ranks=2, ways=_OURS, **_FUSED, **_split(model=2))
+    sharding = _split(data=2, enable_parallel_optimizer=True)
+    yield from _launched("llama_optimizer_sharding_2", ranks=2, ways=_OURS, **_FUSED, **sharding)
+    for stages in (2, 4):
+        pipeline = {**_FUSED, **_split(stages=stages), "model.model_config.num_layers": stages}
+        for rank in range(stages):
+            ways = _OURS if stages == 2 else (GUIDED,)
+            yield from _launched(f"llama_pipeline_{stages}/rank_{rank}", ranks=stages, rank=rank, ways=ways, **pipeline)
+    for name, (ranks, stages) in _FILES.items():
+        # What a dry run cannot load, as there is no checkpoint of the small model.
+        options = {"load_checkpoint": "", "auto_trans_ckpt": False, "resume_training": False}
+        ways = _OURS if stages > 1 else (ADAPTIVE,)
+        for rank in range(0, ranks, ranks // stages):
+            file = f"ascend/{name}_llama2_7b_fp16.yaml"
+            yield from _launched(f"configs/{name}/rank_{rank}", file, ranks, rank, ways, as_it_is=True, **options)
+
+
+def _cases():
+    yield from (Case(name, "control", {"operator": name.rpartition("/")[2]}) for name in CONTROLS)
+    yield from (Case(f"cell/{name}", "update_cell_alone", arguments) for name, arguments in _CELLS.items())
+    yield from (case if case.name in _QUICK else replace(case, is_large=True) for case in _steps())
+    yield from _models()
+
+
+CASES = {case.name: case for case in _cases()}

@@ -1,0 +1,203 @@
+"""Stand-ins for the libraries of CANN, without which MindSpore's Ascend plugin does not load.
+
+In a dry run (MS_SIMULATION_LEVEL=1) MindSpore has its own functions in place of a device's. The dynamic loader still
+wants every library and every function that the plugin names, and to make a kernel asks CANN a few questions. One
+library of C functions is generated for all of them: a function in ``ANSWERS`` answers as said there, every other one
+names itself and aborts. So nothing that a dry run shows was computed by a stand-in.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+__all__ = ["CALLED", "folder_of_stand_ins", "missing"]
+
+# The libraries that MindSpore opens for an Ascend.
+PLUGIN = (
+    "lib/plugin/libmindspore_ascend.so.2",
+    "lib/plugin/ascend/libhccl_plugin.so",
+    "lib/plugin/ascend/libmindspore_graph_ir.so",
+    "lib/libmindspore_ge_backend.so",
+)
+# What else it opens by name: the library of CANN's kernels.
+KERNELS = "libopapi.so"
+
+# What a stand-in without an answer prints before its name.
+CALLED = "A stand-in for CANN was called: "
+
+# Which function answers what: its whole name, and the body of a C function whose first argument is `object`.
+ANSWERS = (
+    # Whether a kernel is there and how much memory it wants: 0, which is yes, and none. CANN would look at shapes and
+    # dtypes here.
+    (r"aclnn\w+GetWorkspaceSize", "return 0;"),
+    # Handles of what a kernel is given. They lead nowhere.
+    (r"aclCreate(Tensor|Scalar|(Int|Float|Bool)Array|TensorList)|aclopCreateAttr", "return nothing;"),
+    (r"aclDestroy(Tensor|Scalar|(Int|Float|Bool)Array|TensorList|AclOpExecutor)|aclopDestroyAttr", "return 0;"),
+    (r"aclopSetAttr\w+|aclSetAclOpExecutorRepeatable|aclInit|aclFinalize|aclnnInit|aclnnFinalize", "return 0;"),
+    (r"(Un)?InitHugeMemThreadLocal|ReleaseHugeMem", "return 0;"),
+    # Constructors of classes of the graph engine, some of which run while a library is loaded. The first two kinds have
+    # no members; an Operator has its virtual functions and a shared_ptr; the others have a shared_ptr at most.
+    (r"_ZN2ge(23OperatorCreatorRegister|22InferShapeFuncRegister)C[12]E.*", "return object;"),
+    (r"_ZN2ge8OperatorC[12]E.*|_ZN2ge15OperatorFactory14CreateOperatorEPKcS\d_", "return memset(object, 0, 24);"),
+    (r"_ZN2ge(6Tensor|10TensorType|7Promote)C[12]E.*", "return memset(object, 0, 16);"),
+    # The attributes of kernels on their way to the device: none is kept, and a default is found.
+    (r"_ZN2ge8Operator7SetAttrE.*", "return object;"),
+    (r"_ZNK2ge8Operator7GetAttrE.*", "return 0;"),
+    # The texts of error codes: a std::map without entries.
+    (r"_ZN2ge13StatusFactory8InstanceEv", "return &empty_map;"),
+)
+
+HEAD = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static char nothing[4096];
+/* An empty std::map as libstdc++ lays it out: a comparison, and the root that a search for an entry ends at. */
+static struct { void *less; long color; void *parent, *leftmost, *rightmost; size_t entries; }
+    empty_map = {0, 0, 0, &empty_map.color, &empty_map.color, 0};
+static void *called(const char *name) { fprintf(stderr, "CALLED%s\\n", name); fflush(stderr); abort(); }
+""".replace("CALLED", CALLED)
+
+# The Ascend's name, which is empty in a dry run, is taken from the environment. It is a std::string of the kind that
+# the wheel was built with, returned through a pointer; the function called here is its constructor. It must not be
+# empty, nor the address of this function odd, which to C++ is that of a virtual function.
+CHIP = """
+#include <stdlib.h>
+void _ZNSsC1EPKcRKSaIcE(void *string, const char *text, const void *allocator);
+__attribute__((aligned(16))) void *_ZNK9mindspore9MsContext18ascend_soc_versionEv(void *string) {
+  char allocator;
+  _ZNSsC1EPKcRKSaIcE(string, getenv("DRY_RUN_CHIP"), &allocator);
+  return string;
+}
+"""
+
+
+def missing():
+    """Return what is missing here for a dry run, with the remedy, or an empty text."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return f"the stand-ins are for Linux on x86_64, and this is {sys.platform} on {platform.machine()}"
+    for program, package in (("gcc", "gcc and libc6-dev"), ("ldd", "libc-bin")):
+        if shutil.which(program) is None:
+            return f"there is no {program}: install the package {package}"
+    if not (_mindspore() / PLUGIN[0]).exists():
+        return f"this MindSpore has no Ascend plugin ({PLUGIN[0]}): install the wheel from PyPI"
+    return ""
+
+
+def folder_of_stand_ins(cache):
+    """Return the folder of the stand-ins for the installed MindSpore, and make it where it is not in the cache.
+
+    Args:
+        cache (Path): a folder for them. It may be removed at any time.
+
+    Returns:
+        Path, with ``cann/lib64``, ``cann/python`` and ``chip.so``.
+    """
+    content = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    folder = Path(cache, f"mindspore-{importlib.metadata.version('mindspore')}-{content}").absolute()
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        whole = Path(temporary, "whole")
+        _make(whole)
+        try:
+            whole.rename(folder)
+        except OSError:
+            # Another process was quicker.
+            if not folder.exists():
+                raise
+    return folder
+
+
+def _make(folder):
+    # MindSpore looks for this folder's name in the paths of the libraries.
+    libraries = folder / "cann" / "lib64"
+    libraries.mkdir(parents=True)
+    absent, undefined = _wanted()
+    names = undefined | _searched()
+    _compile(HEAD + "\n".join(map(_function, sorted(names))), libraries / "libcann_stand_ins.so")
+    for library in {*absent, KERNELS}:
+        (libraries / library).symlink_to("libcann_stand_ins.so")
+    # Several processes want this package of CANN, for its version.
+    package = folder / "cann" / "python" / "hccl"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "sys_version.py").write_text("__sys_version__ = '9.0'\n")
+    _compile(CHIP, folder / "chip.so", "-l:libstdc++.so.6")
+
+
+def _wanted():
+    """Return the libraries that the plugin needs and nobody has, and the functions that it takes from them."""
+    libraries, functions = set(), set()
+    for library in PLUGIN:
+        if not (file := _mindspore() / library).exists():
+            continue
+        printed = subprocess.run(["ldd", "-r", str(file)], capture_output=True, text=True).stdout
+        libraries |= set(re.findall(r"^\s*(\S+) => not found$", printed, re.MULTILINE))
+        functions |= set(re.findall(r"^undefined symbol: (\w+)", printed, re.MULTILINE))
+    # Python's own are in the program that loads the plugin, and MindSpore's in libraries that it has loaded by then.
+    own = {path.name for path in (_mindspore() / "lib").rglob("*.so*")}
+    return libraries - own, {name for name in functions if not re.match(r"_?Py|_Z\w*9mindspore", name)}
+
+
+def _searched():
+    """Return the functions that MindSpore searches for: those in ANSWERS, and kernels, of which it may name a part."""
+    found = set()
+    plugin = _mindspore() / "lib" / "plugin"
+    for file in (*plugin.glob("*ascend*.so*"), *plugin.glob("ascend/*.so")):
+        data = file.read_bytes()
+        words = {word.decode() for word in re.findall(rb"(?<=\0)(?:acl|Init|UnInit|Release)\w+(?=\0)", data)}
+        found |= {word for word in words if _answer(word)}
+        found |= _kernels(data)
+    # A short name is no text in a library, but part of an instruction.
+    for header in (_mindspore() / "include" / "mindspore" / "ops" / "kernel" / "ascend").rglob("*.h"):
+        found |= _kernels(header.read_bytes())
+    return found
+
+
+def _kernels(data):
+    names = {name.decode().removesuffix("GetWorkspaceSize") for name in re.findall(rb"aclnn[A-Z][A-Za-z0-9]*", data)}
+    return names | {f"{name}GetWorkspaceSize" for name in names}
+
+
+def _answer(name):
+    return next((answer for pattern, answer in ANSWERS if re.fullmatch(pattern, name)), None)
+
+
+def _function(name):
+    body = _answer(name) or f'return called("{name}");'
+    return f"void *{name}(void *object) {{ {body} }}"
+
+
+def _compile(source, target, *options):
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-w",
+        "-fno-builtin",
+        "-x",
+        "c",
+        "-",
+        "-o",
+        str(target),
+        *options,
+    ]
+    compiled = subprocess.run(command, input=source, capture_output=True, text=True)
+    if compiled.returncode != 0:
+        raise RuntimeError(f"gcc could not compile the stand-ins: {compiled.stderr[-1000:]}")
+
+
+def _mindspore():
+    """Return the folder of the installed MindSpore, which is not imported."""
+    return Path(importlib.util.find_spec("mindspore").origin).parent

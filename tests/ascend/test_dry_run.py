@@ -1,0 +1,145 @@
+"""Cells and train steps compile for Ascend in MindSpore's dry run, with stand-ins for CANN."""
+
+import ctypes
+import subprocess
+import sys
+
+import mindspore
+import pytest
+from ascend_dry_run import program, stand_ins
+from ascend_dry_run.cases import CASES, CONTROLS
+from ascend_dry_run.program import CACHE, HCCL, NOTHING, compile_cases, kernels_of, problem, verdict
+from conftest import ROOT
+from pages import figure
+
+# One worker, because what was compiled is shared.
+pytestmark = [
+    pytest.mark.skipif(bool(stand_ins.missing()), reason=stand_ins.missing() or "nothing is missing"),
+    pytest.mark.xdist_group("ascend dry run"),
+]
+
+SMALL = [case for case in CASES.values() if not case.is_large]
+COMPILED = [case.name for case in SMALL if case.name not in CONTROLS]
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {result["case"]: result for result in compile_cases(SMALL)}
+
+
+# Controls: without them a case that compiles would say nothing
+
+
+def test_an_operator_that_an_ascend_has_compiles(results):
+    assert verdict(results["control/Add"]) == "compiled"
+    assert results["control/Add"]["kernels"] == {"opapi_kernel": {"Add": 1}}
+
+
+@pytest.mark.parametrize("control", ["control/FloatStatus", "control/AvgPool_int32"])
+def test_an_operator_or_a_dtype_that_an_ascend_has_not_is_refused(results, control):
+    assert verdict(results[control]) == "refused"
+    assert f"/{CONTROLS[control]}-op" in problem(results[control])
+    assert "Ascend operator selection failed" in problem(results[control])
+
+
+def test_an_operator_that_moves_to_the_cpu_is_seen(results):
+    assert (results["control/Fmax"]["error"], problem(results["control/Fmax"])) == ("", "on the CPU: Fmax")
+
+
+def test_a_level_that_selects_no_kernels_shows_nothing(results):
+    for name in ("control/Add", "control/FloatStatus"):
+        [result] = compile_cases([CASES[name]], level=0)
+        assert (result["error"], problem(result)) == ("", "no kernel was selected")
+
+
+# Cases
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles_and_nothing_moves_to_the_cpu(results, name):
+    assert problem(results[name]) == ""
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_its_kernels_are_those_of_the_pages(results, name):
+    data = figure("ascend_dry_run")
+    if data["mindspore"] != mindspore.__version__:
+        pytest.skip(f"the kernels were counted with MindSpore {data['mindspore']}")
+    [known] = [case for case in data["cases"] if case["case"] == name]
+    for key in ("kernels", "collectives"):
+        assert results[name][key] == known[key]
+
+
+def count(result, operator):
+    return sum(kernels.get(operator, 0) for kernels in result["kernels"].values())
+
+
+@pytest.mark.parametrize("name", ["step/910A/guided", "step/910B/guided", "mf_step/guided_each", "per_token/guided"])
+def test_the_largest_gradient_of_each_of_the_four_weights_is_measured_beside_the_stock_detection(results, name):
+    assert count(results[name], "ReduceMax") >= 4
+    assert count(results[name], "AllFinite" if "910A" not in name else "NPUGetFloatStatusV2") == 1
+
+
+@pytest.mark.parametrize("name", ["semi_auto_2/guided_each", *(f"pipeline_2/rank_{n}/guided_each" for n in range(2))])
+def test_the_largest_gradients_are_those_of_all_slices_and_stages(results, name):
+    collectives = results[name]["collectives"]
+    # The four of the network, float32.
+    largest = {text: number for text, number in collectives.items() if " max " in text}
+    assert largest == {"AllReduce max of 16 bytes by all": 1}
+    assert sum(results[name]["kernels"][HCCL].values()) == sum(collectives.values())
+
+
+def test_every_case_is_on_the_pages_and_has_no_problem():
+    data = figure("ascend_dry_run")
+    assert [result["case"] for result in data["cases"]] == list(CASES)
+    assert [result for result in data["cases"] if result["case"] not in CONTROLS and problem(result)] == []
+
+
+# Stand-ins
+
+
+def test_a_stand_in_without_an_answer_ends_the_process_and_names_itself():
+    library = stand_ins.folder_of_stand_ins(CACHE) / "cann" / "lib64" / "libascendcl.so"
+    call = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).aclrtMalloc()"
+    finished = subprocess.run([sys.executable, "-c", call, library], capture_output=True, text=True)
+    assert finished.returncode != 0
+    said = program.why_ended(finished.returncode, finished.stderr)
+    assert said == "the stand-ins need an update for this MindSpore: aclrtMalloc was called"
+    # One with an answer.
+    assert ctypes.CDLL(library).aclnnAddGetWorkspaceSize() == 0
+
+
+def test_what_is_missing_is_named_with_its_package(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert stand_ins.missing() == "there is no gcc: install the package gcc and libc6-dev"
+
+
+def test_stand_ins_are_made_once(tmp_path):
+    first = stand_ins.folder_of_stand_ins(tmp_path)
+    assert mindspore.__version__ in first.name
+    (first / "mark").touch()
+    assert (stand_ins.folder_of_stand_ins(tmp_path) / "mark").exists()
+    assert list(tmp_path.iterdir()) == [first]
+
+
+# The program
+
+
+def run(*arguments):
+    command = [sys.executable, ROOT / "scripts" / "compile_for_ascend.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_program_lists_cases_and_refuses_others():
+    assert run("--list").stdout.splitlines() == list(CASES)
+    refused = run("step/910C/*")
+    assert (refused.returncode, "no case is called step/910C/*" in refused.stderr) == (2, True)
+
+
+def test_a_process_that_ends_early_costs_one_case_only(monkeypatch):
+    monkeypatch.setattr(program, "SECONDS", 0.1)
+    cases = [CASES["control/Add"], CASES["cell/dynamic"]]
+    errors = {result["case"]: result["error"] for result in compile_cases(cases)}
+    assert errors == {case.name: "it took longer than 0.1 seconds a case" for case in cases}
+    assert problem({"case": "control/Add", "error": "", **NOTHING}) == "no kernel was selected"
+    assert kernels_of({"kernels": {HCCL: {"AllReduce": 1}, "acl_kernel": {"Assign": 2}}}) == 2
