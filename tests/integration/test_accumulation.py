@@ -4,12 +4,8 @@ import numpy as np
 import pytest
 from conftest import CONFIG
 from examples.tiny_llama import build_dataset, build_model
-<<<<<<< HEAD
-from mindformers import TrainingArguments
 from mindformers.tools.register import MindFormerConfig
 from mindformers.trainer.base_trainer import BaseTrainer
-=======
->>>>>>> sizes
 from mindspore import nn
 from training_runs import SMALL_MODEL, training_arguments
 

@@ -22,12 +22,8 @@ from mindformers_adaptive.checkpoint.reader import read_sidecar
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-<<<<<<< HEAD
-from mindformers_adaptive.monitor.record import FIELDS, RunRecord, read_record
-from mindformers_adaptive.monitor.step_reader import StepReader
-=======
 from mindformers_adaptive.monitor.record import FIELDS, read_record
->>>>>>> sizes
+from mindformers_adaptive.monitor.step_reader import StepReader
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
@@ -548,90 +544,6 @@ def test_a_collapse_raises_if_asked_to_with_any_cell_and_the_record_has_its_step
     assert [line["overflow"] for line in read_record(path)] == COLLAPSE[:6]
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("/dev/full", "Make room on the disk, or give another 'record_path'."),
-        ("file/record.jsonl", "Give another 'record_path'."),
-        ("folder", "Give another 'record_path'."),
-        # Which root may not write either.
-        ("/sys/record.jsonl", "Allow this user to write there, or give another 'record_path'."),
-    ],
-)
-def test_training_goes_on_without_a_record_that_cannot_be_written(tmp_path, messages, name, remedy):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder").mkdir()
-    losses = Losses()
-    train(build_again(), [LossScaleMonitor(tmp_path / name), losses], OVERFLOWS[:5])
-    assert len(losses.seen) == 5
-    [message] = [message for message in messages() if "cannot be written" in message]
-    assert f"The record {tmp_path / name} cannot be written: " in message
-    assert f" It ends at step 0. {remedy} Training goes on" in message
-
-
-@pytest.mark.parametrize("name", ["/dev/full", "file/record.jsonl"])
-def test_training_stops_for_a_record_that_cannot_be_written_if_asked_to(tmp_path, name):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=f"The record .*{name} cannot be written: .* 'on_write_error' is 'raise'"):
-        train(build_again(), [LossScaleMonitor(tmp_path / name, on_write_error="raise")], OVERFLOWS[:5])
-
-
-@pytest.fixture
-def limit_files():
-    """A function that limits the size of files, as a disk does that is full; at the end there is no limit."""
-
-    def limit(size=resource.RLIM_INFINITY):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-    yield limit
-    limit()
-
-
-def test_the_record_goes_on_when_the_disk_has_room_again(path, messages, limit_files):
-    class FillsTheDisk(Callback):
-        """Leaves no room for a line from step 3 to step 5."""
-
-        def on_train_step_begin(self, run_context):
-            step = run_context.original_args().cur_step_num
-            if step in (3, 6):
-                limit_files(path.stat().st_size + 5 if step == 3 else resource.RLIM_INFINITY)
-
-    train(build_again(), [FillsTheDisk(), LossScaleMonitor(path)], OVERFLOWS[:8])
-    expected = replay(OVERFLOWS[:8])
-    assert without_loss(read_record(path)) == [*expected[:2], missing(3, 5), *expected[5:]]
-    assert [message.partition(":")[0] for message in messages() if str(path) in message] == [
-        f"Loss scaling is recorded in {path} from step 1.",
-        f"The record {path} cannot be written",
-        f"The record {path} is written again, from step 6.",
-    ]
-
-
-def test_a_record_that_could_not_be_resumed_at_first_has_no_step_twice(path, limit_files):
-    network = build_again()
-    train(network, [LossScaleMonitor(path)], OVERFLOWS[:10])
-    record = RunRecord(path)
-    record.resume(10)
-    record.append([{"step": step, "overflow": True} for step in range(11, 15)])
-    record.close()
-
-    class MakesRoom(Callback):
-        """Leaves no room for the record until step 13."""
-
-        def on_train_begin(self, run_context):
-            limit_files(50)
-
-        def on_train_step_begin(self, run_context):
-            if run_context.original_args().cur_step_num == 3:
-                limit_files()
-
-    train(network, [MakesRoom(), LossScaleMonitor(path)], OVERFLOWS[10:20])
-    expected = replay(OVERFLOWS[:20])
-    assert without_loss(read_record(path)) == [*expected[:10], missing(11, 12), *expected[12:]]
-
-
-=======
->>>>>>> sizes
 @pytest.mark.parametrize(
     ("rank", "all_ranks", "files"),
     [("0", False, ["record.jsonl"]), ("1", False, []), ("1", True, ["record_rank_1.jsonl"])],

@@ -13,16 +13,25 @@ from mindformers_adaptive.monitor.record import RunRecord, read_record
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
 
-@pytest.mark.parametrize("name", ["/dev/full", "file/record.jsonl", "folder"])
-def test_training_goes_on_without_a_record_that_cannot_be_written(tmp_path, messages, name):
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("/dev/full", "Make room on the disk, or give another 'record_path'."),
+        ("file/record.jsonl", "Give another 'record_path'."),
+        ("folder", "Give another 'record_path'."),
+        # Which root may not write either.
+        ("/sys/record.jsonl", "Allow this user to write there, or give another 'record_path'."),
+    ],
+)
+def test_training_goes_on_without_a_record_that_cannot_be_written(tmp_path, messages, name, remedy):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     losses = Losses()
     train(build_again(), [LossScaleMonitor(tmp_path / name), losses], OVERFLOWS[:5])
     assert len(losses.seen) == 5
     [message] = [message for message in messages() if "cannot be written" in message]
-    assert str(tmp_path / name) in message
-    assert "Training goes on" in message
+    assert f"The record {tmp_path / name} cannot be written: " in message
+    assert f" It ends at step 0. {remedy} Training goes on" in message
 
 
 @pytest.mark.parametrize("name", ["/dev/full", "file/record.jsonl"])
