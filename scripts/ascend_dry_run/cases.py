@@ -52,19 +52,11 @@ class Case:
     is_large: bool = False
     needs_process: bool = False
 
-    @property
-    def setting(self):
-        return self.name.rpartition("/")[0]
 
-    @property
-    def way(self):
-        return self.name.rpartition("/")[2]
-
-
-# The ways of scaling: MindSpore's dynamic update cell in a train-step cell of MindSpore or MindFormers, and the cells
-# of this package.
 STOCK, ADAPTIVE, GUIDED, EACH = "stock", "adaptive", "guided", "guided_each"
-WAYS = (STOCK, ADAPTIVE, GUIDED, EACH)
+# The ways of scaling, and what a table calls them: MindSpore's dynamic update cell in a train-step cell of MindSpore or
+# MindFormers, and the cells of this package.
+WAYS = {STOCK: "stock", ADAPTIVE: "adaptive", GUIDED: "guided", EACH: "guided, `track_per_parameter`"}
 
 # What a dry run has to say of operators that are known not to be an Ascend's: part of the error, or the operator that
 # moves to the CPU.

@@ -99,7 +99,7 @@ def test_every_case_is_on_the_pages_and_has_no_problem():
 
 
 def test_a_stand_in_without_an_answer_ends_the_process_and_names_itself():
-    library = stand_ins.folder_of_stand_ins(CACHE) / "cann" / "lib64" / "libascendcl.so"
+    library = stand_ins.folder_of_stand_ins(CACHE) / "latest" / "lib64" / "libascendcl.so"
     call = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).aclrtMalloc()"
     finished = subprocess.run([sys.executable, "-c", call, library], capture_output=True, text=True)
     assert finished.returncode != 0
