@@ -4,8 +4,8 @@ import ast
 import re
 
 import pytest
-from conftest import ROOT
 from ascend_dry_run.program import problem
+from conftest import ROOT
 from pages import CHINESE, ENGLISH, figure, tables
 
 PAGES = [page for page in (*ENGLISH, *CHINESE) if page.name == "support.md"]
