@@ -60,6 +60,7 @@ FIGURES = {
     "step": Figure("python scripts/benchmark.py step --copies 2 --rounds 12 --pynative-rounds 3", "benchmark"),
     "detection": Figure("python scripts/benchmark.py detection", "benchmark"),
     "sweep": Figure("python scripts/benchmark.py sweep", "benchmark"),
+    "ascend_dry_run": Figure("python scripts/compile_for_ascend.py --all", "ascend_dry_run.program"),
     "versions": Figure("bash scripts/version_table.sh"),
     "lenet5": Figure("python scripts/examples/lenet5_managers.py", begins="LeNet5"),
     "demo": Figure("bash scripts/demo.sh", begins="Loss "),

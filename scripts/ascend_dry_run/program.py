@@ -148,7 +148,7 @@ def _compile_group(cases, stand_ins, logs, level):
 
 def environment(stand_ins, case, level):
     """Return the environment variables of a dry run."""
-    cann = stand_ins / "cann"
+    cann = stand_ins / "latest"
     modules = (cann / "python", ROOT, ROOT / "scripts", ROOT / "scripts" / "examples")
     return {
         **os.environ,
@@ -212,28 +212,18 @@ def row_of(result):
 def tables(data):
     """Return the tables of what ``--json`` wrote by their names, each a list of rows with the columns first."""
     results = {result["case"]: result for result in data["cases"]}
-    in_ways = [name.rpartition("/")[0] for name in results if CASES[name].way in WAYS and "cell/" not in name]
-    settings = {
-        setting: {way: results[f"{setting}/{way}"] for way in WAYS if f"{setting}/{way}" in results}
-        for setting in dict.fromkeys(in_ways)
-    }
-    models = {setting for setting in settings if any(is_of_a_model(result) for result in settings[setting].values())}
+    cells = {name: result for name, result in results.items() if name.startswith("cell/")}
+    steps, models = {}, {}
+    for name, result in results.items():
+        if name not in CONTROLS and name not in cells:
+            setting, _, way = name.rpartition("/")
+            (models if is_of_a_model(result) else steps).setdefault(setting, {})[way] = result
     return {
-        "controls": [
-            ["operator", "what became of it"],
-            *([f"`{n}`", verdict(results[f"control/{n}"])] for n in OPERATORS),
-        ],
-        "cells": [
-            ["case", "kernels"],
-            *([f"`{name}`", shown(result)] for name, result in results.items() if name.startswith("cell/")),
-        ],
-        "steps": [STEP_COLUMNS, *(row_of_ways(name, ways) for name, ways in settings.items() if name not in models)],
-        "models": [STEP_COLUMNS, *(row_of_ways(name, ways) for name, ways in settings.items() if name in models)],
+        "controls": [["case", "what became of it"], *([f"`{name}`", verdict(results[name])] for name in CONTROLS)],
+        "cells": [["case", "kernels"], *([f"`{name}`", shown(result)] for name, result in cells.items())],
+        "steps": rows_of_ways(steps),
+        "models": rows_of_ways(models),
     }
-
-
-OPERATORS = [name.partition("/")[2] for name in CONTROLS]
-STEP_COLUMNS = ["case", *WAYS, "collectives", "added to them"]
 
 
 def is_of_a_model(result):
@@ -251,12 +241,16 @@ def shown(result):
     return problem(result) or str(kernels_of(result))
 
 
-def row_of_ways(setting, ways):
-    """Return the kernels of a setting in each way, the collectives of the first, and what the others add to these."""
-    first, *others = (collections.Counter(result["collectives"]) for result in ways.values())
-    added = dict.fromkeys(text for other in others for text in described(other - first))
-    cells = [shown(ways[way]) if way in ways else "" for way in WAYS]
-    return [f"`{setting}`", *cells, str(first.total()), "; ".join(added)]
+def rows_of_ways(settings):
+    """Return a row for each setting: kernels by way, collectives of the first way, what the others add to these."""
+    ways = [way for way in WAYS if any(way in results for results in settings.values())]
+    rows = [["case", *(WAYS[way] for way in ways), "collectives", "added to them"]]
+    for setting, results in settings.items():
+        kernels = [shown(results[way]) if way in results else "" for way in ways]
+        first, *others = (collections.Counter(result["collectives"]) for result in results.values())
+        added = dict.fromkeys(text for other in others for text in described(other - first))
+        rows.append([f"`{setting}`", *kernels, str(first.total()), "; ".join(added)])
+    return rows
 
 
 def described(collectives):

@@ -29,6 +29,9 @@ PLUGIN = (
 # What else it opens by name: the library of CANN's kernels.
 KERNELS = "libopapi.so"
 
+# MindSpore 2.7 asks for the device's name and properties in a dry run too.
+OLDEST = (2, 9)
+
 # What a stand-in without an answer prints before its name.
 CALLED = "A stand-in for CANN was called: "
 
@@ -87,6 +90,9 @@ def missing():
     for program, package in (("gcc", "gcc and libc6-dev"), ("ldd", "libc-bin")):
         if shutil.which(program) is None:
             return f"there is no {program}: install the package {package}"
+    version = importlib.metadata.version("mindspore")
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        return f"MindSpore {version} asks CANN for more than the stand-ins have: install 2.9.0 or a later one"
     if not (_mindspore() / PLUGIN[0]).exists():
         return f"this MindSpore has no Ascend plugin ({PLUGIN[0]}): install the wheel from PyPI"
     return ""
@@ -99,7 +105,7 @@ def folder_of_stand_ins(cache):
         cache (Path): a folder for them. It may be removed at any time.
 
     Returns:
-        Path, with ``cann/lib64``, ``cann/python`` and ``chip.so``.
+        Path, with ``latest/lib64``, ``latest/python`` and ``chip.so``.
     """
     content = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     folder = Path(cache, f"mindspore-{importlib.metadata.version('mindspore')}-{content}").absolute()
@@ -120,7 +126,7 @@ def folder_of_stand_ins(cache):
 
 def _make(folder):
     # MindSpore looks for this folder's name in the paths of the libraries.
-    libraries = folder / "cann" / "lib64"
+    libraries = folder / "latest" / "lib64"
     libraries.mkdir(parents=True)
     absent, undefined = _wanted()
     names = undefined | _searched()
@@ -128,7 +134,7 @@ def _make(folder):
     for library in {*absent, KERNELS}:
         (libraries / library).symlink_to("libcann_stand_ins.so")
     # Several processes want this package of CANN, for its version.
-    package = folder / "cann" / "python" / "hccl"
+    package = folder / "latest" / "python" / "hccl"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "sys_version.py").write_text("__sys_version__ = '9.0'\n")

@@ -47,9 +47,9 @@ def test_an_operator_that_moves_to_the_cpu_is_seen(results):
 
 
 def test_a_level_that_selects_no_kernels_shows_nothing(results):
-    for name in ("control/Add", "control/FloatStatus"):
-        [result] = compile_cases([CASES[name]], level=0)
-        assert (result["error"], problem(result)) == ("", "no kernel was selected")
+    cases = [CASES["control/Add"], CASES["control/FloatStatus"]]
+    seen = [(result["error"], problem(result)) for result in compile_cases(cases, level=0)]
+    assert seen == [("", "no kernel was selected")] * 2
 
 
 # Cases
@@ -99,7 +99,7 @@ def test_every_case_is_on_the_pages_and_has_no_problem():
 
 
 def test_a_stand_in_without_an_answer_ends_the_process_and_names_itself():
-    library = stand_ins.folder_of_stand_ins(CACHE) / "cann" / "lib64" / "libascendcl.so"
+    library = stand_ins.folder_of_stand_ins(CACHE) / "latest" / "lib64" / "libascendcl.so"
     call = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).aclrtMalloc()"
     finished = subprocess.run([sys.executable, "-c", call, library], capture_output=True, text=True)
     assert finished.returncode != 0

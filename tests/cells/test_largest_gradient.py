@@ -3,6 +3,7 @@
 import collections
 import math
 
+import mindspore
 import numpy as np
 import pytest
 from dense_network import Dense
@@ -21,11 +22,11 @@ from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLos
 class Pass(nn.Cell):
     """The pass over two gradients."""
 
-    def __init__(self, update_cell):
+    def __init__(self, update_cell, is_divided=True):
         super().__init__(auto_prefix=False)
         self.update_cell = update_cell
         update_cell.declare_signal(["first", "second"])
-        self.measure = LargestGradient(update_cell, is_divided=True)
+        self.measure = LargestGradient(update_cell, is_divided=is_divided)
         if update_cell.each_largest is not None:
             # Only for the export, which takes no Parameter that belongs to no cell.
             self.insert_param_to_cell("each_largest", update_cell.each_largest)
@@ -43,6 +44,24 @@ def test_pass_over_the_gradients_is_one_for_ascend(graph_mode, keeps):
     # The gradient itself; it is cast first.
     assert forbidden_tensors(graph) == {("FLOAT16", "first")}
     assert undocumented_on_ascend(graph) == set()
+
+
+def test_with_pipeline_stages_each_gradient_comes_to_its_place(mode):
+    cell, plain = (GradientGuidedLossScaleUpdateCell(2**16, track_per_parameter=True) for _ in range(2))
+    mindspore.set_auto_parallel_context(pipeline_stages=2)
+    try:
+        step = Pass(cell, is_divided=False)
+    finally:
+        mindspore.reset_auto_parallel_context()
+    for gradients in (([3.0, -4.0], [2.0]), ([1.0, np.nan], [-5.0]), ([0.5], [np.inf, 1.0])):
+        gradients = [Tensor(gradient, mindspore.float32) for gradient in gradients]
+        overflows = [bool(one(*gradients)) for one in (step, Pass(plain, is_divided=False))]
+        assert overflows == [not np.isfinite(plain.each_largest.asnumpy()).all()] * 2
+        np.testing.assert_array_equal(cell.each_largest.asnumpy(), plain.each_largest.asnumpy())
+        assert (
+            cell.state()["largest_gradient"] == plain.state()["largest_gradient"] == plain.each_largest.asnumpy().max()
+        )
+    assert step.measure.in_stages
 
 
 @pytest.mark.parametrize("train_step_class", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])

@@ -1,0 +1,31 @@
+"""What users check on an Ascend, done on a CPU."""
+
+import re
+
+import check_on_ascend
+import pytest
+from conftest import ROOT
+
+SCRIPT = ROOT / "scripts" / "check_on_ascend.py"
+
+
+@pytest.mark.parametrize("check", ["steps", "resume"])
+def test_the_report_says_that_all_is_as_it_should_be(run_forked, check):
+    printed = run_forked(SCRIPT, check, "--device", "CPU").stdout
+    assert "device: CPU" in printed
+    assert all(f"| {name} | as it should be |" in printed for name in check_on_ascend.CELLS)
+
+
+def test_a_step_that_does_not_follow_the_rule_is_reported(graph_mode, monkeypatch):
+    monkeypatch.setattr(check_on_ascend, "OVERFLOWS_FROM", 2.0**100)
+    said = check_on_ascend.verdict(lambda: check_on_ascend.follow_the_rule("adaptive"))
+    assert re.match(r"AssertionError: step \d+: overflow True and loss scale .*, but the rule says False and ", said)
+
+
+def test_what_is_compiled_are_the_small_cases_that_one_process_can_compile(graph_mode):
+    checks = dict(check_on_ascend.compile_checks())
+    assert {"cell/adaptive", "step/910B/guided", "mf_step/guided_each", "scaler/guided"} <= set(checks)
+    assert not [
+        name for name in checks if "910A" in name or "stock" in name or name.startswith(("control", "pipeline"))
+    ]
+    assert check_on_ascend.verdict(checks["cell/adaptive"]) == "as it should be"
