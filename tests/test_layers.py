@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "checkpoint": {"text", "rules", "cells"},
     "gradients": {"text", "rules"},
     "monitor": {"text", "rules", "gradients"},
-    "lab.traces": {"rules"},
+    "lab.traces": {"text", "rules"},
     "lab.policies": {"rules"},
     "lab.logs": {"text", "lab.traces", "lab.policies"},
     "lab.replay": {"text", "rules", "lab.traces", "lab.policies"},

@@ -13,6 +13,7 @@ from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.base import STEP_FIELDS, Rule
 from mindformers_adaptive.text.table import align
+from mindformers_adaptive.text.untrusted import printable
 
 __all__ = ["build_report", "report_text", "why_no_state"]
 
@@ -58,8 +59,8 @@ def report_text(report: dict[str, Any]) -> str:
     lines = [["file", *names, "note"]]
     for checkpoint in checkpoints:
         lines.append([checkpoint["file"], *(_cell(checkpoint[name]) for name in names), "; ".join(checkpoint["notes"])])
-    lines = [[_printable(cell) for cell in line] for line in lines]
-    return "\n".join([align(lines, to_the_left=(0, len(names) + 1)), *map(_printable, report["notes"])])
+    lines = [[printable(cell) for cell in line] for line in lines]
+    return "\n".join([align(lines, to_the_left=(0, len(names) + 1)), *map(printable, report["notes"])])
 
 
 def why_no_state(report: dict[str, Any]) -> str:
@@ -71,7 +72,7 @@ def why_no_state(report: dict[str, Any]) -> str:
         reason = f"{len(report['checkpoints'])} checkpoints read, and they hold no state"
     else:
         reason = "; ".join(report["notes"]) or "no checkpoint there"
-    return _printable(f"No state of loss scaling in {report['path']}: {reason}.")
+    return printable(f"No state of loss scaling in {report['path']}: {reason}.")
 
 
 def _note_kinds(path: str | Path, checkpoints: list[reader.Checkpoint]) -> list[str]:
@@ -143,11 +144,6 @@ def _cell(value: float | list[float] | None) -> str:
         return f"{value:.9g}"
     # A power of two is easier to recognise without an exponent, as long as it is short.
     return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e16 else str(value)
-
-
-def _printable(text: str) -> str:
-    """Escape what would move the cursor, change colours, or is not Unicode, as the name of a file may."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _name_below(path: str | Path, checkpoint: reader.Checkpoint) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.output import print_result
+from mindformers_adaptive.cli.output import integer, print_result
 from mindformers_adaptive.cli.probe import add_sweep_arguments, sweep
 from mindformers_adaptive.gradients import recommendation
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_sweep_arguments(parser)
     text = "how many powers of two to stay below the largest scale that does not overflow"
-    parser.add_argument("--margin", type=int, default=recommendation.DEFAULT_MARGIN, help=text)
+    parser.add_argument("--margin", type=integer(0), default=recommendation.DEFAULT_MARGIN, help=text)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -28,7 +28,6 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         RuntimeError: if no loss scale can be recommended.
     """
-    recommendation.check_margin(options.margin)
     found = recommendation.recommend_loss_scale(sweep(options, recommendation.EVERY_POWER), options.margin)
     print_result(options, found.to_dict, found.__str__)
     if found.loss_scale_value is None:

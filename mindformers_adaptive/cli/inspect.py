@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 from mindformers_adaptive.checkpoint.report import build_report, report_text, why_no_state
-from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result
+from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result, wrong_usage
 from mindformers_adaptive.rules import find_rule
 
 __all__ = ["add_arguments", "run"]
@@ -41,10 +41,8 @@ def run(options: argparse.Namespace) -> None:
     """
     if not options.path:
         raise UsageError("argument PATH: must name a file or folder, but is empty")
-    try:
+    with wrong_usage("argument --policy: "):
         rules = [find_rule(name) for name in options.policy]
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
     report = build_report(options.path, rules)
     if options.json or report["checkpoints"]:
         print_result(options, lambda: report, lambda: report_text(report))

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.cli.output import UsageError, print_result, read_value
+from mindformers_adaptive.cli.output import UsageError, integer, print_result, print_text, read_value, wrong_usage
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import Policy, make_policy
-from mindformers_adaptive.lab.traces.gradients import from_gradient_ranges
+from mindformers_adaptive.lab.traces.gradients import MOST_STEPS, from_gradient_ranges
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
 from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
@@ -85,8 +85,9 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
         "default), interpolated between neighbouring skips (else the default), or the lowest or highest that the "
         "bounds allow",
     )
-    parser.add_argument("--steps", type=int, default=10_000, help="of a synthetic trace; default: 10000")
-    parser.add_argument("--seed", type=int, default=0, help="of a synthetic trace; default: 0")
+    steps = integer(1, MOST_STEPS)
+    parser.add_argument("--steps", type=steps, default=10_000, help="of a synthetic trace; default: 10000")
+    parser.add_argument("--seed", type=integer(0), default=0, help="of a synthetic trace; default: 0")
 
 
 def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[Source]:
@@ -113,7 +114,7 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
         rule = find_rule(name)
         for source in sources:
             if rule.signals and source.trace.largest_gradient is None:
-                print(
+                print_text(
                     f"{source.trace.name} has no largest gradients: there {name!r} sees overflows only. A record of "
                     f"{rule.cell} has them.",
                     file=sys.stderr,
@@ -147,12 +148,11 @@ def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:
         key, equals, value = pair.partition("=")
         if not equals:
             raise UsageError(f"A policy's parameter must have the form NAME=VALUE, but got {pair!r} in {text!r}.")
-        parameters[key.strip()] = read_value(value)
+        with wrong_usage(f"{pair!r}: "):
+            parameters[key.strip()] = read_value(value)
     make = partial(make_policy, name, **parameters)
-    try:
+    with wrong_usage(f"{text!r}: "):
         make()
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
     return text, make
 
 
@@ -182,7 +182,7 @@ def _read_folder(folder: Path, assume: str | None) -> list[Source]:
         try:
             sources.append(_read_file(path, assume))
         except ValueError as error:
-            print(f"{path} is left out: {error}", file=sys.stderr)
+            print_text(f"{path} is left out: {error}", file=sys.stderr)
     if not sources:
         raise ValueError(f"The folder {str(folder)!r} must hold at least one log, but no file in it is recognised.")
     return sources

@@ -14,7 +14,7 @@ import shlex
 
 import yaml
 
-from mindformers_adaptive.cli.output import UsageError
+from mindformers_adaptive.cli.output import UsageError, wrong_usage
 from mindformers_adaptive.rules.megatron import scale_sense_from_megatron
 
 __all__ = ["add_arguments", "run"]
@@ -28,11 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the section."""
-    words = [word for argument in options.others for word in shlex.split(argument)]
+    with wrong_usage("Megatron-LM's arguments cannot be split into words: "):
+        words = [word for argument in options.others for word in shlex.split(argument)]
     if not words:
         raise UsageError("Megatron-LM's arguments are required")
-    try:
+    with wrong_usage():
         section = scale_sense_from_megatron(words)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     print(yaml.safe_dump(section, sort_keys=False), end="")

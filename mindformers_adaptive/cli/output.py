@@ -1,4 +1,4 @@
-"""What subcommands share: values from the command line, usage errors, progress bars, JSON."""
+"""What subcommands share: values from the command line, usage errors, what is printed, progress bars."""
 
 from __future__ import annotations
 
@@ -6,36 +6,67 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
 import yaml
 
+from mindformers_adaptive.plots.canvas import require_picture
+from mindformers_adaptive.rules.checks import LARGEST_INT32, require_positive
 from mindformers_adaptive.text.files import json_text
+from mindformers_adaptive.text.untrusted import parse_yaml, printable
 
-__all__ = ["UsageError", "add_json_argument", "print_result", "progress_bar", "read_scale", "read_value"]
+__all__ = ["UsageError", "add_json_argument", "integer", "print_result", "print_text", "progress_bar"]
+__all__ += ["read_picture", "read_scale", "read_value", "wrong_usage"]
 
 
 class UsageError(argparse.ArgumentTypeError):
     """Invalid command line; the program exits with status 2."""
 
 
+@contextmanager
+def wrong_usage(where: str = "") -> Iterator[None]:
+    """Turn the refusal of a value in the block into a UsageError, with ``where`` before its message."""
+    try:
+        yield
+    except (UsageError, OSError, TypeError, ValueError) as error:
+        raise UsageError(f"{where}{error}") from error
+
+
 def read_value(text: str) -> Any:
     """Return a value as YAML reads it, with 1e-4 and 2^16 as numbers, or raise UsageError."""
     power = re.fullmatch(r"\s*2(?:\^|\*\*)(-?\d+)\s*", text)
-    if power:
-        return 2.0 ** int(power[1])
     try:
-        return yaml.load(text, Loader=_ValueLoader)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{text!r} is not a value in YAML; put brackets, braces and colons in quotes") from error
+        return 2.0 ** int(power[1]) if power else parse_yaml(text, _ValueLoader)
+    except OverflowError as error:
+        raise UsageError(f"{text!r} is too large: no number here is beyond 2^127, the largest float32") from error
+    except ValueError as error:
+        hint = "put brackets, braces and colons in quotes"
+        raise UsageError(f"{text!r} is not a value in YAML, {error}; {hint}") from error
 
 
 def read_scale(text: str) -> float:
     """Return a loss scale that was typed, or raise UsageError; a ``type`` for argparse, which adds the argument."""
-    value = read_value(text)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"a loss scale must be a number, as 512 or 2^9, but got {text!r}")
-    return float(value)
+    with wrong_usage():
+        return require_positive("SCALE", read_value(text))
+
+
+def integer(least: int, most: int = LARGEST_INT32) -> Callable[[str], int]:
+    """Return a ``type`` for argparse that takes integers within these bounds."""
+    return partial(_read_integer, least, most)
+
+
+def _read_integer(least: int, most: int, text: str) -> int:
+    value = int(text) if re.fullmatch(r"\s*[-+]?[0-9]{1,20}\s*", text) else None
+    if value is None or not least <= value <= most:
+        raise UsageError(f"must be an integer from {least} to {most}, but got {text!r}")
+    return value
+
+
+def read_picture(text: str) -> str:
+    """Return the name of a picture that can be written, or raise UsageError; a ``type`` for argparse."""
+    with wrong_usage():
+        return str(require_picture(text))
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +79,12 @@ def print_result(options: argparse.Namespace, content: Callable[[], Any], text: 
 
     A number that is not finite becomes the string "nan", "inf" or "-inf".
     """
-    print(json_text(content(), indent=2) if options.json else text())
+    print_text(json_text(content(), indent=2) if options.json else text())
+
+
+def print_text(text: str, file: IO[str] | None = None) -> None:
+    """Print a text, in which names of files and what stands in them may have any characters."""
+    print(printable(text, keep="\n"), file=file)
 
 
 @contextmanager

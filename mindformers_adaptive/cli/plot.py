@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindformers_adaptive.cli.output import UsageError, read_scale
+from mindformers_adaptive.cli.output import UsageError, print_text, read_picture, read_scale
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "'probe --output' wrote. Several runs are drawn side by side, with the gradients whose records are given in "
         f"the same order or lie beside the runs as {_GRADIENTS}",
     )
-    parser.add_argument("picture", metavar="PICTURE", help="the .png or .svg file to write")
+    parser.add_argument("picture", type=read_picture, metavar="PICTURE", help="the .png or .svg file to write")
     parser.add_argument(
         "--loss-scales",
         nargs="+",
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
         figure = draw_underflow(sweeps[0])
     else:
         figure = draw_histograms(sweeps[0], options.loss_scales)
-    print(f"written: {save(figure, options.picture)}")
+    print_text(f"written: {save(figure, options.picture)}")
 
 
 def _read(file: str) -> Any:

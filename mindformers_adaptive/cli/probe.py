@@ -12,7 +12,15 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result, progress_bar, read_scale
+from mindformers_adaptive.cli.output import (
+    UsageError,
+    add_json_argument,
+    integer,
+    print_result,
+    progress_bar,
+    read_picture,
+    read_scale,
+)
 from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
 from mindformers_adaptive.gradients.recommendation import judge, table_of_groups
 from mindformers_adaptive.plots.canvas import save
@@ -31,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parameters", type=read_scale, metavar="SCALE", help="show each Parameter at this loss scale")
     parser.add_argument("--output", metavar="FILE", help="write everything to this JSON file")
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw histograms at the lowest and the highest scale that fits; 'plot' has more"
+        "--plot",
+        type=read_picture,
+        metavar="FILE",
+        help="draw histograms at the lowest and the highest scale that fits; 'plot' has more",
     )
 
 
@@ -40,7 +51,9 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add_yaml_arguments(parser)
     parser.add_argument("--train-dataset-dir", help="the data, in place of that in the YAML file")
     parser.add_argument("--checkpoint", help="a .ckpt or .safetensors file, or a folder of them; default: new weights")
-    parser.add_argument("--batches", type=int, default=4, help="how many batches of the training data; default: 4")
+    parser.add_argument(
+        "--batches", type=integer(1), default=4, help="how many batches of the training data; default: 4"
+    )
     add_json_argument(parser)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from mindformers_adaptive.cli.output import UsageError
+from mindformers_adaptive.cli.output import UsageError, print_text
 from mindformers_adaptive.text.install_hint import install_hint
+from mindformers_adaptive.text.untrusted import printable
 
 __all__ = ["COMMANDS", "main"]
 
@@ -73,10 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message, keep="\n"))
+
+
 def _parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
     epilog = f"{examples}\n{_EXIT_CODES}"
     layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(program, description=description, epilog=epilog, formatter_class=layout)
+    return _Parser(program, description=description, epilog=epilog, formatter_class=layout)
 
 
 def _run(command: Any, words: list[str]) -> int:
@@ -88,7 +95,7 @@ def _run(command: Any, words: list[str]) -> int:
     if "others" in options:
         options.others = others
     elif others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        parser.error(f"unrecognized arguments: {' '.join(others)}{_nearest(others, parser, options)}")
     try:
         with install_hint(f"'{words[0]}'"):
             command.run(options)
@@ -98,12 +105,30 @@ def _run(command: Any, words: list[str]) -> int:
     except BrokenPipeError:
         # The reader, such as `head`, has stopped. What is left to be flushed at exit has to go somewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         if options.traceback:
             raise
-        print(f"adaptive-loss-scale {words[0]}: error: {error}", file=sys.stderr)
+        print_text(f"adaptive-loss-scale {words[0]}: error: {_message(error)}", sys.stderr)
         return 1
     return 0
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ImportError | OSError | RuntimeError | TypeError | ValueError) and str(error):
+        return str(error)
+    # These do not say by themselves what is wrong.
+    return f"{type(error).__name__}: {error}. With --traceback the program shows where it comes from."
+
+
+def _nearest(words: Sequence[str], parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    """Name the options that look like the first unknown one."""
+    option = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
+    others: dict[str, str] = getattr(options, "similar", {})
+    known = {name: name for action in parser._actions for name in action.option_strings} | others
+    if "." in option:
+        return f". A key of the YAML file is set by --options {option.lstrip('-')}=VALUE"
+    nearest = [known[name] for name in difflib.get_close_matches(option, known, n=2)]
+    return f". Did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
 def _with_hyphens(word: str) -> str:

@@ -13,10 +13,12 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.cli.output import UsageError, read_value
+from mindformers_adaptive.cli.output import UsageError, integer, read_value, wrong_usage
 from mindformers_adaptive.integration import launcher
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 __all__ = ["OPTION_KEYS", "add_arguments", "add_yaml_arguments", "read_options", "read_overrides", "run"]
 
@@ -27,15 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, key, kind, text in _OPTIONS:
         metavar = "BOOL" if kind is _true_or_false else option.upper().replace("-", "_")
         parser.add_argument(f"--{option}", dest=key, type=kind, metavar=metavar, help=f"{text} (sets {key})")
-    parser.add_argument("--register-path", metavar="FOLDER", help="folder of further classes for auto_register")
+    parser.add_argument(
+        "--register-path", type=_folder, metavar="FOLDER", help="folder of further classes for auto_register"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the task; an error that stops it is printed with its traceback."""
+    """Run the task; an error that stops a training is printed with its traceback."""
     config = launcher.load_config(options.config, read_overrides(options), options.register_path, may_add=OPTION_KEYS)
     try:
         launcher.launch(config)
-    except Exception:
+    except Exception as error:
+        if not launcher.had_begun(error):
+            raise
         # Nobody wants to repeat a long training to learn where it failed.
         traceback.print_exc()
         sys.exit(1)
@@ -60,6 +66,8 @@ def add_yaml_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY.SUB=VALUE",
         help="set any key of the YAML file, after all other arguments",
     )
+    keys = {name: f"runner_wrapper.scale_sense.{name}" for name in AdaptiveRule.all_arguments()}
+    parser.set_defaults(similar={f"--{name.replace('_', '-')}": f"--options {key}=" for name, key in keys.items()})
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
@@ -77,18 +85,20 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
         key, equals, value = pair.partition("=")
         if not equals or not all(key.split(".")):
             raise UsageError(f"argument --options: {pair!r} must have the form key.sub=value, as in optimizer.eps=1e-8")
-        try:
+        with wrong_usage(f"argument --options: {pair!r}: "):
             overrides[key] = read_value(value)
-        except UsageError as error:
-            raise UsageError(f"argument --options: {pair!r}: {error}") from error
     return overrides
 
 
 def _yaml_file(text: str) -> str:
-    try:
+    with wrong_usage():
         return launcher.require_yaml_file(text)
-    except (OSError, ValueError) as error:
-        raise UsageError(str(error)) from error
+
+
+def _folder(text: str) -> str:
+    if not Path(text).is_dir():
+        raise UsageError(f"there is no folder {text!r}, seen from {Path.cwd()}")
+    return text
 
 
 def _true_or_false(text: str) -> bool:
@@ -105,24 +115,29 @@ def _true_or_false_or_name(text: str) -> bool | str:
 # Name on the command line, key in the YAML file, type, help.
 _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("run-mode", "run_mode", str, "what to do: train, finetune, eval or predict"),
-    ("mode", "context.mode", int, "0 compiles the train step as a graph, 1 runs it op by op (PyNative)"),
+    ("mode", "context.mode", integer(0, 1), "0 compiles the train step as a graph, 1 runs it op by op (PyNative)"),
     ("device-target", "context.device_target", str, "Ascend, GPU or CPU"),
-    ("device-id", "context.device_id", int, "which device of this machine"),
+    ("device-id", "context.device_id", integer(0), "which device of this machine"),
     ("use-parallel", "use_parallel", _true_or_false, "run as one of several processes that train together"),
-    ("seed", "seed", int, "seed of all random numbers"),
+    ("seed", "seed", integer(0, 2**32 - 1), "seed of all random numbers"),
     ("output-dir", "output_dir", str, "folder for logs, checkpoints and strategies"),
-    ("epochs", "runner_config.epochs", int, "how often to go through the data"),
-    ("batch-size", "runner_config.batch_size", int, "samples a step"),
+    ("epochs", "runner_config.epochs", integer(1), "how often to go through the data"),
+    ("batch-size", "runner_config.batch_size", integer(1), "samples a step"),
     ("sink-mode", "runner_config.sink_mode", _true_or_false, "feed the data on the device, several steps a call"),
-    ("gradient-accumulation-steps", "runner_config.gradient_accumulation_steps", int, "batches added up to one step"),
+    (
+        "gradient-accumulation-steps",
+        "runner_config.gradient_accumulation_steps",
+        integer(1),
+        "batches added up to one step",
+    ),
     ("train-dataset-dir", "train_dataset.data_loader.dataset_dir", str, "file or folder of the training data"),
     ("eval-dataset-dir", "eval_dataset.data_loader.dataset_dir", str, "file or folder of the evaluation data"),
-    ("num-samples", launcher.NUM_SAMPLES, int, "use only so many samples of the training and evaluation data"),
+    ("num-samples", launcher.NUM_SAMPLES, integer(0), "use only so many samples of the training and evaluation data"),
     ("do-eval", "do_eval", _true_or_false, "evaluate while training"),
     ("load-checkpoint", "load_checkpoint", str, "checkpoint to load, a file or a folder"),
     ("resume-training", "resume_training", _true_or_false_or_name, "resume: true, or the name of the checkpoint file"),
     ("auto-trans-ckpt", "auto_trans_ckpt", _true_or_false, "rearrange the checkpoint for this parallel setting"),
-    ("transform-process-num", "transform_process_num", int, "processes that rearrange the checkpoint"),
+    ("transform-process-num", "transform_process_num", integer(1), "processes that rearrange the checkpoint"),
     ("src-strategy-path-or-dir", "src_strategy_path_or_dir", str, "strategy that the checkpoint was written under"),
     ("strategy-load-checkpoint", "parallel.strategy_ckpt_load_file", str, "parallel strategy file to load"),
     ("only-save-strategy", "only_save_strategy", _true_or_false, "write the strategy files and stop"),
@@ -131,6 +146,6 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("do-sample", "model.model_config.do_sample", _true_or_false, "sample when predicting"),
     ("trust-remote-code", "trust_remote_code", _true_or_false, "let a tokenizer run code of its own"),
     ("predict-data", "input_data", str, "text, or file of text, to predict from"),
-    ("predict-batch-size", "predict_batch_size", int, "samples a prediction"),
+    ("predict-batch-size", "predict_batch_size", integer(1), "samples a prediction"),
 )
 OPTION_KEYS = [key for _, key, _, _ in _OPTIONS]

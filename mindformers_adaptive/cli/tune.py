@@ -11,7 +11,14 @@ from __future__ import annotations
 import argparse
 
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, print_sources, read_sources
-from mindformers_adaptive.cli.output import UsageError, add_json_argument, progress_bar, read_value
+from mindformers_adaptive.cli.output import (
+    UsageError,
+    add_json_argument,
+    integer,
+    progress_bar,
+    read_value,
+    wrong_usage,
+)
 from mindformers_adaptive.lab.replay.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE
 from mindformers_adaptive.lab.replay.tune import tune
@@ -45,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ARGUMENT=VALUE,VALUE",
         help="values of an argument of the cell to try, in place of the default ones; may be given several times",
     )
-    parser.add_argument("--rows", type=int, default=10, help="how many configurations to show; default: 10")
+    parser.add_argument("--rows", type=integer(1), default=10, help="how many configurations to show; default: 10")
     add_json_argument(parser)
 
 
@@ -75,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list[Configuration]:
     """All combinations of each policy; an argument that only one of them has is tried with that one."""
-    try:
+    with wrong_usage():
         known = {name: find_rule(name).all_arguments() for name in policies}
         # An argument that none of them has goes to all, whose grids refuse it.
         common = tried.keys() - {key for arguments in known.values() for key in arguments}
@@ -83,8 +90,6 @@ def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list
         for name, arguments in known.items():
             own = {key: values for key, values in tried.items() if key in arguments or key in common}
             configurations += grid(name, **{**default_grid(name), **own})
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
     return configurations
 
 
@@ -92,4 +97,5 @@ def _read_tried(text: str) -> tuple[str, list[object]]:
     name, equals, listed = text.partition("=")
     if not equals or not listed:
         raise UsageError(f"'--grid' must have the form ARGUMENT=VALUE,VALUE, but got {text!r}.")
-    return name.strip(), [read_value(value) for value in listed.split(",")]
+    with wrong_usage(f"argument --grid: {name!r}: "):
+        return name.strip(), [read_value(value) for value in listed.split(",")]

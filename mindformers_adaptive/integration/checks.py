@@ -11,9 +11,9 @@ from typing import Any
 
 from mindformers_adaptive.rules import RULES, find_rule, rule_of_cell
 from mindformers_adaptive.rules.base import Rule
-from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
+from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number, require_positive
 
-__all__ = ["check_config", "check_cpu", "given_to_train_step", "value_at"]
+__all__ = ["check_config", "check_cpu", "check_sections", "given_to_train_step", "value_at"]
 
 _SKIP = "use_skip_data_by_global_norm"
 _PER_TOKEN = "calculate_per_token_loss"
@@ -30,8 +30,24 @@ _FLAGS = (
     "runner_wrapper.use_clip_grad",
     "runner_wrapper.local_norm",
 )
+# What MindFormers reads as a section of keys, and as a list of such sections.
+_SECTIONS = (
+    *("context", "eval_dataset", "eval_dataset_task", "lr_schedule", "metric", "model", "moe_config", "monitor_config"),
+    *("optimizer", "parallel", "parallel_config", "processor", "recompute_config", "runner_config", _TRAIN_STEP),
+    *("swap_config", "train_dataset", "train_dataset_task", "trainer", "model.model_config", "model.arch"),
+)
+_LISTS = ("callbacks", "eval_callbacks")
 # Both stop on a norm that is too large, where use_skip_data_by_global_norm goes on.
 _STOP_BY_NORM = ("check_for_global_norm", "health_checkpoint.global_norm_spike_threshold")
+
+# Arguments of MindSpore's own update cells, which do not check them.
+_STOCK_ARGUMENTS: dict[str, Callable[[str, Any], object]] = {
+    "loss_scale_value": require_positive,
+    "scale_factor": lambda name, value: require_number(
+        name, value, "a finite number above 1", lambda number: number > 1, "The usual value is 2."
+    ),
+    "scale_window": lambda name, value: require_integer(name, value, 1, "The usual value is 1000."),
+}
 
 # Keys of the section of a class that are not arguments of the class. The last two MindFormers sets itself.
 _NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
@@ -43,7 +59,7 @@ _OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell, *(rule.cell for rule in RULES.values()))
 # From 2^32, the usual start, a training of mean losses loses about 16 steps. A start above that is worth a word.
 _USUAL_START = 2.0**32
-_BFLOAT16 = ("bfloat16", "bf16")
+_BFLOAT16, _FLOAT16 = ("bfloat16", "bf16"), ("float16", "fp16")
 
 # Of the configuration of a model: what a CPU needs, and why.
 _CPU_MODEL: dict[str, tuple[bool, str]] = {
@@ -69,11 +85,26 @@ def given_to_train_step(config: Any, name: str) -> Any:
     return value_at(config, name) if own is None else own
 
 
+def check_sections(config: Mapping[str, Any]) -> None:
+    """Raise TypeError where a configuration, or a YAML file, has something else for a section of MindFormers."""
+    for key in _SECTIONS:
+        if not isinstance(value := value_at(config, key), dict | None):
+            raise TypeError(f"'{key}' must be a section of keys, but got {value!r}. Write its keys below it, indented.")
+    for key in _LISTS:
+        callbacks = config.get(key)
+        if not isinstance(callbacks, list | None) or not all(isinstance(one, dict) for one in callbacks or []):
+            raise TypeError(
+                f"'{key}' must be a list of sections, but got {callbacks!r}. Write '- type: LossScaleMonitor', its "
+                "arguments below that."
+            )
+
+
 def check_config(config: Any) -> None:
     """Check what a configuration says about the training loop, the train step, loss scaling and its callbacks.
 
     Keys are compared with the arguments of the class that ``type`` names. A class that ``auto_register`` is still to
-    load is not checked, and for a user's class with ``**kwargs`` a doubtful key is only warned of.
+    load is not checked, and for a user's class with ``**kwargs`` a doubtful key is only warned of. Values are those
+    that the update cells and the callbacks of this package take.
 
     Args:
         config (MindFormerConfig): a loaded configuration, with this package registered. That of an evaluation or a
@@ -85,8 +116,8 @@ def check_config(config: Any) -> None:
             by a norm that is not calculated, or that two features react to.
 
     Warns:
-        UserWarning: if a loss per token starts from a scale that costs a dozen steps more than the usual start, or if
-            the loss scale of a bfloat16 model moves.
+        UserWarning: if a loss per token starts from a scale that costs a dozen steps more than the usual start, if
+            the loss scale of a bfloat16 model moves, or if a float16 model has none.
     """
     if config.run_mode in ("eval", "predict"):
         return
@@ -97,11 +128,13 @@ def check_config(config: Any) -> None:
     if isinstance(train_step, dict) and train_step:
         _check_section(train_step, _TRAIN_STEP)
         _check_scale_sense(train_step.get("scale_sense"))
-        _warn_of_needless_scaling(config)
+        _warn_of_format(config)
         _warn_of_high_start(config)
     for place, callback in enumerate(config.callbacks or []):
-        if isinstance(callback, dict) and callback.get("type") in _OWN_CALLBACKS:
-            _check_section(callback, f"callbacks.{place}", "callback")
+        if isinstance(callback, dict):
+            _find_class(callback, f"callbacks.{place}", "callback")
+            if callback["type"] in _OWN_CALLBACKS:
+                _check_section(callback, f"callbacks.{place}", "callback")
 
 
 def _check_values(config: Any) -> None:
@@ -109,15 +142,20 @@ def _check_values(config: Any) -> None:
         if (value := value_at(config, key)) is not None:
             require_flag(key, value)
     resume = config.resume_training
-    if isinstance(resume, str) and resume.lower() in ("true", "false"):
+    if not isinstance(resume, bool | str | None) or repr(resume).lower() in ("'true'", "'false'"):
+        kind = "the text " if isinstance(resume, str) else ""
         raise TypeError(
-            f"'resume_training' must be True, False or the name of a checkpoint file, but got the text {resume!r}. "
-            "Write it without quotation marks."
+            f"'resume_training' must be True, False or the name of a checkpoint file, but got {kind}{resume!r}. Write "
+            "it without quotation marks."
         )
     if (epochs := value_at(config, "runner_config.epochs")) is not None:
         # The default of TrainingArguments is 3.0.
         epochs = int(epochs) if isinstance(epochs, float) and epochs.is_integer() else epochs
         require_integer("runner_config.epochs", epochs, 1, "Give how often to go through the data.")
+    if (size := value_at(config, "runner_config.batch_size")) is not None:
+        require_integer("runner_config.batch_size", size, 1, "Give the samples of a step.")
+    if (seed := config.seed) is not None:
+        require_integer("seed", seed, 0, "The usual value is 0.", most=2**32 - 1)
     if (steps := value_at(config, _ACCUMULATION)) is not None:
         require_integer(_ACCUMULATION, steps, 1, "Give 1 for no accumulation.", unit="number of batches")
     if (norm := value_at(config, "runner_wrapper.max_grad_norm")) is not None:
@@ -146,11 +184,14 @@ def _check_dropping(config: Any) -> None:
 
 
 def _check_scale_sense(scale_sense: Any) -> None:
-    if isinstance(scale_sense, str):
+    if isinstance(scale_sense, str | list | bool):
+        kind = "the text " if isinstance(scale_sense, str) else ""
         raise TypeError(
-            f"'{_SCALE_SENSE}' must be a section or a number, but got the text {scale_sense!r}. Write the name of the "
+            f"'{_SCALE_SENSE}' must be a section or a number, but got {kind}{scale_sense!r}. Write the name of the "
             "class as its 'type', with 'loss_scale_value' and the other arguments beside it."
         )
+    if isinstance(scale_sense, int | float):
+        require_positive(_SCALE_SENSE, scale_sense)
     if not isinstance(scale_sense, dict):
         return
     if not scale_sense.get("type"):
@@ -159,6 +200,23 @@ def _check_scale_sense(scale_sense: Any) -> None:
             "'type: AdaptiveLossScaleUpdateCell'."
         )
     _check_section(scale_sense, _SCALE_SENSE)
+
+
+def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str) -> None:
+    """Check the values that a section has for a class, if it is one of this package or a stock update cell."""
+    origin = cls.__module__.partition(".")[0]
+    given = {name: value for name, value in section.items() if name not in _NOT_ARGUMENTS}
+    try:
+        if origin == "mindformers_adaptive":
+            with warnings.catch_warnings():
+                # It warns again when it is made to be used.
+                warnings.simplefilter("ignore")
+                cls(**given)
+        elif origin in ("mindspore", "mindformers"):
+            for name in _STOCK_ARGUMENTS.keys() & given:
+                _STOCK_ARGUMENTS[name](name, given[name])
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"'{path}': {error}") from error
 
 
 def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") -> None:
@@ -191,17 +249,21 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
             f"'{path}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
             f"{', '.join(missing)}. Add {'it' if len(missing) == 1 else 'them'}."
         )
+    if path != _TRAIN_STEP:
+        _check_arguments(cls, section, path)
 
 
 def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Callable[..., Any] | None:
     """Return the class that a section names; None if ``auto_register`` is still to load it."""
     from mindformers.tools.register import MindFormerRegister
 
-    name, auto_register = section["type"], section.get("auto_register")
+    name, auto_register = section.get("type"), section.get("auto_register")
     if auto_register and not str(auto_register).startswith(_OWN_AUTO_REGISTER):
         return None
+    if callable(name):
+        return name  # type: ignore[no-any-return]
     if not isinstance(name, str):
-        return name if callable(name) else None
+        raise TypeError(f"'{path}.type' must be the name of a class, but got {name!r}. Add 'type: ...' to the section.")
     if MindFormerRegister.is_exist(kind, name):
         return MindFormerRegister.get_cls(kind, name)  # type: ignore[no-any-return]
     nearest = _nearest(name, sorted(MindFormerRegister.registry[kind]))
@@ -233,9 +295,16 @@ def _nearest(word: str, known: Collection[str]) -> str:
     return f"Did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""
 
 
-def _warn_of_needless_scaling(config: Any) -> None:
+def _warn_of_format(config: Any) -> None:
     # bfloat16 has the range of float32: nothing underflows or overflows that would not in float32.
-    cell, dtype = value_at(config, f"{_SCALE_SENSE}.type"), value_at(config, _COMPUTE_DTYPE)
+    cell, dtype = value_at(config, f"{_SCALE_SENSE}.type"), _model_values(config).get("compute_dtype")
+    if str(dtype).lower().rpartition(".")[2] in _FLOAT16 and value_at(config, _SCALE_SENSE) is None:
+        warnings.warn(
+            f"'{_COMPUTE_DTYPE}' is {dtype}, in which small gradients become 0, but there is no '{_SCALE_SENSE}', so "
+            "the loss is not scaled. Add a section of type AdaptiveLossScaleUpdateCell, or 'scale_sense: 1.0' if that "
+            "is what you mean.",
+            stacklevel=4,
+        )
     if cell in _MOVING and str(dtype).lower() in _BFLOAT16:
         warnings.warn(
             f"'{_COMPUTE_DTYPE}' is {dtype}, which has the range of float32 and needs no loss scaling, but "

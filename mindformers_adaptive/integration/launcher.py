@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "launch", "load_config", "require_yaml_file", "set_key"]
+from mindformers_adaptive.integration.checks import check_sections
+from mindformers_adaptive.text.untrusted import parse_yaml
+
+__all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "had_begun", "launch", "load_config", "require_yaml_file", "set_key"]
 
 NUM_SAMPLES = "train_dataset.data_loader.num_samples"
 EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"
 
 _RUN_MODES = ("train", "finetune", "eval", "predict")
+
+# More files than this only come from one that names itself, directly or through others.
+_MOST_FILES = 30
+
+# Where the steps of a training, an evaluation or a prediction are taken.
+_AT_WORK = ("mindspore.train.model", "mindformers.generation.text_generator")
 
 
 def load_config(
@@ -38,12 +48,14 @@ def load_config(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        TypeError: if :func:`mindformers_adaptive.integration.checks.check_config` raises it.
+        TypeError: if the file, or one that its ``base_config`` leads to, does not hold keys, or
+            :func:`mindformers_adaptive.integration.checks.check_config` raises it.
         ValueError: likewise, and by :func:`mindformers_adaptive.integration.checks.check_cpu`; and if the file's
-            name does not end in .yaml or .yml, ``run_mode`` is not one of train, finetune, eval and predict, or a key
-            is unknown or cannot be set.
+            name does not end in .yaml or .yml, it is not YAML, its ``base_config`` leads back to it, ``run_mode`` is
+            not one of train, finetune, eval and predict, or a key is unknown or cannot be set.
     """
     path = require_yaml_file(path)
+    _check_files(path)
     from mindformers.tools.register import MindFormerConfig
 
     from mindformers_adaptive.integration.checks import check_config, check_cpu
@@ -67,6 +79,7 @@ def load_config(
             continue
         if not set_key(config, key, value) and key not in (*may_add, EVAL_NUM_SAMPLES):
             warnings.warn(f"'{key}' was not in {path}; it is added, as {value!r}.", stacklevel=2)
+    check_sections(config)
     if config.run_mode not in _RUN_MODES:
         raise ValueError(
             f"'run_mode' must be one of {', '.join(_RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
@@ -86,6 +99,36 @@ def require_yaml_file(path: str | Path) -> str:
         # MindFormers would ignore the file.
         raise ValueError(f"the name of a YAML file must end in .yaml or .yml, but got {str(path)!r}")
     return str(path)
+
+
+def _check_files(path: str) -> None:
+    """Check what a YAML file and those that ``base_config`` leads to look like, before MindFormers reads them."""
+    waiting, read = [path], 0
+    while waiting:
+        file = waiting.pop()
+        if (read := read + 1) > _MOST_FILES:
+            raise ValueError(
+                f"'base_config' must lead to at most {_MOST_FILES} files, but from {path} it leads to more, such as "
+                f"{file}. See whether one of them names itself."
+            )
+        try:
+            content = parse_yaml(Path(file).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} must be a file in YAML and UTF-8, but: {error}.") from error
+        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+            raise TypeError(
+                f"{file} must hold keys of MindFormers, but holds {str(content)[:80]!r}. Write lines such as 'seed: 0' "
+                "and 'runner_config:'."
+            )
+        try:
+            check_sections(content)
+        except TypeError as error:
+            raise TypeError(f"{file}: {error}") from error
+        bases = content.get("base_config", [])
+        for base in bases if isinstance(bases, list) else [bases]:
+            if not isinstance(base, str):
+                raise TypeError(f"{file}: 'base_config' must name a YAML file, but got {base!r}. Take it out.")
+            waiting.append(require_yaml_file(os.path.join(os.path.dirname(file), base)))
 
 
 def set_key(config: Any, key: str, value: Any) -> bool:
@@ -114,6 +157,12 @@ def set_key(config: Any, key: str, value: Any) -> bool:
     # MindFormers reads the keys of a section as attributes, which a plain dict does not have.
     node[place] = type(config)(**value) if isinstance(value, dict) else value
     return was_there
+
+
+def had_begun(error: BaseException) -> bool:
+    """Return whether an error came out of the steps of a training, an evaluation or a prediction."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") in _AT_WORK for frame, _ in frames)
 
 
 def launch(config: Any) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.text.files import atomic_write
+from mindformers_adaptive.text.untrusted import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,8 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "Floats"]
 __all__ += ["as_text", "count", "draw_ceiling", "draw_steps", "gather", "headline", "legend_above", "legend_below"]
-__all__ += ["listed", "mark_above", "new_figure", "one_per_column", "percent", "point_marker", "power_of_two", "save"]
-__all__ += ["say_instead", "style_axes", "use_percent_axis", "use_power_of_two_axis", "use_step_axis"]
+__all__ += ["listed", "mark_above", "new_figure", "one_per_column", "percent", "point_marker", "power_of_two"]
+__all__ += [
+    "require_picture",
+    "save",
+    "say_instead",
+    "style_axes",
+    "use_percent_axis",
+    "use_power_of_two_axis",
+    "use_step_axis",
+]
 
 Floats = NDArray[np.float64]
 
@@ -97,12 +106,8 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """
     from matplotlib import rc_context
 
-    target = Path(path)
+    target = require_picture(path)
     ending = target.suffix.lower()
-    if ending not in (".png", ".svg"):
-        raise ValueError(
-            f"'path' must name a picture that ends in .png or .svg, but got {str(path)!r}. Change the ending."
-        )
     target.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if ending == ".svg" else None
     # Without dates and random names an SVG changes only where the picture does.
@@ -112,6 +117,15 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     ):
         figure.savefig(picture, format=ending[1:], dpi=_DOTS_PER_INCH, metadata=metadata)
     return target
+
+
+def require_picture(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a picture, or raise ValueError if its name has another ending than .png and .svg."""
+    if Path(path).suffix.lower() not in (".png", ".svg"):
+        raise ValueError(
+            f"'path' must name a picture that ends in .png or .svg, but got {str(path)!r}. Change the ending."
+        )
+    return Path(path)
 
 
 def headline(figure: Figure, finding: str) -> None:
@@ -305,13 +319,13 @@ def count(number: int, noun: str) -> str:
 
 
 def as_text(name: str) -> str:
-    """Return a name with its dollar signs escaped, which mark formulas in matplotlib.
+    """Return a name with control characters escaped, and dollar signs, which mark formulas in matplotlib.
 
     Examples:
         >>> print(as_text("run $1"))
         run \\$1
     """
-    return name.replace("$", r"\$")
+    return printable(name).replace("$", r"\$")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -82,10 +82,11 @@ def _import(name: str) -> Any:
     sys.path.append(here)
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    # Whatever the module raises, SystemExit too.
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"'rule' must be {', '.join(map(repr, RULES))}, or 'module.Class' of a rule of your own in the current "
-            f"folder or on the path of Python, but {name!r} cannot be imported: {error}."
+            f"folder or on the path of Python, but {name!r} cannot be imported: {error!r}."
         ) from error
     finally:
         sys.path.remove(here)

@@ -224,7 +224,7 @@ class AdaptiveRule(Rule):
         """Return whether the largest window is not below the smallest, and the first one is on their ladder."""
         given = {**cls.all_arguments(), **arguments}
         first, largest, smallest = given["scale_window"], given["max_scale_window"], given["min_scale_window"]
-        return bool(largest >= smallest and (first is None or first in window_ladder(largest, smallest)))
+        return bool(largest >= smallest and (not isinstance(first, int) or first in window_ladder(largest, smallest)))
 
     def short_label(self, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
         """Return the rule and its windows, as :meth:`Rule.short_label` does; a single window is dynamic scaling."""

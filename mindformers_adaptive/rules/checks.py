@@ -6,9 +6,11 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import SupportsFloat
 
-__all__ = ["LARGEST_FLOAT32", "SMALLEST_FLOAT32", "require_flag", "require_integer"]
+__all__ = ["LARGEST_FLOAT32", "LARGEST_INT32", "SMALLEST_FLOAT32", "require_flag", "require_integer"]
 __all__ += ["require_number", "require_positive", "to_float32"]
 
+# Counters are int32 on a device.
+LARGEST_INT32 = 2**31 - 1
 # The normal numbers.
 SMALLEST_FLOAT32 = 2.0**-126
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
@@ -23,7 +25,9 @@ def to_float32(value: SupportsFloat) -> float:
         return math.inf
 
 
-def require_integer(name: str, value: object, least: int | None, remedy: str, *, unit: str = "") -> int:
+def require_integer(
+    name: str, value: object, least: int | None, remedy: str, *, most: int = LARGEST_INT32, unit: str = ""
+) -> int:
     """Return an argument as an int, or raise.
 
     Args:
@@ -31,17 +35,22 @@ def require_integer(name: str, value: object, least: int | None, remedy: str, *,
         value (object): its value. bool is rejected.
         least (int, optional): the smallest value that it may have; None for no bound.
         remedy (str): a sentence on what to give.
+        most (int): the largest value that it may have. Default: the largest int32.
         unit (str): what it counts, such as "number of steps". Default: "".
 
     Raises:
         TypeError: if it is not an integer.
-        ValueError: if it is below ``least``.
+        ValueError: if it is below ``least`` or above ``most``.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         wanted = f"an integer {unit}".rstrip()
         raise TypeError(f"'{name}' must be {wanted}, but got {_with_type(value)}. {remedy}")
     if least is not None and value < least:
         raise ValueError(f"'{name}' must be at least {least}, but got {value}. {remedy}")
+    if int(value) > most:
+        bits = int(value).bit_length()
+        got = value if bits <= 64 else f"one of {bits} bits"
+        raise ValueError(f"'{name}' must be at most {most}, but got {got}. {remedy}")
     return int(value)
 
 

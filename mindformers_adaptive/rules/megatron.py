@@ -1,13 +1,18 @@
 """Megatron-LM's arguments as a ``scale_sense`` section."""
 
 import argparse
+import difflib
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from mindformers_adaptive.rules.checks import require_positive
+from mindformers_adaptive.rules.checks import LARGEST_INT32, require_integer, require_positive
 
 __all__ = ["scale_sense_from_megatron"]
+
+# How like one of the arguments below an unknown one must be to be taken for a misspelling of it. None of Megatron-LM's
+# other arguments is that close.
+_MISSPELLED = 0.8
 
 
 def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
         class that ``type`` names.
 
     Raises:
-        ValueError: if an argument has no value that Megatron-LM would take.
+        ValueError: if an argument has no value that Megatron-LM would take, or looks like a misspelling of one above.
 
     Examples:
         >>> section = scale_sense_from_megatron("--fp16 --initial-loss-scale 65536 --loss-scale-window 500 --lr 1e-4")
@@ -61,13 +66,12 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
             "first or raise the second."
         )
     window = given.loss_scale_window
-    if window < 1 or not window.is_integer():
+    if not 1 <= window <= LARGEST_INT32 or not window.is_integer():
         raise ValueError(
-            f"'--loss-scale-window' must be a whole number of steps, at least 1, but got {window}. With another number "
-            "Megatron-LM itself never raises the scale."
+            f"'--loss-scale-window' must be a whole number of steps, at least 1 and at most {LARGEST_INT32}, but got "
+            f"{window}. With another number Megatron-LM itself never raises the scale."
         )
-    if given.hysteresis < 1:
-        raise ValueError(f"'--hysteresis' must be at least 1, but got {given.hysteresis}. Megatron-LM's default is 2.")
+    require_integer("--hysteresis", given.hysteresis, 1, "Megatron-LM's default is 2.")
     return {
         "type": "AdaptiveLossScaleUpdateCell",
         "loss_scale_value": initial,
@@ -95,4 +99,11 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--min-loss-scale", type=float, default=1.0)
     parser.add_argument("--loss-scale-window", type=float, default=1000.0)
     parser.add_argument("--hysteresis", type=int, default=2)
-    return parser.parse_known_args(words)[0]
+    given, others = parser.parse_known_args(words)
+    known = [option for action in parser._actions for option in action.option_strings]
+    for option in (word.partition("=")[0] for word in others if word.startswith("--")):
+        if nearest := difflib.get_close_matches(option, known, n=1, cutoff=_MISSPELLED):
+            raise ValueError(
+                f"{option!r} is no argument of Megatron-LM. Did you mean {nearest[0]!r}? Correct it or leave it out."
+            )
+    return given

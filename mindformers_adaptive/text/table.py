@@ -66,7 +66,8 @@ def as_power_of_two(loss_scale: float) -> str:
     if not 0.0 < loss_scale < math.inf:
         return f"{loss_scale:g}"
     exponent = round(math.log2(loss_scale))
-    return f"2^{exponent}" if math.isclose(loss_scale, 2.0**exponent, rel_tol=1e-6) else f"{loss_scale:g}"
+    # 2.0**exponent may be beyond a float.
+    return f"2^{exponent}" if math.isclose(math.ldexp(loss_scale, -exponent), 1.0, rel_tol=1e-6) else f"{loss_scale:g}"
 
 
 def _cell(value: Any) -> str:

@@ -16,6 +16,7 @@ from mindformers_adaptive.lab.logs.mindformers import JsonlReader, MindFormersRe
 from mindformers_adaptive.lab.logs.reader import LogLines, Reader
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.text.untrusted import printable
 
 __all__ = ["FORMATS", "read_log"]
 
@@ -94,7 +95,7 @@ def read_log(
     if is_cut:
         notes.append(f"{lines.where}: the log ends in the middle of a line, or without a newline.")
     return RecordedRun(
-        name=paths[0].name,
+        name=printable(paths[0].name),
         files=tuple(map(str, paths)),
         log_format=reader.name,
         lines_read=lines.lines_read,

@@ -127,19 +127,19 @@ class JsonlReader(Reader):
 
 
 def _entry_of(record: dict[str, object], where: str) -> LogEntry | None:
-    step, overflow, loss_scale = record.get("step"), record.get("overflow"), parse_number(record.get("loss_scale"))
+    step, overflow, loss_scale = record.get("step"), record.get("overflow"), parse_scale(record.get("loss_scale"))
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
         return None
     # null is what could not be known; another value that is none, or no value at all, is a torn record.
     unknown = {key for key in ("overflow", "loss_scale") if key in record and record[key] is None}
-    if not (isinstance(overflow, bool) or "overflow" in unknown) or not (loss_scale > 0 or "loss_scale" in unknown):
+    if not (isinstance(overflow, bool) or "overflow" in unknown) or not (loss_scale or "loss_scale" in unknown):
         return None
-    next_loss_scale, names = parse_number(record.get("next_loss_scale")), record.get("overflowed_parameters")
+    names = record.get("overflowed_parameters")
     return LogEntry(
         step,
         where,
-        next_loss_scale=next_loss_scale if next_loss_scale > 0 else math.nan,
-        loss_scale=loss_scale,
+        next_loss_scale=parse_scale(record.get("next_loss_scale")) or math.nan,
+        loss_scale=loss_scale or math.nan,
         overflow=overflow if isinstance(overflow, bool) else None,
         steps=1,
         overflowed_parameters=tuple(map(str, names)) if isinstance(names, list) else None,

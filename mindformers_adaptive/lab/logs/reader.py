@@ -107,14 +107,14 @@ def parse_number(value: object) -> float:
         return math.nan
 
 
-def parse_scale(text: str) -> float | None:
-    """Return a printed loss scale, or None where the text is no number that a loss scale can be.
+def parse_scale(value: object) -> float | None:
+    """Return a loss scale that was printed, or one of JSON; None for what is no number that a loss scale can be.
 
     Examples:
         >>> parse_scale("65536.0"), parse_scale("inf"), parse_scale("0"), parse_scale("6553x")
         (65536.0, inf, None, None)
     """
-    scale = parse_number(text)
+    scale = parse_number(value)
     return scale if _SMALLEST_SCALE < scale < _LARGEST_SCALE or scale == math.inf else None
 
 

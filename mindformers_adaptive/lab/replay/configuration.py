@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from mindformers_adaptive.rules import RULES, find_rule
 from mindformers_adaptive.rules.base import Rule
 
 __all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
+
+# More would take hours.
+_MOST_COMBINATIONS = 100_000
 
 # Megatron-LM starts from 2**32.
 _INITIAL_SCALES = (2.0**12, 2.0**16, 2.0**20, 2.0**24, 2.0**32)
@@ -147,6 +151,10 @@ def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configura
     rule_class = find_rule(policy)
     refuse_unknown(policy, values, rule_class.all_arguments())
     tried = {name: list(choices) for name, choices in values.items()}
+    if (count := math.prod(map(len, tried.values()))) > _MOST_COMBINATIONS:
+        raise ValueError(
+            f"A grid must have at most {_MOST_COMBINATIONS:,} combinations, but got {count:,}. Try fewer values."
+        )
     combinations = [dict(zip(tried, chosen, strict=True)) for chosen in itertools.product(*tried.values())]
     configurations = [Configuration(policy, **one) for one in combinations if rule_class.values_fit(**one)]
     if not configurations:

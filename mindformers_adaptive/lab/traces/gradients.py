@@ -16,14 +16,25 @@ from numpy.typing import ArrayLike, NDArray
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, require_integer
 from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16
+from mindformers_adaptive.text.untrusted import printable
 
-__all__ = ["INDEPENDENT_CEILINGS", "checked_steps", "from_gradient_ranges", "independent_ceiling", "random_of"]
+__all__ = [
+    "INDEPENDENT_CEILINGS",
+    "MOST_STEPS",
+    "checked_steps",
+    "from_gradient_ranges",
+    "independent_ceiling",
+    "random_of",
+]
 __all__ += ["shown_ceilings", "with_gradients"]
 
 # (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
 # everything else frozen, batch 64), the same with no memory, with batch 1, and where only the first of fourteen layers
 # was trained.
 INDEPENDENT_CEILINGS = ((19.1, 1.4, 0.9, 0.95), (19.1, 1.4, 0.9, 0.0), (13.2, 5.4, 0.7, 0.3), (22.2, 14.4, 0.25, 0.5))
+
+# Beyond any training, and what a replay still can hold in memory.
+MOST_STEPS = 10**7
 
 _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
 
@@ -128,7 +139,7 @@ def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         try:
             sweeps.append(_bounds_and_gradient_of(json.loads(line)))
-        except (KeyError, RecursionError, TypeError, ValueError) as error:
+        except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}:{number} is no sweep of GradientRangeMonitor ({type(error).__name__}: {error}). Take the line "
                 "out, or give another file."
@@ -137,7 +148,7 @@ def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
         raise ValueError(f"{path} must have at least 1 sweep, but is empty. Give the record of a GradientRangeMonitor.")
     lower, upper, gradients = np.array(sweeps, dtype=np.float64).T
     known = None if np.isnan(gradients).all() else gradients
-    return Trace(Path(path).name, lower, lower, upper, largest_gradient=known)
+    return Trace(printable(Path(path).name), lower, lower, upper, largest_gradient=known)
 
 
 def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, float]:
@@ -151,9 +162,9 @@ def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, flo
 
 def random_of(seed: int, symbol: str) -> np.random.Generator:
     """Return a generator for one symbol of a formula; its numbers are independent of the other symbols'."""
-    return np.random.default_rng([require_integer("seed", seed, 0, _PLAIN_INTEGER), *symbol.encode()])
+    return np.random.default_rng([require_integer("seed", seed, 0, _PLAIN_INTEGER, most=2**63), *symbol.encode()])
 
 
 def checked_steps(steps: int) -> int:
     """Return a number of steps of at least 1, or raise."""
-    return require_integer("steps", steps, 1, _PLAIN_INTEGER)
+    return require_integer("steps", steps, 1, _PLAIN_INTEGER, most=MOST_STEPS)

@@ -1,0 +1,63 @@
+"""Text from outside: YAML that any file or command line may hold, and names that a terminal must not obey."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import yaml
+
+__all__ = ["parse_yaml", "printable"]
+
+# A YAML file of a training has some hundred values, at most a dozen levels deep. PyYAML takes minutes for thousands of
+# levels, and aliases of aliases stand for any number of values.
+_DEEPEST, _MOST_VALUES = 500, 100_000
+
+
+def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Return the value that a text in YAML is.
+
+    Args:
+        text (str): the text.
+        loader (type): a class of PyYAML that makes no objects. Default: ``SafeLoader``.
+
+    Raises:
+        ValueError: if it is none, is nested too deeply, or stands for too many values.
+
+    Examples:
+        >>> parse_yaml("rate: 0.5")
+        {'rate': 0.5}
+    """
+    depths = accumulate((character in "[{") - (character in "]}") for character in text)
+    if max(depths, default=0) > _DEEPEST:
+        raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
+    try:
+        content = yaml.load(text, Loader=loader)
+    # Values that do not fit their tags raise errors of all kinds.
+    except Exception as error:
+        said = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
+        raise ValueError(said or type(error).__name__) from error
+    waiting, values = [content], 0
+    while waiting:
+        value, values = waiting.pop(), values + 1
+        if isinstance(value, list | dict):
+            waiting += value.values() if isinstance(value, dict) else value
+        if values > _MOST_VALUES:
+            raise ValueError(f"it stands for more than {_MOST_VALUES:,} values, by aliases such as *name")
+    return content
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return a text with all escaped that would move the cursor, change colours, or is not Unicode.
+
+    Args:
+        text (str): such as the name of a file.
+        keep (str): characters to leave as they are. Default: "", none.
+
+    Examples:
+        >>> print(printable("red\x1b[31m.log"))
+        red\x1b[31m.log
+    """
+    return "".join(
+        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
+    )
