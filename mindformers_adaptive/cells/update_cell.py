@@ -39,7 +39,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
 
     def __init__(self, rule, start, history_size=0, track_per_parameter=False):
         remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
-        history_size = require_integer("history_size", history_size, 0, remedy, unit="number of steps")
+        history_size = require_integer("history_size", history_size, 0, remedy, most=10**6, unit="number of steps")
         super().__init__(start.loss_scale, getattr(rule, "scale_factor", 2), getattr(start, "scale_window", 1))
         self.rule = rule
         self.signals = rule.signals

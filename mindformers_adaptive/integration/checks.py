@@ -130,6 +130,9 @@ def check_config(config: Any) -> None:
         _check_scale_sense(train_step.get("scale_sense"))
         _warn_of_format(config)
         _warn_of_high_start(config)
+    for section, kind in (("optimizer", "optimizer"), ("lr_schedule", "lr")):
+        if value_at(config, f"{section}.type") is not None:
+            _find_class(config[section], section, kind)
     for place, callback in enumerate(config.callbacks or []):
         if isinstance(callback, dict):
             _find_class(callback, f"callbacks.{place}", "callback")

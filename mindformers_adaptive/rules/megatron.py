@@ -12,7 +12,7 @@ __all__ = ["scale_sense_from_megatron"]
 
 # How like one of the arguments below an unknown one must be to be taken for a misspelling of it. None of Megatron-LM's
 # other arguments is that close.
-_MISSPELLED = 0.8
+_MISSPELLED = 0.85
 
 
 def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:

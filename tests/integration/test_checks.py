@@ -28,12 +28,14 @@ pytestmark = pytest.mark.usefixtures("registry_put_back", "in_a_folder_of_its_ow
 def load(changes):
     """Load the YAML file of the demo with other values; a warning is an error, but for those that say what is added."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(it is added|needs no loss scaling)")
+        warnings.filterwarnings("ignore", message=".*(it is added|needs no loss scaling|loss is not scaled)")
         return load_config(CONFIG, changes)
 
 
 EPOCHS, NORM, CLIP = "runner_config.epochs", "runner_wrapper.max_grad_norm", "runner_wrapper.use_clip_grad"
 SINK, TYPE = "runner_config.sink_mode", "runner_wrapper.type"
+EVERY, RULE = "callbacks.2.every_n_steps", "RuleLossScaleUpdateCell"
+DYNAMIC, RANGES = {**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, {"type": "GradientRangeMonitor"}
 DROPS, PER_TOKEN = "use_skip_data_by_global_norm", "calculate_per_token_loss"
 STOPS = {"monitor_config": {"monitor_on": True, "check_for_global_norm": True}}
 # changes of the YAML file, and the message
@@ -57,11 +59,49 @@ WRONG_TYPES = [
     ({DROPS: 1}, f"'{DROPS}' must be True or False, but got 1"),
     ({"monitor_config": {"global_norm_spike_threshold": 3}}, "must be a float, but got 3.*as in 3.0"),
     ({"resume_training": "true"}, "'resume_training' must be True, False or the name .* text 'true'"),
+    ({"resume_training": 5}, "'resume_training' must be True, False or the name .*, but got 5"),
+    ({"runner_wrapper": 5}, "'runner_wrapper' must be a section of keys, but got 5"),
+    ({"context": "CPU"}, "'context' must be a section of keys, but got 'CPU'"),
+    ({"callbacks": [1, 2]}, r"'callbacks' must be a list of sections, but got \[1, 2\]. Write '- type: "),
+    ({"callbacks.0.type": None}, "'callbacks.0.type' must be the name of a class, but got None"),
+    ({TYPE: 5}, "'runner_wrapper.type' must be the name of a class, but got 5"),
+    ({SCALE_SENSE: True}, "must be a section or a number, but got True"),
+    ({SCALE_SENSE: [1]}, r"must be a section or a number, but got \[1\]"),
+    ({f"{SCALE_SENSE}.loss_scale_value": "2e16"}, f"'{SCALE_SENSE}': 'loss_scale_value' must be a number"),
+    ({f"{SCALE_SENSE}.max_scale_window": 1.5}, "'max_scale_window' must be an integer number of steps"),
+    ({f"{SCALE_SENSE}.shrink_from_min_window": "yes"}, "'shrink_from_min_window' must be True or False"),
+    ({f"{SCALE_SENSE}.history_size": "x"}, "'history_size' must be an integer number of steps"),
+    ({SCALE_SENSE: {**GUIDED, "track_per_parameter": "yes"}}, "'track_per_parameter' must be True or False"),
+    ({SCALE_SENSE: {**DYNAMIC, "scale_window": "x"}}, "'scale_window' must be an integer, but got 'x'"),
+    ({EVERY: "x"}, "'callbacks.2': 'every_n_steps' must be an integer number of steps"),
+    ({"callbacks.2.record_path": 5}, "'callbacks.2': 'record_path' must be"),
+    ({"callbacks": [{**RANGES, "loss_scales": "x"}]}, "'callbacks.0': 'loss_scales' must be a list of numbers"),
+    ({"runner_config.batch_size": "x"}, "'runner_config.batch_size' must be an integer"),
 ]
 WRONG_VALUES = [
     ({f"{SCALE_SENSE}.type": "AdaptivLossScaleUpdateCell"}, "'Adaptiv.*mean 'AdaptiveLossScaleUpdateCell'"),
     ({TYPE: "MFTrainOneStep"}, "'runner_wrapper.type'.*'MFTrainOneStep'.*'MFTrainOneStepC"),
     ({EPOCHS: 0}, f"'{EPOCHS}' must be at least 1, but got 0"),
+    ({EPOCHS: 2**70}, f"'{EPOCHS}' must be at most 2147483647, but got one of 71 bits"),
+    ({"seed": -1}, "'seed' must be at least 0, but got -1"),
+    ({"optimizer.type": "AdamX"}, "'optimizer.type' must name a registered class, but got 'AdamX'. Did you .*'AdamW'"),
+    ({"callbacks.2.type": "LossScaleMonitr"}, "'callbacks.2.type' must name .* Did you mean 'LossScaleMonitor'"),
+    ({SCALE_SENSE: -1}, f"'{SCALE_SENSE}' must be finite and above 0 in float32, but got -1"),
+    ({f"{SCALE_SENSE}.loss_scale_value": -1}, f"'{SCALE_SENSE}': 'loss_scale_value' must be finite and above 0"),
+    ({f"{SCALE_SENSE}.loss_scale_value": 10**400}, "'loss_scale_value' must be finite and above 0"),
+    ({f"{SCALE_SENSE}.scale_factor": 1}, "'scale_factor' must be a finite number above 1"),
+    ({f"{SCALE_SENSE}.min_scale_window": 0}, "'min_scale_window' must be at least 1 step"),
+    ({f"{SCALE_SENSE}.hysteresis": 10**400}, "'hysteresis' must be at most 2147483647"),
+    ({f"{SCALE_SENSE}.max_loss_scale": 0.5}, "'min_loss_scale' must not be above 'max_loss_scale'"),
+    ({f"{SCALE_SENSE}.history_size": 10**9}, "'history_size' must be at most 1000000"),
+    ({SCALE_SENSE: {**GUIDED, "exchange_rate": 0}}, f"'{SCALE_SENSE}': 'exchange_rate' must be a number from"),
+    ({SCALE_SENSE: {**GUIDED, "scale_factor": 3}}, "'scale_factor' must be 2"),
+    ({SCALE_SENSE: {**GUIDED, "type": RULE, "rule": "guided", "exchange_rate": 0}}, "'exchange_rate' must be"),
+    ({SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": -1}}, "'loss_scale_value' must be finite"),
+    ({SCALE_SENSE: {**DYNAMIC, "scale_factor": 0}}, "'scale_factor' must be a finite number above 1"),
+    ({EVERY: 0}, "'callbacks.2': 'every_n_steps' must be at least 1, but got 0"),
+    ({"callbacks.2.on_collapse": "explode"}, "'callbacks.2': 'on_collapse' must be one of"),
+    ({"callbacks": [{**RANGES, "loss_scales": [-1]}]}, "'callbacks.0': 'loss_scales' must be finite and above 0"),
     ({NORM: -1}, f"'{NORM}' must be a finite number above 0.* but got -1"),
     ({DROPS: True, CLIP: False}, f"'{DROPS}' must come with 'runner_wrapper.use_clip_grad: True'"),
     ({DROPS: True, **STOPS}, f"'{DROPS}' must not be True beside 'monitor_config.check_for_global_norm'"),
@@ -138,6 +178,8 @@ def test_a_moving_scale_in_bfloat16_gets_one_warning(dtype, cell):
     ("dtype", "scale_sense"),
     [
         ("float16", COMPLETE),
+        ("float16", 1.0),
+        ("float32", None),
         ("bfloat16", {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 8}),
         ("bfloat16", 1.0),
         (None, None),
@@ -146,6 +188,21 @@ def test_a_moving_scale_in_bfloat16_gets_one_warning(dtype, cell):
 def test_a_scale_that_is_needed_or_stands_still_gets_none(dtype, scale_sense):
     # A warning would be an error.
     check_config(config_of(dtype, scale_sense))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "fp16", "mindspore.float16"])
+def test_float16_without_loss_scaling_gets_one_warning(dtype):
+    message = f"compute_dtype' is {dtype}, in which small gradients become 0, .*no '{SCALE_SENSE}'.*'scale_sense: 1.0'"
+    with pytest.warns(UserWarning, match=message) as caught:
+        check_config(config_of(dtype, None))
+    assert len(caught) == 1
+
+
+def test_the_launcher_and_trainer_warn_of_float16_without_loss_scaling():
+    with pytest.warns(UserWarning, match="the loss is not scaled"):
+        config = load_config(CONFIG, {SCALE_SENSE: None})
+    with pytest.warns(UserWarning, match="the loss is not scaled"):
+        Trainer(config)
 
 
 class MyUpdateCell(AdaptiveLossScaleUpdateCell):

@@ -12,6 +12,7 @@ from training_runs import LegacyFormat, TrainingRun, assert_one_record_has_every
 
 from mindformers_adaptive.cli import train
 from mindformers_adaptive.cli.program import main
+from mindformers_adaptive.integration import launcher
 from mindformers_adaptive.integration.checks import value_at
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.monitor.record import read_record
@@ -174,9 +175,26 @@ def test_a_way_that_leads_nowhere_is_refused(key):
         (["--config", "run.yaml", "--options", "seed"], "'seed' must have the form key.sub=value, as in optimizer"),
         (["--config", "run.yaml", "--options", "a..b=1"], "'a..b=1' must have the form key.sub=value"),
         (["--config", "run.yaml", "--options", "a=[1"], "argument --options: 'a=[1': '[1' is not a value in YAML"),
-        (["--config", "run.yaml", "--epochs", "two"], "argument --epochs: invalid int value: 'two'"),
+        (
+            ["--config", "run.yaml", "--epochs", "two"],
+            "argument --epochs: must be an integer from 1 to 2147483647, but got 'two'",
+        ),
         (["--config", "run.yaml", "--sink-mode", "maybe"], "--sink-mode: must be true or false, but got 'maybe'"),
-        (["--config", "run.yaml", "--epoks", "2"], "unrecognized arguments: --epoks 2"),
+        (["--config", "run.yaml", "--epochs", "9" * 5000], "argument --epochs: must be an integer from 1 to"),
+        (["--config", "run.yaml", "--mode", "2"], "argument --mode: must be an integer from 0 to 1, but got '2'"),
+        (["--config", "run.yaml", "--register-path", "x"], "argument --register-path: there is no folder 'x', seen"),
+        (["--config", "run.yaml", "--options", "a=2^99999"], "--options: 'a=2^99999': '2^99999' is too large"),
+        (["--config", "run.yaml", "--options", "a=2020-99-99"], "is not a value in YAML, month must be in 1..12"),
+        (["--config", "run.yaml", "--epoks", "2"], "unrecognized arguments: --epoks 2. Did you mean --epochs"),
+        (
+            ["--config", "run.yaml", "--train_dataset_dri", "x"],
+            "Did you mean --train-dataset-dir or --eval-dataset-dir?",
+        ),
+        (
+            ["--config", "run.yaml", "--loss-scale-windw=9"],
+            "mean --options runner_wrapper.scale_sense.scale_window= or ",
+        ),
+        (["--config", "run.yaml", "--runner_config.epochs", "2"], "is set by --options runner_config.epochs=VALUE"),
     ],
 )
 def test_a_wrong_command_line_is_explained(arguments, message, tmp_path, monkeypatch, capsys):
@@ -187,6 +205,57 @@ def test_a_wrong_command_line_is_explained(arguments, message, tmp_path, monkeyp
         main(["train", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+# What stands in run.yaml, and the message.
+FILES = [
+    ("", "run.yaml must hold keys of MindFormers, but holds 'None'. Write lines such as"),
+    ("[1, 2]", "must hold keys of MindFormers, but holds '[1, 2]'"),
+    ("5", "must hold keys of MindFormers, but holds '5'"),
+    ("1: 2\na: 3", "must hold keys of MindFormers"),
+    ("a: [", "run.yaml must be a file in YAML and UTF-8, but: while parsing a flow node"),
+    ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor for the tag"),
+    ("a: !!bool x", "must be a file in YAML and UTF-8, but: 'x'"),
+    ("a: &a {b: *a}", "stands for more than 100,000 values"),
+    ("a: " + "[" * 20_000, "nested more than 500 levels deep"),
+    ("a: " + "[" * 50, "must be a file in YAML"),
+    (b"\xff\xfea: 1", "'utf-8' codec can't decode byte 0xff"),
+    (bytes(range(256)), "must be a file in YAML and UTF-8"),
+    ("runner_wrapper: 5", "run.yaml: 'runner_wrapper' must be a section of keys, but got 5"),
+    ("callbacks: [1, 2]", "run.yaml: 'callbacks' must be a list of sections, but got [1, 2]"),
+    ("run_mode: [train]", "'run_mode' must be one of train"),
+    ("base_config: run.yaml", "'base_config' must lead to at most 30 files, but from run.yaml it leads to more"),
+    ("base_config: [run.yaml, run.yaml]", "See whether one of them names itself"),
+    ("base_config: other.yaml", "such as other.yaml"),
+    ("base_config: missing.yaml", "there is no file 'missing.yaml'"),
+    ("base_config: 5", "'base_config' must name a YAML file, but got 5"),
+    ("base_config: list.yaml", "list.yaml must hold keys of MindFormers"),
+    ("base_config: number.yaml", "number.yaml: 'runner_wrapper' must be a section"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), FILES, ids=[str(content)[:30] for content, _ in FILES])
+def test_a_wrong_yaml_file_is_explained(run_program, in_a_folder_of_its_own, tmp_path, monkeypatch, content, message):
+    others = {"other": "base_config: run.yaml", "list": "[1]", "number": "runner_wrapper: 5"}
+    for name, text in {**others, "run": content}.items():
+        (tmp_path / f"{name}.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    monkeypatch.setattr(launcher, "launch", lambda _: pytest.fail("nothing may be built"))
+    code, printed, errors = run_program("train", "--config", "run.yaml")
+    assert (code, printed) == (1, "")
+    assert errors.startswith("adaptive-loss-scale train: error: ")
+    assert message in errors
+
+
+def test_a_failure_while_something_is_built_has_a_message_and_one_while_it_trains_a_traceback():
+    def fail():
+        raise RuntimeError("lost")
+
+    code = compile("def take_steps(function):\n    function()", "model.py", "exec")
+    for module, expected in (("mindspore.train.model", True), ("mindformers.trainer.trainer", False)):
+        exec(code, names := {"__name__": module})
+        with pytest.raises(RuntimeError) as failed:
+            names["take_steps"](fail)
+        assert launcher.had_begun(failed.value) is expected
 
 
 @pytest.mark.parametrize("arguments", [["--run-mode", "trian"], ["--options", "run_mode=trian"]])

@@ -1,0 +1,163 @@
+"""Bad input to the lab's commands: each is answered with a message, an exit code and no traceback."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+from conftest import ROOT
+
+LOG = str(ROOT / "tests" / "lab" / "samples" / "mindformers_1_9_cpu.log")
+SPIKES = ["synthetic:spikes", "--steps", "50"]
+DIGITS = "9" * 5000
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]")
+
+
+def answer(run_program, *arguments):
+    """The exit code, and the message that follows the usage; output and errors have no control characters."""
+    code, printed, errors = run_program(*arguments)
+    assert not CONTROL.search(printed + errors)
+    return code, errors.partition("error: ")[2]
+
+
+# Values of a policy's parameters, and what the message says.
+VALUES = [
+    ("loss_scale_value=2^99999", "'2^99999' is too large"),
+    ("loss_scale_value=-1", "'loss_scale_value' must be finite and above 0"),
+    ("loss_scale_value=.nan", "'loss_scale_value' must be finite and above 0"),
+    ("loss_scale_value=nan", "'loss_scale_value' must be a number, but got 'nan'"),
+    ("loss_scale_value=null", "'loss_scale_value' must be a number, but got None"),
+    ("loss_scale_value=1e400", "'loss_scale_value' must be finite"),
+    (f"loss_scale_value={DIGITS}", "is not a value in YAML, Exceeds the limit"),
+    ("loss_scale_value=[", "is not a value in YAML, while parsing"),
+    ("loss_scale_value=" + "[" * 3000, "nested more than 500 levels"),
+    ("loss_scale_value=&a [*a]", "stands for more than 100,000 values"),
+    ("loss_scale_value=!!python/object:os.system", "could not determine a constructor"),
+    ("loss_scale_value=!!bool x", "is not a value in YAML"),
+    ("loss_scale_value=2020-99-99", "month must be in 1..12"),
+    ("loss_scale_value=\x1b[31m", r"is not a value in YAML, .*#x001b"),
+    ("max_scale_window=2^9999999", "'2^9999999' is too large"),
+    (f"max_scale_window={'9' * 30}", "'max_scale_window' must be at most 2147483647, but got one of 100 bits"),
+    ("hysteresis=4294967296", "'hysteresis' must be at most 2147483647, but got 4294967296"),
+    ("scale_window=[20]", "'scale_window' must be an integer"),
+    ("\x1b[2J=1", r"no parameter '\\x1b\[2J'"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), VALUES, ids=[value[:40] for value, _ in VALUES])
+def test_a_value_of_a_policy_is_refused(run_program, value, message):
+    code, said = answer(run_program, "simulate", "--policy", f"adaptive:{value}", *SPIKES)
+    assert code == 2
+    assert re.search(message, said, re.DOTALL) or message in said
+
+
+USAGE = [
+    (["simulate", "synthetic:spikes", "--steps", "99999999999999"], "--steps: must be an integer from 1 to 10000000"),
+    (["simulate", "synthetic:spikes", "--steps", "0"], "argument --steps: must be an integer from 1"),
+    (["simulate", "synthetic:spikes", "--steps", DIGITS], "argument --steps: must be an integer"),
+    (["simulate", "synthetic:spikes", "--seed", "-1"], "argument --seed: must be an integer from 0"),
+    (["simulate", "--policy", "guided:exchange_rate=2^5000", *SPIKES], "'exchange_rate=2^5000': '2^5000' is too large"),
+    (
+        ["simulate", "--policy", "torch:growth_interval=" + "9" * 22, *SPIKES],
+        "'growth_interval' must be at most 214748",
+    ),
+    (["simulate", "synthetic:spikes", "--plot", "a.jpg"], "argument --plot: 'path' must name a picture that ends in"),
+    (["compare", *SPIKES, "--policies", "fails.Rule"], "cannot be imported: KeyError('x')"),
+    (["compare", *SPIKES, "--policies", "syntax.Rule"], "cannot be imported: SyntaxError"),
+    (["compare", *SPIKES, "--policies", "exits.Rule"], "cannot be imported: SystemExit"),
+    (["compare", "synthetic:spikes", "--policis", "torch"], "--policis torch. Did you mean --policies?"),
+    (["compare", "synthetic:spikes", "--\x1b[31m"], r"unrecognized arguments: --\x1b[31m"),
+    (["tune", *SPIKES, "--rows", "0"], "argument --rows: must be an integer from 1"),
+    (["tune", *SPIKES, "--exchange-rate", "nan"], "'exchange_rate' must be"),
+    (["tune", *SPIKES, "--grid", "hysteresis=1,2,nan"], "'hysteresis' must be an integer number of overflows"),
+    (["tune", *SPIKES, "--grid", "scale_window=[1]"], "'scale_window' must be an integer"),
+    (["tune", *SPIKES, "--grid", "scale_factor=2^2000"], "argument --grid: 'scale_factor': '2^2000' is too large"),
+    (["tune", *SPIKES, "--grid", "hysteresis=" + ",".join(map(str, range(1, 500)))], "at most 100,000 combinations"),
+    (["analyze", LOG, "--policy", "adaptive:loss_scale_value=2^9999"], "'2^9999' is too large"),
+    (["plot", LOG, "picture.jpg"], "must name a picture that ends in .png or .svg"),
+    (["plot", LOG, "a.png", "--loss-scales", "2^99999"], "argument --loss-scales: '2^99999' is too large"),
+    (["plot", LOG, "a.png", "--loss-scales", "0"], "argument --loss-scales: 'SCALE' must be finite and above 0"),
+    (["inspect", ".", "--policy", "\x00"], r"argument --policy: 'rule' must be"),
+    (["megatron", '"--fp16'], "Megatron-LM's arguments cannot be split into words: No closing quotation"),
+    (
+        ["megatron", "--fp16", "--loss-scale-windw", "500"],
+        "'--loss-scale-windw' is no argument of Megatron-LM. Did you ",
+    ),
+    (["megatron", "--fp16", "--loss-scale-window", "1e300"], "'--loss-scale-window' must be a whole number of steps"),
+    (["megatron", "--fp16", "--hysteresis", "9" * 30], "'--hysteresis' must be at most 2147483647"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE, ids=[" ".join(words)[:60] for words, _ in USAGE])
+def test_wrong_usage_is_refused(run_program, in_a_folder_of_its_own, tmp_path, arguments, message):
+    for name, text in (("fails", "raise KeyError('x')"), ("syntax", "def ("), ("exits", "raise SystemExit(0)")):
+        (tmp_path / f"{name}.py").write_text(text)
+    code, said = answer(run_program, *arguments)
+    # What only the search finds has exit code 1.
+    assert code == (1 if "--exchange-rate" in arguments else 2)
+    assert message in said
+
+
+def line(step, scale, **others):
+    return json.dumps({"step": step, "loss": 2.0, "overflow": step == 1, "loss_scale": scale, **others}) + "\n"
+
+
+def sweep(**tried):
+    return json.dumps({"step": 1, "batches": [{"loss_scales": [tried]}], "loss_scales": [{**tried, "overall": {}}]})
+
+
+# What stands in a file, and what each command but plot says of it.
+FILES = {
+    "beyond_float32": (line(1, 1.7e308) + line(2, 1.7e308), "there is none. Looked for"),
+    "a_huge_integer": (line(1, 10**400) + line(2, 10**400), "there is none. Looked for"),
+    "digits": ("9" * 5000, "there is none. Looked for"),
+    "binary": (bytes(range(256)) * 400, "there is none. Looked for"),
+    "deep": ("[" * 200_000, "there is none. Looked for"),
+    "deep_record": ('{"step": 1, "a": ' + "[" * 100_000 + "}\n", "there is none. Looked for"),
+    "empty": ("", "there is none. Looked for"),
+    "sweep_of_a_huge_scale": (sweep(loss_scale=10**400, overflow=False), "no sweep of GradientRangeMonitor (Overflow"),
+    "sweep_of_no_scale": (sweep(loss_scale=0, overflow=False), "no sweep of GradientRangeMonitor (KeyError"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
+    content, message = FILES[name]
+    file = tmp_path / f"{name}.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for command in ("simulate", "compare", "tune"):
+        code, said = answer(run_program, command, file)
+        assert code == 1
+        assert file.name in said
+        assert message in said
+    for command in (["analyze", file], ["plot", file, tmp_path / "a.png"], ["inspect", file]):
+        code, said = answer(run_program, *command)
+        assert code == 1
+        assert said
+
+
+def test_an_error_that_nobody_foresaw_is_named_and_traced_on_request(run_program, in_a_folder_of_its_own, tmp_path):
+    rule = "class Mine(Rule):\n    def start(self, *_, **__):\n        raise KeyError('lost')\n"
+    (tmp_path / "mine.py").write_text(f"from mindformers_adaptive.rules import Rule\n{rule}")
+    arguments = ("simulate", "--policy", "mine.Mine", *SPIKES)
+    expected = "KeyError: 'lost'. With --traceback the program shows where it comes from.\n"
+    assert answer(run_program, *arguments) == (1, expected)
+    with pytest.raises(KeyError, match="lost"):
+        run_program(*arguments, "--traceback")
+
+
+def test_names_of_files_are_printed_with_control_characters_escaped(run_program, tmp_path):
+    names = ["red\x1b[31m.log", "new\nline.log", "bell\x07\u202e.txt", os.fsdecode(b"latin\xff.log"), "c1\x9b31m.jsonl"]
+    for name in names:
+        shutil.copy(LOG, tmp_path / name)
+    (tmp_path / "none\x1b[2J.txt").write_text("no log")
+    for command in (["compare", "--each-trace"], ["compare", "--json"], ["simulate"]):
+        code, printed, errors = run_program(*command, tmp_path)
+        assert code == 0
+        assert not CONTROL.search(printed + errors)
+        assert r"none\x1b[2J.txt is left out" in errors
+        assert (r"new\\nline.log" if "--json" in command else r"new\nline.log") in printed
+    for name in names:
+        assert answer(run_program, "analyze", tmp_path / name) == (0, "")
+    assert answer(run_program, "plot", tmp_path / names[0], tmp_path / "a.png") == (0, "")
