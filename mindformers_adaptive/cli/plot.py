@@ -70,13 +70,19 @@ def run(options: argparse.Namespace) -> None:
         raise UsageError("arguments --loss-scales and --underflow are for what 'probe --output' wrote")
     if sweeps and len(read) > 1:
         raise UsageError("a file that 'probe --output' wrote is drawn alone, but several files are given")
-    if not sweeps:
-        figure = _draw_runs(read)
-    elif options.underflow:
-        figure = draw_underflow(sweeps[0])
-    else:
-        figure = draw_histograms(sweeps[0], options.loss_scales)
-    print_text(f"written: {save(figure, options.picture)}")
+    try:
+        if not sweeps:
+            figure = _draw_runs(read)
+        elif options.underflow:
+            figure = draw_underflow(sweeps[0])
+        else:
+            figure = draw_histograms(sweeps[0], options.loss_scales)
+        save(figure, options.picture)
+    except ArithmeticError as error:
+        raise ValueError(
+            f"{', '.join(read)} must hold numbers that can be drawn, but: {error}. Correct them."
+        ) from error
+    print_text(f"written: {options.picture}")
 
 
 def _read(file: str) -> Any:

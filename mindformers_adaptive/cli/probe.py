@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from mindformers_adaptive.cli.output import (
     UsageError,
@@ -37,13 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layers", nargs="+", default=[], metavar="LAYER", help="measure the outputs of these too: names or classes"
     )
     parser.add_argument("--parameters", type=read_scale, metavar="SCALE", help="show each Parameter at this loss scale")
-    parser.add_argument("--output", metavar="FILE", help="write everything to this JSON file")
+    parser.add_argument("--output", type=_new_file, metavar="FILE", help="write everything to this JSON file")
     parser.add_argument(
         "--plot",
         type=read_picture,
         metavar="FILE",
         help="draw histograms at the lowest and the highest scale that fits; 'plot' has more",
     )
+
+
+def _new_file(text: str) -> str:
+    # Said before the sweep, which may take long.
+    if Path(text).is_dir() or not Path(text).parent.is_dir():
+        raise UsageError(f"must name a file in a folder that is there, but got {text!r}")
+    return text
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:

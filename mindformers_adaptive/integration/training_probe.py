@@ -2,12 +2,13 @@
 
 import itertools
 import warnings
+from pathlib import Path
 
 import mindspore
 from mindspore import nn
 
 from mindformers_adaptive.checkpoint.reader import read_checkpoints
-from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, gradient_ranges
+from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, checked_loss_scales, gradient_ranges
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import accumulate, take_accumulation_steps
 from mindformers_adaptive.rules.checks import require_integer
@@ -57,6 +58,9 @@ def probe(
         FileNotFoundError: if there is no such file, or no checkpoint in the folder.
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
+    loss_scales = checked_loss_scales(loss_scales)
+    if checkpoint is not None and not Path(checkpoint).exists():
+        raise FileNotFoundError(f"'checkpoint' must name a file or folder, but there is no {str(checkpoint)!r}.")
     train_step, dataset = build_training(config_path, train_dataset_dir, overrides)
     if checkpoint is not None:
         load_weights(train_step.network, checkpoint)

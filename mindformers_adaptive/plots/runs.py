@@ -380,6 +380,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     scales = np.append(loss_scale, loss_scale[-1] if np.isnan(after) else after)
     unknown = np.full(len(step), np.nan)
     window = columns.get("scale_window", unknown)
+    window = np.where(window > 0, window, np.nan)
     ceiling = shown_ceilings(np.where(overflow, np.nan, columns.get("largest_gradient", unknown)))
     has_ceiling = not np.isnan(ceiling).all()
     counts_all = first_step == 1 and not np.isnan(skipped)

@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 
 LOG = str(ROOT / "tests" / "lab" / "samples" / "mindformers_1_9_cpu.log")
+CONFIG = str(ROOT / "configs" / "tiny_llama_cpu_fp16.yaml")
 SPIKES = ["synthetic:spikes", "--steps", "50"]
 DIGITS = "9" * 5000
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]")
@@ -78,6 +79,12 @@ USAGE = [
     (["plot", LOG, "picture.jpg"], "must name a picture that ends in .png or .svg"),
     (["plot", LOG, "a.png", "--loss-scales", "2^99999"], "argument --loss-scales: '2^99999' is too large"),
     (["plot", LOG, "a.png", "--loss-scales", "0"], "argument --loss-scales: 'SCALE' must be finite and above 0"),
+    (
+        ["probe", "--config", CONFIG, "--output", "missing/x.json"],
+        "argument --output: must name a file in a folder that",
+    ),
+    (["probe", "--config", CONFIG, "--batches", "0"], "argument --batches: must be an integer from 1"),
+    (["find", "--config", CONFIG, "--margin", "9" * 30], "argument --margin: must be an integer from 0"),
     (["inspect", ".", "--policy", "\x00"], r"argument --policy: 'rule' must be"),
     (["megatron", '"--fp16'], "Megatron-LM's arguments cannot be split into words: No closing quotation"),
     (
@@ -135,6 +142,18 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
         code, said = answer(run_program, *command)
         assert code == 1
         assert said
+
+
+def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
+    counts = {"size": 1, "largest": 1.0, "histogram": {"0": 1}}
+    at_8 = {"loss_scale": 8.0, "parameters": {"weight": counts}}
+    file = tmp_path / "gradients.jsonl"
+    file.write_text(json.dumps({"step": 1, "loss_scale": 10**400, "loss_scales": [at_8]}) + "\n")
+    code, said = answer(run_program, "plot", file, tmp_path / "a.png")
+    assert code == 1
+    assert "gradients.jsonl must hold numbers that can be drawn, but: int too large" in said
+    file.write_text(line(1, 8.0, scale_window=0) + line(2, 8.0, scale_window=-20))
+    assert answer(run_program, "plot", file, tmp_path / "a.png") == (0, "")
 
 
 def test_an_error_that_nobody_foresaw_is_named_and_traced_on_request(run_program, in_a_folder_of_its_own, tmp_path):
