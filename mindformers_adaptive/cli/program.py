@@ -117,7 +117,8 @@ def _message(error: Exception) -> str:
     if isinstance(error, ImportError | OSError | RuntimeError | TypeError | ValueError) and str(error):
         return str(error)
     # These do not say by themselves what is wrong.
-    return f"{type(error).__name__}: {error}. With --traceback the program shows where it comes from."
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return f"{said}. With --traceback the program shows where it comes from."
 
 
 def _nearest(words: Sequence[str], parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:

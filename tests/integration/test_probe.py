@@ -11,6 +11,13 @@ from mindformers_adaptive.integration.training_probe import probe
 
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 
+
+@pytest.mark.parametrize("name", ["missing", ""])
+def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_built(name):
+    with pytest.raises(FileNotFoundError, match=f"'checkpoint' must name a file or folder, but there is no '{name}'"):
+        probe(CONFIG, name)
+
+
 PROBES = """
 import json, sys, warnings
 import mindspore
