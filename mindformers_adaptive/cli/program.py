@@ -117,7 +117,8 @@ def _message(error: Exception) -> str:
     if isinstance(error, ImportError | OSError | RuntimeError | TypeError | ValueError) and str(error):
         return str(error)
     # These do not say by themselves what is wrong.
-    return f"{type(error).__name__}: {error}. With --traceback the program shows where it comes from."
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return f"{said}. With --traceback the program shows where it comes from."
 
 
 def _nearest(words: Sequence[str], parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
@@ -125,7 +126,7 @@ def _nearest(words: Sequence[str], parser: argparse.ArgumentParser, options: arg
     option = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
     others: dict[str, str] = getattr(options, "similar", {})
     known = {name: name for action in parser._actions for name in action.option_strings} | others
-    if "." in option:
+    if others and "." in option:
         return f". A key of the YAML file is set by --options {option.lstrip('-')}=VALUE"
     nearest = [known[name] for name in difflib.get_close_matches(option, known, n=2)]
     return f". Did you mean {' or '.join(nearest)}?" if nearest else ""

@@ -63,7 +63,11 @@ class Trainer(mindformers.Trainer):
             _check_train_step(wrapper)
             _set_or_compare(arguments, "model", _model_of(wrapper, arguments.get("reset_model")))
             _set_or_compare(arguments, "optimizers", wrapper.optimizer)
-        super().__init__(**arguments)
+        with warnings.catch_warnings():
+            if wrapper is not None:
+                # The cell of the user does it.
+                warnings.filterwarnings("ignore", message=".*the loss is not scaled")
+            super().__init__(**arguments)
         self.wrapper = wrapper
         if wrapper is not None:
             # MindFormers calls this to get the cell; it does not pass on a wrapper itself.

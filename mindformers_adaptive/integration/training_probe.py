@@ -59,7 +59,7 @@ def probe(
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
     loss_scales = checked_loss_scales(loss_scales)
-    if checkpoint is not None and not Path(checkpoint).exists():
+    if checkpoint is not None and not (str(checkpoint) and Path(checkpoint).exists()):
         raise FileNotFoundError(f"'checkpoint' must name a file or folder, but there is no {str(checkpoint)!r}.")
     train_step, dataset = build_training(config_path, train_dataset_dir, overrides)
     if checkpoint is not None:

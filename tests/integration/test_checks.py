@@ -8,6 +8,7 @@ import yaml
 from conftest import CONFIG
 from examples.tiny_llama import build_dataset, build_model
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import Tensor, nn
 from training_runs import training_arguments
 
 from mindformers_adaptive.cli.program import main
@@ -202,6 +203,9 @@ def test_the_launcher_and_trainer_warn_of_float16_without_loss_scaling():
         config = load_config(CONFIG, {SCALE_SENSE: None})
     with pytest.warns(UserWarning, match="the loss is not scaled"):
         Trainer(config)
+    # A cell of the user scales as it says. A warning would be an error.
+    model = build_model()
+    Trainer(config, wrapper=MFTrainOneStepCell(model, nn.SGD(model.trainable_params()), scale_sense=Tensor(8.0)))
 
 
 class MyUpdateCell(AdaptiveLossScaleUpdateCell):

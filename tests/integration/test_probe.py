@@ -83,6 +83,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_one_with_gaps_warned_of(ne
         ({"batches": 0}, ValueError, "'batches' must be at least 1"),
         ({"batches": 2.0}, TypeError, "'batches' must be an integer"),
         ({"config_path": "missing.yaml"}, FileNotFoundError, "there is no file 'missing.yaml'"),
+        ({"checkpoint": "missing"}, FileNotFoundError, "'checkpoint' must name .*, but there is no 'missing'"),
+        ({"checkpoint": ""}, FileNotFoundError, "'checkpoint' must name .*, but there is no ''"),
     ],
 )
 def test_bad_input_is_refused(changes, error, message):
