@@ -119,7 +119,7 @@ def assert_rule_gives_the_scales(rule, start, scales):
         state = rule.step(state, scale.endswith("!"), gradient)
 
 
-def test_report_of_the_demo_is_what_the_rule_does_at_its_overflows():
+def test_report_of_the_demo_is_what_the_rule_does_at_its_overflows(tmp_path):
     printed = figure("demo")["printed"]
     steps, skipped = re.match(r"Steps +(\d+), .* overflow: (.*)", printed[1]).groups()
     bounds = [list(map(int, steps.split("-"))) for steps in skipped.split(", ")]
@@ -131,7 +131,8 @@ def test_report_of_the_demo_is_what_the_rule_does_at_its_overflows():
             {"step": step, "overflow": step in overflows, "scale_window": state.scale_window}
             | {"loss_scale": before.loss_scale, "next_loss_scale": state.loss_scale, "loss": 0.0}
         )
-    assert printed[1:-4] == demo.report(record, ROOT)[2:-3]
+    (tmp_path / demo.RECORD).write_text("".join(f"{json.dumps(entry)}\n" for entry in record))
+    assert printed[1:-4] == demo.report(record, tmp_path)[2:-3]
     first_applied = bounds[0][1] + 1
     for page, sentence in (("faq", "The first {} steps are skipped"), ("gradients", "skips its first {} steps")):
         assert sentence.format(first_applied - 1) in (ENGLISH_DOCS / f"{page}.md").read_text(encoding="utf-8")
