@@ -193,7 +193,7 @@ def _models():
         ways = _OURS if stages > 1 else (ADAPTIVE,)
         for rank in range(0, ranks, ranks // stages):
             file = f"ascend/{name}_llama2_7b_fp16.yaml"
-            yield from _launched(f"configs/{name}/rank_{rank}", file, ranks, rank, ways, as_it_is=True, **options)
+            yield from _launched(f"yaml_{name}/rank_{rank}", file, ranks, rank, ways, as_it_is=True, **options)
 
 
 def _cases():
