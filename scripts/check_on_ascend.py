@@ -53,7 +53,7 @@ def main():
     mindspore.set_device(arguments.device)
     print("\n".join(about(arguments)))
     rows = [[name, verdict(check)] for name, check in CHECKS[arguments.check]()]
-    print("\n".join(table([arguments.check, "result"], rows)))
+    print("\n".join(table([[arguments.check, "result"], *rows])))
     sys.exit(0 if all(result == "as it should be" for _, result in rows) else 1)
 
 

@@ -41,7 +41,7 @@ def main(description):
         print("  ".join(row_of(result)), file=sys.stderr, flush=True)
     result = {**versions(), "cases": results}
     print("MindSpore {mindspore}, MindFormers {mindformers}, stand-ins for CANN\n".format(**result))
-    print("\n".join(table(["case", "kernels", "collectives", "seconds", "problem"], map(row_of, results))))
+    print("\n".join(table([["case", "kernels", "collectives", "seconds", "problem"], *map(row_of, results)])))
     write_json(arguments.json, result)
     sys.exit(1 if any(problem(result) for result in results if result["case"] not in CONTROLS) else 0)
 
