@@ -93,13 +93,9 @@ def _in_each_way(setting, function, ways=WAYS, **options):
 
 # Of the train steps without a model, what is compiled each time that the tests run.
 _QUICK = (
-    "step/910A/stock",
     "step/910A/guided",
-    "step/910B/stock",
     "step/910B/adaptive",
     "step/910B/guided",
-    "mf_step/stock",
-    "mf_step/adaptive",
     "mf_step/guided_each",
     "per_token/guided",
     "fixed_scale/adaptive",
