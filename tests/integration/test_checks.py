@@ -3,6 +3,7 @@
 import re
 import warnings
 
+import numpy as np
 import pytest
 import yaml
 from conftest import ROOT
@@ -146,6 +147,16 @@ def test_a_moving_scale_in_bfloat16_gets_one_warning(dtype, cell):
 def test_a_scale_that_is_needed_or_stands_still_gets_none(dtype, scale_sense):
     # A warning would be an error.
     check_config(config_of(dtype, scale_sense))
+
+
+def test_weights_in_float16_get_one_warning_that_is_true():
+    with pytest.warns(UserWarning, match="param_init_type' is float16: .* below 1/4096 .* Set it to float32") as caught:
+        load({f"{MODEL}.param_init_type": "float16"})
+    assert len(caught) == 1
+    # All of FP16 from 2^-13 to 1.
+    weights = np.arange(0x0800, 0x3C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    assert ((weights * (1 + 2.0**-12.01)).astype(np.float16) == weights).all()
+    assert ((weights * (1 + 2.0**-10.99)).astype(np.float16) > weights).all()
 
 
 class MyUpdateCell(AdaptiveLossScaleUpdateCell):
