@@ -238,7 +238,7 @@ def test_megatron_prints_the_section(run_program):
 def test_find_and_probe_print_json_alone_and_agree(run_python, corpus, tmp_path):
     model = ["model.model_config.seq_length=32", "model.model_config.hidden_size=32"]
     common = ["--config", ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", "--train_dataset_dir", corpus, "--batches", 1]
-    common += ["--options", *model]
+    common += ["--gradient-format", "hifloat8", "--options", *model]
     found = json.loads(run_python("-m", "mindformers_adaptive", "find", "--json", *common).stdout)
     scales = ["1", "2^12", str(int(found["ceiling"])), str(int(2 * found["ceiling"]))]
     sweep = ["--loss-scales", *scales, "--output", "ranges.json"]
@@ -246,6 +246,7 @@ def test_find_and_probe_print_json_alone_and_agree(run_python, corpus, tmp_path)
     assert json.loads((tmp_path / "ranges.json").read_text()) == ranges
     assert [row["overflowed_batches"] for row in ranges["loss_scales"]] == [0, 0, 0, 1]
     assert found["loss_scale_value"] == found["ceiling"] / 2 ** found["margin"]
+    assert found["gradient_format"] == ranges["gradient_format"] == "hifloat8"
 
 
 @pytest.mark.parametrize("steps", ["1", "50"])
