@@ -36,6 +36,7 @@ setup(
             "pytest>=8",
             "pytest-xdist>=3.5",
             "hypothesis>=6",
+            "ml_dtypes>=0.5",
             "ruff==0.17.6",
             "mypy==2.4.1",
             "types-PyYAML",

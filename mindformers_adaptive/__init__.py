@@ -34,6 +34,7 @@ _MODULE_OF = {
     "make_policy": "lab.policies",
     "register": "integration.registration",
     "scale_sense_from_megatron": "rules.megatron",
+    "simulate_formats": "amp.simulated_formats",
     "window_ladder": "rules.ladder",
 }
 __all__ = [*_MODULE_OF]

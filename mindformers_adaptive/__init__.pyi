@@ -6,6 +6,7 @@ from mindformers_adaptive.amp.manager import RuleLossScaleManager as RuleLossSca
 from mindformers_adaptive.amp.scaler import AdaptiveLossScaler as AdaptiveLossScaler
 from mindformers_adaptive.amp.scaler import GradientGuidedLossScaler as GradientGuidedLossScaler
 from mindformers_adaptive.amp.scaler import RuleLossScaler as RuleLossScaler
+from mindformers_adaptive.amp.simulated_formats import simulate_formats as simulate_formats
 from mindformers_adaptive.amp.train_network import FixedScaleTrainOneStepCell as FixedScaleTrainOneStepCell
 from mindformers_adaptive.amp.train_network import build_train_network as build_train_network
 from mindformers_adaptive.amp.train_network import enable_loss_scale_on_cpu as enable_loss_scale_on_cpu

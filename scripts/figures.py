@@ -55,6 +55,7 @@ FIGURES = {
     "guided_training": Figure(
         "python scripts/guided_training.py --picture docs/images/guided_training.png", "guided_training"
     ),
+    "formats": Figure("python scripts/formats_training.py", "formats_training"),
     "update": Figure("python scripts/benchmark.py update", "benchmark"),
     "update_pynative": Figure("python scripts/benchmark.py update --mode PyNative --rounds 20 --calls 20", "benchmark"),
     "step": Figure("python scripts/benchmark.py step --copies 2 --rounds 12 --pynative-rounds 3", "benchmark"),

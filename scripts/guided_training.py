@@ -13,7 +13,7 @@ import reporting
 
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.runs import draw_runs
-from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16
+from mindformers_adaptive.rules.formats import FLOAT16
 
 RULES = ("guided", "adaptive")
 STARTS = (2**32, 2**10)
@@ -94,7 +94,7 @@ def scale_of(row):
     if row["overflow"]:
         return f"{exponent}!"
     gradient = row["largest_gradient"]
-    return exponent if gradient is None else f"{exponent}/{math.floor(math.log2(LARGEST_FLOAT16 / gradient))}"
+    return exponent if gradient is None else f"{exponent}/{math.floor(math.log2(FLOAT16.largest / gradient))}"
 
 
 def tables(result):

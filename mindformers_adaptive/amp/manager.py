@@ -195,7 +195,7 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
 
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
-        scale_factor, exchange_rate, min_loss_scale, max_loss_scale, track_per_parameter: as in
+        scale_factor, exchange_rate, min_loss_scale, max_loss_scale, gradient_format, track_per_parameter: as in
             :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`.
 
     Raises:

@@ -211,7 +211,7 @@ class GradientGuidedLossScaler(RuleLossScaler):
 
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
-        scale_factor, exchange_rate, min_loss_scale, max_loss_scale: as in
+        scale_factor, exchange_rate, min_loss_scale, max_loss_scale, gradient_format: as in
             :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`.
 
     Raises:

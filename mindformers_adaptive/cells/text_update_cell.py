@@ -9,7 +9,7 @@ from mindformers_adaptive.cells.update_cell import RuleUpdateCell, read_restored
 from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.text_rule import BOUNDS, LARGEST_FLOAT16, SAFE_EXPONENTS, TextRule
+from mindformers_adaptive.rules.text_rule import BOUNDS, TextRule, possible_exponents
 
 __all__ = ["GradientGuidedLossScaleUpdateCell", "RuleLossScaleUpdateCell", "TextUpdateCell"]
 
@@ -44,9 +44,10 @@ class TextUpdateCell(RuleUpdateCell):
             self.powers = to_tensor([2.0**n for n in range(rule.min_exponent, rule.max_exponent + 1)])
         if self.signals:
             # A gradient that is at most so many of these shows that exponent: inf and NaN none, 0 all of them.
-            fits_at = [min(LARGEST_FLOAT16 * 2.0**-n, LARGEST_FLOAT32) for n in SAFE_EXPONENTS]
+            exponents = possible_exponents(rule.gradient_format)
+            fits_at = [min(rule.gradient_format.largest * 2.0**-n, LARGEST_FLOAT32) for n in exponents]
             self.fits_at = to_tensor([*fits_at, float(np.nextafter(np.float32(SMALLEST_FLOAT32), np.float32(0)))])
-            self.shown = to_tensor([_NOTHING, *SAFE_EXPONENTS, _NOTHING])
+            self.shown = to_tensor([_NOTHING, *exponents, _NOTHING])
             self.nothing = to_tensor(_NOTHING)
         self.kept = tuple(field.name for field in rule.fields)
         self.recorded = tuple(_place_of(rule, key) for key in rule.recorded)
@@ -147,6 +148,8 @@ class GradientGuidedLossScaleUpdateCell(TextUpdateCell):
             closer the scale is to the ceiling. Default: 1.0, what a fixed window of 1000 pays.
         min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
         max_loss_scale (float, optional): the cap of the loss scale. Default: None, the largest power of two in float32.
+        gradient_format (Union[str, dict, Format]): the format of the gradients, as in
+            :class:`~mindformers_adaptive.rules.guided.GuidedRule`. Default: "float16".
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0, as in
             MindSpore's cells.
         track_per_parameter (bool): whether to keep the largest gradient of each Parameter of the last step, for
@@ -188,11 +191,16 @@ class GradientGuidedLossScaleUpdateCell(TextUpdateCell):
         exchange_rate=1.0,
         min_loss_scale=1.0,
         max_loss_scale=None,
+        gradient_format="float16",
         history_size=0,
         track_per_parameter=False,
     ):
         rule = GuidedRule(
-            exchange_rate, scale_factor=scale_factor, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
+            exchange_rate,
+            scale_factor=scale_factor,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            gradient_format=gradient_format,
         )
         super().__init__(rule, loss_scale_value, history_size, track_per_parameter)
 

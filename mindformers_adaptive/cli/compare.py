@@ -9,10 +9,11 @@ examples:
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, print_sources, read_sources
 from mindformers_adaptive.cli.output import add_json_argument, progress_bar, read_picture
-from mindformers_adaptive.lab.policies import POLICY_NAMES
+from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays
@@ -60,7 +61,9 @@ def run(options: argparse.Namespace) -> None:
     makers = dict(policy_maker(text) for text in options.policies or _DEFAULT_POLICIES)
     sources = read_sources(options, makers)
     if not options.policies and all(source.trace.largest_gradient is not None for source in sources):
-        makers |= [policy_maker(name) for name in _WITH_GRADIENTS]
+        [shared, *others] = {source.trace.gradient_format for source in sources}
+        if not others:
+            makers |= {name: partial(make_policy, name, gradient_format=shared) for name in _WITH_GRADIENTS}
     traces = [source.trace for source in sources]
     with progress_bar(len(makers) * len(traces), "replaying") as progress:
         comparison = compare(makers, traces, progress=progress)

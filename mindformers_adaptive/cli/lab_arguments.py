@@ -20,6 +20,7 @@ from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRu
 from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, synthetic_traces
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
+from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.text.files import json_object
 
 __all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources"]
@@ -113,9 +114,17 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
             sources += _read_folder(Path(word), options.ceilings)
         else:
             sources.append(_read_file(Path(word), options.ceilings))
-    for name in filter(is_rule_name, dict.fromkeys(policy.partition(":")[0] for policy in policies)):
+    texts = {policy.partition(":")[0]: policy for policy in policies}
+    for name in filter(is_rule_name, texts):
         rule = find_rule(name)
         for source in sources:
+            gradient_format = source.trace.gradient_format
+            if rule.signals and gradient_format != FLOAT16 and "gradient_format" not in texts[name]:
+                print(
+                    f"The gradients of {source.trace.name} are in {gradient_format.name}: there {name!r} needs "
+                    f"gradient_format={gradient_format.name}, or it takes them for float16.",
+                    file=sys.stderr,
+                )
             if rule.signals and source.trace.largest_gradient is None:
                 print_text(
                     f"{source.trace.name} has no largest gradients: there {name!r} sees overflows only. A record of "

@@ -26,6 +26,7 @@ from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
 from mindformers_adaptive.gradients.recommendation import judge, table_of_groups
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms
+from mindformers_adaptive.rules.formats import FORMATS
 
 __all__ = ["add_arguments", "add_sweep_arguments", "run", "sweep"]
 
@@ -61,6 +62,9 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", help="a .ckpt or .safetensors file, or a folder of them; default: new weights")
     parser.add_argument(
         "--batches", type=integer(1), default=4, help="how many batches of the training data; default: 4"
+    )
+    parser.add_argument(
+        "--gradient-format", choices=FORMATS, default="float16", help="of the backward pass; default: float16"
     )
     add_json_argument(parser)
 
@@ -99,5 +103,14 @@ def sweep(options: argparse.Namespace, loss_scales, layers=()):  # type: ignore[
         from mindformers_adaptive.integration.training_probe import probe
 
         with progress_bar(options.batches * len(loss_scales), "backward passes") as progress:
-            training = (options.config, options.checkpoint, options.train_dataset_dir)
-            return probe(*training, loss_scales, options.batches, overrides=overrides, layers=layers, progress=progress)
+            return probe(
+                options.config,
+                options.checkpoint,
+                options.train_dataset_dir,
+                loss_scales,
+                options.batches,
+                overrides=overrides,
+                layers=layers,
+                progress=progress,
+                gradient_format=options.gradient_format,
+            )

@@ -1,1 +1,1 @@
-"""What FP16 does to the gradients of a network, scale by scale, and which loss scale to start from."""
+"""What a format does to the gradients of a network, scale by scale, and which loss scale to start from."""

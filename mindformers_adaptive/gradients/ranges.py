@@ -15,6 +15,7 @@ from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics, merge_statistics
 from mindformers_adaptive.rules.checks import require_positive
+from mindformers_adaptive.rules.formats import find_format
 
 __all__ = [
     "DEFAULT_LOSS_SCALES",
@@ -34,7 +35,9 @@ DEFAULT_LOSS_SCALES = recommendation.EVERY_POWER[::4]
 _SAME_LOSS = 1e-5
 
 
-def gradient_ranges(network, inputs, loss_scales=DEFAULT_LOSS_SCALES, *, layers=(), progress=None):
+def gradient_ranges(
+    network, inputs, loss_scales=DEFAULT_LOSS_SCALES, *, layers=(), progress=None, gradient_format="float16"
+):
     """Run the backward pass at each loss scale and return the ranges of the gradients.
 
     Give the train-step cell, if there is one: then the gradients are those of the training, by the cell's own gradient
@@ -53,6 +56,9 @@ def gradient_ranges(network, inputs, loss_scales=DEFAULT_LOSS_SCALES, *, layers=
         layers (Iterable[str]): cells of the network whose outputs are measured too, by name or by the name of their
             class; see :class:`mindformers_adaptive.gradients.ranges.LayerOutputs`. Default: none.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
+        gradient_format (Union[str, dict, Format]): the format of the gradients in the backward pass, which the report
+            and its texts name: "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "hifloat8", or the numbers of
+            another, see :class:`~mindformers_adaptive.rules.formats.Format`. Default: "float16".
 
     Returns:
         GradientRanges.
@@ -70,10 +76,12 @@ def gradient_ranges(network, inputs, loss_scales=DEFAULT_LOSS_SCALES, *, layers=
         >>> ranges.loss_scales, ranges.overflowed_batches(2**30), list(ranges.outputs)
         ((1.0, 1073741824.0), 1, ['_backbone'])
     """
-    return GradientSweep(network, layers)(inputs, loss_scales, progress=progress)
+    return GradientSweep(network, layers, gradient_format)(inputs, loss_scales, progress=progress)
 
 
-def find_loss_scale(network, batches, margin=recommendation.DEFAULT_MARGIN, *, progress=None):
+def find_loss_scale(
+    network, batches, margin=recommendation.DEFAULT_MARGIN, *, progress=None, gradient_format="float16"
+):
     """Find the loss scale from which to start the training of a network.
 
     :func:`gradient_ranges` tries every power of two from 2^0 to 2^32.
@@ -84,6 +92,7 @@ def find_loss_scale(network, batches, margin=recommendation.DEFAULT_MARGIN, *, p
         margin (int): how many powers of two to stay below the largest scale that does not overflow.
             Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: 2.
         progress (Callable, optional): called with the number of backward passes done, 33 a batch. Default: None.
+        gradient_format (Union[str, dict, Format]): as there. Default: "float16".
 
     Returns:
         LossScaleRecommendation; ``print`` it for the text and the YAML.
@@ -103,7 +112,8 @@ def find_loss_scale(network, batches, margin=recommendation.DEFAULT_MARGIN, *, p
         (8192.0, 2048.0)
     """
     recommendation.check_margin(margin)
-    ranges = gradient_ranges(network, batches, recommendation.EVERY_POWER, progress=progress)
+    sweep = GradientSweep(network, gradient_format=gradient_format)
+    ranges = sweep(batches, recommendation.EVERY_POWER, progress=progress)
     return recommendation.recommend_loss_scale(ranges, margin)
 
 
@@ -113,6 +123,7 @@ class GradientSweep:
     Args:
         network (Cell): as there.
         layers (Iterable[str]): as there. Default: none.
+        gradient_format (Union[str, dict, Format]): as there. Default: "float16".
 
     Attributes:
         weights (tuple[Parameter]): the trainable Parameters, in the order of the reports.
@@ -122,8 +133,9 @@ class GradientSweep:
         ValueError: if it has no Parameter to train, or no such layer.
     """
 
-    def __init__(self, network, layers=()):
+    def __init__(self, network, layers=(), gradient_format="float16"):
         self._network = network
+        self._format = find_format(gradient_format)
         self._backward = backward_pass(network)
         self._layer_outputs = LayerOutputs(network, layers)
         self.weights = tuple(self._backward.weights)
@@ -155,7 +167,7 @@ class GradientSweep:
             raise ValueError("'inputs' must hold at least one batch, but is empty. Give a tuple of Tensors.")
         weights = {weight.name: array_statistics(to_numpy(weight)) for weight in self.weights}
         merged = {name: merge_statistics(part[name] for part in outputs) for name in outputs[0]}
-        return GradientRanges(weights, tuple(ranges), merged)
+        return GradientRanges(weights, tuple(ranges), merged, self._format)
 
     def _sweep(self, batch, scales, restore_random_state, observe):
         at_scales, reference, reference_scale = [], {}, 1.0

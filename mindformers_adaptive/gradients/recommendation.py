@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges
 from mindformers_adaptive.rules.checks import require_integer
+from mindformers_adaptive.rules.formats import FLOAT16, Format
 from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["DEFAULT_MARGIN", "EVERY_POWER", "HARMLESS_SHARE", "LossScaleRecommendation", "Verdict"]
@@ -44,6 +45,7 @@ class Verdict:
         parameter (str, optional): the Parameter that loses the largest share; None if nothing is known.
         parameter_share (float, optional): its share.
         without_gradient (tuple[str, ...]): Parameters whose gradients are 0 at every scale, of which nothing is known.
+        gradient_format (Format): the format of the gradients. Default: float16.
     """
 
     loss_scale: float
@@ -51,6 +53,7 @@ class Verdict:
     parameter: str | None = None
     parameter_share: float | None = None
     without_gradient: tuple[str, ...] = ()
+    gradient_format: Format = FLOAT16
 
     @property
     def is_harmful(self) -> bool | None:
@@ -61,7 +64,8 @@ class Verdict:
         scale = as_power_of_two(self.loss_scale)
         if self.parameter_share is None:
             return f"What is lost at {scale} is not known: it overflows, or all gradients are 0 at every scale."
-        lost = f"At {scale} FP16 loses {self.parameter_share:.2%} of the gradient of {self.parameter}, by its norm"
+        of = f"{self.parameter_share:.2%} of the gradient of {self.parameter}"
+        lost = f"At {scale} {self.gradient_format.title} loses {of}, by its norm"
         if self.is_harmful:
             text = f"{lost}. More than {HARMLESS_SHARE:.0%} does harm."
         else:
@@ -77,7 +81,7 @@ class Verdict:
 
     def to_dict(self) -> dict[str, object]:
         """Return everything as JSON can hold it."""
-        return {**vars(self), "is_harmful": self.is_harmful}
+        return {**vars(self), "gradient_format": self.gradient_format.given, "is_harmful": self.is_harmful}
 
 
 def judge(ranges: GradientRanges, loss_scale: float) -> Verdict:
@@ -104,10 +108,11 @@ def judge(ranges: GradientRanges, loss_scale: float) -> Verdict:
     shares = _known_shares(parameters)
     if not shares:
         # The scale overflows, is the only one of the sweep, or all gradients are 0.
-        return Verdict(loss_scale)
+        return Verdict(loss_scale, gradient_format=ranges.gradient_format)
     worst = max(shares, key=lambda name: shares[name])
     without_gradient = tuple(name for name in parameters if name not in shares)
-    return Verdict(loss_scale, _known_shares(ranges.groups(loss_scale)), worst, shares[worst], without_gradient)
+    groups = _known_shares(ranges.groups(loss_scale))
+    return Verdict(loss_scale, groups, worst, shares[worst], without_gradient, ranges.gradient_format)
 
 
 def _known_shares(statistics: Mapping[str, ArrayStatistics]) -> dict[str, float]:
@@ -180,10 +185,11 @@ class LossScaleRecommendation:
             lines.append(f"Gradients that underflow: {', '.join(shares)}.")
         if lowest.groups:
             lines += ["", table_of_groups(ends), "", str(lowest)]
+        title = self.ranges.gradient_format.title
         if self.needs_scaling:
-            lines.append("FP16 needs loss scaling here.")
+            lines.append(f"{title} needs loss scaling here.")
         if self.needs_scaling is False:
-            lines.append("FP16 needs no loss scaling here, 1 would do as well.")
+            lines.append(f"{title} needs no loss scaling here, 1 would do as well.")
         if start.is_harmful and start != lowest:
             lines.append(f"No scale holds them all: {start}")
         below = round(math.log2(self.ceiling / self.loss_scale_value))
@@ -191,20 +197,22 @@ class LossScaleRecommendation:
         return "\n".join([*lines, "", self.yaml])
 
     def _no_scale_helps(self) -> str:
+        title = self.ranges.gradient_format.title
         if not self.loss_is_finite:
             return (
                 "The loss itself is inf or NaN: no loss scale can help. Check the data, the weights and the forward "
-                "operations in FP16."
+                f"operations in {title}."
             )
         lowest = as_power_of_two(self.ranges.loss_scales[0])
         return (
             f"The gradients overflow even at loss scale {lowest}: no loss scale from {lowest} can help. Compute the "
-            "part of the backward pass that is too large for FP16 in float32, or divide the loss."
+            f"part of the backward pass that is too large for {title} in float32, or divide the loss."
         )
 
     def to_dict(self) -> dict[str, object]:
         """Return everything but the sweep, with the YAML as ``yaml``, as JSON can hold it."""
         plain = {name: value for name, value in vars(self).items() if name not in ("ranges", "verdicts")}
+        plain["gradient_format"] = self.ranges.gradient_format.given
         return {**plain, "verdicts": [verdict.to_dict() for verdict in self.verdicts], "yaml": self.yaml}
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16
+from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.text.files import atomic_write, json_text
 from mindformers_adaptive.text.table import align, as_power_of_two
 
-__all__ = ["FP16_EXPONENTS", "MOST_GROUPS", "ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics"]
+__all__ = ["MOST_GROUPS", "ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics"]
 __all__ += ["group_parameters", "merge_statistics", "parameter_group"]
 
 # More rows of histograms are too many to compare.
@@ -137,11 +137,13 @@ class GradientRanges:
         batches (tuple[tuple[ScaleRanges, ...], ...]): for each batch the scales, in increasing order.
         outputs (dict[str, ArrayStatistics]): the outputs of the layers that were asked for, by their names, over all
             batches; they do not depend on the loss scale.
+        gradient_format (Format): the format of the gradients in the backward pass. Default: float16.
     """
 
     weights: Mapping[str, ArrayStatistics]
     batches: tuple[tuple[ScaleRanges, ...], ...]
     outputs: Mapping[str, ArrayStatistics] = field(default_factory=dict)
+    gradient_format: Format = FLOAT16
 
     @property
     def loss_scales(self) -> tuple[float, ...]:
@@ -194,6 +196,7 @@ class GradientRanges:
     def to_dict(self) -> dict[str, object]:
         """Return everything as dicts, lists and numbers."""
         return {
+            "gradient_format": self.gradient_format.given,
             "weights": {
                 "overall": merge_statistics(self.weights.values()).to_dict(),
                 "parameters": {name: each.to_dict() for name, each in self.weights.items()},
@@ -246,7 +249,8 @@ class GradientRanges:
                 raise ValueError("no loss scale")
             at_scales.sort(key=lambda one: one.loss_scale)
             weights = sweep.get("weights", {"parameters": {}})["parameters"]
-            return cls(_read(weights), (tuple(at_scales),), _read(sweep.get("outputs", {})))
+            gradient_format = find_format(sweep.get("gradient_format", FLOAT16))
+            return cls(_read(weights), (tuple(at_scales),), _read(sweep.get("outputs", {})), gradient_format)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TypeError(
                 "'sweep' must be what GradientRanges.to_dict() returns, with at least 1 loss scale, but got "
@@ -316,10 +320,6 @@ def _cells(statistics: ArrayStatistics) -> list[str]:
     return [f"{statistics.largest:.2e}", smallest, f"{statistics.norm:.3g}", *percents]
 
 
-# The smallest subnormal number of FP16, the smallest normal one and the largest, as exponents of 2. Below the second,
-# numbers are coarse, below half of the first they become 0, and above the largest they become inf.
-FP16_EXPONENTS = (-24.0, -14.0, math.log2(LARGEST_FLOAT16))
-
 _Floats = NDArray[np.float64]
 
 # An array is read in pieces of this many elements, so that the float64 copies stay small.
@@ -367,10 +367,9 @@ class ArrayStatistics:
         """
         return self.lost / self.reference_norm if self.lost is not None and self.reference_norm > 0 else None
 
-    @property
-    def subnormal_share(self) -> float:
-        """The share of elements below the smallest normal number of FP16, without those that are 0."""
-        _, normal, _ = FP16_EXPONENTS
+    def subnormal_share(self, gradient_format: Format = FLOAT16) -> float:
+        """Return the share of elements below the smallest normal number of a format, without those that are 0."""
+        _, normal, _ = gradient_format.exponents
         return self.share(sum(number for exponent, number in self.histogram.items() if exponent < normal)) or 0.0
 
     def share(self, count: int | None) -> float | None:

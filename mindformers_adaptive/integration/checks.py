@@ -21,6 +21,7 @@ _ACCUMULATION = "runner_config.gradient_accumulation_steps"
 _TRAIN_STEP = "runner_wrapper"
 _SCALE_SENSE = f"{_TRAIN_STEP}.scale_sense"
 _COMPUTE_DTYPE = "model.model_config.compute_dtype"
+_WEIGHTS_DTYPE = "model.model_config.param_init_type"
 _FLAGS = (
     "use_parallel",
     _PER_TOKEN,
@@ -117,11 +118,12 @@ def check_config(config: Any) -> None:
 
     Warns:
         UserWarning: if a loss per token starts from a scale that costs a dozen steps more than the usual start, if
-            the loss scale of a bfloat16 model moves, or if a float16 model has none.
+            the loss scale of a bfloat16 model moves, a float16 model has none, or weights are kept in float16.
     """
     if config.run_mode in ("eval", "predict"):
         return
     _check_values(config)
+    _warn_of_lost_updates(config)
     if given_to_train_step(config, _SKIP):
         _check_dropping(config)
     train_step = config.runner_wrapper
@@ -296,6 +298,17 @@ def _parameters_of(function: Callable[..., Any]) -> Collection[inspect.Parameter
 def _nearest(word: str, known: Collection[str]) -> str:
     candidates = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     return f"Did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""
+
+
+def _warn_of_lost_updates(config: Any) -> None:
+    # The optimizers compute in float32, and write the weights in their own type. Half the distance between two numbers
+    # of float16 is 1/4096 to 1/2048 of them.
+    if str(value_at(config, _WEIGHTS_DTYPE)).lower() == "float16":
+        warnings.warn(
+            f"'{_WEIGHTS_DTYPE}' is float16: an update below 1/4096 of its weight is lost, at any loss scale. Training "
+            "goes on with it. Set it to float32; 'compute_dtype' may stay float16.",
+            stacklevel=3,
+        )
 
 
 def _warn_of_format(config: Any) -> None:

@@ -29,6 +29,7 @@ def probe(
     overrides=None,
     layers=(),
     progress=None,
+    gradient_format="float16",
 ):
     """Sweep over loss scales with the model and the data of a MindFormers YAML file.
 
@@ -47,6 +48,8 @@ def probe(
             none.
         progress (Callable, optional): called with the number of backward passes done; there are
             ``batches * len(loss_scales)``. Default: None.
+        gradient_format (Union[str, dict, Format]): the format of the gradients in the backward pass, as in
+            :func:`~mindformers_adaptive.gradients.ranges.gradient_ranges`. Default: "float16".
 
     Returns:
         GradientRanges, for :func:`mindformers_adaptive.gradients.recommendation.recommend_loss_scale` as well.
@@ -65,7 +68,8 @@ def probe(
     if checkpoint is not None:
         load_weights(train_step.network, checkpoint)
     rows = itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches)
-    return gradient_ranges(train_step, rows, loss_scales, layers=layers, progress=progress)
+    how = {"layers": layers, "progress": progress, "gradient_format": gradient_format}
+    return gradient_ranges(train_step, rows, loss_scales, **how)
 
 
 def build_training(config_path, train_dataset_dir=None, overrides=None):

@@ -9,6 +9,7 @@ from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.gradients.ranges import GradientSweep, LayerOutputsError, checked_layers, checked_loss_scales
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback
 from mindformers_adaptive.rules.checks import require_integer
+from mindformers_adaptive.rules.formats import find_format
 
 __all__ = ["GradientRangeMonitor"]
 
@@ -53,6 +54,9 @@ class GradientRangeMonitor(RecordingCallback):
             all of them run the passes. Default: False, because with data parallel training the weights are the same.
         layers (Iterable[str], optional): layers whose outputs are measured too, by name or by the name of their class,
             by a forward pass in PyNative mode. Default: None, no layer.
+        gradient_format (Union[str, dict]): the format of the gradients in the backward pass, which the record names
+            and pictures show: "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "hifloat8", or the numbers of
+            another, see :class:`~mindformers_adaptive.rules.formats.Format`. Default: "float16".
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -76,7 +80,14 @@ class GradientRangeMonitor(RecordingCallback):
     every_step = False
 
     def __init__(
-        self, every_n_steps=100, loss_scales=None, record_path=None, tensorboard_dir=None, all_ranks=False, layers=None
+        self,
+        every_n_steps=100,
+        loss_scales=None,
+        record_path=None,
+        tensorboard_dir=None,
+        all_ranks=False,
+        layers=None,
+        gradient_format="float16",
     ):
         super().__init__(record_path, tensorboard_dir, all_ranks)
         self._every_n_steps = require_integer(
@@ -84,12 +95,13 @@ class GradientRangeMonitor(RecordingCallback):
         )
         self._loss_scales = [] if loss_scales is None else checked_loss_scales(loss_scales)
         self._layers = () if layers is None else checked_layers(layers)
+        self._format = find_format(gradient_format)
 
     def on_train_begin(self, run_context):
         """Look up the network, and the step to go on from."""
         params = run_context.original_args()
         self._train_step = _find_train_step(params.train_network)
-        self._sweep = GradientSweep(self._train_step, self._layers)
+        self._sweep = GradientSweep(self._train_step, self._layers, self._format)
         self._warned = set()
         self._open(params, self._train_step)
 
@@ -127,7 +139,7 @@ class GradientRangeMonitor(RecordingCallback):
             ranges = self._sweep(batch, scales, observe=observe, observe_output=observe_output)
         except LayerOutputsError as error:
             self._warn_once(f"{error} GradientRangeMonitor goes on without 'layers'.")
-            self._sweep = GradientSweep(self._train_step)
+            self._sweep = GradientSweep(self._train_step, gradient_format=self._format)
             ranges = self._sweep(batch, scales, observe=observe)
         if self._writer is not None:
             for weight in self._sweep.weights:

@@ -38,6 +38,7 @@ class LossScaleMonitor(RecordingCallback):
     ``growth_num, down_num``         counts of raises and drops after the step
     ``skipped_steps``                overflowed steps so far
     ``largest_gradient``             largest absolute gradient of the step, unscaled and before clipping
+    ``gradient_format``              the format that a rule takes it to be in; only where the rule needs it
     ``overflowed_parameters``        only if it can be known: the Parameters whose gradients had an inf or a NaN
     ``dropped_by_norm``              whether MindFormers dropped the step for the size of its gradients, with
                                      ``use_skip_data_by_global_norm``; that is no overflow, and the scale stays
@@ -203,7 +204,7 @@ class LossScaleMonitor(RecordingCallback):
         if not entries:
             return
         fields = (*FIELDS, *self._reader.recorded)
-        kept = (*fields, "overflowed_parameters")
+        kept = (*fields, "gradient_format", "overflowed_parameters")
         self._append([{field: entry[field] for field in kept if field in entry} for entry in entries])
         for entry in entries:
             for field in fields[1:]:

@@ -131,6 +131,9 @@ class StepReader:
         entries = entries or [self._read_last(step, count, outputs)]
         if entries[-1]["overflow"] and self.names_parameters:
             entries[-1]["overflowed_parameters"] = self._update_cell.overflowed_parameters()
+        if self.measures_gradients:
+            told = {"gradient_format": self._update_cell.rule.gradient_format.given}
+            entries = [entry | told for entry in entries]
         if "skipped_steps" in self._parameters:
             entries = [entry | {"skipped_steps": entry["skipped_steps"] + self._skipped_by_others} for entry in entries]
         self.window = tuple(map(entries[-1].get, _OF_WINDOW))

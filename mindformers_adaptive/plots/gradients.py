@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.gradients.report import FP16_EXPONENTS, ArrayStatistics, GradientRanges, parameter_group
+from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges, parameter_group
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
+from mindformers_adaptive.rules.formats import Format
 
 __all__ = [
-    "FP16_EXPONENTS",
     "GradientSeries",
     "GroupSeries",
     "draw_gradient_records",
@@ -31,23 +31,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The exponents that have a bar: those of FP16 and a few beyond. Gradients in float32 further out count at the ends.
-_FIRST, _LAST = -30, 19
+# Beside the exponents of the format so many more have a bar, below and above. Gradients further out count at the ends.
+_BELOW, _ABOVE = 6, 4
 
-# Where the bar of underflows and that of inf and NaN stand, apart from the others.
-_ZERO, _INF = _FIRST - 3, _LAST + 3
-_TICKS = {_ZERO + 0.5: "0", -24: "$2^{-24}$", -14: "$2^{-14}$", 0: "1", 16: "$2^{16}$", _INF + 0.5: "inf"}
-
-# Colour and name of the bars from a place on.
-_KINDS = {
-    _ZERO: (canvas.WARNING, "underflowed to 0"),
-    _FIRST: (canvas.FAINT, "subnormal or below"),
-    -14: (canvas.MAIN, "normal"),
-    _INF: (canvas.PURPLE, "inf or NaN"),
-}
-_PLACES = range(_ZERO, _INF + 1)
-_COLOURS = [_KINDS[max(first for first in _KINDS if first <= place)][0] for place in _PLACES]
-_LABELS = [_KINDS[place][1] if place in _KINDS else "_" for place in _PLACES]
+# The bar of underflows and that of inf and NaN stand so far apart from the others.
+_APART = 3
 
 # Purple is too pale for letters.
 _DARK_PURPLE = "#9b3f76"
@@ -62,7 +50,8 @@ def draw_histograms(
 
     The gradients are those of the backward pass, multiplied by the loss scale. A bar on the left is the share that
     underflowed to 0, a bar on the right the share that is inf or NaN; gradients that are 0 at every scale have no bar.
-    All shares are of all gradients of the group. Magnitudes below 2^-30 or from 2^20 on count in the last bars.
+    All shares are of all gradients of the group. Magnitudes far out of the format's range, in FP16 below 2^-30 or from
+    2^20 on, count in the last bars.
 
     Args:
         sweep (Mapping): what ``GradientRanges.to_dict()`` returns, or its JSON file holds.
@@ -92,7 +81,8 @@ def draw_histograms(
     figure = canvas.new_figure(max(10.0, 4.2 * len(chosen)), 2.0 + 1.5 * len(columns[0]))
     panels = figure.subplots(len(columns[0]), len(chosen), sharex=True, sharey="row", squeeze=False)
     for row, name in zip(panels, columns[0], strict=True):
-        bars = [_draw_histogram(axes, counts[name]) for axes, counts in zip(row, columns, strict=True)]
+        drawn = zip(row, columns, strict=True)
+        bars = [_draw_histogram(axes, counts[name], ranges.gradient_format) for axes, counts in drawn]
         row[0].set_ylabel(f"{canvas.as_text(name)}\nshare, %", fontsize=10.5)
         # Room above the bars for the text.
         row[0].set_ylim(0, (np.max(bars) or 1.0) * 1.45)
@@ -103,7 +93,7 @@ def draw_histograms(
         axes.set_xlabel("magnitude of gradient times loss scale, log2", fontsize=10.5)
     canvas.legend_below(figure, panels[0, 0].get_legend_handles_labels()[0])
     figure.align_ylabels()
-    canvas.headline(figure, _histogram_finding({scale: ranges.overall(scale) for scale in chosen}))
+    canvas.headline(figure, _histogram_finding(ranges, chosen))
     return figure
 
 
@@ -151,22 +141,37 @@ def draw_underflow(sweep: Mapping[str, Any], group: Callable[[str], str | None] 
     return figure
 
 
-def _draw_histogram(axes: Axes, counts: ArrayStatistics) -> Floats:
+def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format) -> Floats:
     """Draw the bars of a histogram, and return their heights in percent."""
     canvas.style_axes(axes)
     axes.grid(visible=False, axis="x")
-    exponents = np.clip(list(counts.histogram), _FIRST, _LAST)
-    numbers, _ = np.histogram(exponents, [*_PLACES, _INF + 1], weights=list(counts.histogram.values()))
+    subnormal, normal, largest = map(math.floor, gradient_format.exponents)
+    first, last = subnormal - _BELOW, largest + _ABOVE
+    zero, inf = first - _APART, last + _APART
+    # Colour and name of the bars from a place on.
+    kinds = {
+        zero: (canvas.WARNING, "underflowed to 0"),
+        first: (canvas.FAINT, "subnormal or below"),
+        normal: (canvas.MAIN, "normal"),
+        inf: (canvas.PURPLE, "inf or NaN"),
+    }
+    places = range(zero, inf + 1)
+    colours = [kinds[max(start for start in kinds if start <= place)][0] for place in places]
+    labels = [kinds[place][1] if place in kinds else "_" for place in places]
+    exponents = np.clip(list(counts.histogram), first, last)
+    numbers, _ = np.histogram(exponents, [*places, inf + 1], weights=list(counts.histogram.values()))
     numbers[[0, -1]] = counts.underflowed or 0, counts.infs_and_nans
     shares: Floats = 100.0 * numbers / max(counts.size, 1)
-    axes.bar(_PLACES, shares, width=1.0, align="edge", color=_COLOURS, label=_LABELS, edgecolor="white", linewidth=0.4)
+    axes.bar(places, shares, width=1.0, align="edge", color=colours, label=labels, edgecolor="white", linewidth=0.4)
     limits: dict[str, Any] = {"colors": canvas.MUTED, "linewidth": 0.9, "linestyles": "dashed", "gid": "limits"}
-    limits["label"] = "FP16: $2^{-24}$, $2^{-14}$, 65504"
-    axes.vlines(FP16_EXPONENTS, 0, 1, transform=axes.get_xaxis_transform(), **limits)
-    axes.set_xticks(list(_TICKS), list(_TICKS.values()))
-    axes.set_xlim(_ZERO - 1.5, _INF + 2.5)
-    underflow, subnormal, inf_or_nan = _lost(counts)
-    text, colour = f"underflow {underflow}, subnormal {subnormal}", canvas.MUTED
+    limits["label"] = f"{gradient_format.title}: $2^{{{subnormal}}}$, $2^{{{normal}}}$, {gradient_format.largest:.6g}"
+    axes.vlines(gradient_format.exponents, 0, 1, transform=axes.get_xaxis_transform(), **limits)
+    powers = {float(place): f"$2^{{{place}}}$" for place in (subnormal, normal, largest + 1)}
+    ticks = {zero + 0.5: "0", **powers, 0: "1", inf + 0.5: "inf"}
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.set_xlim(zero - 1.5, inf + 2.5)
+    underflow, coarse, inf_or_nan = _lost(counts, gradient_format)
+    text, colour = f"underflow {underflow}, subnormal {coarse}", canvas.MUTED
     if counts.infs_and_nans:
         text, colour = f"inf or NaN {inf_or_nan}", _DARK_PURPLE
     elif counts.underflowed:
@@ -176,10 +181,11 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics) -> Floats:
     return shares
 
 
-def _histogram_finding(chosen: Mapping[float, ArrayStatistics]) -> str:
+def _histogram_finding(ranges: GradientRanges, scales: Iterable[float]) -> str:
     findings = []
-    for scale, counts in chosen.items():
-        underflow, subnormal, inf_or_nan = _lost(counts)
+    for scale in scales:
+        counts = ranges.overall(scale)
+        underflow, subnormal, inf_or_nan = _lost(counts, ranges.gradient_format)
         lost = f"{subnormal} are subnormal"
         if counts.infs_and_nans:
             lost = f"{inf_or_nan} are inf or NaN"
@@ -194,16 +200,18 @@ def _underflow_finding(ranges: GradientRanges) -> str:
     scales, fits = ranges.loss_scales, ranges.fitting_scales
     if not fits:
         return f"Every loss scale from {canvas.power_of_two(scales[0])} to {canvas.power_of_two(scales[-1])} overflows"
+    ends = sorted({fits[0], fits[-1]})
     known = [
-        f"{_lost(ranges.overall(scale))[0]} at {canvas.power_of_two(scale)}" for scale in sorted({fits[0], fits[-1]})
+        f"{_lost(ranges.overall(scale), ranges.gradient_format)[0]} at {canvas.power_of_two(scale)}" for scale in ends
     ]
     last = "the highest tried" if fits[-1] == scales[-1] else "the highest that does not overflow"
     return f"Underflow: {', '.join(known)}, {last}"
 
 
-def _lost(counts: ArrayStatistics) -> list[str]:
+def _lost(counts: ArrayStatistics, gradient_format: Format) -> list[str]:
     """Return the shares that underflow, are subnormal, and are inf or NaN."""
-    shares = (counts.share(counts.underflowed), counts.subnormal_share, counts.share(counts.infs_and_nans))
+    subnormal = counts.subnormal_share(gradient_format)
+    shares = (counts.share(counts.underflowed), subnormal, counts.share(counts.infs_and_nans))
     return [canvas.percent(share) for share in shares]
 
 
@@ -216,10 +224,8 @@ _COLUMNS = len(_QUANTILES) + 3
 # All gradients together stand among the groups by this name, which no group has.
 _ALL = "\0"
 
-# The axis goes on to a limit of FP16 that is at most so many powers of two away from the gradients.
+# The axis goes on to a limit of the format that is at most so many powers of two away from the gradients.
 _NEAR = 12.0
-
-_SUBNORMAL, _NORMAL, _LARGEST = FP16_EXPONENTS
 
 _WARNING, _PALE_WARNING = "#f2b48f", "#fae3d6"
 
@@ -234,7 +240,7 @@ class GroupSeries(NamedTuple):
         largest (NDArray): of shape (steps,), likewise the exponent of the largest magnitude.
         underflowed (NDArray): of shape (steps,), the share of the gradients that underflows at the loss scale of the
             training; nan where that is not known.
-        subnormal (NDArray): of shape (steps,), likewise the share that is subnormal in FP16.
+        subnormal (NDArray): of shape (steps,), likewise the share that is subnormal.
     """
 
     bands: Floats
@@ -252,6 +258,7 @@ class GradientSeries(NamedTuple):
         overflow (NDArray): bool of shape (steps,), whether the gradients overflowed at that scale.
         groups (dict[str, GroupSeries]): by group of Parameters.
         overall (GroupSeries): all gradients together.
+        gradient_format (Format): the format of the gradients.
     """
 
     step: Floats
@@ -259,6 +266,7 @@ class GradientSeries(NamedTuple):
     overflow: NDArray[np.bool_]
     groups: dict[str, GroupSeries]
     overall: GroupSeries
+    gradient_format: Format
 
 
 def is_gradient_record(record: Iterable[Mapping[str, object]]) -> bool:
@@ -272,8 +280,8 @@ def draw_gradient_records(
     """Draw where the gradients lie over the steps of a run: a row for each group of Parameters, a column for each run.
 
     Magnitudes are without the loss scale. Bands hold 50 and 90 % of the gradients that are not 0, as measured at the
-    highest loss scale that did not overflow. Shades show what FP16 loses at the loss scale of the training: gradients
-    in them underflow to 0, are subnormal, or overflow.
+    highest loss scale that did not overflow. Shades show what the format loses at the loss scale of the training:
+    gradients in them underflow to 0, are subnormal, or overflow.
 
     Args:
         records (Mapping[str, Sequence[Mapping]]): by the runs' names the lines of ``GradientRangeMonitor``'s record, as
@@ -321,25 +329,27 @@ def draw_gradient_records(
 
 
 def _limits(runs: Sequence[GradientSeries]) -> tuple[float, float]:
-    """Return the ends of the axis: all magnitudes, and the limits of FP16 where they are near."""
+    """Return the ends of the axis: all magnitudes, and the limits of the formats where they are near."""
     groups = [group for run in runs for group in run.groups.values()]
     found = np.concatenate([np.append(group.bands, group.largest) for group in groups])
     found = found[np.isfinite(found)]
     bottom, top = (found.min(), found.max()) if len(found) else (-24.0, 0.0)
-    limits = np.concatenate([limit - np.log2(run.loss_scale) for run in runs for limit in (_SUBNORMAL, _LARGEST)])
+    ends = [(run, limit) for run in runs for limit in run.gradient_format.exponents[::2]]
+    limits = np.concatenate([limit - np.log2(run.loss_scale) for run, limit in ends])
     near = limits[(bottom - _NEAR <= limits) & (limits <= top + _NEAR)]
     return near.min(initial=bottom) - 2.0, near.max(initial=top) + 2.0
 
 
 def _shade_limits(axes: Axes, run: GradientSeries) -> None:
-    """Shade what FP16 cannot hold, or only as subnormal numbers, at the loss scale of each step."""
+    """Shade what the format cannot hold, or only as subnormal numbers, at the loss scale of each step."""
     scale = np.log2(run.loss_scale)
     edges = np.concatenate([[run.step[0] - 0.5], (run.step[1:] + run.step[:-1]) / 2, [run.step[-1] + 0.5]])
     bottom, top = axes.get_ylim()
+    subnormal, normal, largest = run.gradient_format.exponents
     for low, high, colour, label in (
-        (np.full(len(scale), bottom), _SUBNORMAL - scale, _WARNING, "underflows to 0"),
-        (_SUBNORMAL - scale, _NORMAL - scale, _PALE_WARNING, "subnormal"),
-        (_LARGEST - scale, np.full(len(scale), top), canvas.CONTEXT, "overflows"),
+        (np.full(len(scale), bottom), subnormal - scale, _WARNING, "underflows to 0"),
+        (subnormal - scale, normal - scale, _PALE_WARNING, "subnormal"),
+        (largest - scale, np.full(len(scale), top), canvas.CONTEXT, "overflows"),
     ):
         low, high = np.clip(low, bottom, top), np.clip(high, bottom, top)
         if (high > low).any():
@@ -359,7 +369,7 @@ def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries) -> None:
 
 
 def _worst(group: GroupSeries) -> list[str]:
-    """Say what FP16 lost in the worst step, as far as it is known."""
+    """Say what was lost in the worst step, as far as it is known."""
     known = {"underflow": group.underflowed, "are subnormal": group.subnormal}
     return [
         f"{canvas.percent(float(np.nanmax(share)))} {what}" for what, share in known.items() if np.isfinite(share).any()
@@ -372,7 +382,7 @@ def _finding(runs: Mapping[str, GradientSeries]) -> str:
         worst, applied = _worst(run.overall), run.loss_scale[~run.overflow & np.isfinite(run.loss_scale)]
         scales = " to ".join(map(canvas.power_of_two, np.unique([applied.min(), applied.max()]))) if worst else ""
         lost = f"at most {' and '.join(worst)} at loss scale {scales}"
-        finding = lost if worst else "what FP16 loses is not known"
+        finding = lost if worst else f"what {run.gradient_format.title} loses is not known"
         if run.overflow.any():
             finding = f"{run.overflow.sum():,} of {canvas.count(len(run.step), 'measured step')} overflowed"
             finding += f", in the others {lost}" if worst else ""
@@ -412,6 +422,7 @@ def series_of_gradients(record: Sequence[Mapping[str, Any]], group: Callable[[st
         loss_scale=np.array(scales, np.float64),
         overflow=np.array([scale in {*sweep.loss_scales} - {*sweep.fitting_scales} for sweep, scale in measured]),
         overall=groups.pop(_ALL),
+        gradient_format=sweeps[0].gradient_format,
         groups=groups,
     )
 
@@ -432,5 +443,5 @@ def _rows(ranges: GradientRanges, loss_scale: Any, group: Callable[[str], str | 
             row[:-2] = [*np.interp(_QUANTILES, below, edges), math.log2(counts.largest)] - np.log2(best)
         if kind in at_training:
             share = at_training[kind].share(at_training[kind].underflowed)
-            row[-2:] = math.nan if share is None else share, at_training[kind].subnormal_share
+            row[-2:] = math.nan if share is None else share, at_training[kind].subnormal_share(ranges.gradient_format)
     return rows

@@ -218,7 +218,7 @@ def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], lines: Mappi
 
 
 def _lost(runs: Mapping[str, GradientSeries]) -> tuple[str, dict[str, Floats]]:
-    """Return what FP16 loses, and the share of each run: what underflows, or what is subnormal if that is not known."""
+    """Return what is lost, and the share of each run: what underflows, or what is subnormal if that is not known."""
     shares = {name: run.overall.underflowed for name, run in runs.items()}
     if all(np.isfinite(share).any() for share in shares.values()):
         return "underflow", shares
@@ -367,8 +367,10 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         columns = {field: np.asarray(getattr(run, field), np.float64) for field in ("step", "loss_scale", "overflow")}
         others = {"loss": run.loss, "largest_gradient": run.applied_gradients(), "scale_window": run.scale_window}
         columns |= {field: values for field, values in others.items() if values is not None}
+        gradient_format = run.gradient_format
     else:
         lines, columns = run, _columns(run)
+        gradient_format = next((line["gradient_format"] for line in run if line.get("gradient_format")), "float16")
     step, overflow, loss_scale = columns["step"], columns["overflow"] == 1, columns["loss_scale"]
     if not len(step):
         raise ValueError(
@@ -382,7 +384,8 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     unknown = np.full(len(step), np.nan)
     window = columns.get("scale_window", unknown)
     window = np.where(window > 0, window, np.nan)
-    ceiling = shown_ceilings(np.where(overflow, np.nan, columns.get("largest_gradient", unknown)))
+    shown = np.where(overflow, np.nan, columns.get("largest_gradient", unknown))
+    ceiling = shown_ceilings(shown, gradient_format)
     has_ceiling = not np.isnan(ceiling).all()
     counts_all = first_step == 1 and not np.isnan(skipped)
     return RunSeries(

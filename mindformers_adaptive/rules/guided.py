@@ -24,6 +24,7 @@ from mindformers_adaptive.rules.backend import (
 )
 from mindformers_adaptive.rules.base import STEP_LIMIT, Field
 from mindformers_adaptive.rules.checks import require_number, to_float32
+from mindformers_adaptive.rules.formats import Format
 from mindformers_adaptive.rules.text_rule import TextRule
 
 __all__ = ["NUM_BINS", "GuidedRule"]
@@ -177,8 +178,8 @@ class GuidedRule(TextRule):
     r"""Gradient-guided loss scaling: the scale follows what the largest gradient shows of its ceiling.
 
     The *ceiling* of a step is the largest scale at which nothing in it overflows. A step that was applied shows it:
-    its largest gradient, unscaled, times the scale must not pass 65504, the largest FP16 number. Two things decide
-    the next scale, and the lower one wins:
+    its largest gradient, unscaled, times the scale must not pass the largest number of the gradients' format, in FP16
+    65504. Two things decide the next scale, and the lower one wins:
 
     - the *cap*, from what the gradients showed. A record keeps, for 16 powers of two around their usual level, the
       share of recent steps that would have overflowed there. The cap is the scale that costs least: skipped steps in
@@ -195,7 +196,7 @@ class GuidedRule(TextRule):
     .. code-block:: text
 
         overflow:  e -= 10; first = e before the first of a row
-        applied:   shown = the largest integer with largest_gradient * 2^shown <= 65504
+        applied:   shown = the largest integer with largest_gradient * 2^shown <= largest number
           e > shown + contradictions // 2:  contradictions += 1, at most 6             (the gradients show too little)
           shown += contradictions // 2
           explained = shown < first
@@ -231,6 +232,9 @@ class GuidedRule(TextRule):
             take it. Default: 2.
         min_loss_scale (float): the floor of the scale, above 0. Default: 1.0, MindSpore's.
         max_loss_scale (float, optional): the cap of the scale. Default: None, the largest power of two in float32.
+        gradient_format (Union[str, Mapping, Format]): the format of the gradients: "float16", "bfloat16",
+            "float8_e5m2", "float8_e4m3fn", "hifloat8", or the numbers of another, see
+            :class:`~mindformers_adaptive.rules.formats.Format`. Default: "float16".
 
     Raises:
         TypeError: if an argument is not a number; ``True`` and ``False`` are not numbers here.
@@ -272,6 +276,7 @@ class GuidedRule(TextRule):
         scale_factor: float = 2,
         min_loss_scale: float = 1.0,
         max_loss_scale: float | None = None,
+        gradient_format: str | Mapping[str, Any] | Format = "float16",
     ) -> None:
         lowest, highest = _EXCHANGE_RATES
         self.exchange_rate = require_number(
@@ -283,7 +288,7 @@ class GuidedRule(TextRule):
         )
         remedy = "Leave it out, or take AdaptiveLossScaleUpdateCell for other factors."
         self.scale_factor = require_number("scale_factor", scale_factor, "2", lambda factor: factor == 2, remedy)
-        super().__init__(min_loss_scale, max_loss_scale)
+        super().__init__(min_loss_scale, max_loss_scale, gradient_format)
         self.patience = max(round(1000 / self.exchange_rate), 1)
         self.smallest_window = max(self.patience // 2, 1)
         self.largest_window = LARGEST_WINDOWS * self.smallest_window

@@ -15,16 +15,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.rules.base import Rule
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
+from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.rules.text_check import check_text
 
 __all__ = [
     "BOUNDS",
-    "LARGEST_FLOAT16",
-    "SAFE_EXPONENTS",
     "Lanes",
     "TextRule",
     "as_array",
     "max_safe_exponent",
+    "possible_exponents",
     "safe_exponents",
 ]
 
@@ -58,6 +58,7 @@ class Lanes:
         self._text, self._inputs, self._by_bits = type(first).text, first.inputs, first.moves_by_bits
         self._fields, self._state_class = first.fields, first.State
         self._shows = bool(first.signals)
+        self._largest = np.array([rule.gradient_format.largest for rule in rules])
         self._constants = _constants_of(tuple(rules))
         self.loss_scale = np.array([state.loss_scale for state in states], np.float64)
         values = [state._asdict() for state in states]
@@ -83,7 +84,7 @@ class Lanes:
         if self._by_bits:
             given["exponent"] = np.frexp(self.loss_scale)[1].astype(np.int32) - np.int32(1)
         if self._shows:
-            known, given["max_safe_exponent"] = safe_exponents(largest_gradient)
+            known, given["max_safe_exponent"] = safe_exponents(largest_gradient, self._largest)
             given["gradient_known"] = known & ~overflow
             given["largest_gradient"] = np.asarray(largest_gradient, np.float32)
         with np.errstate(all="ignore"):
@@ -139,7 +140,7 @@ class TextRule(Rule):
     ``skipped_steps``         int32   overflowed steps before this step
     ``largest_gradient``      float32 the signal: the largest absolute gradient, unscaled
     ``gradient_known``        bool    whether the step was applied, and that is a number above 0
-    ``max_safe_exponent``     int32   then the largest n with ``largest_gradient * 2**n`` within FP16
+    ``max_safe_exponent``     int32   then the largest n with ``largest_gradient * 2**n`` within the gradient format
     ``min_exponent``, ``max_exponent``, ``min_loss_scale``, ``max_loss_scale``: the bounds of the scale
     ===================================================================================================================
 
@@ -154,6 +155,11 @@ class TextRule(Rule):
         inputs (tuple[str, ...]): what the text takes, in the order of its parameters.
         keeps_bounds (bool): whether an exponent that the text returns is always within the bounds. Default: False.
         moves_by_bits (bool): whether the scale is always a power of two, because the text takes ``exponent``.
+
+    Args:
+        min_loss_scale, max_loss_scale: the bounds of the scale, as of :class:`~mindformers_adaptive.rules.base.Rule`.
+        gradient_format (Union[str, Mapping, Format]): the format of the gradients, for ``max_safe_exponent``; as
+            :func:`~mindformers_adaptive.rules.formats.find_format` takes it. Default: "float16".
 
     Raises:
         ValueError: when the class is made, if ``text`` has something that MindSpore cannot compile for every device;
@@ -176,8 +182,14 @@ class TextRule(Rule):
             cls.moves_by_bits = "exponent" in cls.inputs
         cls.State = namedtuple(f"{cls.__name__}State", ["loss_scale", *cls.own_keys(), *_COUNTS])  # type: ignore[misc]
 
-    def __init__(self, min_loss_scale: float = 1.0, max_loss_scale: float | None = None) -> None:
+    def __init__(
+        self,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float | None = None,
+        gradient_format: str | Mapping[str, Any] | Format = "float16",
+    ) -> None:
         super().__init__(min_loss_scale, max_loss_scale)
+        self.gradient_format = find_format(gradient_format)
         self.min_exponent = math.ceil(math.log2(self.min_loss_scale))
         self.max_exponent = math.frexp(self.max_loss_scale)[1] - 1
         if self.moves_by_bits and self.min_exponent > self.max_exponent:
@@ -297,34 +309,42 @@ def as_array(value: ArrayLike) -> NDArray[Any]:
     return array if array.dtype == np.bool_ else array.astype(np.float32 if array.dtype.kind == "f" else np.int32)
 
 
-LARGEST_FLOAT16 = 65504.0
-_FRACTION, _EXPONENT = math.frexp(LARGEST_FLOAT16)
+def possible_exponents(gradient_format: Format) -> range:
+    """Return what :func:`max_safe_exponent` can be, of normal float32 numbers; the first is that of the largest ones.
 
-# What a largest gradient can show: up to -112, 65504 * 2**-n is a normal float32 number, and at -113 it is beyond them.
-SAFE_EXPONENTS = range(-113, 142)
+    But for that one, ``largest * 2**-n`` is a normal float32 number for each n.
+    """
+    _, exponent = math.frexp(gradient_format.largest)
+    return range(exponent - 129, exponent + 126)
 
 
-def max_safe_exponent(largest_gradient: float | None) -> int | None:
-    """Return log2 of the largest power of two at which a gradient stays within FP16, or None if it shows nothing.
+def max_safe_exponent(largest_gradient: float | None, gradient_format: Format = FLOAT16) -> int | None:
+    """Return log2 of the largest power of two at which a gradient stays within a format, or None if it shows nothing.
 
-    It is the largest integer n with ``largest_gradient * 2**n <= 65504``. That needs comparisons only and no
-    logarithm, whose last bit differs from device to device; so a device finds the same n, by counting how many of the
-    numbers 65504 * 2**-n are at least as large as the gradient.
+    It is the largest integer n with ``largest_gradient * 2**n <= largest``, in FP16 65504. That needs comparisons only
+    and no logarithm, whose last bit differs from device to device; so a device finds the same n, by counting how many
+    of the numbers largest * 2**-n are at least as large as the gradient.
 
     Args:
         largest_gradient (float, optional): an absolute value, unscaled. 0, a number that is not finite or below the
             normal float32 numbers, which devices flush to 0, and None show nothing.
+        gradient_format (Format): the format. Default: float16.
 
     Examples:
         >>> max_safe_exponent(1.0), max_safe_exponent(65504 / 2.0**18), max_safe_exponent(float("inf"))
         (15, 18, None)
     """
-    known, exponents = safe_exponents(math.nan if largest_gradient is None else largest_gradient)
+    gradient = math.nan if largest_gradient is None else largest_gradient
+    known, exponents = safe_exponents(gradient, gradient_format.largest)
     return int(exponents) if known else None
 
 
-def safe_exponents(largest_gradient: ArrayLike) -> tuple[Any, Any]:
+def safe_exponents(largest_gradient: ArrayLike, largest: ArrayLike = FLOAT16.largest) -> tuple[Any, Any]:
     """Return for each gradient whether it shows something, and :func:`max_safe_exponent`, bool and int32.
+
+    Args:
+        largest_gradient (ArrayLike): absolute values, unscaled.
+        largest (ArrayLike): the largest number of the format, or of that of each gradient. Default: that of float16.
 
     Examples:
         >>> known, exponents = safe_exponents([1.0, 0.0])
@@ -335,4 +355,5 @@ def safe_exponents(largest_gradient: ArrayLike) -> tuple[Any, Any]:
         gradient = np.asarray(largest_gradient, np.float64).astype(np.float32)
     known = (gradient >= SMALLEST_FLOAT32) & (gradient <= LARGEST_FLOAT32)
     fraction, exponent = np.frexp(np.where(known, gradient, np.float32(1.0)))
-    return known, (_EXPONENT - exponent - (fraction > _FRACTION)).astype(np.int32)
+    largest_fraction, largest_exponent = np.frexp(np.asarray(largest, np.float64))
+    return known, (largest_exponent - exponent - (fraction > largest_fraction)).astype(np.int32)

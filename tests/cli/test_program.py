@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -152,12 +153,13 @@ def test_tune_tries_exchange_rates_of_the_guided_rule(run_program):
 
 
 @pytest.fixture
-def guided_record(tmp_path):
+def guided_record(request, tmp_path):
     """The record of a run whose gradients show a ceiling of 2^16 and two thirds of it."""
+    name, largest = getattr(request, "param", ("float16", 65504))
     scales = [2.0**20, 2.0**19, *[2.0**15] * 98]
     lines = [
         {"step": step, "loss": 2.0, "overflow": step < 3, "loss_scale": scale, "next_loss_scale": scale}
-        | {"largest_gradient": "inf" if step < 3 else 65504 / 2.0 ** (16 + step % 3)}
+        | {"largest_gradient": "inf" if step < 3 else largest / 2.0 ** (16 + step % 3), "gradient_format": name}
         for step, scale in enumerate(scales, start=1)
     ]
     lines[0]["overflowed_parameters"] = ["lm_head.weight"]
@@ -165,6 +167,10 @@ def guided_record(tmp_path):
     return str(tmp_path / "record.jsonl")
 
 
+FORMATS = [("float16", 65504), ("float8_e4m3fn", 448)]
+
+
+@pytest.mark.parametrize("guided_record", FORMATS, indirect=True, ids=["float16", "float8"])
 def test_a_record_with_gradients_is_compared_with_the_guided_rule(run_program, guided_record, tmp_path):
     code, printed, error = run_program("compare", "--json", guided_record, "--plot", str(tmp_path / "policies.png"))
     assert (code, error) == (0, "")
@@ -176,7 +182,20 @@ def test_a_record_with_gradients_is_compared_with_the_guided_rule(run_program, g
     text = run_program("simulate", guided_record)[1]
     assert "; largest gradients known at 98.0% of the steps" in text
     assert "lm_head.weight (1)" in run_program("analyze", guided_record)[1]
-    assert json.loads(run_program("tune", "--json", "--policy", "guided", guided_record)[1])["rows"][0]["skipped"] == 0
+    right = f"gradient_format={json.loads(Path(guided_record).read_text().splitlines()[0])['gradient_format']}"
+    tuned = json.loads(run_program("tune", "--json", "--policy", "guided", "--grid", right, "--", guided_record)[1])
+    assert tuned["rows"][0]["skipped"] == 0
+
+
+@pytest.mark.parametrize("guided_record", FORMATS[1:], indirect=True, ids=["float8"])
+def test_a_policy_that_takes_gradients_for_another_format_is_a_warning(run_program, guided_record):
+    right = "gradient_format=float8_e4m3fn"
+    code, _, error = run_program("simulate", "--policy", "guided", guided_record)
+    assert code == 0
+    assert f"record.jsonl are in float8_e4m3fn: there 'guided' needs {right}, or it takes them for float16." in error
+    assert run_program("simulate", "--policy", f"guided:{right}", guided_record)[::2] == (0, "")
+    code, tuned, _ = run_program("tune", "--policy", "guided", "--grid", right, "--", guided_record)
+    assert (code, 'gradient_format: "float8_e4m3fn"' in tuned) == (0, True), tuned
 
 
 def test_the_guided_policy_without_gradients_is_a_warning(run_program):
@@ -219,7 +238,7 @@ def test_megatron_prints_the_section(run_program):
 def test_find_and_probe_print_json_alone_and_agree(run_python, corpus, tmp_path):
     model = ["model.model_config.seq_length=32", "model.model_config.hidden_size=32"]
     common = ["--config", ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", "--train_dataset_dir", corpus, "--batches", 1]
-    common += ["--options", *model]
+    common += ["--gradient-format", "hifloat8", "--options", *model]
     found = json.loads(run_python("-m", "mindformers_adaptive", "find", "--json", *common).stdout)
     scales = ["1", "2^12", str(int(found["ceiling"])), str(int(2 * found["ceiling"]))]
     sweep = ["--loss-scales", *scales, "--output", "ranges.json"]
@@ -227,6 +246,7 @@ def test_find_and_probe_print_json_alone_and_agree(run_python, corpus, tmp_path)
     assert json.loads((tmp_path / "ranges.json").read_text()) == ranges
     assert [row["overflowed_batches"] for row in ranges["loss_scales"]] == [0, 0, 0, 1]
     assert found["loss_scale_value"] == found["ceiling"] / 2 ** found["margin"]
+    assert found["gradient_format"] == ranges["gradient_format"] == "hifloat8"
 
 
 @pytest.mark.parametrize("steps", ["1", "50"])

@@ -111,6 +111,9 @@ def test_yaml_block_is_built_by_mindformers(name, tmp_path, monkeypatch):
         if "guided.md" in name:
             assert type(cell) is GradientGuidedLossScaleUpdateCell
             assert (cell.get_loss_scale(), cell.rule.exchange_rate) == (2.0**16, 1.0)
+        elif "formats.md" in name:
+            assert type(cell) is GradientGuidedLossScaleUpdateCell
+            assert cell.rule.gradient_format.name == "float8_e5m2"
         elif "own_rule.md" in name:
             assert type(cell) is RuleLossScaleUpdateCell
             assert (cell.get_loss_scale(), type(cell.rule), cell.rule.margin) == (2.0**16, LogMaxRule, 2.0)

@@ -20,7 +20,7 @@ from pages import ENGLISH, ENGLISH_DOCS, blocks, chinese, figure, name_of
 
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16
+from mindformers_adaptive.rules.formats import FLOAT16
 
 
 def shown_on(page):
@@ -115,7 +115,7 @@ def assert_rule_gives_the_scales(rule, start, scales):
         exponent, _, allowed = scale.rstrip("!").partition("/")
         assert state.loss_scale == 2.0 ** int(exponent)
         # The largest gradient that allows this scale.
-        gradient = LARGEST_FLOAT16 / 2.0 ** int(allowed) if allowed else None
+        gradient = FLOAT16.largest / 2.0 ** int(allowed) if allowed else None
         state = rule.step(state, scale.endswith("!"), gradient)
 
 

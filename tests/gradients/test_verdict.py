@@ -10,6 +10,7 @@ from fp16_networks import HalfPrecisionSum, gradient_in_fp16
 from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.gradients.recommendation import HARMLESS_SHARE, judge, recommend_loss_scale, table_of_groups
 from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges, ScaleRanges
+from mindformers_adaptive.rules.formats import FORMATS
 
 ATTENTION, OUTPUT, SILENT = "layers.0.attention.wq.weight", "lm_head.weight", "layers.0.feed_forward.w1.weight"
 
@@ -47,6 +48,17 @@ def test_groups_and_the_worst_parameter_over_batches():
     assert verdict.is_harmful
     assert f"At 2^0 FP16 loses 70.71% of the gradient of {ATTENTION}" in str(verdict)
     assert json.loads(json.dumps(verdict.to_dict()))["is_harmful"] is True
+
+
+def test_a_format_is_named_by_verdict_texts_and_records():
+    ranges = replace(sweep({ATTENTION: (0.5, 1.0)}), gradient_format=FORMATS["hifloat8"])
+    found = recommend_loss_scale(ranges)
+    assert "At 2^0 HiF8 loses 50.00%" in str(found)
+    assert "HiF8 needs loss scaling here." in str(found)
+    assert "FP16" not in str(found)
+    told = [ranges.to_dict(), found.to_dict(), *found.to_dict()["verdicts"]]
+    assert {json.loads(json.dumps(each))["gradient_format"] for each in told} == {"hifloat8"}
+    assert GradientRanges.from_dict(ranges.to_dict()).gradient_format == FORMATS["hifloat8"]
 
 
 @pytest.mark.parametrize(("lost", "is_harmful"), [(HARMLESS_SHARE, False), (HARMLESS_SHARE + 1e-9, True)])

@@ -3,6 +3,7 @@
 import re
 import warnings
 
+import numpy as np
 import pytest
 import yaml
 from conftest import CONFIG
@@ -206,6 +207,16 @@ def test_the_launcher_and_trainer_warn_of_float16_without_loss_scaling():
     # A cell of the user scales as it says. A warning would be an error.
     model = build_model()
     Trainer(config, wrapper=MFTrainOneStepCell(model, nn.SGD(model.trainable_params()), scale_sense=Tensor(8.0)))
+
+
+def test_weights_in_float16_get_one_warning_that_is_true():
+    with pytest.warns(UserWarning, match="param_init_type' is float16: .* below 1/4096 .* Set it to float32") as caught:
+        load({f"{MODEL}.param_init_type": "float16"})
+    assert len(caught) == 1
+    # All of FP16 from 2^-13 to 1.
+    weights = np.arange(0x0800, 0x3C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    assert ((weights * (1 + 2.0**-12.01)).astype(np.float16) == weights).all()
+    assert ((weights * (1 + 2.0**-10.99)).astype(np.float16) > weights).all()
 
 
 class MyUpdateCell(AdaptiveLossScaleUpdateCell):

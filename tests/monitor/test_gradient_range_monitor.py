@@ -73,14 +73,15 @@ def sum_training(tmp_path, x, **arguments):
 
 def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path):
     x = np.array([[1.0, 2.0], [4.0, 8.0]], np.float32)
-    first, second = sum_training(tmp_path, x, loss_scales=[1, 2**14])
+    first, second = sum_training(tmp_path, x, loss_scales=[1, 2**14], gradient_format="float8_e5m2")
+    assert first["gradient_format"] == second["gradient_format"] == "float8_e5m2"
     assert [scale["loss_scale"] for scale in first["loss_scales"]] == [1, 2**10, 2**14]
     assert [scale["overflowed_batches"] for scale in first["loss_scales"]] == [0, 0, 0]
     assert [scale["overflowed_batches"] for scale in second["loss_scales"]] == [0, 0, 1]
     assert second["loss_scales"][1]["overall"]["largest"] == 8 * 2**10
     # Ones, less a quarter of the first gradients.
     assert second["weights"]["parameters"]["weight"]["largest"] == 0.75
-    expected = gradient_ranges(HalfPrecisionSum(2), x[:1], [1, 2**10, 2**14]).to_dict()
+    expected = gradient_ranges(HalfPrecisionSum(2), x[:1], [1, 2**10, 2**14], gradient_format="float8_e5m2").to_dict()
     assert first == {"step": 1, "loss_scale": 2**10, **expected}
 
 

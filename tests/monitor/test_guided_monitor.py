@@ -64,7 +64,8 @@ def test_record_is_the_rule_with_the_gradients(path, tmp_path, every_n_steps):
     rule = GuidedRule()
     assert_follows(rule, rule.start(2.0**10), lines)
     for line in lines:
-        assert list(line) == list(FIELDS)
+        assert list(line) == [*FIELDS, "gradient_format"]
+        assert line["gradient_format"] == "float16"
         assert line["largest_gradient"] == (math.inf if line["overflow"] else LARGEST)
         unknown = [name for name, value in line.items() if value is None]
         assert (unknown, line["dropped_by_norm"]) == (["window_index", "growth_num", "down_num"], False)
@@ -85,12 +86,15 @@ def test_the_window_of_the_rule_is_recorded_and_told(path, messages):
 
 
 def test_names_are_told_once_a_row_and_recorded_in_each_line(path, messages):
-    train(build(("second", "fourth"), track_per_parameter=True), [LossScaleMonitor(path)], OVERFLOWS)
+    network = build(("second", "fourth"), track_per_parameter=True, gradient_format="float8_e5m2")
+    train(network, [LossScaleMonitor(path)], OVERFLOWS)
     lines = read_record(path)
     assert [line.get("overflowed_parameters") for line in lines] == [
         ["second", "fourth"] if overflow else None for overflow in OVERFLOWS
     ]
-    assert [list(line) for line in lines if not line["overflow"]] == [list(FIELDS)] * OVERFLOWS.count(False)
+    applied = [*FIELDS, "gradient_format"]
+    assert [list(line) for line in lines if not line["overflow"]] == [applied] * OVERFLOWS.count(False)
+    assert {line["gradient_format"] for line in lines} == {"float8_e5m2"}
     firsts = [step for step in range(1, len(OVERFLOWS)) if OVERFLOWS[step] and not OVERFLOWS[step - 1]]
     assert named(messages) == [
         f"Loss scaling: at loss scale {lines[place]['loss_scale']}, step {place + 1} had inf or NaN in the gradients "
@@ -102,7 +106,7 @@ def test_names_are_told_once_a_row_and_recorded_in_each_line(path, messages):
 def test_a_look_at_several_steps_names_those_of_the_last(path, messages):
     cell = {"track_per_parameter": True, "history_size": 4}
     train(build(**cell), [LossScaleMonitor(path, every_n_steps=4)], OVERFLOWS)
-    names = {line["step"]: line["overflowed_parameters"] for line in read_record(path) if len(line) > len(FIELDS)}
+    names = {line["step"]: line["overflowed_parameters"] for line in read_record(path) if len(line) > len(FIELDS) + 1}
     assert names == {step: list(NAMES) for step in (4, 8, 12)}
     told = [message.partition("gradients of ")[2] for message in named(messages)]
     assert told == ["first, second, third and 1 more."] * 3

@@ -57,11 +57,14 @@ def test_rows_are_groups_with_medians_and_largest_over_the_steps(record):
     assert figure.axes[-1].get_xlabel() == "step"
 
 
-def test_limits_of_fp16_move_with_the_loss_scale(record):
-    [axes, _] = draw_gradient_records({"run": record}).axes
+@pytest.mark.parametrize("name", ["float16", "hifloat8"])
+def test_limits_of_the_format_move_with_the_loss_scale(record, name):
+    [axes, _] = draw_gradient_records({"run": [{**line, "gradient_format": name} for line in record]}).axes
     low, high = axes.get_ylim()
+    subnormal, normal, largest = {"float16": (-24, -14, math.log2(65504)), "hifloat8": (-22, -15, 15)}[name]
     # By name the lower and the upper edge of the shade at a loss scale of 1.
-    limits = {"underflows to 0": (-math.inf, -24), "subnormal": (-24, -14), "overflows": (math.log2(65504), math.inf)}
+    limits = {"underflows to 0": (-math.inf, subnormal), "subnormal": (subnormal, normal)}
+    limits["overflows"] = largest, math.inf
     for gid, edges in limits.items():
         shade = artist(axes, gid).get_data()
         assert shade.edges.tolist() == [9.5, 15, 25, 30.5]

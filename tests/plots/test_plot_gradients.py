@@ -62,15 +62,17 @@ def test_title_tells_underflow_and_subnormals_of_each_scale(sweep):
     )
 
 
-def test_grid_is_labelled_and_marks_the_limits_of_fp16(sweep):
-    figure = draw_histograms(sweep, [64, 512])
+@pytest.mark.parametrize(
+    ("name", "limits"), [("float16", [-24, -14, np.log2(65504)]), ("float8_e4m3fn", [-9, -6, np.log2(448)])]
+)
+def test_grid_is_labelled_and_marks_the_limits_of_the_format(sweep, name, limits):
+    figure = draw_histograms({**sweep, "gradient_format": name}, [64, 512])
     grid = np.array(figure.axes).reshape(2, 2)
     assert [axes.get_title("left") for axes in grid[0]] == ["loss scale $2^{6}$ = 64", "loss scale $2^{9}$ = 512"]
     assert [axes.get_ylabel() for axes in grid[:, 0]] == ["attention\nshare, %", "output\nshare, %"]
     assert {axes.get_xlabel() for axes in grid[-1]} == {"magnitude of gradient times loss scale, log2"}
     for axes in grid.flat:
-        limits = [segment[0, 0] for segment in artist(axes, "limits").get_segments()]
-        assert limits == pytest.approx([-24, -14, np.log2(65504)])
+        assert [segment[0, 0] for segment in artist(axes, "limits").get_segments()] == pytest.approx(limits)
         # Bars that are compared are on one axis.
         assert axes.get_ylim() == grid[axes.get_subplotspec().rowspan.start, 0].get_ylim()
 

@@ -220,15 +220,15 @@ def guided_record(gradients, **others):
 
 
 def test_ceilings_that_gradients_show_are_drawn_above_the_scale():
-    gradients = ["inf", float("inf"), 65504.0 / 32, 65504.0 / 40]
-    figure = draw_one(guided_record(gradients))
+    gradients = ["inf", float("inf"), 57344.0 / 32, 57344.0 / 40]
+    figure = draw_one(guided_record(gradients, gradient_format=["float8_e5m2"] * 4))
     loss, scale = figure.axes  # A window that never moves has no panel.
     assert points(scale, "ceiling") == ([3.0, 4.0], [32.0, 40.0])
     assert scale.get_ylim()[1] > 64.0
     assert legend(scale)[:2] == ["ceiling that gradients show", "overflows"]
     assert title(figure).endswith("loss scale fell from $2^{6}$ to $2^{4}$, 2.2 bits below the ceiling")
     assert artists(loss, "ceiling") == []
-    moving = guided_record(gradients, scale_window=[500, 500, 500, 4000])
+    moving = guided_record([None, None, 65504.0 / 32, 65504.0 / 40], scale_window=[500, 500, 500, 4000])
     assert draw_one(moving).axes[2].get_title("left").endswith("before the limit of the loss scale is raised")
 
 

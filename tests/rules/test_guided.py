@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from readable_guided import ReadableGuided
 
+from mindformers_adaptive.rules.formats import FLOAT16, FORMATS
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.text_rule import Lanes, max_safe_exponent
+from mindformers_adaptive.rules.text_rule import Lanes, max_safe_exponent, possible_exponents
 
 # A patience of 100 steps: trouble is recent for 10, windows are 50, 400 and 3200.
 RULE = GuidedRule(exchange_rate=10)
@@ -97,12 +98,34 @@ def test_what_is_no_positive_number_of_a_device_shows_nothing(value):
     assert max_safe_exponent(value) is None
 
 
-@given(value=st.floats(min_value=2.0**-126, width=32, allow_infinity=False))
-def test_shown_is_the_largest_scale_without_overflow_as_a_device_counts_it(value):
-    shown = max_safe_exponent(value)
-    assert Fraction(value) * Fraction(2) ** shown <= 65504 < Fraction(value) * Fraction(2) ** (shown + 1)
-    thresholds = (65504 * 2.0 ** -np.arange(-112, 142)).astype(np.float32)
-    assert shown == int((np.float32(value) <= thresholds).sum()) - 113
+@given(value=st.floats(min_value=2.0**-126, width=32, allow_infinity=False), name=st.sampled_from([*FORMATS]))
+def test_shown_is_the_largest_scale_without_overflow_as_a_device_counts_it(value, name):
+    largest = FORMATS[name].largest
+    shown = max_safe_exponent(value, FORMATS[name])
+    assert Fraction(value) * Fraction(2) ** shown <= largest < Fraction(value) * Fraction(2) ** (shown + 1)
+    lowest, *others = possible_exponents(FORMATS[name])
+    thresholds = (largest * 2.0 ** -np.array(others, np.float64)).astype(np.float32)
+    assert shown == int((np.float32(value) <= thresholds).sum()) + lowest
+
+
+def test_float16_shows_what_it_always_did():
+    assert possible_exponents(FLOAT16) == range(-113, 142)
+
+
+@pytest.mark.parametrize("name", [*FORMATS])
+def test_a_format_moves_what_gradients_show_and_nothing_else(name):
+    """A gradient of the same share of the largest number is the same step in every format."""
+    rule, steps = GuidedRule(exchange_rate=10, gradient_format=name), []
+    for one, largest in ((RULE, 65504.0), (rule, FORMATS[name].largest)):
+        state = one.start(2.0**20)
+        for bits in (18, 12.5, 13, 9, 16):
+            ceiling = 2.0**bits
+            state = one.step(state, state.loss_scale > ceiling, largest / ceiling)
+            steps.append(state)
+    assert steps[:5] == steps[5:]
+    lanes = Lanes([RULE, rule], [RULE.start(2.0**20), rule.start(2.0**20)])
+    lanes.step(np.array([False, False]), np.array([1.0, 1.0]))
+    assert [state.base for state in lanes.states()] == [15, math.floor(math.log2(FORMATS[name].largest))]
 
 
 @pytest.mark.parametrize(("overflows", "expected"), [(0, 32), (1, 22), (2, 12), (3, 2), (4, 0), (5, 0)])

@@ -164,7 +164,7 @@ def _outcome_rows(
 ) -> list[dict[str, Any]]:
     """What the run and some policies from its first scale on do, under each assumption about the ceilings."""
     used = forward_fill(run.loss_scale)
-    policies = _policies(used, trace.largest_gradient is not None)
+    policies = _policies(used, trace)
     if recommended is not None:
         policies["as advised"] = partial(make_policy, recommended.policy, **recommended.arguments)
     traces = [trace, *(run.to_trace(assume) for assume in run.assumptions)]
@@ -185,7 +185,7 @@ def _outcome_rows(
     return rows
 
 
-def _policies(used: NDArray[np.float64], gradients: bool) -> dict[str, Callable[[], Policy]]:
+def _policies(used: NDArray[np.float64], trace: Trace) -> dict[str, Callable[[], Policy]]:
     """Policies from the first scale that all can start from: known, and within the floor and the numbers they have."""
     usable = used[(used >= 1.0) & (used <= LARGEST_LOSS_SCALE)]
     if not len(usable):
@@ -200,8 +200,9 @@ def _policies(used: NDArray[np.float64], gradients: bool) -> dict[str, Callable[
     }
     at_power = 2.0 ** math.floor(math.log2(start))
     for name, rule in RULES.items():
-        if gradients and rule.signals:
-            policies[f"{name} from {as_power_of_two(at_power)}"] = partial(make_policy, name, loss_scale_value=at_power)
+        if trace.largest_gradient is not None and rule.signals:
+            start_at = {"loss_scale_value": at_power, "gradient_format": trace.gradient_format}
+            policies[f"{name} from {as_power_of_two(at_power)}"] = partial(make_policy, name, **start_at)
     return policies
 
 

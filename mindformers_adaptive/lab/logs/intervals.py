@@ -346,6 +346,7 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
         "loss": at_last_steps([entry.loss for entry in entries]),
         "seconds": _or_none(np.repeat([entry.seconds for entry in entries], counts)),
         "largest_gradient": at_last_steps([entry.largest_gradient for entry in entries]),
+        "gradient_format": next((entry.gradient_format for entry in entries if entry.gradient_format), "float16"),
         "overflowed_parameters": tuple(
             entry.overflowed_parameters for entry in entries if entry.overflowed_parameters is not None
         ),

@@ -102,8 +102,8 @@ class JsonlReader(Reader):
     """Reads {"step": 1, "overflow": false, "loss_scale": 65536.0, "next_loss_scale": 65536.0, ...}.
 
     ``step``, ``overflow`` and ``loss_scale`` (used in the step) must be there, the last two may be null;
-    ``next_loss_scale``, ``loss``, ``seconds``, ``scale_window``, ``largest_gradient``, ``overflowed_parameters`` and
-    ``dropped_by_norm`` are used where they are, and other keys are ignored.
+    ``next_loss_scale``, ``loss``, ``seconds``, ``scale_window``, ``largest_gradient``, ``gradient_format``,
+    ``overflowed_parameters`` and ``dropped_by_norm`` are used where they are, and other keys are ignored.
     {"missing_steps": 3, "first_step": 5, "last_step": 7} says that steps were not recorded.
     """
 
@@ -148,4 +148,5 @@ def _entry_of(record: dict[str, object], where: str) -> LogEntry | None:
         seconds=parse_number(record.get("seconds")),
         largest_gradient=parse_number(record.get("largest_gradient")),
         scale_window=parse_number(record.get("scale_window")),
+        gradient_format=record.get("gradient_format"),
     )

@@ -151,6 +151,7 @@ class LogEntry(NamedTuple):
         overflowed_parameters (tuple[str, ...], optional): whose gradients overflowed; None where that is not known.
         dropped_by_norm (bool): whether the step was dropped for the size of its gradients, which is no overflow.
         scale_window (float): the window after the step, in steps; nan where the line does not say.
+        gradient_format (object): the format of the gradients, by its name or numbers; None where the line does not say.
         after_restart (bool): whether the run was restarted between the line before and this one.
     """
 
@@ -169,6 +170,7 @@ class LogEntry(NamedTuple):
     overflowed_parameters: tuple[str, ...] | None = None
     dropped_by_norm: bool = False
     scale_window: float = math.nan
+    gradient_format: Any = None
     after_restart: bool = False
 
 

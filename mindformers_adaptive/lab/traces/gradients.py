@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, require_integer
-from mindformers_adaptive.rules.text_rule import LARGEST_FLOAT16
+from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.text.untrusted import printable
 
 __all__ = [
@@ -42,12 +42,15 @@ _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
 _OWN_SPREAD = 0.05
 
 
-def shown_ceilings(largest_gradient: ArrayLike) -> NDArray[np.float64]:
-    """Return the ceilings that largest gradients show: 65504 / largest_gradient, and nan where one shows nothing.
+def shown_ceilings(
+    largest_gradient: ArrayLike, gradient_format: str | Mapping[str, Any] | Format = FLOAT16
+) -> NDArray[np.float64]:
+    """Return the ceilings that largest gradients show: largest / largest_gradient, and nan where one shows nothing.
 
     Args:
         largest_gradient (ArrayLike): absolute values, unscaled, of any shape. 0, what is not a normal float32 number,
             and nan show nothing.
+        gradient_format (Union[str, Mapping, Format]): the format whose largest number that is. Default: float16.
 
     Examples:
         >>> shown_ceilings([1.0, 65504.0, 0.0, float("inf")]).tolist()
@@ -55,14 +58,16 @@ def shown_ceilings(largest_gradient: ArrayLike) -> NDArray[np.float64]:
     """
     gradients = np.asarray(largest_gradient, np.float64)
     shows = (gradients >= SMALLEST_FLOAT32) & (gradients <= LARGEST_FLOAT32)
-    return LARGEST_FLOAT16 / np.where(shows, gradients, np.nan)
+    return find_format(gradient_format).largest / np.where(shows, gradients, np.nan)
 
 
-def with_gradients(trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0) -> Trace:
+def with_gradients(
+    trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0, gradient_format: Format = FLOAT16
+) -> Trace:
     r"""Return a trace with gradients that show its ceilings, higher or lower ones.
 
-    :math:`largest\_gradient_t = 65504 / (c_t \cdot 2^{offset + spread \cdot n_t})`, where :math:`c_t` is the ceiling
-    and :math:`n_t` are independent standard normal numbers.
+    :math:`largest\_gradient_t = largest / (c_t \cdot 2^{offset + spread \cdot n_t})`, where *largest* is the
+    largest number of the format, :math:`c_t` the ceiling, and :math:`n_t` are independent standard normal numbers.
 
     Args:
         trace (Trace): the ceilings.
@@ -70,6 +75,7 @@ def with_gradients(trace: Trace, offset: float = 0.0, spread: float = 0.0, seed:
             negative one shows too little, as where a gradient is summed in float32. Default: 0, all of it.
         spread (float): standard deviation of the offset, in bits. Default: 0.
         seed (int): of the spread, at least 0. Default: 0.
+        gradient_format (Format): the format of the gradients. Default: float16.
 
     Examples:
         >>> with_gradients(Trace.exact("calm", [2.0**16] * 3), offset=3.0).largest_gradient.tolist()
@@ -77,8 +83,9 @@ def with_gradients(trace: Trace, offset: float = 0.0, spread: float = 0.0, seed:
     """
     noise = random_of(seed, "offset").standard_normal(len(trace)) if spread else 0.0
     with np.errstate(divide="ignore", over="ignore"):
-        gradients = LARGEST_FLOAT16 / trace.ceiling / np.exp2(offset + spread * noise)
-    return dataclasses.replace(trace, largest_gradient=np.broadcast_to(gradients, trace.ceiling.shape))
+        gradients = gradient_format.largest / trace.ceiling / np.exp2(offset + spread * noise)
+    shown = np.broadcast_to(gradients, trace.ceiling.shape)
+    return dataclasses.replace(trace, largest_gradient=shown, gradient_format=gradient_format)
 
 
 def independent_ceiling(steps: int, seed: int, level: float, offset: float, spread: float, memory: float) -> Trace:
@@ -105,7 +112,7 @@ def independent_ceiling(steps: int, seed: int, level: float, offset: float, spre
     wander[1:] *= np.sqrt(1 - memory**2)
     for step in range(1, count):
         wander[step] += memory * wander[step - 1]
-    gradients = LARGEST_FLOAT16 / np.exp2(level + offset + spread * wander)
+    gradients = FLOAT16.largest / np.exp2(level + offset + spread * wander)
     return dataclasses.replace(Trace.exact("own ceiling", ceiling), largest_gradient=gradients)
 
 
@@ -135,10 +142,12 @@ def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
         >>> trace.lower_bound.tolist(), trace.upper_bound.tolist()
         ([64.0], [512.0])
     """
-    sweeps = []
+    sweeps, gradient_format = [], FLOAT16
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         try:
-            sweeps.append(_bounds_and_gradient_of(json.loads(line)))
+            sweep = json.loads(line)
+            sweeps.append(_bounds_and_gradient_of(sweep))
+            gradient_format = find_format(sweep.get("gradient_format", FLOAT16))
         except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}:{number} is no sweep of GradientRangeMonitor ({type(error).__name__}: {error}). Take the line "
@@ -148,7 +157,8 @@ def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
         raise ValueError(f"{path} must have at least 1 sweep, but is empty. Give the record of a GradientRangeMonitor.")
     lower, upper, gradients = np.array(sweeps, dtype=np.float64).T
     known = None if np.isnan(gradients).all() else gradients
-    return Trace(printable(Path(path).name), lower, lower, upper, largest_gradient=known)
+    name = printable(Path(path).name)
+    return Trace(name, lower, lower, upper, largest_gradient=known, gradient_format=gradient_format)
 
 
 def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, float]:

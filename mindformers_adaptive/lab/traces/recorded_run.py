@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.traces.gradients import shown_ceilings
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs, just_below, require_one_length
+from mindformers_adaptive.rules.formats import FLOAT16, find_format
 
 __all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares", "forward_fill"]
 
@@ -60,6 +62,7 @@ class RecordedRun:
             a time, down at overflows only and up at applied steps only.
         holds_if (str): what has to be true of the run for the bounds on its skipped steps to hold; "" where they hold
             for any.
+        gradient_format (Format): the format of the gradients, also by its name or numbers. Default: float16.
 
     Raises:
         ValueError: if the arrays do not have one length, or the steps do not increase.
@@ -96,11 +99,13 @@ class RecordedRun:
     scale_window: Floats | None = None
     moves_by_one_factor: bool = True
     holds_if: str = ""
+    gradient_format: Any = FLOAT16
 
     def __post_init__(self) -> None:
         arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]
         arrays += [self.largest_gradient, self.next_loss_scale, self.scale_window]
         require_one_length(f"run {self.name!r}", *arrays)
+        object.__setattr__(self, "gradient_format", find_format(self.gradient_format))
         if (np.diff(self.step) <= 0).any():
             raise ValueError(f"The steps of the run {self.name!r} must increase. Give each step once, in order.")
         if self.lines is None:
@@ -179,10 +184,10 @@ class RecordedRun:
           the nearest applied steps before and after it.
         - ``"upper_bound"``: a skipped step has the largest c below s; an applied one the larger of those of the
           nearest skipped steps before and after it, at least s; inf if no step was skipped.
-        - ``"gradients"``: an applied step has the c that its largest gradient g shows, 65504 / g; between two of them
-          :math:`\log_2 c` is linear, for skipped steps and for those that show nothing. If after more than half of the
-          runs of skipped steps the gradients show more than the scale that was skipped, then something else overflows
-          first, and all c are lowered by the median of the excess. Without gradients as ``"interpolated"``.
+        - ``"gradients"``: an applied step has the c that its largest gradient g shows, in FP16 65504 / g; between two
+          of them :math:`\log_2 c` is linear, for skipped steps and for those that show nothing. If after more than half
+          of the runs of skipped steps the gradients show more than the scale that was skipped, then something else
+          overflows first, and all c are lowered by the median of the excess. Without gradients as ``"interpolated"``.
 
         Args:
             assume (str, optional): one of ``ASSUMPTIONS``. Default: None, "gradients" where any are known, else
@@ -212,13 +217,13 @@ class RecordedRun:
         below[last] = np.where(self.overflow[last], np.nan_to_num(after * bound, nan=np.inf), np.inf)
         gradients = self.applied_gradients()
         if assume == "gradients" and gradients is not None:
-            ceiling = _by_gradients(scale, self.overflow, shown_ceilings(gradients))
+            ceiling = _by_gradients(scale, self.overflow, shown_ceilings(gradients, self.gradient_format))
         else:
             assumed = {"lower_bound": _lower, "upper_bound": _upper}.get(assume, _interpolated)
             ceiling = assumed(scale, self.overflow, self.scale_factor)
         ceiling = np.maximum(np.minimum(ceiling, just_below(below)), lower)
         lower, below = np.where(known, lower, 0.0), np.where(known, below, np.inf)
-        return Trace(self.name, ceiling, lower, below, self.seconds, gradients)
+        return Trace(self.name, ceiling, lower, below, self.seconds, gradients, self.gradient_format)
 
 
 def bound_shares(trace: Trace) -> dict[str, float]:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mindformers_adaptive.rules.formats import FLOAT16, Format
+
 __all__ = ["Trace", "consecutive_runs", "just_below", "require_one_length"]
 
 
@@ -30,6 +32,7 @@ class Trace:
         seconds (NDArray, optional): float64 of shape (steps,), how long each step of the recorded run took.
         largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute value of the step's
             gradients, unscaled; nan where it is not known. A policy is given it for the steps that are applied.
+        gradient_format (Format): the format of the gradients. Default: float16.
 
     Raises:
         ValueError: if the arrays do not have one length, or a ceiling lies outside its bounds.
@@ -46,6 +49,7 @@ class Trace:
     upper_bound: NDArray[np.float64]
     seconds: NDArray[np.float64] | None = None
     largest_gradient: NDArray[np.float64] | None = None
+    gradient_format: Format = FLOAT16
 
     def __post_init__(self) -> None:
         arrays = [self.ceiling, self.lower_bound, self.upper_bound, self.seconds, self.largest_gradient]

@@ -17,6 +17,7 @@ from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rules.formats import FORMATS
 
 LOGS = ROOT / "tests" / "lab" / "samples"
 
@@ -363,17 +364,19 @@ def test_a_run_without_steps_or_scales_is_refused():
         analyze(run_of([np.nan], [False]))
 
 
-def guided_run(**others):
+def guided_run(gradient_format="float16", **others):
     """What the guided rule makes of a ceiling of 2^16 that its gradients show, from 2^18."""
-    trace = with_gradients(Trace.exact("made", [2.0**16] * 300))
-    found = replay(make_policy("guided", loss_scale_value=2.0**18), trace)
+    trace = with_gradients(Trace.exact("made", [2.0**16] * 300), gradient_format=FORMATS[gradient_format])
+    found = replay(make_policy("guided", loss_scale_value=2.0**18, gradient_format=gradient_format), trace)
     assert 0 < found.measures.skipped < 6
     gradients = np.where(found.overflow, np.inf, trace.largest_gradient)
+    others["gradient_format"] = gradient_format
     return trace, run_of(found.loss_scale, found.overflow, largest_gradient=gradients, **others)
 
 
-def test_a_run_with_gradients_is_judged_by_the_ceilings_that_they_show():
-    trace, run = guided_run()
+@pytest.mark.parametrize("gradient_format", ["float16", "float8_e4m3fn"])
+def test_a_run_with_gradients_is_judged_by_the_ceilings_that_they_show(gradient_format):
+    trace, run = guided_run(gradient_format)
     outcomes = {row["policy"]: row for row in analyze(run).outcomes}
     applied = ~run.overflow
     expected = np.log2(trace.ceiling[applied] / run.loss_scale[applied]).mean()

@@ -1,0 +1,174 @@
+"""Formats that the device does not have, simulated in float32: for study and for tests, not for speed."""
+
+import difflib
+import math
+
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
+from mindformers_adaptive.rules.formats import find_format
+
+__all__ = ["RoundToFormat", "simulate_formats"]
+
+_PRODUCTS = (ops.MatMul, ops.BatchMatMul)
+
+
+class _Rounding(nn.Cell):
+    """Rounds to a format; None leaves everything as it is."""
+
+    def __init__(self, one):
+        super().__init__()
+        self.rounds = one is not None
+        if not self.rounds:
+            return
+        lowest, _, highest = map(math.floor, one.exponents)
+        quanta = [one.quantum(exponent) for exponent in range(lowest, highest + 1)]
+        if min(quanta) < SMALLEST_FLOAT32:
+            raise ValueError(
+                f"A format that is simulated must be coarser than float32, but {one.name} has numbers {min(quanta)} "
+                "apart, which devices flush to 0. Let the network compute in mindspore.bfloat16 itself."
+            )
+        # The exponent by comparisons with exact powers of two, because a logarithm differs from device to device.
+        self.powers = Tensor([2.0**exponent for exponent in range(lowest + 1, highest + 1)], mstype.float32)
+        self.quanta = Tensor(quanta, mstype.float32)
+        self.place = ops.SearchSorted(dtype=mstype.int32, right=True)
+        self.round = ops.Round()
+        self.away = one.rounding == "away"
+        self.half = Tensor(0.5, mstype.float32)
+        self.zero = Tensor(0.0, mstype.float32)
+        self.largest = Tensor(one.largest, mstype.float32)
+        beyond = {"inf": math.inf, "nan": math.nan, "saturate": one.largest}[one.overflow]
+        self.beyond = Tensor(beyond, mstype.float32)
+
+    def construct(self, x):
+        if not self.rounds:
+            return x
+        given = ops.cast(x, mstype.float32)
+        size = ops.abs(given)
+        quantum = ops.gather(self.quanta, self.place(self.powers, size), 0)
+        parts = size / quantum
+        # To the even one from the middle between two.
+        count = self.round(parts)
+        if self.away:
+            count = count + ops.cast(ops.equal(parts - count, self.half), mstype.float32)
+        rounded = count * quantum
+        rounded = ops.select(ops.greater(rounded, self.largest), self.beyond, rounded)
+        return ops.cast(ops.select(ops.less(given, self.zero), -rounded, rounded), x.dtype)
+
+
+class RoundToFormat(nn.Cell):
+    """Rounds to a format and, in the backward pass, the gradient to another: a simulation in float32.
+
+    Numbers keep their dtype and get values that the format has: the nearest one, subnormal numbers among them, and
+    beyond the largest what an overflow gives. The gradient goes through as if nothing had been rounded. The zero of a
+    negative number loses its sign.
+
+    Args:
+        forward (Union[str, dict, Format], optional): the format of the output, as
+            :func:`~mindformers_adaptive.rules.formats.find_format` takes it. Default: None, the input as it is.
+        gradients (Union[str, dict, Format], optional): the format of the gradient. Default: None, as it is.
+
+    Inputs:
+        - **x** (Tensor) - of any shape and floating-point dtype.
+
+    Outputs:
+        Tensor, shape and dtype of `x`.
+
+    Raises:
+        TypeError: if a format is not of its type.
+        ValueError: if there is no such format, or it is as fine as float32, as bfloat16 is near 0.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> RoundToFormat("float8_e4m3fn")(Tensor([0.3, 500.0, -17.0], mstype.float32)).tolist()
+        [0.3125, nan, -16.0]
+    """
+
+    def __init__(self, forward=None, gradients=None):
+        super().__init__()
+        formats = {"forward": forward, "gradients": gradients}
+        found = {name: None if one is None else find_format(one, name) for name, one in formats.items()}
+        self.round_forward, self.round_gradient = map(_Rounding, found.values())
+
+    def construct(self, x):
+        return self.round_forward(x)
+
+    def bprop(self, x, out, dout):
+        return (self.round_gradient(dout),)
+
+
+class _Product(nn.Cell):
+    """A matrix product of rounded matrices, whose gradient is rounded before it goes to either of them."""
+
+    def __init__(self, product, forward, gradients):
+        super().__init__()
+        self.product = product
+        self.round = RoundToFormat(forward)
+        self.round_gradient = RoundToFormat(gradients=gradients)
+
+    def construct(self, x, y):
+        return self.round_gradient(self.product(self.round(x), self.round(y)))
+
+
+def simulate_formats(network, forward=None, gradients=None, layers=None):
+    """Let the matrix products of a network compute as in other formats, simulated in the dtype that they have.
+
+    Both matrices of a product are rounded, and so is the gradient of its result, before the gradients of the matrices
+    are computed from it. The product itself, biases and everything between the layers stay as they are. It is a
+    simulation, for study and tests: with `forward` "float8_e4m3fn" and `gradients` "float8_e5m2" that of the usual FP8
+    training without scales for each tensor.
+
+    The products are those that a cell has as ``ops.MatMul`` or ``ops.BatchMatMul``, as ``nn.Dense`` and the layers of
+    MindFormers' legacy models do; one that is a function in ``construct`` is not seen.
+
+    Args:
+        network (Cell): changed in place, before it is first run.
+        forward (Union[str, dict, Format], optional): the format of the matrices, as
+            :func:`~mindformers_adaptive.rules.formats.find_format` takes it. Default: None, as they are.
+        gradients (Union[str, dict, Format], optional): the format of the gradients. Default: None, as they are.
+        layers (Iterable[str], optional): names of cells, or of their classes. Default: None, all that have a product.
+
+    Returns:
+        Cell, the network.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if there is no such format or layer, or one has no product.
+
+    Examples:
+        >>> net = simulate_formats(nn.Dense(1, 1, "ones", has_bias=False), forward="float8_e4m3fn")
+        >>> net(Tensor([[0.3]], mstype.float32)).tolist()
+        [[0.3125]]
+    """
+    if not isinstance(network, nn.Cell) or isinstance(layers, str):
+        raise TypeError(
+            f"'network' must be a Cell and 'layers' a list of names, but got {type(network).__name__} and {layers!r}."
+        )
+    found = {}
+    for name, cell in network.cells_and_names():
+        products = [key for key, value in vars(cell).items() if isinstance(value, _PRODUCTS)]
+        if products and not isinstance(cell, _Product):
+            found[name] = cell, products
+    for layer in layers or ():
+        known = [known for name, (cell, _) in found.items() for known in (name, type(cell).__name__)]
+        if layer not in known:
+            near = ", ".join(difflib.get_close_matches(layer, known, cutoff=0.0)) or "none"
+            raise ValueError(
+                f"'layers' must name cells with a matrix product, or a class of them, but got {layer!r}. The nearest "
+                f"names are {near}."
+            )
+    if not found:
+        raise ValueError(
+            "'network' must have a cell with ops.MatMul or ops.BatchMatMul, such as nn.Dense, but has none."
+        )
+    for name, (cell, products) in found.items():
+        if layers is None or name in layers or type(cell).__name__ in layers:
+            for key in products:
+                product = _Product(getattr(cell, key), forward, gradients)
+                # A primitive stands in two places, neither of which is that of a cell.
+                del vars(cell)[key], cell._primitives[key]
+                setattr(cell, key, product)
+    return network

@@ -1,0 +1,162 @@
+"""Floating-point formats: what they hold, how they round and what an overflow gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mindformers_adaptive.rules.checks import require_number
+
+__all__ = ["FLOAT16", "FORMATS", "Format", "find_format"]
+
+_OVERFLOWS = ("inf", "nan", "saturate")
+_ROUNDINGS = ("even", "away")
+
+# What texts and pictures call them.
+_TITLES = {
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float8_e5m2": "FP8 E5M2",
+    "float8_e4m3fn": "FP8 E4M3",
+    "hifloat8": "HiF8",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A floating-point format of at most the range of float32.
+
+    Attributes:
+        name (str): as MindSpore calls the dtype, or a name of your own.
+        largest (float): the largest finite number.
+        smallest_normal (float): the smallest number with all bits of the mantissa, a power of two.
+        smallest_subnormal (float): the smallest number above 0, a power of two.
+        overflow (str): what a number becomes that rounds beyond the largest: "inf", "nan", or "saturate", the largest
+            number. Default: "inf".
+        rounding (str): to the nearest number, and from the middle between two to the "even" one or "away" from 0.
+            Default: "even".
+        precision (tuple[tuple[int, int], ...]): from which exponent of 2 on the mantissa has how many bits, in
+            increasing order, for a format in which that changes. Default: (), as many as there are from the smallest
+            subnormal number to the smallest normal one.
+
+    Raises:
+        TypeError: if a number is none.
+        ValueError: if a number is out of its range, or the format has no such number.
+
+    Examples:
+        >>> small = Format("mine", largest=28.0, smallest_normal=0.25, smallest_subnormal=0.0625)
+        >>> small.quantum(4), small.quantum(-3), small.title
+        (4.0, 0.0625, 'mine')
+    """
+
+    name: str
+    largest: float
+    smallest_normal: float
+    smallest_subnormal: float
+    overflow: str = "inf"
+    rounding: str = "even"
+    precision: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        remedy = f"float16 has 65504, 2^-14 and 2^-24; the known formats are {', '.join(_TITLES)}."
+        least = 0.0
+        for name in ("smallest_subnormal", "smallest_normal", "largest"):
+            kind = "a number" if name == "largest" else "a power of two"
+            wanted = f"{kind} above 0 and of at least {least:g}"
+            number = require_number(name, getattr(self, name), wanted, lambda value: value > 0, remedy)
+            if number < least or (name != "largest" and math.frexp(number)[0] != 0.5):
+                raise ValueError(f"'{name}' must be {wanted}, but got {number}. {remedy}")
+            least = number
+        for name, known in (("overflow", _OVERFLOWS), ("rounding", _ROUNDINGS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"'{name}' must be one of {known}, but got {getattr(self, name)!r}. Leave it out.")
+        # YAML and JSON give lists.
+        object.__setattr__(self, "precision", tuple((int(first), int(bits)) for first, bits in self.precision))
+        if self.largest % self.quantum(math.frexp(self.largest)[1] - 1):
+            raise ValueError(f"'largest' must be a number of the format, but {self.largest} is between two. {remedy}")
+
+    @property
+    def title(self) -> str:
+        """What texts and pictures call it."""
+        return _TITLES.get(self.name, self.name)
+
+    @property
+    def exponents(self) -> tuple[float, float, float]:
+        """The smallest subnormal number, the smallest normal one and the largest, as exponents of 2.
+
+        Below the second, numbers are coarse; below half of the first they become 0; beyond the largest is overflow.
+        """
+        return math.log2(self.smallest_subnormal), math.log2(self.smallest_normal), math.log2(self.largest)
+
+    @property
+    def given(self) -> Any:
+        """What :func:`find_format` takes for it and JSON can hold: its name, or its numbers by name."""
+        return self.name if FORMATS.get(self.name) == self else dataclasses.asdict(self)
+
+    def quantum(self, exponent: int) -> float:
+        """Return how far the numbers of the format from ``2**exponent`` to twice that are apart."""
+        lowest, normal = (int(math.log2(number)) for number in (self.smallest_subnormal, self.smallest_normal))
+        for first, bits in reversed(self.precision or ((normal, normal - lowest),)):
+            if exponent >= first:
+                return 2.0 ** (exponent - bits)
+        return self.smallest_subnormal
+
+
+# The numbers are those of ml_dtypes, which the tests compare; of hifloat8, those of its definition, and the rounding is
+# that of CANN's conversion from float32, which has no rounding to even.
+FLOAT16 = Format("float16", 65504.0, 2.0**-14, 2.0**-24)
+FORMATS = {
+    one.name: one
+    for one in (
+        FLOAT16,
+        Format("bfloat16", (2.0 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133),
+        Format("float8_e5m2", 57344.0, 2.0**-14, 2.0**-16),
+        Format("float8_e4m3fn", 448.0, 2.0**-6, 2.0**-9, overflow="nan"),
+        Format(
+            "hifloat8",
+            *(2.0**15, 2.0**-15, 2.0**-22),
+            rounding="away",
+            precision=((-22, 0), (-15, 1), (-7, 2), (-3, 3), (4, 2), (8, 1)),
+        ),
+    )
+}
+
+
+def find_format(given: str | Mapping[str, Any] | Format, argument: str = "gradient_format") -> Format:
+    """Return a format.
+
+    Args:
+        given (Union[str, Mapping, Format]): one of ``FORMATS`` by name, numbers by the names of :class:`Format`, or the
+            format itself.
+        argument (str): what it is called in messages. Default: "gradient_format".
+
+    Raises:
+        TypeError: if it is none of these.
+        ValueError: if there is no format of this name, or the numbers are none of a format.
+
+    Examples:
+        >>> find_format("float8_e5m2").largest
+        57344.0
+    """
+    if isinstance(given, Format):
+        return given
+    names = ", ".join(FORMATS)
+    if isinstance(given, str):
+        if given not in FORMATS:
+            raise ValueError(
+                f"'{argument}' must be one of {names}, but got {given!r}. Another format is given by its numbers: "
+                "name, largest, smallest_normal and smallest_subnormal."
+            )
+        return FORMATS[given]
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"'{argument}' must be one of {names}, or the numbers of a format by name, but got {given!r} of type "
+            f"{type(given).__name__}. The default is float16."
+        )
+    try:
+        return Format(**given)
+    except TypeError as error:
+        fields = ", ".join(field.name for field in dataclasses.fields(Format))
+        raise TypeError(f"'{argument}' must have numbers by the names {fields}, but {given}: {error}.") from error

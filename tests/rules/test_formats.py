@@ -1,0 +1,67 @@
+"""The formats: their numbers against ml_dtypes, and what stands for them in files."""
+
+import json
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from format_tables import OWN, numbers_of_hifloat8
+
+from mindformers_adaptive.rules.formats import FLOAT16, FORMATS, Format, find_format
+
+
+def numbers_of(one):
+    """All numbers above 0 of a format, by the distances that it tells."""
+    lowest, _, highest = map(math.floor, one.exponents)
+    found = []
+    for exponent in range(lowest, highest + 1):
+        found += np.arange(2.0**exponent, 2.0 ** (exponent + 1), one.quantum(exponent)).tolist()
+    return [number for number in found if number <= one.largest]
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
+def test_numbers_are_those_of_ml_dtypes(name):
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    info, one = ml_dtypes.finfo(dtype), FORMATS[name]
+    assert one.largest == float(info.max)
+    assert one.smallest_normal == float(info.smallest_normal)
+    assert one.smallest_subnormal == float(info.smallest_subnormal)
+    with np.errstate(all="ignore"):
+        codes = np.arange(2 ** (8 * dtype.itemsize - 1), dtype=f"u{dtype.itemsize}").view(dtype).astype(np.float64)
+        beyond = float(np.float64(2 * one.largest).astype(dtype))
+    assert numbers_of(one) == codes[np.isfinite(codes) & (codes > 0)].tolist()
+    assert repr(beyond) == one.overflow
+
+
+def test_hifloat8_has_the_numbers_of_its_codes():
+    assert len(set(numbers_of_hifloat8())) == 126
+    assert numbers_of(FORMATS["hifloat8"]) == numbers_of_hifloat8()
+
+
+@pytest.mark.parametrize("one", [*FORMATS.values(), Format(**OWN), Format(**{**OWN, "name": "float16"})])
+def test_what_is_written_for_a_format_is_read_as_the_same(one):
+    assert find_format(json.loads(json.dumps(one.given))) == find_format(one) == one
+    assert (one.given == one.name) is (one in FORMATS.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("fp8", ValueError, "'gradient_format' must be one of float16, .*hifloat8, but got 'fp8'. Another format"),
+        (8, TypeError, "the numbers of a format by name, but got 8 of type int. The default is float16."),
+        ({"name": "mine"}, TypeError, "must have numbers by the names name, largest"),
+        ({**OWN, "smallest_normal": 0.3}, ValueError, "'smallest_normal' must be a power of two .* but got 0.3"),
+        ({**OWN, "smallest_subnormal": 0.5}, ValueError, "'smallest_normal' must be .* of at least 0.5, but got 0.25"),
+        ({**OWN, "largest": 27.5}, ValueError, "'largest' must be a number of the format, but 27.5 is between two"),
+        ({**OWN, "largest": "28"}, TypeError, "'largest' must be a number above 0"),
+        ({**OWN, "overflow": "wrap"}, ValueError, r"'overflow' must be one of \('inf', 'nan', 'saturate'\)"),
+    ],
+)
+def test_what_is_no_format_is_refused(given, error, message):
+    with pytest.raises(error, match=message):
+        find_format(given)
+
+
+def test_titles_are_for_texts():
+    assert [one.title for one in (FLOAT16, Format(**OWN))] == ["FP16", "mine"]
