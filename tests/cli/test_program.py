@@ -132,7 +132,7 @@ def test_tune_recommends_yaml_that_builds_the_cell(run_program):
     tried = ["--grid", "loss_scale_value=2^16", "--grid", "hysteresis=1", "--grid", "scale_factor=2"]
     found = json.loads(run_program("tune", "--json", "synthetic:random walk", "--steps", "3000", *tried)[1])
     section = yaml.safe_load(found["scale_sense"])["scale_sense"]
-    assert section.pop("type") == "AdaptiveLossScaleUpdateCell"
+    assert section.pop("type") == "AdaptiveLossScale"
     best = replay(make_policy("adaptive", **section), synthetic_traces(3000, seed=0)["random walk"])
     assert best.measures.skipped == found["rows"][0]["skipped"]
     assert found["certainty"]["verdict"] == "known"
