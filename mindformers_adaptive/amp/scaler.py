@@ -133,7 +133,7 @@ class RuleLossScaler(amp.LossScaler):
 
     def state(self):
         """Return all Parameters as Python numbers by attribute name, the loss scale as ``loss_scale``."""
-        return {"loss_scale": float(self.scale_value.asnumpy()), **self.update_cell.state()}
+        return self.update_cell.state()
 
     def state_dict(self):
         """Return the state as numbers, as ``state_dict()`` of the update cell does."""

@@ -232,7 +232,7 @@ class RuleLossScaleUpdateCell(TextUpdateCell):
         rule = make_rule(rule, **arguments)
         if not isinstance(rule, TextRule):
             raise TypeError(
-                f"'rule' must be a TextRule, but got {type(rule).__name__}. Use its own update cell, {rule.cell}."
+                f"'rule' must be a TextRule, but got {type(rule).__name__}. Use AdaptiveLossScaleUpdateCell."
             )
         super().__init__(rule, loss_scale_value, history_size, track_per_parameter)
 

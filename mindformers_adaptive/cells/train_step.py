@@ -219,7 +219,7 @@ def _check_and_report(train_step):
     applied_steps = 0 if global_step is None else int(global_step.asnumpy().max())
     if state["cur_iter"] > 1:
         counters = ", ".join(f"{name} {value}" for name, value in state.items() if not isinstance(value, tuple))
-        logger.info(f"Loss scaling goes on from: loss_scale {loss_scale}, {counters}")
+        logger.info(f"Loss scaling goes on from: {counters}")
     elif applied_steps > 0:
         warnings.warn(
             f"The checkpoint has {applied_steps} applied steps but no state of {rule.title}: training goes on at loss "

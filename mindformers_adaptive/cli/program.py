@@ -59,8 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Examples:
         >>> main(["megatron", "--fp16", "--loss-scale", "1024"])
-        type: FixedLossScaleUpdateCell
-        loss_scale_value: 1024.0
+        runner_wrapper:
+          type: MFTrainOneStepCell
+          scale_sense:
+            type: FixedLossScaleUpdateCell
+            loss_scale_value: 1024.0
         0
     """
     words = list(sys.argv[1:] if arguments is None else arguments)

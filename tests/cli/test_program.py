@@ -244,7 +244,7 @@ def test_every_command_of_the_lab_takes_a_rule_of_ones_own(run_program, guided_r
 def test_megatron_prints_the_section(run_program):
     code, printed, _ = run_program("megatron", "--fp16", "--loss-scale-window", "500", "--lr", "0.1")
     assert code == 0
-    section = yaml.safe_load(printed)
+    section = yaml.safe_load(printed)["runner_wrapper"]["scale_sense"]
     assert (section["max_scale_window"], section["hysteresis"]) == (500, 2)
     assert run_program("megatron", "--fp16 --loss-scale-window 500")[1] == printed
 
