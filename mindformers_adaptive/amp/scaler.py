@@ -52,7 +52,7 @@ class RuleLossScaler(amp.LossScaler):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> scaler = RuleLossScaler("guided", scale_value=2**10)
@@ -169,7 +169,7 @@ class AdaptiveLossScaler(RuleLossScaler):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> import mindspore
@@ -219,7 +219,7 @@ class GradientGuidedLossScaler(RuleLossScaler):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> import mindspore

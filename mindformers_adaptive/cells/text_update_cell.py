@@ -166,7 +166,7 @@ class GradientGuidedLossScaleUpdateCell(TextUpdateCell):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> from mindspore import Parameter, Tensor, ops

@@ -460,7 +460,7 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
         Tensor, False, bool of shape ().
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> bool(NoLossScaleUpdateCell()(Tensor(1.0), Tensor(True)))
