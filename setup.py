@@ -18,7 +18,7 @@ EXTRAS = {
 setup(
     name="mindformers_adaptive",
     version=VERSION,
-    description="Adaptive loss scaling for MindSpore and MindFormers, on Ascend, GPU and CPU",
+    description="Adaptive loss scaling for MindSpore and MindFormers, on Ascend and CPU",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

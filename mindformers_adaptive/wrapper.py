@@ -1,6 +1,6 @@
 """Train-step cells with the names and arguments of ``mindspore.nn`` and ``mindformers.wrapper`` that run on CPU too.
 
-A user changes one import line. On Ascend and GPU the cells compute what the stock ones compute. On every device they
+A user changes one import line. On Ascend the cells compute what the stock ones compute. On every device they
 carry the state of loss scaling through checkpoints.
 """
 

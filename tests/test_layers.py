@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "lab.analysis": {"text", "rules", "lab.traces", "lab.policies", "lab.replay"},
     "integration": {"text", "rules", "wrapper", "cells", "checkpoint", "gradients", "monitor"},
     "plots": {"text", "rules", "gradients", "monitor", "lab.traces", "lab.policies", "lab.replay"},
-    "cli": {"text", "rules", "checkpoint", "gradients", "monitor", "integration", "plots"}
+    "cli": {"", "text", "rules", "checkpoint", "gradients", "monitor", "integration", "plots"}
     | {f"lab.{room}" for room in ("traces", "policies", "logs", "replay", "analysis")},
     "__main__": {"cli"},
     "register_path": {""},

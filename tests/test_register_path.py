@@ -38,7 +38,7 @@ from mindspore import Tensor, nn
 
 network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
 name, arguments = sys.argv[1], json.loads(sys.argv[2])
-scale_sense = {"type": name, **arguments, "auto_register": f"adaptive_loss_scaling.{name}"}
+scale_sense = {"type": name, "auto_register": f"adaptive_loss_scaling.{name}", **arguments}
 cell = build_wrapper(
     {"type": "MFTrainOneStepCell", "scale_sense": scale_sense, "use_clip_grad": True},
     default_args={

@@ -33,7 +33,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``; on CPU ``Model`` needs
+        ``Ascend`` ``CPU``; on CPU ``Model`` needs
         :func:`~mindformers_adaptive.amp.train_network.enable_loss_scale_on_cpu`, and a rule that needs the largest
         gradient needs it on every device.
 
@@ -164,7 +164,7 @@ class AdaptiveLossScaleManager(RuleLossScaleManager):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``; on CPU ``Model`` needs
+        ``Ascend`` ``CPU``; on CPU ``Model`` needs
         :func:`~mindformers_adaptive.amp.train_network.enable_loss_scale_on_cpu`.
 
     Examples:
@@ -203,7 +203,7 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> from mindspore import nn

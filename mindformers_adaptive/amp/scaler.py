@@ -52,7 +52,7 @@ class RuleLossScaler(amp.LossScaler):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> scaler = RuleLossScaler("guided", scale_value=2**10)
@@ -133,7 +133,7 @@ class RuleLossScaler(amp.LossScaler):
 
     def state(self):
         """Return all Parameters as Python numbers by attribute name, the loss scale as ``loss_scale``."""
-        return {"loss_scale": float(self.scale_value.asnumpy()), **self.update_cell.state()}
+        return self.update_cell.state()
 
     def state_dict(self):
         """Return the state as numbers, as ``state_dict()`` of the update cell does."""
@@ -169,7 +169,7 @@ class AdaptiveLossScaler(RuleLossScaler):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> import mindspore
@@ -219,7 +219,7 @@ class GradientGuidedLossScaler(RuleLossScaler):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> import mindspore

@@ -175,7 +175,7 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
         ValueError: if ``loss_scale`` is not finite and above 0, or the optimizer divides by a loss scale too.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> import numpy as np

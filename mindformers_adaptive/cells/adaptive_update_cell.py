@@ -63,7 +63,7 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> from mindspore import Parameter, Tensor

@@ -169,7 +169,7 @@ class GradientGuidedLossScaleUpdateCell(TextUpdateCell):
         ValueError: if an argument is out of its range.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> from mindspore import Parameter, Tensor, ops
@@ -240,7 +240,7 @@ class RuleLossScaleUpdateCell(TextUpdateCell):
         rule = make_rule(rule, **arguments)
         if not isinstance(rule, TextRule):
             raise TypeError(
-                f"'rule' must be a TextRule, but got {type(rule).__name__}. Use its own update cell, {rule.cell}."
+                f"'rule' must be a TextRule, but got {type(rule).__name__}. Use AdaptiveLossScaleUpdateCell."
             )
         super().__init__(rule, loss_scale_value, history_size, track_per_parameter)
 

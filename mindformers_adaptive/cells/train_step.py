@@ -22,7 +22,8 @@ class LossScaleTrainStep:
     - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and
       optimizer from most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their
       names.
-    - When training starts, the restored loss scale is checked, and the log says from where loss scaling goes on.
+    - When training starts, the restored loss scale is checked, and the log says which cell of which package scales the
+      loss, and from where loss scaling goes on.
     - Construction raises TypeError if ``scale_sense`` is a loss-scale manager, a loss scaler, a class, a dict, a str, a
       bool or None, and ValueError if the optimizer divides the gradients too, or if steps are to be dropped by a norm
       that is not calculated.
@@ -129,14 +130,14 @@ class LossScaleTrainStep:
 
     def __call__(self, *args, **kwargs):
         # A checkpoint may be loaded after set_train(), or set_train() may never be called.
-        if not self._is_running and _follows_a_rule(self):
+        if not self._is_running:
             _check_and_report(self)
         self._is_running = True
         return super().__call__(*args, **kwargs)
 
     def add_flags_recursive(self, **flags):
         super().add_flags_recursive(**flags)
-        if flags.get("training") and _follows_a_rule(self):
+        if flags.get("training"):
             self._is_running = False
             _check_and_report(self)
         return self
@@ -202,21 +203,36 @@ def _require_update_cell(scale_sense):
 
 
 def _check_and_report(train_step):
-    """Check what was restored, and say once from where loss scaling goes on."""
-    update_cell = train_step.loss_scaling_manager
-    update_cell.check_state()
-    rule, loss_scale, state = update_cell.rule, update_cell.present_loss_scale, update_cell.state()
+    """Check what was restored, and say once what scales the loss and from where it goes on."""
+    update_cell, follows_a_rule = train_step.loss_scaling_manager, _follows_a_rule(train_step)
+    if follows_a_rule:
+        update_cell.check_state()
+    loss_scale, state = train_step.scale_sense.asnumpy().item(), update_cell.state() if follows_a_rule else {}
     if train_step._reported_start == (loss_scale, state):
         return
     train_step._reported_start = (loss_scale, state)
+    _report_cell(update_cell, loss_scale, state)
+    if not follows_a_rule:
+        return
+    rule = update_cell.rule
     global_step = getattr(train_step.optimizer, "global_step", None)
     applied_steps = 0 if global_step is None else int(global_step.asnumpy().max())
     if state["cur_iter"] > 1:
         counters = ", ".join(f"{name} {value}" for name, value in state.items() if not isinstance(value, tuple))
-        logger.info(f"Loss scaling goes on from: loss_scale {loss_scale}, {counters}")
+        logger.info(f"Loss scaling goes on from: {counters}")
     elif applied_steps > 0:
         warnings.warn(
             f"The checkpoint has {applied_steps} applied steps but no state of {rule.title}: training goes on at loss "
             f"scale {loss_scale} {rule.describe_fresh_start(state)}.",
             stacklevel=3,
         )
+
+
+def _report_cell(update_cell, loss_scale, state):
+    """Say whose cell it is: MindFormers has one of the same name."""
+    cls = type(update_cell)
+    name = "a fixed scale" if update_cell is None else f"{cls.__name__} of {cls.__module__.partition('.')[0]}"
+    # The cells of MindSpore and MindFormers keep their window as a Tensor, if they have one.
+    window = state.get("scale_window") if state else getattr(update_cell, "scale_window", None)
+    window = f", scale_window {int(window)}" if window else ""
+    logger.info(f"Loss scaling by {name}: loss_scale {loss_scale}{window}")

@@ -124,8 +124,13 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
     def state(self):
         """Return the state as a dict: int or float by name, a tuple of floats for a vector without named parts.
 
+        It begins with ``loss_scale``, that of the next step, unless a train-step cell of another package keeps it.
         Reading waits for the device.
         """
+        values = self._values()
+        return {"loss_scale": self.present_loss_scale, **values} if self._knows_loss_scale(values) else values
+
+    def _values(self):
         values = {}
         for field in self._fields:
             values |= field.by_key(getattr(self, field.name).asnumpy().tolist())
@@ -133,7 +138,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
 
     def rule_state(self):
         """Return the state as the rule has it, a NamedTuple with the loss scale."""
-        return self.rule.from_values(self.known_loss_scale(), self.state())
+        return self.rule.from_values(self.known_loss_scale(), self._values())
 
     def write_rule_state(self, state, steps, last_event=None):
         """Go on from a state of the rule.
@@ -143,8 +148,8 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             steps (int): how many steps led to it.
             last_event (int, optional): the step of the last overflow or raise. Default: None, the last step.
         """
-        self._write(state.loss_scale, {**self.state(), **self.rule.to_values(state, steps, last_event)})
-        self.written_state = self.state()
+        self._write(state.loss_scale, {**self._values(), **self.rule.to_values(state, steps, last_event)})
+        self.written_state = self._values()
 
     def known_loss_scale(self):
         """Return the loss scale for the next step, a float.
@@ -152,12 +157,15 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         Raises:
             RuntimeError: if this cell took steps in a train-step cell of another package, and so does not know it.
         """
-        if self.bound_loss_scale is None and (state := self.state())["cur_iter"] > 1 and state != self.written_state:
+        if not self._knows_loss_scale(self._values()):
             raise RuntimeError(
                 "The update cell does not know its loss scale, because its train-step cell is not one of "
                 "mindformers_adaptive.wrapper. Call update_cell.bind_loss_scale(train_step.scale_sense) first."
             )
         return self.present_loss_scale
+
+    def _knows_loss_scale(self, values):
+        return self.bound_loss_scale is not None or values["cur_iter"] == 1 or values == self.written_state
 
     @property
     def run_number(self):
@@ -206,7 +214,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         """
         if args or kwargs:
             return super().state_dict(*args, **kwargs)
-        loss_scale, state = self.known_loss_scale(), self.state()
+        loss_scale, state = self.known_loss_scale(), self._values()
         trackers = {
             "growth_tracker": state["cur_iter"] - 1 - state["last_overflow_iter"],
             "hysteresis_tracker": state.get("hysteresis_budget", getattr(self.rule, "hysteresis", 1)),
@@ -232,7 +240,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             ValueError: if the loss scale is not finite and above 0, a counter does not fit into 32 bits, or
                 Megatron-LM's trackers do not fit the rule.
         """
-        present = self.state()
+        present = self._values()
         given = self._values_in(state_dict) or self._counters_of_megatron(state_dict)
         scale_name = next((name for name in _SCALE_NAMES if name in state_dict), None)
         if scale_name is None:
@@ -240,7 +248,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         loss_scale = self.rule.repair_loss_scale(float(to_number(state_dict[scale_name])), scale_name)
         self.restore_run(state_dict)
         problems = self._repair_and_write(loss_scale, {**present, **given}, self._fields_of(given))
-        self.written_state = self.state()
+        self.written_state = self._values()
         missing = [key for key in present if key not in given and key not in self.signals]
         if missing and not problems:
             warnings.warn(f"The state has no {', '.join(missing)}: what it lacks stays as it is.", stacklevel=2)
@@ -259,8 +267,8 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             # Another rule may have pieces of the same name.
             given = {key: value for key, value in given.items() if key not in self.rule.own_keys()}
         self.restore_run(state)
-        self._repair_and_write(self.present_loss_scale, {**self.state(), **given}, restored)
-        self.written_state = self.state()
+        self._repair_and_write(self.present_loss_scale, {**self._values(), **given}, restored)
+        self.written_state = self._values()
 
     def restore_run(self, state):
         """Restore the number of the run, if a state has it."""
@@ -312,7 +320,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             )
         # Below 0, where Megatron-LM counts on, all numbers mean the same.
         budget = {"hysteresis_budget": max(tracker, 0)} if hysteresis > 1 else {}
-        return {**self.state(), "cur_iter": growth + 1, "last_overflow_iter": 0, **budget}
+        return {**self._values(), "cur_iter": growth + 1, "last_overflow_iter": 0, **budget}
 
     def check_state(self):
         """Repair a restored state that this cell cannot go on with.
@@ -331,7 +339,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             >>> cell.state()["window_index"], len(caught)
             (0, 1)
         """
-        present, state = self.present_loss_scale, self.state()
+        present, state = self.present_loss_scale, self._values()
         if (present, state) == self.checked_state:
             return
         # Only what a checkpoint had since the last check tells whose state this is.
@@ -409,10 +417,10 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
             self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))
         self.loss_scale_value = loss_scale
-        if values != self.state():
+        if values != self._values():
             for field in self._fields:
                 getattr(self, field.name).set_data(_tensor_of(field, values))
-        self.checked_state = loss_scale, self.state()
+        self.checked_state = loss_scale, self._values()
         self.restored.clear()
 
 
@@ -452,7 +460,7 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
         Tensor, False, bool of shape ().
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> bool(NoLossScaleUpdateCell()(Tensor(1.0), Tensor(True)))

@@ -125,9 +125,9 @@ class _CommonInfoWithLossScale(_CommonInfo):
         self._train_step = train_step
 
     def save_common(self, common_filename):
-        loss_scale, update_cell = float(self._train_step.scale_sense.asnumpy()), self._train_step.loss_scaling_manager
+        update_cell = self._train_step.loss_scaling_manager
         state = {**update_cell.state(), RUN: update_cell.run_number}
-        write_sidecar(Path(common_filename).parent, loss_scale, state)
+        write_sidecar(Path(common_filename).parent, state.pop("loss_scale"), state)
         super().save_common(common_filename)
 
 

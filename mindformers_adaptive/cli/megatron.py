@@ -1,4 +1,4 @@
-"""Turn Megatron-LM's arguments into the scale_sense section of a YAML file.
+"""Turn Megatron-LM's arguments into a section to paste into a YAML file of MindFormers.
 
 Arguments that do not concern loss scaling are ignored, so a whole command line may be given, also as one text in
 quotation marks.
@@ -34,4 +34,5 @@ def run(options: argparse.Namespace) -> None:
         raise UsageError("Megatron-LM's arguments are required")
     with wrong_usage():
         section = scale_sense_from_megatron(words)
+    section = {"runner_wrapper": {"type": "MFTrainOneStepCell", "scale_sense": section}}
     print(yaml.safe_dump(section, sort_keys=False), end="")

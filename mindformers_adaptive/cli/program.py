@@ -31,6 +31,7 @@ COMMANDS = {
     "tune": "find the settings that would have cost least on traces",
     "plot": "draw the record of a run or a sweep over loss scales",
     "megatron": "turn Megatron-LM's arguments into a scale_sense section",
+    "versions": "print what a bug report needs",
 }
 
 _EXIT_CODES = """\
@@ -58,8 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Examples:
         >>> main(["megatron", "--fp16", "--loss-scale", "1024"])
-        type: FixedLossScaleUpdateCell
-        loss_scale_value: 1024.0
+        runner_wrapper:
+          type: MFTrainOneStepCell
+          scale_sense:
+            type: FixedLossScaleUpdateCell
+            loss_scale_value: 1024.0
         0
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -67,6 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(importlib.import_module(f"mindformers_adaptive.cli.{words[0]}"), words)
     # Help, or a usage error, for which no subcommand has to be imported.
     parser = _parser("adaptive-loss-scale", "Adaptive loss scaling for MindSpore and MindFormers.", _EXAMPLES)
+    if words and words[0] == "--version":
+        print(importlib.import_module("mindformers_adaptive.cli.versions").short())
+        return 0
+    parser.add_argument("--version", action="store_true", help="show the versions, and whether the pair was tested")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, purpose in COMMANDS.items():
         commands.add_parser(name, help=purpose)

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_yaml_arguments(parser)
     for option, key, kind, text in _OPTIONS:
         metavar = "BOOL" if kind is _true_or_false else option.upper().replace("-", "_")
-        parser.add_argument(f"--{option}", dest=key, type=kind, metavar=metavar, help=f"{text} (sets {key})")
+        alone: dict[str, Any] = {"nargs": "?", "const": True} if kind is _true_or_false_or_name else {}
+        parser.add_argument(f"--{option}", dest=key, type=kind, metavar=metavar, help=f"{text} (sets {key})", **alone)
     parser.add_argument(
         "--register-path", type=_folder, metavar="FOLDER", help="folder of further classes for auto_register"
     )
@@ -135,7 +136,12 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("num-samples", launcher.NUM_SAMPLES, integer(0), "use only so many samples of the training and evaluation data"),
     ("do-eval", "do_eval", _true_or_false, "evaluate while training"),
     ("load-checkpoint", "load_checkpoint", str, "checkpoint to load, a file or a folder"),
-    ("resume-training", "resume_training", _true_or_false_or_name, "resume: true, or the name of the checkpoint file"),
+    (
+        "resume-training",
+        "resume_training",
+        _true_or_false_or_name,
+        "resume from the last checkpoint or this file",
+    ),
     ("auto-trans-ckpt", "auto_trans_ckpt", _true_or_false, "rearrange the checkpoint for this parallel setting"),
     ("transform-process-num", "transform_process_num", integer(1), "processes that rearrange the checkpoint"),
     ("src-strategy-path-or-dir", "src_strategy_path_or_dir", str, "strategy that the checkpoint was written under"),

@@ -164,7 +164,7 @@ class LossScaleRecommendation:
             "runner_wrapper:\n"
             "  type: MFTrainOneStepCell\n"
             "  scale_sense:\n"
-            "    type: AdaptiveLossScaleUpdateCell\n"
+            "    type: AdaptiveLossScale\n"
             f"    loss_scale_value: {self.loss_scale_value:.17g}     # {as_power_of_two(self.loss_scale_value)}\n"
             "    scale_factor: 2\n"
             "    scale_window: 20\n"

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from mindformers_adaptive.rules import RULES, find_rule, rule_of_cell
+from mindformers_adaptive.rules import find_rule, rule_of_cell
 from mindformers_adaptive.rules.base import Rule
 from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number, require_positive
 
-__all__ = ["check_config", "check_cpu", "check_sections", "given_to_train_step", "value_at"]
+__all__ = ["OWN_AUTO_REGISTER", "check_config", "check_cpu", "check_sections", "given_to_train_step", "value_at"]
 
 _SKIP = "use_skip_data_by_global_norm"
 _PER_TOKEN = "calculate_per_token_loss"
@@ -54,10 +54,10 @@ _STOCK_ARGUMENTS: dict[str, Callable[[str, Any], object]] = {
 _NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
 _OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
 # The module in the register_path folder of this package, whose class is registered already.
-_OWN_AUTO_REGISTER = "adaptive_loss_scaling."
+OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 
-# Update cells that move the scale, and so skip steps and keep a state.
-_MOVING = ("DynamicLossScaleUpdateCell", Rule.cell, *(rule.cell for rule in RULES.values()))
+# Update cells that move the scale beside those of RULES, and so skip steps and keep a state.
+_MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
 # From 2^32, the usual start, a training of mean losses loses about 16 steps. A start above that is worth a word.
 _USUAL_START = 2.0**32
 _BFLOAT16, _FLOAT16 = ("bfloat16", "bf16"), ("float16", "fp16")
@@ -202,7 +202,7 @@ def _check_scale_sense(scale_sense: Any) -> None:
     if not scale_sense.get("type"):
         raise TypeError(
             f"'{_SCALE_SENSE}' must have a 'type', but has only {', '.join(scale_sense) or 'no keys'}. Add "
-            "'type: AdaptiveLossScaleUpdateCell'."
+            "'type: AdaptiveLossScale'."
         )
     _check_section(scale_sense, _SCALE_SENSE)
 
@@ -263,7 +263,7 @@ def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Ca
     from mindformers.tools.register import MindFormerRegister
 
     name, auto_register = section.get("type"), section.get("auto_register")
-    if auto_register and not str(auto_register).startswith(_OWN_AUTO_REGISTER):
+    if auto_register and not str(auto_register).startswith(OWN_AUTO_REGISTER):
         return None
     if callable(name):
         return name  # type: ignore[no-any-return]
@@ -317,11 +317,11 @@ def _warn_of_format(config: Any) -> None:
     if str(dtype).lower().rpartition(".")[2] in _FLOAT16 and value_at(config, _SCALE_SENSE) is None:
         warnings.warn(
             f"'{_COMPUTE_DTYPE}' is {dtype}, in which small gradients become 0, but there is no '{_SCALE_SENSE}', so "
-            "the loss is not scaled. Add a section of type AdaptiveLossScaleUpdateCell, or 'scale_sense: 1.0' if that "
+            "the loss is not scaled. Add a section of type AdaptiveLossScale, or 'scale_sense: 1.0' if that "
             "is what you mean.",
             stacklevel=4,
         )
-    if cell in _MOVING and str(dtype).lower() in _BFLOAT16:
+    if (cell in _MOVING or rule_of_cell(cell)) and str(dtype).lower() in _BFLOAT16:
         warnings.warn(
             f"'{_COMPUTE_DTYPE}' is {dtype}, which has the range of float32 and needs no loss scaling, but "
             f"'{_SCALE_SENSE}' is of type {cell}. Training goes on with it. Set 'scale_sense: 1.0' to train without, "

@@ -5,14 +5,17 @@ from mindformers.trainer import base_trainer
 
 from mindformers_adaptive import wrapper
 from mindformers_adaptive.checkpoint.callback import CheckpointMonitor, CommonInfo, restores_sidecar
+from mindformers_adaptive.integration.checks import OWN_AUTO_REGISTER
 from mindformers_adaptive.integration.training_state_monitor import TrainingStateMonitor
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 __all__ = ["register"]
 
-# The short names that MindFormers gives to its own wrappers beside their class names.
-_STOCK_ALIASES = {
+# A name that MindFormers does not have, and the short names that it gives to its own wrappers beside their class names.
+_ALIASES = {
+    AdaptiveRule.cell: wrapper.AdaptiveLossScaleUpdateCell,
     "loss_scale_wrapper": wrapper.TrainOneStepWithLossScaleCell,
     "mf_wrapper": wrapper.MFTrainOneStepCell,
     "pipeline_wrapper": wrapper.MFPipelineWithLossScaleCell,
@@ -29,6 +32,10 @@ def register():
     scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor`` and ``GradientRangeMonitor`` are
     registered. Calling it again changes nothing.
 
+    ``AdaptiveLossScale`` is a second name of the update cell. MindFormers has none of that name, so that training with
+    it fails where this package is missing. The line ``auto_register: adaptive_loss_scaling...`` in a YAML file is
+    accepted and has no effect.
+
     Examples:
         >>> from mindformers.tools.register import MindFormerRegister
         >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register
@@ -36,7 +43,7 @@ def register():
         >>> MindFormerRegister.get_cls("wrapper", "AdaptiveLossScaleUpdateCell") is AdaptiveLossScaleUpdateCell
         True
     """
-    wrappers = {name: getattr(wrapper, name) for name in wrapper.__all__} | _STOCK_ALIASES
+    wrappers = {name: getattr(wrapper, name) for name in wrapper.__all__} | _ALIASES
     for name, cell in wrappers.items():
         MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
     for callback in (CheckpointMonitor, GradientRangeMonitor, LossScaleMonitor, TrainingStateMonitor):
@@ -47,3 +54,17 @@ def register():
     if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
         base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)
         base_trainer.CommonInfo = CommonInfo
+    auto_register = MindFormerRegister.auto_register
+    if not hasattr(auto_register, "leaves_out_own"):
+        MindFormerRegister.auto_register = staticmethod(_leaves_out_own(auto_register))
+
+
+def _leaves_out_own(auto_register):
+    """Return ``MindFormerRegister.auto_register`` without the classes of this package, which are registered already."""
+
+    def register_others(class_reference, *args, **kwargs):
+        if not str(class_reference).startswith(OWN_AUTO_REGISTER):
+            auto_register(class_reference, *args, **kwargs)
+
+    register_others.leaves_out_own = True
+    return register_others

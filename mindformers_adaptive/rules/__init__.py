@@ -25,8 +25,8 @@ def is_rule_name(name: object) -> bool:
 
 
 def rule_of_cell(cell: object) -> type[Rule] | None:
-    """Return the rule of this package whose update cell has this type in a YAML file, or None."""
-    return next((rule for rule in RULES.values() if rule.cell == cell), None)
+    """Return the rule of this package whose update cell has this type in a YAML file, or this name, or None."""
+    return next((rule for rule in RULES.values() if cell in (rule.cell, f"{rule.cell}UpdateCell")), None)
 
 
 def find_rule(rule: str | type[Rule]) -> type[Rule]:

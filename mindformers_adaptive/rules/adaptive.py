@@ -170,7 +170,8 @@ class AdaptiveRule(Rule):
 
     name = "adaptive"
     title = "adaptive loss scaling"
-    cell = "AdaptiveLossScaleUpdateCell"
+    # Not the name of the class, which MindFormers has too: where this package is missing, training has to fail.
+    cell = "AdaptiveLossScale"
     # The names in checkpoints are those of MindFormers' own cell. The budget is kept only with a hysteresis above 1.
     fields: tuple[Field, ...] = (
         Field("scale_window", parameter="scale_window"),

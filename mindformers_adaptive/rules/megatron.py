@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import LARGEST_INT32, require_integer, require_positive
 
 __all__ = ["scale_sense_from_megatron"]
@@ -22,7 +23,7 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
     Megatron-LM                 default      ``scale_sense``
     =========================== ============ ==========================================================
     ``--loss-scale S``          0            ``FixedLossScaleUpdateCell``: ``loss_scale_value`` S
-    ``--fp16`` without it                    ``AdaptiveLossScaleUpdateCell``: the rows below
+    ``--fp16`` without it                    ``AdaptiveLossScale``: the rows below
     ``--initial-loss-scale S``  2**32        ``loss_scale_value`` S
     ``--min-loss-scale S``      1.0          ``min_loss_scale`` S
     ``--loss-scale-window N``   1000         ``scale_window``, ``max_scale_window``, ``min_scale_window`` N
@@ -73,7 +74,7 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
         )
     require_integer("--hysteresis", given.hysteresis, 1, "Megatron-LM's default is 2.")
     return {
-        "type": "AdaptiveLossScaleUpdateCell",
+        "type": AdaptiveRule.cell,
         "loss_scale_value": initial,
         "scale_factor": 2,
         "scale_window": int(window),

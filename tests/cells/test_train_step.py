@@ -13,7 +13,12 @@ from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+from mindformers_adaptive.wrapper import (
+    GradientGuidedLossScaleUpdateCell,
+    MFTrainOneStepCell,
+    NoLossScaleUpdateCell,
+    TrainOneStepWithLossScaleCell,
+)
 
 OVERFLOWS = [False, False, True, False, True, False, False, False, True, False] * 4
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 1}
@@ -65,8 +70,9 @@ def test_a_resumed_run_takes_the_steps_of_one_that_never_stopped(
     windows = {state["scale_window"] for *_, state in record}
     assert len(windows) > 1
     scale, state = whole[19][2:]
+    assert state["loss_scale"] == scale
     listed = ", ".join(f"{name} {value}" for name, value in state.items())
-    assert f"Loss scaling goes on from: loss_scale {scale}, {listed}" in mindformers_log.text
+    assert f"Loss scaling goes on from: {listed}" in mindformers_log.text
 
 
 def test_model_and_its_checkpoint_callback_keep_the_state(graph_mode, tmp_path):
@@ -96,6 +102,7 @@ def test_a_checkpoint_of_mindformers_own_cell_resumes_at_its_place_on_the_ladder
     resumed.set_train()
     state = resumed.loss_scaling_manager.state()
     assert state == {
+        "loss_scale": float(before.scale_sense),
         "scale_window": int(theirs.scale_window.asnumpy()),
         "window_index": int(theirs.list_index.asnumpy()),
         "growth_num": int(theirs.window_up_count.asnumpy()),
@@ -170,3 +177,35 @@ def test_a_checkpoint_loaded_after_set_train_is_checked_too(graph_mode, mindform
         step(*Dense.batch())
     assert "window_index 0, growth_num 0, down_num 0, cur_iter 9" in mindformers_log.text
     assert mindformers_log.text.count("Loss scaling goes on from") == 1
+
+
+@pytest.mark.parametrize(
+    ("scale_sense", "line"),
+    [
+        (
+            lambda: AdaptiveLossScaleUpdateCell(1024, 2, 20),
+            "AdaptiveLossScaleUpdateCell of mindformers_adaptive: loss_",
+        ),
+        (
+            lambda: GradientGuidedLossScaleUpdateCell(1024),
+            "GradientGuidedLossScaleUpdateCell of mindformers_adaptive: ",
+        ),
+        (lambda: NoLossScaleUpdateCell(), "NoLossScaleUpdateCell of mindformers_adaptive: loss_scale 1.0\n"),
+        (
+            lambda: mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 20, 1000, 20),
+            "AdaptiveLossScaleUpdateCell of mindformers: loss_scale 1024.0, scale_window 20\n",
+        ),
+        (
+            lambda: nn.DynamicLossScaleUpdateCell(1024, 2, 50),
+            "DynamicLossScaleUpdateCell of mindspore: loss_scale 1024.0, scale_window 50\n",
+        ),
+        (lambda: nn.FixedLossScaleUpdateCell(8), "FixedLossScaleUpdateCell of mindspore: loss_scale 8.0\n"),
+        (lambda: Tensor(8.0), "a fixed scale: loss_scale 8.0\n"),
+    ],
+)
+def test_the_log_says_once_which_cell_of_which_package_scales_the_loss(mindformers_log, scale_sense, line):
+    step = Dense().train_step(scale_sense())
+    for _ in range(2):
+        step.set_train()
+    assert mindformers_log.text.count("Loss scaling by ") == 1
+    assert f"Loss scaling by {line}" in mindformers_log.text

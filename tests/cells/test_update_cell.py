@@ -3,7 +3,7 @@
 import mindformers.wrapper
 import pytest
 from dense_network import Dense
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 
@@ -40,3 +40,10 @@ def test_cell_that_does_not_know_its_loss_scale_says_so(graph_mode):
         update_cell.state_dict()
     update_cell.bind_loss_scale(step.scale_sense)
     assert update_cell.state_dict()["scale"] == 512.0
+
+
+def test_the_state_has_no_loss_scale_that_a_train_step_cell_of_another_package_keeps():
+    cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
+    assert cell.state()["loss_scale"] == 1024
+    cell(Parameter(Tensor(1024.0), name="kept_elsewhere"), Tensor(True))
+    assert "loss_scale" not in cell.state()

@@ -11,6 +11,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
+import mindformers_adaptive
+from mindformers_adaptive.cli import versions
 from mindformers_adaptive.cli.program import COMMANDS
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.simulate import replay
@@ -26,6 +28,38 @@ def test_help_has_an_example_and_exit_code_0(run_program, command):
     assert code == 0
     assert printed.startswith("usage: ")
     assert re.search("examples?:\n  adaptive-loss-scale", printed)
+
+
+@pytest.mark.parametrize("command", ["--version", "versions"])
+@pytest.mark.parametrize(
+    ("mindspore", "mindformers", "verdict"),
+    [
+        ("2.9.0", "1.9.0", "mindspore 2.9.0, mindformers 1.9.0: a tested pair"),
+        ("2.9.0", "1.6.0", "not a tested pair, which are 2.9.0 with 1.9.0 or 2.7.0 with 1.6.0 or 2.10.0 with 1.9.0"),
+        ("2.9.0", None, "mindspore 2.9.0, mindformers not installed: not a tested pair"),
+    ],
+)
+def test_versions_are_those_of_what_is_installed(
+    run_program, tmp_path, monkeypatch, command, mindspore, mindformers, verdict
+):
+    for name, version in (("mindspore", mindspore), ("mindformers", mindformers)):
+        if version is not None:
+            # As pip leaves it.
+            (tmp_path / f"{name}-{version}.dist-info").mkdir()
+            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    code, printed, _ = run_program(command)
+    assert code == 0
+    assert printed.startswith(f"mindformers_adaptive {mindformers_adaptive.__version__}\nmindspore ")
+    assert verdict in printed
+    assert ("Python 3" in printed) == (command == "versions")
+
+
+def test_the_tested_pairs_are_those_of_the_readme():
+    rows = re.findall(r"^\| (?:Reference|Also tested) \| (.*?) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    pairs = re.findall(r"([\d.]+) (?:and|with) (?:MindFormers )?([\d.]+\d)", " ".join(rows))
+    assert tuple(pairs) == versions.TESTED_PAIRS
 
 
 def test_options_may_have_underscores_or_hyphens(run_program):
@@ -133,7 +167,7 @@ def test_tune_recommends_yaml_that_builds_the_cell(run_program):
     tried = ["--grid", "loss_scale_value=2^16", "--grid", "hysteresis=1", "--grid", "scale_factor=2"]
     found = json.loads(run_program("tune", "--json", "synthetic:random walk", "--steps", "3000", *tried)[1])
     section = yaml.safe_load(found["scale_sense"])["scale_sense"]
-    assert section.pop("type") == "AdaptiveLossScaleUpdateCell"
+    assert section.pop("type") == "AdaptiveLossScale"
     best = replay(make_policy("adaptive", **section), synthetic_traces(3000, seed=0)["random walk"])
     assert best.measures.skipped == found["rows"][0]["skipped"]
     assert found["certainty"]["verdict"] == "known"
@@ -229,7 +263,7 @@ def test_every_command_of_the_lab_takes_a_rule_of_ones_own(run_program, guided_r
 def test_megatron_prints_the_section(run_program):
     code, printed, _ = run_program("megatron", "--fp16", "--loss-scale-window", "500", "--lr", "0.1")
     assert code == 0
-    section = yaml.safe_load(printed)
+    section = yaml.safe_load(printed)["runner_wrapper"]["scale_sense"]
     assert (section["max_scale_window"], section["hysteresis"]) == (500, 2)
     assert run_program("megatron", "--fp16 --loss-scale-window 500")[1] == printed
 

@@ -124,8 +124,8 @@ def test_an_initial_scale_from_a_checkpoint_is_read_and_not_kept(kind, type_, va
         ("log_max.Nothing", ValueError, r"'log_max.Nothing' cannot be imported: .*has no attribute 'Nothing'"),
         ("log_max.step", TypeError, r"'rule' must be .* but got 'log_max.step'. A rule is a subclass of .*TextRule"),
         (7, TypeError, r"'rule' must be .* but got 7"),
-        ("adaptive", TypeError, r"must be a TextRule, but got AdaptiveRule. .* AdaptiveLossScaleUpdateCell"),
-        (AdaptiveRule(), TypeError, r"must be a TextRule, but got AdaptiveRule. .* AdaptiveLossScaleUpdateCell"),
+        ("adaptive", TypeError, r"must be a TextRule, but got AdaptiveRule. Use AdaptiveLossScaleUpdateCell"),
+        (AdaptiveRule(), TypeError, r"must be a TextRule, but got AdaptiveRule. Use AdaptiveLossScaleUpdateCell"),
     ],
 )
 def test_what_is_no_text_rule_is_refused(rule, error, message):

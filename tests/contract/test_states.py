@@ -235,6 +235,7 @@ def test_a_damaged_state_is_repaired_with_a_warning_and_the_cell_goes_on(kind):
 
 def test_a_sidecar_that_holds_something_else_ends_no_training(kind, tmp_path):
     good = json.loads(json.dumps(in_a_state(kind).update_cell.state()))
+    del good["loss_scale"]
     for name, value in good.items():
         others = [[], [1], [[1]], 2**40, 2.5, -(2**31), math.inf, "x", None]
         others += [value[:-1], [*value, 0.5], [*value[:-1], [1]], 5] if isinstance(value, list) else []

@@ -34,7 +34,8 @@ def assert_cell_takes(owned, path, rule, before):
         assert (flag.dtype, bool(flag)) == (mindspore.bool_, overflow)
         assert float(owned.scale_sense) == state.loss_scale, number
         last_event = number if overflow or state.loss_scale > before.loss_scale else last_event
-        values = rule.to_values(state, number, last_event) | dict.fromkeys(rule.signals, gradient)
+        values = {"loss_scale": state.loss_scale, **rule.to_values(state, number, last_event)}
+        values |= dict.fromkeys(rule.signals, gradient)
         assert is_same(cell.state(), {name: values[name] for name in cell.state()}), number
         row = {"step": number, "overflow": overflow, "loss_scale": before.loss_scale}
         row |= {"next_loss_scale": state.loss_scale, **{name: getattr(state, name) for name in rule.recorded}}

@@ -33,6 +33,9 @@ import mindformers_adaptive
 from mindformers_adaptive import (
     AdaptiveLossScaleUpdateCell,
     GradientGuidedLossScaleUpdateCell,
+    GradientRangeMonitor,
+    LossScaleMonitor,
+    LossScaleState,
     RuleLossScaleUpdateCell,
     register,
     wrapper,
@@ -96,6 +99,20 @@ def test_arguments_of_a_page_are_those_of_its_cell(page, cell):
     assert [row[1].lower() for row in rows] == defaults
 
 
+def test_fields_of_the_state_of_the_rule_are_those_of_its_table():
+    [rows] = [rows[2:] for rows in tables(DOCS / "rule.md") if "LossScaleState" in rows[0][0]]
+    assert tuple(name for row in rows for name in re.findall(r"`(\w+)`", row[0])) == LossScaleState._fields
+
+
+@pytest.mark.parametrize("monitor", [LossScaleMonitor, GradientRangeMonitor])
+def test_arguments_of_a_monitor_are_those_of_its_table(monitor):
+    parameters = inspect.signature(monitor).parameters
+    [rows] = [rows[2:] for rows in tables(DOCS / "monitoring.md") if f"`{monitor.__name__}`" in rows[0][0]]
+    assert {row[0].strip("`"): row[1].lower() for row in rows} == {
+        name: str(parameter.default).lower() for name, parameter in parameters.items()
+    }
+
+
 # YAML
 
 
@@ -119,7 +136,7 @@ def test_yaml_block_is_built_by_mindformers(name, tmp_path, monkeypatch):
             assert (cell.get_loss_scale(), type(cell.rule), cell.rule.margin) == (2.0**16, LogMaxRule, 2.0)
         else:
             assert type(cell) is AdaptiveLossScaleUpdateCell
-            assert (cell.get_loss_scale(), cell.rule.ladder[0], cell.rule.ladder[-1]) == (2.0**32, 20, 1000)
+            assert (cell.get_loss_scale(), cell.rule.ladder[0], cell.rule.ladder[-1]) == (2.0**16, 20, 1000)
 
 
 def read_yaml(text, tmp_path, monkeypatch):

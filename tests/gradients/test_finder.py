@@ -113,7 +113,7 @@ def test_yaml_to_paste_makes_the_update_cell():
     found = find_loss_scale(HalfPrecisionSum(2), ONES, margin=2)
     pasted = yaml.safe_load(str(found).rpartition("\n\n")[2])["runner_wrapper"]
     assert pasted["type"] == "MFTrainOneStepCell"
-    assert pasted["scale_sense"].pop("type") == "AdaptiveLossScaleUpdateCell"
+    assert pasted["scale_sense"].pop("type") == "AdaptiveLossScale"
     assert AdaptiveLossScaleUpdateCell(**pasted["scale_sense"]).get_loss_scale() == 2.0**13
     assert json.loads(json.dumps(found.to_dict()))["loss_scale_value"] == 2.0**13
 

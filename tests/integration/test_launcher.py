@@ -79,6 +79,10 @@ def test_an_option_sets_its_key(option, text, key, expected):
     assert type(value_at(after, key)) is type(expected)
 
 
+def test_resume_training_alone_means_true():
+    assert overrides("--resume-training", "--epochs=2") == {"resume_training": True, "runner_config.epochs": 2}
+
+
 def test_the_table_above_has_every_option(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help"])

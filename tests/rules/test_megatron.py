@@ -32,7 +32,7 @@ BY_HAND = [
 
 def cell_from(arguments):
     section = scale_sense_from_megatron(arguments)
-    assert section.pop("type") == "AdaptiveLossScaleUpdateCell"
+    assert section.pop("type") == "AdaptiveLossScale"
     return AdaptiveLossScaleUpdateCell(**section)
 
 
@@ -53,7 +53,7 @@ def test_cell_takes_the_steps_of_the_description(graph_mode, options, initial, w
 @pytest.mark.parametrize("arguments", ["--fp16", "--fp16 --loss-scale 0"])
 def test_defaults_are_those_of_megatron(arguments):
     assert scale_sense_from_megatron(arguments) == {
-        "type": "AdaptiveLossScaleUpdateCell",
+        "type": "AdaptiveLossScale",
         "loss_scale_value": 2.0**32,
         "scale_factor": 2,
         "scale_window": 1000,

@@ -106,7 +106,7 @@ class Configuration:
         Examples:
             >>> print(Configuration("adaptive", min_scale_window=50, hysteresis=2).scale_sense(), end="")
             scale_sense:
-              type: AdaptiveLossScaleUpdateCell
+              type: AdaptiveLossScale
               loss_scale_value: 65536
               scale_factor: 2
               scale_window: 50

@@ -122,7 +122,7 @@ def test_section_to_paste_makes_the_cell_that_was_recommended(configuration):
     from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 
     section = yaml.safe_load(configuration.scale_sense())["scale_sense"]
-    assert section.pop("type") == "AdaptiveLossScaleUpdateCell"
+    assert section.pop("type") == "AdaptiveLossScale"
     cell = AdaptiveLossScaleUpdateCell(**section)
     # Some of their values are arrays.
     assert repr(vars(cell.rule)) == repr(vars(configuration.rule))

@@ -1,0 +1,53 @@
+"""Print what a bug report needs: versions, the platform, and whether the pair of MindSpore and MindFormers was tested.
+
+example:
+  adaptive-loss-scale versions
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import mindformers_adaptive
+
+__all__ = ["TESTED_PAIRS", "add_arguments", "run", "short"]
+
+# MindSpore and MindFormers, as README.md has them.
+TESTED_PAIRS = (("2.9.0", "1.9.0"), ("2.7.0", "1.6.0"), ("2.10.0", "1.9.0"))
+
+_OTHERS = ("numpy", "safetensors", "tensorboardX", "matplotlib")
+# Where CANN's own set_env.sh says that it is.
+_CANN = "ASCEND_HOME_PATH"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare no arguments."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the report."""
+    print(short())
+    print("\n".join(f"{name} {_version(name)}" for name in _OTHERS))
+    print(f"Python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} processors")
+    print(f"CANN {os.environ.get(_CANN, f'unknown, as {_CANN} is not set')}")
+    print(f"installed in {Path(mindformers_adaptive.__file__).parent}")
+
+
+def short() -> str:
+    """Return the versions of this package, MindSpore and MindFormers, which are not imported."""
+    pair = _version("mindspore"), _version("mindformers")
+    tested = " or ".join(" with ".join(each) for each in TESTED_PAIRS)
+    verdict = "a tested pair" if pair in TESTED_PAIRS else f"not a tested pair, which are {tested}"
+    own = mindformers_adaptive.__version__
+    return f"mindformers_adaptive {own}\nmindspore {pair[0]}, mindformers {pair[1]}: {verdict}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
