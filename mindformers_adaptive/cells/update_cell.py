@@ -229,17 +229,25 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         """Go on from a state; in a train-step cell of another package, load it before the cell is given to that.
 
         Args:
-            state_dict (dict): what ``state_dict()`` returned, a Megatron-LM checkpoint's ``grad_scaler``, or what
-                ``mindspore.load_checkpoint`` returned. Values are numbers or tensors of one element; other keys are
+            state_dict (dict): what ``state_dict()`` or ``mindspore.load_checkpoint`` returned, Megatron-LM's
+                ``grad_scaler``, or the state of the optimizer around that; where such a one has no ``grad_scaler``, a
+                warning says so and nothing changes. Values are numbers or tensors of one element; other keys are
                 ignored. Where there is no state of the rule itself, as from Megatron-LM, the present one stays.
                 Counters that no run can reach, and a state that the rule cannot have, are changed with a warning.
 
         Raises:
             KeyError: if the loss scale is missing, or both the counters and Megatron-LM's trackers.
-            TypeError: if a counter is not an integer.
+            TypeError: if a counter is not an integer, or the state is no dict.
             ValueError: if the loss scale is not finite and above 0, a counter does not fit into 32 bits, or
                 Megatron-LM's trackers do not fit the rule.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"'state_dict' must be a dict, but got {state_dict!r}. Give what state_dict() returned.")
+        if "grad_scaler" in state_dict or "optimizer" in state_dict:
+            state_dict = state_dict.get("grad_scaler")
+            if state_dict is None:
+                warnings.warn("The checkpoint has no 'grad_scaler': the loss scaling stays as it is.", stacklevel=2)
+                return
         present = self._values()
         given = self._values_in(state_dict) or self._counters_of_megatron(state_dict)
         scale_name = next((name for name in _SCALE_NAMES if name in state_dict), None)

@@ -154,3 +154,19 @@ def test_a_tracker_below_zero_is_a_spent_budget(graph_mode):
     cell.load_state_dict({"scale": 64.0, "growth_tracker": 0, "hysteresis_tracker": -3})
     assert cell.state()["hysteresis_budget"] == 0
     assert list(path_of(cell, [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW])) == [32.0, 64.0, 64.0, 32.0]
+
+
+def test_the_state_of_megatrons_optimizer_is_taken_too_and_without_a_scaler_warned_of():
+    state = {"scale": 256.0, "growth_tracker": 12, "hysteresis_tracker": 1}
+    cell = cell_from("--fp16")
+    with pytest.warns(UserWarning, match="has no 'grad_scaler': the loss scaling stays as it is"):
+        cell.load_state_dict({"optimizer": {}})
+    assert cell.state()["loss_scale"] == 2.0**32
+    cell.load_state_dict({"optimizer": {}, "grad_scaler": state})
+    assert (cell.state()["loss_scale"], cell.state()["hysteresis_budget"]) == (256.0, 1)
+
+
+@pytest.mark.parametrize("nothing", [None, [], "checkpoint"])
+def test_a_state_that_is_no_dict_is_refused(nothing):
+    with pytest.raises(TypeError, match=r"'state_dict' must be a dict, but got .* Give what state_dict"):
+        cell_from("--fp16").load_state_dict(nothing)
