@@ -34,6 +34,13 @@ def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=1, help="how often each run that is killed while it saves is killed")
 
 
+def pytest_configure(config):
+    """Keep each worker on one core: MindSpore's threads spin while they wait, and would take it from the others."""
+    if hasattr(config, "workerinput") and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(config.workerinput["workerid"].removeprefix("gw")) % len(cores)]})
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Bring the tests into the order in which workers take them.
