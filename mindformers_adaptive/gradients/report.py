@@ -138,12 +138,14 @@ class GradientRanges:
         outputs (dict[str, ArrayStatistics]): the outputs of the layers that were asked for, by their names, over all
             batches; they do not depend on the loss scale.
         gradient_format (Format): the format of the gradients in the backward pass. Default: float16.
+        float16_weights (tuple[str, ...]): the names of the weights that are kept in float16. Default: none.
     """
 
     weights: Mapping[str, ArrayStatistics]
     batches: tuple[tuple[ScaleRanges, ...], ...]
     outputs: Mapping[str, ArrayStatistics] = field(default_factory=dict)
     gradient_format: Format = FLOAT16
+    float16_weights: tuple[str, ...] = ()
 
     @property
     def loss_scales(self) -> tuple[float, ...]:
