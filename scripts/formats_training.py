@@ -98,18 +98,23 @@ def measure(tasks, key, name, again, seeds):
     """
     trainings, methods = trainings_in(key, name)
     task = tasks.setdefault(key, about(trainings.task))
-    task["seeds"] = seeds
     of_format = task["formats"].setdefault(name, {"found": [], "runs": {}})
-    for method, how in methods.items():
-        runs = of_format["runs"].setdefault(method, [])
-        if again and method.startswith(again):
-            runs.clear()
-        if missing := range(len(runs), seeds):
-            print(f"{key}, {name}: {method}", file=sys.stderr, flush=True)
-            runs += [summary(trainings.run(how, seed)) for seed in missing]
-            yield method
+    for method in train_missing(trainings, methods, of_format["runs"], again, seeds):
+        print(f"{key}, {name}: {method}", file=sys.stderr, flush=True)
+        yield method
     of_format["found"] += [found(trainings.recommendation(seed)) for seed in range(len(of_format["found"]), seeds)]
     yield "found"
+
+
+def train_missing(trainings, methods, runs, again, seeds):
+    """Add to the runs by method those of the seeds that are missing, and yield each method that was trained."""
+    for method, how in methods.items():
+        of_method = runs.setdefault(method, [])
+        if again and method.startswith(again):
+            of_method.clear()
+        if missing := range(len(of_method), seeds):
+            of_method += [summary(trainings.run(how, seed)) for seed in missing]
+            yield method
 
 
 def about(task):
@@ -171,23 +176,21 @@ def less_best_fixed(task, runs, method):
 
 def tables(result):
     """Return the tables of a result by their names, as lists of rows with the columns first."""
-    shown = {key: quality_table(task) for key, task in result["tasks"].items()}
     differences = [["task", "format", "seeds", *(f"{name}, less the best fixed scale" for name in COMPARED)]]
     starts = [["task", "format", "found scales", "skipped by adaptive, steps 1-100", "skipped by guided, steps 1-100"]]
-    verdicts = [["task", "format", "lost without scaling", "find: is scaling needed?", "does the result suffer?"]]
+    verdicts = [["task", "format", "lost without scaling", "find: is scaling needed?", "is the result worse without?"]]
     for task in result["tasks"].values():
         for name, of_format in task["formats"].items():
             runs, rows = of_format["runs"], [task["name"], name]
-            if not set(COMPARED.values()) <= set(runs):
-                continue
             less = {column: less_best_fixed(task, runs, method) for column, method in COMPARED.items()}
             each = [interval(mean_and_interval(values), 4) for values in less.values()]
-            differences.append([*rows, str(task["seeds"]), *each])
+            differences.append([*rows, str(len(runs[FP32])), *each])
             of_rules = [runs[rule.format(FOUND_START)] for rule in (ADAPTIVE, GUIDED)]
             scales = ", ".join(f"2^{math.log2(scale):g}" for scale in sorted({run["start"] for run in of_rules[0]}))
             starts.append([*rows, scales, *(most_skipped(of_rule) for of_rule in of_rules)])
             verdicts.append([*rows, *verdict(of_format["found"], less["no scaling"])])
-    return shown | {"differences": differences, "starts": starts, "verdicts": verdicts}
+    quality = quality_table(result["tasks"][PICTURED]) if PICTURED in result["tasks"] else [["loss scale"]]
+    return {"quality": quality, "differences": differences, "starts": starts, "verdicts": verdicts}
 
 
 def quality_table(task):
