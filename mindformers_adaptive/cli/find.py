@@ -17,7 +17,7 @@ from mindformers_adaptive.cli.train import read_options
 from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.integration.checks import value_at
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "read_learning_rate", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,14 +34,14 @@ def run(options: argparse.Namespace) -> None:
         RuntimeError: if no loss scale can be recommended.
     """
     ranges = sweep(options, recommendation.EVERY_POWER)
-    found = recommendation.recommend_loss_scale(ranges, options.margin, _learning_rate(options))
+    found = recommendation.recommend_loss_scale(ranges, options.margin, read_learning_rate(options))
     print_result(options, found.to_dict, found.__str__)
     if found.loss_scale_value is None:
         raise RuntimeError("no loss scale can be recommended")
 
 
-def _learning_rate(options: argparse.Namespace) -> float | None:
-    """The learning rate of the YAML file, or of the options, before any schedule lowers it; None if there is none."""
+def read_learning_rate(options: argparse.Namespace) -> float | None:
+    """Return the learning rate of the YAML file or the options, before a schedule lowers it; None if there is none."""
     config, overrides = yaml.safe_load(Path(options.config).read_text(encoding="utf-8")), read_options(options.options)
     for key in ("lr_schedule.learning_rate", "optimizer.learning_rate"):
         rate = overrides.get(key, value_at(config, key))

@@ -1,11 +1,15 @@
 """What weights in float16 lose of their updates: counted as NumPy rounds them, and said by the finder."""
 
+import argparse
+
 import numpy as np
 import pytest
+from conftest import CONFIG
 from fp16_networks import HalfPrecisionSum
 from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.cli.find import read_learning_rate
 from mindformers_adaptive.gradients.ranges import find_loss_scale
 from mindformers_adaptive.gradients.report import array_statistics
 from mindformers_adaptive.gradients.updates import lost_updates
@@ -37,3 +41,15 @@ def test_the_finder_says_what_is_lost_if_it_knows_the_learning_rate():
     assert find_loss_scale(network, ones).lost_updates is None
     with pytest.raises(ValueError, match="'learning_rate'"):
         find_loss_scale(network, ones, learning_rate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], 3e-3),
+        (["lr_schedule.learning_rate=1e-5"], 1e-5),
+        (["lr_schedule.learning_rate=high", "optimizer.learning_rate=0.1"], 0.1),
+    ],
+)
+def test_the_program_takes_the_learning_rate_of_the_file_or_the_options(options, expected):
+    assert read_learning_rate(argparse.Namespace(config=str(CONFIG), options=options)) == expected

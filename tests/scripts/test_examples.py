@@ -154,6 +154,7 @@ def test_a_policy_is_learned_although_its_rewards_spike(run_forked, rule):
         expected = path_of(AdaptiveRule(2, 40, 5), 2.0**24, 5, overflows.values())
         assert scales == [scale for scale, _ in expected]
     else:
-        # Beside the spikes and the start it skips next to nothing, and is back after each spike.
-        assert sum(overflows.values()) <= len(spikes) + 4
-        assert all(scales[step + 10] >= scales[step - 2] / 2 for step in spikes[:-1])
+        # Beside the spikes it skips few steps of a noisy training, and is back after each spike.
+        assert sum(overflows.values()) <= len(spikes) + 8
+        # Two steps later the scale is within a bit of what it was before.
+        assert all(scales[step + 1] >= scales[step - 2] / 2 for step in spikes[:-1])
