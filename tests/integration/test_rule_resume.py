@@ -36,8 +36,10 @@ RULES = {
     "guided": GUIDED,
     "guided, weights in FP16": GUIDED,
     "adaptive, weights in FP16": (
-        AdaptiveRule(max_scale_window=4, min_scale_window=1),
-        "type: AdaptiveLossScale, scale_factor: 2, scale_window: 1, max_scale_window: 4, min_scale_window: 1",
+        # With hysteresis, which adds the last field to its state.
+        AdaptiveRule(max_scale_window=4, min_scale_window=1, hysteresis=2),
+        "type: AdaptiveLossScale, scale_factor: 2, scale_window: 1, max_scale_window: 4, min_scale_window: 1, "
+        "hysteresis: 2",
     ),
     "log_max": (LogMaxRule(margin=0.25), "type: RuleLossScaleUpdateCell, rule: log_max.LogMaxRule, margin: 0.25"),
 }
