@@ -223,17 +223,12 @@ def price_table(results):
 
 def cheapest_rates(on_kind):
     """The smallest and the largest price of a bit at which no policy costs less than the adaptive rule, or None."""
-    low, high = 0.0, math.inf
-    for row in on_kind.values():
-        skipped = on_kind[ADAPTIVE]["skipped"] - row["skipped"]
-        bits = row["headroom_lost"] - on_kind[ADAPTIVE]["headroom_lost"]
-        if bits > 0:
-            low = max(low, skipped / bits)
-        elif bits < 0:
-            high = min(high, skipped / bits)
-        elif skipped > 0:
-            return None
-    return (low, high) if low <= high else None
+    own = on_kind[ADAPTIVE]
+    pairs = [(own["skipped"] - row["skipped"], row["headroom_lost"] - own["headroom_lost"]) for row in on_kind.values()]
+    low = max([0.0, *(skipped / bits for skipped, bits in pairs if bits > 0)])
+    high = min([math.inf, *(skipped / bits for skipped, bits in pairs if bits < 0)])
+    always_dearer = any(skipped > 0 for skipped, bits in pairs if bits == 0)
+    return None if always_dearer or low > high else (low, high)
 
 
 def guided_rows(results):
