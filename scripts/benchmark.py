@@ -18,10 +18,10 @@ from pathlib import Path
 
 from benchmark_sweep import measure_sweep, sweep_tables
 from paired_timing import compare, ratio, spread_percent, take_turns, time_above, typical_times, with_error
-from reporting import add_json_option, output_to_stderr, positive, versions, with_captions, write_json
+from reporting import ROOT, add_json_option, output_to_stderr, positive, versions, with_captions, write_json
 
 # exported_graph.py, with which the tests look at graphs as well, counts the kernels.
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
+sys.path.append(str(ROOT / "tests" / "helpers"))
 
 # Low enough for the adaptive cell to raise it for many rounds without an overflow, whose step would be shorter.
 START = 2.0**6

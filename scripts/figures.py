@@ -23,11 +23,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from reporting import table, versions, write_json
+from reporting import ROOT, table, versions, write_json
 
 from mindformers_adaptive.text.files import atomic_write
 
-ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "figures"
 PAGES = [ROOT / "README.md", ROOT / "README_CN.md", *sorted((ROOT / "docs").glob("*/*.md"))]
 

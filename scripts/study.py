@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 import numpy as np
-from reporting import add_json_option, positive, with_captions, write_json
+from reporting import ROOT, add_json_option, positive, with_captions, write_json
 
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import entry_skips, overflow_flags, recovery_steps
@@ -22,7 +22,6 @@ from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, inde
 from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, regime_levels, synthetic_trace
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
 
-ROOT = Path(__file__).resolve().parent.parent
 PICTURE = "docs/images/policy_study.svg"
 WINDOWS = (20, 100, 1000, 2000)
 ADAPTIVE = "adaptive 20-1000"

@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from reporting import add_json_option, output_to_stderr, positive, table, versions, write_json
+from reporting import ROOT, add_json_option, output_to_stderr, positive, table, versions, write_json
 from worth_report import EXPONENTS, FP32, OURS, REACHED_AT, SETTLED, UNSCALED, draw, figures, over_looks, tables
 
 from mindformers_adaptive.plots.canvas import save
 
-ROOT = Path(__file__).resolve().parent.parent
 PICTURE = "docs/images/quality_by_loss_scale.svg"
 PICTURE_SEEDS = 3
 QUICK_STEPS, QUICK_EXPONENTS = 30, (0, 9)

@@ -12,7 +12,7 @@ from mindspore.train import Callback, Model
 from mindformers_adaptive import AdaptiveLossScaleManager, FixedScaleTrainOneStepCell, enable_loss_scale_on_cpu
 from mindformers_adaptive.text.table import as_power_of_two
 
-AMP_LEVEL, EPOCHS, STEPS_PER_EPOCH, BATCH_SIZE = "O2", 2, 32, 32
+AMP_LEVEL, EPOCHS = "O2", 2
 
 
 def fixed_skipping_overflows(network, loss_fn):
@@ -75,8 +75,7 @@ def train(way):
     mindspore.set_seed(0)
     recorder = StepRecorder()
     model = way(LeNet5(), nn.SoftmaxCrossEntropyWithLogits(reduction="mean"))
-    data = create_dataset(samples=STEPS_PER_EPOCH * BATCH_SIZE, batch_size=BATCH_SIZE)
-    model.train(EPOCHS, data, callbacks=[recorder], dataset_sink_mode=False)
+    model.train(EPOCHS, create_dataset(), callbacks=[recorder], dataset_sink_mode=False)
     return recorder
 
 
