@@ -301,9 +301,7 @@ def draw(same):
         line = list(zip(*(points[policy] for policy in fixed), strict=True))
         axes.plot(*line, "o-", color=MUTED, label="fixed windows")
         for policy, window in zip(fixed, WINDOWS, strict=True):
-            axes.annotate(
-                f"{window}", points[policy], textcoords="offset points", xytext=(4, 4), fontsize=7, color=MUTED
-            )
+            axes.annotate(str(window), points[policy], (4, 4), textcoords="offset points", fontsize=7, color=MUTED)
         axes.plot(*points["Megatron"], "s", color=WARNING, label="Megatron: window 1000, hysteresis 2")
         axes.plot(*points[ADAPTIVE], "D", color=MAIN, markersize=7, label=ADAPTIVE)
         axes.set_xscale("log")

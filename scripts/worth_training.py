@@ -52,10 +52,9 @@ def fixed(loss_scale):
 
 
 def dynamic(window):
+    name = f"MindSpore's dynamic, window {window}"
     # MindSpore's default start.
-    return Method(
-        f"MindSpore's dynamic, window {window}", lambda s: nn.DynamicLossScaleUpdateCell(s, 2, window), 2.0**24
-    )
+    return Method(name, lambda s: nn.DynamicLossScaleUpdateCell(s, 2, window), 2.0**24)
 
 
 def adaptive(loss_scale):
