@@ -62,10 +62,8 @@ GROUPS = {
 OWN = "a ceiling of its own"
 
 # How regimes begin and end, and their kinds. Those with spikes are left out: a spike is no change of the ceiling.
-CHANGES = {
-    "at once": ("one-off regime", "rare regimes", "alternating regimes", "levels"),
-    "over 20 steps": ("ramped regimes",),
-}
+AT_ONCE, SLOWLY = ("one-off regime", "rare regimes", "alternating regimes", "levels"), ("ramped regimes",)
+CHANGES = {"at once": AT_ONCE, "over 20 steps": SLOWLY, "either way": AT_ONCE + SLOWLY}
 
 CAPTIONS = {
     "policies": "All from the initial scale 2^16 (the ceilings are about 2^18 in the middle):",
