@@ -41,11 +41,15 @@ def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[st
             f"'modules' must be at most {MOST_GROUPS}, one a row, but got {len(modules)}. Draw the others apart."
         )
     group = group_of_modules(modules, ranges.batches[0][0].parameters)
-    batches = [
-        [replace(one, parameters={name: each for name, each in one.parameters.items() if group(name)}) for one in batch]
-        for batch in ranges.batches
-    ]
-    return replace(ranges, batches=tuple(map(tuple, batches)))
+    batches = []
+    for batch in ranges.batches:
+        # In the order of the modules, which is that of the rows.
+        of_modules = [
+            {name: each for module in modules for name, each in one.parameters.items() if group(name) == module}
+            for one in batch
+        ]
+        batches.append(tuple(replace(one, parameters=kept) for one, kept in zip(batch, of_modules, strict=True)))
+    return replace(ranges, batches=tuple(batches))
 
 
 def group_of_modules(modules: Sequence[str], names: Iterable[str]) -> Callable[[str], str | None]:

@@ -173,8 +173,8 @@ def test_modules_have_a_row_each_and_nothing_else_is_drawn(values):
     modules = ["layers.1.attention", NAMES[0]]
     figure = draw_gradient_records({"run": values}, kind="weights", modules=modules)
     assert [axes.get_ylabel() for axes in figure.axes] == [
-        "layers.0.\nattention.wq.\nweight\nmagnitude",
         "layers.1.\nattention\nmagnitude",
+        "layers.0.\nattention.wq.\nweight\nmagnitude",
     ]
     series = series_of_gradients(values, lambda name: name, "weights", ["*.wo.weight"])
     assert [*series.groups] == ["*.wo.weight"]
