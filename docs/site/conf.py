@@ -15,7 +15,13 @@ sys.path.insert(0, str(ROOT))
 project = "mindformers_adaptive"
 copyright = "the authors of mindformers_adaptive"
 release = re.search(r'__version__ = "(.+)"', (ROOT / "mindformers_adaptive" / "__init__.py").read_text())[1]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
 nitpicky = True
 
 # Pages
@@ -39,9 +45,8 @@ html_sidebars = {
     ]
 }
 html_copy_source = False
+toc_object_entries_show_parents = "hide"
 html_math_renderer = "mathml"
-locale_dirs = ["locale"]
-gettext_compact = "reference"
 
 # API reference
 

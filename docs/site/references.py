@@ -1,6 +1,12 @@
-"""Names in docstrings that Sphinx does not find by itself."""
+"""What autodoc shows of the package: names that it does not find by itself, signatures, and which members."""
+
+import inspect
+import sys
 
 from docutils import nodes
+from sphinx import addnodes
+from sphinx.domains.python import PyObject
+from sphinx.util.inspect import stringify_signature
 from sphinx.util.nodes import make_refnode
 
 
@@ -21,5 +27,37 @@ def resolve(app, env, node, content):
     return None if isinstance(content, nodes.literal) else content
 
 
+def signature_of(app, what, name, obj, options, signature, return_annotation):
+    """Return the signature of a class by its constructor: autodoc shows that of the mocked base instead."""
+    if not (what == "class" and obj.__module__.startswith("mindformers_adaptive") and "__init__" in vars(obj)):
+        return None
+    _, *others = inspect.signature(obj.__init__).parameters.values()
+    return stringify_signature(inspect.Signature(others), show_annotation=False), None
+
+
+def is_left_out(app, what, name, obj, skip, options):
+    """Leave out what every tuple with names has; the docstring of its class describes its fields."""
+    is_of_tuple = name in ("count", "index") or str(inspect.getdoc(obj)).startswith("Alias for field number")
+    return True if is_of_tuple else None
+
+
+def name_where_defined(app, doctree):
+    """Name what is described by the module that defines it, too: viewcode links there and back by that name."""
+    for node in doctree.findall(addnodes.desc_signature):
+        described = sys.modules.get(node.get("module"))
+        for name in node.get("fullname", "").split("."):
+            described = getattr(described, name, None)
+        if module := getattr(described, "__module__", None):
+            node["module"], anchor = module, f"{module}.{node['fullname']}"
+            node["ids"] += [] if anchor in node["ids"] else [anchor]
+
+
 def setup(app):
     app.connect("missing-reference", resolve)
+    # Before viewcode.
+    app.connect("doctree-read", name_where_defined, priority=400)
+    app.connect("autodoc-process-signature", signature_of)
+    app.connect("autodoc-skip-member", is_left_out)
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"

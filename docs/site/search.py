@@ -18,7 +18,8 @@ def pairs(text):
 
 class SearchChinese(SearchEnglish):
     lang = "zh"
-    language_name = "Chinese"
+    # The name of the stemmer of what is written in Latin letters.
+    language_name = "English"
     js_splitter_code = r"""
 const pairs = (text) => Array.from({length: Math.max(text.length - 1, 1)}, (_, place) => text.slice(place, place + 2));
 var splitQuery = (query) => [
