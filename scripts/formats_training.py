@@ -37,8 +37,8 @@ def main():
 
         use_one_thread()
         result = {"seeds": arguments.seeds, "formats": {name: measure(name, arguments.seeds) for name in FORMATS}}
-    for columns, *rows in tables(result).values():
-        print("\n".join([*reporting.table(columns, rows), ""]))
+    for rows in tables(result).values():
+        print("\n".join([*reporting.table(rows), ""]))
     reporting.write_json(arguments.json, result)
 
 
@@ -67,8 +67,8 @@ def trainings_in(name):
     guided = functools.partial(GradientGuidedLossScaleUpdateCell, gradient_format=gradients)
     methods = {FP32: METHODS[0], **{f"2^{exponent}": fixed(2.0**exponent) for exponent in EXPONENTS}}
     for start, value in ((HIGH, 2.0**24), (FOUND_START, FOUND)):
-        methods[ADAPTIVE.format(start)] = Method(ADAPTIVE, adaptive, value, graph="adaptive")
-        methods[GUIDED.format(start)] = Method(GUIDED, guided, value, graph="guided")
+        methods[ADAPTIVE.format(start)] = Method(ADAPTIVE, adaptive, value)
+        methods[GUIDED.format(start)] = Method(GUIDED, guided, value)
     # Nothing but the quality at the end is looked at.
     return Trainings(task, look_every=task.steps), methods
 
