@@ -142,6 +142,12 @@ class GradientSweep:
     Raises:
         TypeError: if ``network`` is not a Cell, or a layer is not a string.
         ValueError: if it has no Parameter to train, or no such layer.
+
+    Examples:
+        >>> from mindspore import nn
+        >>> sweep = GradientSweep(nn.WithLossCell(nn.Dense(3, 2), nn.MSELoss()))
+        >>> [weight.shape for weight in sweep.weights]
+        [(2, 3), (2,)]
     """
 
     def __init__(self, network, layers=(), gradient_format="float16"):
@@ -268,6 +274,13 @@ class LayerOutputs:
     Raises:
         TypeError: if ``layers`` is not an iterable of strings.
         ValueError: if no cell has such a name or class.
+
+    Examples:
+        >>> from mindspore import nn
+        >>> outputs = LayerOutputs(nn.SequentialCell(nn.Dense(3, 2), nn.ReLU()), ["ReLU"])
+        >>> measured = outputs((Tensor(np.ones((4, 3), np.float32)),))
+        >>> list(measured), measured["1"].size
+        (['1'], 8)
     """
 
     def __init__(self, network, layers):

@@ -46,6 +46,11 @@ class Verdict:
         parameter_share (float, optional): its share.
         without_gradient (tuple[str, ...]): Parameters whose gradients are 0 at every scale, of which nothing is known.
         gradient_format (Format): the format of the gradients. Default: float16.
+
+    Examples:
+        >>> verdict = Verdict(loss_scale=1.0, groups={"attention": 0.25}, parameter="weight", parameter_share=0.25)
+        >>> verdict.is_harmful
+        True
     """
 
     loss_scale: float
@@ -144,6 +149,16 @@ class LossScaleRecommendation:
         ranges (GradientRanges): the sweep.
         verdicts (tuple[Verdict, ...]): on the lowest scale of the sweep and on ``loss_scale_value``, or the highest
             scale of the sweep below it; empty if there is no ceiling.
+
+    Examples:
+        >>> from mindformers_adaptive.gradients.report import ScaleRanges, array_statistics
+        >>> exact = [0.5, 0.25]
+        >>> def at(scale):
+        ...     scaled = [scale * gradient for gradient in exact]
+        ...     return ScaleRanges(scale, loss=0.5, parameters={"weight": array_statistics(scaled, exact, scale)})
+        >>> recommendation = recommend_loss_scale(GradientRanges(weights={}, batches=((at(1.0), at(8.0)),)))
+        >>> recommendation.ceiling, recommendation.loss_scale_value, recommendation.needs_scaling
+        (8.0, 2.0, False)
     """
 
     loss_scale_value: float | None

@@ -138,6 +138,13 @@ class GradientRanges:
         outputs (dict[str, ArrayStatistics]): the outputs of the layers that were asked for, by their names, over all
             batches; they do not depend on the loss scale.
         gradient_format (Format): the format of the gradients in the backward pass. Default: float16.
+
+    Examples:
+        >>> at_1 = ScaleRanges(1.0, loss=0.5, parameters={"weight": array_statistics([0.0, 0.25])})
+        >>> at_4 = ScaleRanges(4.0, loss=0.5, parameters={"weight": array_statistics([0.125, float("inf")])})
+        >>> ranges = GradientRanges(weights={}, batches=((at_1, at_4),))
+        >>> ranges.loss_scales, ranges.fitting_scales, ranges.overall(1.0).largest
+        ((1.0, 4.0), (1.0,), 0.25)
     """
 
     weights: Mapping[str, ArrayStatistics]

@@ -55,6 +55,12 @@ class LossScaleState(NamedTuple):
         hysteresis_budget (int): overflows left until the scale drops.
         skipped_steps (int): overflowed steps so far.
         consecutive_overflows (int): overflowed steps in a row, up to the last step.
+
+    Examples:
+        >>> rule = AdaptiveRule(scale_factor=2, max_scale_window=1000, min_scale_window=20)
+        >>> state = rule.step(rule.start(2.0**16, 20), overflow=True)
+        >>> state.loss_scale, state.down_num, state.skipped_steps
+        (32768.0, 1, 1)
     """
 
     loss_scale: float

@@ -33,6 +33,11 @@ class Field(NamedTuple):
         parts (tuple[str, ...]): what the elements of a vector are called in ``state()``, in records and in reports.
             Without it, a vector stands there as a whole, by the field's name.
         parameter (str): the Parameter's name in checkpoints. Default: the rule's name, ``_`` and ``name``.
+
+    Examples:
+        >>> field = Field("mean", "float32")
+        >>> field.shape, field.parts
+        ((), ())
     """
 
     name: str
@@ -99,6 +104,14 @@ class Rule:
     Raises:
         TypeError: if a bound is not a number.
         ValueError: if a bound is not finite and above 0, or the first is above the second.
+
+    Examples:
+        >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
+        >>> rule = AdaptiveRule(scale_factor=2, max_scale_window=1000, min_scale_window=20)
+        >>> isinstance(rule, Rule), rule.name, rule.signals
+        (True, 'adaptive', ())
+        >>> rule.step(rule.start(2.0**16, 20), overflow=True).loss_scale
+        32768.0
     """
 
     name: ClassVar[str] = ""
