@@ -7,6 +7,8 @@ from conftest import mindspore_mode
 from pages import figure
 from worth_report import FP32, mean_and_interval
 
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+
 FP8 = "FP8, E4M3 and E5M2"
 FOUND = [rule.format(script.FOUND_START) for rule in (script.ADAPTIVE, script.GUIDED)]
 
@@ -26,11 +28,24 @@ def test_without_scaling_nothing_is_learned_and_both_rules_are_as_good_as_the_be
         assert interval_of(method)[0] >= -0.02
 
 
-def test_from_the_found_scale_at_most_one_of_100_steps_is_skipped():
-    for task in figure("formats")["tasks"].values():
-        for of_format in task["formats"].values():
-            for method in FOUND:
-                assert max(run["skipped_early"] for run in of_format["runs"][method]) <= 1
+def test_from_the_found_scale_at_most_one_of_100_steps_is_skipped_but_where_the_page_says_so():
+    most = {
+        (key, name, method): max(run["skipped_early"] for run in of_format["runs"][method])
+        for key, task in figure("formats")["tasks"].items()
+        for name, of_format in task["formats"].items()
+        for method in FOUND
+    }
+    assert {place: skipped for place, skipped in most.items() if skipped > 1} == {("auxiliary", FP8, FOUND[0]): 2}
+
+
+@pytest.mark.parametrize(("margin", "skipped"), [(2, 2), (3, 1)])
+def test_below_a_ceiling_that_stays_each_raise_beyond_it_costs_a_step(margin, skipped):
+    rule = AdaptiveRule()
+    state, ceiling, flags = rule.start(2.0 ** (24 - margin)), 2.0**24, []
+    for _ in range(script.EARLY):
+        flags.append(state.loss_scale > ceiling)
+        state = rule.step(state, flags[-1])
+    assert sum(flags) == skipped
 
 
 def test_the_best_scale_is_the_best_of_the_other_seeds():
