@@ -163,7 +163,7 @@ _CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 def with_links(text, page, pages, shown):
     """Return the text of a page with links that fit the site; add files that only the project has to ``shown``."""
     # The theme has links to the first page and to the other language.
-    text = re.sub(r"^\[(?:简体中文|English)\]\(.*\n", "", text, count=1, flags=re.MULTILINE)
+    text = re.sub(r"^\[(?:简体中文|English)\]\(\S+\)(?: · \[\w+\]\(\S+\))? ?", "", text, count=1, flags=re.MULTILINE)
 
     def fitting(match):
         link = match[0]
