@@ -133,15 +133,20 @@ def write_sources(language, folder):
     shown = {}
     for page in [first, ROOT / "CHANGELOG.md", *(page for page in pages if page.parent == DOCS / language)]:
         text = notebook(page, folder) if page.suffix == ".ipynb" else page.read_text(encoding="utf-8")
+        if page.name == "CHANGELOG.md":
+            # It is in English only, and so are the anchors in it.
+            text = re.sub(r"(?<=\.md)#[^)]+", "", text)
         write(folder / pages[page], with_links(text, page, pages, shown))
     for file, name in shown.items():
         write(folder / name, page_of(file))
     ordered = [pages[(ROOT / link).resolve()] for link in _ROW.findall(first.read_text(encoding="utf-8"))]
+    # The raw tables, and the changes.
+    ordered += sorted(
+        {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
+    )
     words = WORDS[language]
     with open(folder / "index.md", "a", encoding="utf-8") as index:
-        index.write(
-            toctree(words["pages"], [*ordered, "changelog.md"]) + toctree(words["reference"], ["reference/index"])
-        )
+        index.write(toctree(words["pages"], ordered) + toctree(words["reference"], ["reference/index"]))
 
 
 def write(file, text):
