@@ -8,6 +8,8 @@ API reference has a page for each public name and one for each room of the packa
 """
 
 import argparse
+import base64
+import json
 import re
 import shutil
 import sys
@@ -124,21 +126,27 @@ def main():
 def write_sources(language, folder):
     """Write what Sphinx reads for one language."""
     first = ROOT / FIRST_PAGES[language]
-    pages = {page: page.name for page in DOCS.glob("*/*.md")}
+    pages = {page: f"{page.stem}.md" for kind in ("md", "ipynb") for page in DOCS.glob(f"*/*.{kind}")}
     pages |= {ROOT / page: "index.md" for page in FIRST_PAGES.values()} | {ROOT / "CHANGELOG.md": "changelog.md"}
     write(folder / "reference" / "index.rst", reference(language, folder / "reference"))
     shutil.copytree(DOCS / "images", folder / "images")
     shown = {}
-    for page in [first, ROOT / "CHANGELOG.md", *(DOCS / language).glob("*.md")]:
-        write(folder / pages[page], with_links(page, pages, shown))
+    for page in [first, ROOT / "CHANGELOG.md", *(page for page in pages if page.parent == DOCS / language)]:
+        text = notebook(page, folder) if page.suffix == ".ipynb" else page.read_text(encoding="utf-8")
+        if page.name == "CHANGELOG.md":
+            # It is in English only, and so are the anchors in it.
+            text = re.sub(r"(?<=\.md)#[^)]+", "", text)
+        write(folder / pages[page], with_links(text, page, pages, shown))
     for file, name in shown.items():
         write(folder / name, page_of(file))
     ordered = [pages[(ROOT / link).resolve()] for link in _ROW.findall(first.read_text(encoding="utf-8"))]
+    # The raw tables, and the changes.
+    ordered += sorted(
+        {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
+    )
     words = WORDS[language]
     with open(folder / "index.md", "a", encoding="utf-8") as index:
-        index.write(
-            toctree(words["pages"], [*ordered, "changelog.md"]) + toctree(words["reference"], ["reference/index"])
-        )
+        index.write(toctree(words["pages"], ordered) + toctree(words["reference"], ["reference/index"]))
 
 
 def write(file, text):
@@ -157,18 +165,17 @@ _ROW = re.compile(r"^\| \[[^]]+\]\(([^)#]+)\)", re.MULTILINE)
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 
 
-def with_links(page, pages, shown):
+def with_links(text, page, pages, shown):
     """Return the text of a page with links that fit the site; add files that only the project has to ``shown``."""
-    text = page.read_text(encoding="utf-8")
     # The theme has links to the first page and to the other language.
-    text = re.sub(r"^\[(?:简体中文|English)\]\(.*\n", "", text, count=1, flags=re.MULTILINE)
+    text = re.sub(r"^\[(?:简体中文|English)\]\(\S+\)(?: · \[\w+\]\(\S+\))? ?", "", text, count=1, flags=re.MULTILINE)
 
     def fitting(match):
         link = match[0]
         if "://" in link:
             return link
         file = (page.parent / link).resolve()
-        if file.parent == DOCS / "images":
+        if file.parent == DOCS / "images" or link.startswith("images/"):
             return f"images/{file.name}"
         if file in pages:
             return pages[file]
@@ -177,6 +184,24 @@ def with_links(page, pages, shown):
     parts = _CODE.split(text)
     parts[::2] = [_LINK.sub(fitting, part) for part in parts[::2]]
     return "".join(parts)
+
+
+def notebook(file, folder):
+    """Return the cells of a notebook and what they gave as a page; write its pictures to the folder of the site."""
+    parts = []
+    for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```ipython3\n{source}\n```")
+        for number, output in enumerate(cell.get("outputs", [])):
+            data = output.get("data", {})
+            if "image/png" in data:
+                picture = f"images/{file.stem}_{cell['id']}_{number}.png"
+                (folder / picture).write_bytes(base64.b64decode(data["image/png"]))
+                parts.append(f"![]({picture})")
+            else:
+                text = "".join(output.get("text") or data["text/plain"]).rstrip()
+                parts.append(f"```text\n{text}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def page_of(file):

@@ -156,9 +156,10 @@ class AdaptiveLossScaleManager(RuleLossScaleManager):
         scale_factor (float): what a raise multiplies the scale by, above 1. Default: 2, as
             ``amp.DynamicLossScaleManager``.
         scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
-        max_scale_window, min_scale_window, min_loss_scale, max_loss_scale, hysteresis, shrink_from_min_window,
-            backoff_factor: as in
+        max_scale_window, min_scale_window (int): as in
             :class:`~mindformers_adaptive.cells.adaptive_update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
+        **arguments: ``min_loss_scale``, ``max_loss_scale``, ``hysteresis``, ``shrink_from_min_window`` and
+            ``backoff_factor``, as there.
 
     Raises:
         TypeError: if an argument is not of its type.

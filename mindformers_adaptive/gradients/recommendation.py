@@ -70,12 +70,9 @@ class Verdict:
         scale = as_power_of_two(self.loss_scale)
         if self.parameter_share is None:
             return f"What is lost at {scale} is not known: it overflows, or all gradients are 0 at every scale."
-        of = f"{self.parameter_share:.2%} of the gradient of {self.parameter}"
-        lost = f"At {scale} {self.gradient_format.title} loses {of}, by its norm"
-        if self.is_harmful:
-            text = f"{lost}. More than {HARMLESS_SHARE:.0%} does harm."
-        else:
-            text = f"{lost}, and of no other more. Up to {HARMLESS_SHARE:.0%} does no harm."
+        of = f"{self.parameter_share:.2%} of its gradient in {self.gradient_format.title}"
+        judged = "More than {:.0%} does harm." if self.is_harmful else "Up to {:.0%} does no harm."
+        text = f"Worst Parameter at {scale}: {self.parameter} loses {of}. {judged.format(HARMLESS_SHARE)}"
         if self.without_gradient:
             number, first = len(self.without_gradient), self.without_gradient[0]
             text += (

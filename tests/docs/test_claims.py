@@ -9,17 +9,17 @@ from pages import figure
 
 # By page what it says, in English and in Chinese.
 SAID = [
-    ("study", "kind by kind it is better in both in the random walk only", "它只在随机游走上两项都更优"),
+    ("evidence", "kind by kind it is better in both in the random walk only", "它只在随机游走上两项都更优"),
     ("choose", "a fixed window of 100 skips fewer steps and loses less headroom", "固定窗口100跳过的步更少"),
     ("choose", "it skipped fewer steps than adaptive scaling in each of our", "它跳过的步都比自适应缩放少"),
     ("choose", "no result was shown to be worse", "没有一项结果显出更差"),
-    ("worth", "guided skips fewer steps in every task", "梯度引导在每个任务上跳过的步都更少"),
-    ("worth", "is shown to be worse in none", "没有一个任务显出更差"),
-    ("worth", "not shown to be better than a fixed 2^16 on any task", "在任何任务上都未显出比固定2^16更好"),
-    ("worth", "and was worse on two", "在两个任务上更差"),
-    ("worth", "adaptive scaling is better than a fixed 2^6 and 2^9", "自适应缩放优于固定2^6和2^9"),
-    ("worth", "With 2^16 the results of the seeds are too far apart to say", "固定2^16时各种子的结果相差太大"),
-    ("worth", "from the same start, 2^32, the window of 1000 is better on four tasks", "窗口1000在四个任务上更好"),
+    ("evidence", "guided skips fewer steps in every task", "梯度引导在每个任务上跳过的步都更少"),
+    ("evidence", "is shown to be worse in none", "没有一个任务显出更差"),
+    ("evidence", "not shown to be better than a fixed 2^16 on any task", "在任何任务上都未显出比固定2^16更好"),
+    ("evidence", "and was worse on two", "在两个任务上更差"),
+    ("evidence", "adaptive scaling is better than a fixed 2^6 and 2^9", "自适应缩放优于固定2^6和2^9"),
+    ("evidence", "With 2^16 the results of the seeds are too far apart to say", "固定2^16时各种子的结果相差太大"),
+    ("evidence", "from the same start, 2^32, the window of 1000 is better on four tasks", "窗口1000在四个任务上更好"),
     ("README", "FP16 without scaling was not shown to be worse than FP32", "则未显出不缩放的FP16比FP32差"),
 ]
 ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
@@ -83,10 +83,12 @@ def test_numbers_of_steps_and_of_stand_ins_are_those_of_the_tests():
     in_pynative = int(
         re.search(r'"batches": list\(rows\((\d+)\)\), "start"', source("tests/cells/test_beside_features.py"))[1]
     )
-    assert f"for {in_graph} steps in graph mode and {in_pynative} in PyNative mode" in text(page_of("en", "support"))
+    assert f"for {in_graph} steps in graph mode and {in_pynative} in PyNative mode" in text(
+        page_of("en", "compatibility")
+    )
     stand_ins = re.findall(r"monkeypatch\.setattr\(", source("tests/helpers/mcore.py"))
     assert len(stand_ins) == 4
-    for name in ("proved", "contributing"):
+    for name in ("compatibility", "contributing"):
         assert re.search(r"four operators that a CPU lacks", text(page_of("en", name)))
 
 
@@ -110,4 +112,4 @@ def test_an_import_makes_the_folder_that_the_page_names_and_no_other(run_python,
     found = re.findall("FOUND (.*)", run_python("-c", code).stdout)
     assert found == ["[]", "['output']"]
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["log"]
-    assert "MindFormers makes it in the current folder when it is imported" in text(page_of("en", "faq"))
+    assert "MindFormers makes it in the current folder when it is imported" in text(page_of("en", "contributing"))
