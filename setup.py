@@ -13,6 +13,8 @@ EXTRAS = {
     "mindformers": ["mindspore>=2.7,<2.11", "mindformers>=1.6,<1.10", "numpy<2"],
     "plot": ["matplotlib>=3.8"],
     "tensorboard": ["tensorboardX>=2.5"],
+    # The site of scripts/build_site.py.
+    "docs": ["Sphinx==9.0.4", "myst-parser==5.2.0", "furo==2025.12.19", "ipython_pygments_lexers"],
 }
 
 setup(

@@ -29,8 +29,26 @@ __all__ = [
 class TrainOneStepWithLossScaleCell(LossScaleTrainStep, nn.TrainOneStepWithLossScaleCell):
     """``mindspore.nn.TrainOneStepWithLossScaleCell`` that detects overflow on CPU too.
 
-    Arguments, inputs, outputs and errors are those of the stock cell: it returns the loss, the overflow flag (bool of
-    shape ()) and the loss scale (float32 of shape ()); an overflowed step changes neither weights nor optimizer state.
+    Everything else is as in the stock cell. An overflowed step changes neither weights nor optimizer state.
+
+    Args:
+        network (nn.Cell): the network with its loss.
+        optimizer (nn.Optimizer): of the network's weights.
+        scale_sense (Union[nn.Cell, Tensor]): an update cell; or a fixed loss scale, float32 of shape () or (1,).
+
+    Inputs:
+        - **\\*inputs** (Tensor) - what the network takes.
+
+    Outputs:
+        tuple of the loss, a Tensor as the network returns it; the overflow flag, bool of shape (); and the loss scale
+        for the next step, float32 of shape ().
+
+    Raises:
+        TypeError: if ``scale_sense`` is none of the two.
+        ValueError: if ``optimizer`` divides the gradients by a loss scale too.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> import numpy as np
@@ -50,8 +68,31 @@ class TrainOneStepWithLossScaleCell(LossScaleTrainStep, nn.TrainOneStepWithLossS
 class MFTrainOneStepCell(LossScaleTrainStep, mindformers.wrapper.MFTrainOneStepCell):
     """``mindformers.wrapper.MFTrainOneStepCell`` that detects overflow on CPU too.
 
-    Arguments, inputs, outputs and errors are those of the stock cell: it returns the loss, the overflow flag, the loss
-    scale after the step, the learning rate and, with ``use_clip_grad``, the global norm of the gradients.
+    Everything else is as in the stock cell. An overflowed step changes neither weights nor optimizer state.
+
+    Args:
+        network (nn.Cell): the model, which returns its loss.
+        optimizer (nn.Optimizer): of the model's weights.
+        use_clip_grad (bool): whether the gradients are clipped by their global norm. Default: False.
+        max_grad_norm (float): the norm to which they are clipped. Default: 1.0.
+        scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell, or a fixed loss scale. Default: 1.0.
+        **kwargs: all other arguments of the stock cell, such as ``local_norm`` and ``use_skip_data_by_global_norm``.
+
+    Inputs:
+        - **\\*inputs** (Tensor) - what the model takes.
+
+    Outputs:
+        tuple of the loss, float32 of shape (); the overflow flag, bool of shape (); the loss scale for the next step,
+        float32 of shape (); the learning rate, float32 of shape (); and the global norm of the gradients, float32 of
+        shape (), or None without ``use_clip_grad``.
+
+    Raises:
+        TypeError: if ``scale_sense`` is none of these.
+        ValueError: if ``optimizer`` divides the gradients by a loss scale too; if steps are to be dropped by a norm
+            that is not calculated.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> import numpy as np
@@ -71,13 +112,42 @@ class MFTrainOneStepCell(LossScaleTrainStep, mindformers.wrapper.MFTrainOneStepC
 class MFPipelineWithLossScaleCell(LossScaleTrainStep, mindformers.wrapper.MFPipelineWithLossScaleCell):
     """``mindformers.wrapper.MFPipelineWithLossScaleCell`` that detects overflow on CPU too.
 
-    Arguments, inputs, outputs and errors are those of the stock cell. It can be made only in semi-automatic or
-    automatic parallel mode, which MindSpore does not compile for CPU. In a YAML file for several pipeline stages
-    MindFormers' trainer takes it in place of ``MFTrainOneStepCell`` by itself::
+    Everything else is as in the stock cell. It can be made only in semi-automatic or automatic parallel mode, which
+    MindSpore does not compile for CPU. In a YAML file for several pipeline stages MindFormers' trainer takes it in
+    place of ``MFTrainOneStepCell`` by itself::
 
         parallel_config:
           pipeline_stage: 2
           micro_batch_num: 8
+
+    Args:
+        network (nn.Cell): the model in an ``nn.PipelineCell``.
+        optimizer (nn.Optimizer): of the model's weights.
+        use_clip_grad (bool): whether the gradients are clipped by their global norm. Default: True.
+        max_grad_norm (float): the norm to which they are clipped. Default: 1.0.
+        scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell, or a fixed loss scale. Default: 1.0.
+        micro_batch_num (int): into how many micro batches a batch is cut. Default: 1.
+        **kwargs: all other arguments of the stock cell.
+
+    Inputs:
+        - **\\*inputs** (Tensor) - what the model takes.
+
+    Outputs:
+        tuple as of :class:`MFTrainOneStepCell`.
+
+    Raises:
+        TypeError: if ``scale_sense`` is none of these.
+        ValueError: if the parallel mode is another; else as :class:`MFTrainOneStepCell`.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``
+
+    Examples:
+        >>> from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+        >>> from mindformers_adaptive import register
+        >>> register()
+        >>> MindFormerRegister.get_cls(MindFormerModuleType.WRAPPER, "MFPipelineWithLossScaleCell").__module__
+        'mindformers_adaptive.wrapper'
     """
 
     clips_before_detection = True

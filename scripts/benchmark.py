@@ -18,10 +18,10 @@ from pathlib import Path
 
 from benchmark_sweep import measure_sweep, sweep_tables
 from paired_timing import compare, ratio, spread_percent, take_turns, time_above, typical_times, with_error
-from reporting import add_json_option, output_to_stderr, positive, versions, with_captions, write_json
+from reporting import ROOT, add_json_option, output_to_stderr, positive, versions, with_captions, write_json
 
 # exported_graph.py, with which the tests look at graphs as well, counts the kernels.
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
+sys.path.append(str(ROOT / "tests" / "helpers"))
 
 # Low enough for the adaptive cell to raise it for many rounds without an overflow, whose step would be shorter.
 START = 2.0**6
@@ -197,9 +197,9 @@ def measure_step(arguments):
 
     task = SMALL_TASKS["damped"] if arguments.quick else Llama(steps=10_000)
     names = (*(QUICK_STEPS if arguments.quick else STEPS), GRADIENTS)
-    rounds_by_mode = {"graph": arguments.rounds, "PyNative": arguments.pynative_rounds}
-    if arguments.quick:
-        del rounds_by_mode["PyNative"]
+    rounds_by_mode = {"graph": arguments.rounds}
+    if not arguments.quick:
+        rounds_by_mode["PyNative"] = arguments.pynative_rounds
     times, spreads, updates = {}, {}, {}
     for mode, rounds in rounds_by_mode.items():
         print(f"{mode} mode", file=sys.stderr, flush=True)
@@ -222,8 +222,8 @@ def ways_of_a_step(task, names, mode, folder):
     from mindformers_adaptive.gradients.backward import backward_pass
 
     network, batch = task.network(mstype.float16, 0), task.data(0).batch
-    ways = {name: partial(make_step, task, network, name, folder) for name in names}
-    if GRADIENTS in names and mode == "graph":
+    ways = {name: partial(make_step, task, network, batch, name, folder) for name in names}
+    if mode == "graph":
         scale = Tensor(START, mstype.float32)
 
         def make_backward():
@@ -235,14 +235,13 @@ def ways_of_a_step(task, names, mode, folder):
     return ways
 
 
-def make_step(task, network, name, folder):
+def make_step(task, network, batch, name, folder):
     """Return a function that takes a train step, with its callback if it has one, or only looks at the gradients."""
     from mindspore.train.callback import RunContext
     from mindspore.train.model import _InternalCallbackParam
 
     from mindformers_adaptive import GradientRangeMonitor, LossScaleMonitor
 
-    batch = task.data(0).batch
     train_step = task.train_step(network, make_update_cell(name))
     if name not in (MONITOR, GRADIENTS):
         return lambda count: train_step(*batch(count))[0].asnumpy()

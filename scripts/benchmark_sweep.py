@@ -28,7 +28,7 @@ def measure_sweep(arguments):
     configurations = make_configurations()[:count]
     trace, long_trace = map(make_trace, steps)
     ways = {
-        RULE: lambda: lambda _: replay_by_rule(configurations, trace),
+        RULE: lambda: lambda _: [replay(Policy("the rule", each.rule, each.start), trace) for each in configurations],
         SWEEP: lambda: lambda _: sweep(configurations, trace),
         LONG_SWEEP: lambda: lambda _: sweep(configurations, long_trace),
     }
@@ -69,16 +69,10 @@ def make_trace(steps):
     return dataclasses.replace(Trace.exact("all kinds", ceiling), seconds=seconds)
 
 
-def replay_by_rule(configurations, trace):
-    return [replay(Policy("the rule", each.rule, each.start), trace) for each in configurations]
-
-
 def count_different(swept, replayed):
     """Return the number of configurations whose final states or measures differ between the sweep and the rule."""
-    by_sweep = [
-        numbers_of(measures, state._asdict())
-        for measures, state in zip(swept.measures, swept.final_states, strict=True)
-    ]
+    states = [state._asdict() for state in swept.final_states]
+    by_sweep = list(map(numbers_of, swept.measures, states))
     by_rule = [numbers_of(one.measures, one.final_state) for one in replayed]
     # Sums in another order: the last digits of a float may differ.
     same = np.isclose(by_sweep, by_rule, rtol=1e-9, atol=0.0, equal_nan=True)

@@ -25,7 +25,9 @@ def main():
     # The gradients show the ceilings; the adaptive rule does not look at them.
     trace = with_gradients(Trace.exact("made up", largest_scales()))
     for file, draw in (("scale_and_window.svg", draw_scale_and_window), ("guided.svg", draw_guided)):
-        print(f"Drawn: {save(draw(trace), FOLDER / file)}")
+        figure = new_figure(9, 5.6)
+        headline(figure, draw(figure, trace))
+        print(f"Drawn: {save(figure, FOLDER / file)}")
 
 
 def largest_scales():
@@ -46,8 +48,8 @@ def draw_scale(axes, trace, rule):
     return replayed
 
 
-def draw_scale_and_window(trace):
-    figure = new_figure(9, 5.6)
+def draw_scale_and_window(figure, trace):
+    """Draw the adaptive rule; return what the picture shows."""
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     replayed = draw_scale(upper, trace, "adaptive")
     upper.set_ylim(5, 30)
@@ -62,20 +64,16 @@ def draw_scale_and_window(trace):
     lower.minorticks_off()
     lower.set(xlim=(0, STEPS), ylim=(0.8, 700))
     style_axes(lower, x_label="step", y_label="scale window, steps")
-    for text, point, place in (
-        ("every third raise:\none window up", (300, 40), (330, 4.5)),
-        ("third drop in a row:\nwindow 1", (FALL + 2, 1.05), (760, 1.6)),
-    ):
-        lower.annotate(text, point, place, arrowprops={"arrowstyle": "->"}, fontsize=9)
+    style = {"arrowprops": {"arrowstyle": "->"}, "fontsize": 9}
+    lower.annotate("every third raise:\none window up", (300, 40), (330, 4.5), **style)
+    lower.annotate("third drop in a row:\nwindow 1", (FALL + 2, 1.05), (760, 1.6), **style)
     figure.align_ylabels()
     finding = "a stable scale widens the window, a falling one resets it"
-    headline(figure, f"{replayed.overflow.sum()} of {STEPS:,} steps skipped: {finding}")
-    return figure
+    return f"{replayed.overflow.sum()} of {STEPS:,} steps skipped: {finding}"
 
 
-def draw_guided(trace):
-    """A panel for each rule."""
-    figure = new_figure(9, 5.6)
+def draw_guided(figure, trace):
+    """Draw a panel for each rule; return what the picture shows."""
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
     skipped = []
     for axes, rule in zip(panels, ("adaptive", "guided"), strict=True):
@@ -85,8 +83,7 @@ def draw_guided(trace):
     panels[0].set(xlim=(0, STEPS), ylim=(3, 30))
     panels[0].legend(loc="upper right", framealpha=1)
     panels[1].set_xlabel("step")
-    headline(figure, f"Steps skipped of {STEPS:,}: {skipped[0]} by the adaptive rule, {skipped[1]} by the guided one")
-    return figure
+    return f"Steps skipped of {STEPS:,}: {skipped[0]} by the adaptive rule, {skipped[1]} by the guided one"
 
 
 if __name__ == "__main__":

@@ -23,11 +23,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from reporting import table, versions, write_json
+from reporting import ROOT, table, versions, write_json
 
 from mindformers_adaptive.text.files import atomic_write
 
-ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "figures"
 PAGES = [ROOT / "README.md", ROOT / "README_CN.md", *sorted((ROOT / "docs").glob("*/*.md"))]
 
@@ -92,11 +91,8 @@ def main():
 
 def measure(figure, file):
     """Run the command of a figure, and write what it measured; if it fails, the file stays as it was."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    }
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     command = shlex.split(figure.command)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")

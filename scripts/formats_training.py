@@ -138,8 +138,8 @@ def trainings_in(key, name):
     methods = {FP32: METHODS[0], **{f"2^{exponent}": fixed(2.0**exponent) for exponent in TASKS[key][1]}}
     methods[DYNAMIC.format(HIGH)] = dynamic(1000)
     for start, value in ((HIGH, 2.0**24), (FOUND_START, FOUND)):
-        methods[ADAPTIVE.format(start)] = Method(ADAPTIVE, adaptive, value, graph="adaptive")
-        methods[GUIDED.format(start)] = Method(GUIDED, guided, value, graph="guided")
+        methods[ADAPTIVE.format(start)] = Method(ADAPTIVE, adaptive, value)
+        methods[GUIDED.format(start)] = Method(GUIDED, guided, value)
     # Nothing but the quality at the end is looked at.
     formats = None if name == FP16 else FORMATS[name]
     return Trainings(task, look_every=task.steps, formats=formats), methods

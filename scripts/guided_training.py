@@ -1,9 +1,10 @@
 """Train the demo's model with adaptive and with gradient-guided loss scaling, and print the skipped steps as Markdown.
 
-python scripts/guided_training.py [--steps 400] [--seeds 3] [--json FILE] [--picture FILE]
+python scripts/guided_training.py [--json FILE] [--picture FILE]
 """
 
 import argparse
+import itertools
 import math
 import sys
 from collections import defaultdict
@@ -17,6 +18,7 @@ from mindformers_adaptive.rules.formats import FLOAT16
 
 RULES = ("guided", "adaptive")
 STARTS = (2**32, 2**10)
+STEPS, SEEDS = 400, 3
 LAST = 20
 # What a repetition that ends early is compared by.
 EARLY = slice(10, 20)
@@ -24,23 +26,15 @@ EARLY = slice(10, 20)
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=reporting.positive, default=400, help="of each training (default: 400)")
-    parser.add_argument("--seeds", type=reporting.positive, default=3, help="of weights and data (default: 3)")
     reporting.add_json_option(parser)
     parser.add_argument("--picture", help="draw both rules' runs of the first seed from 2^32 to this PNG or SVG file")
     arguments = parser.parse_args()
     # What MindSpore and MindFormers print does not belong to the table.
     with reporting.output_to_stderr():
-        runs = trainings(arguments.steps, range(arguments.seeds))
-    result = {
-        "steps": arguments.steps,
-        "seeds": arguments.seeds,
-        "trainings": [
-            {"from": start, "rule": rule, "runs": list(map(summary, runs[rule, start]))}
-            for start in STARTS
-            for rule in RULES
-        ],
-    }
+        runs = trainings()
+    result = {"steps": STEPS, "seeds": SEEDS, "trainings": []}
+    for start, rule in itertools.product(STARTS, RULES):
+        result["trainings"].append({"from": start, "rule": rule, "runs": list(map(summary, runs[rule, start]))})
     [rows] = tables(result).values()
     print("\n".join(reporting.table(rows)))
     reporting.write_json(arguments.json, result)
@@ -49,27 +43,18 @@ def main():
         print(f"Drawn: {save(draw_runs(drawn), arguments.picture)}", file=sys.stderr)
 
 
-def trainings(steps, seeds):
-    """Train from each start with each rule and seed.
-
-    Args:
-        steps (int): of each training.
-        seeds (Iterable[int]): of weights and of the order of the samples.
-
-    Returns:
-        dict, by the rule and the start a list of records, one for each seed.
-    """
+def trainings():
+    """Return by rule and start the records of trainings, one for each seed of weights and order of the samples."""
     import mindspore
     from worth_training import LlamaTraining
 
     mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
     runs = defaultdict(list)
     for rule in RULES:
-        training = LlamaTraining(rule, steps)
-        for start in STARTS:
-            for seed in seeds:
-                print(f"{rule} from {start}, seed {seed}", file=sys.stderr, flush=True)
-                runs[rule, start].append(training.run(start, seed))
+        training = LlamaTraining(rule, STEPS)
+        for start, seed in itertools.product(STARTS, range(SEEDS)):
+            print(f"{rule} from {start}, seed {seed}", file=sys.stderr, flush=True)
+            runs[rule, start].append(training.run(start, seed))
     return runs
 
 

@@ -7,11 +7,11 @@ mean over its copies, and the standard error is that of their differences.
 """
 
 import gc
-import itertools
 import math
 import random
-import statistics
 import time
+
+import numpy as np
 
 
 def take_turns(ways, copies, rounds):
@@ -60,8 +60,8 @@ def typical_times(times):
     unit, logarithms = _compared(times)
     typical = {}
     for name, of_copies in logarithms.items():
-        value = unit * math.exp(statistics.mean(of_copies))
-        error = statistics.stdev(of_copies) / len(of_copies) ** 0.5 if len(of_copies) > 1 else math.nan
+        value = unit * math.exp(np.mean(of_copies))
+        error = float(np.std(of_copies, ddof=1)) / len(of_copies) ** 0.5 if len(of_copies) > 1 else math.nan
         typical[name] = (value, value * error)
     return typical
 
@@ -99,7 +99,7 @@ def time_above(typical, name, above=None):
 def spread_percent(times):
     """Return by how much the copies of a way differ, as a standard deviation over all ways, in percent."""
     _, logarithms = _compared(times)
-    return 100.0 * statistics.mean(map(statistics.variance, logarithms.values())) ** 0.5
+    return 100.0 * float(np.mean([np.var(of_copies, ddof=1) for of_copies in logarithms.values()])) ** 0.5
 
 
 def with_error(value, error, digits):
@@ -114,12 +114,6 @@ def with_error(value, error, digits):
 
 def _compared(times):
     """Return the median of a round, and by way the logarithm of each copy's time against the medians of the rounds."""
-    rounds = zip(*itertools.chain(*times.values()), strict=True)
-    medians = [statistics.median(of_round) for of_round in rounds]
-    return statistics.median(medians), {
-        name: [
-            statistics.median(math.log(taken / median) for taken, median in zip(copy, medians, strict=True))
-            for copy in copies
-        ]
-        for name, copies in times.items()
-    }
+    medians = np.median(np.concatenate(list(times.values())), axis=0)
+    logarithms = {name: np.median(np.log(copies / medians), axis=1) for name, copies in times.items()}
+    return float(np.median(medians)), logarithms

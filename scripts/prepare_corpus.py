@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-FILE_NAME = "corpus.mindrecord"
-
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -50,7 +48,7 @@ def write_mindrecord(samples, folder):
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as outer:
         unfinished = Path(outer, folder.name)
         unfinished.mkdir()
-        writer = FileWriter(str(unfinished / FILE_NAME), shard_num=1, overwrite=True)
+        writer = FileWriter(str(unfinished / "corpus.mindrecord"), shard_num=1, overwrite=True)
         writer.add_schema({"input_ids": {"type": "int32", "shape": [samples.shape[1]]}}, "bytes of source code")
         writer.write_raw_data([{"input_ids": sample} for sample in samples])
         writer.commit()

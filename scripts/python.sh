@@ -3,10 +3,9 @@
 find_python() {
     local candidate
     for candidate in python3.11 python3 python; do
-        if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-            echo "$candidate"
-            return
-        fi
+        "$candidate" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || continue
+        echo "$candidate"
+        return
     done
     echo "Python 3.11 with its venv module is needed, but none of python3.11, python3 and python is one." >&2
     return 1

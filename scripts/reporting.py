@@ -9,6 +9,8 @@ from pathlib import Path
 
 from mindformers_adaptive.text.files import atomic_write, json_text
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 def positive(text):
     """Return a text as an integer of at least 1."""

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 import numpy as np
-from reporting import add_json_option, positive, with_captions, write_json
+from reporting import ROOT, add_json_option, positive, with_captions, write_json
 
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import entry_skips, overflow_flags, recovery_steps
@@ -22,7 +22,6 @@ from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, inde
 from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, regime_levels, synthetic_trace
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
 
-ROOT = Path(__file__).resolve().parent.parent
 PICTURE = "docs/images/policy_study.svg"
 WINDOWS = (20, 100, 1000, 2000)
 ADAPTIVE = "adaptive 20-1000"
@@ -63,10 +62,8 @@ GROUPS = {
 OWN = "a ceiling of its own"
 
 # How regimes begin and end, and their kinds. Those with spikes are left out: a spike is no change of the ceiling.
-CHANGES = {
-    "at once": ("one-off regime", "rare regimes", "alternating regimes", "levels"),
-    "over 20 steps": ("ramped regimes",),
-}
+AT_ONCE, SLOWLY = ("one-off regime", "rare regimes", "alternating regimes", "levels"), ("ramped regimes",)
+CHANGES = {"at once": AT_ONCE, "over 20 steps": SLOWLY, "either way": AT_ONCE + SLOWLY}
 
 CAPTIONS = {
     "policies": "All from the initial scale 2^16 (the ceilings are about 2^18 in the middle):",
@@ -223,17 +220,12 @@ def price_table(results):
 
 def cheapest_rates(on_kind):
     """The smallest and the largest price of a bit at which no policy costs less than the adaptive rule, or None."""
-    low, high = 0.0, math.inf
-    for row in on_kind.values():
-        skipped = on_kind[ADAPTIVE]["skipped"] - row["skipped"]
-        bits = row["headroom_lost"] - on_kind[ADAPTIVE]["headroom_lost"]
-        if bits > 0:
-            low = max(low, skipped / bits)
-        elif bits < 0:
-            high = min(high, skipped / bits)
-        elif skipped > 0:
-            return None
-    return (low, high) if low <= high else None
+    own = on_kind[ADAPTIVE]
+    pairs = [(own["skipped"] - row["skipped"], row["headroom_lost"] - own["headroom_lost"]) for row in on_kind.values()]
+    low = max([0.0, *(skipped / bits for skipped, bits in pairs if bits > 0)])
+    high = min([math.inf, *(skipped / bits for skipped, bits in pairs if bits < 0)])
+    always_dearer = any(skipped > 0 for skipped, bits in pairs if bits == 0)
+    return None if always_dearer or low > high else (low, high)
 
 
 def guided_rows(results):
@@ -307,9 +299,7 @@ def draw(same):
         line = list(zip(*(points[policy] for policy in fixed), strict=True))
         axes.plot(*line, "o-", color=MUTED, label="fixed windows")
         for policy, window in zip(fixed, WINDOWS, strict=True):
-            axes.annotate(
-                f"{window}", points[policy], textcoords="offset points", xytext=(4, 4), fontsize=7, color=MUTED
-            )
+            axes.annotate(str(window), points[policy], (4, 4), textcoords="offset points", fontsize=7, color=MUTED)
         axes.plot(*points["Megatron"], "s", color=WARNING, label="Megatron: window 1000, hysteresis 2")
         axes.plot(*points[ADAPTIVE], "D", color=MAIN, markersize=7, label=ADAPTIVE)
         axes.set_xscale("log")

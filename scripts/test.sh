@@ -14,7 +14,5 @@ fi
 export OMP_NUM_THREADS=1
 # One worker more than cores, so that both are busy while a test waits for another process. tests/conftest.py brings the
 # tests into order.
-status=0
-python -m pytest --durations=10 --numprocesses 3 --dist loadgroup --no-loadscope-reorder || status=$?
-echo "Everything took $SECONDS seconds."
-exit $status
+trap 'echo "Everything took $SECONDS seconds."' EXIT
+python -m pytest --durations=10 --numprocesses 3 --dist loadgroup --no-loadscope-reorder

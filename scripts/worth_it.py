@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from reporting import add_json_option, output_to_stderr, positive, table, versions, write_json
+from reporting import ROOT, add_json_option, output_to_stderr, positive, table, versions, write_json
 from worth_report import EXPONENTS, FP32, OURS, REACHED_AT, SETTLED, UNSCALED, draw, figures, over_looks, tables
 
 from mindformers_adaptive.plots.canvas import save
 
-ROOT = Path(__file__).resolve().parent.parent
 PICTURE = "docs/images/quality_by_loss_scale.svg"
 PICTURE_SEEDS = 3
 QUICK_STEPS, QUICK_EXPONENTS = 30, (0, 9)
@@ -96,18 +95,17 @@ def sweep(trainings, runs, exponents, steps=None):
     """
     from worth_training import fixed
 
-    runs = {name: runs[name][:PICTURE_SEEDS] for name in (FP32, UNSCALED, OURS)}
+    names = {"fp32": FP32, "unscaled": UNSCALED, "ours": OURS}
+    runs = {key: runs[name][:PICTURE_SEEDS] for key, name in names.items()}
     swept = {"exponents": list(exponents), "quality": [], "underflow": [], "skipped": []}
     for exponent in exponents:
-        at_scale = [trainings.run(fixed(2.0**exponent), seed, steps) for seed in range(len(runs[FP32]))]
+        at_scale = [trainings.run(fixed(2.0**exponent), seed, steps) for seed in range(len(runs["fp32"]))]
         underflow = [over_looks(run, lambda look: look["underflow"]) or 0.0 for run in at_scale]
         swept["quality"].append(mean_quality(at_scale))
         swept["underflow"].append(float(np.mean(underflow)))
         swept["skipped"].append(float(np.mean([len(run["skipped"]) / run["steps"] for run in at_scale])))
-    swept["found"] = [float(np.log2(run["start"])) for run in runs[OURS]]
-    return swept | {
-        key: mean_quality(runs[name]) for key, name in (("fp32", FP32), ("unscaled", UNSCALED), ("ours", OURS))
-    }
+    swept["found"] = [float(np.log2(run["start"])) for run in runs["ours"]]
+    return swept | {key: mean_quality(each) for key, each in runs.items()}
 
 
 def mean_quality(runs):

@@ -186,11 +186,8 @@ def winner(found, first, second, higher_is_better=False):
 def draw(swept):
     """Draw the quality against the loss scale; where gradients underflow or overflow, the picture is shaded."""
     figure = new_figure(9, 4.6)
-    headline(
-        figure,
-        f"FP16 without loss scaling: R² {swept['unscaled']:.2f}. FP32: {swept['fp32']:.3f}. "
-        f"Adaptive scaling: {swept['ours']:.3f}",
-    )
+    finding = "FP16 without loss scaling: R² {unscaled:.2f}. FP32: {fp32:.3f}. Adaptive scaling: {ours:.3f}"
+    headline(figure, finding.format(**swept))
     axes = figure.subplots()
     exponents, skipped = np.array(swept["exponents"], float), np.array(swept["skipped"])
     axes.fill_between(
@@ -201,8 +198,7 @@ def draw(swept):
     axes.plot(exponents, np.maximum(swept["quality"], LOWEST), "o-", color=MAIN, label="FP16 at a fixed loss scale")
     ours = "FP16, adaptive, from the scale that 'find' says"
     axes.plot(np.mean(swept["found"]), swept["ours"], "D", color=SECOND, markersize=9, label=ours)
-    axes.set_ylim(LOWEST, 1.05)
-    axes.set_xlim(exponents[0], exponents[-1])
+    axes.set(xlim=(exponents[0], exponents[-1]), ylim=(LOWEST, 1.05))
     ticks = [exponent for exponent in swept["exponents"] if exponent % 4 == 0]
     axes.set_xticks(ticks, [f"$2^{{{exponent}}}$" for exponent in ticks])
     style_axes(axes, x_label="loss scale", y_label="R² on data not trained on; shares")

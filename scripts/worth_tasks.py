@@ -59,6 +59,7 @@ class Task:
     a run is looked at again, ``look_every``.
     """
 
+    train_step_cell = TrainOneStepWithLossScaleCell
     measure = "loss"
     higher_is_better = False
 
@@ -69,7 +70,7 @@ class Task:
 
     def train_step(self, network, update_cell):
         """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
-        return TrainOneStepWithLossScaleCell(network, self.optimizer(network), update_cell).set_train()
+        return self.train_step_cell(network, self.optimizer(network), scale_sense=update_cell).set_train()
 
     def quality(self, network, data):
         """Return the mean loss on what was not trained on."""
@@ -163,9 +164,8 @@ class Regression(Task):
         halves = zip(*(np.split(each.astype(np.float32), 2) for each in (points, targets)), strict=True)
         train, held_out = (tuple(map(Tensor, half)) for half in halves)
         first, end, factor = self.burst
-        usual, of_burst = (
-            Tensor((self.weights[0] * times, *self.weights[1:]), mstype.float32) for times in (1.0, factor)
-        )
+        usual = Tensor(self.weights, mstype.float32)
+        of_burst = Tensor((self.weights[0] * factor, *self.weights[1:]), mstype.float32)
 
         def batch(step):
             return (*train, of_burst if first <= step < end else usual)
@@ -276,20 +276,16 @@ class Llama(Task):
         self.model = self.config["model"]["model_config"]
         self.model.update(changes)
         self.about = f"bytes of Python's standard library, {self.model['seq_length']} a sample"
+        max_norm = self.config["runner_wrapper"]["max_grad_norm"]
+        self.train_step_cell = functools.partial(MFTrainOneStepCell, use_clip_grad=True, max_grad_norm=max_norm)
 
     def new_network(self, dtype):
         self.model["compute_dtype"] = "float16" if dtype == mstype.float16 else "float32"
         return build_network(MindFormerConfig(**copy.deepcopy(self.config["model"])))
 
-    def train_step(self, network, update_cell):
-        """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
+    def optimizer(self, network):
         schedule = build_lr({**self.config["lr_schedule"], "total_steps": self.steps})
-        parameters = {"params": network.trainable_params(), "learning_rate": schedule}
-        optimizer = build_optim(self.config["optimizer"], parameters)
-        max_norm = self.config["runner_wrapper"]["max_grad_norm"]
-        return MFTrainOneStepCell(
-            network, optimizer, use_clip_grad=True, max_grad_norm=max_norm, scale_sense=update_cell
-        ).set_train()
+        return build_optim(self.config["optimizer"], {"params": network.trainable_params(), "learning_rate": schedule})
 
     def data(self, seed):
         """Return the Data of this seed; the last part of the text is held out, the same for all seeds."""

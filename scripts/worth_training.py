@@ -36,29 +36,26 @@ class Method:
 
     Attributes:
         name (str): what it is called.
-        cell (Callable): makes the update cell from an initial scale.
+        cell (Callable): makes the update cell from an initial scale; methods of the same are trained by one graph.
         start (float or str): the initial scale, or ``FOUND``.
         dtype (mindspore.dtype): what the network computes in.
-        graph (str): methods of the same are trained by one graph, from different initial scales.
     """
 
     name: str
     cell: Callable
     start: float | str = 1.0
     dtype: object = mstype.float16
-    graph: str = ""
 
 
 def fixed(loss_scale):
     """Return the method of a fixed scale, at which overflowed steps are skipped."""
-    return Method(f"fixed 2^{math.log2(loss_scale):g}", nn.FixedLossScaleUpdateCell, loss_scale, graph="fixed")
+    return Method(f"fixed 2^{math.log2(loss_scale):g}", nn.FixedLossScaleUpdateCell, loss_scale)
 
 
 def dynamic(window):
+    name = f"MindSpore's dynamic, window {window}"
     # MindSpore's default start.
-    return Method(
-        f"MindSpore's dynamic, window {window}", lambda s: nn.DynamicLossScaleUpdateCell(s, 2, window), 2.0**24
-    )
+    return Method(name, lambda s: nn.DynamicLossScaleUpdateCell(s, 2, window), 2.0**24)
 
 
 def adaptive(loss_scale):
@@ -76,10 +73,10 @@ METHODS = (
     dynamic(1000),
     Method(MEGATRON, lambda s: AdaptiveLossScaleUpdateCell(s, 2, 1000, 1000, 1000, hysteresis=2), LARGEST_START),
     Method(MINDFORMERS, lambda s: MindFormersUpdateCell(s, 2, 20), LARGEST_START),
-    Method(ADAPTIVE_HIGH, adaptive, LARGEST_START, graph="adaptive"),
-    Method(OURS, adaptive, FOUND, graph="adaptive"),
-    Method(GUIDED_HIGH, GradientGuidedLossScaleUpdateCell, LARGEST_START, graph="guided"),
-    Method(GUIDED, GradientGuidedLossScaleUpdateCell, FOUND, graph="guided"),
+    Method(ADAPTIVE_HIGH, adaptive, LARGEST_START),
+    Method(OURS, adaptive, FOUND),
+    Method(GUIDED_HIGH, GradientGuidedLossScaleUpdateCell, LARGEST_START),
+    Method(GUIDED, GradientGuidedLossScaleUpdateCell, FOUND),
 )
 
 
@@ -97,32 +94,29 @@ class CompiledTraining:
         self.train_step = make_train_step(network, make_cell(LARGEST_START))
         self.initial = [(value, value.asnumpy().copy()) for value in self.train_step.get_parameters()]
 
-    def begin(self, loss_scale, weights):
-        """Put everything back, with this initial scale, and these weights in the order of the network's Parameters."""
-        put_back(self.initial)
-        set_weights(self.network, weights)
-        fresh = (value.asnumpy() for value in self.make_cell(loss_scale).get_parameters())
-        put_back(zip(self.train_step.loss_scaling_manager.get_parameters(), fresh, strict=True))
-        ops.assign(self.train_step.scale_sense, Tensor(loss_scale, mstype.float32))
-
-    def step(self, batch):
-        """Take a step, and return its loss, whether it overflowed, and the next scale."""
-        loss, overflow = self.train_step(*batch)[:2]
-        return float(loss), bool(overflow), float(self.train_step.scale_sense.asnumpy())
-
     def run(self, loss_scale, weights, batches):
         """Train from this initial scale and these weights; return the record as ``LossScaleMonitor`` writes it."""
-        self.begin(loss_scale, weights)
-        gradient = getattr(self.train_step.loss_scaling_manager, "largest_gradient", None)
-        scale, record = float(loss_scale), []
+        put_back(self.initial)
+        set_weights(self.network, weights)
+        manager, record = self.train_step.loss_scaling_manager, []
+        fresh = (value.asnumpy() for value in self.make_cell(loss_scale).get_parameters())
+        put_back(zip(manager.get_parameters(), fresh, strict=True))
+        ops.assign(self.train_step.scale_sense, Tensor(loss_scale, mstype.float32))
+        gradient = getattr(manager, "largest_gradient", None)
         for step, batch in enumerate(batches, start=1):
-            loss, overflow, next_scale = self.step(batch)
+            scale = self.loss_scale
+            loss, overflow = self.train_step(*batch)[:2]
             record.append(
-                {"step": step, "loss": loss, "overflow": overflow, "loss_scale": scale, "next_loss_scale": next_scale}
+                {"step": step, "loss": float(loss), "overflow": bool(overflow)}
+                | {"loss_scale": scale, "next_loss_scale": self.loss_scale}
                 | {"largest_gradient": None if gradient is None else float(gradient)}
             )
-            scale = next_scale
         return record
+
+    @property
+    def loss_scale(self):
+        """That of the next step."""
+        return float(self.train_step.scale_sense.asnumpy())
 
 
 class LlamaTraining:
@@ -139,7 +133,7 @@ class LlamaTraining:
         self.new_network = lambda seed: task.network(mstype.float16, seed)
         self.steps, self.batch_size = steps, task.model["batch_size"]
         self.samples = cut_into_samples(read_standard_library(), task.model["seq_length"] + 1)
-        [update_cell] = {method.cell for method in METHODS if method.graph == rule}
+        update_cell = {"adaptive": adaptive, "guided": GradientGuidedLossScaleUpdateCell}[rule]
         self.compiled = CompiledTraining(self.new_network(0), task.train_step, update_cell)
 
     def run(self, start, seed, stop=None):
@@ -164,9 +158,11 @@ class Trainings:
         self.task = task
         self.look_every = look_every or task.look_every
         self.formats = formats
-        # Each is made once: compiled trainings by graph, networks by dtype, the others by seed.
-        self._compiled = {}
+        # Each is made once: networks by dtype, compiled trainings also by update cell, the others by seed.
         self._network = functools.cache(self._new_network)
+        self._compiled = functools.cache(
+            lambda dtype, cell: CompiledTraining(self._network(dtype), task.train_step, cell)
+        )
         self._weights = functools.cache(lambda seed: weights_of(task.network(mstype.float32, seed)))
         self.recommendation = functools.cache(self._find)
         self._last_ceiling = 20
@@ -184,22 +180,20 @@ class Trainings:
             ``quality`` and, in FP16, ``loss_scale``, ``ceiling``, ``underflow``) and ``quality`` at the end.
         """
         data, network, steps = self.task.data(seed), self._network(method.dtype), steps or self.task.steps
-        graph = method.graph or method.name
-        if graph not in self._compiled:
-            self._compiled[graph] = CompiledTraining(network, self.task.train_step, method.cell)
-        training = self._compiled[graph]
+        training, looks = self._compiled(method.dtype, method.cell), []
+
+        def batches():
+            for step in range(steps):
+                batch = data.batch(step)
+                if step % self.look_every == 0:
+                    looks.append({"step": step, "quality": self.task.quality(network, data)})
+                    if method.dtype == mstype.float16:
+                        looks[-1] |= self._look(batch, training.loss_scale)
+                yield batch
+
         start = self.recommendation(seed).loss_scale_value if method.start == FOUND else method.start
-        training.begin(start, self._weights(seed))
-        skipped, looks, scale = [], [], start
-        for step in range(steps):
-            batch = data.batch(step)
-            if step % self.look_every == 0:
-                looks.append({"step": step, "quality": self.task.quality(network, data)})
-                if method.dtype == mstype.float16:
-                    looks[-1] |= self._look(batch, scale)
-            _, overflow, scale = training.step(batch)
-            if overflow:
-                skipped.append(step)
+        record = training.run(start, self._weights(seed), batches())
+        skipped = [step for step, row in enumerate(record) if row["overflow"]]
         quality = self.task.quality(network, data)
         looks.append({"step": steps, "quality": quality})
         return {"start": start, "steps": steps, "skipped": skipped, "looks": looks, "quality": quality}

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "cells": {"rules"},
     "wrapper": {"text", "cells"},
     "amp": {"rules", "cells", "wrapper"},
-    "checkpoint": {"text", "rules", "cells"},
+    "checkpoint": {"text", "rules", "cells", "gradients"},
     "gradients": {"text", "rules"},
     "monitor": {"text", "rules", "gradients"},
     "lab.traces": {"text", "rules"},

@@ -158,11 +158,13 @@ class AdaptiveLossScaler(RuleLossScaler):
 
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
-        scale_factor (float): what the scale is multiplied or divided by, above 1. Default: 2, as
+        scale_factor (float): what a raise multiplies the scale by, above 1. Default: 2, as
             ``amp.DynamicLossScaleManager``.
         scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
-        max_scale_window, min_scale_window, min_loss_scale, max_loss_scale, hysteresis, shrink_from_min_window: as in
+        max_scale_window, min_scale_window (int): as in
             :class:`~mindformers_adaptive.cells.adaptive_update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
+        **arguments: ``min_loss_scale``, ``max_loss_scale``, ``hysteresis``, ``shrink_from_min_window`` and
+            ``backoff_factor``, as there.
 
     Raises:
         TypeError: if an argument is not of its type.

@@ -81,7 +81,7 @@ class RoundToFormat(nn.Cell):
         ValueError: if there is no such format, or it is as fine as float32, as bfloat16 is near 0.
 
     Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        ``Ascend`` ``CPU``
 
     Examples:
         >>> RoundToFormat("float8_e4m3fn")(Tensor([0.3, 500.0, -17.0], mstype.float32)).tolist()

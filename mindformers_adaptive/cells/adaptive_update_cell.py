@@ -35,7 +35,7 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
     Args:
         loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
             element, as MindFormers passes on resume, is only read.
-        scale_factor (Union[int, float]): what the scale is multiplied or divided by, above 1.
+        scale_factor (Union[int, float]): what a raise multiplies the scale by, above 1.
         scale_window (int): the window to start with, in steps. One that is not on the ladder gives a warning and
             training starts at ``min_scale_window``.
         max_scale_window (int): the largest window, in steps. Below ``min_scale_window`` or not positive: a warning,
@@ -47,6 +47,8 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
             Megatron-LM. Default: 1, which tolerates none.
         shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
             Default: False, MindFormers' rule.
+        backoff_factor (float, optional): what a drop multiplies the scale by, between 0 and 1. Default: None,
+            1 / `scale_factor`, as in ``nn.DynamicLossScaleUpdateCell``.
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Checkpoints do not
             contain them, and ``mindspore.export`` refuses a network that has some. Default: 0, as in MindSpore's cells.
 
@@ -87,6 +89,7 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
         max_loss_scale=None,
         hysteresis=1,
         shrink_from_min_window=False,
+        backoff_factor=None,
         history_size=0,
     ):
         rule = AdaptiveRule(
@@ -97,6 +100,7 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
             max_loss_scale=max_loss_scale,
             hysteresis=hysteresis,
             shrink_from_min_window=shrink_from_min_window,
+            backoff_factor=backoff_factor,
         )
         super().__init__(rule, rule.start(read_restored_scale(rule, loss_scale_value), scale_window), history_size)
         self.tolerates_overflows = rule.hysteresis > 1

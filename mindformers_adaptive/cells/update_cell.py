@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs
-from mindformers_adaptive.rules.base import STEP_FIELDS, STEP_LIMIT, to_integer, to_number
+from mindformers_adaptive.rules.base import STEP_FIELDS, STEP_LIMIT, to_integer, to_real
 from mindformers_adaptive.rules.checks import require_flag, require_integer, to_float32
 
 __all__ = ["RUN", "NoLossScaleUpdateCell", "RuleUpdateCell", "read_restored_scale"]
@@ -237,23 +237,23 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
 
         Raises:
             KeyError: if the loss scale is missing, or both the counters and Megatron-LM's trackers.
-            TypeError: if a counter is not an integer, or the state is no dict.
+            TypeError: if a counter is not an integer, the loss scale no number, or the state no dict.
             ValueError: if the loss scale is not finite and above 0, a counter does not fit into 32 bits, or
                 Megatron-LM's trackers do not fit the rule.
         """
-        if not isinstance(state_dict, dict):
-            raise TypeError(f"'state_dict' must be a dict, but got {state_dict!r}. Give what state_dict() returned.")
+        _require_dict("state_dict", state_dict)
         if "grad_scaler" in state_dict or "optimizer" in state_dict:
             state_dict = state_dict.get("grad_scaler")
             if state_dict is None:
                 warnings.warn("The checkpoint has no 'grad_scaler': the loss scaling stays as it is.", stacklevel=2)
                 return
+            _require_dict("grad_scaler", state_dict)
         present = self._values()
         given = self._values_in(state_dict) or self._counters_of_megatron(state_dict)
         scale_name = next((name for name in _SCALE_NAMES if name in state_dict), None)
         if scale_name is None:
             raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
-        loss_scale = self.rule.repair_loss_scale(float(to_number(state_dict[scale_name])), scale_name)
+        loss_scale = self.rule.repair_loss_scale(to_real(scale_name, state_dict[scale_name]), scale_name)
         self.restore_run(state_dict)
         problems = self._repair_and_write(loss_scale, {**present, **given}, self._fields_of(given))
         self.written_state = self._values()
@@ -298,13 +298,13 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
                 names = [f"{field.name}_{place}" for place in range(field.shape[0])]
                 vector = given.get(field.name, [given[name] for name in names if name in given])
                 if len(vector) == field.shape[0]:
-                    values[field.name] = tuple(float(to_number(number)) for number in vector)
+                    values[field.name] = tuple(to_real(field.name, number) for number in vector)
                 continue
             for key in field.keys:
                 name = next((name for name in (key, field.parameter) if name in given), None)
                 if name is not None:
                     is_integer = field.dtype == "int32"
-                    values[key] = to_integer(key, given[name]) if is_integer else float(to_number(given[name]))
+                    values[key] = (to_integer if is_integer else to_real)(key, given[name])
         return values
 
     def _fields_of(self, values):
@@ -445,6 +445,11 @@ def read_restored_scale(rule, loss_scale_value):
             "number, or a Tensor of shape () or (1,)."
         )
     return rule.repair_loss_scale(float(loss_scale_value.asnumpy().item()), "loss_scale_value")
+
+
+def _require_dict(name, value):
+    if not isinstance(value, dict):
+        raise TypeError(f"'{name}' must be a dict, but got {value!r}. Give what state_dict() returned.")
 
 
 def _tensor_of(field, values):

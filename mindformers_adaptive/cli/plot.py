@@ -6,6 +6,7 @@ examples:
   adaptive-loss-scale plot run_64/loss_scale_record.jsonl run_512/loss_scale_record.jsonl comparison.png
   adaptive-loss-scale plot ranges.json histograms.png --loss-scales 64 512
   adaptive-loss-scale plot ranges.json underflow.png --underflow
+  adaptive-loss-scale plot output/gradient_ranges.jsonl weights.png --of weights --modules model.layers.0 lm_head
 """
 
 from __future__ import annotations
@@ -19,15 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindformers_adaptive.cli.output import UsageError, print_text, read_picture, read_scale
+from mindformers_adaptive.gradients.selection import KINDS
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
-from mindformers_adaptive.plots.gradients import (
-    draw_gradient_records,
-    draw_histograms,
-    draw_underflow,
-    is_gradient_record,
-)
+from mindformers_adaptive.plots.gradient_records import draw_gradient_records, is_gradient_record
+from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
 from mindformers_adaptive.plots.runs import draw_runs
 
 if TYPE_CHECKING:
@@ -60,6 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--underflow", action="store_true", help="of a sweep: draw the share that underflows at each scale instead"
     )
+    parser.add_argument(
+        "--of",
+        choices=KINDS,
+        default="gradients",
+        help="of a sweep, or of records of gradients: what to draw; default: gradients",
+    )
+    parser.add_argument(
+        "--modules",
+        nargs="+",
+        default=[],
+        metavar="MODULE",
+        help="likewise: draw these, a row for each: names of modules, Parameters or layers, or patterns with *",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -68,15 +79,20 @@ def run(options: argparse.Namespace) -> None:
     sweeps = [one for one in read.values() if isinstance(one, dict)]
     if not sweeps and (options.loss_scales or options.underflow):
         raise UsageError("arguments --loss-scales and --underflow are for what 'probe --output' wrote")
+    chosen = {"kind": options.of, "modules": options.modules}
+    if chosen != {"kind": "gradients", "modules": []} and (
+        options.underflow or not all(isinstance(one, dict) or _is_gradients(one) for one in read.values())
+    ):
+        raise UsageError("arguments --of and --modules are for sweeps and records of gradients, without --underflow")
     if sweeps and len(read) > 1:
         raise UsageError("a file that 'probe --output' wrote is drawn alone, but several files are given")
     try:
         if not sweeps:
-            figure = _draw_runs(read)
+            figure = _draw_runs(read, chosen)
         elif options.underflow:
             figure = draw_underflow(sweeps[0])
         else:
-            figure = draw_histograms(sweeps[0], options.loss_scales)
+            figure = draw_histograms(sweeps[0], options.loss_scales, **chosen)
         save(figure, options.picture)
     except ArithmeticError as error:
         raise ValueError(
@@ -97,12 +113,16 @@ def _read(file: str) -> Any:
     return read_log(file)
 
 
-def _draw_runs(read: Mapping[str, Any]) -> Figure:
-    gradients = {file: one for file, one in read.items() if isinstance(one, list) and is_gradient_record(one)}
+def _is_gradients(content: Any) -> bool:
+    return isinstance(content, list) and is_gradient_record(content)
+
+
+def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
+    gradients = {file: one for file, one in read.items() if _is_gradients(one)}
     runs = {file: one for file, one in read.items() if file not in gradients}
     names = _names(runs or gradients)
     if not runs:
-        return draw_gradient_records({names[file]: record for file, record in gradients.items()})
+        return draw_gradient_records({names[file]: record for file, record in gradients.items()}, **chosen)
     if len(read) == 1:
         [only] = runs.values()
         return draw_runs({"" if isinstance(only, list) else only.name: only})

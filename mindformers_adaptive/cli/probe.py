@@ -3,6 +3,7 @@
 examples:
   adaptive-loss-scale probe --config my.yaml --train-dataset-dir my_data --loss-scales 64 512 2^16
   adaptive-loss-scale probe --config my.yaml --checkpoint output/checkpoint/rank_0 --plot ranges.png
+  adaptive-loss-scale probe --config my.yaml --checkpoint my.ckpt --loss-scales 2^16 --gradients npu.safetensors
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from mindformers_adaptive.cli.output import (
     UsageError,
@@ -40,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--parameters", type=read_scale, metavar="SCALE", help="show each Parameter at this loss scale")
     parser.add_argument("--output", type=_new_file, metavar="FILE", help="write everything to this JSON file")
+    parser.add_argument(
+        "--gradients",
+        type=_new_file,
+        metavar="FILE",
+        help="write the gradients as the optimizer takes them, the mean of the batches, to this .safetensors file, "
+        "for 'diff'; with a single loss scale",
+    )
     parser.add_argument(
         "--plot",
         type=read_picture,
@@ -76,7 +85,15 @@ def run(options: argparse.Namespace) -> None:
     scales, parameters_at = options.loss_scales or DEFAULT_LOSS_SCALES, options.parameters
     if parameters_at is not None and parameters_at not in scales:
         raise UsageError(f"'--parameters' must be one of the loss scales of the sweep, but got {parameters_at:g}.")
-    ranges = sweep(options, scales, options.layers)
+    if options.gradients and (len(scales) > 1 or not options.gradients.endswith(".safetensors")):
+        raise UsageError("'--gradients' needs a .safetensors file and one loss scale, such as --loss-scales 2^16.")
+    sums: dict[str, Any] = {}
+
+    def add_up(_: float, gradients: Mapping[str, Any]) -> None:
+        for name, gradient in gradients.items():
+            sums[name] = sums.get(name, 0) + gradient
+
+    ranges = sweep(options, scales, options.layers, add_up if options.gradients else None)
 
     def tables() -> Iterator[str]:
         yield ranges.table()
@@ -92,11 +109,15 @@ def run(options: argparse.Namespace) -> None:
     print_result(options, ranges.to_dict, lambda: "\n\n".join(tables()))
     if options.output:
         ranges.save(options.output)
+    if options.gradients:
+        from mindformers_adaptive.checkpoint.arrays import save_arrays
+
+        save_arrays(options.gradients, {name: each / len(ranges.batches) for name, each in sums.items()})
     if options.plot:
         save(draw_histograms(ranges.to_dict()), options.plot)
 
 
-def sweep(options: argparse.Namespace, loss_scales, layers=()):  # type: ignore[no-untyped-def]
+def sweep(options: argparse.Namespace, loss_scales, layers=(), observe=None):  # type: ignore[no-untyped-def]
     """Run the sweep with a progress bar; what MindFormers prints goes to the standard error."""
     overrides = read_options(options.options)
     with contextlib.redirect_stdout(sys.stderr):
@@ -112,5 +133,6 @@ def sweep(options: argparse.Namespace, loss_scales, layers=()):  # type: ignore[
                 overrides=overrides,
                 layers=layers,
                 progress=progress,
+                observe=observe,
                 gradient_format=options.gradient_format,
             )

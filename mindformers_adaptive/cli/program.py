@@ -29,6 +29,7 @@ COMMANDS = {
     "simulate": "replay one policy on a trace",
     "compare": "replay several policies on traces, and compare them",
     "tune": "find the settings that would have cost least on traces",
+    "diff": "compare two checkpoints, or the gradients of two devices, by Parameter (needs MindSpore)",
     "plot": "draw the record of a run or a sweep over loss scales",
     "megatron": "turn Megatron-LM's arguments into a scale_sense section",
     "versions": "print what a bug report needs",

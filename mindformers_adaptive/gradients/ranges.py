@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 
 import mindspore
@@ -36,7 +37,14 @@ _SAME_LOSS = 1e-5
 
 
 def gradient_ranges(
-    network, inputs, loss_scales=DEFAULT_LOSS_SCALES, *, layers=(), progress=None, gradient_format="float16"
+    network,
+    inputs,
+    loss_scales=DEFAULT_LOSS_SCALES,
+    *,
+    layers=(),
+    progress=None,
+    observe=None,
+    gradient_format="float16",
 ):
     """Run the backward pass at each loss scale and return the ranges of the gradients.
 
@@ -56,6 +64,8 @@ def gradient_ranges(
         layers (Iterable[str]): cells of the network whose outputs are measured too, by name or by the name of their
             class; see :class:`mindformers_adaptive.gradients.ranges.LayerOutputs`. Default: none.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
+        observe (Callable, optional): called after each backward pass with the loss scale and a dict from Parameter
+            name to gradient, a NumPy array, as the optimizer takes it. Default: None.
         gradient_format (Union[str, dict, Format]): the format of the gradients in the backward pass, which the report
             and its texts name: "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "hifloat8", or the numbers of
             another, see :class:`~mindformers_adaptive.rules.formats.Format`. Default: "float16".
@@ -76,7 +86,8 @@ def gradient_ranges(
         >>> ranges.loss_scales, ranges.overflowed_batches(2**30), list(ranges.outputs)
         ((1.0, 1073741824.0), 1, ['_backbone'])
     """
-    return GradientSweep(network, layers, gradient_format)(inputs, loss_scales, progress=progress)
+    sweep = GradientSweep(network, layers, gradient_format)
+    return sweep(inputs, loss_scales, progress=progress, observe=observe)
 
 
 def find_loss_scale(
@@ -139,6 +150,12 @@ class GradientSweep:
     Raises:
         TypeError: if ``network`` is not a Cell, or a layer is not a string.
         ValueError: if it has no Parameter to train, or no such layer.
+
+    Examples:
+        >>> from mindspore import nn
+        >>> sweep = GradientSweep(nn.WithLossCell(nn.Dense(3, 2), nn.MSELoss()))
+        >>> [weight.shape for weight in sweep.weights]
+        [(2, 3), (2,)]
     """
 
     def __init__(self, network, layers=(), gradient_format="float16"):
@@ -260,20 +277,33 @@ class LayerOutputs:
 
     Args:
         network (Cell): a network, or the train-step cell that trains it.
-        layers (Iterable[str]): names of cells, as ``cells_and_names()`` of the network yields them, or names of
-            classes, for all cells of that class.
+        layers (Iterable[str]): names of cells, as the names of their Parameters have them or as ``cells_and_names()``
+            of the network yields them, or names of classes, for all cells of that class.
 
     Raises:
         TypeError: if ``layers`` is not an iterable of strings.
         ValueError: if no cell has such a name or class.
+
+    Examples:
+        >>> from mindspore import nn
+        >>> outputs = LayerOutputs(nn.SequentialCell(nn.Dense(3, 2), nn.ReLU()), ["ReLU"])
+        >>> measured = outputs((Tensor(np.ones((4, 3), np.float32)),))
+        >>> list(measured), measured["1"].size
+        (['1'], 8)
     """
 
     def __init__(self, network, layers):
         self._network = network.network if isinstance(network, nn.TrainOneStepCell) else network
-        cells = {name: cell for name, cell in self._network.cells_and_names() if name}
+        paths = {path: cell for path, cell in self._network.cells_and_names() if path}
+        # As in the names of its Parameters, which know nothing of the cells that a trainer puts around the network.
+        around = _path_around(self._network)
+        short = {path: path.removeprefix(around) for path in paths}
+        names = {path: path if name in paths else name for path, name in short.items()}
+        cells = {names[path]: cell for path, cell in paths.items()}
         self._layers = {}
         for layer in checked_layers(layers):
-            chosen = {name: cell for name, cell in cells.items() if layer in (name, type(cell).__name__)}
+            wanted = names.get(layer, layer)
+            chosen = {name: cell for name, cell in cells.items() if wanted in (name, type(cell).__name__)}
             if not chosen:
                 candidates = [*{type(cell).__name__: None for cell in cells.values()}, *cells]
                 similar = ", ".join(difflib.get_close_matches(layer, candidates, cutoff=0.0))
@@ -328,6 +358,13 @@ class LayerOutputs:
                     f"The outputs of 'layers' need a forward pass in PyNative mode, where the network fails: {error}."
                 ) from error
         return {name: merge_statistics(statistics) for name, statistics in parts.items()}
+
+
+def _path_around(network):
+    """Return what the paths of the network's Parameters have before their names, such as "network."."""
+    paths = [(path, weight.name) for path, weight in network.parameters_and_names()]
+    around = Counter(path.removesuffix(name) for path, name in paths if path.endswith(f".{name}"))
+    return around.most_common(1)[0][0] if around else ""
 
 
 def checked_layers(layers):

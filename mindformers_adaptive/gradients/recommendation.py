@@ -47,6 +47,11 @@ class Verdict:
         parameter_share (float, optional): its share.
         without_gradient (tuple[str, ...]): Parameters whose gradients are 0 at every scale, of which nothing is known.
         gradient_format (Format): the format of the gradients. Default: float16.
+
+    Examples:
+        >>> verdict = Verdict(loss_scale=1.0, groups={"attention": 0.25}, parameter="weight", parameter_share=0.25)
+        >>> verdict.is_harmful
+        True
     """
 
     loss_scale: float
@@ -65,12 +70,9 @@ class Verdict:
         scale = as_power_of_two(self.loss_scale)
         if self.parameter_share is None:
             return f"What is lost at {scale} is not known: it overflows, or all gradients are 0 at every scale."
-        of = f"{self.parameter_share:.2%} of the gradient of {self.parameter}"
-        lost = f"At {scale} {self.gradient_format.title} loses {of}, by its norm"
-        if self.is_harmful:
-            text = f"{lost}. More than {HARMLESS_SHARE:.0%} does harm."
-        else:
-            text = f"{lost}, and of no other more. Up to {HARMLESS_SHARE:.0%} does no harm."
+        of = f"{self.parameter_share:.2%} of its gradient in {self.gradient_format.title}"
+        judged = "More than {:.0%} does harm." if self.is_harmful else "Up to {:.0%} does no harm."
+        text = f"Worst Parameter at {scale}: {self.parameter} loses {of}. {judged.format(HARMLESS_SHARE)}"
         if self.without_gradient:
             number, first = len(self.without_gradient), self.without_gradient[0]
             text += (
@@ -147,6 +149,16 @@ class LossScaleRecommendation:
             scale of the sweep below it; empty if there is no ceiling.
         lost_updates (LostUpdates, optional): what weights in float16 lose of their updates; None if no weight is in
             float16, or the learning rate is not known.
+
+    Examples:
+        >>> from mindformers_adaptive.gradients.report import ScaleRanges, array_statistics
+        >>> exact = [0.5, 0.25]
+        >>> def at(scale):
+        ...     scaled = [scale * gradient for gradient in exact]
+        ...     return ScaleRanges(scale, loss=0.5, parameters={"weight": array_statistics(scaled, exact, scale)})
+        >>> recommendation = recommend_loss_scale(GradientRanges(weights={}, batches=((at(1.0), at(8.0)),)))
+        >>> recommendation.ceiling, recommendation.loss_scale_value, recommendation.needs_scaling
+        (8.0, 2.0, False)
     """
 
     loss_scale_value: float | None

@@ -139,6 +139,13 @@ class GradientRanges:
             batches; they do not depend on the loss scale.
         gradient_format (Format): the format of the gradients in the backward pass. Default: float16.
         float16_weights (tuple[str, ...]): the names of the weights that are kept in float16. Default: none.
+
+    Examples:
+        >>> at_1 = ScaleRanges(1.0, loss=0.5, parameters={"weight": array_statistics([0.0, 0.25])})
+        >>> at_4 = ScaleRanges(4.0, loss=0.5, parameters={"weight": array_statistics([0.125, float("inf")])})
+        >>> ranges = GradientRanges(weights={}, batches=((at_1, at_4),))
+        >>> ranges.loss_scales, ranges.fitting_scales, ranges.overall(1.0).largest
+        ((1.0, 4.0), (1.0,), 0.25)
     """
 
     weights: Mapping[str, ArrayStatistics]

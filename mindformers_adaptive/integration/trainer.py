@@ -34,7 +34,8 @@ class Trainer(mindformers.Trainer):
             its optimizer; leave ``model`` and ``optimizers`` out. The optimizer, loss scale and clipping in ``args``
             have no effect, and in parallel training nothing is put around the cell's network. Default: None,
             MindFormers builds the cell from ``args``.
-        *args, **kwargs: all arguments of ``mindformers.Trainer``.
+        *args: arguments of ``mindformers.Trainer``.
+        **kwargs: its arguments by name.
 
     Raises:
         TypeError: if ``wrapper`` is not a train-step cell, or does not train a model of MindFormers.

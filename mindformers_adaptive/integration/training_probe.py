@@ -7,7 +7,7 @@ from pathlib import Path
 import mindspore
 from mindspore import nn
 
-from mindformers_adaptive.checkpoint.reader import read_checkpoints
+from mindformers_adaptive.checkpoint.arrays import load_newest
 from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, checked_loss_scales, gradient_ranges
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import accumulate, take_accumulation_steps
@@ -29,6 +29,7 @@ def probe(
     overrides=None,
     layers=(),
     progress=None,
+    observe=None,
     gradient_format="float16",
 ):
     """Sweep over loss scales with the model and the data of a MindFormers YAML file.
@@ -48,6 +49,8 @@ def probe(
             none.
         progress (Callable, optional): called with the number of backward passes done; there are
             ``batches * len(loss_scales)``. Default: None.
+        observe (Callable, optional): called with the loss scale and the gradients of each pass, as there. Default:
+            None.
         gradient_format (Union[str, dict, Format]): the format of the gradients in the backward pass, as in
             :func:`~mindformers_adaptive.gradients.ranges.gradient_ranges`. Default: "float16".
 
@@ -68,7 +71,7 @@ def probe(
     if checkpoint is not None:
         load_weights(train_step.network, checkpoint)
     rows = itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches)
-    how = {"layers": layers, "progress": progress, "gradient_format": gradient_format}
+    how = {"layers": layers, "progress": progress, "observe": observe, "gradient_format": gradient_format}
     return gradient_ranges(train_step, rows, loss_scales, **how)
 
 
@@ -136,26 +139,19 @@ def load_weights(network, checkpoint):
         FileNotFoundError: if there is no such path, or no checkpoint in the folder.
         ValueError: if the checkpoint has none of the network's weights.
     """
-    checkpoints = read_checkpoints(checkpoint)
-    if not checkpoints:
-        raise FileNotFoundError(f"There is no .ckpt or .safetensors file in the folder {str(checkpoint)!r}.")
-    newest = checkpoints[-1].path
-    files = [newest] if newest.is_file() else sorted(newest.glob("*-model-*.safetensors"))
-    loaded = {}
-    for file in files:
-        loaded |= mindspore.load_checkpoint(str(file), format=file.suffix[1:])
+    newest, loaded = load_newest(checkpoint)
     wanted = {weight.name for weight in network.get_parameters()}
     missing = sorted(wanted - loaded.keys())
     if not wanted & loaded.keys():
         raise ValueError(
-            f"'checkpoint' must hold the network's weights, such as {missing[0]!r}, but {newest} has none of them. "
-            "Give a checkpoint of this model."
+            f"'checkpoint' must hold the network's weights, such as {missing[0]!r}, but {newest.path} has none of "
+            "them. Give a checkpoint of this model."
         )
     if missing:
         warnings.warn(
-            f"{newest} does not have {len(missing)} of the network's {len(wanted)} Parameters, such as "
+            f"{newest.path} does not have {len(missing)} of the network's {len(wanted)} Parameters, such as "
             f"{missing[0]!r}: they stay as a training starts from them.",
             stacklevel=2,
         )
     mindspore.load_param_into_net(network, {name: value for name, value in loaded.items() if name in wanted})
-    return str(newest)
+    return str(newest.path)

@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.traces.gradients import shown_ceilings
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats, count, power_of_two
-from mindformers_adaptive.plots.gradients import GradientSeries, series_of_gradients
+from mindformers_adaptive.plots.gradient_records import GradientSeries, series_of_gradients
 
 __all__ = ["RunSeries", "draw_runs", "series_of"]
 
@@ -49,6 +49,7 @@ def draw_runs(
 ) -> Figure:
     """Draw runs over the same steps: loss, loss scale with the skipped steps marked, and underflow.
 
+    Two runs have a panel with the difference of their losses too, where both have the loss of a step.
     A single run without gradients is drawn in more detail: with the loss of each step, its scale window where the
     record has one, and the steps that are missing in the record shaded, unless most are missing. Where the record of
     just one run has largest gradients, the loss scales above the ceiling that they show are shaded.
@@ -61,7 +62,7 @@ def draw_runs(
             None, no panel for the underflow.
 
     Returns:
-        Figure of two or three panels over the same steps, 1200 pixels wide; the title says how many steps a single run
+        Figure of two to four panels over the same steps, 1200 pixels wide; the title says how many steps a single run
         skipped, and of several it compares the losses at the end and what underflows.
 
     Raises:
@@ -88,7 +89,8 @@ def draw_runs(
     alone = len(series) == 1 and not measured
     [run, *_] = series.values()
     window = run.scale_window if alone else None
-    heights = [3.0, 3.0] + [2.2] * (window is not None) + [3.0] * bool(measured)
+    apart = _loss_difference(*series.values()) if len(series) == 2 else None
+    heights = [3.0, 3.0] + [2.2] * (window is not None or apart is not None) + [3.0] * bool(measured)
     figure = canvas.new_figure(10, 6 + 0.85 * sum(heights[2:]))
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     lines: dict[str, dict[str, Any]] = {}
@@ -107,8 +109,10 @@ def draw_runs(
         _draw_loss_scale(panels[1], run, prefix, lines[name], mark, height=0.96 - 0.07 * place)
     if window is not None:
         _draw_window(panels[2], run, window)
+    if apart is not None:
+        _draw_difference(panels[2], apart, *map(canvas.as_text, series))
     if measured:
-        _draw_underflow(panels[2], measured, lines)
+        _draw_underflow(panels[-1], measured, lines)
     for axes in panels:
         if alone and len(run.gaps):
             spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
@@ -207,6 +211,28 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     axes.set_ylim(windows[0] / 1.4, windows[-1] * 1.4)
     axes.set_yticks(labelled, [f"{window:g}" for window in labelled])
     axes.minorticks_off()
+
+
+def _loss_difference(first: RunSeries, second: RunSeries) -> tuple[Floats, Floats] | None:
+    """Return steps and the loss of the second run less that of the first; None without a step that both know."""
+    step, in_first, in_second = np.intersect1d(first.step, second.step, return_indices=True)
+    # What is inf in both has no difference.
+    with np.errstate(invalid="ignore"):
+        apart = second.loss[in_second] - first.loss[in_first]
+    known = np.isfinite(apart)
+    return (step[known], apart[known]) if known.any() else None
+
+
+def _draw_difference(axes: Axes, apart: tuple[Floats, Floats], first: str, second: str) -> None:
+    canvas.style_axes(axes, title=f"loss of {second} less that of {first}", y_label="difference")
+    step, values = apart
+    faint = len(values) >= _SMOOTH_FROM
+    style: dict[str, Any] = {"color": canvas.MUTED, "marker": canvas.point_marker(len(values))}
+    axes.plot(step, values, gid="difference", linewidth=0.8 if faint else 1.6, alpha=0.35 if faint else 1.0, **style)
+    if faint:
+        middle, _, median, _ = canvas.gather(step, values, min(len(values) // 10, _MEDIANS))
+        axes.plot(middle, median, color=canvas.MUTED, linewidth=1.6, gid="median difference")
+    axes.axhline(0.0, color="black", linewidth=0.8)
 
 
 def _draw_underflow(axes: Axes, runs: Mapping[str, GradientSeries], lines: Mapping[str, Mapping[str, Any]]) -> None:

@@ -58,9 +58,17 @@ def find_rule(rule: str | type[Rule]) -> type[Rule]:
 def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
     """Return a rule made with arguments by their names, or one that is made already as it is.
 
+    Args:
+        rule (Union[str, type, Rule]): as :func:`find_rule` takes it, or a rule.
+        **arguments: those of the rule.
+
     Raises:
         TypeError: if it is no rule, or has no such argument; if arguments are given for one that is made already.
         ValueError: if there is no such rule, or an argument is out of its range.
+
+    Examples:
+        >>> make_rule("guided", exchange_rate=5).exchange_rate
+        5.0
     """
     if isinstance(rule, Rule):
         if arguments:

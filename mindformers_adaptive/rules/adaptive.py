@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -16,7 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.base import STEP_LIMIT, Field, Rule
-from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number, to_float32
+from mindformers_adaptive.rules.checks import (
+    SMALLEST_FLOAT32,
+    require_flag,
+    require_integer,
+    require_number,
+    to_float32,
+)
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW, window_ladder
 
 __all__ = ["COUNTER_LIMIT", "EVENTS", "HIDDEN_INDEX", "AdaptiveLanes", "AdaptiveRule", "LossScaleState"]
@@ -48,6 +55,12 @@ class LossScaleState(NamedTuple):
         hysteresis_budget (int): overflows left until the scale drops.
         skipped_steps (int): overflowed steps so far.
         consecutive_overflows (int): overflowed steps in a row, up to the last step.
+
+    Examples:
+        >>> rule = AdaptiveRule(scale_factor=2, max_scale_window=1000, min_scale_window=20)
+        >>> state = rule.step(rule.start(2.0**16, 20), overflow=True)
+        >>> state.loss_scale, state.down_num, state.skipped_steps
+        (32768.0, 1, 1)
     """
 
     loss_scale: float
@@ -136,14 +149,14 @@ class AdaptiveRule(Rule):
     .. code-block:: text
 
         overflow:  spend one of the hysteresis budget; once it is spent,
-                   s = max(s * (1 / scale_factor), min_loss_scale)          (a drop)
+                   s = max(s * backoff_factor, min_loss_scale)              (a drop)
                    and the third drop without a raise in between moves i > 0 to the hidden window W = 1
         clean:     after W clean steps
                    s = s * scale_factor, if that stays within max_loss_scale and finite   (a raise)
                    and the third raise moves the window one place up the ladder
 
     Args:
-        scale_factor (float): what the scale is multiplied or divided by, a number above 1. Default: 2.0, MindSpore's.
+        scale_factor (float): what a raise multiplies the scale by, a number above 1. Default: 2.0, MindSpore's.
         max_scale_window (int): the largest window in steps, see
             :func:`~mindformers_adaptive.rules.ladder.window_ladder`. Default: 1000, MindFormers'.
         min_scale_window (int): the smallest window in steps. Default: 20, MindFormers'.
@@ -154,6 +167,8 @@ class AdaptiveRule(Rule):
             Megatron-LM. Default: 1, which tolerates none, as in MindSpore.
         shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
             Default: False, MindFormers' rule; its first description had True.
+        backoff_factor (float, optional): what a drop multiplies the scale by, between 0 and 1. Default: None,
+            1 / ``scale_factor``, as in MindSpore, so that a drop undoes a raise.
 
     Raises:
         TypeError: if an argument is not of its type; ``True`` and ``False`` are not numbers here.
@@ -183,7 +198,6 @@ class AdaptiveRule(Rule):
     recorded = ("scale_window", "window_index", "growth_num", "down_num")
     start_arguments = ("scale_window",)
     usual_arguments = ("loss_scale_value", "scale_factor", "scale_window", "max_scale_window", "min_scale_window")
-    moves_by_one_factor = True
     # From a quarter of MindFormers' smallest window to 2000, the default of MindSpore's DynamicLossScaleManager and of
     # PyTorch's GradScaler; equal windows are dynamic loss scaling.
     grid: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -204,15 +218,19 @@ class AdaptiveRule(Rule):
         max_loss_scale: float | None = None,
         hysteresis: int = 1,
         shrink_from_min_window: bool = False,
+        backoff_factor: float | None = None,
     ) -> None:
         self.ladder = window_ladder(max_scale_window, min_scale_window)
         self.min_scale_window, self.max_scale_window = self.ladder[0], self.ladder[-1]
         wanted, remedy = "a finite number above 1", "The usual value is 2."
         factor = require_number("scale_factor", scale_factor, wanted, lambda number: number > 1, remedy)
         self.scale_factor = to_float32(factor)
-        self.backoff_factor = to_float32(1.0 / self.scale_factor)
+        self.backoff_factor = None if backoff_factor is None else _checked_backoff(backoff_factor)
+        self._drop_factor = self.backoff_factor or to_float32(1.0 / self.scale_factor)
+        undoes = math.isclose(self._drop_factor * self.scale_factor, 1.0, rel_tol=2.0**-23)
+        self.moves_by_one_factor = self.backoff_factor is None or undoes
         # What each of the EVENTS does to the scale.
-        self.factors = np.array([1.0, self.scale_factor, self.backoff_factor, 1.0], np.float32)
+        self.factors = np.array([1.0, self.scale_factor, self._drop_factor, 1.0], np.float32)
         super().__init__(min_loss_scale, max_loss_scale)
         remedy = "1 drops the scale at every overflow; Megatron-LM uses 2."
         self.hysteresis = require_integer("hysteresis", hysteresis, 1, remedy, unit="number of overflows")
@@ -269,7 +287,7 @@ class AdaptiveRule(Rule):
         loss_scale, _, index, growth_num, down_num, _, budget, skipped, consecutive = state
         budget = max(budget - 1, 0)
         if budget == 0:
-            loss_scale = max(to_float32(loss_scale * self.backoff_factor), self.min_loss_scale)
+            loss_scale = max(to_float32(loss_scale * self._drop_factor), self.min_loss_scale)
             down_num = min(down_num + 1, COUNTER_LIMIT)
             lowest_to_shrink_from = 0 if self.shrink_from_min_window else 1
             if down_num == COUNTER_LIMIT and index >= lowest_to_shrink_from:
@@ -370,6 +388,12 @@ class AdaptiveRule(Rule):
             return index, f"{restored}, and a window is at least 1: the index is kept, with its window."
         smallest = f"training goes on at the smallest window, {ladder[0]} (index 0)."
         return 0, f"{restored}, and neither can be used: {smallest}"
+
+
+def _checked_backoff(backoff_factor: float) -> float:
+    wanted, remedy = "a number between 0 and 1", "The usual value is 0.5; leave it out for 1 / 'scale_factor'."
+    ratio = require_number("backoff_factor", backoff_factor, wanted, lambda n: SMALLEST_FLOAT32 <= n < 1, remedy)
+    return to_float32(ratio)
 
 
 def transition_tables(rule: AdaptiveRule) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

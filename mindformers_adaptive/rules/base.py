@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -33,6 +33,11 @@ class Field(NamedTuple):
         parts (tuple[str, ...]): what the elements of a vector are called in ``state()``, in records and in reports.
             Without it, a vector stands there as a whole, by the field's name.
         parameter (str): the Parameter's name in checkpoints. Default: the rule's name, ``_`` and ``name``.
+
+    Examples:
+        >>> field = Field("mean", "float32")
+        >>> field.shape, field.parts
+        ((), ())
     """
 
     name: str
@@ -99,6 +104,14 @@ class Rule:
     Raises:
         TypeError: if a bound is not a number.
         ValueError: if a bound is not finite and above 0, or the first is above the second.
+
+    Examples:
+        >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
+        >>> rule = AdaptiveRule(scale_factor=2, max_scale_window=1000, min_scale_window=20)
+        >>> isinstance(rule, Rule), rule.name, rule.signals
+        (True, 'adaptive', ())
+        >>> rule.step(rule.start(2.0**16, 20), overflow=True).loss_scale
+        32768.0
     """
 
     name: ClassVar[str] = ""
@@ -109,7 +122,7 @@ class Rule:
     recorded: ClassVar[tuple[str, ...]] = ()
     start_arguments: ClassVar[tuple[str, ...]] = ()
     usual_arguments: ClassVar[tuple[str, ...]] = ("loss_scale_value",)
-    moves_by_one_factor: ClassVar[bool] = False
+    moves_by_one_factor: bool = False
     grid: ClassVar[Mapping[str, Sequence[Any]]] = {}
     lanes: ClassVar[type[Any]]
 
@@ -314,6 +327,14 @@ def to_integer(name: str, value: Any) -> int:
     if not -(2**31) <= int(number) < 2**31:
         raise ValueError(f"'{name}' must fit into 32 bits, but got {number}. Give what state_dict() returned.")
     return int(number)
+
+
+def to_real(name: str, value: Any) -> float:
+    """Return a number of a state as a float, whether it is a number or a tensor of one element; raise TypeError."""
+    number = to_number(value)
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(f"'{name}' must be a number, but got {value!r}. Give what state_dict() returned.")
+    return float(number)
 
 
 def to_number(value: Any) -> Any:

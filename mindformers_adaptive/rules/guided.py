@@ -43,11 +43,11 @@ PRIOR_STEPS = 2
 LOW_SHARE = 2.0**-2
 LOW_STEP = 0.1875
 
-# The part of the way that ``level`` goes to what a step shows: a mean over about 32 steps.
-LEVEL_SHARE = 2.0**-5
+# The part of the way that ``level`` goes to what a step shows: a mean over about 28 steps.
+LEVEL_SHARE = 9 / 256
 
 # ``level`` stays within so many bits below ``low``: the quick way back from a regime of large gradients.
-CLIMB = 0.6875
+CLIMB = 0.5625
 
 # How far, in bits, ``base`` may be from ``level``.
 REACH = 1.25
@@ -208,7 +208,7 @@ class GuidedRule(TextRule):
             weight = max(1 / P, weight / (1 + weight))
           after overflows that are explained: low = level = shown - 6; limit -= 1
           else: low = min(shown, low + (shown - low) / 4 + 0.1875)
-                level = max(level + (shown - level) / 32, low - 0.6875)
+                level = max(level + (shown - level) * 9 / 256, low - 0.5625)
           base: moved, by whole bits and no more than it takes, to level - 1.25 ... level + 1.25; record and limit keep
                 their places and so move along
           fall:                                    limit = base + 1 - first + overflows in the row; contradictions -= 2,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.checks import LARGEST_INT32, require_integer, require_positive
+from mindformers_adaptive.rules.checks import LARGEST_INT32, require_integer, require_number, require_positive
 
 __all__ = ["scale_sense_from_megatron"]
 
@@ -28,11 +28,14 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
     ``--min-loss-scale S``      1.0          ``min_loss_scale`` S
     ``--loss-scale-window N``   1000         ``scale_window``, ``max_scale_window``, ``min_scale_window`` N
     ``--hysteresis N``          2            ``hysteresis`` N
-    (growth and backoff factor) 2.0 and 0.5  ``scale_factor`` 2
+    ``--growth-factor F``       2.0          ``scale_factor`` F
+    ``--backoff-factor F``      0.5          ``backoff_factor`` F, where it is not 1 / ``--growth-factor``
     neither of the first two                 ``NoLossScaleUpdateCell``: no scaling, no skipped steps
     =========================== ============ ==========================================================
 
-    Megatron-LM reads ``--loss-scale`` only with ``--fp16``, ``--bf16`` or ``--use-distributed-optimizer``.
+    The two factors are no arguments of Megatron-LM, which gives them to its ``DynamicGradScaler`` in its code: name
+    them where you have changed them there. It reads ``--loss-scale`` only with ``--fp16``, ``--bf16`` or
+    ``--use-distributed-optimizer``.
 
     Args:
         arguments (Union[str, Sequence[str]]): a Megatron-LM command line, or its words. All other arguments are left
@@ -73,10 +76,17 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
             f"{window}. With another number Megatron-LM itself never raises the scale."
         )
     require_integer("--hysteresis", given.hysteresis, 1, "Megatron-LM's default is 2.")
+    wanted, remedy = "a finite number above 1", "Megatron-LM's is 2."
+    growth = require_number("--growth-factor", given.growth_factor, wanted, lambda number: number > 1, remedy)
+    wanted, remedy = "a number between 0 and 1", "Megatron-LM's is 0.5."
+    backoff = require_number("--backoff-factor", given.backoff_factor, wanted, lambda number: 0 < number < 1, remedy)
+    factors = {"scale_factor": growth, "backoff_factor": backoff}
+    if backoff == 1 / growth:
+        del factors["backoff_factor"]
     return {
         "type": AdaptiveRule.cell,
         "loss_scale_value": initial,
-        "scale_factor": 2,
+        **factors,
         "scale_window": int(window),
         "max_scale_window": int(window),
         "min_scale_window": int(window),
@@ -100,6 +110,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--min-loss-scale", type=float, default=1.0)
     parser.add_argument("--loss-scale-window", type=float, default=1000.0)
     parser.add_argument("--hysteresis", type=int, default=2)
+    # Those that get_megatron_optimizer() gives.
+    parser.add_argument("--growth-factor", type=float, default=2.0)
+    parser.add_argument("--backoff-factor", type=float, default=0.5)
     given, others = parser.parse_known_args(words)
     known = [option for action in parser._actions for option in action.option_strings]
     for option in (word.partition("=")[0] for word in others if word.startswith("--")):

@@ -164,6 +164,15 @@ class TextRule(Rule):
     Raises:
         ValueError: when the class is made, if ``text`` has something that MindSpore cannot compile for every device;
             when the rule is first used, if it takes or returns something unknown, or of another dtype or shape.
+
+    Examples:
+        >>> from mindformers_adaptive.rules.guided import GuidedRule
+        >>> rule = GuidedRule()
+        >>> issubclass(GuidedRule, TextRule), rule.moves_by_bits
+        (True, True)
+        >>> state = rule.step(rule.start(2.0**16), overflow=False, largest_gradient=1.0)
+        >>> state.loss_scale, state.skipped_steps
+        (256.0, 0)
     """
 
     text: ClassVar[Callable[..., Mapping[str, Any]]]

@@ -33,15 +33,15 @@ def build_model():
     return LlamaForCausalLM(config)
 
 
-def build_dataset(batch_size=BATCH_SIZE):
+def build_dataset():
     """Numbers that count up from a random start, modulo 15; a sample has one token more than the model reads."""
 
     def samples():
-        starts = np.random.default_rng(0).integers(15, size=STEPS * batch_size)
+        starts = np.random.default_rng(0).integers(15, size=STEPS * BATCH_SIZE)
         for start in starts:
             yield ((start + np.arange(SEQ_LENGTH + 1)) % 15).astype(np.int32)
 
-    return GeneratorDataset(samples, column_names=["input_ids"], shuffle=False).batch(batch_size)
+    return GeneratorDataset(samples, column_names=["input_ids"], shuffle=False).batch(BATCH_SIZE)
 
 
 def make_update_cell(rule):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import draw_badges
 import mindformers
 import mindspore.train
 import pytest
@@ -87,13 +88,10 @@ def test_lines_of_the_table_are_python_with_names_that_exist():
         ast.parse(line)
 
 
-@pytest.mark.parametrize(
-    ("page", "cell"),
-    [("rule.md", AdaptiveLossScaleUpdateCell), ("guided.md", GradientGuidedLossScaleUpdateCell)],
-)
-def test_arguments_of_a_page_are_those_of_its_cell(page, cell):
+@pytest.mark.parametrize(("place", "cell"), [(0, AdaptiveLossScaleUpdateCell), (1, GradientGuidedLossScaleUpdateCell)])
+def test_arguments_on_the_page_of_the_rules_are_those_of_their_cells(place, cell):
     parameters = inspect.signature(cell).parameters
-    [rows] = [rows[2:] for rows in tables(DOCS / page) if "`loss_scale_value`" in rows[2][0]]
+    rows = [rows[2:] for rows in tables(DOCS / "rule.md") if "`loss_scale_value`" in rows[2][0]][place]
     assert [row[0].strip("`") for row in rows] == list(parameters)
     defaults = ["" if it.default is it.empty else str(it.default).lower() for it in parameters.values()]
     assert [row[1].lower() for row in rows] == defaults
@@ -125,7 +123,7 @@ def test_yaml_block_is_built_by_mindformers(name, tmp_path, monkeypatch):
     else:
         check_config(config)
         cell = build_wrapper(config.runner_wrapper.scale_sense)
-        if "guided.md" in name:
+        if "/rule.md" in name:
             assert type(cell) is GradientGuidedLossScaleUpdateCell
             assert (cell.get_loss_scale(), cell.rule.exchange_rate) == (2.0**16, 1.0)
         elif "formats.md" in name:
@@ -305,6 +303,11 @@ def test_commands_of_the_program_are_those_of_its_help(monkeypatch):
 
 
 # Figures and lists
+
+
+def test_badges_say_what_the_project_says():
+    for file, text in draw_badges.badges().items():
+        assert (ROOT / "docs" / "images" / f"badge_{file}.svg").read_text() == draw_badges.picture(*text)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from ascend_dry_run.program import problem
 from conftest import ROOT
 from pages import CHINESE, ENGLISH, figure, tables
 
-PAGES = [page for page in (*ENGLISH, *CHINESE) if page.name == "support.md"]
+PAGES = [page for page in (*ENGLISH, *CHINESE) if page.name == "compatibility.md"]
 
 
 def rows_of(page):

@@ -7,7 +7,7 @@ from pages import CHINESE, ENGLISH, blocks, chinese, headings, links, name_of, p
 
 
 def test_each_page_is_there_in_both_languages():
-    assert len(ENGLISH) >= 15
+    assert len(ENGLISH) >= 12
     assert [chinese(page) for page in ENGLISH] == CHINESE
 
 
@@ -47,7 +47,7 @@ def target_of(link):
 
 @pytest.mark.parametrize("page", [ENGLISH[0], CHINESE[0]], ids=name_of)
 def test_first_page_is_short(page):
-    assert len(page.read_text(encoding="utf-8").splitlines()) <= 180
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= 100
 
 
 @pytest.mark.parametrize("page", CHINESE, ids=name_of)
@@ -55,3 +55,13 @@ def test_bold_type_in_chinese_is_seen_as_such(page):
     # Markdown does not close bold type where punctuation stands before the ** and a letter after it.
     without_code = re.sub(r"`[^`]*`", "code", prose(page))
     assert re.findall(r"\*\*[^*\n]*[^\w\s*]\*\*\w", without_code) == []
+
+
+# One thing has one word on the Chinese pages: not the first of these, but the second.
+WORDS = {"启动器": "启动脚本", "警告": "告警", "逐位": "逐比特", "loss scale的上限": "loss scale的最大值"}
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=name_of)
+def test_chinese_words_are_the_same_on_every_page(page):
+    text = page.read_text(encoding="utf-8")
+    assert [f"{word}: {better}" for word, better in WORDS.items() if word in text] == []

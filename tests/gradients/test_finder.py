@@ -92,7 +92,7 @@ def test_what_underflows_needs_scaling_if_much_of_the_norm_is_lost(find, large, 
     found = find(gradients, factor=large)
     assert "Gradients that underflow: 50.000% at 2^0, 0.000% at 2^30." in str(found)
     assert found.needs_scaling is needs_scaling
-    assert f"At 2^0 FP16 loses {lost}% of the gradient of weight, by its norm" in str(found)
+    assert f"Worst Parameter at 2^0: weight loses {lost}% of its gradient in FP16" in str(found)
     assert ("needs loss scaling here" in str(found)) == ("needs no loss scaling" not in str(found)) == needs_scaling
 
 

@@ -46,7 +46,7 @@ def test_groups_and_the_worst_parameter_over_batches():
     assert verdict.groups == {"attention": pytest.approx(5.0 / 50.0**0.5), "output": 0.0}
     assert (verdict.parameter, verdict.parameter_share) == (ATTENTION, pytest.approx(5.0 / 50.0**0.5))
     assert verdict.is_harmful
-    assert f"At 2^0 FP16 loses 70.71% of the gradient of {ATTENTION}" in str(verdict)
+    assert f"Worst Parameter at 2^0: {ATTENTION} loses 70.71% of its gradient in FP16. More than" in str(verdict)
     assert json.loads(json.dumps(verdict.to_dict()))["is_harmful"] is True
 
 

@@ -137,7 +137,8 @@ KINDS = {
     "adaptive with hysteresis": Kind(
         *_ADAPTIVE,
         {"scale_factor": 1.5, "max_scale_window": 3, "min_scale_window": 1, "hysteresis": 2}
-        | {"min_loss_scale": 0.5, "max_loss_scale": 2.0**24, "shrink_from_min_window": True},
+        | {"min_loss_scale": 0.5, "max_loss_scale": 2.0**24, "shrink_from_min_window": True}
+        | {"backoff_factor": 0.3},
         beside={"scale_window": 1},
     ),
     "guided": Kind(

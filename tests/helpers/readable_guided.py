@@ -60,7 +60,7 @@ class ReadableGuided:
                 low = level = bits_of(shown) - np.float32(6)
             else:
                 low = min(bits_of(shown), low + (bits_of(shown) - low) * np.float32(1 / 4) + np.float32(3 / 16))
-                level = max(level + (bits_of(shown) - level) * np.float32(1 / 32), low - np.float32(11 / 16))
+                level = max(level + (bits_of(shown) - level) * np.float32(9 / 256), low - np.float32(9 / 16))
             base = min(max(base, math.ceil(level - np.float32(1.25))), math.floor(level + np.float32(1.25)))
         window, trial = state.scale_window, state.trial
         if fall:

@@ -183,6 +183,20 @@ def assert_one_record_has_every_step_once(output, expected):
     assert len(list(output.rglob("*.jsonl*"))) == 1
 
 
+class Machine(NamedTuple):
+    """A machine of several, which a network namespace stands for.
+
+    Attributes:
+        namespace (str): its name.
+        number (int): of the machine, from 0.
+        first_address (str): the address of machine 0.
+    """
+
+    namespace: str
+    number: int
+    first_address: str
+
+
 class TrainingRun:
     """A run of the launcher, in one process or in several, that has been started.
 
@@ -193,6 +207,7 @@ class TrainingRun:
         steps (int): how long it trains.
         processes (int): how many, in data parallel.
         by_msrun (bool): whether scripts/launch_many.sh starts them, as a user would; otherwise they are forked.
+        machine (Machine, optional): where that starts the one process of this machine.
         arguments (Sequence[str]): further options of the launcher.
         environment (dict, optional): further environment variables.
         compiled (Path, optional): where MindSpore keeps the graph that it compiles, or takes it from; only for runs
@@ -210,6 +225,7 @@ class TrainingRun:
         processes=1,
         *,
         by_msrun=False,
+        machine=None,
         arguments=(),
         environment=None,
         compiled=None,
@@ -238,6 +254,10 @@ class TrainingRun:
         if by_msrun:
             command = ["bash", ROOT / "scripts" / "launch_many.sh", processes]
             environment |= {"MASTER_PORT": str(free_port()), "LOG_DIR": str(logs)}
+        if machine is not None:
+            command = ["ip", "netns", "exec", machine.namespace, *command[:-1], "1"]
+            environment |= {"MACHINES": str(processes), "MACHINE": str(machine.number), "MASTER_PORT": "8118"}
+            environment |= {"MASTER_ADDRESS": machine.first_address}
         if processes > 1:
             config = "tiny_llama_cpu_fp16_parallel.yaml"
             options["parallel_config.data_parallel"] = processes

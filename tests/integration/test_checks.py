@@ -46,7 +46,7 @@ STOPS = {"monitor_config": {"monitor_on": True, "check_for_global_norm": True}}
 WRONG_TYPES = [
     ({"runner_wrapper.use_clip_gard": True}, "MFTrainOneStepCell takes, but got 'use_clip_gard'.*'use_clip_g"),
     ({f"{SCALE_SENSE}.max_scale_windows": 5}, "Adaptive.* but got 'max_scale_windows'.*'max_scale_window'"),
-    ({f"{SCALE_SENSE}.xyz": 5}, "but got 'xyz'. It takes history_size, hysteresis, "),
+    ({f"{SCALE_SENSE}.xyz": 5}, "but got 'xyz'. It takes backoff_factor, history_size, "),
     ({f"{SCALE_SENSE}.type": "DynamicLossScaleUpdateCell"}, "Dynamic.*'m.._scale_window'.*It takes loss"),
     ({TYPE: "TrainOneStepWithLossScaleCell"}, "got 'TrainOne.*Use MFTrainOneStepCell"),
     ({"callbacks.2.max_consecutive_overflow": 9}, "'callbacks.2'.*mean 'max_consecutive_overflows'"),

@@ -116,3 +116,19 @@ def test_scale_found_for_a_loss_per_token_trains_and_norms_are_those_that_mindfo
             norm = at_scale["overall"]["norm"] / at_scale["loss_scale"] / batch["grad_scale_factor"]
             assert logged.overflow or norm == pytest.approx(float(logged.global_norm.strip("[]")), rel=1e-3)
     assert len(lines) == len(steps) == 8
+
+
+def test_gradients_are_written_as_the_optimizer_takes_them_and_compared(corpus, run_program):
+    training = ["probe", "--config", CONFIG, "--train-dataset-dir", corpus, "--batches", "2"]
+    model = ["--options", *(f"{key}={value}" for key, value in SMALL_MODEL.items())]
+    for scale in (12, 14):
+        sweep = ["--loss-scales", f"2^{scale}", "--gradients", f"{scale}.safetensors"]
+        assert run_program(*training, *sweep, *model)[0] == 0
+    [*rows, _, equal] = run_program("diff", "12.safetensors", "14.safetensors")[1].splitlines()
+    assert equal.endswith("Parameters are equal.")
+    assert {"model.tok_embeddings.embedding_weight", "lm_head.weight"} < {row.split()[0] for row in rows[1:]}
+    # Rounding of subnormal numbers at the lower scale, and no factor between the scales.
+    assert 0 < float(rows[1].split()[-2]) < 0.01
+    refused = run_program(*training, "--loss-scales", "1", "2", "--gradients", "x.safetensors", *model)
+    assert refused[0] == 2
+    assert "one loss scale" in refused[2]

@@ -107,13 +107,15 @@ def test_norm_in_tensorboard_is_that_of_mindformers_in_the_same_step(graph_mode,
         assert at_scale["overall"]["norm"] == pytest.approx(norm * 2**6 * batch["grad_scale_factor"], rel=1e-5)
 
 
-def test_outputs_of_layers_are_in_the_record_and_in_tensorboard(graph_mode, tmp_path):
-    network = nn.Dense(8, 2, "ones", has_bias=False)
+def test_outputs_of_layers_have_the_names_of_their_parameters_in_the_record_and_in_tensorboard(graph_mode, tmp_path):
+    network = nn.SequentialCell(nn.Dense(8, 2, "ones", has_bias=False))
     model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
     data = dataset.NumpySlicesDataset((np.ones((8, 8), np.float32), np.zeros((8, 2), np.float32))).batch(4)
     [line] = watch(tmp_path, model, data, every_n_steps=2, tensorboard_dir=tmp_path, layers=["Dense"])
-    weight = line["weights"]["parameters"]["weight"]["largest"]
+    # MindSpore puts the network into a cell with its loss, under the name _backbone.
+    weight = line["weights"]["parameters"]["0.weight"]["largest"]
     [(name, output)] = line["outputs"].items()
+    assert name == "0"
     assert (output["size"], output["largest"]) == (8, pytest.approx(8 * weight))
     events = read_scalars(tmp_path)
     assert events[f"{name}/output/norm"][2] == pytest.approx(output["norm"])

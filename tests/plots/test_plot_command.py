@@ -6,7 +6,8 @@ import pytest
 from records import gradient_line, record_of
 
 from mindformers_adaptive.plots.canvas import save
-from mindformers_adaptive.plots.gradients import draw_gradient_records
+from mindformers_adaptive.plots.gradient_records import draw_gradient_records
+from mindformers_adaptive.plots.gradients import draw_histograms
 from mindformers_adaptive.plots.runs import draw_runs
 
 RUNS = {"64": record_of([64.0] * 21), "512": record_of([512.0] * 21, [7])}
@@ -118,3 +119,19 @@ def test_lines_without_scales_and_gradients_are_refused(plot, tmp_path):
     code, picture, printed = plot("other.jsonl", "none.png")
     assert (code, picture) == (1, None)
     assert "must have 'overflow', but the first has step, learning_rate" in printed
+
+
+def test_weights_outputs_and_modules_are_drawn(plot, tmp_path, picture_of):
+    write_runs(tmp_path)
+    expected = draw_gradient_records(GRADIENTS, kind="weights", modules=["lm_head"])
+    files = ["64/gradient_ranges.jsonl", "512/gradient_ranges.jsonl"]
+    code, picture, _ = plot(*files, "out.png", "--of", "weights", "--modules", "lm_head")
+    assert (code, picture) == (0, picture_of(expected))
+    sweep = {key: GRADIENTS["64"][0][key] for key in ("weights", "loss_scales", "batches")}
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep))
+    picture = plot("sweep.json", "out.png", "--modules", "*.wq.weight", "lm_head")[1]
+    assert picture == picture_of(draw_histograms(sweep, modules=["*.wq.weight", "lm_head"]))
+    for arguments in (["64/loss_scale_record.jsonl"], ["sweep.json", "--underflow"]):
+        code, picture, printed = plot(*arguments, "none.png", "--of", "weights")
+        assert (code, picture) == (2, None)
+        assert "arguments --of and --modules are for sweeps and records of gradients" in printed

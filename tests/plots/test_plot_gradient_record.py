@@ -8,7 +8,7 @@ from drawn import artist, artists, points, title
 from records import NAMES, REFERENCE, gradient_line, in_fp16
 
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
-from mindformers_adaptive.plots.gradients import draw_gradient_records, series_of_gradients
+from mindformers_adaptive.plots.gradient_records import draw_gradient_records, series_of_gradients
 
 STEPS = {10: 64.0, 20: 64.0, 30: 2.0**30}
 
@@ -125,3 +125,70 @@ def test_other_records_are_refused():
         draw_gradient_records({})
     with pytest.raises(TypeError, match="'sweep' must be what GradientRanges"):
         draw_gradient_records({"run": [{"step": 1, "loss_scales": 64}]})
+
+
+def line_of(step, **kinds):
+    """A line with these weights and outputs; the gradients are those of ``gradient_line``."""
+    statistics = {
+        kind: {name: array_statistics(array) for name, array in arrays.items()} for kind, arrays in kinds.items()
+    }
+    sweep = GradientRanges(
+        statistics["weights"], ((ScaleRanges(64.0, 1.0, statistics["weights"]),),), statistics["outputs"]
+    )
+    return {"step": step, "loss_scale": 64.0, **sweep.to_dict()}
+
+
+@pytest.fixture(scope="module")
+def values():
+    """Two steps with weights and with outputs of layers; the weights double from one to the other."""
+    random = np.random.default_rng(1).normal(0, 1, 1000)
+    layers = {"layers.0.attention": random * 8, "lm_head": random * 2.0**-9}
+    return [
+        line_of(step, weights=dict.fromkeys(NAMES[:2], random * factor) | {NAMES[2]: np.ones(4)}, outputs=layers)
+        for step, factor in ((10, 2.0**-6), (20, 2.0**-5))
+    ]
+
+
+def test_weights_and_outputs_are_drawn_without_a_scale_and_its_limits(values):
+    figure = draw_gradient_records({"run": values}, kind="weights")
+    assert [axes.get_ylabel() for axes in figure.axes] == ["attention\nmagnitude", "output\nmagnitude"]
+    first, second = points(figure.axes[0], "median")[1]
+    assert second - first == pytest.approx(1.0)
+    # Weights that are all 1 have no band above 1.
+    assert points(figure.axes[1], "median")[1] == [0, 0]
+    assert artists(figure.axes[0], "overflows") == []
+    both = {*NAMES[:2]}
+    medians = [series_of_gradients(values, lambda name: name, "weights").groups[name].bands[2] for name in both]
+    assert np.array(medians) == pytest.approx(np.array([[first, second]] * 2))
+    found = title(draw_gradient_records({"run": values}, kind="outputs"))
+    assert found.startswith("Median magnitude of the outputs: $2^{")
+    assert found.endswith("}$ at step 20")
+    assert [axes.get_ylabel() for axes in draw_gradient_records({"run": values}, kind="outputs").axes] == [
+        "attention\nmagnitude",
+        "output\nmagnitude",
+    ]
+
+
+def test_modules_have_a_row_each_and_nothing_else_is_drawn(values):
+    modules = ["layers.1.attention", NAMES[0]]
+    figure = draw_gradient_records({"run": values}, kind="weights", modules=modules)
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        "layers.1.\nattention\nmagnitude",
+        "layers.0.\nattention.wq.\nweight\nmagnitude",
+    ]
+    series = series_of_gradients(values, lambda name: name, "weights", ["*.wo.weight"])
+    assert [*series.groups] == ["*.wo.weight"]
+    assert series.overall.largest.tolist() == series.groups["*.wo.weight"].largest.tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"modules": ["layers.0.atention"]}, "'layers.0.atention' is not. The nearest names are layers.0.attention"),
+        ({"modules": ["*"] * 7}, "'modules' must be at most 6, one a row, but got 7"),
+        ({"kind": "outputs"}, "There are no outputs to draw: name layers when you measure"),
+    ],
+)
+def test_what_is_not_there_is_not_drawn(record, how, message):
+    with pytest.raises(ValueError, match=message):
+        draw_gradient_records({"run": record}, **how)

@@ -192,3 +192,19 @@ def test_small_groups_of_many_are_gathered():
 def test_groups_can_be_ones_own(sweep):
     figure = draw_histograms(sweep, [64], group=lambda name: name.split(".")[0])
     assert [axes.get_ylabel() for axes in figure.axes] == ["layers\nshare, %", "lm_head\nshare, %"]
+
+
+def test_weights_and_outputs_have_one_column_and_no_scale():
+    weights = {name: array_statistics([2.0**-20, 0.0, 1.0, 8.0]) for name in NAMES}
+    outputs = {"lm_head": array_statistics([0.25, 2.0**-30])}
+    sweep = GradientRanges(weights, ((ScaleRanges(64.0, 1.0, weights), ScaleRanges(128.0, 1.0, weights)),), outputs)
+    figure = draw_histograms(sweep.to_dict(), kind="weights", modules=[NAMES[0]])
+    [axes] = figure.axes
+    # The zeros stand on the left.
+    assert bars(axes) == {-33: 25, -20: 25, 0: 25, 3: 25}
+    assert figure.legends[0].get_texts()[0].get_text() == "0"
+    assert artist(axes, "lost").get_text() == "0: 25 %, subnormal or below 25 %"
+    assert title(figure) == "25 % of the weights are subnormal in FP16 or below; the largest is 8"
+    [axes] = draw_histograms(sweep.to_dict(), kind="outputs").axes
+    assert (axes.get_ylabel(), axes.get_title("left")) == ("output\nshare, %", "outputs")
+    assert bars(axes) == {-30: 50, -2: 50}

@@ -269,7 +269,7 @@ def gradients_at(scale, *others):
 
 
 def test_each_run_has_its_lines_and_marks(runs):
-    loss, scale = draw_runs(runs).axes
+    loss, scale, _ = draw_runs(runs).axes
     assert points(loss, "64: loss") == (list(range(1, 41)), [3.0] * 40)
     assert points(loss, "512: loss") == (list(range(1, 41)), [2.0] * 40)
     assert legend(loss) == ["64: loss", "512: loss"]
@@ -292,7 +292,7 @@ def test_title_compares_the_losses_at_the_end_and_the_skips(runs):
 def test_underflow_is_drawn_where_it_is_known(runs):
     gradients = {"64": gradients_at(64.0, 512.0), "512": gradients_at(512.0, 512.0, 1024.0)}
     figure = draw_runs(runs, gradients)
-    axes = figure.axes[2]
+    axes = figure.axes[3]
     assert axes.get_title("left") == "underflow, share of all gradients"
     for name in runs:
         steps, shares = points(axes, name)
@@ -306,8 +306,8 @@ def test_underflow_is_drawn_where_it_is_known(runs):
 
 def test_subnormal_numbers_are_drawn_where_no_other_scale_was_measured(runs):
     figure = draw_runs(runs, {"64": gradients_at(64.0), "512": gradients_at(512.0, 512.0, 1024.0)})
-    assert figure.axes[2].get_title("left") == "subnormal gradients, share of all gradients"
-    assert all(share > 1 for share in points(figure.axes[2], "64")[1])
+    assert figure.axes[3].get_title("left") == "subnormal gradients, share of all gradients"
+    assert all(share > 1 for share in points(figure.axes[3], "64")[1])
     assert "; subnormal gradients at most" in title(figure)
 
 
@@ -356,3 +356,36 @@ def test_the_ceiling_of_the_one_run_that_shows_it_is_shaded(runs):
     assert "512: ceiling that gradients show" in legend(scale)
     both = {name: record_of([64.0] * 41, largest_gradient=gradients) for name in ("a", "b")}
     assert artists(draw_runs(both).axes[1], "ceiling") == []
+
+
+def test_two_runs_have_a_panel_with_the_difference_of_their_losses():
+    first = record_of([8.0] * 6)
+    second = [{**line, "loss": line["loss"] + 0.5 * line["step"]} for line in first[1:]]
+    second[1]["loss"] = None
+    figure = draw_runs({"64": first, "512": second})
+    assert len(figure.axes) == 3
+    axes = figure.axes[2]
+    assert axes.get_title("left") == "loss of 512 less that of 64"
+    # Step 1 is only in the first, and step 3 has no loss in the second.
+    steps, apart = points(axes, "difference")
+    assert (steps, apart) == ([2, 4, 5], pytest.approx([1.0, 2.0, 2.5]))
+    gradients = {"64": [{**gradient_line(2, 64.0), "loss_scale": 64.0}]}
+    panels = draw_runs({"64": first, "512": second}, gradients).axes
+    assert [axes.get_title("left") for axes in panels[2:]] == [
+        "loss of 512 less that of 64",
+        "subnormal gradients, share of all gradients",
+    ]
+
+
+def test_of_many_steps_the_difference_has_a_line_of_medians():
+    first = record_of([8.0] * 401)
+    second = [{**line, "loss": line["loss"] + 1.0} for line in first]
+    axes = draw_runs({"a": first, "b": second}).axes[2]
+    assert points(axes, "median difference")[1] == pytest.approx([1.0] * 40)
+
+
+@pytest.mark.parametrize("runs", [{"a": [1, 2], "b": [3, 4]}, {"a": [1], "b": [1], "c": [1]}])
+def test_without_a_step_of_both_or_with_a_third_run_there_is_no_difference(runs):
+    line = {"loss": 1.0, "overflow": False, "loss_scale": 8.0, "next_loss_scale": 8.0}
+    figure = draw_runs({name: [{**line, "step": step} for step in steps] for name, steps in runs.items()})
+    assert len(figure.axes) == 2

@@ -27,6 +27,9 @@ BY_HAND = [
     ("--hysteresis 3", 64, 9, [OVERFLOW] * 5, [64, 64, 32, 16, 8]),
     ("--hysteresis 1", 64, 1, [CLEAN, CLEAN, OVERFLOW, CLEAN], [128, 256, 128, 256]),
     ("--min-loss-scale 16", 64, 4, [OVERFLOW] * 5, [64, 32, 16, 16, 16]),
+    # Factors of which one does not undo the other.
+    ("--growth-factor 4 --backoff-factor 0.5 --hysteresis 1", 64, 1, [OVERFLOW, CLEAN, OVERFLOW], [32, 128, 64]),
+    ("--growth-factor 2 --backoff-factor 0.25", 64, 2, [OVERFLOW, OVERFLOW, CLEAN, CLEAN], [64, 16, 16, 32]),
 ]
 
 
@@ -96,6 +99,8 @@ def test_without_a_gradient_scaler_nothing_is_scaled(arguments):
         ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "'--min-loss-scale' must not be above"),
         ("--fp16 --loss-scale-window 0", "'--loss-scale-window' must be a whole number"),
         ("--fp16 --loss-scale-window 10.5", "'--loss-scale-window' must be a whole number"),
+        ("--fp16 --growth-factor 1", "'--growth-factor' must be a finite number above 1 .* Megatron-LM's is 2"),
+        ("--fp16 --backoff-factor 1", "'--backoff-factor' must be a number between 0 and 1 .* Megatron-LM's is 0.5"),
         ("--fp16 --hysteresis 0", "'--hysteresis' must be at least 1"),
         ("--fp16 --hysteresis two", "Megatron-LM would refuse these arguments: .*--hysteresis"),
         ("--loss-scale", "Megatron-LM would refuse these arguments: .*--loss-scale"),
@@ -166,7 +171,31 @@ def test_the_state_of_megatrons_optimizer_is_taken_too_and_without_a_scaler_warn
     assert (cell.state()["loss_scale"], cell.state()["hysteresis_budget"]) == (256.0, 1)
 
 
-@pytest.mark.parametrize("nothing", [None, [], "checkpoint"])
-def test_a_state_that_is_no_dict_is_refused(nothing):
-    with pytest.raises(TypeError, match=r"'state_dict' must be a dict, but got .* Give what state_dict"):
-        cell_from("--fp16").load_state_dict(nothing)
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "'state_dict' must be a dict, but got None"),
+        ("checkpoint", "'state_dict' must be a dict, but got 'checkpoint'"),
+        ({"optimizer": {}, "grad_scaler": 3}, "'grad_scaler' must be a dict, but got 3"),
+        ({"scale": None, "growth_tracker": 1, "hysteresis_tracker": 1}, "'scale' must be a number, but got None"),
+        ({"scale": 64.0, "growth_tracker": None, "hysteresis_tracker": 1}, "'growth_tracker' must be an integer"),
+    ],
+)
+def test_what_is_no_state_is_refused(state, message):
+    with pytest.raises(TypeError, match=f"{message}.* Give what state_dict"):
+        cell_from("--fp16").load_state_dict(state)
+
+
+@pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.25), (4.0, 0.5), (3.0, 0.7)])
+def test_factors_that_differ_scale_as_the_policy_does(growth, backoff):
+    section = scale_sense_from_megatron(
+        f"--fp16 --loss-scale-window 4 --growth-factor {growth} --backoff-factor {backoff}"
+    )
+    assert (section.pop("type"), section["backoff_factor"]) == ("AdaptiveLossScale", backoff)
+    factors = {"growth_factor": growth, "backoff_factor": backoff}
+    theirs = make_policy("megatron", growth_interval=4, **factors)
+    ours = make_policy("adaptive", **section)
+    # What the scale does no longer tells which steps were skipped.
+    assert (ours.moves_by_one_factor, theirs.moves_by_one_factor) == (False, False)
+    for overflow in np.random.default_rng(5).random(300) < 0.25:
+        assert ours.step(bool(overflow)) == theirs.step(bool(overflow))

@@ -192,3 +192,29 @@ def test_regimes_are_left_and_entered_as_one_replay_does():
     assert set().union(*study.CHANGES.values()) == {kind for kind in REGIMES if "spikes" not in kind}
     rows = study.regime_table({"at once": {"one": {"recovery": [3, None], "skips": [1.25, 2]}}})
     assert rows[1] == ["at once", "one", "3", "not in time", "1.2", "2"]
+
+
+def test_guided_scale_is_back_soon_after_regimes_and_few_steps_are_lost_to_enter_one():
+    row = figure("study")["regimes"]["either way"]["guided, 1 a bit"]
+    (median, tail), (mean, most) = row["recovery"], row["skips"]
+    assert median <= 15
+    assert tail <= 20
+    assert mean <= 1.5
+    assert most <= 3
+
+
+def test_guided_costs_keep_within_what_was_aimed_at():
+    data = figure("study")["guided"]
+    shares = {row[0]: (float(row[3]), float(row[7])) for row in study.guided_means(data)[1:]}
+    aimed_at = {
+        study.EXACT: (0.74, 0.81),
+        "hidden by 3 bits": (0.86, 0.88),
+        "hidden by 8 bits": (0.86, 0.88),
+        "2 bits too little": (0.95, 1.0),
+        "regimes": (0.68, 0.68),
+        "regimes, hidden by 3 bits": (0.84, 0.82),
+        study.OWN: (0.74, 0.86),
+    }
+    assert all(share <= bound for name in aimed_at for share, bound in zip(shares[name], aimed_at[name], strict=True))
+    exact = [study.against_best(data[study.EXACT], kind, 1.0)[1] for kind in KINDS]
+    assert max(exact) <= 1.0

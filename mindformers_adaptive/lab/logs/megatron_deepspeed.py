@@ -90,7 +90,7 @@ class _OverflowReader(Reader):
 
 
 class MegatronReader(_OverflowReader):
-    """Reads " iteration 10/ 1000 | ... | loss scale: 8388608.0 | number of skipped iterations: 10 |".
+    """Reads ``iteration 10/ 1000 | ... | loss scale: 8388608.0 | number of skipped iterations: 10 |``.
 
     The scale is the one after the iteration. Where DeepSpeed's lines about overflows stand between two such lines,
     they say how many steps were skipped.

@@ -123,7 +123,7 @@ class Overflow(NamedTuple):
 
     Attributes:
         loss_scale (float), next_loss_scale (float): the scale that was tried, and the one after.
-        where (str): the line, as file:number.
+        where (str): the line, as ``file:number``.
         printer (tuple[str, str]): the source file and the rank that printed it; "" where the line does not say.
     """
 
@@ -138,7 +138,7 @@ class LogEntry(NamedTuple):
 
     Attributes:
         step (int): the last step that the line speaks of.
-        where (str): the line, as file:number.
+        where (str): the line, as ``file:number``.
         next_loss_scale (float): the scale after that step; nan where the line does not say.
         loss_scale (float): the scale used in that step; nan where the line does not say.
         overflow (bool, optional): whether just that step overflowed; None where the line does not say.
@@ -207,7 +207,7 @@ class Reader(ABC):
 
         Args:
             text (str): the line.
-            where (str): as file:number.
+            where (str): as ``file:number``.
             complete (bool): whether it ended with a newline. The number at the end of a cut line may have lost digits.
         """
 

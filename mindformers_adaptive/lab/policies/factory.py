@@ -29,8 +29,8 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
     that follows the largest gradients, with ``loss_scale_value`` (default 65536) and all arguments of
     :class:`~mindformers_adaptive.rules.guided.GuidedRule`. ``module.Class`` is a rule of one's own, see
     :class:`~mindformers_adaptive.rules.text_rule.TextRule`, with ``loss_scale_value`` (default 65536) and its own
-    arguments. All others are rows of :data:`~mindformers_adaptive.lab.policies.presets.PRESETS`, each with its source,
-    parameters and defaults; ``fixed`` keeps ``loss_scale`` (default 128.0, as in MindSpore's
+    arguments. All others are rows of ``PRESETS`` in :mod:`mindformers_adaptive.lab.policies.presets`, each with its
+    source, parameters and defaults; ``fixed`` keeps ``loss_scale`` (default 128.0, as in MindSpore's
     ``FixedLossScaleManager``).
 
     Args:

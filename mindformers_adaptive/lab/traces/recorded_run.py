@@ -41,7 +41,7 @@ class RecordedRun:
         lines_read (int), lines_used (int), lines_ignored (int): read is the sum of the other two; ``lines_ignored`` is
             a property.
         notes (tuple[str, ...]): what was inferred, merged, superseded or is missing.
-        problems (tuple[str, ...]): lines that look like a step's and cannot be read, each as "file:line: why".
+        problems (tuple[str, ...]): lines that look like a step's and cannot be read, each as ``file:line: why``.
         lines (NDArray, optional): int64 of shape (lines, 3), for each line of the log the number of steps up to its
             last one, and the fewest and the most of them that may have been skipped. Default: None, a line for each
             step, and ``overflow`` is exact.

@@ -40,6 +40,7 @@ OTHER_RULES = [
     ("own_rules.Follow", {}),
     ("own_rules.Weigh", {}),
     ("torch", {"growth_interval": 5, "growth_factor": 4.0, "backoff_factor": 0.1}),
+    ("adaptive", {"min_scale_window": 5, "backoff_factor": 0.25}),
     ("tensorflow_contrib", {"incr_every_n_steps": 10}),
 ]
 

@@ -38,6 +38,7 @@ def configurations(draw):
         max_loss_scale=draw(st.sampled_from([None, 2.0**17, 100000.0])),
         hysteresis=draw(st.sampled_from([1, 2, 5])),
         shrink_from_min_window=draw(st.booleans()),
+        backoff_factor=draw(st.sampled_from([None, 0.25, 0.9])),
     )
 
 

@@ -1,0 +1,77 @@
+"""Settings of Sphinx, the same for both languages. scripts/build_site.py writes the sources that it reads."""
+
+import re
+import sys
+from pathlib import Path
+
+import mathml
+import references
+import search
+from sphinx.ext.autodoc.mock import mock
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+project = "mindformers_adaptive"
+copyright = "the authors of mindformers_adaptive"
+release = re.search(r'__version__ = "(.+)"', (ROOT / "mindformers_adaptive" / "__init__.py").read_text())[1]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+nitpicky = True
+
+# Pages
+
+myst_heading_anchors = 6
+# The headings of a page on GitHub may leave out a level.
+suppress_warnings = ["myst.header"]
+html_theme = "furo"
+html_title = f"{project} {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+templates_path = ["templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/language.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+html_copy_source = False
+toc_object_entries_show_parents = "hide"
+html_math_renderer = "mathml"
+
+# API reference
+
+# The site is built where these are not installed. For all extensions, of which autodoc alone would do so itself.
+mocked = mock(["mindspore", "mindformers", "matplotlib", "safetensors", "tensorboardX"])
+mocked.__enter__()
+autodoc_default_options = {
+    "members": True,
+    "inherited-members": True,
+    "ignore-module-all": True,
+    "member-order": "bysource",
+    # A tuple that is made for each rule.
+    "exclude-members": "State",
+}
+autodoc_typehints = "none"
+autosummary_generate = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+# MindSpore's sections beside Google's.
+napoleon_custom_sections = ["Inputs", "Outputs", "Supported Platforms"]
+
+
+def setup(app):
+    mathml.setup(app)
+    references.setup(app)
+    search.setup(app)

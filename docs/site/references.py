@@ -1,0 +1,63 @@
+"""What autodoc shows of the package: names that it does not find by itself, signatures, and which members."""
+
+import inspect
+import sys
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.domains.python import PyObject
+from sphinx.util.inspect import stringify_signature
+from sphinx.util.nodes import make_refnode
+
+
+def resolve(app, env, node, content):
+    """Return the link of a name; the name alone for a type of another library; None, a warning, for a wrong role."""
+    if node["refdomain"] != "py":
+        return None
+    # A docstring names what its own module has, and the rest by the modules that define it. The page of a public name
+    # has it by the module that users import it from.
+    objects = env.domains.python_domain.objects
+    target = node["reftarget"]
+    for name in (target, target.rpartition(".")[2]):
+        found = {entry.docname: full for full, entry in objects.items() if full.endswith(f".{name}")}
+        if len(found) == 1:
+            [(page, full)] = found.items()
+            return make_refnode(app.builder, node["refdoc"], page, objects[full].node_id, [content], full)
+    # What a docstring's Args and Raises call a type is not a role.
+    return None if isinstance(content, nodes.literal) else content
+
+
+def signature_of(app, what, name, obj, options, signature, return_annotation):
+    """Return the signature of a class by its constructor: autodoc shows that of the mocked base instead."""
+    if not (what == "class" and obj.__module__.startswith("mindformers_adaptive") and "__init__" in vars(obj)):
+        return None
+    _, *others = inspect.signature(obj.__init__).parameters.values()
+    return stringify_signature(inspect.Signature(others), show_annotation=False), None
+
+
+def is_left_out(app, what, name, obj, skip, options):
+    """Leave out what every tuple with names has; the docstring of its class describes its fields."""
+    is_of_tuple = name in ("count", "index") or str(inspect.getdoc(obj)).startswith("Alias for field number")
+    return True if is_of_tuple else None
+
+
+def name_where_defined(app, doctree):
+    """Name what is described by the module that defines it, too: viewcode links there and back by that name."""
+    for node in doctree.findall(addnodes.desc_signature):
+        described = sys.modules.get(node.get("module"))
+        for name in node.get("fullname", "").split("."):
+            described = getattr(described, name, None)
+        if module := getattr(described, "__module__", None):
+            node["module"], anchor = module, f"{module}.{node['fullname']}"
+            node["ids"] += [] if anchor in node["ids"] else [anchor]
+
+
+def setup(app):
+    app.connect("missing-reference", resolve)
+    # Before viewcode.
+    app.connect("doctree-read", name_where_defined, priority=400)
+    app.connect("autodoc-process-signature", signature_of)
+    app.connect("autodoc-skip-member", is_left_out)
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"

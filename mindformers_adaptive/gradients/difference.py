@@ -1,0 +1,94 @@
+"""How far the arrays of two checkpoints, or the gradients of two devices, are apart: by Parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.text.table import align
+
+__all__ = ["ArrayDifference", "compare_arrays", "difference_table"]
+
+
+class ArrayDifference(NamedTuple):
+    """A Parameter in two files.
+
+    Attributes:
+        name (str): of the Parameter.
+        size (int): number of elements.
+        norm (float), reference_norm (float): in the first file and in the second, the reference.
+        relative_error (float): the norm of the difference, as a multiple of the reference's norm; 0 where both are
+            equal, inf where only the reference is 0, nan where either has an inf or a NaN.
+        largest_error (float): the largest magnitude of the difference.
+    """
+
+    name: str
+    size: int
+    norm: float
+    reference_norm: float
+    relative_error: float
+    largest_error: float
+
+
+def compare_arrays(
+    arrays: Mapping[str, NDArray[np.floating[Any]]], reference: Mapping[str, NDArray[np.floating[Any]]]
+) -> list[ArrayDifference]:
+    """Compare the arrays that both have, by name.
+
+    Args:
+        arrays (Mapping[str, ndarray]): the first.
+        reference (Mapping[str, ndarray]): what they are compared with.
+
+    Returns:
+        list[ArrayDifference], the largest relative error first, and before it those with an inf or a NaN.
+
+    Raises:
+        ValueError: if they have no name in common, or an array has another shape in the other.
+
+    Examples:
+        >>> [found] = compare_arrays({"w": np.array([3.0, 4.0])}, {"w": np.array([3.0, 5.0])})
+        >>> found.largest_error, round(found.relative_error, 3)
+        (1.0, 0.171)
+    """
+    shared = [name for name in arrays if name in reference]
+    if not shared:
+        raise ValueError(
+            "The two must have Parameters of the same names, but none of the first "
+            f"({', '.join([*arrays][:2]) or 'nothing'}) is in the second ({', '.join([*reference][:2]) or 'nothing'}). "
+            "Give two checkpoints of one model."
+        )
+    found = [_compare(name, arrays[name], reference[name]) for name in shared]
+    return sorted(found, key=lambda one: -math.inf if math.isnan(one.relative_error) else -one.relative_error)
+
+
+def _compare(name: str, array: NDArray[np.floating[Any]], reference: NDArray[np.floating[Any]]) -> ArrayDifference:
+    if array.shape != reference.shape:
+        raise ValueError(
+            f"{name!r} must have one shape, but has {array.shape} and {reference.shape}. Give checkpoints of one model "
+            "that is cut into slices in the same way."
+        )
+    first, second = array.astype(np.float64), reference.astype(np.float64)
+    norm, reference_norm = float(np.linalg.norm(first)), float(np.linalg.norm(second))
+    with np.errstate(invalid="ignore"):
+        apart = first - second
+    error, largest = float(np.linalg.norm(apart)), float(np.abs(apart).max(initial=0.0))
+    if not math.isfinite(norm + reference_norm):
+        relative = largest = math.nan
+    elif reference_norm > 0:
+        relative = error / reference_norm
+    else:
+        relative = math.inf if error > 0 else 0.0
+    return ArrayDifference(name, array.size, norm, reference_norm, relative, largest)
+
+
+def difference_table(differences: list[ArrayDifference]) -> str:
+    """Return a table to print, a row for each Parameter."""
+    lines = [["", "elements", "norm", "norm of the reference", "relative error", "largest error"]]
+    for one in differences:
+        numbers = [f"{one.norm:.4g}", f"{one.reference_norm:.4g}", f"{one.relative_error:.2e}"]
+        lines.append([one.name, f"{one.size:,}", *numbers, f"{one.largest_error:.2e}"])
+    return align(lines, to_the_left=[0])

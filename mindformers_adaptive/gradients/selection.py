@@ -1,0 +1,81 @@
+"""What of a sweep is shown: its gradients, its weights or the outputs of layers, of all modules or of some."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from mindformers_adaptive.gradients.report import MOST_GROUPS, GradientRanges, ScaleRanges
+
+__all__ = ["KINDS", "group_of_modules", "select"]
+
+KINDS = ("gradients", "weights", "outputs")
+
+
+def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[str] = ()) -> GradientRanges:
+    """Return a sweep with its weights or outputs in place of the gradients, and of some modules only.
+
+    Weights and outputs do not depend on the loss scale: their sweep has the scale 1, and no more.
+
+    Args:
+        ranges (GradientRanges): the sweep.
+        kind (str): "gradients", "weights" or "outputs". Default: "gradients".
+        modules (Sequence[str]): as in :func:`group_of_modules`. Default: none, which are all.
+
+    Raises:
+        ValueError: if there is nothing of this kind, or no such module.
+    """
+    if kind != "gradients":
+        values = ranges.weights if kind == "weights" else ranges.outputs
+        if not values:
+            measured = "" if kind == "weights" else ": name layers when you measure, 'layers' or --layers"
+            raise ValueError(f"There are no {kind} to draw{measured}. Draw the gradients, or measure again.")
+        ranges = replace(ranges, batches=((ScaleRanges(1.0, math.nan, values),),))
+    if not modules:
+        return ranges
+    if len(modules) > MOST_GROUPS:
+        raise ValueError(
+            f"'modules' must be at most {MOST_GROUPS}, one a row, but got {len(modules)}. Draw the others apart."
+        )
+    group = group_of_modules(modules, ranges.batches[0][0].parameters)
+    batches = []
+    for batch in ranges.batches:
+        # In the order of the modules, which is that of the rows.
+        of_modules = [
+            {name: each for module in modules for name, each in one.parameters.items() if group(name) == module}
+            for one in batch
+        ]
+        batches.append(tuple(replace(one, parameters=kept) for one, kept in zip(batch, of_modules, strict=True)))
+    return replace(ranges, batches=tuple(batches))
+
+
+def group_of_modules(modules: Sequence[str], names: Iterable[str]) -> Callable[[str], str | None]:
+    """Return a function from the name of a Parameter or layer to the first module that it belongs to, or None.
+
+    Args:
+        modules (Sequence[str]): names of modules or Parameters, or patterns with ``*``.
+        names (Iterable[str]): all that there are.
+
+    Raises:
+        ValueError: if nothing belongs to a module.
+
+    Examples:
+        >>> group = group_of_modules(["layers.0", "*.wq"], ["layers.0.wk", "layers.1.wq"])
+        >>> group("layers.0.wk"), group("layers.1.wq"), group("layers.1.wk")
+        ('layers.0', '*.wq', None)
+    """
+
+    def belongs(name: str, module: str) -> bool:
+        return name == module or name.startswith(f"{module}.") or fnmatchcase(name, module)
+
+    there = [*names]
+    for module in modules:
+        if not any(belongs(name, module) for name in there):
+            nearest = ", ".join(difflib.get_close_matches(module, there, cutoff=0.0))
+            raise ValueError(
+                f"'modules' must name what is there, but {module!r} is not. The nearest names are {nearest}."
+            )
+    return lambda name: next((module for module in modules if belongs(name, module)), None)

@@ -1,0 +1,51 @@
+"""The tutorial runs as it stands and gives what it shows, in both languages."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import ROOT, as_installed
+from pages import ENGLISH_DOCS, chinese
+
+TUTORIAL = ENGLISH_DOCS / "tutorial.ipynb"
+
+
+def cells(notebook, kind="code"):
+    return [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == kind]
+
+
+def outputs(notebook):
+    """What the cells gave, by cell: the pictures without their bytes, and numbers of the training without their end."""
+    return [[shown(output) for output in cell["outputs"]] for cell in cells(notebook)]
+
+
+def shown(output):
+    if "image/png" in output.get("data", {}):
+        return "a picture"
+    return "".join(output.get("text") or output["data"]["text/plain"])
+
+
+def test_tutorial_runs_and_gives_what_it_shows(tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    copy = Path(shutil.copy(TUTORIAL, tmp_path))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = as_installed({"PATH": path, "IPYTHONDIR": str(tmp_path / "ipython")})
+    command = [sys.executable, "-m", "jupyter", "execute", "--inplace", copy.name]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, "\n".join([run.stderr[-2000:], (tmp_path / "train.log").read_text()[-2000:]])
+    fresh, kept = outputs(copy), outputs(TUTORIAL)
+    assert [len(each) for each in fresh] == [len(each) for each in kept]
+    # Losses differ between machines in their last digits.
+    for place in (2, 4, 6):
+        assert fresh[place] == kept[place]
+    assert fresh[-1][-1] == "True"
+
+
+def test_tutorial_is_the_same_in_chinese():
+    translated = chinese(TUTORIAL)
+    assert [cell["source"] for cell in cells(translated)] == [cell["source"] for cell in cells(TUTORIAL)]
+    assert outputs(translated) == outputs(TUTORIAL)
+    assert len(cells(translated, "markdown")) == len(cells(TUTORIAL, "markdown"))

@@ -1,0 +1,104 @@
+"""The errors of Parameters, one by one, and the command that compares two files."""
+
+import json
+import math
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Tensor
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.checkpoint.arrays import save_arrays
+from mindformers_adaptive.gradients.difference import compare_arrays
+
+REFERENCE = {
+    "model.layers.0.wq.weight": np.array([[3.0, 0.0], [0.0, 4.0]], np.float32),
+    "model.layers.1.wq.weight": np.array([1.0, 1.0], np.float32),
+    "lm_head.weight": np.zeros(3, np.float32),
+}
+OTHER = {
+    "model.layers.0.wq.weight": np.array([[3.0, 0.0], [0.0, 3.5]], np.float32),
+    "model.layers.1.wq.weight": np.array([1.0, 1.0], np.float32),
+    "lm_head.weight": np.array([0.0, 2.0**-20, 0.0], np.float32),
+}
+
+
+def test_errors_are_those_of_the_arrays_the_worst_first():
+    found = {one.name: one for one in compare_arrays(OTHER, REFERENCE)}
+    assert [*found] == ["lm_head.weight", "model.layers.0.wq.weight", "model.layers.1.wq.weight"]
+    assert (found["lm_head.weight"].relative_error, found["lm_head.weight"].largest_error) == (math.inf, 2.0**-20)
+    assert found["model.layers.0.wq.weight"][1:] == (4, np.hypot(3, 3.5), 5.0, 0.1, 0.5)
+    assert found["model.layers.1.wq.weight"].relative_error == 0
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_not_finite_comes_first(place):
+    pair = [dict(REFERENCE), dict(OTHER)]
+    pair[place] |= {"model.layers.1.wq.weight": np.array([np.inf, np.nan], np.float32)}
+    worst = compare_arrays(*pair)[0]
+    assert worst.name == "model.layers.1.wq.weight"
+    assert math.isnan(worst.relative_error)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"other": np.ones(2)}, "none of the first .other. is in the second .model.layers.0.wq.weight, "),
+        ({"lm_head.weight": np.ones(2)}, r"'lm_head.weight' must have one shape, but has \(2,\) and \(3,\)"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(arrays, message):
+    with pytest.raises(ValueError, match=message):
+        compare_arrays(arrays, REFERENCE)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Two checkpoints of different formats, of steps 4 and 6; the first has one Parameter and a counter more."""
+    monkeypatch.chdir(tmp_path)
+    more = {**OTHER, "bias": np.ones(1, np.float32), "scale_window": np.array(20, np.int32)}
+    saved = [{"name": name, "data": Tensor(array)} for name, array in more.items()]
+    mindspore.save_checkpoint(saved, "run-1_4.ckpt", append_dict={"step_num": 4})
+    half = [{"name": "half", "data": Tensor([1.0], mstype.bfloat16)}]
+    mindspore.save_checkpoint(half, "half.ckpt")
+    save_arrays("run-1_6.safetensors", REFERENCE)
+    return "run-1_4.ckpt", "run-1_6.safetensors"
+
+
+def test_the_command_shows_the_error_of_each_parameter(files, run_program):
+    code, printed, _ = run_program("diff", *files)
+    rows = printed.splitlines()
+    assert code == 0
+    assert [row.split()[0] for row in rows[1:4]] == [*OTHER][2:] + [*OTHER][:2]
+    assert rows[2].split()[1:] == ["4", "4.61", "5", "1.00e-01", "5.00e-01"]
+    assert rows[4:] == [
+        "",
+        "1 of 3 Parameters are equal.",
+        "The steps differ: 4 and 6.",
+        "Only in run-1_4.ckpt: 1, such as bias.",
+    ]
+    shown = run_program("diff", *files, "--modules", "model", "--worst", 1)[1].splitlines()
+    assert [row.split()[0] for row in shown if row] == ["elements", "model.layers.0.wq.weight", "1", "The"]
+    content = json.loads(run_program("diff", *files, "--json")[1])
+    assert (content["step"], content["reference_step"], content["parameters"][1]["relative_error"]) == (4, 6, 0.1)
+    assert content["parameters"][0]["relative_error"] == "inf"
+
+
+def test_a_file_is_equal_to_itself_also_in_bfloat16(files, run_program):
+    for file in (files[0], "half.ckpt"):
+        assert "Parameters are equal." in run_program("diff", file, file)[1]
+        assert " 0.00e+00" in run_program("diff", file, file)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["half.ckpt", "missing.ckpt"], "missing.ckpt"),
+        (["half.ckpt", "run-1_4.ckpt"], "none of the first (half) is in the second"),
+        (["half.ckpt", "half.ckpt", "--modules", "hal"], "'hal' is not. The nearest names are half"),
+    ],
+)
+def test_what_the_command_cannot_compare_is_said(files, run_program, arguments, message):
+    code, _, errors = run_program("diff", *arguments)
+    assert (code, message in errors) == (1, True)

@@ -1,0 +1,89 @@
+"""Two machines, for which network namespaces stand: they train, a cut cable ends both, and both go on."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+
+import pytest
+from training_runs import LegacyFormat, Machine, TrainingRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
+
+FORM = LegacyFormat("ckpt")
+SAVED_EVERY = 4
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def machines():
+    """Two namespaces with a cable between them."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no command ip, which the package iproute2 has")
+    names = [f"machine{number}-{os.getpid()}" for number in (0, 1)]
+    try:
+        for name in names:
+            try:
+                ip("netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespace can be made here: {error.stderr.strip()}")
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                ip("-n", name, "link", "set", device, "up")
+        yield [Machine(name, number, ADDRESSES[0]) for number, name in enumerate(names)]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@contextlib.contextmanager
+def training(machines, output, corpus, compiled, options):
+    """Train one process on each machine, with an output folder that both share; kill them in the end."""
+    options = {**FORM.save_options(output, SAVED_EVERY, keep=2), **options}
+    # In place of half a minute or more until a machine that cannot be reached is given up.
+    soon = {"MS_NODE_TIMEOUT": "8", "MS_HEARTBEAT_RETRY_TIMEOUT": "8"}
+    how = {"processes": 2, "by_msrun": True, "environment": soon}
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                TrainingRun(output, corpus, options, 200, machine=one, compiled=compiled / str(one.number), **how)
+            )
+            for one in machines
+        ]
+
+
+def steps_of(runs):
+    """The steps that each machine has printed."""
+    return [run.steps(rank) for rank, run in enumerate(runs)]
+
+
+def test_a_cut_cable_ends_both_and_both_go_on_from_the_last_checkpoint(machines, long_corpus, tmp_path):
+    output, compiled = tmp_path / "output", tmp_path / "compiled"
+    with training(machines, output, long_corpus, compiled, {}) as runs:
+        runs[0].wait_until(lambda: all(len(steps) >= SAVED_EVERY + 3 for steps in steps_of(runs)))
+        ip("-n", machines[1].namespace, "link", "set", "cable", "down")
+        assert [run.process.wait(120) for run in runs] == [1, 1]
+        before = steps_of(runs)
+    ip("-n", machines[1].namespace, "link", "set", "cable", "up")
+    saved = FORM.newest_complete(output)
+    assert saved == FORM.newest_complete(output, rank=1)
+    with training(machines, output, long_corpus, compiled, FORM.resume_options(output)) as resumed:
+        resumed[0].wait_until(lambda: all(len(steps) >= SAVED_EVERY for steps in steps_of(resumed)))
+        after = steps_of(resumed)
+    for own_before, own_after in zip(before, after, strict=True):
+        assert next(iter(own_after)) == saved + 1
+        again = own_before.keys() & own_after.keys()
+        assert again
+        assert {step: own_after[step] for step in again} == {step: own_before[step] for step in again}
+    # Each has data of its own, and both have the same gradients and loss scale.
+    for first, second in (before, after):
+        both = first.keys() & second.keys()
+        assert len(both) >= SAVED_EVERY
+        assert [first[step][1:] for step in both] == [second[step][1:] for step in both]
+        assert [first[step].loss for step in both] != [second[step].loss for step in both]
