@@ -23,8 +23,8 @@ __all__ = ["add_arguments", "read_learning_rate", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_sweep_arguments(parser)
-    text = "how many powers of two to stay below the largest scale that does not overflow"
-    parser.add_argument("--margin", type=integer(0), default=recommendation.DEFAULT_MARGIN, help=text)
+    text = "powers of two to stay below the largest scale that does not overflow (default: 2, in 8-bit formats 3)"
+    parser.add_argument("--margin", type=integer(0), metavar="N", help=text)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from mindformers_adaptive.rules.formats import FLOAT16, Format
 from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["DEFAULT_MARGIN", "EVERY_POWER", "HARMLESS_SHARE", "LossScaleRecommendation", "Verdict"]
-__all__ += ["check_margin", "judge", "recommend_loss_scale", "table_of_groups"]
+__all__ += ["check_margin", "default_margin", "judge", "recommend_loss_scale", "table_of_groups"]
 
 # Every power of two from no scaling to 2^32, where the published FP16 trainings of large models start.
 EVERY_POWER = tuple(2.0**exponent for exponent in range(33))
@@ -22,6 +22,11 @@ EVERY_POWER = tuple(2.0**exponent for exponent in range(33))
 # Measured on configs/tiny_llama_cpu_fp16.yaml, whose window of 20 steps raises the scale 16-fold within 100 steps: a
 # start at the ceiling itself skips 1 or 2 of the first 100 steps, one power of two below it 0 or 1, two below it none.
 DEFAULT_MARGIN = 2
+
+# In formats whose numbers have at most three bits of mantissa. Measured in FP8 on the task of scripts/worth_it.py with
+# a small auxiliary loss, whose ceiling does not move: from two powers of two below it the scale is there after two
+# windows of 20 steps, and 2 of 100 steps are skipped.
+COARSE_MARGIN = 3
 
 # On top of it where a Parameter has no gradient yet. Measured on the task of scripts/worth_it.py whose last layer
 # starts at 0: the other layers begin to train, and the ceiling falls. With the margin alone the start skips up to 2 of
@@ -237,14 +242,15 @@ class LossScaleRecommendation:
 
 
 def recommend_loss_scale(
-    ranges: GradientRanges, margin: int = DEFAULT_MARGIN, learning_rate: float | None = None
+    ranges: GradientRanges, margin: int | None = None, learning_rate: float | None = None
 ) -> LossScaleRecommendation:
     """Recommend a loss scale from a sweep.
 
     Args:
         ranges (GradientRanges): a sweep over powers of two, of several batches.
-        margin (int): how many powers of two to stay below the ceiling, but never below the lowest scale of the sweep.
-            Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: ``DEFAULT_MARGIN``.
+        margin (int, optional): how many powers of two to stay below the ceiling, but never below the lowest scale of
+            the sweep. Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: None, that of
+            :func:`default_margin`.
         learning_rate (float, optional): of the training, to count what weights in float16 lose. Default: None.
 
     Raises:
@@ -252,6 +258,7 @@ def recommend_loss_scale(
         ValueError: if ``margin`` is below 0, or ``learning_rate`` not above 0.
     """
     check_margin(margin)
+    margin = default_margin(ranges.gradient_format) if margin is None else margin
     lost = None
     if learning_rate is not None:
         in_float16 = {name: ranges.weights[name] for name in ranges.float16_weights}
@@ -277,6 +284,18 @@ def recommend_loss_scale(
     )
 
 
+def default_margin(gradient_format: Format) -> int:
+    """Return how many powers of two a start stays below the ceiling: 2, and 3 where the mantissa has at most 3 bits.
+
+    Examples:
+        >>> from mindformers_adaptive.rules.formats import FORMATS
+        >>> default_margin(FORMATS["float16"]), default_margin(FORMATS["float8_e5m2"])
+        (2, 3)
+    """
+    return COARSE_MARGIN if gradient_format.quantum(0) >= 2.0**-3 else DEFAULT_MARGIN
+
+
 def check_margin(margin: object) -> None:
-    """Raise unless margin is a non-negative integer."""
-    require_integer("margin", margin, 0, f"The default is {DEFAULT_MARGIN}.", unit="number of powers of two")
+    """Raise unless margin is a non-negative integer, or None."""
+    if margin is not None:
+        require_integer("margin", margin, 0, f"The default is {DEFAULT_MARGIN}.", unit="number of powers of two")

@@ -82,6 +82,13 @@ def test_a_start_leaves_more_room_where_a_parameter_has_no_gradient_yet():
     assert "which leaves a margin of 2^3:" in str(not_all_known)
 
 
+@pytest.mark.parametrize(("name", "start"), [("float16", 8), ("bfloat16", 8), ("float8_e5m2", 7), ("hifloat8", 7)])
+def test_a_start_leaves_more_room_in_formats_of_8_bits(name, start):
+    ranges = replace(sweep({OUTPUT: (0.01, 1.0)}), gradient_format=FORMATS[name])
+    assert recommend_loss_scale(ranges).loss_scale_value == 2.0**start
+    assert recommend_loss_scale(ranges, margin=1).loss_scale_value == 2.0**9
+
+
 def test_nothing_is_said_where_nothing_is_known():
     verdict = judge(gradient_ranges(HalfPrecisionSum(2), np.ones(2, np.float32), [1]), 1)
     assert (verdict.is_harmful, verdict.parameter, dict(verdict.groups)) == (None, None, {})
