@@ -30,7 +30,6 @@ setup(
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
-        "License :: OSI Approved :: Apache Software License",
         "Natural Language :: Chinese (Simplified)",
         "Natural Language :: English",
         "Operating System :: POSIX :: Linux",
