@@ -139,7 +139,7 @@ def test_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):
     pip("install", "--no-deps", "--target", installed, wheel)
 
     def run(*arguments):
-        command = [sys.executable, "-P", *arguments]
+        command = [sys.executable, *arguments]
         environment = {"PYTHONPATH": str(installed), "PATH": "", "HOME": str(tmp_path)}
         finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
         return finished.stdout.splitlines()[-1]
