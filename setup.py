@@ -9,7 +9,8 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "mindformers_adaptive" / "__init__.py").read_text())[1]
 
 EXTRAS = {
-    # The tested pairs. Leave this extra out on Ascend: it would replace the MindSpore that fits the installed CANN.
+    # The tested pairs that pip can install; MindFormers 2 requires hyper-parallel, which PyPI does not have. Leave this
+    # extra out on Ascend: it would replace the MindSpore that fits the installed CANN.
     "mindformers": ["mindspore>=2.7,<2.11", "mindformers>=1.6,<1.10", "numpy<2"],
     "plot": ["matplotlib>=3.8"],
     "tensorboard": ["tensorboardX>=2.5"],
@@ -23,8 +24,25 @@ setup(
     description="Adaptive loss scaling for MindSpore and MindFormers, on Ascend and CPU",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The maintainers of mindformers_adaptive",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    keywords=["loss scaling", "mixed precision", "FP16", "MindSpore", "MindFormers", "Ascend", "deep learning"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Natural Language :: Chinese (Simplified)",
+        "Natural Language :: English",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["mindformers_adaptive", "mindformers_adaptive.*"]),
     package_data={"mindformers_adaptive": ["py.typed", "__init__.pyi"]},
@@ -43,6 +61,8 @@ setup(
             "mypy==2.4.1",
             "types-PyYAML",
             "build",
+            "twine",
+            "pre-commit",
             # The handwritten digits and the intervals of scripts/worth_it.py.
             "scikit-learn>=1.3",
         ],

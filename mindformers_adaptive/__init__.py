@@ -6,7 +6,7 @@ that says what to install where MindSpore or MindFormers is missing.
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 # Where each public name is defined, without the package's own name. For editors __init__.pyi has them too.
 _MODULE_OF = {

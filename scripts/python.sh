@@ -1,12 +1,14 @@
-# find_python prints the name of a Python that the pinned versions can be installed for. To be sourced.
+# find_python prints the Python that the pinned versions are installed for: $PYTHON, or the first that is found of the
+# tested ones. To be sourced.
 
 find_python() {
     local candidate
-    for candidate in python3.11 python3 python; do
-        "$candidate" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || continue
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.10 python3 python}; do
+        "$candidate" -c 'import sys, venv; sys.exit(sys.version_info[:2] not in [(3, 10), (3, 11), (3, 12)])' 2>/dev/null || continue
         echo "$candidate"
         return
     done
-    echo "Python 3.11 with its venv module is needed, but none of python3.11, python3 and python is one." >&2
+    echo "Python 3.10, 3.11 or 3.12 with its venv module is needed, but none of these is one:" \
+        "${PYTHON:-python3.11, python3.12, python3.10, python3, python}" >&2
     return 1
 }

@@ -17,7 +17,7 @@ trainers=(tests/checkpoint tests/gradients tests/integration)
 # The counts in the last line of pytest's output, as it has them: run PAIR COLUMN [pytest arguments]
 run() {
     local log="$logs/$1 $2.log"
-    bash scripts/test_pair.sh "${1%+*}" "${1#*+}" --numprocesses 2 --dist loadgroup "${@:3}" > "$log" 2>&1 || true
+    bash scripts/test_pair.sh "${1%+*}" "${1#*+}" --numprocesses "$(nproc)" --dist loadgroup --no-loadscope-reorder "${@:3}" > "$log" 2>&1 || true
     grep -E '[0-9]+ [a-z]+.* in [0-9.]+s' "$log" | tail -n 1 | grep -oE '[0-9]+ (failed|passed|skipped|error)' ||
         echo "1 not run to the end"
 }

@@ -1,17 +1,21 @@
-"""The wheel, built and used as a user would, away from the checkout."""
+"""The source distribution, and the wheel built from it and used as a user would, away from the checkout."""
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 
 import pytest
+import yaml
 from conftest import CONFIG, ROOT, with_exit_code
 
 import mindformers_adaptive
+from mindformers_adaptive.cli.versions import TESTED_PAIRS
 
 PACKAGE_FILES = {
     path.relative_to(ROOT).as_posix()
@@ -27,17 +31,84 @@ def pip(*arguments):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def clone(tmp_path_factory):
+    """A copy of this checkout without what git ignores: building leaves files behind, and takes up old ones."""
+    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
+    folder = tmp_path_factory.mktemp("clone") / "mindformers_adaptive"
+    return shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", *ignored))
+
+
+@pytest.fixture(scope="module")
+def sdist(clone, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
+    files = {file.relative_to(clone).as_posix() for file in clone.rglob("*") if file.is_file()}
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, folder], cwd=clone, check=True, capture_output=True)
+    (file,) = folder.glob("*.tar.gz")
+    return file, files
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist[0]) as archive:
+        archive.extractall(folder, filter="data")
+    (top,) = folder.iterdir()
+    return top
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    # A copy, because building leaves a build folder behind, and takes up an old one.
-    source = folder / "source"
-    source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    shutil.copytree(ROOT / "mindformers_adaptive", source / "mindformers_adaptive")
-    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sdist[0])
     (file,) = folder.glob("*.whl")
     return file
+
+
+def test_source_distribution_has_all_that_a_clone_has(sdist, unpacked):
+    added = re.compile(r"PKG-INFO|setup\.cfg|mindformers_adaptive\.egg-info/.*")
+    names = {file.relative_to(unpacked).as_posix() for file in unpacked.rglob("*") if file.is_file()}
+    assert {name for name in names if not added.fullmatch(name)} == sdist[1]
+
+
+def test_source_distribution_runs_its_own_tests(unpacked):
+    # Some that are quick and read the files around the package.
+    tests = ("tests/docs/test_links.py", "tests/docs/test_translation.py", "tests/rules/test_ladder.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    with_exit_code(0, subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True))
+
+
+def test_source_distribution_installs_and_has_the_version_of_the_changelog(sdist, tmp_path):
+    pip("install", "--no-deps", "--no-build-isolation", "--target", tmp_path, sdist[0])
+    printed = subprocess.run(
+        [tmp_path / "bin" / "adaptive-loss-scale", "--version"],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    version = re.search(r"^## ([\d.]+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert printed.startswith(f"mindformers_adaptive {version}\n")
+    assert sdist[0].name == f"mindformers_adaptive-{version}.tar.gz"
+    # It stands nowhere else.
+    assert "version" not in yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+
+def test_public_ci_runs_both_commands_and_every_pair_and_python():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
+    assert jobs["reference"]["strategy"]["matrix"]["command"] == ["scripts/demo.sh", "scripts/test.sh"]
+    rows = jobs["pairs"]["strategy"]["matrix"]["include"]
+    assert {(row["mindspore"], row["mindformers"]) for row in rows} == {*TESTED_PAIRS}
+    pythons = re.findall(r"\((3), (\d+)\)", (ROOT / "scripts" / "python.sh").read_text())
+    assert {row["python"] for row in rows} == {".".join(python) for python in pythons}
+
+
+def test_metadata_name_every_tested_python(unpacked):
+    metadata = (unpacked / "PKG-INFO").read_text()
+    pythons = re.findall(r"\((3), (\d+)\)", (ROOT / "scripts" / "python.sh").read_text())
+    named = re.findall(r"^Classifier: Programming Language :: Python :: (3\.\d+)$", metadata, re.MULTILINE)
+    assert named == [".".join(python) for python in pythons]
 
 
 def test_wheel_holds_the_whole_package_and_nothing_else(wheel):
@@ -49,7 +120,9 @@ def test_wheel_requires_no_mindspore_but_in_its_extra(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [name for name in archive.namelist() if name.endswith("METADATA")]
         lines = archive.read(metadata).decode().splitlines()
-        assert archive.read(metadata.replace("METADATA", "LICENSE")) == (ROOT / "LICENSE").read_bytes()
+        # Where in the folder depends on the version of setuptools.
+        (license_file,) = [name for name in archive.namelist() if name.endswith("LICENSE")]
+        assert archive.read(license_file) == (ROOT / "LICENSE").read_bytes()
     required = {}
     for line in lines:
         if line.startswith("Requires-Dist: "):
@@ -66,7 +139,7 @@ def test_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):
     pip("install", "--no-deps", "--target", installed, wheel)
 
     def run(*arguments):
-        command = [sys.executable, "-P", *arguments]
+        command = [sys.executable, *arguments]
         environment = {"PYTHONPATH": str(installed), "PATH": "", "HOME": str(tmp_path)}
         finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
         return finished.stdout.splitlines()[-1]

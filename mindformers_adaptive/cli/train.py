@@ -116,7 +116,13 @@ def _true_or_false_or_name(text: str) -> bool | str:
 # Name on the command line, key in the YAML file, type, help.
 _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("run-mode", "run_mode", str, "what to do: train, finetune, eval or predict"),
-    ("mode", "context.mode", integer(0, 1), "0 compiles the train step as a graph, 1 runs it op by op (PyNative)"),
+    (
+        "mode",
+        "context.mode",
+        integer(0, 1),
+        "0 compiles the train step as a graph, 1 runs it op by op (PyNative); in MindFormers' own run_mindformer.py "
+        "1 is another trainer, which has no loss scaling and ignores runner_wrapper",
+    ),
     ("device-target", "context.device_target", str, "Ascend, GPU or CPU"),
     ("device-id", "context.device_id", integer(0), "which device of this machine"),
     ("use-parallel", "use_parallel", _true_or_false, "run as one of several processes that train together"),

@@ -17,7 +17,13 @@ import mindformers_adaptive
 __all__ = ["TESTED_PAIRS", "add_arguments", "run", "short"]
 
 # MindSpore and MindFormers, as README.md has them.
-TESTED_PAIRS = (("2.9.0", "1.9.0"), ("2.7.0", "1.6.0"), ("2.10.0", "1.9.0"))
+TESTED_PAIRS = (
+    ("2.9.0", "1.9.0"),
+    ("2.7.0", "1.6.0"),
+    ("2.10.0", "1.9.0"),
+    ("2.10.0", "2.0.0"),
+    ("2.10.0", "2.1.0"),
+)
 
 _OTHERS = ("numpy", "safetensors", "tensorboardX", "matplotlib")
 # Where CANN's own set_env.sh says that it is.

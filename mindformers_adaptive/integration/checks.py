@@ -116,8 +116,9 @@ def check_config(config: Any) -> None:
 
     Raises:
         TypeError: if a value has the wrong type, a section has a key that its class does not take, or lacks one.
-        ValueError: if a value is out of range, no class has the name that ``type`` gives, or steps are to be dropped
-            by a norm that is not calculated, or that two features react to.
+        ValueError: if a value is out of range, no class has the name that ``type`` gives, steps are to be dropped
+            by a norm that is not calculated, or that two features react to, or the ``checkpoint:`` section is used in
+            PyNative mode with a MindFormers that needs hyper-parallel for it, which is not installed.
 
     Warns:
         UserWarning: if a loss per token starts from a scale that costs a dozen steps more than the usual start, if
@@ -126,6 +127,7 @@ def check_config(config: Any) -> None:
     if config.run_mode in ("eval", "predict"):
         return
     _check_values(config)
+    _check_format_of_checkpoints(config)
     _warn_of_lost_updates(config)
     if given_to_train_step(config, _SKIP):
         _check_dropping(config)
@@ -174,6 +176,20 @@ def _check_values(config: Any) -> None:
         raise TypeError(
             f"'monitor_config.global_norm_spike_threshold' must be a float, but got {threshold!r}. Write it with a "
             "decimal point, as in 3.0."
+        )
+
+
+def _check_format_of_checkpoints(config: Any) -> None:
+    try:
+        from mindformers.checkpoint.layout_adapter import DTensor
+    except ImportError:  # before MindFormers 2.0
+        return
+    # DTensor is None without hyper-parallel; MindFormers says so at the first save.
+    if DTensor is None and config.get("checkpoint") and value_at(config, "context.mode") in (1, "PYNATIVE_MODE"):
+        raise ValueError(
+            "'context.mode' must be 0 (graph mode) with the 'checkpoint' section, but is 1 (PyNative): for that this "
+            "MindFormers needs hyper-parallel, which is not installed. Set it to 0, or take out the section: "
+            "CheckpointMonitor saves without it."
         )
 
 

@@ -13,6 +13,10 @@ _REMEDIES = {
     "mindspore": _MINDFORMERS,
     "mindformers": _MINDFORMERS,
     "safetensors": "Install it: pip install safetensors",
+    "hyper_parallel": (
+        "MindFormers 2.0.0 cannot be imported without it, and PyPI does not have it. Install the one that fits from "
+        "its makers, or another MindFormers: pip install mindformers==1.9.0"
+    ),
 }
 
 
@@ -24,7 +28,8 @@ def install_hint(purpose: str) -> Iterator[None]:
         purpose (str): what needs the imports, as the subject of the message.
 
     Raises:
-        ImportError: if MindSpore, MindFormers or safetensors is not installed. Any other error passes as it is.
+        ImportError: if MindSpore, MindFormers, safetensors or hyper-parallel is not installed. Any other error passes
+            as it is.
 
     Examples:
         >>> with install_hint("'find'"):

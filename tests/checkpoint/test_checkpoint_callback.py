@@ -66,6 +66,23 @@ def test_the_sidecar_does_not_replace_what_came_with_the_optimizer(graph_mode, s
     restores_sidecar(load_optimizer)(str(tmp_path), step.network, step.optimizer)
 
 
+def test_what_mindformers_leaves_at_its_start_in_several_processes_comes_from_the_sidecar(graph_mode, step, tmp_path):
+    layouts = pytest.importorskip("mindformers.checkpoint.sharded_tensor")
+    if not hasattr(layouts, "complete_optimizer_layout_index"):
+        pytest.skip("this version of MindFormers leaves no state of an optimizer out")
+    known = {each.name: [None, each.dtype, each.shape] for each in step.network.get_parameters()}
+    # What the compiled graph has no layout for, it restores where the name ends in that of a weight.
+    completed, _ = layouts.complete_optimizer_layout_index(dict(known), {0: [*known]}, step.optimizer)
+    assert completed.keys() >= {f"moments.{name}" for name in known}
+    assert not completed.keys() & step.loss_scaling_manager.parameters_dict().keys()
+    moved = {"scale_window": 100, "window_index": 4, "growth_num": 2, "cur_iter": 50}
+    state = {**step.loss_scaling_manager.state(), **moved}
+    write_sidecar(tmp_path, state["loss_scale"], {**state, RUN: 7})
+    restores_sidecar(load_nothing)(str(tmp_path), step.network, step.optimizer)
+    assert step.loss_scaling_manager.state() == state
+    assert step.loss_scaling_manager.run_number == 7
+
+
 def test_a_torn_sidecar_is_named_and_never_loaded(step, tmp_path):
     fresh = step.loss_scaling_manager.state()
     (tmp_path / FILE_NAME).write_text('{"format": 1, "loss_scale"')

@@ -1,5 +1,6 @@
 """The command-line program: what it prints, its exit codes, and what it says of wrong usage."""
 
+import importlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from mindformers_adaptive.cli.program import COMMANDS
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
+from mindformers_adaptive.text.install_hint import install_hint
 
 LOGS = ROOT / "tests" / "lab" / "samples"
 MINDFORMERS_LOG = str(LOGS / "mindformers_1_9_cpu.log")
@@ -54,6 +56,12 @@ def test_versions_are_those_of_what_is_installed(
     assert printed.startswith(f"mindformers_adaptive {mindformers_adaptive.__version__}\nmindspore ")
     assert verdict in printed
     assert ("Python 3" in printed) == (command == "versions")
+
+
+def test_where_mindformers_cannot_be_imported_without_hyper_parallel_that_is_said():
+    message = "'train' needs hyper_parallel, .*MindFormers 2.0.0 cannot .* pip install mindformers==1.9.0"
+    with pytest.raises(ImportError, match=message), install_hint("'train'"):
+        importlib.import_module("hyper_parallel")
 
 
 def test_the_tested_pairs_are_those_of_the_readme():

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+from mindformers.core.context import set_context
 from mindspore import dataset, nn
 from mindspore.train import LambdaCallback, Model
 
@@ -22,6 +23,8 @@ NOTES = ("saved/latest_checkpointed_iteration.txt", "saved/checkpoint/rank_0/met
 
 
 def main(legacy, async_save):
+    # In PyNative mode MindFormers 2 needs hyper-parallel for its `checkpoint:` format.
+    set_context(mode=0)
     network = nn.WithLossCell(nn.Dense(3000, 20), nn.MSELoss())
     optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
     train_step = MFTrainOneStepCell(network, optimizer, scale_sense=AdaptiveLossScaleUpdateCell(1024, 2, 20))

@@ -80,7 +80,10 @@ def shards(step):
     if BEFORE_1_7:
         return None
     from mindformers.checkpoint.sharded_tensor import get_all_sharded_tensor
+    from mindformers.core.context import set_context
 
+    # MindFormers 2 asks itself, not MindSpore, what mode this is.
+    set_context(mode=0)
     try:
         return str(get_all_sharded_tensor(step))
     except RuntimeError as error:

@@ -1,5 +1,6 @@
 """Mistakes, and what a CPU cannot do, are named with the key and the remedy before anything is built."""
 
+import contextlib
 import functools
 import re
 import warnings
@@ -14,6 +15,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 from training_runs import training_arguments
+from versions import BEFORE_2
 
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.integration.checks import check_config
@@ -152,6 +154,14 @@ def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message)
 )
 def test_what_mindformers_accepts_is_accepted(changes):
     load(changes)
+
+
+def test_the_checkpoint_section_in_pynative_mode_is_refused_where_it_needs_hyper_parallel():
+    message = "'context.mode' must be 0 .* MindFormers needs hyper-parallel, which is not installed"
+    with contextlib.nullcontext() if BEFORE_2 else pytest.raises(ValueError, match=message):
+        load({"context.mode": 1, "checkpoint.save_path": "saved"})
+    load({"context.mode": 0, "checkpoint.save_path": "saved"})
+    load({"context.mode": 1})
 
 
 @pytest.mark.parametrize(("accumulated", "bits"), [(1, 10), (4, 12)])

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 
 import mindspore
 import numpy as np
@@ -221,3 +222,9 @@ def test_resume_training_with_a_load_path_alone_loads_the_optimizer_too(tmp_path
     trainer._check_config_rules()
     assert trainer.config.checkpoint.no_load_optim is False
     assert trainer.config.checkpoint.load_path == str(tmp_path / "saved")
+
+
+def test_a_mindspore_without_the_old_barrier_is_left_alone(monkeypatch):
+    monkeypatch.delattr("mindspore.communication.comm_func")
+    monkeypatch.setitem(sys.modules, "mindspore.communication.comm_func", None)
+    apply_workarounds(load_config(CONFIG, {"use_parallel": True}))
