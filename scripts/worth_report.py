@@ -160,7 +160,11 @@ def skipped_of(run):
 def difference(task, first, second, figure):
     """Return the mean of the paired differences, and half of the interval's width; nan for one seed."""
     pairs = zip(task["runs"][first], task["runs"][second], strict=True)
-    values = np.array([figure(one) - figure(other) for one, other in pairs], float)
+    return mean_and_interval(np.array([figure(one) - figure(other) for one, other in pairs], float))
+
+
+def mean_and_interval(values):
+    """Return the mean of an array, and half of the width of its interval; nan for one value."""
     with np.errstate(invalid="ignore"):
         half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=min(1, len(values) - 1)) / len(values) ** 0.5
     return float(np.mean(values)), float(half)

@@ -14,6 +14,7 @@ from prepare_corpus import cut_into_samples, read_standard_library
 from worth_report import ADAPTIVE_HIGH, FP32, GUIDED, GUIDED_HIGH, MEGATRON, MINDFORMERS, OURS, UNSCALED
 from worth_tasks import Llama
 
+from mindformers_adaptive import simulate_formats
 from mindformers_adaptive.gradients.backward import backward_pass
 from mindformers_adaptive.gradients.ranges import find_loss_scale
 from mindformers_adaptive.wrapper import (
@@ -149,18 +150,21 @@ class Trainings:
         task: a task of ``worth_tasks``.
         look_every (int, optional): after how many steps ceiling, underflow and quality are measured, each with more
             forward or backward passes that change nothing. Default: None, what the task says.
+        formats (tuple, optional): of the matrices and of the gradients, simulated wherever a method says FP16. Default:
+            None, the FP16 of the device.
     """
 
-    def __init__(self, task, look_every=None):
+    def __init__(self, task, look_every=None, formats=None):
         self.task = task
         self.look_every = look_every or task.look_every
+        self.formats = formats
         # Each is made once: networks by dtype, compiled trainings also by update cell, the others by seed.
-        self._network = functools.cache(lambda dtype: task.network(dtype, 0))
+        self._network = functools.cache(self._new_network)
         self._compiled = functools.cache(
             lambda dtype, cell: CompiledTraining(self._network(dtype), task.train_step, cell)
         )
         self._weights = functools.cache(lambda seed: weights_of(task.network(mstype.float32, seed)))
-        self._found = functools.cache(self._find)
+        self.recommendation = functools.cache(self._find)
         self._last_ceiling = 20
 
     def run(self, method, seed, steps=None):
@@ -187,18 +191,24 @@ class Trainings:
                         looks[-1] |= self._look(batch, training.loss_scale)
                 yield batch
 
-        start = self._found(seed) if method.start == FOUND else method.start
+        start = self.recommendation(seed).loss_scale_value if method.start == FOUND else method.start
         record = training.run(start, self._weights(seed), batches())
         skipped = [step for step, row in enumerate(record) if row["overflow"]]
         quality = self.task.quality(network, data)
         looks.append({"step": steps, "quality": quality})
         return {"start": start, "steps": steps, "skipped": skipped, "looks": looks, "quality": quality}
 
+    def _new_network(self, dtype):
+        if self.formats is None or dtype != mstype.float16:
+            return self.task.network(dtype, 0)
+        return simulate_formats(self.task.network(mstype.float32, 0), *self.formats)
+
     def _find(self, seed):
-        """Return the scale that find_loss_scale() recommends for the weights and the first batches of a seed."""
+        """Return what find_loss_scale() says of the weights and the first batches of a seed."""
         network, data = self._network(mstype.float16), self.task.data(seed)
         set_weights(network, self._weights(seed))
-        return find_loss_scale(network, [data.batch(step) for step in range(FIND_BATCHES)]).loss_scale_value
+        batches = [data.batch(step) for step in range(FIND_BATCHES)]
+        return find_loss_scale(network, batches, gradient_format=self.formats[1] if self.formats else "float16")
 
     @functools.cached_property
     def _backward(self):

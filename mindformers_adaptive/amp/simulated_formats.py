@@ -11,7 +11,8 @@ from mindformers_adaptive.rules.formats import find_format
 
 __all__ = ["RoundToFormat", "simulate_formats"]
 
-_PRODUCTS = (ops.MatMul, ops.BatchMatMul)
+# All of them take two inputs, of which the second may be a weight.
+_PRODUCTS = (ops.MatMul, ops.BatchMatMul, ops.Conv2D)
 
 
 class _Rounding(nn.Cell):
@@ -101,7 +102,7 @@ class RoundToFormat(nn.Cell):
 
 
 class _Product(nn.Cell):
-    """A matrix product of rounded matrices, whose gradient is rounded before it goes to either of them."""
+    """A product of rounded matrices or images, whose gradient is rounded before it goes to either of them."""
 
     def __init__(self, product, forward, gradients):
         super().__init__()
@@ -114,15 +115,15 @@ class _Product(nn.Cell):
 
 
 def simulate_formats(network, forward=None, gradients=None, layers=None):
-    """Let the matrix products of a network compute as in other formats, simulated in the dtype that they have.
+    """Let the products of a network compute as in other formats, simulated in the dtype that they have.
 
-    Both matrices of a product are rounded, and so is the gradient of its result, before the gradients of the matrices
+    Both inputs of a product are rounded, and so is the gradient of its result, before the gradients of the matrices
     are computed from it. The product itself, biases and everything between the layers stay as they are. It is a
     simulation, for study and tests: with `forward` "float8_e4m3fn" and `gradients` "float8_e5m2" that of the usual FP8
     training without scales for each tensor.
 
-    The products are those that a cell has as ``ops.MatMul`` or ``ops.BatchMatMul``, as ``nn.Dense`` and the layers of
-    MindFormers' legacy models do; one that is a function in ``construct`` is not seen.
+    The products are those that a cell has as ``ops.MatMul``, ``ops.BatchMatMul`` or ``ops.Conv2D``, as ``nn.Dense``,
+    ``nn.Conv2d`` and the layers of MindFormers' legacy models do; one that is a function in ``construct`` is not seen.
 
     Args:
         network (Cell): changed in place, before it is first run.
@@ -162,7 +163,7 @@ def simulate_formats(network, forward=None, gradients=None, layers=None):
             )
     if not found:
         raise ValueError(
-            "'network' must have a cell with ops.MatMul or ops.BatchMatMul, such as nn.Dense, but has none."
+            "'network' must have a cell with ops.MatMul, ops.BatchMatMul or ops.Conv2D, such as nn.Dense, but has none."
         )
     for name, (cell, products) in found.items():
         if layers is None or name in layers or type(cell).__name__ in layers:

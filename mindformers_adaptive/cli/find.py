@@ -7,12 +7,17 @@ example:
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+import yaml
 
 from mindformers_adaptive.cli.output import integer, print_result
 from mindformers_adaptive.cli.probe import add_sweep_arguments, sweep
+from mindformers_adaptive.cli.train import read_options
 from mindformers_adaptive.gradients import recommendation
+from mindformers_adaptive.integration.checks import value_at
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "read_learning_rate", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +33,18 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         RuntimeError: if no loss scale can be recommended.
     """
-    found = recommendation.recommend_loss_scale(sweep(options, recommendation.EVERY_POWER), options.margin)
+    ranges = sweep(options, recommendation.EVERY_POWER)
+    found = recommendation.recommend_loss_scale(ranges, options.margin, read_learning_rate(options))
     print_result(options, found.to_dict, found.__str__)
     if found.loss_scale_value is None:
         raise RuntimeError("no loss scale can be recommended")
+
+
+def read_learning_rate(options: argparse.Namespace) -> float | None:
+    """Return the learning rate of the YAML file or the options, before a schedule lowers it; None if there is none."""
+    config, overrides = yaml.safe_load(Path(options.config).read_text(encoding="utf-8")), read_options(options.options)
+    for key in ("lr_schedule.learning_rate", "optimizer.learning_rate"):
+        rate = overrides.get(key, value_at(config, key))
+        if isinstance(rate, int | float) and rate > 0:
+            return float(rate)
+    return None

@@ -91,7 +91,13 @@ def gradient_ranges(
 
 
 def find_loss_scale(
-    network, batches, margin=recommendation.DEFAULT_MARGIN, *, progress=None, gradient_format="float16"
+    network,
+    batches,
+    margin=recommendation.DEFAULT_MARGIN,
+    *,
+    progress=None,
+    gradient_format="float16",
+    learning_rate=None,
 ):
     """Find the loss scale from which to start the training of a network.
 
@@ -104,6 +110,8 @@ def find_loss_scale(
             Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: 2.
         progress (Callable, optional): called with the number of backward passes done, 33 a batch. Default: None.
         gradient_format (Union[str, dict, Format]): as there. Default: "float16".
+        learning_rate (float, optional): that of the training, to count what weights in float16 lose of their updates.
+            Default: None, not counted.
 
     Returns:
         LossScaleRecommendation; ``print`` it for the text and the YAML.
@@ -125,7 +133,7 @@ def find_loss_scale(
     recommendation.check_margin(margin)
     sweep = GradientSweep(network, gradient_format=gradient_format)
     ranges = sweep(batches, recommendation.EVERY_POWER, progress=progress)
-    return recommendation.recommend_loss_scale(ranges, margin)
+    return recommendation.recommend_loss_scale(ranges, margin, learning_rate)
 
 
 class GradientSweep:
@@ -184,7 +192,8 @@ class GradientSweep:
             raise ValueError("'inputs' must hold at least one batch, but is empty. Give a tuple of Tensors.")
         weights = {weight.name: array_statistics(to_numpy(weight)) for weight in self.weights}
         merged = {name: merge_statistics(part[name] for part in outputs) for name in outputs[0]}
-        return GradientRanges(weights, tuple(ranges), merged, self._format)
+        in_float16 = tuple(weight.name for weight in self.weights if weight.dtype == mstype.float16)
+        return GradientRanges(weights, tuple(ranges), merged, self._format, in_float16)
 
     def _sweep(self, batch, scales, restore_random_state, observe):
         at_scales, reference, reference_scale = [], {}, 1.0

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges
-from mindformers_adaptive.rules.checks import require_integer
+from mindformers_adaptive.gradients.updates import LostUpdates, lost_updates
+from mindformers_adaptive.rules.checks import require_integer, require_positive
 from mindformers_adaptive.rules.formats import FLOAT16, Format
 from mindformers_adaptive.text.table import align, as_power_of_two
 
@@ -146,6 +147,8 @@ class LossScaleRecommendation:
         ranges (GradientRanges): the sweep.
         verdicts (tuple[Verdict, ...]): on the lowest scale of the sweep and on ``loss_scale_value``, or the highest
             scale of the sweep below it; empty if there is no ceiling.
+        lost_updates (LostUpdates, optional): what weights in float16 lose of their updates; None if no weight is in
+            float16, or the learning rate is not known.
 
     Examples:
         >>> from mindformers_adaptive.gradients.report import ScaleRanges, array_statistics
@@ -166,6 +169,7 @@ class LossScaleRecommendation:
     loss_is_finite: bool
     ranges: GradientRanges
     verdicts: tuple[Verdict, ...] = ()
+    lost_updates: LostUpdates | None = None
 
     @property
     def yaml(self) -> str:
@@ -204,6 +208,8 @@ class LossScaleRecommendation:
             lines.append(f"{title} needs no loss scaling here, 1 would do as well.")
         if start.is_harmful and start != lowest:
             lines.append(f"No scale holds them all: {start}")
+        if self.lost_updates is not None:
+            lines += ["", str(self.lost_updates), ""]
         below = round(math.log2(self.ceiling / self.loss_scale_value))
         lines.append(f"Start from {as_power_of_two(self.loss_scale_value)}, which leaves a margin of 2^{below}:")
         return "\n".join([*lines, "", self.yaml])
@@ -223,29 +229,38 @@ class LossScaleRecommendation:
 
     def to_dict(self) -> dict[str, object]:
         """Return everything but the sweep, with the YAML as ``yaml``, as JSON can hold it."""
-        plain = {name: value for name, value in vars(self).items() if name not in ("ranges", "verdicts")}
+        nested = ("ranges", "verdicts", "lost_updates")
+        plain = {name: value for name, value in vars(self).items() if name not in nested}
+        plain["lost_updates"] = vars(self.lost_updates) if self.lost_updates else None
         plain["gradient_format"] = self.ranges.gradient_format.given
         return {**plain, "verdicts": [verdict.to_dict() for verdict in self.verdicts], "yaml": self.yaml}
 
 
-def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -> LossScaleRecommendation:
+def recommend_loss_scale(
+    ranges: GradientRanges, margin: int = DEFAULT_MARGIN, learning_rate: float | None = None
+) -> LossScaleRecommendation:
     """Recommend a loss scale from a sweep.
 
     Args:
         ranges (GradientRanges): a sweep over powers of two, of several batches.
         margin (int): how many powers of two to stay below the ceiling, but never below the lowest scale of the sweep.
             Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: ``DEFAULT_MARGIN``.
+        learning_rate (float, optional): of the training, to count what weights in float16 lose. Default: None.
 
     Raises:
-        TypeError: if ``margin`` is not an integer.
-        ValueError: if ``margin`` is below 0.
+        TypeError: if ``margin`` is not an integer, or ``learning_rate`` not a number.
+        ValueError: if ``margin`` is below 0, or ``learning_rate`` not above 0.
     """
     check_margin(margin)
+    lost = None
+    if learning_rate is not None:
+        in_float16 = {name: ranges.weights[name] for name in ranges.float16_weights}
+        lost = lost_updates(in_float16, require_positive("learning_rate", learning_rate))
     scales = ranges.loss_scales
     safe = list(takewhile(lambda scale: not ranges.overflowed_batches(scale), scales))
     loss_is_finite = all(math.isfinite(at_scale.loss) for batch in ranges.batches for at_scale in batch)
     if not safe:
-        return LossScaleRecommendation(None, None, margin, False, None, loss_is_finite, ranges)
+        return LossScaleRecommendation(None, None, margin, False, None, loss_is_finite, ranges, lost_updates=lost)
     ceiling, lowest = safe[-1], judge(ranges, scales[0])
     more = UNKNOWN_MARGIN if lowest.without_gradient else 0
     start = max(ceiling / 2.0 ** (margin + more), scales[0])
@@ -258,6 +273,7 @@ def recommend_loss_scale(ranges: GradientRanges, margin: int = DEFAULT_MARGIN) -
         loss_is_finite=loss_is_finite,
         ranges=ranges,
         verdicts=(lowest, judge(ranges, max(scale for scale in scales if scale <= start))),
+        lost_updates=lost,
     )
 
 

@@ -138,6 +138,7 @@ class GradientRanges:
         outputs (dict[str, ArrayStatistics]): the outputs of the layers that were asked for, by their names, over all
             batches; they do not depend on the loss scale.
         gradient_format (Format): the format of the gradients in the backward pass. Default: float16.
+        float16_weights (tuple[str, ...]): the names of the weights that are kept in float16. Default: none.
 
     Examples:
         >>> at_1 = ScaleRanges(1.0, loss=0.5, parameters={"weight": array_statistics([0.0, 0.25])})
@@ -151,6 +152,7 @@ class GradientRanges:
     batches: tuple[tuple[ScaleRanges, ...], ...]
     outputs: Mapping[str, ArrayStatistics] = field(default_factory=dict)
     gradient_format: Format = FLOAT16
+    float16_weights: tuple[str, ...] = ()
 
     @property
     def loss_scales(self) -> tuple[float, ...]:

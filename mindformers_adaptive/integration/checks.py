@@ -12,6 +12,7 @@ from typing import Any
 from mindformers_adaptive.rules import find_rule, rule_of_cell
 from mindformers_adaptive.rules.base import Rule
 from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number, require_positive
+from mindformers_adaptive.rules.formats import FLOAT16
 
 __all__ = ["OWN_AUTO_REGISTER", "check_config", "check_cpu", "check_sections", "given_to_train_step", "value_at"]
 
@@ -60,6 +61,8 @@ OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
 # From 2^32, the usual start, a training of mean losses loses about 16 steps. A start above that is worth a word.
 _USUAL_START = 2.0**32
+# Optimizers of MindSpore whose state has the type of the weights; that of MindFormers' AdamW is float32 always.
+_STATE_AS_WEIGHTS = ("Adam", "AdamWeightDecay")
 _BFLOAT16, _FLOAT16 = ("bfloat16", "bf16"), ("float16", "fp16")
 
 # Of the configuration of a model: what a CPU needs, and why.
@@ -303,12 +306,21 @@ def _nearest(word: str, known: Collection[str]) -> str:
 def _warn_of_lost_updates(config: Any) -> None:
     # The optimizers compute in float32, and write the weights in their own type. Half the distance between two numbers
     # of float16 is 1/4096 to 1/2048 of them.
-    if str(value_at(config, _WEIGHTS_DTYPE)).lower() == "float16":
-        warnings.warn(
-            f"'{_WEIGHTS_DTYPE}' is float16: an update below 1/4096 of its weight is lost, at any loss scale. Training "
-            "goes on with it. Set it to float32; 'compute_dtype' may stay float16.",
-            stacklevel=3,
+    if str(value_at(config, _WEIGHTS_DTYPE)).lower() != "float16":
+        return
+    text = f"'{_WEIGHTS_DTYPE}' is float16: an update below 1/4096 of its weight is lost, at any loss scale."
+    optimizer, eps = value_at(config, "optimizer.type"), value_at(config, "optimizer.eps")
+    if optimizer in _STATE_AS_WEIGHTS:
+        text += (
+            f" 'optimizer.type' is {optimizer}, which then keeps its state in float16 too: gradients of 1e-4 and less "
+            "add 0 to its second moments."
         )
+        if optimizer == "AdamWeightDecay" and (eps is None or eps <= FLOAT16.smallest_subnormal / 2):
+            text += " Its eps is 0 there, and weights with a gradient of 0 become NaN."
+        text += " AdamW keeps its state in float32."
+    warnings.warn(
+        f"{text} Training goes on with it. Set it to float32; 'compute_dtype' may stay float16.", stacklevel=3
+    )
 
 
 def _warn_of_format(config: Any) -> None:

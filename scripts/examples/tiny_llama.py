@@ -6,6 +6,8 @@ from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback
 
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
+
 BATCH_SIZE = 4
 SEQ_LENGTH = 32
 STEPS = 32
@@ -40,6 +42,14 @@ def build_dataset():
             yield ((start + np.arange(SEQ_LENGTH + 1)) % 15).astype(np.int32)
 
     return GeneratorDataset(samples, column_names=["input_ids"], shuffle=False).batch(BATCH_SIZE)
+
+
+def make_update_cell(rule):
+    """The update cell of a rule, adaptive or guided."""
+    if rule == "guided":
+        return GradientGuidedLossScaleUpdateCell(2**24)
+    # Windows of 1 to 4 steps, instead of the usual 20 to 1000, so that they change within these few steps.
+    return AdaptiveLossScaleUpdateCell(2**24, 2, scale_window=1, max_scale_window=4, min_scale_window=1)
 
 
 class StepTable(Callback):

@@ -99,6 +99,21 @@ def test_products_of_a_network_compute_in_the_formats(mode):
         np.testing.assert_allclose(one.asnumpy(), other, rtol=1e-4, atol=1e-6)
 
 
+def test_convolutions_compute_in_the_formats(graph_mode):
+    convolution = nn.Conv2d(2, 3, 3)
+    x, sens = (NUMBERS.normal(0, 3, shape).astype(np.float32) for shape in ((1, 2, 5, 5), (1, 3, 5, 5)))
+    weight = convolution.weight.asnumpy().copy()
+    convolution.weight.set_data(Tensor(by_ml_dtypes(weight, "float8_e4m3fn")))
+    inputs = [Tensor(by_ml_dtypes(x, "float8_e4m3fn")), Tensor(by_ml_dtypes(sens, "float8_e5m2"))]
+    gradient = ops.GradOperation(get_by_list=True, sens_param=True)
+    expected = convolution(inputs[0]), gradient(convolution, convolution.trainable_params())(*inputs)[0]
+    convolution.weight.set_data(Tensor(weight))
+    simulate_formats(convolution, "float8_e4m3fn", "float8_e5m2")
+    found = convolution(Tensor(x)), gradient(convolution, convolution.trainable_params())(Tensor(x), Tensor(sens))[0]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -1,5 +1,6 @@
 """Mistakes, and what a CPU cannot do, are named with the key and the remedy before anything is built."""
 
+import functools
 import re
 import warnings
 
@@ -8,8 +9,10 @@ import pytest
 import yaml
 from conftest import CONFIG
 from examples.tiny_llama import build_dataset, build_model
+from mindformers.core.optim import AdamW
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
+from mindspore import dtype as mstype
 from training_runs import training_arguments
 
 from mindformers_adaptive.cli.program import main
@@ -209,14 +212,44 @@ def test_the_launcher_and_trainer_warn_of_float16_without_loss_scaling():
     Trainer(config, wrapper=MFTrainOneStepCell(model, nn.SGD(model.trainable_params()), scale_sense=Tensor(8.0)))
 
 
-def test_weights_in_float16_get_one_warning_that_is_true():
-    with pytest.warns(UserWarning, match="param_init_type' is float16: .* below 1/4096 .* Set it to float32") as caught:
-        load({f"{MODEL}.param_init_type": "float16"})
+@pytest.mark.parametrize(
+    ("optimizer", "of_state"),
+    [
+        ({}, "at any loss scale. Training"),
+        ({"optimizer.type": "Adam"}, "'optimizer.type' is Adam, .* second moments. AdamW keeps"),
+        (
+            {"optimizer.type": "AdamWeightDecay"},
+            "Its eps is 0 there, and weights with a gradient of 0 become NaN. AdamW",
+        ),
+        ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 1e-6}, "second moments. AdamW keeps"),
+    ],
+)
+def test_weights_in_float16_get_one_warning(optimizer, of_state):
+    text = f"param_init_type' is float16: .* below 1/4096 .*{of_state}.* Set it to float32"
+    with pytest.warns(UserWarning, match=text) as caught:
+        load({f"{MODEL}.param_init_type": "float16", **optimizer})
     assert len(caught) == 1
+
+
+def test_the_warning_of_weights_in_float16_is_true():
     # All of FP16 from 2^-13 to 1.
     weights = np.arange(0x0800, 0x3C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     assert ((weights * (1 + 2.0**-12.01)).astype(np.float16) == weights).all()
     assert ((weights * (1 + 2.0**-10.99)).astype(np.float16) > weights).all()
+    # What the optimizers keep and do.
+    for make, dtype, has_nan in (
+        (functools.partial(nn.AdamWeightDecay, eps=1e-8), mstype.float16, True),
+        (functools.partial(nn.AdamWeightDecay, eps=1e-6), mstype.float16, False),
+        (functools.partial(nn.Adam, eps=1e-8), mstype.float16, False),
+        (functools.partial(AdamW, eps=1e-8), mstype.float32, False),
+    ):
+        weight = Parameter(Tensor(np.full(2, 0.5, np.float16)), name="weight")
+        optimizer = make([weight], 1e-2)
+        optimizer((Tensor(np.array([0.0, 1e-4], np.float16)),))
+        [squares] = [each for each in optimizer.get_parameters() if each.name in ("adam_v.weight", "moment2.weight")]
+        assert squares.dtype == dtype
+        assert (float(squares.asnumpy()[1]) == 0) == (dtype == mstype.float16)
+        assert np.isnan(weight.asnumpy()[0]) == has_nan
 
 
 class MyUpdateCell(AdaptiveLossScaleUpdateCell):

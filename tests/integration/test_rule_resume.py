@@ -23,6 +23,7 @@ from versions import NEEDS_SECTION
 
 from mindformers_adaptive.cli import program
 from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
 # One worker, because the runs that never stopped are shared.
@@ -30,8 +31,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rule resume")]
 
 SAVED_AT, LAST = 8, 20
 # With arguments that bring the scale so near to the ceiling that the runs overflow before and after they were saved.
+GUIDED = (GuidedRule(exchange_rate=200), "type: GradientGuidedLossScaleUpdateCell, exchange_rate: 200")
 RULES = {
-    "guided": (GuidedRule(exchange_rate=200), "type: GradientGuidedLossScaleUpdateCell, exchange_rate: 200"),
+    "guided": GUIDED,
+    "guided, weights in FP16": GUIDED,
+    "adaptive, weights in FP16": (
+        AdaptiveRule(max_scale_window=4, min_scale_window=1),
+        "type: AdaptiveLossScale, scale_factor: 2, scale_window: 1, max_scale_window: 4, min_scale_window: 1",
+    ),
     "log_max": (LogMaxRule(margin=0.25), "type: RuleLossScaleUpdateCell, rule: log_max.LogMaxRule, margin: 0.25"),
 }
 CKPT, WITHOUT_OPTIMIZER = LegacyFormat("ckpt"), CheckpointSection(optimizer_state=False)
@@ -41,7 +48,9 @@ ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts" / 
 
 def options_of(rule, form, output):
     scale_sense = f"{{{RULES[rule][1]}, loss_scale_value: 1048576}}"
-    return form.save_options(output, every=SAVED_AT, keep=5) | {"runner_wrapper.scale_sense": scale_sense}
+    weights = "float16" if rule.endswith("FP16") else "float32"
+    changes = {"runner_wrapper.scale_sense": scale_sense, "model.model_config.param_init_type": weights}
+    return form.save_options(output, every=SAVED_AT, keep=5) | changes
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +85,7 @@ def replay(rule, record):
     """The states of the rule before the first step and after each, by the gradients that the record has."""
     states = [rule.start(2.0**20)]
     for line in record:
-        states.append(rule.step(states[-1], line["overflow"], line["largest_gradient"]))
+        states.append(rule.step(states[-1], line["overflow"], line.get("largest_gradient")))
     return states
 
 
@@ -85,6 +94,8 @@ def replay(rule, record):
     [
         pytest.param("log_max", CKPT, 1, id="user's rule"),
         pytest.param("guided", CKPT, 1, id="ckpt"),
+        pytest.param("guided, weights in FP16", CKPT, 1, id="guided, weights in FP16"),
+        pytest.param("adaptive, weights in FP16", CKPT, 1, id="adaptive, weights in FP16"),
         pytest.param("guided", LegacyFormat("safetensors", async_save=True), 1, id="safetensors, async"),
         pytest.param("guided", CheckpointSection(), 1, id="checkpoint section", marks=NEEDS_SECTION),
         pytest.param(
@@ -118,6 +129,9 @@ def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
         assert resumed.steps(rank) == {step: steps[step] for step in range(SAVED_AT + 1, LAST + 1)}
         saved, saved_by_reference = form.last_saved(output, rank), shared.last_saved(reference_output, rank)
         assert_ends_with_the_parameters_of(saved, saved_by_reference, carried)
+        if name.endswith("FP16"):
+            # The state of MindFormers' AdamW is float32, and takes twice as many bytes.
+            assert 2 * len(saved["lm_head.weight"]) == len(saved["adam_m.lm_head.weight"])
     # Two processes overflow at the start only.
     overflows = {expected[step].overflow for step in (resumed.steps() if processes == 1 else expected)}
     assert overflows == {True, False}

@@ -1,4 +1,4 @@
-"""The LeNet5 examples: each way of scaling trains, and its scale follows the rule on the real overflows."""
+"""The examples: each way of scaling trains, and its scale follows the rule on the real overflows."""
 
 import ast
 import re
@@ -92,3 +92,69 @@ def test_block_of_mindformers_page_trains_by_the_rule(run_forked, tmp_path):
     assert set(expected) == {1.0, 2.0, 4.0}
     state = ast.literal_eval(finished.stdout.splitlines()[-1])
     assert (state["scale_window"], state["growth_num"], state["skipped_steps"]) == (20, 2, 0)
+
+
+STEP = re.compile(r"^ *(\d+) +([\d.]+) +(True|False) +(\d+) +(\d+) +(\d+) +[\d.a-z]+$", re.MULTILINE)
+
+
+def rows_of_trainings(printed):
+    """The rows of each training that printed a StepTable: loss, overflow, scale, next scale and window."""
+    trainings = []
+    for step, loss, overflow, *numbers in STEP.findall(printed):
+        if step == "1":
+            trainings.append([])
+        trainings[-1].append((float(loss), overflow == "True", *map(int, numbers)))
+    return trainings
+
+
+def mean_of_applied(rows):
+    return np.mean([loss for loss, overflow, *_ in rows if not overflow])
+
+
+def assert_learns_by_the_adaptive_rule(rows, share):
+    """A training of 32 steps with overflows follows the rule, and its loss falls to this share of the first."""
+    overflows = [overflow for _, overflow, *_ in rows]
+    assert (len(rows), set(overflows)) == (32, {True, False})
+    path = [(next_scale, window) for *_, next_scale, window in rows]
+    assert path == list(path_of(AdaptiveRule(2, 4, 1), 2.0**24, 1, overflows))
+    assert mean_of_applied(rows[-5:]) < share * rows[0][0]
+
+
+def test_all_weights_are_fine_tuned_with_a_masked_loss_after_a_pre_training(run_forked):
+    pre_training, fine_tuning = rows_of_trainings(run_forked(EXAMPLES / "fine_tuning.py").stdout)
+    assert_learns_by_the_adaptive_rule(pre_training, 0.5)
+    assert_learns_by_the_adaptive_rule(fine_tuning, 0.5)
+    # It begins with the trained weights, and with a loss scale of its own.
+    assert fine_tuning[0][0] != pytest.approx(pre_training[0][0], rel=0.1)
+    assert fine_tuning[0][2] == 2**24
+
+
+def test_preferences_are_learned_with_the_guided_rule(run_forked):
+    [rows] = rows_of_trainings(run_forked(EXAMPLES / "preferences.py", "--rule", "guided").stdout)
+    # Before the training both answers have gained nothing.
+    assert rows[0][0] == pytest.approx(np.log(2), abs=1e-3)
+    assert mean_of_applied(rows[-5:]) < 0.35
+    overflows = [overflow for _, overflow, *_ in rows]
+    assert 0 < sum(overflows) == overflows.index(False) <= 3
+
+
+@pytest.mark.parametrize("rule", ["adaptive", "guided"])
+def test_a_policy_is_learned_although_its_rewards_spike(run_forked, rule):
+    printed = run_forked(EXAMPLES / "policy_gradient.py", "--rule", rule).stdout
+    rows = re.findall(r"^ *(\d+) +([\d.]+) +(True|False) +(True|False) +2\^(\d+)$", printed, re.MULTILINE)
+    assert [int(step) for step, *_ in rows] == list(range(1, 201))
+    overflows = {int(step): overflow == "True" for step, _, _, overflow, _ in rows}
+    right = [float(share) for _, share, *_ in rows]
+    assert right[0] < 0.5 < 0.9 < np.mean(right[-20:])
+    spikes = [int(step) for step, _, spike, *_ in rows if spike == "True"]
+    assert spikes == [50, 100, 150, 200]
+    assert all(overflows[step] for step in spikes)
+    scales = [2.0 ** int(exponent) for *_, exponent in rows]
+    if rule == "adaptive":
+        expected = path_of(AdaptiveRule(2, 40, 5), 2.0**24, 5, overflows.values())
+        assert scales == [scale for scale, _ in expected]
+    else:
+        # Beside the spikes it skips few steps of a noisy training, and is back after each spike.
+        assert sum(overflows.values()) <= len(spikes) + 8
+        # Two steps later the scale is within a bit of what it was before.
+        assert all(scales[step + 1] >= scales[step - 2] / 2 for step in spikes[:-1])

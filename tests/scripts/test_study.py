@@ -1,5 +1,7 @@
 """The study of policies: its figures are those of the lab, its verdicts follow from them, and it repeats itself."""
 
+import dataclasses
+import math
 from functools import partial
 
 import numpy as np
@@ -14,6 +16,7 @@ from mindformers_adaptive.lab.replay.measures import cost
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, synthetic_trace
+from mindformers_adaptive.rules.formats import FORMATS
 
 
 def rows_of(printed, heading):
@@ -135,6 +138,46 @@ def test_means_are_against_the_window_that_is_best_for_all_kinds(guided):
     costs = {window: study.cost(on_mean[str(window)], 1.0) for window in study.FIXED_WINDOWS}
     assert row[2].partition(":")[0] == str(min(costs, key=costs.get))
     assert row[3] == f"{study.cost(on_mean['guided 1'], 1.0) / min(costs.values()):.2f}"
+
+
+def in_format(trace, one):
+    """A trace of the same ceilings whose gradients are what an 8-bit format makes of those that just overflow there."""
+    top = math.frexp(one.largest)[1] - 1
+    # A number of the format stands for all below the middle to the next.
+    middle = one.largest + one.quantum(top) / 2
+    mantissa, exponent = np.frexp(trace.largest_gradient * middle / one.largest * (1 - 1e-9))
+    quantum = one.quantum(top) / 2.0 ** (top + 1)
+    return dataclasses.replace(trace, largest_gradient=np.ldexp(np.round(mantissa / quantum) * quantum, exponent))
+
+
+@pytest.mark.parametrize("name", ["float8_e5m2", "float8_e4m3fn", "hifloat8"])
+def test_the_guided_rule_costs_no_more_of_its_best_window_in_an_8_bit_format(guided_in_float16, name):
+    one = FORMATS[name]
+    traces = {
+        place: [in_format(with_gradients(trace, gradient_format=one), one) for trace in each]
+        for place, each in guided_in_float16[1].items()
+    }
+    guided = {
+        policy: Configuration("guided", exchange_rate=rate, gradient_format=name)
+        for policy, rate in ((f"guided {rate:g}", rate) for rate in study.GUIDED_RATES)
+    }
+    [(group, of_format)] = study.study(guided, traces).items()
+    of_float16 = guided_in_float16[0][group]
+    # The ceilings are the same, and so are the windows.
+    windows = {policy: row for policy, row in of_float16.items() if policy not in guided}
+    for rate in study.GUIDED_RATES:
+        both = ({**windows, **rows} for rows in (of_format, of_float16))
+        share, usual = (study.against_best(rows, study.MEAN, rate)[1] for rows in both)
+        assert share <= usual + 0.005
+        assert share < 1
+
+
+@pytest.fixture(scope="module")
+def guided_in_float16():
+    """The study of the guided rule on a few traces, and these."""
+    traces = {(study.EXACT, kind): [synthetic_trace(kind, 1000, seed) for seed in (0, 1)] for kind in REPEATED}
+    shown = {place: [with_gradients(trace) for trace in each] for place, each in traces.items()}
+    return study.study(study.GUIDED_AND_FIXED, shown), traces
 
 
 def test_regimes_are_left_and_entered_as_one_replay_does():

@@ -1,0 +1,79 @@
+"""A policy gradient (REINFORCE) in FP16 with value_and_grad and a loss scaler; the rewards spike now and then.
+
+    python scripts/examples/policy_gradient.py
+    python scripts/examples/policy_gradient.py --rule guided
+
+The policy sees one of eight states and has to choose the action that belongs to it. One step in 50 multiplies its
+rewards by 4096, and so its gradients, which then overflow at a loss scale that fits all other steps.
+"""
+
+import argparse
+import math
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, amp, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive import AdaptiveLossScaler, GradientGuidedLossScaler
+
+STATES, ACTIONS, SAMPLES, STEPS = 8, 4, 64, 200
+SPIKE_EVERY, SPIKE = 50, 4096.0
+
+
+def make_scaler(rule):
+    if rule == "guided":
+        return GradientGuidedLossScaler(scale_value=2**24)
+    # Windows of 5 to 40 steps, instead of the usual 20 to 1000, for a training of 200 steps.
+    return AdaptiveLossScaler(scale_value=2**24, scale_window=5, max_scale_window=40, min_scale_window=5)
+
+
+def make_train_step(policy, optimizer, scaler):
+    """Return a function of states, actions and advantages that returns whether the step was applied."""
+
+    def scaled_loss(states, actions, advantages):
+        log_probabilities = ops.log_softmax(policy(states).astype(mstype.float32), -1)
+        chosen = (log_probabilities * ops.one_hot(actions, ACTIONS, Tensor(1.0), Tensor(0.0))).sum(-1)
+        return scaler.scale(-(chosen * advantages).mean())
+
+    value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
+
+    @mindspore.jit
+    def train_step(states, actions, advantages):
+        _, gradients = value_and_grad(states, actions, advantages)
+        gradients = scaler.unscale(gradients)
+        grads_finite = amp.all_finite(gradients)
+        if grads_finite:
+            # A spike that fits must not throw the policy far off.
+            optimizer(ops.clip_by_global_norm(gradients, 1.0))
+        scaler.adjust(grads_finite, gradients)
+        return grads_finite
+
+    return train_step
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rule", choices=("adaptive", "guided"), default="adaptive")
+    scaler = make_scaler(parser.parse_args().rule)
+    mindspore.set_seed(0)
+    random = np.random.default_rng(0)
+    policy = nn.SequentialCell(nn.Dense(STATES, 32, activation="tanh"), nn.Dense(32, ACTIONS)).to_float(mstype.float16)
+    optimizer = nn.Adam(policy.trainable_params(), learning_rate=1e-2)
+    train_step = make_train_step(policy, optimizer, scaler)
+    print("step    right  spike  overflow   next loss scale")
+    for step in range(1, STEPS + 1):
+        state = random.integers(STATES, size=SAMPLES)
+        states = Tensor(np.eye(STATES, dtype=np.float32)[state])
+        # The action of the largest logit plus a Gumbel number is one drawn by the softmax.
+        action = (policy(states).asnumpy().astype(np.float64) + random.gumbel(size=(SAMPLES, ACTIONS))).argmax(1)
+        right, spikes = action == state % ACTIONS, step % SPIKE_EVERY == 0
+        reward = (right + random.normal(0.0, 0.1, SAMPLES)) * (SPIKE if spikes else 1.0)
+        advantages = Tensor((reward - reward.mean()).astype(np.float32))
+        applied = train_step(states, Tensor(action.astype(np.int32)), advantages)
+        scale = f"2^{math.log2(scaler.state()['loss_scale']):g}"
+        print(f"{step:4} {right.mean():8.3f} {spikes!s:>6} {not bool(applied)!s:>9} {scale:>17}")
+
+
+if __name__ == "__main__":
+    main()

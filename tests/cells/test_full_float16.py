@@ -1,0 +1,57 @@
+"""Weights, gradients and the optimizer's state in FP16: both rules train, resume, and skip what overflows."""
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from mindspore import dtype as mstype
+
+from mindformers_adaptive import AdaptiveLossScaleManager, GradientGuidedLossScaleManager, build_train_network
+
+FEATURES, STEPS, SAVED_AT = 4, 120, 60
+MANAGERS = {
+    "adaptive": lambda: AdaptiveLossScaleManager(2**24, 2, 1, 20, 1),
+    "guided": lambda: GradientGuidedLossScaleManager(2**24),
+}
+
+
+def data():
+    random = np.random.default_rng(0)
+    points = random.uniform(-1, 1, (64, FEATURES)).astype(np.float32)
+    return Tensor(points), Tensor(np.sin(2 * points).sum(1, keepdims=True).astype(np.float32))
+
+
+def train_network(manager):
+    mindspore.set_seed(0)
+    layers = (nn.Dense(FEATURES, 16, activation="tanh", dtype=mstype.float16), nn.Dense(16, 1, dtype=mstype.float16))
+    # Level O3 leaves the weights as they were made.
+    network = nn.SequentialCell(*layers)
+    # The steps must be above half a unit of the weights, and the smallest second moment is 2^-24.
+    optimizer = nn.Adam(network.trainable_params(), learning_rate=1e-2, eps=1e-4)
+    return build_train_network(network, optimizer, nn.MSELoss(), level="O3", loss_scale_manager=MANAGERS[manager]())
+
+
+def take(network, steps):
+    inputs = data()
+    found = []
+    for _ in range(steps):
+        loss, overflow, scale = network(*inputs)[:3]
+        found.append((float(loss), bool(overflow), float(scale)))
+    return found
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_all_of_it_in_float16_is_trained_and_resumed(graph_mode, tmp_path, manager):
+    network = train_network(manager)
+    steps = take(network, SAVED_AT)
+    state = [value for value in network.optimizer.get_parameters() if value.name.startswith("moment")]
+    assert {value.dtype for value in [*network.optimizer.parameters, *state]} == {mstype.float16}
+    assert len(state) == 8
+    mindspore.save_checkpoint(network, str(tmp_path / "all.ckpt"))
+    steps += take(network, STEPS - SAVED_AT)
+    assert steps[0][1]
+    assert np.mean([loss for loss, *_ in steps[-10:]]) < 0.2 * steps[0][0]
+    assert sum(overflow for _, overflow, _ in steps[SAVED_AT:]) <= 30
+    resumed = train_network(manager)
+    mindspore.load_param_into_net(resumed, mindspore.load_checkpoint(str(tmp_path / "all.ckpt")))
+    assert take(resumed, STEPS - SAVED_AT) == steps[SAVED_AT:]

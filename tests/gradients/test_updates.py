@@ -1,0 +1,55 @@
+"""What weights in float16 lose of their updates: counted as NumPy rounds them, and said by the finder."""
+
+import argparse
+
+import numpy as np
+import pytest
+from conftest import CONFIG
+from fp16_networks import HalfPrecisionSum
+from mindspore import Parameter, Tensor
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.cli.find import read_learning_rate
+from mindformers_adaptive.gradients.ranges import find_loss_scale
+from mindformers_adaptive.gradients.report import array_statistics
+from mindformers_adaptive.gradients.updates import lost_updates
+
+NUMBERS = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("update", [1.1e-3, 1e-5, 1.1e-7, 2e-8])
+def test_lost_updates_are_those_that_rounding_to_float16_undoes(update):
+    size = (NUMBERS.normal(0, 1, 5000) * 2.0 ** NUMBERS.integers(-26, 4, 5000)).astype(np.float16)
+    weights = {"all": size, "norm": np.ones(10, np.float16), "small": size[np.abs(size) < 1e-3]}
+    found = lost_updates({name: array_statistics(array) for name, array in weights.items()}, update)
+    # Away from 0, where the distance to the next number is that of the power of two.
+    stays = {
+        name: (np.abs(w).astype(np.float64) + update).astype(np.float16) == np.abs(w) for name, w in weights.items()
+    }
+    assert found.share == np.mean(np.concatenate([*stays.values()]))
+    shares = {name: each.mean() for name, each in stays.items()}
+    assert found.parameter_share == shares[found.parameter] == max(shares.values())
+
+
+def test_the_finder_says_what_is_lost_if_it_knows_the_learning_rate():
+    network, ones = HalfPrecisionSum(2), np.ones(2, np.float32)
+    assert find_loss_scale(network, ones, learning_rate=1e-4).lost_updates is None
+    network.weight = Parameter(Tensor([1.0, 2.0**-10], mstype.float16), name="weight")
+    found = find_loss_scale(network, ones, learning_rate=1e-4)
+    assert (found.lost_updates.share, found.to_dict()["lost_updates"]["parameter"]) == (0.5, "weight")
+    assert "An update as large as the learning rate, 0.0001, is lost in 50.0% of them" in str(found)
+    assert find_loss_scale(network, ones).lost_updates is None
+    with pytest.raises(ValueError, match="'learning_rate'"):
+        find_loss_scale(network, ones, learning_rate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], 3e-3),
+        (["lr_schedule.learning_rate=1e-5"], 1e-5),
+        (["lr_schedule.learning_rate=high", "optimizer.learning_rate=0.1"], 0.1),
+    ],
+)
+def test_the_program_takes_the_learning_rate_of_the_file_or_the_options(options, expected):
+    assert read_learning_rate(argparse.Namespace(config=str(CONFIG), options=options)) == expected
