@@ -141,9 +141,8 @@ def write_sources(language, folder):
         write(folder / name, page_of(file))
     ordered = [pages[(ROOT / link).resolve()] for link in _ROW.findall(first.read_text(encoding="utf-8"))]
     # The raw tables, and the changes.
-    ordered += sorted(
-        {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
-    )
+    others = {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
+    ordered += sorted(others, reverse=True)
     words = WORDS[language]
     with open(folder / "index.md", "a", encoding="utf-8") as index:
         index.write(toctree(words["pages"], ordered) + toctree(words["reference"], ["reference/index"]))
