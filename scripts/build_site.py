@@ -25,19 +25,19 @@ FIRST_PAGES = {"en": "README.md", "zh": "README_CN.md"}
 
 # What a page of the API reference is made for, by title in both languages.
 PUBLIC = {
-    ("Update cells", "缩放更新单元"): [
+    ("Update cells", "更新Cell"): [
         "AdaptiveLossScaleUpdateCell",
         "GradientGuidedLossScaleUpdateCell",
         "RuleLossScaleUpdateCell",
         "wrapper.NoLossScaleUpdateCell",
     ],
-    ("Train-step cells", "训练步单元"): [
+    ("Train-step cells", "单步训练Cell"): [
         "wrapper.MFTrainOneStepCell",
         "wrapper.MFPipelineWithLossScaleCell",
         "wrapper.TrainOneStepWithLossScaleCell",
         "FixedScaleTrainOneStepCell",
     ],
-    ("Managers and scalers", "管理器与缩放器"): [
+    ("Managers and scalers", "管理器与scaler"): [
         "AdaptiveLossScaleManager",
         "GradientGuidedLossScaleManager",
         "RuleLossScaleManager",
@@ -82,7 +82,7 @@ PUBLIC = {
         "rules.formats.Format",
         "rules.formats.find_format",
     ],
-    ("The lab", "实验室"): [
+    ("The lab", "策略实验室"): [
         "make_policy",
         "lab.analysis.analyze.analyze",
         "lab.logs.read_log",
@@ -141,9 +141,8 @@ def write_sources(language, folder):
         write(folder / name, page_of(file))
     ordered = [pages[(ROOT / link).resolve()] for link in _ROW.findall(first.read_text(encoding="utf-8"))]
     # The raw tables, and the changes.
-    ordered += sorted(
-        {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
-    )
+    others = {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
+    ordered += sorted(others, reverse=True)
     words = WORDS[language]
     with open(folder / "index.md", "a", encoding="utf-8") as index:
         index.write(toctree(words["pages"], ordered) + toctree(words["reference"], ["reference/index"]))

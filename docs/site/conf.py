@@ -46,6 +46,9 @@ html_sidebars = {
 }
 html_copy_source = False
 toc_object_entries_show_parents = "hide"
+# The Chinese of the docstrings, all in one file.
+locale_dirs = [str(ROOT / "docs" / "site" / "locale")]
+gettext_compact = "reference"
 html_math_renderer = "mathml"
 
 # API reference

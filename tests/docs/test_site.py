@@ -127,6 +127,13 @@ def test_pages_of_the_reference_show_the_names(site):
         assert mindformers_adaptive.__version__ in (site / language / "index.html").read_text(encoding="utf-8")
 
 
+def test_each_public_name_is_summed_up_in_chinese(site):
+    index = (site / "zh" / "reference" / "index.html").read_text(encoding="utf-8")
+    summaries = re.findall(r"</a></p></td>\s*<td><p>(.*?)</p></td>", index)
+    assert len(summaries) == len(PUBLIC)
+    assert [summary for summary in summaries if not re.search("[\u4e00-\u9fff]", summary)] == []
+
+
 # In a browser
 
 

@@ -53,7 +53,7 @@ def test_groups_and_the_worst_parameter_over_batches():
 def test_a_format_is_named_by_verdict_texts_and_records():
     ranges = replace(sweep({ATTENTION: (0.5, 1.0)}), gradient_format=FORMATS["hifloat8"])
     found = recommend_loss_scale(ranges)
-    assert "At 2^0 HiF8 loses 50.00%" in str(found)
+    assert "loses 50.00% of its gradient in HiF8" in str(found)
     assert "HiF8 needs loss scaling here." in str(found)
     assert "FP16" not in str(found)
     told = [ranges.to_dict(), found.to_dict(), *found.to_dict()["verdicts"]]
