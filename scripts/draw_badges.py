@@ -19,11 +19,11 @@ def badges():
     """Return what each badge says: its name and its value."""
     requirements = (ROOT / "requirements.txt").read_text(encoding="utf-8")
     pinned = dict(re.findall(r"^(\w+)==(.+)$", requirements, re.MULTILINE))
-    python = re.search(r"sys.version_info\[:2\] != \((\d+), (\d+)\)", (ROOT / "scripts" / "python.sh").read_text())
+    pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "setup.py").read_text(encoding="utf-8"))
     [licence] = re.findall(r"(Apache) License\s+Version (2\.0)", (ROOT / "LICENSE").read_text(encoding="utf-8"))
     return {
         "version": ("version", __version__),
-        "python": ("tested with Python", ".".join(python.groups())),
+        "python": ("Python", ", ".join(pythons)),
         "mindspore": ("MindSpore", pinned["mindspore"]),
         "mindformers": ("MindFormers", pinned["mindformers"]),
         "device": ("run on", "CPU"),
