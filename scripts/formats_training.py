@@ -42,8 +42,8 @@ TASKS = {
     "llama": (3, (0, 8, 16)),
 }
 LLAMA = {"steps": 80, "seq_length": 32}
-# In HiF8 five seeds leave it open whether a fixed scale is better than a rule.
-MORE_SEEDS = {("damped", "HiF8"): 10}
+# In HiF8 ten seeds leave it open whether a fixed scale is better by 0.02 than a rule.
+MORE_SEEDS = {("damped", "HiF8"): 15}
 # The others take hours.
 USUAL = ("damped", "zero", "auxiliary")
 PICTURED = "damped"

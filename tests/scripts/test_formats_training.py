@@ -28,14 +28,14 @@ def test_without_scaling_nothing_is_learned_and_both_rules_are_as_good_as_the_be
         assert interval_of(method)[0] >= -0.02
 
 
-def test_from_the_found_scale_at_most_one_of_100_steps_is_skipped_but_where_the_page_says_so():
+def test_from_the_found_scale_at_most_one_of_100_steps_is_skipped():
     most = {
         (key, name, method): max(run["skipped_early"] for run in of_format["runs"][method])
         for key, task in figure("formats")["tasks"].items()
         for name, of_format in task["formats"].items()
         for method in FOUND
     }
-    assert {place: skipped for place, skipped in most.items() if skipped > 1} == {("auxiliary", FP8, FOUND[0]): 2}
+    assert {place: skipped for place, skipped in most.items() if skipped > 1} == {}
 
 
 @pytest.mark.parametrize(("margin", "skipped"), [(2, 2), (3, 1)])
