@@ -15,7 +15,7 @@ EXTRAS = {
     "plot": ["matplotlib>=3.8"],
     "tensorboard": ["tensorboardX>=2.5"],
     # The site of scripts/build_site.py.
-    "docs": ["Sphinx==9.0.4", "myst-parser==5.2.0", "furo==2025.12.19", "ipython_pygments_lexers"],
+    "docs": ["Sphinx>=8.1", "myst-parser>=4", "furo>=2024.8", "ipython_pygments_lexers"],
 }
 
 setup(

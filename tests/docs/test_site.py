@@ -13,7 +13,6 @@ import sys
 import threading
 import urllib.parse
 
-import build_site
 import pytest
 from conftest import ROOT
 from pages import blocks_in
@@ -21,6 +20,7 @@ from pages import blocks_in
 import mindformers_adaptive
 from mindformers_adaptive import wrapper
 
+build_site = pytest.importorskip("build_site", reason="There is no Sphinx for a Python before 3.11")
 LANGUAGES = tuple(build_site.FIRST_PAGES)
 # What is in them is on the page of their room.
 UTILITIES = ("mindformers_adaptive.rules.backend", "mindformers_adaptive.text.table")
