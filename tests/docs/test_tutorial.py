@@ -19,8 +19,8 @@ def cells(notebook, kind="code"):
 
 
 def outputs(notebook):
-    """What the cells gave, by cell: the pictures without their bytes, and numbers of the training without their end."""
-    return [[shown(output) for output in cell["outputs"]] for cell in cells(notebook)]
+    """What the cells gave as one text for each cell, because a stream comes in pieces."""
+    return ["".join(map(shown, cell["outputs"])) for cell in cells(notebook)]
 
 
 def shown(output):
@@ -39,11 +39,11 @@ def test_tutorial_runs_and_gives_what_it_shows(tmp_path):
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, "\n".join([run.stderr[-2000:], (tmp_path / "train.log").read_text()[-2000:]])
     fresh, kept = outputs(copy), outputs(TUTORIAL)
-    assert [len(each) for each in fresh] == [len(each) for each in kept]
+    assert [bool(each) for each in fresh] == [bool(each) for each in kept]
     # Losses differ between machines in their last digits.
     for place in (2, 4, 6):
         assert fresh[place] == kept[place]
-    assert fresh[-1][-1] == "True"
+    assert fresh[-1].endswith("True")
 
 
 def test_tutorial_is_the_same_in_chinese():
