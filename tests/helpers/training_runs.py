@@ -277,7 +277,7 @@ class TrainingRun:
     def __exit__(self, *_):
         self.kill()
 
-    def wait(self, timeout=300):
+    def wait(self, timeout=900):
         """Wait for the end of the run; return the run."""
         try:
             exit_code = self.process.wait(timeout)
@@ -287,7 +287,7 @@ class TrainingRun:
         assert exit_code == 0, self.text()[-5000:] + console
         return self
 
-    def wait_until(self, happened, timeout=300):
+    def wait_until(self, happened, timeout=900):
         """Wait until ``happened()`` is true, as exactly as can be without taking more than a fifth of a core."""
         start = looked_at = time.monotonic()
         while not happened():
