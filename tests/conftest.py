@@ -26,7 +26,7 @@ PROGRAM = ROOT / "mindformers_adaptive" / "__main__.py"
 # Folders of tests that build MindFormers' trainers in their own process.
 TRAINERS = [ROOT / "tests" / name for name in ("checkpoint", "gradients", "integration")]
 
-# A test, or the setup of a fixture, that takes longer hangs; and one that is marked as slow. Busy machines are slow too.
+# A test, or the setup of a fixture, that takes longer hangs; and one that is marked as slow. Busy machines are slow.
 SECONDS, SLOW_SECONDS = 900, 1800
 
 
