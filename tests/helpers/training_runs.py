@@ -5,11 +5,13 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import mindspore
 import numpy as np
 import psutil
+import yaml
 from conftest import ROOT
 from every_rule import RULES
 from launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
@@ -27,6 +29,7 @@ SMALL_MODEL = {
 }
 # Windows so small that in 40 steps the window, its index and every counter move; the run overflows for real.
 _SCALE_SENSE = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
+_CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 _BATCH_SIZE = 8
 
 
@@ -210,6 +213,7 @@ class TrainingRun:
         machine (Machine, optional): where that starts the one process of this machine.
         arguments (Sequence[str]): further options of the launcher.
         environment (dict, optional): further environment variables.
+        hold_after (int, optional): after how many steps it waits to be stopped. It stands last of the callbacks.
         compiled (Path, optional): where MindSpore keeps the graph that it compiles, or takes it from; only for runs
             whose graphs are the same.
     """
@@ -228,6 +232,7 @@ class TrainingRun:
         machine=None,
         arguments=(),
         environment=None,
+        hold_after=None,
         compiled=None,
     ):
         TrainingRun._started += 1
@@ -248,7 +253,7 @@ class TrainingRun:
         }
         command = [ROOT / "scripts" / "run_mindformer.py"]
         environment = {**with_this_python(), "PYTHONPATH": str(ROOT), **(environment or {})}
-        config = "tiny_llama_cpu_fp16.yaml"
+        config = _CONFIG
         if compiled is not None:
             environment |= {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(compiled)}
         if by_msrun:
@@ -259,9 +264,13 @@ class TrainingRun:
             environment |= {"MACHINES": str(processes), "MACHINE": str(machine.number), "MASTER_PORT": "8118"}
             environment |= {"MASTER_ADDRESS": machine.first_address}
         if processes > 1:
-            config = "tiny_llama_cpu_fp16_parallel.yaml"
+            # Its base_config is the other.
+            config = _CONFIG.with_name("tiny_llama_cpu_fp16_parallel.yaml")
             options["parallel_config.data_parallel"] = processes
-        command += ["--config", ROOT / "configs" / config, *arguments]
+        if hold_after is not None:
+            config = _with_hold(config, hold_after, logs)
+            arguments = [*arguments, "--register-path", Path(__file__).parent]
+        command += ["--config", config, *arguments]
         command += ["--options", *(f"{key}={value}" for key, value in options.items())]
         command = list(map(str, command))
         if by_msrun:
@@ -341,6 +350,16 @@ class TrainingRun:
         fields = [field for rule in RULES for field in rule.all_fields()]
         floats = {"loss_scale", *(key for field in fields if field.dtype == "float32" for key in field.keys)}
         return {name: float(value) if name in floats else int(value) for name, value in pairs.items()}
+
+
+def _with_hold(config, steps, folder):
+    """Write a YAML file that adds a callback to another, which waits after so many steps; return it."""
+    callbacks = yaml.safe_load(_CONFIG.read_text())["callbacks"]
+    # MindFormers finds the class in the folder that is its register_path.
+    hold = {"type": "HoldAfter", "auto_register": "hold_after.HoldAfter", "steps": steps}
+    written = folder / config.name
+    written.write_text(yaml.safe_dump({"base_config": str(config), "callbacks": [*callbacks, hold]}))
+    return written
 
 
 def _is_worker(process, rank):

@@ -29,6 +29,8 @@ KILLED_IN_PART = (LegacyFormat("ckpt"), 2)
 
 # A step at which the index, both counters and the overflows in a row are above 0, so that none may be lost.
 SAVED_AT, LAST = 14, 40
+# So many steps before the last a run is held that is to be killed.
+UNTAKEN = 2
 
 # What of the update cell a checkpoint has, the loss scale included.
 PARAMETER_OF = {"loss_scale": "scale_sense", **{field.name: field.parameter for field in AdaptiveRule.all_fields()}}
@@ -93,11 +95,15 @@ def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
         in_this |= {"environment": {"MS_NODE_TIMEOUT": "8"}, "by_msrun": True}
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
-        with TrainingRun(output, long_corpus, options | resume, last, processes, **in_this) as run:
+        # It is killed in or after a save, and has not ended by then.
+        hold_after = None if kill == kills else last - UNTAKEN - resumed_from if in_a_save else SAVED_AT + 4
+        how = in_this | {"hold_after": hold_after}
+        with TrainingRun(output, long_corpus, options | resume, last, processes, **how) as run:
             if kill == kills:
                 run.wait()
             elif in_a_save:
-                kill_while_saving(run, form, output, max(resumed_from + 1, SAVED_AT), random.Random(kill))
+                after = max(resumed_from + 1, SAVED_AT)
+                kill_while_saving(run, form, output, after, last - UNTAKEN, random.Random(kill))
             else:
                 run.wait_until_saved(form, output, processes)
                 if (form, processes) == KILLED_IN_PART:
@@ -178,12 +184,12 @@ def as_restored(state, cur_iter):
     return {name: value for name, value in state._asdict().items() if name not in left_out} | counted
 
 
-def kill_while_saving(run, form, output, after, delays):
-    """Kill a run that saves each step in a save after so many steps."""
+def kill_while_saving(run, form, output, after, held, delays):
+    """Kill a run that saves each step in a save after so many steps, or where it is held at the latest."""
     run.wait_until(lambda: max(run.steps(), default=0) >= after)
     time.sleep(delays.uniform(0, 0.1))
     names = form.names(output)
-    run.wait_until(lambda: form.names(output) - names)
+    run.wait_until(lambda: form.names(output) - names or max(run.steps()) == held)
     # Most saves are over in a few milliseconds.
     time.sleep(0.03 * delays.random() ** 4)
     run.kill()

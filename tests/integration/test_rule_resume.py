@@ -117,7 +117,7 @@ def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
     # A format that the uninterrupted run does not have, and the user's rule, get a run that is killed; the others go on
     # from a copy of what the uninterrupted run had saved by then.
     if form is not shared or name == "log_max":
-        with TrainingRun(output, long_corpus, options, LAST, **graph) as run:
+        with TrainingRun(output, long_corpus, options, LAST, hold_after=SAVED_AT + 4, **graph) as run:
             run.wait_until_saved(form, output)
         assert run.steps() == {step: expected[step] for step in run.steps()}
     else:

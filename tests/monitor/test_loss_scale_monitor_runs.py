@@ -1,6 +1,5 @@
 """``LossScaleMonitor`` from a MindFormers YAML file: runs of the launcher, killed and resumed too."""
 
-import json
 import os
 import re
 import signal
@@ -18,6 +17,8 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 pytestmark = pytest.mark.slow
 
 SAVED_EVERY, LAST = 10, 40
+# After one save, and before the next.
+HELD_AFTER = SAVED_EVERY + 4
 # The fields that have more than one value in these runs.
 MOVING = FIELDS[2 : FIELDS.index("skipped_steps") + 1]
 
@@ -25,13 +26,6 @@ MOVING = FIELDS[2 : FIELDS.index("skipped_steps") + 1]
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "samples", samples=400)
-
-
-def callbacks(monitor):
-    saving = {"type": "CheckpointMonitor", "prefix": "tiny_llama", "save_checkpoint_steps": SAVED_EVERY}
-    saving |= {"integrated_save": False, "async_save": False, "keep_checkpoint_max": 2}
-    # The monitor stands last, as a user adds it.
-    return {"callbacks": json.dumps([{"type": "MFLossMonitor", "per_print_times": 1}, saving, monitor])}
 
 
 def assert_is_what_happened(lines, printed):
@@ -57,7 +51,7 @@ def stop_after_saving(run, form, output, step):
     assert run.process.wait(60) == -signal.SIGTERM
     assert form.newest_complete(output) == step
     [(stopped_after, remedy)] = re.findall(r"Training was stopped by SIGTERM after step (\d+)\. (.*)", run.text())
-    assert step <= int(stopped_after) <= LAST
+    assert step <= int(stopped_after) <= step - SAVED_EVERY + HELD_AFTER
     asked_for = {key: str(value) for key, value in form.resume_options(output).items() if key != "load_ckpt_format"}
     for key, value in asked_for.items():
         assert f"'{key}'" in remedy
@@ -66,19 +60,18 @@ def stop_after_saving(run, form, output, step):
 
 def test_a_run_that_is_killed_then_stopped_and_resumed_twice_has_one_record_with_every_step_once(corpus, tmp_path):
     output, record, form = tmp_path / "output", tmp_path / "it.jsonl", LegacyFormat("ckpt")
-    options = callbacks({"type": "LossScaleMonitor", "every_n_steps": 3, "record_path": str(record)})
+    options = form.save_options(output, SAVED_EVERY, keep=2)
+    options["callbacks.2"] = f"{{type: LossScaleMonitor, every_n_steps: 3, record_path: {record}}}"
     options |= {"runner_wrapper.scale_sense.history_size": 3}
 
-    with TrainingRun(output, corpus, options) as killed:
+    with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as killed:
         # It looks at every third step, and before each save: next after step 10, which is saved, at step 12.
         killed.wait_until(lambda: record.exists() and len(read_record(record)) > SAVED_EVERY)
     saved, before = form.newest_complete(output), read_record(record)
-    assert [line["step"] for line in before] == list(range(1, len(before) + 1))
-    # The record is never behind a checkpoint.
-    assert saved < len(before) < LAST
+    assert (saved, [line["step"] for line in before]) == (SAVED_EVERY, list(range(1, 13)))
 
     options |= form.resume_options(output)
-    with TrainingRun(output, corpus, options) as stopped:
+    with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as stopped:
         stop_after_saving(stopped, form, output, saved + SAVED_EVERY)
     superseded = f"went on to step {len(before)}: the steps after {saved} are taken out"
     assert stopped.text().count(superseded) == 1
@@ -101,7 +94,7 @@ def test_a_run_that_saves_by_the_checkpoint_section_says_how_to_resume_and_that_
     output, form = tmp_path / "output", CheckpointSection()
     options = {"callbacks.2": "{type: LossScaleMonitor, every_n_steps: 9}", **form.save_options(output, SAVED_EVERY, 2)}
     options |= {"runner_wrapper.scale_sense.history_size": 9}
-    with TrainingRun(output, corpus, options) as stopped:
+    with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as stopped:
         stop_after_saving(stopped, form, output, SAVED_EVERY)
     resumed = TrainingRun(output, corpus, options | form.resume_options(output)).wait()
     assert_is_what_happened(read_record(output / "loss_scale_record.jsonl"), stopped.steps() | resumed.steps())
