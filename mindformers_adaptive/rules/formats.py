@@ -132,6 +132,9 @@ def find_format(given: str | Mapping[str, Any] | Format, argument: str = "gradie
             format itself.
         argument (str): what it is called in messages. Default: "gradient_format".
 
+    Returns:
+        Format; one that is given is returned as it is.
+
     Raises:
         TypeError: if it is none of these.
         ValueError: if there is no format of this name, or the numbers are none of a format.
