@@ -59,9 +59,16 @@ def documented_signature(docstring):
 
 
 def is_left_out(app, what, name, obj, skip, options):
-    """Leave out what every tuple with names has; the docstring of its class describes its fields."""
+    """Leave out what every tuple with names has, whose class describes its fields, and every exception."""
     is_of_tuple = name in ("count", "index") or str(inspect.getdoc(obj)).startswith("Alias for field number")
-    return True if is_of_tuple else None
+    return True if is_of_tuple or name in ("add_note", "with_traceback") else None
+
+
+def show_commands_as_code(app, what, name, obj, options, lines):
+    """Show the commands at the end of a subcommand's help as they are typed."""
+    start = next((place for place, line in enumerate(lines) if line in ("example:", "examples:")), None)
+    if what == "module" and start is not None:
+        lines[start + 1 :] = ["    ::", "", *(f"    {line}" for line in lines[start + 1 :])]
 
 
 def name_where_defined(app, doctree):
@@ -81,6 +88,8 @@ def setup(app):
     app.connect("doctree-read", name_where_defined, priority=400)
     app.connect("autodoc-process-signature", signature_of)
     app.connect("autodoc-skip-member", is_left_out)
+    # Before napoleon.
+    app.connect("autodoc-process-docstring", show_commands_as_code, priority=400)
     for field in PyObject.doc_field_types:
         if field.name == "variable":
             field.label = _("Attributes")

@@ -92,7 +92,7 @@ class Format:
 
     @property
     def given(self) -> Any:
-        """What :func:`find_format` takes for it and JSON can hold: its name, or its numbers by name."""
+        """What :func:`find_format` takes for it and JSON can hold, its name or its numbers by name."""
         return self.name if FORMATS.get(self.name) == self else dataclasses.asdict(self)
 
     def quantum(self, exponent: int) -> float:
