@@ -68,7 +68,7 @@ def show_commands_as_code(app, what, name, obj, options, lines):
     """Show the commands at the end of a subcommand's help as they are typed."""
     start = next((place for place, line in enumerate(lines) if line in ("example:", "examples:")), None)
     if what == "module" and start is not None:
-        lines[start + 1 :] = ["    ::", "", *(f"    {line}" for line in lines[start + 1 :])]
+        lines[start + 1 :] = ["    .. code-block:: text", "", *(f"     {line}" for line in lines[start + 1 :])]
 
 
 def name_where_defined(app, doctree):
