@@ -118,7 +118,7 @@ class LossScaleTrainStep:
 
         Returns:
             tuple[Tensor, tuple[Tensor], Tensor], as of the stock cell, the loss, the gradients, of the shapes of the
-            weights, and their divisor beside the loss scale.
+            weights, and their divisor beside the loss scale, of one element.
         """
         loss, grads, divisor = self.stock_grads(scaling_sens, *inputs)
         self.measure_largest_gradient.keep_divisor(divisor)

@@ -111,13 +111,14 @@ def step(
 
     Args:
         exponent, consecutive_overflows, max_safe_exponent, min_exponent, max_exponent (Union[NDArray, Tensor]): as
-            :class:`~mindformers_adaptive.rules.text_rule.TextRule` describes them, int32 of shape ().
+            :class:`~mindformers_adaptive.rules.text_rule.TextRule` describes it, int32 of shape ().
         overflow, gradient_known (Union[NDArray, Tensor]): as there, bool of shape ().
-        counts, levels, overflow_rate (Union[NDArray, Tensor]): the fields of the rule, int32 of shape (7,), float32 of
-            shape (3,) and float32 of shape (16,).
-        bins, below_base (Union[NDArray, Tensor]): constants, float32 of shape (16,).
-        patience, memory (Union[NDArray, Tensor]): constants, float32 of shape ().
-        recent, smallest_window, largest_window (Union[NDArray, Tensor]): constants, int32 of shape ().
+        counts (Union[NDArray, Tensor]): a field of the rule, int32 of shape (7,).
+        levels (Union[NDArray, Tensor]): a field of the rule, float32 of shape (3,).
+        overflow_rate (Union[NDArray, Tensor]): a field of the rule, float32 of shape (16,).
+        bins, below_base (Union[NDArray, Tensor]): a constant, float32 of shape (16,).
+        patience, memory (Union[NDArray, Tensor]): a constant, float32 of shape ().
+        recent, smallest_window, largest_window (Union[NDArray, Tensor]): a constant, int32 of shape ().
 
     Returns:
         dict, ``exponent``, ``counts``, ``levels`` and ``overflow_rate`` after the step.
