@@ -40,6 +40,8 @@ TASKS = {
     "auxiliary": (3, (0, 4, 8, 12, 16)),
     "moving": (3, (0, 4, 8, 12)),
     "llama": (3, (0, 8, 16)),
+    "lora": (3, (0, 8, 16)),
+    "digits": (3, (0, 8, 16)),
 }
 LLAMA = {"steps": 80, "seq_length": 32}
 # In HiF8 ten seeds leave it open whether a fixed scale is better by 0.02 than a rule.
@@ -126,12 +128,12 @@ def about(task):
 
 def trainings_in(key, name):
     """Return the trainings of a task in a format, and the methods by name."""
-    from worth_tasks import SMALL_TASKS, Llama
+    from worth_tasks import task_of
     from worth_training import FOUND, METHODS, Method, Trainings, adaptive, dynamic, fixed
 
     from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell
 
-    task = SMALL_TASKS[key] if key in SMALL_TASKS else Llama(**LLAMA)
+    task = task_of(key, LLAMA)
     guided = functools.partial(GradientGuidedLossScaleUpdateCell, gradient_format=FORMATS[name][1])
     methods = {FP32: METHODS[0], **{f"2^{exponent}": fixed(2.0**exponent) for exponent in TASKS[key][1]}}
     methods[DYNAMIC.format(HIGH)] = dynamic(1000)

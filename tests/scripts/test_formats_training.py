@@ -7,6 +7,8 @@ from conftest import mindspore_mode
 from pages import figure
 from worth_report import FP32, mean_and_interval
 
+from mindformers_adaptive import simulate_formats
+from mindformers_adaptive.amp.simulated_formats import simulated_products
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 FP8 = "FP8, E4M3 and E5M2"
@@ -96,3 +98,20 @@ def test_a_training_in_simulated_fp8_is_as_the_data_say():
         )
         # Another machine or number of threads adds in another order, which a coarse format makes visible.
         assert run["quality"] == pytest.approx(measured[method][0]["quality"], abs=0.03)
+
+
+def test_all_products_of_the_llama_with_adapters_are_rounded(monkeypatch, tmp_path):
+    # MindFormers writes the configuration of the adapters there.
+    monkeypatch.chdir(tmp_path)
+    from mindspore import dtype as mstype
+    from worth_tasks import task_of
+
+    network = simulate_formats(task_of("lora", script.LLAMA).new_network(mstype.float32), *script.FORMATS[FP8])
+    products = simulated_products(network)
+    # Of the two layers: attention's products of queries, keys and values; in each of the four adapters two beside
+    # that of the layer itself; three feed-forward layers. And the last layer.
+    assert {name: products[name] for name in ("LLamaAttention", "LoRADense", "Linear")} == {
+        "LLamaAttention": 2 * 2,
+        "LoRADense": 2 * 4 * 3,
+        "Linear": 2 * 3 + 1,
+    }
