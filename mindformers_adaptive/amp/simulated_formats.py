@@ -18,14 +18,14 @@ _PRODUCTS += ("Conv2D", "Conv3D", "Conv2DTranspose", "Conv3DTranspose", "Conv2DB
 
 
 class _Rounding(nn.Cell):
-    """Rounds to a format; None leaves everything as it is."""
+    """Rounds to a format, and returns float32."""
 
     def __init__(self, one):
         super().__init__()
-        self.rounds = one is not None
+        self.add_flags()
         # Its smallest numbers are those that devices flush to 0, but not where they convert.
         self.converts = one == FORMATS["bfloat16"]
-        if not self.rounds or self.converts:
+        if self.converts:
             return
         lowest, _, highest = map(math.floor, one.exponents)
         quanta = [one.quantum(exponent) for exponent in range(lowest, highest + 1)]
@@ -46,12 +46,14 @@ class _Rounding(nn.Cell):
         beyond = {"inf": math.inf, "nan": math.nan, "saturate": one.largest}[one.overflow]
         self.beyond = Tensor(beyond, mstype.float32)
 
+    def add_flags(self, **flags):
+        """Compute in float32, whatever the cells around compute in."""
+        return super().add_flags(**{**flags, "fp16": False, "bf16": False, "fp32": True})
+
     def construct(self, x):
-        if not self.rounds:
-            return x
         given = ops.cast(x, mstype.float32)
         if self.converts:
-            return ops.cast(ops.cast(given, mstype.bfloat16), x.dtype)
+            return ops.cast(ops.cast(given, mstype.bfloat16), mstype.float32)
         size = ops.abs(given)
         quantum = ops.gather(self.quanta, self.place(self.powers, size), 0)
         parts = size / quantum
@@ -61,7 +63,7 @@ class _Rounding(nn.Cell):
             count = count + ops.cast(ops.equal(parts - count, self.half), mstype.float32)
         rounded = count * quantum
         rounded = ops.select(ops.greater(rounded, self.largest), self.beyond, rounded)
-        return ops.cast(ops.select(ops.less(given, self.zero), -rounded, rounded), x.dtype)
+        return ops.select(ops.less(given, self.zero), -rounded, rounded)
 
 
 class RoundToFormat(nn.Cell):
@@ -97,14 +99,15 @@ class RoundToFormat(nn.Cell):
     def __init__(self, forward=None, gradients=None):
         super().__init__()
         formats = {"forward": forward, "gradients": gradients}
-        found = {name: None if one is None else find_format(one, name) for name, one in formats.items()}
-        self.round_forward, self.round_gradient = map(_Rounding, found.values())
+        self.round_forward, self.round_gradient = (
+            nn.Identity() if one is None else _Rounding(find_format(one, name)) for name, one in formats.items()
+        )
 
     def construct(self, x):
-        return self.round_forward(x)
+        return ops.cast(self.round_forward(x), x.dtype)
 
     def bprop(self, x, out, dout):
-        return (self.round_gradient(dout),)
+        return (ops.cast(self.round_gradient(dout), dout.dtype),)
 
 
 class _Product(nn.Cell):
@@ -178,7 +181,9 @@ def simulate_formats(network, forward=None, gradients=None, layers=None):
     for name, (cell, products) in found.items():
         if layers is None or name in layers or type(cell).__name__ in layers:
             for key in products:
-                product = _Product(getattr(cell, key), forward, gradients)
+                # It computes in what `to_float` made the cell compute in.
+                flags = {flag: getattr(cell, flag, False) for flag in ("fp16", "bf16", "fp32")}
+                product = _Product(getattr(cell, key), forward, gradients).add_flags(**flags)
                 # A primitive stands in two places, neither of which is that of a cell.
                 del vars(cell)[key], cell._primitives[key]
                 setattr(cell, key, product)

@@ -7,6 +7,7 @@ from exported_graph import export_graph
 from format_tables import OWN, numbers_of_hifloat8
 from graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
 from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import dtype as mstype
 
 from mindformers_adaptive import simulate_formats
 from mindformers_adaptive.amp.simulated_formats import RoundToFormat
@@ -111,6 +112,27 @@ def test_products_of_a_network_compute_in_the_formats(mode):
     expected = (into.T @ x, into.sum(0), rounded.T @ between, sens.sum(0))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one.asnumpy(), other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", [("simulated", "in FP16"), ("in FP16", "simulated")])
+def test_layers_that_compute_in_fp16_see_what_the_formats_leave(mode, order):
+    steps = {
+        "simulated": lambda network: simulate_formats(network, "float8_e4m3fn", "float8_e5m2"),
+        "in FP16": lambda network: network.to_float(mstype.float16),
+    }
+    simulated = nn.Dense(3, 4)
+    for step in order:
+        simulated = steps[step](simulated)
+    x, sens = (NUMBERS.normal(0, 3, shape).astype(np.float16).astype(np.float32) for shape in ((5, 3), (5, 4)))
+    weight = simulated.weight.asnumpy().astype(np.float16).astype(np.float32)
+    output = simulated(Tensor(x))
+    assert output.dtype == mstype.float16
+    rounded = by_ml_dtypes(x, "float8_e4m3fn")
+    expected = rounded @ by_ml_dtypes(weight, "float8_e4m3fn").T + simulated.bias.asnumpy()
+    np.testing.assert_allclose(output.asnumpy(), expected, rtol=2e-3, atol=1e-2)
+    gradient = ops.GradOperation(get_by_list=True, sens_param=True)(simulated, simulated.trainable_params()[:1])
+    [found] = gradient(Tensor(x), Tensor(sens.astype(np.float16)))
+    np.testing.assert_allclose(found.asnumpy(), by_ml_dtypes(sens, "float8_e5m2").T @ rounded, rtol=2e-3, atol=1e-2)
 
 
 class Batched(nn.Cell):
