@@ -69,7 +69,7 @@ def main():
     parser.add_argument("--seeds", type=reporting.positive, help="at most so many (default: those of each task)")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
     parser.add_argument("--add", action="store_true", help="to what the file of --json has")
-    parser.add_argument("--again", metavar="NAME", help="with --add: train methods again whose names begin so")
+    parser.add_argument("--again", metavar="NAME", help="with --add: train methods again that have this in their names")
     reporting.add_json_option(parser)
     parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
     arguments = parser.parse_args()
@@ -114,7 +114,7 @@ def train_missing(trainings, methods, runs, again, seeds):
     """Add to the runs by method those of the seeds that are missing, and yield each method that was trained."""
     for method, how in methods.items():
         of_method = runs.setdefault(method, [])
-        if again and method.startswith(again):
+        if again and again in method:
             of_method.clear()
         if missing := range(len(of_method), seeds):
             of_method += [summary(trainings.run(how, seed)) for seed in missing]
