@@ -45,7 +45,8 @@ class TrainOneStepWithLossScaleCell(LossScaleTrainStep, nn.TrainOneStepWithLossS
 
     Raises:
         TypeError: if ``scale_sense`` is none of the two.
-        ValueError: if ``optimizer`` divides the gradients by a loss scale too.
+        ValueError: if ``optimizer`` divides the gradients by a loss scale too, or a Tensor ``scale_sense`` has another
+            shape.
 
     Supported Platforms:
         ``Ascend`` ``CPU``
@@ -75,7 +76,8 @@ class MFTrainOneStepCell(LossScaleTrainStep, mindformers.wrapper.MFTrainOneStepC
         optimizer (nn.Optimizer): of the model's weights.
         use_clip_grad (bool): whether the gradients are clipped by their global norm. Default: False.
         max_grad_norm (float): the norm to which they are clipped. Default: 1.0.
-        scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell, or a fixed loss scale. Default: 1.0.
+        scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell; or a fixed loss scale, as a Tensor of shape ()
+            or (1,). Default: 1.0.
         **kwargs: all other arguments of the stock cell, such as ``local_norm`` and ``use_skip_data_by_global_norm``.
 
     Inputs:
@@ -88,8 +90,8 @@ class MFTrainOneStepCell(LossScaleTrainStep, mindformers.wrapper.MFTrainOneStepC
 
     Raises:
         TypeError: if ``scale_sense`` is none of these.
-        ValueError: if ``optimizer`` divides the gradients by a loss scale too; if steps are to be dropped by a norm
-            that is not calculated.
+        ValueError: if ``optimizer`` divides the gradients by a loss scale too, or a Tensor ``scale_sense`` has another
+            shape; if steps are to be dropped by a norm that is not calculated.
 
     Supported Platforms:
         ``Ascend`` ``CPU``
@@ -125,7 +127,8 @@ class MFPipelineWithLossScaleCell(LossScaleTrainStep, mindformers.wrapper.MFPipe
         optimizer (nn.Optimizer): of the model's weights.
         use_clip_grad (bool): whether the gradients are clipped by their global norm. Default: True.
         max_grad_norm (float): the norm to which they are clipped. Default: 1.0.
-        scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell, or a fixed loss scale. Default: 1.0.
+        scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell; or a fixed loss scale, as a Tensor of shape ()
+            or (1,). Default: 1.0.
         micro_batch_num (int): into how many micro batches a batch is cut. Default: 1.
         **kwargs: all other arguments of the stock cell.
 

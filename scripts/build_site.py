@@ -98,8 +98,8 @@ PUBLIC = {
     ],
 }
 WORDS = {
-    "en": {"reference": "API reference", "modules": "All modules", "pages": "Guide"},
-    "zh": {"reference": "API参考", "modules": "全部模块", "pages": "指南"},
+    "en": {"reference": "API reference", "modules": "All modules", "pages": "Guide", "changes": "Changes"},
+    "zh": {"reference": "API参考", "modules": "全部模块", "pages": "指南", "changes": "更新记录 (英文)"},
 }
 
 
@@ -143,8 +143,8 @@ def write_sources(language, folder):
     ordered = [pages[(ROOT / link).resolve()] for link in _ROW.findall(first.read_text(encoding="utf-8"))]
     # The raw tables, and the changes.
     others = {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
-    ordered += sorted(others, reverse=True)
     words = WORDS[language]
+    ordered += [f"{words['changes']} <{page}>" if page == "changelog.md" else page for page in sorted(others)[::-1]]
     with open(folder / "index.md", "a", encoding="utf-8") as index:
         index.write(toctree(words["pages"], ordered) + toctree(words["reference"], ["reference/index"]))
 

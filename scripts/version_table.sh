@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests with other pairs of MindSpore and MindFormers, and print a table of what passed:
 #
-#   bash scripts/version_table.sh                  # 2.7.0+1.6.0 and 2.10.0+1.9.0
+#   bash scripts/version_table.sh                  # all tested pairs beside the reference
 #   bash scripts/version_table.sh 2.7.0+1.6.0
 #
 # Each pair is installed into a .venv of its own, as scripts/test_pair.sh does. The output of the tests goes to
@@ -28,7 +28,7 @@ add_up() {
         END { for (i = 1; i <= n; i++) printf "%s%d %s", (i > 1 ? ", " : ""), sum[names[i]], names[i] }'
 }
 
-[ $# -gt 0 ] || set -- 2.7.0+1.6.0 2.10.0+1.9.0
+[ $# -gt 0 ] || set -- 2.7.0+1.6.0 2.10.0+1.9.0 2.10.0+2.0.0 2.10.0+2.1.0
 echo "| MindSpore | MindFormers | not slow | resume |"
 echo "|---|---|---|---|"
 for pair in "$@"; do

@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+import chinese
 import mathml
 import references
 import search
@@ -75,6 +76,7 @@ napoleon_custom_sections = ["Inputs", "Outputs", "Supported Platforms"]
 
 
 def setup(app):
+    chinese.setup(app)
     mathml.setup(app)
     references.setup(app)
     search.setup(app)

@@ -1,11 +1,13 @@
 """What autodoc shows of the package: names that it does not find by itself, signatures, and which members."""
 
 import inspect
+import re
 import sys
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.domains.python import PyObject
+from sphinx.locale import _
 from sphinx.util.inspect import stringify_signature
 from sphinx.util.nodes import make_refnode
 
@@ -29,16 +31,44 @@ def resolve(app, env, node, content):
 
 def signature_of(app, what, name, obj, options, signature, return_annotation):
     """Return the signature of a class by its constructor: autodoc shows that of the mocked base instead."""
-    if not (what == "class" and obj.__module__.startswith("mindformers_adaptive") and "__init__" in vars(obj)):
+    if what != "class" or not obj.__module__.startswith("mindformers_adaptive"):
+        return None
+    if "__signature__" in vars(obj):
+        return documented_signature(inspect.getdoc(obj)), None
+    if "__init__" not in vars(obj):
         return None
     _, *others = inspect.signature(obj.__init__).parameters.values()
-    return stringify_signature(inspect.Signature(others), show_annotation=False), None
+    shown = stringify_signature(inspect.Signature(others), show_annotation=False)
+    return _FORMAT.sub(lambda found: found[1].upper(), shown).replace("<factory>", "{}"), None
+
+
+# A format as a default, which has a constant by its name.
+_FORMAT = re.compile(r"Format\(name='(\w+)'.*?\)\)")
+_ARGUMENT = re.compile(r"^    (\*{0,2}\w+)(?: \(.*?\))?: (.+(?:\n {8}.*)*)", re.MULTILINE)
+_DEFAULT = re.compile(r"Default: (.+?)\.(?:\s|$)")
+
+
+def documented_signature(docstring):
+    """Return what Args says of a constructor that is the mocked base's."""
+    [section] = re.findall(r"^Args:\n((?: {4}.*\n)+)", docstring, re.MULTILINE)
+    shown = []
+    for name, text in _ARGUMENT.findall(section):
+        default = _DEFAULT.search(text)
+        shown.append(f"{name}={default[1]}" if default else name)
+    return f"({', '.join(shown)})"
 
 
 def is_left_out(app, what, name, obj, skip, options):
-    """Leave out what every tuple with names has; the docstring of its class describes its fields."""
+    """Leave out what every tuple with names has, whose class describes its fields, and every exception."""
     is_of_tuple = name in ("count", "index") or str(inspect.getdoc(obj)).startswith("Alias for field number")
-    return True if is_of_tuple else None
+    return True if is_of_tuple or name in ("add_note", "with_traceback") else None
+
+
+def show_commands_as_code(app, what, name, obj, options, lines):
+    """Show the commands at the end of a subcommand's help as they are typed."""
+    start = next((place for place, line in enumerate(lines) if line in ("example:", "examples:")), None)
+    if what == "module" and start is not None:
+        lines[start + 1 :] = ["    .. code-block:: text", "", *(f"     {line}" for line in lines[start + 1 :])]
 
 
 def name_where_defined(app, doctree):
@@ -58,6 +88,8 @@ def setup(app):
     app.connect("doctree-read", name_where_defined, priority=400)
     app.connect("autodoc-process-signature", signature_of)
     app.connect("autodoc-skip-member", is_left_out)
+    # Before napoleon.
+    app.connect("autodoc-process-docstring", show_commands_as_code, priority=400)
     for field in PyObject.doc_field_types:
         if field.name == "variable":
-            field.label = "Attributes"
+            field.label = _("Attributes")

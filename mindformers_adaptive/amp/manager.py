@@ -26,7 +26,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
         track_per_parameter (bool): as in
             :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`. Default: False.
-        arguments: those of the rule, by name, unless it is made already.
+        **arguments: those of the rule, by name, unless it is made already.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -197,8 +197,10 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
 
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
-        scale_factor, exchange_rate, min_loss_scale, max_loss_scale, gradient_format, track_per_parameter: as in
-            :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`.
+        scale_factor, exchange_rate, min_loss_scale, max_loss_scale (float): as in
+            :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`, with its defaults.
+        gradient_format (Union[str, Mapping, Format]): as there.
+        track_per_parameter (bool): as there. Default: False.
 
     Raises:
         TypeError: if an argument is not of its type.

@@ -45,7 +45,7 @@ class RuleLossScaler(amp.LossScaler):
     Args:
         rule (Union[str, type, TextRule]): ``module.Class``, the class, or the rule itself.
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
-        arguments: those of the rule, by name, unless it is made already.
+        **arguments: those of the rule, by name, unless it is made already.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -213,8 +213,9 @@ class GradientGuidedLossScaler(RuleLossScaler):
 
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
-        scale_factor, exchange_rate, min_loss_scale, max_loss_scale, gradient_format: as in
-            :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`.
+        scale_factor, exchange_rate, min_loss_scale, max_loss_scale (float): as in
+            :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`, with its defaults.
+        gradient_format (Union[str, Mapping, Format]): as there.
 
     Raises:
         TypeError: if an argument is not of its type.

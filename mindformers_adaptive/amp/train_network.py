@@ -32,7 +32,7 @@ def build_train_network(network, optimizer, loss_fn=None, level="O0", boost_leve
         loss_fn (nn.Cell, optional): the loss function; None if `network` returns the loss. Default: None.
         level (str): 'O0', 'O1', 'O2', 'O3' or 'auto', see ``mindspore.amp.auto_mixed_precision``. Default: 'O0'.
         boost_level (str): 'O0', 'O1' or 'O2'. Default: 'O0'.
-        kwargs: ``loss_scale_manager``, ``keep_batchnorm_fp32``, ``cast_model_type``.
+        **kwargs: ``loss_scale_manager``, ``keep_batchnorm_fp32``, ``cast_model_type``.
 
     Returns:
         nn.Cell, the train-step cell, in training mode.

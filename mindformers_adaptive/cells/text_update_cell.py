@@ -222,7 +222,7 @@ class RuleLossScaleUpdateCell(TextUpdateCell):
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0.
         track_per_parameter (bool): as in :class:`GradientGuidedLossScaleUpdateCell`, for a rule that needs the largest
             gradient. Default: False.
-        arguments: those of the rule, by name, unless it is made already.
+        **arguments: those of the rule, by name, unless it is made already.
 
     Inputs, outputs, platforms: as in :class:`GradientGuidedLossScaleUpdateCell`.
 

@@ -63,7 +63,7 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """The kind of state: "none" if the checkpoint has no state, "unreadable" if that cannot be known."""
+        """The kind of state, "none" if the checkpoint has no state, "unreadable" if that cannot be known."""
         if self.unreadable:
             return "unreadable"
         counted = {field.parameter for field in STEP_FIELDS}

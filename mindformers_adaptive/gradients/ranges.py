@@ -58,8 +58,9 @@ def gradient_ranges(
     Args:
         network (Cell): a train-step cell, a subclass of ``nn.TrainOneStepCell``, or a network that returns its loss: a
             Tensor, or a tuple whose first element is the loss.
-        inputs (Union[Tensor, tuple, list, Iterable]): one batch, a Tensor or a tuple of Tensors; or several, an
-            iterable of such tuples, like ``dataset.create_tuple_iterator(num_epochs=1)``. NumPy arrays are accepted.
+        inputs (Union[Tensor, tuple, list, Iterable]): one batch, a Tensor or a tuple of Tensors, of the shapes and
+            dtypes that the network takes; or several, an iterable of such tuples, like
+            ``dataset.create_tuple_iterator(num_epochs=1)``. NumPy arrays are accepted.
         loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
         layers (Iterable[str]): cells of the network whose outputs are measured too, by name or by the name of their
             class; see :class:`mindformers_adaptive.gradients.ranges.LayerOutputs`. Default: none.

@@ -119,7 +119,7 @@ class ScaleRanges:
 
     @property
     def overflow(self) -> bool:
-        """Whether any gradient is inf or NaN: such a step is skipped."""
+        """Whether any gradient is inf or NaN. Such a step is skipped."""
         return any(statistics.infs_and_nans for statistics in self.parameters.values())
 
     def unscaled(self) -> ScaleRanges:

@@ -36,6 +36,9 @@ def find_rule(rule: str | type[Rule]) -> type[Rule]:
         rule (Union[str, type]): the name of one of ``RULES``; ``module.Class`` of a rule of one's own, where the module
             lies in the current folder or can be imported; or the class itself.
 
+    Returns:
+        type, a subclass of :class:`Rule`.
+
     Raises:
         TypeError: if it is neither a string nor the class of a rule.
         ValueError: if there is no such rule.
@@ -61,6 +64,9 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
     Args:
         rule (Union[str, type, Rule]): as :func:`find_rule` takes it, or a rule.
         **arguments: those of the rule.
+
+    Returns:
+        Rule, of the class that :func:`find_rule` returns.
 
     Raises:
         TypeError: if it is no rule, or has no such argument; if arguments are given for one that is made already.

@@ -92,7 +92,7 @@ class Format:
 
     @property
     def given(self) -> Any:
-        """What :func:`find_format` takes for it and JSON can hold: its name, or its numbers by name."""
+        """What :func:`find_format` takes for it and JSON can hold, its name or its numbers by name."""
         return self.name if FORMATS.get(self.name) == self else dataclasses.asdict(self)
 
     def quantum(self, exponent: int) -> float:
@@ -131,6 +131,9 @@ def find_format(given: str | Mapping[str, Any] | Format, argument: str = "gradie
         given (Union[str, Mapping, Format]): one of ``FORMATS`` by name, numbers by the names of :class:`Format`, or the
             format itself.
         argument (str): what it is called in messages. Default: "gradient_format".
+
+    Returns:
+        Format; one that is given is returned as it is.
 
     Raises:
         TypeError: if it is none of these.

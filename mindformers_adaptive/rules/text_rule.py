@@ -157,7 +157,8 @@ class TextRule(Rule):
         moves_by_bits (bool): whether the scale is always a power of two, because the text takes ``exponent``.
 
     Args:
-        min_loss_scale, max_loss_scale: the bounds of the scale, as of :class:`~mindformers_adaptive.rules.base.Rule`.
+        min_loss_scale, max_loss_scale (float): the bounds of the scale, as of
+            :class:`~mindformers_adaptive.rules.base.Rule`, with its defaults.
         gradient_format (Union[str, Mapping, Format]): the format of the gradients, for ``max_safe_exponent``; as
             :func:`~mindformers_adaptive.rules.formats.find_format` takes it. Default: "float16".
 

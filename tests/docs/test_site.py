@@ -2,10 +2,12 @@
 
 import ast
 import functools
+import html
 import html.parser
 import http.server
 import importlib
 import inspect
+import math
 import re
 import shutil
 import subprocess
@@ -19,6 +21,7 @@ from pages import blocks_in
 
 import mindformers_adaptive
 from mindformers_adaptive import wrapper
+from mindformers_adaptive.rules.formats import FLOAT16
 
 build_site = pytest.importorskip("build_site", reason="There is no Sphinx for a Python before 3.11")
 LANGUAGES = tuple(build_site.FIRST_PAGES)
@@ -53,17 +56,56 @@ def described_by(name):
     return getattr(importlib.import_module(module), attribute)
 
 
+# Classes that only hold what they are given, and functions whose arguments cannot be wrong.
+RAISE_NOTHING = (
+    "LossScaleState",
+    "enable_loss_scale_on_cpu",
+    "gradients.recommendation.LossScaleRecommendation",
+    "gradients.recommendation.Verdict",
+    "gradients.report.GradientRanges",
+    "monitor.record.RunRecord",
+    "register",
+    "rules.Field",
+    "wrapper.NoLossScaleUpdateCell",
+)
+# What follows a heading of a docstring, up to the next.
+_SECTION = r"^(?:{}):\n((?: {{4}}.*\n|\n)+)"
+_ENTRY = re.compile(r"^ {4}([*\w, ]+?)(?: \((.*?)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
+
+
+def entries_of(text):
+    """By argument: its type and what its docstring says of it."""
+    sections = re.findall(_SECTION.format("Args|Attributes"), f"{text}\n", re.MULTILINE)
+    entries = [entry for section in sections for entry in _ENTRY.findall(section)]
+    return {name: (type_, said) for names, type_, said in entries for name in re.split(", ", names)}
+
+
 @pytest.mark.parametrize("name", PUBLIC)
-def test_docstring_names_every_argument_and_has_an_example(name):
-    described = described_by(name)
-    text = inspect.getdoc(described)
-    # What stands there is run, see --doctest-modules in pyproject.toml.
-    assert re.search(r"^Examples:\n.*>>> ", text, re.MULTILINE | re.DOTALL)
-    parameters = inspect.signature(described).parameters.values()
-    named = [it.name for it in parameters if it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD)]
-    assert not named or re.search("^(Args|Attributes):", text, re.MULTILINE)
-    left_out = [] if "**kwargs: all other" in text else [it for it in named if not re.search(rf"\b{it}\b", text)]
-    assert left_out == []
+class TestDocstring:
+    def test_names_every_argument_and_has_an_example(self, name):
+        text = inspect.getdoc(described_by(name))
+        # What stands there is run, see --doctest-modules in pyproject.toml.
+        assert re.search(r"^Examples:\n.*>>> ", text, re.MULTILINE | re.DOTALL)
+        named = [it.name for it in parameters_of(name) if it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD)]
+        left_out = [] if "**kwargs: all other" in text else [it for it in named if it not in entries_of(text)]
+        assert left_out == []
+
+    def test_has_types_and_shapes(self, name):
+        entries = entries_of(inspect.getdoc(described_by(name)))
+        variable = [f"*{it.name}" for it in parameters_of(name)] + [f"**{it.name}" for it in parameters_of(name)]
+        assert [it for it, (type_, _) in entries.items() if not type_ and it not in variable] == []
+        arrays = [said for type_, said in entries.values() if re.search(r"\b(Tensor|NDArray)\b", type_)]
+        assert [said for said in arrays if not re.search(r"shape|of one\s+element", said)] == []
+
+    def test_says_what_is_returned_and_raised(self, name):
+        text = inspect.getdoc(described_by(name))
+        assert bool(re.search("^Raises:", text, re.MULTILINE)) is (name not in RAISE_NOTHING)
+        if not inspect.isclass(described_by(name)) and name not in ("enable_loss_scale_on_cpu", "register"):
+            assert re.search(r"^Returns:\n    \S", text, re.MULTILINE)
+
+
+def parameters_of(name):
+    return list(inspect.signature(described_by(name)).parameters.values())
 
 
 # The site
@@ -127,11 +169,56 @@ def test_pages_of_the_reference_show_the_names(site):
         assert mindformers_adaptive.__version__ in (site / language / "index.html").read_text(encoding="utf-8")
 
 
-def test_each_public_name_is_summed_up_in_chinese(site):
-    index = (site / "zh" / "reference" / "index.html").read_text(encoding="utf-8")
-    summaries = re.findall(r"</a></p></td>\s*<td><p>(.*?)</p></td>", index)
-    assert len(summaries) == len(PUBLIC)
-    assert [summary for summary in summaries if not re.search("[\u4e00-\u9fff]", summary)] == []
+@pytest.mark.parametrize("name", PUBLIC)
+def test_page_shows_the_signature(site, name):
+    page = (site / "en" / "reference" / f"{build_site.short_name(name)}.html").read_text(encoding="utf-8")
+    [shown, *_] = re.findall(r'<dt class="sig.*?</dt>', page, re.DOTALL)
+    shown = text_of(re.sub("<a .*?</a>", "", shown, flags=re.DOTALL)).partition("(")[2].strip().removesuffix(")")
+    shown = inspect.signature(eval(f"lambda {shown}: None", {"FLOAT16": FLOAT16, "nan": math.nan}))
+    expected = parameters_of(name)
+    if shown.parameters.keys() >= {"network", "kwargs"}:
+        # The docstring leaves the rest to the stock cell's.
+        expected = expected[: len(shown.parameters) - 1] + expected[-1:]
+    assert [str(it) for it in shown.parameters.values()] == [str(bare(it)) for it in expected]
+
+
+def bare(parameter):
+    """A parameter without its type, and with what a dataclass makes as a default."""
+    default = {} if "factory" in repr(parameter.default) else parameter.default
+    return parameter.replace(annotation=parameter.empty, default=default)
+
+
+def test_reference_is_in_chinese(site):
+    names = ["index", *map(build_site.short_name, PUBLIC)]
+    assert {
+        name: english for name in names if (english := english_on(site / "zh" / "reference" / f"{name}.html"))
+    } == {}
+
+
+def english_on(file):
+    """The paragraphs of a page that have words and no Chinese; a name or a type is the same in both languages."""
+    paragraphs = re.findall("<(p|h[1-6])\\b[^>]*>(.*?)</\\1>", file.read_text(encoding="utf-8"), re.DOTALL)
+    texts = [text_of(re.sub("<(code|math)\\b.*?</\\1>", "", text, flags=re.DOTALL)) for _, text in paragraphs]
+    return [text for text in texts if re.search("[a-z]{2} [a-z]{2}", text) and not re.search("[\u4e00-\u9fff]", text)]
+
+
+def text_of(page):
+    return html.unescape(re.sub("<[^>]+>", "", page))
+
+
+def test_no_chinese_is_left_of_what_the_docstrings_no_longer_say():
+    catalog = (ROOT / "docs/site/locale/zh_CN/LC_MESSAGES/reference.po").read_text(encoding="utf-8")
+    english = [ast.literal_eval(text) for text in re.findall('^msgid (".+")$', catalog, re.MULTILINE)]
+    assert len(english) == len(set(english)) > 600
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in build_site.PACKAGE.rglob("*.py")]
+    said = [node.value for tree in trees for node in ast.walk(tree) if isinstance(getattr(node, "value", None), str)]
+    said = words("\n".join([*said, *(title for titles in build_site.PUBLIC for title in titles)]))
+    assert [text for text in english if words(text) not in said] == []
+
+
+def words(text):
+    """The words of a text without markup, which a directive changes."""
+    return " ".join(re.findall(r"\w+", text))
 
 
 # In a browser

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from conftest import ROOT
 from pages import CHINESE, ENGLISH, blocks, chinese, headings, links, name_of, prose, tables
 
 
@@ -61,7 +62,7 @@ def test_bold_type_in_chinese_is_seen_as_such(page):
 WORDS = {"启动器": "启动脚本", "警告": "告警", "逐位": "逐比特", "loss scale的上限": "loss scale的最大值"}
 
 
-@pytest.mark.parametrize("page", CHINESE, ids=name_of)
+@pytest.mark.parametrize("page", [*CHINESE, ROOT / "docs/site/locale/zh_CN/LC_MESSAGES/reference.po"], ids=name_of)
 def test_chinese_words_are_the_same_on_every_page(page):
     text = page.read_text(encoding="utf-8")
     assert [f"{word}: {better}" for word, better in WORDS.items() if word in text] == []

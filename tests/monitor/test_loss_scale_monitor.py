@@ -16,6 +16,7 @@ from mindformers.wrapper import MFTrainOneStepCell as StockMFTrainOneStepCell
 from mindspore import Tensor, nn, ops
 from mindspore.train import Callback, CheckpointConfig, LambdaCallback, Model, ModelCheckpoint
 from record_checks import missing
+from versions import NEEDS_SECTION
 
 from mindformers_adaptive.checkpoint.callback import CheckpointMonitor, _CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.reader import read_sidecar
@@ -216,7 +217,7 @@ class RunsAnother(Callback):
             self.run()
 
 
-FORMS = ["ckpt", "safetensors", "sidecar", "state_dict"]
+FORMS = ["ckpt", "safetensors", pytest.param("sidecar", marks=NEEDS_SECTION), "state_dict"]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -115,6 +115,9 @@ def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) 
         run (RecordedRun): such as :func:`~mindformers_adaptive.lab.logs.read_log` returns.
         progress (Callable, optional): called with the number of replays done. Default: None.
 
+    Returns:
+        Analysis, with the path of the loss scale, what other policies would have done, and what to change.
+
     Raises:
         ValueError: if the run has no step, or the loss scale of none is known.
 

@@ -94,7 +94,7 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        """A short name: which rule, and whatever is not the default."""
+        """A short name, of the rule and whatever is not the default."""
         name, told = self.rule.short_label(self.arguments)
         return " ".join([name, *(f"{key}={_short(value)}" for key, value in self._changed() if key not in told)])
 

@@ -54,6 +54,9 @@ def replay(policy: Policy, trace: Trace) -> Replay:
         policy (Policy): is left in the state after the last step.
         trace (Trace): at least one step.
 
+    Returns:
+        Replay, with the loss scale, window and overflow flag of each step, the measures and the last state.
+
     Raises:
         ValueError: if the trace has no steps.
 
@@ -246,6 +249,9 @@ def compare(
         traces (Sequence[Trace]): at least one.
         progress (Callable, optional): called with the number of replays done; there are policies * traces.
             Default: None.
+
+    Returns:
+        Comparison, with the measures of each policy on each trace.
 
     Raises:
         ValueError: if there is no policy or no trace, or a trace has no steps.

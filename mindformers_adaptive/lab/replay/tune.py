@@ -184,6 +184,9 @@ def tune(
         progress (Callable, optional): called with the number of traces done, each assumption's counted too.
             Default: None.
 
+    Returns:
+        Tuning, with the recommended configuration, how sure it is, and the costs of all.
+
     Raises:
         TypeError: if ``exchange_rate`` is not a number.
         ValueError: if there is no trace or no configuration, a trace has no steps, or ``exchange_rate`` is negative

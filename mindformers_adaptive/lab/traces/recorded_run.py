@@ -38,8 +38,8 @@ class RecordedRun:
         loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say.
         seconds (NDArray, optional): float64 of shape (steps,), how long the step took, nan where the log does not say.
         scale_factor (float): what the scale is divided by at an overflow, as the log shows it, or 2.
-        lines_read (int), lines_used (int), lines_ignored (int): read is the sum of the other two; ``lines_ignored`` is
-            a property.
+        lines_read (int): how many lines the files have.
+        lines_used (int): how many of them something was read from.
         notes (tuple[str, ...]): what was inferred, merged, superseded or is missing.
         problems (tuple[str, ...]): lines that look like a step's and cannot be read, each as ``file:line: why``.
         lines (NDArray, optional): int64 of shape (lines, 3), for each line of the log the number of steps up to its

@@ -134,10 +134,14 @@ def synthetic_trace(kind: str, steps: int, seed: int, level: float = _LEVEL) -> 
     """Return a synthetic trace, whose ceilings are known and whose gradients show them.
 
     Args:
-        kind (str): one of those above, which is also the name of the trace.
+        kind (str): one of those in the tables of :mod:`mindformers_adaptive.lab.traces.synthetic`, which is also the
+            name of the trace.
         steps (int): how many, at least 1.
         seed (int): at least 0; the same seed gives the same trace.
         level (float): log2 of the ceilings that the formula starts from. Default: 18.
+
+    Returns:
+        Trace, with ``largest_gradient`` in each step.
 
     Raises:
         KeyError: if there is no such kind.
@@ -162,8 +166,17 @@ def synthetic_traces(steps: int, seed: int, kinds: Sequence[str] = KINDS) -> dic
     """Return one trace of each kind by its name, as :func:`synthetic_trace` makes it.
 
     Args:
-        steps (int), seed (int): of each trace.
-        kinds (Sequence[str]): their names. Default: the eight kinds of the first table, ``KINDS``.
+        steps (int): of each trace, at least 1.
+        seed (int): of each trace, at least 0.
+        kinds (Sequence[str]): their names. Default: ``KINDS``, the eight kinds of the first table.
+
+    Returns:
+        dict[str, Trace], by the names of the kinds.
+
+    Raises:
+        KeyError: if there is no such kind.
+        TypeError: if ``steps`` or ``seed`` is not an integer.
+        ValueError: if one of the two is too small.
 
     Examples:
         >>> list(synthetic_traces(10, seed=0))[:4]
