@@ -199,10 +199,17 @@ def simulated_products(network):
     Returns:
         dict[str, int], by the class of the cell that has them.
 
+    Raises:
+        TypeError: if ``network`` is not a Cell.
+
     Examples:
         >>> simulated_products(simulate_formats(nn.SequentialCell(nn.Dense(3, 8), nn.Dense(8, 1)), "float8_e4m3fn"))
         {'Dense': 2}
     """
+    if not isinstance(network, nn.Cell):
+        raise TypeError(
+            f"'network' must be a Cell, but got {type(network).__name__}. Give what simulate_formats returned."
+        )
     cells = (cell for _, cell in network.cells_and_names())
     owners = [type(cell).__name__ for cell in cells for part in cell.cells() if isinstance(part, _Product)]
     return dict(collections.Counter(owners))

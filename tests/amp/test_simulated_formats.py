@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive import simulate_formats
-from mindformers_adaptive.amp.simulated_formats import RoundToFormat
+from mindformers_adaptive.amp.simulated_formats import RoundToFormat, simulated_products
 
 NUMBERS = np.random.default_rng(0)
 # Of every size, and near the numbers of 8-bit formats, so that there are ties.
@@ -191,3 +191,8 @@ def test_products_of_other_layers_compute_in_the_formats(graph_mode, make_layer,
 def test_what_cannot_be_simulated_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         simulate_formats(*arguments)
+
+
+def test_products_of_what_is_no_network_cannot_be_counted():
+    with pytest.raises(TypeError, match="'network' must be a Cell, but got list"):
+        simulated_products([Network()])
