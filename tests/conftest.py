@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from versions import BEFORE_1_7
 
 # The same examples on every machine, however slow it is.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -54,6 +55,9 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError("This pytest-xdist cannot group the tests of this pytest: see requirements.txt")
     sizes = collections.Counter(group_of(item) for item in items)
     items.sort(key=lambda item: (any(folder in item.path.parents for folder in TRAINERS), -sizes[group_of(item)]))
+    for item in items:
+        if BEFORE_1_7 and item.name == "mindformers_adaptive.integration.trainer.Trainer":
+            item.add_marker(pytest.mark.skip(reason="MindFormers before 1.7 logs to where the example prints"))
 
 
 def group_of(item):
