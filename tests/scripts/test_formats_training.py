@@ -35,7 +35,7 @@ WORSE_WITHOUT_SCALING = {
     "damped": ALL,
     "zero": {script.FP16},
     "auxiliary": ALL,
-    "moving": {script.FP16, "HiF8"},
+    "moving": ALL,
     "llama": set(),
     "digits": set(),
     "lora": {FP8},
@@ -66,6 +66,16 @@ def test_what_is_worse_with_scaling_is_as_the_page_says():
         ("digits", dynamic): ALL,
         ("digits", FOUND[0]): {script.FP16},
     }
+
+
+def test_with_a_moving_ceiling_a_fixed_scale_that_is_good_in_fp8_overflows_in_every_sixth_step():
+    task = figure("formats")["tasks"]["moving"]
+    runs = {name: of_format["runs"] for name, of_format in task["formats"].items()}
+    fixed = {method: script.mean_quality(of_method) for method, of_method in runs[FP8].items() if method[:2] == "2^"}
+    assert max(fixed, key=fixed.get) == "2^16"
+    assert fixed["2^12"] < 0.1
+    for name, method, skipped in ((FP8, "2^16", task["steps"] / 6), (script.FP16, "2^20", task["steps"])):
+        assert {run["skipped_early"] + run["skipped_later"] for run in runs[name][method]} == {skipped}
 
 
 def test_from_the_found_scale_at_most_one_of_100_steps_is_skipped_but_by_lora_in_fp16():
