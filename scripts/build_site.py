@@ -52,6 +52,7 @@ PUBLIC = {
         "enable_loss_scale_on_cpu",
         "scale_sense_from_megatron",
         "simulate_formats",
+        "amp.simulated_formats.simulated_products",
         "amp.simulated_formats.RoundToFormat",
     ],
     ("Monitors and records", "监控与记录"): [

@@ -38,8 +38,10 @@ TASKS = {
     "damped": (5, range(0, 29, 4)),
     "zero": (3, (0, 8, 16, 24)),
     "auxiliary": (3, (0, 4, 8, 12, 16)),
-    "moving": (3, (0, 4, 8, 12)),
+    "moving": (3, (0, 4, 8, 12, 16, 20)),
     "llama": (3, (0, 8, 16)),
+    "lora": (3, (0, 8, 16)),
+    "digits": (3, (0, 8, 16)),
 }
 LLAMA = {"steps": 80, "seq_length": 32}
 # In HiF8 ten seeds leave it open whether a fixed scale is better by 0.02 than a rule.
@@ -67,7 +69,7 @@ def main():
     parser.add_argument("--seeds", type=reporting.positive, help="at most so many (default: those of each task)")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
     parser.add_argument("--add", action="store_true", help="to what the file of --json has")
-    parser.add_argument("--again", metavar="NAME", help="with --add: train methods again whose names begin so")
+    parser.add_argument("--again", metavar="NAME", help="with --add: train methods again that have this in their names")
     reporting.add_json_option(parser)
     parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
     arguments = parser.parse_args()
@@ -112,7 +114,7 @@ def train_missing(trainings, methods, runs, again, seeds):
     """Add to the runs by method those of the seeds that are missing, and yield each method that was trained."""
     for method, how in methods.items():
         of_method = runs.setdefault(method, [])
-        if again and method.startswith(again):
+        if again and again in method:
             of_method.clear()
         if missing := range(len(of_method), seeds):
             of_method += [summary(trainings.run(how, seed)) for seed in missing]
@@ -126,12 +128,12 @@ def about(task):
 
 def trainings_in(key, name):
     """Return the trainings of a task in a format, and the methods by name."""
-    from worth_tasks import SMALL_TASKS, Llama
+    from worth_tasks import task_of
     from worth_training import FOUND, METHODS, Method, Trainings, adaptive, dynamic, fixed
 
     from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell
 
-    task = SMALL_TASKS[key] if key in SMALL_TASKS else Llama(**LLAMA)
+    task = task_of(key, LLAMA)
     guided = functools.partial(GradientGuidedLossScaleUpdateCell, gradient_format=FORMATS[name][1])
     methods = {FP32: METHODS[0], **{f"2^{exponent}": fixed(2.0**exponent) for exponent in TASKS[key][1]}}
     methods[DYNAMIC.format(HIGH)] = dynamic(1000)

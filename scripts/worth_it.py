@@ -54,11 +54,11 @@ def main():
 
 def measure(name, arguments):
     """Run the trainings of a task; return its name, its result as JSON can hold it, and what the picture shows."""
-    from worth_tasks import SMALL_TASKS, Digits, Llama, Lora
+    from worth_tasks import task_of
     from worth_training import METHODS, Trainings, use_one_thread
 
     use_one_thread()
-    task = {**SMALL_TASKS, "llama": Llama(**LLAMA), "lora": Lora(**LLAMA), "digits": Digits()}[name]
+    task = task_of(name, LLAMA)
     seeds, steps = (1, QUICK_STEPS) if arguments.quick else (SEEDS[name], None)
     # The picture is of the same methods, which compile nothing more.
     methods = [method for method in METHODS if not arguments.quick or method.name in (FP32, UNSCALED, OURS)]

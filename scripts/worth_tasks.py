@@ -336,6 +336,13 @@ class Lora(Llama):
         return np.frombuffer("\n".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
 
 
+def task_of(key, llama):
+    """Return a task by its key; those of the Llama are made with these arguments."""
+    if key in SMALL_TASKS:
+        return SMALL_TASKS[key]
+    return Digits() if key == "digits" else {"llama": Llama, "lora": Lora}[key](**llama)
+
+
 def mixed(samples):
     """Samples in an order that is always the same, so that what is held out is of all kinds."""
     return samples[np.random.default_rng(0).permutation(len(samples))]

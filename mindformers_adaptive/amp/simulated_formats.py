@@ -1,5 +1,6 @@
 """Formats that the device does not have, simulated in float32: for study and for tests, not for speed."""
 
+import collections
 import difflib
 import math
 
@@ -7,28 +8,31 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
-from mindformers_adaptive.rules.formats import find_format
+from mindformers_adaptive.rules.formats import FORMATS, find_format
 
-__all__ = ["RoundToFormat", "simulate_formats"]
+__all__ = ["RoundToFormat", "simulate_formats", "simulated_products"]
 
-# All of them take two inputs, of which the second may be a weight.
-_PRODUCTS = (ops.MatMul, ops.BatchMatMul, ops.Conv2D)
+# Their first two inputs are multiplied; others, such as a bias, are not.
+_PRODUCTS = ("MatMul", "BatchMatMul", "MatMulExt", "BatchMatMulExt", "Dense")
+_PRODUCTS += ("Conv2D", "Conv3D", "Conv2DTranspose", "Conv3DTranspose", "Conv2DBackpropInput")
 
 
 class _Rounding(nn.Cell):
-    """Rounds to a format; None leaves everything as it is."""
+    """Rounds to a format, and returns float32."""
 
     def __init__(self, one):
         super().__init__()
-        self.rounds = one is not None
-        if not self.rounds:
+        self.add_flags()
+        # Its smallest numbers are those that devices flush to 0, but not where they convert.
+        self.converts = one == FORMATS["bfloat16"]
+        if self.converts:
             return
         lowest, _, highest = map(math.floor, one.exponents)
         quanta = [one.quantum(exponent) for exponent in range(lowest, highest + 1)]
         if min(quanta) < SMALLEST_FLOAT32:
             raise ValueError(
                 f"A format that is simulated must be coarser than float32, but {one.name} has numbers {min(quanta)} "
-                "apart, which devices flush to 0. Let the network compute in mindspore.bfloat16 itself."
+                "apart, which devices flush to 0. Make 'smallest_subnormal' larger."
             )
         # The exponent by comparisons with exact powers of two, because a logarithm differs from device to device.
         self.powers = Tensor([2.0**exponent for exponent in range(lowest + 1, highest + 1)], mstype.float32)
@@ -42,10 +46,14 @@ class _Rounding(nn.Cell):
         beyond = {"inf": math.inf, "nan": math.nan, "saturate": one.largest}[one.overflow]
         self.beyond = Tensor(beyond, mstype.float32)
 
+    def add_flags(self, **flags):
+        """Compute in float32, whatever the cells around compute in."""
+        return super().add_flags(**{**flags, "fp16": False, "bf16": False, "fp32": True})
+
     def construct(self, x):
-        if not self.rounds:
-            return x
         given = ops.cast(x, mstype.float32)
+        if self.converts:
+            return ops.cast(ops.cast(given, mstype.bfloat16), mstype.float32)
         size = ops.abs(given)
         quantum = ops.gather(self.quanta, self.place(self.powers, size), 0)
         parts = size / quantum
@@ -55,7 +63,7 @@ class _Rounding(nn.Cell):
             count = count + ops.cast(ops.equal(parts - count, self.half), mstype.float32)
         rounded = count * quantum
         rounded = ops.select(ops.greater(rounded, self.largest), self.beyond, rounded)
-        return ops.cast(ops.select(ops.less(given, self.zero), -rounded, rounded), x.dtype)
+        return ops.select(ops.less(given, self.zero), -rounded, rounded)
 
 
 class RoundToFormat(nn.Cell):
@@ -63,7 +71,7 @@ class RoundToFormat(nn.Cell):
 
     Numbers keep their dtype and get values that the format has: the nearest one, subnormal numbers among them, and
     beyond the largest what an overflow gives. The gradient goes through as if nothing had been rounded. The zero of a
-    negative number loses its sign.
+    negative number loses its sign, but in bfloat16.
 
     Args:
         forward (Union[str, dict, Format], optional): the format of the output, as
@@ -78,7 +86,7 @@ class RoundToFormat(nn.Cell):
 
     Raises:
         TypeError: if a format is not of its type.
-        ValueError: if there is no such format, or it is as fine as float32, as bfloat16 is near 0.
+        ValueError: if there is no such format, or it is finer near 0 than float32.
 
     Supported Platforms:
         ``Ascend`` ``CPU``
@@ -91,14 +99,15 @@ class RoundToFormat(nn.Cell):
     def __init__(self, forward=None, gradients=None):
         super().__init__()
         formats = {"forward": forward, "gradients": gradients}
-        found = {name: None if one is None else find_format(one, name) for name, one in formats.items()}
-        self.round_forward, self.round_gradient = map(_Rounding, found.values())
+        self.round_forward, self.round_gradient = (
+            nn.Identity() if one is None else _Rounding(find_format(one, name)) for name, one in formats.items()
+        )
 
     def construct(self, x):
-        return self.round_forward(x)
+        return ops.cast(self.round_forward(x), x.dtype)
 
     def bprop(self, x, out, dout):
-        return (self.round_gradient(dout),)
+        return (ops.cast(self.round_gradient(dout), dout.dtype),)
 
 
 class _Product(nn.Cell):
@@ -110,8 +119,8 @@ class _Product(nn.Cell):
         self.round = RoundToFormat(forward)
         self.round_gradient = RoundToFormat(gradients=gradients)
 
-    def construct(self, x, y):
-        return self.round_gradient(self.product(self.round(x), self.round(y)))
+    def construct(self, x, y, *others):
+        return self.round_gradient(self.product(self.round(x), self.round(y), *others))
 
 
 def simulate_formats(network, forward=None, gradients=None, layers=None):
@@ -122,8 +131,10 @@ def simulate_formats(network, forward=None, gradients=None, layers=None):
     simulation, for study and tests: with `forward` "float8_e4m3fn" and `gradients` "float8_e5m2" that of the usual FP8
     training without scales for each tensor.
 
-    The products are those that a cell has as ``ops.MatMul``, ``ops.BatchMatMul`` or ``ops.Conv2D``, as ``nn.Dense``,
-    ``nn.Conv2d`` and the layers of MindFormers' legacy models do; one that is a function in ``construct`` is not seen.
+    The products are those that a cell has as an operator, such as ``ops.MatMul``: of ``nn.Dense``, the convolutions of
+    ``nn`` and ``mint.nn.Linear``, and in MindFormers' models of the linear layers, of attention that is not fused, and
+    of the adapters of LoRA. :func:`simulated_products` counts them. Not seen are functions in ``construct``, as
+    ``ops.matmul(x, y)`` and ``x @ y``, recurrent layers, and fused operators, as flash attention and grouped products.
 
     Args:
         network (Cell): changed in place, before it is first run.
@@ -150,7 +161,9 @@ def simulate_formats(network, forward=None, gradients=None, layers=None):
         )
     found = {}
     for name, cell in network.cells_and_names():
-        products = [key for key, value in vars(cell).items() if isinstance(value, _PRODUCTS)]
+        products = [
+            key for key, value in vars(cell).items() if isinstance(value, ops.Primitive) and value.name in _PRODUCTS
+        ]
         if products and not isinstance(cell, _Product):
             found[name] = cell, products
     for layer in layers or ():
@@ -158,18 +171,45 @@ def simulate_formats(network, forward=None, gradients=None, layers=None):
         if layer not in known:
             near = ", ".join(difflib.get_close_matches(layer, known, cutoff=0.0)) or "none"
             raise ValueError(
-                f"'layers' must name cells with a matrix product, or a class of them, but got {layer!r}. The nearest "
-                f"names are {near}."
+                f"'layers' must name cells with a product, or a class of them, but got {layer!r}. The nearest names "
+                f"are {near}."
             )
     if not found:
         raise ValueError(
-            "'network' must have a cell with ops.MatMul, ops.BatchMatMul or ops.Conv2D, such as nn.Dense, but has none."
+            f"'network' must have a cell with one of {', '.join(_PRODUCTS)}, such as nn.Dense, but has none."
         )
     for name, (cell, products) in found.items():
         if layers is None or name in layers or type(cell).__name__ in layers:
             for key in products:
-                product = _Product(getattr(cell, key), forward, gradients)
+                # It computes in what `to_float` made the cell compute in.
+                flags = {flag: getattr(cell, flag, False) for flag in ("fp16", "bf16", "fp32")}
+                product = _Product(getattr(cell, key), forward, gradients).add_flags(**flags)
                 # A primitive stands in two places, neither of which is that of a cell.
                 del vars(cell)[key], cell._primitives[key]
                 setattr(cell, key, product)
     return network
+
+
+def simulated_products(network):
+    """Return how many products of a network are rounded.
+
+    Args:
+        network (Cell): as :func:`simulate_formats` returned it.
+
+    Returns:
+        dict[str, int], by the class of the cell that has them.
+
+    Raises:
+        TypeError: if ``network`` is not a Cell.
+
+    Examples:
+        >>> simulated_products(simulate_formats(nn.SequentialCell(nn.Dense(3, 8), nn.Dense(8, 1)), "float8_e4m3fn"))
+        {'Dense': 2}
+    """
+    if not isinstance(network, nn.Cell):
+        raise TypeError(
+            f"'network' must be a Cell, but got {type(network).__name__}. Give what simulate_formats returned."
+        )
+    cells = (cell for _, cell in network.cells_and_names())
+    owners = [type(cell).__name__ for cell in cells for part in cell.cells() if isinstance(part, _Product)]
+    return dict(collections.Counter(owners))

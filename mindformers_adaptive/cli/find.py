@@ -23,7 +23,7 @@ __all__ = ["add_arguments", "read_learning_rate", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_sweep_arguments(parser)
-    text = "powers of two to stay below the largest scale that does not overflow (default: 2, in 8-bit formats 3)"
+    text = "powers of two to stay below the largest scale that does not overflow (default: 2, in 8-bit formats 4)"
     parser.add_argument("--margin", type=integer(0), metavar="N", help=text)
 
 

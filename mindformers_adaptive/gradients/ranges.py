@@ -108,7 +108,7 @@ def find_loss_scale(
         network (Cell): returns the loss, as there.
         batches (Iterable): a few batches, as there.
         margin (int, optional): how many powers of two to stay below the largest scale that does not overflow.
-            Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: None, 2, and 3 in a format
+            Where the gradient of a Parameter is 0 at every scale, 2 more are left. Default: None, 2, and 4 in a format
             whose mantissa has at most 3 bits.
         progress (Callable, optional): called with the number of backward passes done, 33 a batch. Default: None.
         gradient_format (Union[str, dict, Format]): as there. Default: "float16".

@@ -342,7 +342,8 @@ class ArrayStatistics:
     def lost_share(self) -> float | None:
         """The norm of what underflow and the coarseness of subnormal numbers lost, as a share of the norm.
 
-        0 is nothing, 1 is everything; None where it is not known, or where all of the reference is 0.
+        0 is nothing, 1 is everything, and what is rounded wrongly in several layers can be more than there is; None
+        where it is not known, or where all of the reference is 0.
         """
         return self.lost / self.reference_norm if self.lost is not None and self.reference_norm > 0 else None
 

@@ -396,8 +396,8 @@ def check_cpu(config: Any, model_config: Any = None) -> None:
 
     Raises:
         ValueError: for flash attention, fused norms, BF16, mixture of experts, mcore models, semi-automatic
-            parallelism, pipeline stages, dumps of ``monitor_config`` and Lamb; it names each key, and what
-            to set instead.
+            parallelism, pipeline stages, the ``checkpoint:`` section of several processes, dumps of ``monitor_config``
+            and Lamb; it names each key, and what to set instead.
     """
     model = _model_values(config) if model_config is None else vars(model_config)
     if problems := [*_cpu_problems(config, model)]:
@@ -446,6 +446,12 @@ def _cpu_problems(config: Any, model: Mapping[str, Any]) -> Iterator[str]:
                 f"'parallel_config.{key}' must be 1, but is {parts}: it needs semi-automatic parallelism. Share the "
                 "work by 'data_parallel'"
             )
+    if config.get("checkpoint") and (value_at(parallel, "parallel_config.data_parallel") or 1) > 1:
+        yield (
+            "'checkpoint' must be left out with several processes: MindFormers then asks for the layout of "
+            "semi-automatic parallelism, which a CPU does not have, and stops at the first save. CheckpointMonitor "
+            "saves to .ckpt and .safetensors without it"
+        )
     folder = value_at(config, "monitor_config.dump_path")
     if value_at(config, "monitor_config.monitor_on") and folder:
         yield (

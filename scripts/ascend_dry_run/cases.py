@@ -98,6 +98,7 @@ _QUICK = (
     "step/910B/guided",
     "mf_step/guided_each",
     "per_token/guided",
+    "simulated_fp8/adaptive",
     "fixed_scale/adaptive",
     "scaler/guided",
     "semi_auto_2/guided_each",
@@ -125,6 +126,9 @@ def _steps():
         "low_rank": {"network": "LowRank"},
         "grouped_rates": {"optimizer": "grouped"},
         "averaging": {"optimizer": "averaging"},
+        "simulated_fp8": {"network": "in FP8"},
+        "simulated_hif8": {"network": "in HiF8"},
+        "simulated_bf16": {"network": "in BF16"},
     }.items():
         yield from _in_each_way(setting, "mf_step", _THREE, arguments=arguments)
     yield from _in_each_way("fixed_scale", "fixed_scale_step", (STOCK, ADAPTIVE))

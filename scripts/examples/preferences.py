@@ -1,30 +1,35 @@
-"""Direct preference optimisation (DPO) of a tiny Llama in FP16, with MFTrainOneStepCell.
+"""Direct preference optimisation (DPO) of the demo's Llama in FP16, with MFTrainOneStepCell.
 
     python scripts/examples/preferences.py
     python scripts/examples/preferences.py --rule guided
 
-Of two answers to a prompt, the one that counts on is preferred to the one that counts back. The log-probabilities of
-the model before the training, to which DPO compares, are calculated beforehand and come with the data.
+MindFormers builds the network that configs/tiny_llama_cpu_fp16.yaml describes. Of two answers to a prompt, the one that
+counts on is preferred to the one that counts back. The log-probabilities of the model before the training, to which DPO
+compares, are calculated beforehand and come with the data.
 """
 
 import argparse
+from pathlib import Path
 
+import mindspore
 import numpy as np
-from mindformers import ContextConfig, init_context
+from mindformers import ContextConfig, MindFormerConfig, init_context
+from mindformers.models import build_network
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model
-from tiny_llama import BATCH_SIZE, SEQ_LENGTH, STEPS, StepTable, build_model, make_update_cell
+from tiny_llama import StepTable, make_update_cell
 
 from mindformers_adaptive.wrapper import MFTrainOneStepCell
 
-PROMPT = SEQ_LENGTH // 2
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny_llama_cpu_fp16.yaml"
+STEPS = 16
 BETA = 0.1
 
 
 class AnswerLogProbability(nn.Cell):
-    """The log-probability of each sample's tokens after the prompt, float32 of shape (samples,)."""
+    """The log-probability of each sample's second half, after the prompt, float32 of shape (samples,)."""
 
     def __init__(self, llama):
         super().__init__()
@@ -32,9 +37,10 @@ class AnswerLogProbability(nn.Cell):
 
     def construct(self, tokens):
         hidden = self.llama.model(tokens[:, :-1])
-        logits = ops.cast(self.llama.lm_head(hidden), mstype.float32).reshape(tokens.shape[0], SEQ_LENGTH, -1)
+        samples, length = tokens.shape
+        logits = ops.cast(self.llama.lm_head(hidden), mstype.float32).reshape(samples, length - 1, -1)
         each = ops.gather_elements(ops.log_softmax(logits, -1), 2, tokens[:, 1:].expand_dims(-1))
-        return each.squeeze(-1)[:, PROMPT - 1 :].sum(-1)
+        return each.squeeze(-1)[:, length // 2 - 1 :].sum(-1)
 
 
 class PreferenceLoss(nn.Cell):
@@ -51,12 +57,12 @@ class PreferenceLoss(nn.Cell):
         return ops.softplus(-BETA * (gain - gain_of_other)).mean()
 
 
-def pairs():
-    """Return the preferred samples and the others, int32 of shape (pairs, tokens)."""
-    start = np.random.default_rng(2).integers(15, size=(STEPS * BATCH_SIZE, 1))
-    place = np.arange(SEQ_LENGTH + 1)
-    back = np.where(place < PROMPT, place, 2 * PROMPT - 2 - place)
-    return ((start + place) % 15).astype(np.int32), ((start + back) % 15).astype(np.int32)
+def pairs(number, length):
+    """Return the preferred samples and the others, bytes as int32 of shape (number, length)."""
+    start = np.random.default_rng(2).integers(256, size=(number, 1))
+    place, prompt = np.arange(length), length // 2
+    back = np.where(place < prompt, place, 2 * prompt - 2 - place)
+    return ((start + place) % 256).astype(np.int32), ((start + back) % 256).astype(np.int32)
 
 
 def main():
@@ -64,15 +70,18 @@ def main():
     parser.add_argument("--rule", choices=("adaptive", "guided"), default="adaptive")
     rule = parser.parse_args().rule
     init_context(use_parallel=False, context_config=ContextConfig(mode=0, device_target="CPU", device_id=0))
-    log_probability = AnswerLogProbability(build_model())
-    samples = pairs()
+    model = MindFormerConfig(str(CONFIG)).model
+    mindspore.set_seed(0)
+    log_probability = AnswerLogProbability(build_network(model))
+    batch_size, length = model.model_config.batch_size, model.model_config.seq_length + 1
+    samples = pairs(STEPS * batch_size, length)
     before = [
         np.concatenate([log_probability(Tensor(batch)).asnumpy() for batch in np.split(one, STEPS)]) for one in samples
     ]
     columns = ["preferred", "other", "preferred_before", "other_before"]
-    dataset = NumpySlicesDataset((*samples, *before), columns, shuffle=False).batch(BATCH_SIZE)
+    dataset = NumpySlicesDataset((*samples, *before), columns, shuffle=False).batch(batch_size)
     network = PreferenceLoss(log_probability)
-    optimizer = nn.AdamWeightDecay(network.trainable_params(), learning_rate=1e-3)
+    optimizer = nn.AdamWeightDecay(network.trainable_params(), learning_rate=1e-4)
     train_network = MFTrainOneStepCell(
         network, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=make_update_cell(rule)
     )

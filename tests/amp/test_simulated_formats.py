@@ -6,16 +6,19 @@ import pytest
 from exported_graph import export_graph
 from format_tables import OWN, numbers_of_hifloat8
 from graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import dtype as mstype
 
 from mindformers_adaptive import simulate_formats
-from mindformers_adaptive.amp.simulated_formats import RoundToFormat
+from mindformers_adaptive.amp.simulated_formats import RoundToFormat, simulated_products
 
 NUMBERS = np.random.default_rng(0)
 # Of every size, and near the numbers of 8-bit formats, so that there are ties.
 NEAR = (NUMBERS.integers(-64, 65, 2**19) / 4 * 2.0 ** NUMBERS.integers(-26, 18, 2**19)).astype(np.float32)
 ANY = NUMBERS.integers(0, 2**32, 2**20, np.uint32).view(np.float32)
 ANY[:2] = np.inf, -np.inf
+# As bfloat16 near 0, with one bit more of mantissa.
+FINE = {"name": "fine", "largest": 2.0, "smallest_normal": 2.0**-126, "smallest_subnormal": 2.0**-134}
 FLOATS = {
     "all of FP16": np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32),
     # Devices flush numbers below the normal ones of float32 to 0.
@@ -38,7 +41,7 @@ def by_table(x):
     return rounded.astype(np.float32)
 
 
-ORACLES = dict.fromkeys(("float16", "float8_e5m2", "float8_e4m3fn"), by_ml_dtypes)
+ORACLES = dict.fromkeys(("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"), by_ml_dtypes)
 
 
 @pytest.mark.parametrize("name", [*ORACLES, "hifloat8"])
@@ -47,6 +50,14 @@ def test_every_number_is_rounded_as_the_format_has_it(mode, name, floats):
     x = FLOATS[floats]
     expected = by_ml_dtypes(x, name) if name in ORACLES else by_table(x)
     np.testing.assert_array_equal(RoundToFormat(name)(Tensor(x)).asnumpy(), expected)
+
+
+@pytest.mark.parametrize("name", [*ORACLES, "hifloat8"])
+def test_numbers_of_fp16_stay_in_fp16(graph_mode, name):
+    x = FLOATS["all of FP16"]
+    with np.errstate(over="ignore"):
+        expected = (by_ml_dtypes(x, name) if name in ORACLES else by_table(x)).astype(np.float16)
+    np.testing.assert_array_equal(RoundToFormat(name)(Tensor(x.astype(np.float16))).asnumpy(), expected)
 
 
 def test_an_overflow_may_saturate(mode):
@@ -64,11 +75,15 @@ def test_the_gradient_is_rounded_to_a_format_of_its_own(mode):
     assert RoundToFormat(gradients="float8_e5m2")(half).asnumpy().tobytes() == half.asnumpy().tobytes()
 
 
-@pytest.mark.parametrize("name", ["float8_e5m2", "hifloat8"])
-def test_rounding_has_documented_operators_for_ascend_and_no_control_flow(graph_mode, name):
+@pytest.mark.parametrize(
+    ("name", "operator", "dtypes"),
+    [("float8_e5m2", "SearchSorted", set()), ("hifloat8", "SearchSorted", set()), ("bfloat16", "Cast", {"BFLOAT16"})],
+)
+def test_rounding_has_documented_operators_for_ascend_and_no_control_flow(graph_mode, name, operator, dtypes):
     graph = export_graph(RoundToFormat(name), Tensor(np.ones((2, 3), np.float32)))
-    assert (undocumented_on_ascend(graph), control_flow(graph), forbidden_tensors(graph)) == (set(), set(), set())
-    assert "SearchSorted" in graph.primitives
+    assert (undocumented_on_ascend(graph), control_flow(graph)) == (set(), set())
+    assert {dtype for dtype, _ in forbidden_tensors(graph)} == dtypes
+    assert operator in graph.primitives
 
 
 class Network(nn.Cell):
@@ -99,24 +114,75 @@ def test_products_of_a_network_compute_in_the_formats(mode):
         np.testing.assert_allclose(one.asnumpy(), other, rtol=1e-4, atol=1e-6)
 
 
-def test_convolutions_compute_in_the_formats(graph_mode):
-    plain, simulated = nn.Conv2d(2, 3, 3), simulate_formats(nn.Conv2d(2, 3, 3), "float8_e4m3fn", "float8_e5m2")
-    x, sens = (NUMBERS.normal(0, 3, shape).astype(np.float32) for shape in ((1, 2, 5, 5), (1, 3, 5, 5)))
-    plain.weight.set_data(Tensor(by_ml_dtypes(simulated.weight.asnumpy(), "float8_e4m3fn")))
-    inputs = [Tensor(by_ml_dtypes(x, "float8_e4m3fn")), Tensor(by_ml_dtypes(sens, "float8_e5m2"))]
+@pytest.mark.parametrize("order", [("simulated", "in FP16"), ("in FP16", "simulated")])
+def test_layers_that_compute_in_fp16_see_what_the_formats_leave(mode, order):
+    steps = {
+        "simulated": lambda network: simulate_formats(network, "float8_e4m3fn", "float8_e5m2"),
+        "in FP16": lambda network: network.to_float(mstype.float16),
+    }
+    simulated = nn.Dense(3, 4)
+    for step in order:
+        simulated = steps[step](simulated)
+    x, sens = (NUMBERS.normal(0, 3, shape).astype(np.float16).astype(np.float32) for shape in ((5, 3), (5, 4)))
+    weight = simulated.weight.asnumpy().astype(np.float16).astype(np.float32)
+    output = simulated(Tensor(x))
+    assert output.dtype == mstype.float16
+    rounded = by_ml_dtypes(x, "float8_e4m3fn")
+    expected = rounded @ by_ml_dtypes(weight, "float8_e4m3fn").T + simulated.bias.asnumpy()
+    np.testing.assert_allclose(output.asnumpy(), expected, rtol=2e-3, atol=1e-2)
+    gradient = ops.GradOperation(get_by_list=True, sens_param=True)(simulated, simulated.trainable_params()[:1])
+    [found] = gradient(Tensor(x), Tensor(sens.astype(np.float16)))
+    np.testing.assert_allclose(found.asnumpy(), by_ml_dtypes(sens, "float8_e5m2").T @ rounded, rtol=2e-3, atol=1e-2)
+
+
+class Batched(nn.Cell):
+    """A product of an operator for `mint` with a weight."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.product, self.weight = operator(), Parameter(NUMBERS.normal(0, 1, (2, 2, 3)).astype(np.float32))
+
+    def construct(self, x):
+        return self.product(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("make_layer", "shape"),
+    [
+        (lambda: mint.nn.Linear(2, 3), (5, 2)),
+        (lambda: Batched(ops.auto_generate.MatMulExt), (2, 5, 2)),
+        (lambda: Batched(ops.auto_generate.BatchMatMulExt), (2, 5, 2)),
+        (lambda: nn.Conv1d(2, 3, 3), (1, 2, 5)),
+        (lambda: nn.Conv2d(2, 3, 3), (1, 2, 5, 5)),
+        (lambda: nn.Conv3d(2, 3, 3), (1, 2, 5, 5, 5)),
+        (lambda: nn.Conv1dTranspose(2, 3, 3), (1, 2, 5)),
+        (lambda: nn.Conv2dTranspose(2, 3, 3), (1, 2, 5, 5)),
+        (lambda: nn.Conv3dTranspose(2, 3, 3), (1, 2, 5, 5, 5)),
+    ],
+)
+def test_products_of_other_layers_compute_in_the_formats(graph_mode, make_layer, shape):
+    simulated, plain = simulate_formats(make_layer(), "float8_e4m3fn", "float8_e5m2"), make_layer()
+    for one, other in zip(plain.get_parameters(), simulated.get_parameters(), strict=True):
+        # A bias is added in float32.
+        one.set_data(Tensor(by_ml_dtypes(other.asnumpy(), "float8_e4m3fn")) if other.ndim > 1 else other)
+    x = NUMBERS.normal(0, 3, shape).astype(np.float32)
+    rounded = Tensor(by_ml_dtypes(x, "float8_e4m3fn"))
+    expected = plain(rounded)
+    sens = NUMBERS.normal(0, 3, expected.shape).astype(np.float32)
     gradient = ops.GradOperation(get_by_list=True, sens_param=True)
-    expected = plain(inputs[0]), gradient(plain, plain.trainable_params())(*inputs)[0]
-    found = simulated(Tensor(x)), gradient(simulated, simulated.trainable_params())(Tensor(x), Tensor(sens))[0]
-    for one, other in zip(found, expected, strict=True):
+    found = gradient(simulated, simulated.trainable_params()[:1])(Tensor(x), Tensor(sens))
+    sens = Tensor(by_ml_dtypes(sens, "float8_e5m2"))
+    by_plain = gradient(plain, plain.trainable_params()[:1])(rounded, sens)
+    for one, other in ((simulated(Tensor(x)), expected), (found[0], by_plain[0])):
         np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((nn.ReLU(), "float16"), ValueError, "must have a cell with ops.MatMul"),
+        ((nn.ReLU(), "float16"), ValueError, "must have a cell with one of .*MatMul.*, such as nn.Dense"),
         ((nn.Dense(1, 1), "fp8"), ValueError, "'forward' must be one of float16"),
-        ((nn.Dense(1, 1), None, "bfloat16"), ValueError, "must be coarser than float32, but bfloat16 has"),
+        ((nn.Dense(1, 1), None, FINE), ValueError, "must be coarser than float32, but fine has .* Make 'smallest_sub"),
         ((Network(), None, None, ["lost"]), ValueError, "but got 'lost'. The nearest names are last"),
         ((Network(), None, None, "last"), TypeError, "'layers' a list of names, but got Network and 'last'"),
         ((lambda x: x,), TypeError, "'network' must be a Cell"),
@@ -125,3 +191,8 @@ def test_convolutions_compute_in_the_formats(graph_mode):
 def test_what_cannot_be_simulated_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         simulate_formats(*arguments)
+
+
+def test_products_of_what_is_no_network_cannot_be_counted():
+    with pytest.raises(TypeError, match="'network' must be a Cell, but got list"):
+        simulated_products([Network()])

@@ -20,6 +20,8 @@ SAID = [
     ("evidence", "adaptive scaling is better than a fixed 2^6 and 2^9", "自适应缩放优于固定2^6和2^9"),
     ("evidence", "With 2^16 the results of the seeds are too far apart to say", "固定2^16时各种子的结果相差太大"),
     ("evidence", "from the same start, 2^32, the window of 1000 is better on four tasks", "窗口1000在四个任务上更好"),
+    ("formats", "needs loss scaling in FP8 only", "只在FP8中需要损失缩放"),
+    ("formats", "need no loss scaling in any of these formats", "在这些格式中都不需要损失缩放"),
     ("README", "FP16 without scaling was not shown to be worse than FP32", "则未显出不缩放的FP16比FP32差"),
 ]
 ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the found scale"

@@ -129,11 +129,12 @@ def test_all_weights_are_fine_tuned_with_a_masked_loss_after_a_pre_training(run_
     assert fine_tuning[0][2] == 2**24
 
 
-def test_preferences_are_learned_with_the_guided_rule(run_forked):
+def test_preferences_are_learned_by_the_demos_llama_with_the_guided_rule(run_forked):
     [rows] = rows_of_trainings(run_forked(EXAMPLES / "preferences.py", "--rule", "guided").stdout)
+    assert len(rows) == 16
     # Before the training both answers have gained nothing.
     assert rows[0][0] == pytest.approx(np.log(2), abs=1e-3)
-    assert mean_of_applied(rows[-5:]) < 0.35
+    assert mean_of_applied(rows[-5:]) < 0.05
     overflows = [overflow for _, overflow, *_ in rows]
     assert 0 < sum(overflows) == overflows.index(False) <= 3
 
