@@ -62,11 +62,19 @@ class RuleLossScaleManager(amp.LossScaleManager):
         return self._own_cell if given is None or given.bound_loss_scale is None else given
 
     def get_loss_scale(self):
-        """Return the loss scale for the next step, as a float. Reading it may wait for the device."""
+        """Return the loss scale for the next step. Reading it may wait for the device.
+
+        Returns:
+            float.
+        """
         return self._present_cell.present_loss_scale
 
     def get_drop_overflow_update(self):
-        """Return True: a step that overflows does not change the weights."""
+        """Return whether a step that overflows leaves the weights as they are.
+
+        Returns:
+            bool, True.
+        """
         return True
 
     def update_loss_scale(self, overflow):
@@ -132,11 +140,22 @@ class RuleLossScaleManager(amp.LossScaleManager):
         return cell
 
     def state_dict(self):
-        """Return the state as numbers, as ``state_dict()`` of the update cell does."""
+        """Return the state as numbers.
+
+        Returns:
+            dict[str, Union[int, float]], as ``state_dict()`` of the update cell returns it.
+        """
         return self._present_cell.state_dict()
 
     def load_state_dict(self, state_dict):
-        """Go on from a state, as ``load_state_dict()`` of the update cell does, with its errors."""
+        """Go on from a state.
+
+        Args:
+            state_dict (dict): as ``load_state_dict()`` of the update cell takes it.
+
+        Raises:
+            KeyError, TypeError, ValueError: as there.
+        """
         self._present_cell.load_state_dict(state_dict)
 
     @property

@@ -113,7 +113,8 @@ class RuleLossScaler(amp.LossScaler):
         Args:
             grads_finite (Tensor): bool of shape (), False where the step overflowed.
             grads (Union[Tensor, tuple[Tensor]]): for a rule that needs the largest gradient, the gradients as
-                :meth:`unscale` returned them, before any clipping; of any shapes and floating-point dtypes.
+                :meth:`unscale` returned them, before any clipping; of any shapes and floating-point dtypes. Default:
+                (), for other rules.
 
         Returns:
             bool, True: the scale is not fixed.
@@ -132,15 +133,30 @@ class RuleLossScaler(amp.LossScaler):
         return True
 
     def state(self):
-        """Return all Parameters as Python numbers by attribute name, the loss scale as ``loss_scale``."""
+        """Return the state. Reading waits for the device.
+
+        Returns:
+            dict[str, Union[int, float, tuple[float, ...]]], as ``state()`` of the update cell returns it.
+        """
         return self.update_cell.state()
 
     def state_dict(self):
-        """Return the state as numbers, as ``state_dict()`` of the update cell does."""
+        """Return the state as numbers.
+
+        Returns:
+            dict[str, Union[int, float]], as ``state_dict()`` of the update cell returns it.
+        """
         return self.update_cell.state_dict()
 
     def load_state_dict(self, state_dict):
-        """Go on from a state, as ``load_state_dict()`` of the update cell does, with its errors."""
+        """Go on from a state.
+
+        Args:
+            state_dict (dict): as ``load_state_dict()`` of the update cell takes it.
+
+        Raises:
+            KeyError, TypeError, ValueError: as there.
+        """
         self.update_cell.load_state_dict(state_dict)
 
     @property

@@ -110,18 +110,43 @@ class LossScaleTrainStep:
             self.get_overflow_status = self.get_overflow_status_and_largest_gradient
 
     def grads_with_divisor(self, scaling_sens, *inputs):
-        """As the method of the stock cell; what the gradients will be divided by is remembered."""
+        """As the method of the stock cell; what the gradients will be divided by is remembered.
+
+        Args:
+            scaling_sens (Tensor): the loss scale, float32 of shape ().
+            *inputs (Tensor): those of the network, of any shapes.
+
+        Returns:
+            tuple[Tensor, tuple[Tensor], Tensor], as of the stock cell, the loss, the gradients, of the shapes of the
+            weights, and their divisor beside the loss scale, of one element.
+        """
         loss, grads, divisor = self.stock_grads(scaling_sens, *inputs)
         self.measure_largest_gradient.keep_divisor(divisor)
         return loss, grads, divisor
 
     def measure_and_clip(self, gradients):
-        """As the clipping of the stock cell, after the largest gradient is measured."""
+        """As the clipping of the stock cell, after the largest gradient is measured.
+
+        Args:
+            gradients (tuple[Tensor]): unscaled, of any shapes and floating-point dtypes.
+
+        Returns:
+            tuple[tuple[Tensor], Tensor], as of the stock cell, the clipped gradients, of the same shapes, and their
+            norm before.
+        """
         self.measure_largest_gradient(gradients)
         return self.stock_clip(gradients)
 
     def get_overflow_status_and_largest_gradient(self, status, compute_output):
-        """As the detection of the stock cell, or of a subclass; the largest gradient is measured beside it."""
+        """As the detection of the stock cell, or of a subclass; the largest gradient is measured beside it.
+
+        Args:
+            status (Tensor): what the stock detection needs, of any shape; not used on CPU.
+            compute_output (tuple[Tensor]): the gradients, of any shapes and floating-point dtypes.
+
+        Returns:
+            Tensor, bool of shape (), whether the gradients contain an inf or a NaN.
+        """
         if self.detect_overflow is None:
             return self.measure_largest_gradient(compute_output)
         # Not assigned to a name: a graph drops a call whose result it does not need, with all that it would write.
@@ -146,7 +171,7 @@ class LossScaleTrainStep:
         """Return whether the gradients contain an inf or a NaN.
 
         Args:
-            status (Tensor): not used; the stock detection needs it.
+            status (Tensor): not used; the stock detection needs it, of any shape.
             compute_output (tuple[Tensor]): the gradients, of any shapes and floating-point dtypes.
 
         Returns:

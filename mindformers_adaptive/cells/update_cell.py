@@ -1,4 +1,4 @@
-"""``RuleUpdateCell``, what all update cells of this package have in common, and the one that does not scale."""
+"""``RuleUpdateCell``: what all update cells of this package that follow a rule have in common."""
 
 import math
 import warnings
@@ -11,7 +11,7 @@ from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_g
 from mindformers_adaptive.rules.base import STEP_FIELDS, STEP_LIMIT, to_integer, to_real
 from mindformers_adaptive.rules.checks import require_flag, require_integer, to_float32
 
-__all__ = ["RUN", "NoLossScaleUpdateCell", "RuleUpdateCell", "read_restored_scale"]
+__all__ = ["RUN", "RuleUpdateCell", "read_restored_scale"]
 
 # What a checkpoint and a state_dict() call the number of the run.
 RUN = "loss_scaling_run"
@@ -122,10 +122,11 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         return self._compiled_update(loss_scale, overflow)
 
     def state(self):
-        """Return the state as a dict: int or float by name, a tuple of floats for a vector without named parts.
+        """Return the state. Reading waits for the device.
 
-        It begins with ``loss_scale``, that of the next step, unless a train-step cell of another package keeps it.
-        Reading waits for the device.
+        Returns:
+            dict[str, Union[int, float, tuple[float, ...]]], a tuple for a vector without named parts. It begins with
+            ``loss_scale``, that of the next step, unless a train-step cell of another package keeps it.
         """
         values = self._values()
         return {"loss_scale": self.present_loss_scale, **values} if self._knows_loss_scale(values) else values
@@ -137,7 +138,14 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         return values
 
     def rule_state(self):
-        """Return the state as the rule has it, a NamedTuple with the loss scale."""
+        """Return the state as the rule has it.
+
+        Returns:
+            NamedTuple, with the loss scale for the next step.
+
+        Raises:
+            RuntimeError: as of :meth:`known_loss_scale`.
+        """
         return self.rule.from_values(self.known_loss_scale(), self._values())
 
     def write_rule_state(self, state, steps, last_event=None):
@@ -152,7 +160,10 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.written_state = self._values()
 
     def known_loss_scale(self):
-        """Return the loss scale for the next step, a float.
+        """Return the loss scale for the next step.
+
+        Returns:
+            float.
 
         Raises:
             RuntimeError: if this cell took steps in a train-step cell of another package, and so does not know it.
@@ -192,6 +203,9 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         """Tell the cell which Parameter is its first input, for ``state_dict()`` and ``load_state_dict()``.
 
         The train-step cells of this package do it.
+
+        Args:
+            parameter (Parameter): the loss scale, float32 of shape ().
         """
         # Not through nn.Cell, which would make it a child of this cell too.
         object.__setattr__(self, "bound_loss_scale", parameter)
@@ -200,8 +214,11 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         """Return the state as numbers, which ``mindspore.save_checkpoint(..., append_dict=)`` and JSON take.
 
         Megatron-LM's ``DynamicGradScaler`` loads it too, once ``scale`` is a tensor:
-        ``state["scale"] = torch.tensor([state["scale"]])``. With arguments, which a parent cell gives, it is
-        ``nn.Cell.state_dict``.
+        ``state["scale"] = torch.tensor([state["scale"]])``.
+
+        Args:
+            *args (Any): those of ``nn.Cell.state_dict``, which a parent cell gives. Then it is that method.
+            **kwargs (Any): likewise.
 
         Returns:
             dict[str, Union[int, float]], with ``scale``, the loss scale; ``growth_tracker``, the clean steps since the
@@ -268,6 +285,10 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
 
         Args:
             state (dict): numbers, and lists of numbers.
+
+        Raises:
+            TypeError: if a value is not a number of its kind.
+            ValueError: if a counter does not fit into 32 bits.
         """
         given = self._values_in(state)
         restored = self._fields_of(given)
@@ -279,7 +300,15 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.written_state = self._values()
 
     def restore_run(self, state):
-        """Restore the number of the run, if a state has it."""
+        """Restore the number of the run, if a state has it.
+
+        Args:
+            state (dict): has it as ``loss_scaling_run``, an int or a Tensor of one element.
+
+        Raises:
+            TypeError: if it is not an integer.
+            ValueError: if it does not fit into 32 bits.
+        """
         if RUN in state:
             self.run_number = to_integer(RUN, state[RUN])
 
@@ -337,6 +366,9 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         that names the Parameter, its value and the value used instead. The start of training calls this; call it
         yourself if you load a checkpoint without calling ``set_train()`` afterwards.
 
+        Raises:
+            ValueError: if the restored loss scale is not finite and above 0.
+
         Examples:
             >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell
             >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
@@ -356,8 +388,17 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
     def add_flags_recursive(self, **flags):
         """As in ``nn.Cell``; the start of training also checks a restored state.
 
-        ``set_train()`` of this cell or of one that contains it calls this, and so does ``Model.train``. Training with a
-        train-step cell that does not assign the signals is refused.
+        ``set_train()`` of this cell or of one that contains it calls this, and so does ``Model.train``.
+
+        Args:
+            **flags (bool): as in ``nn.Cell``; ``training`` is True where training starts.
+
+        Returns:
+            Cell, this one.
+
+        Raises:
+            TypeError: if training starts with a train-step cell that does not assign the signals.
+            ValueError: if the restored loss scale is not finite and above 0.
         """
         if flags.get("training") and not self.has_signal:
             raise TypeError(
@@ -386,9 +427,11 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         object.__setattr__(self, "each_largest", largest)
 
     def overflowed_parameters(self):
-        """Return the names of the Parameters whose gradients had an inf or a NaN in the last step, in their order.
+        """Return the names of the Parameters whose gradients had an inf or a NaN in the last step.
 
-        Needs ``track_per_parameter=True``; without it the list is empty. Reading waits for the device.
+        Returns:
+            list[str], in the order of the Parameters; empty without ``track_per_parameter=True``. Reading waits for
+            the device.
         """
         if self.each_largest is None:
             return []
@@ -454,35 +497,3 @@ def _require_dict(name, value):
 
 def _tensor_of(field, values):
     return Tensor(np.array(field.value_in(values), field.dtype))
-
-
-class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
-    """Update cell of a training that is not scaled and skips no step, as Megatron-LM's without a gradient scaler.
-
-    The train-step cells of MindSpore and MindFormers skip a step whose gradients are not finite, also at a fixed scale
-    of 1, unless the update cell returns False. This one always does: inf and NaN reach the optimizer.
-
-    Args:
-        loss_scale_value (float): not used; MindFormers gives the restored one on resume. Default: 1.0.
-
-    Inputs:
-        - **loss_scale** (Parameter) - not used.
-        - **overflow** (Tensor) - not used.
-
-    Outputs:
-        Tensor, False, bool of shape ().
-
-    Supported Platforms:
-        ``Ascend`` ``CPU``
-
-    Examples:
-        >>> bool(NoLossScaleUpdateCell()(Tensor(1.0), Tensor(True)))
-        False
-    """
-
-    def __init__(self, loss_scale_value=1.0):
-        super().__init__(1.0)
-        self.no_overflow = Tensor(False)
-
-    def construct(self, loss_scale, overflow):
-        return self.no_overflow

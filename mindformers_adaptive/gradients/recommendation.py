@@ -68,7 +68,7 @@ class Verdict:
 
     @property
     def is_harmful(self) -> bool | None:
-        """Whether a Parameter loses more than ``HARMLESS_SHARE``; None if nothing is known."""
+        """bool, optional: whether a Parameter loses more than ``HARMLESS_SHARE``; None if nothing is known."""
         return None if self.parameter_share is None else self.parameter_share > HARMLESS_SHARE
 
     def __str__(self) -> str:
@@ -88,7 +88,11 @@ class Verdict:
         return text
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything as JSON can hold it."""
+        """Return everything as JSON can hold it.
+
+        Returns:
+            dict[str, object], by the names of the attributes, with ``is_harmful``.
+        """
         return {**vars(self), "gradient_format": self.gradient_format.given, "is_harmful": self.is_harmful}
 
 
@@ -178,7 +182,7 @@ class LossScaleRecommendation:
 
     @property
     def yaml(self) -> str:
-        """The section of a MindFormers YAML file to paste, or "" if there is no recommendation."""
+        """str: the section of a MindFormers YAML file to paste, or "" if there is no recommendation."""
         if self.loss_scale_value is None:
             return ""
         return (
@@ -233,7 +237,11 @@ class LossScaleRecommendation:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything but the sweep, with the YAML as ``yaml``, as JSON can hold it."""
+        """Return everything but the sweep as JSON can hold it.
+
+        Returns:
+            dict[str, object], by the names of the attributes, with ``yaml`` and the ``gradient_format`` of the sweep.
+        """
         nested = ("ranges", "verdicts", "lost_updates")
         plain = {name: value for name, value in vars(self).items() if name not in nested}
         plain["lost_updates"] = vars(self.lost_updates) if self.lost_updates else None

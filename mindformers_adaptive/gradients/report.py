@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,89 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mindformers_adaptive.gradients.groups import group_parameters, parameter_group
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.text.files import atomic_write, json_text
 from mindformers_adaptive.text.table import align, as_power_of_two
 
-__all__ = ["MOST_GROUPS", "ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics"]
-__all__ += ["group_parameters", "merge_statistics", "parameter_group"]
-
-# More rows of histograms are too many to compare.
-MOST_GROUPS = 6
-_OTHERS = "others"
-_ORDER = ("embedding", "attention", "feed forward", "norm", "output")
-
-# The first pattern that matches counts. A norm may be named after the layer behind it, as in attention_norm, so norm
-# comes first; the last layer of a block may be called output, so output comes last.
-_KINDS = (
-    ("norm", r"norm|(^|[._])(ln|bn)\d*([._]|$)|\.(gamma|beta)$"),
-    ("embedding", r"embed|(^|\.)w[tp]e(\.|$)"),
-    ("attention", r"attention|attn"),
-    ("feed forward", r"feed_?forward|ffn|mlp|expert|intermediate|(layers?|blocks?|h)\.\d+\.output"),
-    ("output", r"(^|[._])(head|classifier|pooler|output(_layer)?)(\.|$)"),
-)
-
-
-def parameter_group(name: str) -> str | None:
-    """Return the group of a Parameter, or None if its name matches no group.
-
-    The lower-case name is searched in this order: norm (``norm``, ``ln_1``, ``bn2``, ``.gamma``),
-    embedding (``embed``, ``wte``, ``wpe``), attention (``attention``, ``attn``), feed forward (``feed_forward``,
-    ``ffn``, ``mlp``, ``expert``), output (``head``, ``output_layer``).
-
-    Args:
-        name (str): the Parameter's name.
-
-    Examples:
-        >>> parameter_group("model.layers.0.attention.wq.weight")
-        'attention'
-        >>> parameter_group("model.layers.0.attention_norm.weight")
-        'norm'
-        >>> parameter_group("conv1.weight") is None
-        True
-    """
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, name.lower())), None)
-
-
-def group_parameters(
-    sizes: Mapping[str, int], group: Callable[[str], str | None] = parameter_group
-) -> dict[str, list[str]]:
-    """Return the Parameters of each group.
-
-    Parameters without a group are grouped by the first component of their names that is not common to all of them. Of
-    more than six groups, the five with the most elements stay and the rest are ``"others"``.
-
-    Args:
-        sizes (Mapping[str, int]): by Parameter name, how many elements it has.
-        group (Callable): from a name to its group or None. Default: :func:`parameter_group`.
-
-    Returns:
-        dict[str, list[str]]: by group the names of its Parameters; first the groups that :func:`parameter_group`
-        knows, from embedding to output.
-
-    Examples:
-        >>> group_parameters({"net.conv1.weight": 9, "net.conv1.bias": 1, "net.norm.gamma": 2})
-        {'norm': ['net.norm.gamma'], 'conv1': ['net.conv1.weight', 'net.conv1.bias']}
-    """
-    kinds = {name: group(name) for name in sizes}
-    shared = _shared_components([name for name, kind in kinds.items() if kind is None])
-    groups: dict[str, list[str]] = {kind: [] for kind in _ORDER}
-    for name, kind in kinds.items():
-        groups.setdefault(kind or name.split(".")[shared], []).append(name)
-    groups = {kind: members for kind, members in groups.items() if members}
-    if len(groups) <= MOST_GROUPS:
-        return groups
-    largest = sorted(groups, key=lambda kind: -sum(sizes[name] for name in groups[kind]))[: MOST_GROUPS - 1]
-    kept = {kind: names for kind, names in groups.items() if kind in largest}
-    rest = [name for kind, names in groups.items() if kind not in largest for name in names]
-    return {**kept, _OTHERS: [*kept.pop(_OTHERS, []), *rest]}
-
-
-def _shared_components(names: list[str]) -> int:
-    """Return how many leading components all names share; each name keeps at least one more before its last."""
-    split = [name.split(".")[:-1] for name in names]
-    same = [len(set(components)) == 1 for components in zip(*split, strict=False)]
-    return same.index(False) if False in same else max(len(same) - 1, 0)
+__all__ = ["ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics", "merge_statistics"]
 
 
 @dataclass(frozen=True)
@@ -156,7 +78,7 @@ class GradientRanges:
 
     @property
     def loss_scales(self) -> tuple[float, ...]:
-        """The scales of the sweep, in increasing order."""
+        """tuple[float, ...]: the scales of the sweep, in increasing order."""
         return tuple(ranges.loss_scale for ranges in self.batches[0])
 
     def parameters(self, loss_scale: float, unscaled: bool = False) -> dict[str, ArrayStatistics]:
@@ -169,6 +91,9 @@ class GradientRanges:
             unscaled (bool): whether the gradients are divided as the train step does; then there is no histogram.
                 Default: False, they are as the backward pass returns them.
 
+        Returns:
+            dict[str, ArrayStatistics], by Parameter name.
+
         Raises:
             ValueError: if the sweep does not have the scale.
         """
@@ -177,7 +102,18 @@ class GradientRanges:
         return {name: replace(each, norm=each.norm / math.sqrt(len(at_scale))) for name, each in merged.items()}
 
     def overall(self, loss_scale: float, unscaled: bool = False) -> ArrayStatistics:
-        """Return the statistics of all gradients together at a scale, over all batches, as :meth:`parameters` does."""
+        """Return the statistics of all gradients together at a scale, over all batches, as :meth:`parameters` does.
+
+        Args:
+            loss_scale (float): one of ``loss_scales``.
+            unscaled (bool): as there. Default: False.
+
+        Returns:
+            ArrayStatistics.
+
+        Raises:
+            ValueError: if the sweep does not have the scale.
+        """
         return merge_statistics(self.parameters(loss_scale, unscaled).values())
 
     def groups(
@@ -187,23 +123,44 @@ class GradientRanges:
 
         Args:
             loss_scale (float): one of ``loss_scales``.
-            group (Callable): from a Parameter's name to its group or None, see :func:`group_parameters`.
+            group (Callable): from a Parameter's name to its group or None, see :func:`group_parameters`. Default:
+                :func:`parameter_group`.
+
+        Returns:
+            dict[str, ArrayStatistics], by group.
+
+        Raises:
+            ValueError: if the sweep does not have the scale.
         """
         counts = self.parameters(loss_scale)
         members = group_parameters({name: each.size for name, each in counts.items()}, group)
         return {kind: merge_statistics(counts[name] for name in names) for kind, names in members.items()}
 
     def overflowed_batches(self, loss_scale: float) -> int:
-        """Return how many batches overflowed at a scale, one of ``loss_scales``."""
+        """Return how many batches overflowed at a scale.
+
+        Args:
+            loss_scale (float): one of ``loss_scales``.
+
+        Returns:
+            int.
+
+        Raises:
+            ValueError: if the sweep does not have the scale.
+        """
         return sum(ranges.overflow for ranges in self._at(loss_scale))
 
     @property
     def fitting_scales(self) -> tuple[float, ...]:
-        """The scales of the sweep at which no batch overflowed, in increasing order."""
+        """tuple[float, ...]: the scales of the sweep at which no batch overflowed, in increasing order."""
         return tuple(scale for scale in self.loss_scales if not self.overflowed_batches(scale))
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything as dicts, lists and numbers."""
+        """Return everything as dicts, lists and numbers.
+
+        Returns:
+            dict[str, object], with ``gradient_format``, ``weights``, ``loss_scales``, ``batches`` and ``outputs``.
+        """
         return {
             "gradient_format": self.gradient_format.given,
             "weights": {
@@ -234,12 +191,13 @@ class GradientRanges:
 
     @classmethod
     def from_dict(cls, sweep: Mapping[str, Any]) -> GradientRanges:
-        """Return the sweep that :meth:`to_dict` returned, or its JSON file holds, with its batches as one.
-
-        The loss is nan, and what is lost is not known.
+        """Return the sweep that :meth:`to_dict` returned, or its JSON file holds.
 
         Args:
             sweep (Mapping): only ``loss_scales`` must be there.
+
+        Returns:
+            GradientRanges, with the batches as one. The loss is nan, and what is lost is not known.
 
         Raises:
             TypeError: if it is something else.
@@ -268,12 +226,17 @@ class GradientRanges:
             ) from error
 
     def table(self, loss_scale: float | None = None) -> str:
-        """Return a table to print; its largest, smallest and norm are those that the optimizer takes, unscaled.
-
-        The last column is :attr:`mindformers_adaptive.gradients.report.ArrayStatistics.lost_share`.
+        """Return a table to print.
 
         Args:
             loss_scale (float, optional): a row for each Parameter at this scale. Default: None, a row for each scale.
+
+        Returns:
+            str; its largest, smallest and norm are those that the optimizer takes, unscaled, and the last column is
+            :attr:`mindformers_adaptive.gradients.report.ArrayStatistics.lost_share`.
+
+        Raises:
+            ValueError: if the sweep does not have the scale.
         """
         if loss_scale is None:
             lines = [["loss scale", "overflowed", *_COLUMNS]]
@@ -286,7 +249,11 @@ class GradientRanges:
         return align(lines, to_the_left=[0])
 
     def output_table(self) -> str:
-        """Return a table of the outputs of layers to print, a row for each layer."""
+        """Return a table of the outputs of layers to print.
+
+        Returns:
+            str, with a row for each layer.
+        """
         lines = [["output of", *_COLUMNS], *([name, *_cells(each)] for name, each in self.outputs.items())]
         return align([line[:-1] for line in lines], to_the_left=[0])
 
@@ -296,7 +263,10 @@ class GradientRanges:
         A loss that is not finite becomes the string "nan", "inf" or "-inf".
 
         Args:
-            file (str): the file; one that is there is replaced.
+            file (Union[str, Path]): the file; one that is there is replaced.
+
+        Raises:
+            OSError: if the file cannot be written.
         """
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as report:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from mindformers_adaptive.gradients.report import MOST_GROUPS, GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.groups import MOST_GROUPS
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 
 __all__ = ["KINDS", "group_of_modules", "select"]
 

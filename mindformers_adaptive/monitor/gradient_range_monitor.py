@@ -98,7 +98,11 @@ class GradientRangeMonitor(RecordingCallback):
         self._format = find_format(gradient_format)
 
     def on_train_begin(self, run_context):
-        """Look up the network, and the step to go on from."""
+        """Look up the network, and the step to go on from.
+
+        Args:
+            run_context (RunContext): what MindSpore knows of the training.
+        """
         params = run_context.original_args()
         self._train_step = _find_train_step(params.train_network)
         self._sweep = GradientSweep(self._train_step, self._layers, self._format)
@@ -106,7 +110,11 @@ class GradientRangeMonitor(RecordingCallback):
         self._open(params, self._train_step)
 
     def on_train_step_begin(self, run_context):
-        """Measure the gradients, if it is the turn of this step."""
+        """Measure the gradients, if it is the turn of this step.
+
+        Args:
+            run_context (RunContext): what MindSpore knows of the training.
+        """
         params = run_context.original_args()
         self._last_step = step = self._ahead_of_model + params.cur_step_num
         if params.dataset_sink_mode or not params.train_dataset_element:

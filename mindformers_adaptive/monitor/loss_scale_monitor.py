@@ -120,7 +120,11 @@ class LossScaleMonitor(RecordingCallback):
         self._savers = []
 
     def on_train_begin(self, run_context):
-        """Look up the loss scaling, and the step to go on from."""
+        """Look up the loss scaling, and the step to go on from.
+
+        Args:
+            run_context (RunContext): what MindSpore knows of the training.
+        """
         params = run_context.original_args()
         train_step = find_train_step(params.get("train_network"), params.get("network"))
         self._reader = None if train_step is None else StepReader(train_step)
@@ -146,7 +150,11 @@ class LossScaleMonitor(RecordingCallback):
             self._signals.install()
 
     def on_train_step_end(self, run_context):
-        """Record the steps since the last look, if it is the turn of this step."""
+        """Record the steps since the last look, if it is the turn of this step.
+
+        Args:
+            run_context (RunContext): what MindSpore knows of the training.
+        """
         if self._reader is None:
             return
         called_before = self._called_at
@@ -156,7 +164,11 @@ class LossScaleMonitor(RecordingCallback):
             self._look(run_context)
 
     def on_train_end(self, run_context):
-        """Record the steps since the last look."""
+        """Record the steps since the last look.
+
+        Args:
+            run_context (RunContext): what MindSpore knows of the training.
+        """
         if self._reader is not None and self._seen:
             self._look(run_context)
         super().on_train_end(run_context)

@@ -66,7 +66,11 @@ class RecordingCallback(Callback):
             self._release()
 
     def on_train_end(self, run_context):
-        """Close what was opened."""
+        """Close what was opened.
+
+        Args:
+            run_context (RunContext): what MindSpore knows of the training.
+        """
         self._release()
 
     def _open(self, params, train_step):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.gradients.report import GradientRanges, parameter_group
+from mindformers_adaptive.gradients.groups import parameter_group
+from mindformers_adaptive.gradients.report import GradientRanges
 from mindformers_adaptive.gradients.selection import select
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
@@ -100,7 +101,7 @@ def draw_gradient_records(
         records (Mapping[str, Sequence[Mapping]]): by the runs' names the lines of ``GradientRangeMonitor``'s record, as
             :func:`mindformers_adaptive.monitor.record.read_record` returns them; at least one.
         group (Callable): from a Parameter's name to its group, or None for its first component. Default:
-            :func:`mindformers_adaptive.gradients.report.parameter_group`.
+            :func:`mindformers_adaptive.gradients.groups.parameter_group`.
         kind (str), modules (Sequence[str]): as in :func:`~mindformers_adaptive.plots.gradients.draw_histograms`.
 
     Returns:

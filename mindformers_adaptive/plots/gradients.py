@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges, parameter_group
+from mindformers_adaptive.gradients.groups import parameter_group
+from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges
 from mindformers_adaptive.gradients.selection import group_of_modules, select
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
@@ -56,7 +57,7 @@ def draw_histograms(
         loss_scales (Sequence[float], optional): scales of the sweep. Default: None, the lowest and the highest that did
             not overflow.
         group (Callable): from a Parameter's name to its group, or None for its first component. Default:
-            :func:`mindformers_adaptive.gradients.report.parameter_group`.
+            :func:`mindformers_adaptive.gradients.groups.parameter_group`.
         kind (str): "gradients", "weights" or "outputs", those of layers. Default: "gradients".
         modules (Sequence[str]): draw these, a row for each, see
             :func:`mindformers_adaptive.gradients.selection.group_of_modules`. Default: none, the groups.

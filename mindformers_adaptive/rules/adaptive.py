@@ -240,13 +240,11 @@ class AdaptiveRule(Rule):
 
     @classmethod
     def values_fit(cls, **arguments: Any) -> bool:
-        """Return whether the largest window is not below the smallest, and the first one is on their ladder."""
         given = {**cls.all_arguments(), **arguments}
         first, largest, smallest = given["scale_window"], given["max_scale_window"], given["min_scale_window"]
         return bool(largest >= smallest and (not isinstance(first, int) or first in window_ladder(largest, smallest)))
 
     def short_label(self, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
-        """Return the rule and its windows, as :meth:`Rule.short_label` does; a single window is dynamic scaling."""
         smallest, largest = self.min_scale_window, self.max_scale_window
         told = {"min_scale_window", "max_scale_window"}
         if arguments["scale_window"] == smallest:
@@ -262,7 +260,7 @@ class AdaptiveRule(Rule):
             loss_scale_value (float): the initial scale, within ``[min_loss_scale, max_loss_scale]``.
             scale_window (int, optional): the initial window in steps. One that is not on the ladder gives a warning,
                 and the smallest window is used. Default: None, the smallest window.
-            argument (str): the name of ``loss_scale_value`` in messages.
+            argument (str): the name of ``loss_scale_value`` in messages. Default: "loss_scale_value".
 
         Returns:
             LossScaleState, with all counters at 0 and the hysteresis budget full.
@@ -276,11 +274,17 @@ class AdaptiveRule(Rule):
         return LossScaleState(loss_scale, self.ladder[index], index, hysteresis_budget=self.hysteresis)
 
     def step(self, state: LossScaleState, overflow: bool, largest_gradient: float | None = None) -> LossScaleState:
-        """Return the state after a step that overflowed or was clean, as :meth:`Rule.step` does."""
         return self._after_overflow(state) if overflow else self._after_clean(state)
 
     def window_at(self, window_index: int) -> int:
-        """Return the window, in steps, at a place on the ladder or, for -1, the hidden window."""
+        """Return a window of the ladder, or the hidden window.
+
+        Args:
+            window_index (int): its place on the ladder, from 0, or -1 for the hidden window.
+
+        Returns:
+            int, in steps.
+        """
         return HIDDEN_WINDOW if window_index == HIDDEN_INDEX else self.ladder[window_index]
 
     def _after_overflow(self, state: LossScaleState) -> LossScaleState:
@@ -321,20 +325,9 @@ class AdaptiveRule(Rule):
         return 0
 
     def to_values(self, state: LossScaleState, steps: int, last_event: int | None = None) -> dict[str, Any]:
-        """Return what the update cell holds after so many steps, as :meth:`Rule.to_values` does.
-
-        Examples:
-            >>> rule = AdaptiveRule()
-            >>> values = rule.to_values(rule.step(rule.start(2.0**16), overflow=False), steps=1)
-            >>> values["cur_iter"], values["last_overflow_iter"]
-            (2, 0)
-            >>> rule.from_values(2.0**16, values).clean_steps
-            1
-        """
         return super().to_values(state, steps, min(steps, STEP_LIMIT - 1) - state.clean_steps)
 
     def from_values(self, loss_scale: float, values: Mapping[str, Any]) -> LossScaleState:
-        """Return the state that :meth:`to_values` would turn into these values."""
         known = {name: values[name] for name in LossScaleState._fields if name in values}
         clean_steps = values["cur_iter"] - 1 - values["last_overflow_iter"]
         return LossScaleState(loss_scale, **{"hysteresis_budget": self.hysteresis, **known}, clean_steps=clean_steps)
@@ -369,7 +362,6 @@ class AdaptiveRule(Rule):
         return bool(happened)
 
     def describe_fresh_start(self, values: Mapping[str, Any]) -> str:
-        """Return how training goes on where a checkpoint has no state, for a sentence."""
         return f"with a fresh ladder, at window {values['scale_window']}"
 
     def _place_on_the_ladder(self, window: int, index: int) -> tuple[int, str | None]:

@@ -48,17 +48,31 @@ class Field(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names under which ``state()`` shows it."""
+        """tuple[str, ...]: the names under which ``state()`` shows it."""
         return self.parts or (self.name,)
 
     def by_key(self, value: Any) -> dict[str, Any]:
-        """Return what its Parameter holds, by the names of ``keys``; a vector without named parts as a tuple."""
+        """Return what its Parameter holds, by the names of ``keys``.
+
+        Args:
+            value (Union[int, float, Iterable]): what the Parameter holds, a number or the elements of a vector.
+
+        Returns:
+            dict[str, Any], with a vector without named parts as a tuple.
+        """
         if self.parts:
             return dict(zip(self.parts, value, strict=True))
         return {self.name: tuple(value) if self.shape else value}
 
     def value_in(self, values: Mapping[str, Any]) -> Any:
-        """Return what its Parameter holds, of values by the names of ``keys``."""
+        """Return what its Parameter holds.
+
+        Args:
+            values (Mapping[str, Any]): values by name, among them those of ``keys``.
+
+        Returns:
+            Union[int, float, Sequence], a number or the elements of a vector.
+        """
         return [values[part] for part in self.parts] if self.parts else values[self.name]
 
 
@@ -138,7 +152,15 @@ class Rule:
             )
 
     def start(self, loss_scale_value: float, *, argument: str = "loss_scale_value") -> Any:
-        """Return the state before the first step, a NamedTuple with ``loss_scale`` and the names of :meth:`keys`."""
+        """Return the state before the first step.
+
+        Args:
+            loss_scale_value (float): the initial scale, within the bounds.
+            argument (str): the name of ``loss_scale_value`` in messages. Default: "loss_scale_value".
+
+        Returns:
+            NamedTuple, with ``loss_scale`` and the names of :meth:`own_keys`.
+        """
         raise NotImplementedError
 
     def step(self, state: Any, overflow: bool, largest_gradient: float | None = None) -> Any:
@@ -149,6 +171,9 @@ class Rule:
             overflow (bool): whether the step overflowed and was skipped.
             largest_gradient (float, optional): the largest absolute value of its gradients, unscaled and before
                 clipping, if it was applied. Ignored by a rule without this signal. Default: None, not known.
+
+        Returns:
+            NamedTuple, as :meth:`start` returns it.
         """
         raise NotImplementedError
 
@@ -161,7 +186,8 @@ class Rule:
     def all_arguments(cls) -> dict[str, Any]:
         """Return the constructor's arguments, the initial loss scale and ``start_arguments`` with their defaults.
 
-        The usual ones come first. An argument without a default has ``inspect.Parameter.empty``.
+        Returns:
+            dict[str, Any], the usual ones first; ``inspect.Parameter.empty`` for an argument without a default.
 
         Examples:
             >>> from mindformers_adaptive.rules.guided import GuidedRule
@@ -176,11 +202,25 @@ class Rule:
 
     @classmethod
     def values_fit(cls, **arguments: Any) -> bool:
-        """Return whether arguments, each in its range, fit each other; a grid leaves out those that do not."""
+        """Return whether arguments, each in its range, fit each other; a grid leaves out those that do not.
+
+        Args:
+            **arguments (Any): some of :meth:`all_arguments`, by name. The others have their defaults.
+
+        Returns:
+            bool, True for a rule whose arguments do not depend on each other.
+        """
         return True
 
     def short_label(self, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
-        """Return a short name of the rule with these arguments, and the arguments that the name tells."""
+        """Return a short name of the rule with these arguments.
+
+        Args:
+            arguments (Mapping[str, Any]): those of :meth:`all_arguments`, by name.
+
+        Returns:
+            tuple[str, set[str]], the short name, and the arguments that it tells.
+        """
         return self.name or type(self).__name__, set()
 
     @property
@@ -190,17 +230,37 @@ class Rule:
 
     @classmethod
     def all_fields(cls) -> tuple[Field, ...]:
-        """Return the rule's own fields, with names for their Parameters, then ``STEP_FIELDS`` and the signals."""
+        """Return the fields of the state that the update cell keeps.
+
+        Returns:
+            tuple[Field, ...], the rule's own, with names for their Parameters, then ``STEP_FIELDS`` and the signals.
+        """
         own = (field._replace(parameter=field.parameter or f"{cls.name}_{field.name}") for field in cls.fields)
         return (*own, *STEP_FIELDS, *(SIGNALS[name] for name in cls.signals))
 
     @classmethod
     def own_keys(cls) -> tuple[str, ...]:
-        """Return the names of its own state, without the loss scale, the step counters and the signals."""
+        """Return the names of its own state.
+
+        Returns:
+            tuple[str, ...], without the loss scale, the step counters and the signals.
+        """
         return tuple(key for field in cls.fields for key in field.keys)
 
     def checked_start(self, loss_scale_value: float, argument: str) -> float:
-        """Return an initial loss scale as a float32 value within the bounds, or raise TypeError or ValueError."""
+        """Check an initial loss scale.
+
+        Args:
+            loss_scale_value (float): the initial scale, within the bounds.
+            argument (str): the name of ``loss_scale_value`` in messages.
+
+        Returns:
+            float, rounded to float32.
+
+        Raises:
+            TypeError: if ``loss_scale_value`` is not a number.
+            ValueError: if it is not finite, not positive or out of its bounds.
+        """
         loss_scale = require_positive(argument, loss_scale_value)
         if not self.min_loss_scale <= loss_scale <= self.max_loss_scale:
             raise ValueError(
@@ -219,6 +279,15 @@ class Rule:
 
         Returns:
             dict, as ``state()`` of the update cell returns it, without the signals.
+
+        Examples:
+            >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
+            >>> rule = AdaptiveRule()
+            >>> values = rule.to_values(rule.step(rule.start(2.0**16), overflow=False), steps=1)
+            >>> values["cur_iter"], values["last_overflow_iter"]
+            (2, 0)
+            >>> rule.from_values(2.0**16, values).clean_steps
+            1
         """
         steps = min(steps, STEP_LIMIT - 1)
         last_event = steps if last_event is None else min(last_event, steps)
@@ -227,7 +296,15 @@ class Rule:
         return {key: min(values[key], STEP_LIMIT) if isinstance(values[key], int) else values[key] for key in keys}
 
     def from_values(self, loss_scale: float, values: Mapping[str, Any]) -> Any:
-        """Return the state that :meth:`to_values` would turn into these values."""
+        """Return the state that :meth:`to_values` would turn into these values.
+
+        Args:
+            loss_scale (float): the loss scale of the state.
+            values (Mapping[str, Any]): as :meth:`to_values` returns them.
+
+        Returns:
+            NamedTuple, as :meth:`start` returns it.
+        """
         state = self.start(loss_scale)
         return state._replace(**{name: values[name] for name in state._fields if name in values})
 
@@ -237,6 +314,9 @@ class Rule:
         Args:
             loss_scale (float): the restored loss scale.
             name (str): the Parameter or argument that holds it.
+
+        Returns:
+            float, within the bounds; where the rule needs a power of two, the nearest one below.
 
         Raises:
             ValueError: if it is not finite and above 0.
@@ -309,13 +389,36 @@ class Rule:
         return f"The checkpoint has {values['cur_iter'] - 1} steps but no state of {self.title}"
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
-        """Say why the rule cannot go on from its own part of a state, or return None."""
+        """Say why the rule cannot go on from its own part of a state.
+
+        Args:
+            values (Mapping[str, Any]): as ``state()`` of the update cell returns it.
+
+        Returns:
+            str, optional: the reason, for a sentence; None if it can go on.
+
+        Examples:
+            >>> from mindformers_adaptive.rules.guided import GuidedRule
+            >>> rule = GuidedRule()
+            >>> values = rule.to_values(rule.start(2.0**16), steps=0)
+            >>> rule.find_state_problem(values) is None
+            True
+            >>> rule.find_state_problem({**values, "contradictions": 7})
+            'The checkpoint has a state of gradient-guided scaling that this cell cannot have'
+        """
         if all(np.isfinite(values[key]).all() for key in self.own_keys()):
             return None
         return f"The checkpoint has a state of {self.title} that is not finite"
 
     def describe_fresh_start(self, values: Mapping[str, Any]) -> str:
-        """Return how training goes on where a checkpoint has no state, for a sentence."""
+        """Return how training goes on where a checkpoint has no state.
+
+        Args:
+            values (Mapping[str, Any]): as ``state()`` of the update cell returns it.
+
+        Returns:
+            str, for a sentence.
+        """
         return f"with a fresh state of {self.title}"
 
 

@@ -79,12 +79,12 @@ class Format:
 
     @property
     def title(self) -> str:
-        """What texts and pictures call it."""
+        """str: what texts and pictures call it."""
         return _TITLES.get(self.name, self.name)
 
     @property
     def exponents(self) -> tuple[float, float, float]:
-        """The smallest subnormal number, the smallest normal one and the largest, as exponents of 2.
+        """tuple[float, float, float]: log2 of the smallest subnormal number, the smallest normal one and the largest.
 
         Below the second, numbers are coarse; below half of the first they become 0; beyond the largest is overflow.
         """
@@ -92,11 +92,18 @@ class Format:
 
     @property
     def given(self) -> Any:
-        """What :func:`find_format` takes for it and JSON can hold, its name or its numbers by name."""
+        """Union[str, dict]: its name or its numbers by name, as :func:`find_format` takes it and JSON can hold it."""
         return self.name if FORMATS.get(self.name) == self else dataclasses.asdict(self)
 
     def quantum(self, exponent: int) -> float:
-        """Return how far the numbers of the format from ``2**exponent`` to twice that are apart."""
+        """Return how far neighbouring numbers of the format are apart.
+
+        Args:
+            exponent (int): of the numbers from ``2**exponent`` to twice that.
+
+        Returns:
+            float, a power of two.
+        """
         lowest, normal = (int(math.log2(number)) for number in (self.smallest_subnormal, self.smallest_normal))
         for first, bits in reversed(self.precision or ((normal, normal - lowest),)):
             if exponent >= first:

@@ -105,7 +105,24 @@ def step(
     min_exponent,
     max_exponent,
 ):
-    """Take a step; the names are those of :class:`GuidedRule`."""
+    """Take a step; the names are those of :class:`GuidedRule`.
+
+    In NumPy each array has one more dimension, with an element for each run.
+
+    Args:
+        exponent, consecutive_overflows, max_safe_exponent, min_exponent, max_exponent (Union[NDArray, Tensor]): as
+            :class:`~mindformers_adaptive.rules.text_rule.TextRule` describes it, int32 of shape ().
+        overflow, gradient_known (Union[NDArray, Tensor]): as there, bool of shape ().
+        counts (Union[NDArray, Tensor]): a field of the rule, int32 of shape (7,).
+        levels (Union[NDArray, Tensor]): a field of the rule, float32 of shape (3,).
+        overflow_rate (Union[NDArray, Tensor]): a field of the rule, float32 of shape (16,).
+        bins, below_base (Union[NDArray, Tensor]): a constant, float32 of shape (16,).
+        patience, memory (Union[NDArray, Tensor]): a constant, float32 of shape ().
+        recent, smallest_window, largest_window (Union[NDArray, Tensor]): a constant, int32 of shape ().
+
+    Returns:
+        dict, ``exponent``, ``counts``, ``levels`` and ``overflow_rate`` after the step.
+    """
     window, base, limit, trial, clean, contradictions, first = unstack(counts)
     weight, low, level = unstack(levels)
     after_overflow = consecutive_overflows > ZERO
@@ -304,7 +321,6 @@ class GuidedRule(TextRule):
         }
 
     def start_values(self, loss_scale: float) -> dict[str, Any]:
-        """Return the state before the first step, by name."""
         exponent = int(np.log2(loss_scale))
         return {
             "scale_window": self.smallest_window,
@@ -317,16 +333,6 @@ class GuidedRule(TextRule):
         }
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
-        """Say why the rule cannot go on from its own part of a state, or return None.
-
-        Examples:
-            >>> rule = GuidedRule()
-            >>> values = rule.to_values(rule.start(2.0**16), steps=0)
-            >>> rule.find_state_problem(values) is None
-            True
-            >>> rule.find_state_problem({**values, "contradictions": 7})
-            'The checkpoint has a state of gradient-guided scaling that this cell cannot have'
-        """
         sound = (
             super().find_state_problem(values) is None
             and len(values["overflow_rate"]) == NUM_BINS

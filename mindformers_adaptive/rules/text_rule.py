@@ -209,7 +209,14 @@ class TextRule(Rule):
             )
 
     def start_values(self, loss_scale: float) -> dict[str, Any]:
-        """Return the rule's own state before the first step, by the names of :meth:`own_keys`; 0 where left out."""
+        """Return the rule's own state before the first step.
+
+        Args:
+            loss_scale (float): the initial scale, a power of two where the rule needs one.
+
+        Returns:
+            dict[str, Any], by the names of :meth:`own_keys`; what is left out starts at 0.
+        """
         return {}
 
     def start(self, loss_scale_value: float, *, argument: str = "loss_scale_value") -> Any:
@@ -218,7 +225,7 @@ class TextRule(Rule):
         Args:
             loss_scale_value (float): the initial scale, within the bounds. Where the scale is a power of two, another
                 number gives a warning, and the nearest power of two below is used that lies within the bounds.
-            argument (str): the name of ``loss_scale_value`` in messages.
+            argument (str): the name of ``loss_scale_value`` in messages. Default: "loss_scale_value".
 
         Returns:
             NamedTuple, ``State`` of the class: ``loss_scale``, the rule's own state, ``skipped_steps`` and
@@ -243,7 +250,6 @@ class TextRule(Rule):
         return state
 
     def step(self, state: Any, overflow: bool, largest_gradient: float | None = None) -> Any:
-        """Return the state after a step, as :meth:`Rule.step` does."""
         lanes = Lanes([self], [state])
         lanes.step(np.array([overflow]), np.array([math.nan if largest_gradient is None else largest_gradient]))
         return lanes.states()[0]
@@ -254,7 +260,6 @@ class TextRule(Rule):
         return (*(field.shape for field in self.fields), *(np.shape(value) for value in self.constants.values()))
 
     def repair_loss_scale(self, loss_scale: float, name: str) -> float:
-        """Return a restored loss scale within the bounds; where the rule needs a power of two, the nearest below."""
         bounded = super().repair_loss_scale(loss_scale, name)
         power = self._power_of_two(bounded)
         if power != bounded:

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 import urllib.parse
 
@@ -28,6 +29,8 @@ LANGUAGES = tuple(build_site.FIRST_PAGES)
 # What is in them is on the page of their room.
 UTILITIES = ("mindformers_adaptive.rules.backend", "mindformers_adaptive.text.table")
 PUBLIC = [name for names in build_site.PUBLIC.values() for name in names]
+# Theirs are the methods that the pages show.
+CLASSES = [name for name in PUBLIC if build_site.described(name)[0].startswith(".. autoclass")]
 
 pytestmark = pytest.mark.xdist_group("site")
 
@@ -189,10 +192,9 @@ def bare(parameter):
 
 
 def test_reference_is_in_chinese(site):
-    names = ["index", *map(build_site.short_name, PUBLIC)]
-    assert {
-        name: english for name in names if (english := english_on(site / "zh" / "reference" / f"{name}.html"))
-    } == {}
+    pages = list((site / "zh" / "reference").rglob("*.html"))
+    assert len(pages) > len(PUBLIC) + len(list(build_site.PACKAGE.glob("*/__init__.py")))
+    assert {page.name: english for page in pages if (english := english_on(page))} == {}
 
 
 def english_on(file):
@@ -219,6 +221,80 @@ def test_no_chinese_is_left_of_what_the_docstrings_no_longer_say():
 def words(text):
     """The words of a text without markup, which a directive changes."""
     return " ".join(re.findall(r"\w+", text))
+
+
+# Methods
+
+# What a property is, before what it says.
+_TYPE = re.compile(r"\w+(\[.*?\])?(, optional)?: ")
+_ARRAY = re.compile(r"\b(Tensor|NDArray|ArrayLike)\b")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+class TestMethods:
+    """As TestDocstring, of all that the page of a class shows beside the class itself."""
+
+    def test_name_every_argument_with_its_type_and_default(self, site, name):
+        lacking = []
+        for method, function in methods_on_page(site, name):
+            entries = entries_of(inspect.getdoc(function))
+            for it in inspect.signature(function).parameters.values():
+                type_, said = entries.get(str(it.replace(annotation=it.empty)).partition("=")[0], ("", ""))
+                if it.name != "self" and not (type_ and (it.default is it.empty or re.search(r"Default:\s", said))):
+                    lacking.append((method, it.name))
+            arrays = [said for type_, said in entries.values() if _ARRAY.search(type_)]
+            lacking += [(method, said) for said in arrays if "shape" not in said]
+        assert lacking == []
+
+    def test_say_what_is_returned_and_raised(self, site, name):
+        lacking = []
+        for method, function in methods_on_page(site, name):
+            text = inspect.getdoc(function)
+            returned = re.findall(_SECTION.format("Returns"), f"{text}\n", re.MULTILINE)
+            if bool(returned) is not returns_something(function):
+                lacking.append((method, "Returns"))
+            lacking += [(method, said) for said in returned if _ARRAY.search(said) and "shape" not in said]
+            if raises(function) and "\nRaises:\n" not in text:
+                lacking.append((method, "Raises"))
+        assert lacking == []
+
+    def test_properties_have_a_type(self, site, name):
+        said = [inspect.getdoc(it) for _, it in members_on_page(site, name) if isinstance(it, property)]
+        assert [text for text in said if not _TYPE.match(text)] == []
+
+
+def methods_on_page(site, name):
+    return [(method, it) for method, it in members_on_page(site, name) if inspect.isroutine(it)]
+
+
+def members_on_page(site, name):
+    """What a class has of what its page shows, by name."""
+    anchors = Page(site / "en" / "reference" / f"{build_site.short_name(name)}.html").anchors - {None}
+    shown = [it.rpartition(".") for it in anchors]
+    of_class = [member for owner, _, member in shown if owner == f"mindformers_adaptive.{name}"]
+    # A field of a dataclass may have no default.
+    return [(member, getattr(described_by(name), member, None)) for member in sorted(of_class)]
+
+
+def returns_something(function):
+    annotation = inspect.signature(function).return_annotation
+    if annotation is not inspect.Signature.empty:
+        return annotation not in (None, "None")
+    return any(isinstance(node, ast.Return) and node.value is not None for node in nodes_of(function))
+
+
+def raises(function):
+    """Whether it raises an error itself, beside one that leaves the method to subclasses."""
+    raised = [node.exc for node in nodes_of(function) if isinstance(node, ast.Raise)]
+    return any(it is None or ast.unparse(it) != "NotImplementedError" for it in raised)
+
+
+def nodes_of(function):
+    return ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
+
+
+def test_the_site_shows_methods(site):
+    assert {"step", "window_at", "all_arguments"} <= dict(methods_on_page(site, "AdaptiveRule")).keys()
 
 
 # In a browser

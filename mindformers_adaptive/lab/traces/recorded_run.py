@@ -117,23 +117,30 @@ class RecordedRun:
 
     @property
     def lines_ignored(self) -> int:
-        """How many lines were not used."""
+        """int: how many lines were not used."""
         return self.lines_read - self.lines_used
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps ``overflow`` names; :meth:`skipped_bounds` says how many it may have been."""
+        """int: how many steps ``overflow`` names; :meth:`skipped_bounds` says how many it may have been."""
         return int(self.overflow.sum())
 
     def line_ends(self) -> NDArray[np.int64]:
-        """Return the number of steps up to the last one of each line, int64 of shape (lines,)."""
+        """Return the number of steps up to the last one of each line.
+
+        Returns:
+            NDArray, int64 of shape (lines,).
+        """
         return np.asarray(self.lines, np.int64)[:, 0]
 
     def skipped_bounds(self, steps: int | None = None) -> tuple[int, int]:
-        """Return the fewest and the most of the first steps that may have been skipped.
+        """Return how many of the first steps may have been skipped.
 
         Args:
-            steps (int, optional): how many. Default: None, all.
+            steps (int, optional): the number of these first steps. Default: None, all.
+
+        Returns:
+            tuple[int, int], the fewest and the most.
 
         Examples:
             >>> arrays = np.arange(1, 5), np.full(4, 8.0), np.full(4, False), np.full(4, False)
@@ -152,10 +159,11 @@ class RecordedRun:
         return fewest, most
 
     def applied_gradients(self) -> Floats | None:
-        """Return the largest gradients of the applied steps, nan where they are not known; None if none shows anything.
+        """Return the largest gradients of the applied steps.
 
         Returns:
-            NDArray, optional: float64 of shape (steps,), unscaled.
+            NDArray, optional: float64 of shape (steps,), unscaled, nan where they are not known; None if none shows
+            anything.
         """
         if self.largest_gradient is None:
             return None
@@ -164,7 +172,7 @@ class RecordedRun:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What :meth:`to_trace` can assume of this run, the default first."""
+        """tuple[str, ...]: what :meth:`to_trace` can assume of this run, the default first."""
         return ASSUMPTIONS[:-1] if self.applied_gradients() is None else (ASSUMPTIONS[-1], *ASSUMPTIONS[:-1])
 
     def to_trace(self, assume: str | None = None) -> Trace:

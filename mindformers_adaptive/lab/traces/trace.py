@@ -70,6 +70,12 @@ class Trace:
         Args:
             name (str): what it is called.
             ceiling (ArrayLike): the largest loss scale of each step that does not overflow, shape (steps,).
+
+        Returns:
+            Trace, with the ceilings as lower bounds and the next larger numbers as upper bounds.
+
+        Raises:
+            ValueError: if the ceilings are not of shape (steps,).
         """
         known = np.asarray(ceiling, dtype=np.float64)
         return cls(name, known, known, np.nextafter(known, np.inf))

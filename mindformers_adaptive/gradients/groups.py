@@ -1,0 +1,85 @@
+"""Groups of Parameters, by their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+__all__ = ["MOST_GROUPS", "group_parameters", "parameter_group"]
+
+# More rows of histograms are too many to compare.
+MOST_GROUPS = 6
+_OTHERS = "others"
+_ORDER = ("embedding", "attention", "feed forward", "norm", "output")
+
+# The first pattern that matches counts. A norm may be named after the layer behind it, as in attention_norm, so norm
+# comes first; the last layer of a block may be called output, so output comes last.
+_KINDS = (
+    ("norm", r"norm|(^|[._])(ln|bn)\d*([._]|$)|\.(gamma|beta)$"),
+    ("embedding", r"embed|(^|\.)w[tp]e(\.|$)"),
+    ("attention", r"attention|attn"),
+    ("feed forward", r"feed_?forward|ffn|mlp|expert|intermediate|(layers?|blocks?|h)\.\d+\.output"),
+    ("output", r"(^|[._])(head|classifier|pooler|output(_layer)?)(\.|$)"),
+)
+
+
+def parameter_group(name: str) -> str | None:
+    """Return the group of a Parameter, or None if its name matches no group.
+
+    The lower-case name is searched in this order: norm (``norm``, ``ln_1``, ``bn2``, ``.gamma``),
+    embedding (``embed``, ``wte``, ``wpe``), attention (``attention``, ``attn``), feed forward (``feed_forward``,
+    ``ffn``, ``mlp``, ``expert``), output (``head``, ``output_layer``).
+
+    Args:
+        name (str): the Parameter's name.
+
+    Examples:
+        >>> parameter_group("model.layers.0.attention.wq.weight")
+        'attention'
+        >>> parameter_group("model.layers.0.attention_norm.weight")
+        'norm'
+        >>> parameter_group("conv1.weight") is None
+        True
+    """
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, name.lower())), None)
+
+
+def group_parameters(
+    sizes: Mapping[str, int], group: Callable[[str], str | None] = parameter_group
+) -> dict[str, list[str]]:
+    """Return the Parameters of each group.
+
+    Parameters without a group are grouped by the first component of their names that is not common to all of them. Of
+    more than six groups, the five with the most elements stay and the rest are ``"others"``.
+
+    Args:
+        sizes (Mapping[str, int]): by Parameter name, how many elements it has.
+        group (Callable): from a name to its group or None. Default: :func:`parameter_group`.
+
+    Returns:
+        dict[str, list[str]]: by group the names of its Parameters; first the groups that :func:`parameter_group`
+        knows, from embedding to output.
+
+    Examples:
+        >>> group_parameters({"net.conv1.weight": 9, "net.conv1.bias": 1, "net.norm.gamma": 2})
+        {'norm': ['net.norm.gamma'], 'conv1': ['net.conv1.weight', 'net.conv1.bias']}
+    """
+    kinds = {name: group(name) for name in sizes}
+    shared = _shared_components([name for name, kind in kinds.items() if kind is None])
+    groups: dict[str, list[str]] = {kind: [] for kind in _ORDER}
+    for name, kind in kinds.items():
+        groups.setdefault(kind or name.split(".")[shared], []).append(name)
+    groups = {kind: members for kind, members in groups.items() if members}
+    if len(groups) <= MOST_GROUPS:
+        return groups
+    largest = sorted(groups, key=lambda kind: -sum(sizes[name] for name in groups[kind]))[: MOST_GROUPS - 1]
+    kept = {kind: names for kind, names in groups.items() if kind in largest}
+    rest = [name for kind, names in groups.items() if kind not in largest for name in names]
+    return {**kept, _OTHERS: [*kept.pop(_OTHERS, []), *rest]}
+
+
+def _shared_components(names: list[str]) -> int:
+    """Return how many leading components all names share; each name keeps at least one more before its last."""
+    split = [name.split(".")[:-1] for name in names]
+    same = [len(set(components)) == 1 for components in zip(*split, strict=False)]
+    return same.index(False) if False in same else max(len(same) - 1, 0)
