@@ -244,7 +244,7 @@ def test_the_warning_of_weights_in_float16_is_true(run_forked):
     weights = np.arange(0x0800, 0x3C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     assert ((weights * (1 + 2.0**-12.01)).astype(np.float16) == weights).all()
     assert ((weights * (1 + 2.0**-10.99)).astype(np.float16) > weights).all()
-    # What the optimizers keep and do: in a process of its own, because MindSpore's settings of other tests may change it.
+    # What the optimizers keep and do. In a process of its own, which no other test has changed.
     printed = run_forked(ROOT / "tests" / "helpers" / "optimizers_in_fp16.py").stdout.splitlines()
     assert [json.loads(line) for line in printed if line.startswith("[")] == [
         ["AdamWeightDecay, eps 1e-8", "Float16", True, True],
