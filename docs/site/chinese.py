@@ -26,10 +26,8 @@ def without_blanks(app, doctree):
 
 def sides(node):
     """Return the characters before and after a node."""
-    siblings, place = node.parent.children, node.parent.index(node)
-    return "".join(it.astext() for it in siblings[:place])[-1:], "".join(it.astext() for it in siblings[place + 1 :])[
-        :1
-    ]
+    texts, place = [each.astext() for each in node.parent.children], node.parent.index(node)
+    return "".join(texts[:place])[-1:], "".join(texts[place + 1 :])[:1]
 
 
 def setup(app):

@@ -12,7 +12,7 @@ import mindspore
 import numpy as np
 import psutil
 import yaml
-from conftest import ROOT
+from conftest import CONFIG, ROOT
 from every_rule import RULES
 from launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
 from mindformers import TrainingArguments
@@ -29,7 +29,6 @@ SMALL_MODEL = {
 }
 # Windows so small that in 40 steps the window, its index and every counter move; the run overflows for real.
 _SCALE_SENSE = {"loss_scale_value": 2**20, "scale_window": 1, "min_scale_window": 1, "max_scale_window": 4}
-_CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 _BATCH_SIZE = 8
 
 
@@ -253,7 +252,7 @@ class TrainingRun:
         }
         command = [ROOT / "scripts" / "run_mindformer.py"]
         environment = {**with_this_python(), "PYTHONPATH": str(ROOT), **(environment or {})}
-        config = _CONFIG
+        config = CONFIG
         if compiled is not None:
             environment |= {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(compiled)}
         if by_msrun:
@@ -265,7 +264,7 @@ class TrainingRun:
             environment |= {"MASTER_ADDRESS": machine.first_address}
         if processes > 1:
             # Its base_config is the other.
-            config = _CONFIG.with_name("tiny_llama_cpu_fp16_parallel.yaml")
+            config = CONFIG.with_name("tiny_llama_cpu_fp16_parallel.yaml")
             options["parallel_config.data_parallel"] = processes
         if hold_after is not None:
             config = _with_hold(config, hold_after, logs)
@@ -354,7 +353,7 @@ class TrainingRun:
 
 def _with_hold(config, steps, folder):
     """Write a YAML file that adds a callback to another, which waits after so many steps; return it."""
-    callbacks = yaml.safe_load(_CONFIG.read_text())["callbacks"]
+    callbacks = yaml.safe_load(CONFIG.read_text())["callbacks"]
     # MindFormers finds the class in the folder that is its register_path.
     hold = {"type": "HoldAfter", "auto_register": "hold_after.HoldAfter", "steps": steps}
     written = folder / config.name

@@ -96,14 +96,14 @@ def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
         # It is killed in or after a save, and has not ended by then.
-        hold_after = None if kill == kills else last - UNTAKEN - resumed_from if in_a_save else SAVED_AT + 4
-        how = in_this | {"hold_after": hold_after}
+        held = last - UNTAKEN if in_a_save else SAVED_AT + 4
+        how = in_this | {"hold_after": None if kill == kills else held - resumed_from}
         with TrainingRun(output, long_corpus, options | resume, last, processes, **how) as run:
             if kill == kills:
                 run.wait()
             elif in_a_save:
                 after = max(resumed_from + 1, SAVED_AT)
-                kill_while_saving(run, form, output, after, last - UNTAKEN, random.Random(kill))
+                kill_while_saving(run, form, output, after, held, random.Random(kill))
             else:
                 run.wait_until_saved(form, output, processes)
                 if (form, processes) == KILLED_IN_PART:
