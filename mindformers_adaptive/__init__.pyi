@@ -10,13 +10,13 @@ from mindformers_adaptive.amp.simulated_formats import simulate_formats as simul
 from mindformers_adaptive.amp.train_network import FixedScaleTrainOneStepCell as FixedScaleTrainOneStepCell
 from mindformers_adaptive.amp.train_network import build_train_network as build_train_network
 from mindformers_adaptive.amp.train_network import enable_loss_scale_on_cpu as enable_loss_scale_on_cpu
-from mindformers_adaptive.cells.adaptive_update_cell import (
+from mindformers_adaptive.cells.update_cells import (
     AdaptiveLossScaleUpdateCell as AdaptiveLossScaleUpdateCell,
 )
-from mindformers_adaptive.cells.text_update_cell import (
+from mindformers_adaptive.cells.update_cells import (
     GradientGuidedLossScaleUpdateCell as GradientGuidedLossScaleUpdateCell,
 )
-from mindformers_adaptive.cells.text_update_cell import RuleLossScaleUpdateCell as RuleLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import RuleLossScaleUpdateCell as RuleLossScaleUpdateCell
 from mindformers_adaptive.gradients.ranges import find_loss_scale as find_loss_scale
 from mindformers_adaptive.gradients.ranges import gradient_ranges as gradient_ranges
 from mindformers_adaptive.integration.registration import register as register
@@ -29,6 +29,6 @@ from mindformers_adaptive.rules.adaptive import LossScaleState as LossScaleState
 from mindformers_adaptive.rules.guided import GuidedRule as GuidedRule
 from mindformers_adaptive.rules.ladder import window_ladder as window_ladder
 from mindformers_adaptive.rules.megatron import scale_sense_from_megatron as scale_sense_from_megatron
-from mindformers_adaptive.rules.text_rule import TextRule as TextRule
+from mindformers_adaptive.rules.rule import Rule as Rule
 
 __version__: str

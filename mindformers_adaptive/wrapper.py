@@ -10,9 +10,12 @@ with install_hint(__name__):
     import mindformers.wrapper
     from mindspore import Tensor, nn
 
-from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell, RuleLossScaleUpdateCell
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
+from mindformers_adaptive.cells.update_cells import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    RuleLossScaleUpdateCell,
+)
 
 __all__ = [
     "AdaptiveLossScaleUpdateCell",

@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 
 from mindformers_adaptive import AdaptiveLossScaleManager, AdaptiveLossScaler, register, wrapper
 from mindformers_adaptive.cells import train_step
-from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 TRAIN_STEP_CELLS = [wrapper.TrainOneStepWithLossScaleCell, wrapper.MFTrainOneStepCell]

@@ -4,8 +4,11 @@ import sys
 
 from mindspore import amp, context
 
-from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell, RuleLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    RuleLossScaleUpdateCell,
+)
 from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
@@ -22,10 +25,10 @@ class RuleLossScaleManager(amp.LossScaleManager):
     is given to ``Model``.
 
     Args:
-        rule (Union[str, type, TextRule]): ``module.Class``, the class, or the rule itself.
+        rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
         track_per_parameter (bool): as in
-            :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`. Default: False.
+            :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`. Default: False.
         **arguments: those of the rule, by name, unless it is made already.
 
     Raises:
@@ -176,7 +179,7 @@ class AdaptiveLossScaleManager(RuleLossScaleManager):
             ``amp.DynamicLossScaleManager``.
         scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
         max_scale_window, min_scale_window (int): as in
-            :class:`~mindformers_adaptive.cells.adaptive_update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
+            :class:`~mindformers_adaptive.cells.update_cells.AdaptiveLossScaleUpdateCell`, with its defaults.
         **arguments: ``min_loss_scale``, ``max_loss_scale``, ``hysteresis``, ``shrink_from_min_window`` and
             ``backoff_factor``, as there.
 
@@ -217,7 +220,7 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
     Args:
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
         scale_factor, exchange_rate, min_loss_scale, max_loss_scale (float): as in
-            :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`, with its defaults.
+            :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`, with its defaults.
         gradient_format (Union[str, Mapping, Format]): as there.
         track_per_parameter (bool): as there. Default: False.
 

@@ -3,9 +3,12 @@
 from mindspore import Parameter, Tensor, amp, jit, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.cells.detection import LargestGradient
-from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell, RuleLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    RuleLossScaleUpdateCell,
+)
 from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
@@ -43,7 +46,7 @@ class RuleLossScaler(amp.LossScaler):
     process sees the same ones.
 
     Args:
-        rule (Union[str, type, TextRule]): ``module.Class``, the class, or the rule itself.
+        rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
         **arguments: those of the rule, by name, unless it is made already.
 
@@ -178,7 +181,7 @@ class AdaptiveLossScaler(RuleLossScaler):
             ``amp.DynamicLossScaleManager``.
         scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
         max_scale_window, min_scale_window (int): as in
-            :class:`~mindformers_adaptive.cells.adaptive_update_cell.AdaptiveLossScaleUpdateCell`, with its defaults.
+            :class:`~mindformers_adaptive.cells.update_cells.AdaptiveLossScaleUpdateCell`, with its defaults.
         **arguments: ``min_loss_scale``, ``max_loss_scale``, ``hysteresis``, ``shrink_from_min_window`` and
             ``backoff_factor``, as there.
 
@@ -230,7 +233,7 @@ class GradientGuidedLossScaler(RuleLossScaler):
     Args:
         scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
         scale_factor, exchange_rate, min_loss_scale, max_loss_scale (float): as in
-            :class:`~mindformers_adaptive.cells.text_update_cell.GradientGuidedLossScaleUpdateCell`, with its defaults.
+            :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`, with its defaults.
         gradient_format (Union[str, Mapping, Format]): as there.
 
     Raises:

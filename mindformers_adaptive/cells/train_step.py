@@ -9,6 +9,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
+from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
 __all__ = ["LossScaleTrainStep", "refuse_dividing_optimizer"]
 
@@ -248,7 +249,7 @@ def _check_and_report(train_step):
     elif applied_steps > 0:
         warnings.warn(
             f"The checkpoint has {applied_steps} applied steps but no state of {rule.title}: training goes on at loss "
-            f"scale {loss_scale} {rule.describe_fresh_start(state)}.",
+            f"scale {loss_scale} {describe_fresh_start(rule, state)}.",
             stacklevel=3,
         )
 

@@ -1,15 +1,26 @@
-"""``RuleUpdateCell``: what all update cells of this package that follow a rule have in common."""
+"""``RuleUpdateCell``: the update cell of any rule, which the public cells are signatures of."""
 
 import math
 import warnings
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, jit, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.cells.graph_form import GraphStep
 from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs
-from mindformers_adaptive.rules.base import STEP_FIELDS, STEP_LIMIT, to_integer, to_real
 from mindformers_adaptive.rules.checks import require_flag, require_integer, to_float32
+from mindformers_adaptive.rules.fields import STEP_FIELDS, STEP_LIMIT
+from mindformers_adaptive.rules.saved_state import (
+    all_fields,
+    from_values,
+    own_keys,
+    repair,
+    repair_loss_scale,
+    to_integer,
+    to_real,
+    to_values,
+)
 
 __all__ = ["RUN", "RuleUpdateCell", "read_restored_scale"]
 
@@ -21,10 +32,7 @@ _SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
 
 
 class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
-    """Base of the update cells: the rule's state in Parameters, restored, checked and read back.
-
-    A subclass has ``_compiled_update``, which takes the loss scale and the overflow flag, assigns the Parameters and
-    the loss scale of the next step, and returns the flag.
+    """Update cell of a rule: its state in Parameters, updated by its compiled step, restored, checked and read back.
 
     Args:
         rule (Rule): the rule.
@@ -59,11 +67,23 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.loss_scaling_run = Parameter(Tensor(0, mstype.int32), name=RUN, requires_grad=False)
         # As a Tensor, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
         self.step_limit = Tensor(STEP_LIMIT, mstype.int32)
+        step = GraphStep(rule)
+        self.step_function = step.function
+        # Where each input of the step comes from: an attribute, or None for what the update computes first.
+        computed = ("loss_scale", "overflow", "since_event")
+        self.inputs = tuple((name, None if name in computed else name) for name in step.inputs)
+        self.assigned = tuple(
+            (name, place) for place, name in enumerate(step.outputs) if name not in ("loss_scale", "clean_steps")
+        )
+        places = {name: place for place, name in enumerate(step.outputs)}
+        self.place_of_scale, self.place_of_clean = places.get("loss_scale"), places.get("clean_steps")
+        self.counts_clean_steps = rule.counts_clean_steps
+        self.one = Tensor(1, mstype.int32)
         self.keeps_history = history_size > 0
         if self.keeps_history:
-            kinds = {key: field.dtype for field in rule.fields for key in field.keys}
-            counts = [key for key in rule.recorded if kinds[key] == "int32"]
-            floats = [key for key in rule.recorded if kinds[key] == "float32"]
+            self.recorded = tuple(_place_of(rule, key, places) for key in rule.recorded)
+            counts = [key for key, place in zip(rule.recorded, self.recorded, strict=True) if place[-1]]
+            floats = [key for key in rule.recorded if key not in counts]
             counts = ("overflow", *counts, "skipped_steps", "consecutive_overflows")
             self.history = ScaleHistory(history_size, counts, measures=(*floats, *self.signals))
 
@@ -97,8 +117,8 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         return cls(state.loss_scale, **rule.arguments, **options)
 
     def _make_parameters(self, start):
-        values = {**self.rule.to_values(start, steps=0), **dict.fromkeys(self.signals, 0.0)}
-        self._fields = tuple(field for field in type(self.rule).all_fields() if field.keys[0] in values)
+        values = {**to_values(self.rule, start, steps=0), **dict.fromkeys(self.signals, 0.0)}
+        self._fields = all_fields(self.rule)
         for field in self._fields:
             # The base class has a constant scale_window, and counts steps itself.
             if field.name != "scale_window" and field not in STEP_FIELDS and hasattr(self, field.name):
@@ -120,6 +140,56 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
 
     def construct(self, loss_scale, overflow):
         return self._compiled_update(loss_scale, overflow)
+
+    # One graph in PyNative mode too, as MindSpore's optimizers are. Not construct itself: in its place MindSpore would
+    # compile the construct of a subclass that calls it.
+    @jit(backend="ms_backend")
+    def _compiled_update(self, loss_scale, overflow):
+        since_event = self.cur_iter - self.last_overflow_iter
+        computed = {"loss_scale": loss_scale, "overflow": overflow, "since_event": since_event}
+        given = ()
+        for name, attribute in self.inputs:
+            given = (*given, computed[name] if attribute is None else getattr(self, attribute))
+        after = self.step_function(*given)
+        next_loss_scale = loss_scale if self.place_of_scale is None else after[self.place_of_scale]
+
+        # At the limit the steps are no longer counted, and where clean steps are, the last event moves back instead.
+        is_counted = ops.less(self.cur_iter, self.step_limit)
+        counted = ops.cast(is_counted, mstype.int32)
+        overflowed = ops.cast(overflow, mstype.int32)
+        counted_overflow = overflowed * counted
+        in_a_row = (self.consecutive_overflows + counted) * overflowed
+        if self.keeps_history:
+            # Before the assignments, because the step's loss scale and number are read from Parameters.
+            self._remember(loss_scale, next_loss_scale, overflowed, counted_overflow, in_a_row, after)
+        if self.counts_clean_steps:
+            last_event = self.cur_iter - after[self.place_of_clean] - (self.one - counted)
+        else:
+            is_event = self.logic_or(overflow, ops.less(loss_scale, next_loss_scale))
+            last_event = self.select(self.logic_and(is_event, is_counted), self.cur_iter, self.last_overflow_iter)
+        if self.place_of_scale is not None:
+            ops.assign(loss_scale, next_loss_scale)
+        for name, place in self.assigned:
+            ops.assign(getattr(self, name), after[place])
+        ops.assign(self.last_overflow_iter, last_event)
+        ops.assign(self.consecutive_overflows, in_a_row)
+        ops.assign_add(self.cur_iter, counted)
+        ops.assign_add(self.skipped_steps, counted_overflow)
+        return overflow
+
+    def _remember(self, loss_scale, next_loss_scale, overflowed, counted_overflow, in_a_row, after):
+        counts, floats = (overflowed,), ()
+        for name, place, part, is_count in self.recorded:
+            value = getattr(self, name) if place is None else after[place]
+            value = value if part is None else ops.gather(value, part, 0)
+            if is_count:
+                counts = (*counts, value)
+            else:
+                floats = (*floats, value)
+        counts = (*counts, self.skipped_steps + counted_overflow, in_a_row)
+        for name in self.signals:
+            floats = (*floats, getattr(self, name))
+        self.history(loss_scale, next_loss_scale, self.cur_iter, counts, floats)
 
     def state(self):
         """Return the state. Reading waits for the device.
@@ -146,7 +216,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         Raises:
             RuntimeError: as of :meth:`known_loss_scale`.
         """
-        return self.rule.from_values(self.known_loss_scale(), self._values())
+        return from_values(self.rule, self.known_loss_scale(), self._values())
 
     def write_rule_state(self, state, steps, last_event=None):
         """Go on from a state of the rule.
@@ -156,7 +226,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             steps (int): how many steps led to it.
             last_event (int, optional): the step of the last overflow or raise. Default: None, the last step.
         """
-        self._write(state.loss_scale, {**self._values(), **self.rule.to_values(state, steps, last_event)})
+        self._write(state.loss_scale, {**self._values(), **to_values(self.rule, state, steps, last_event)})
         self.written_state = self._values()
 
     def known_loss_scale(self):
@@ -270,7 +340,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         scale_name = next((name for name in _SCALE_NAMES if name in state_dict), None)
         if scale_name is None:
             raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
-        loss_scale = self.rule.repair_loss_scale(to_real(scale_name, state_dict[scale_name]), scale_name)
+        loss_scale = repair_loss_scale(self.rule, to_real(scale_name, state_dict[scale_name]), scale_name)
         self.restore_run(state_dict)
         problems = self._repair_and_write(loss_scale, {**present, **given}, self._fields_of(given))
         self.written_state = self._values()
@@ -294,7 +364,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         restored = self._fields_of(given)
         if not restored.issuperset(field.name for field in self.rule.fields):
             # Another rule may have pieces of the same name.
-            given = {key: value for key, value in given.items() if key not in self.rule.own_keys()}
+            given = {key: value for key, value in given.items() if key not in own_keys(self.rule)}
         self.restore_run(state)
         self._repair_and_write(self.present_loss_scale, {**self._values(), **given}, restored)
         self.written_state = self._values()
@@ -313,7 +383,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             self.run_number = to_integer(RUN, state[RUN])
 
     def _repair_and_write(self, loss_scale, values, restored):
-        repaired, problems = self.rule.repair(values, loss_scale, restored)
+        repaired, problems = repair(self.rule, values, loss_scale, restored)
         for problem in problems:
             warnings.warn(problem, stacklevel=3)
         self._write(loss_scale, repaired)
@@ -383,7 +453,7 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
         if (present, state) == self.checked_state:
             return
         # Only what a checkpoint had since the last check tells whose state this is.
-        self._repair_and_write(self.rule.repair_loss_scale(present, "scale_sense"), state, self.restored or None)
+        self._repair_and_write(repair_loss_scale(self.rule, present, "scale_sense"), state, self.restored or None)
 
     def add_flags_recursive(self, **flags):
         """As in ``nn.Cell``; the start of training also checks a restored state.
@@ -487,7 +557,7 @@ def read_restored_scale(rule, loss_scale_value):
             f"'loss_scale_value' must hold one number, but got a Tensor of shape {loss_scale_value.shape}. Give a "
             "number, or a Tensor of shape () or (1,)."
         )
-    return rule.repair_loss_scale(float(loss_scale_value.asnumpy().item()), "loss_scale_value")
+    return repair_loss_scale(rule, float(loss_scale_value.asnumpy().item()), "loss_scale_value")
 
 
 def _require_dict(name, value):
@@ -497,3 +567,10 @@ def _require_dict(name, value):
 
 def _tensor_of(field, values):
     return Tensor(np.array(field.value_in(values), field.dtype))
+
+
+def _place_of(rule, key, places):
+    """Where a recorded part of the state is: its field, what the step returns it as, its place in a vector, its kind."""
+    field = next(field for field in rule.fields if key in field.keys)
+    part = Tensor(field.parts.index(key), mstype.int32) if field.parts else None
+    return field.name, places.get(field.name), part, field.dtype == "int32"

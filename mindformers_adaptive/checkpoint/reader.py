@@ -14,7 +14,9 @@ from typing import Any
 
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.base import SIGNALS, STEP_FIELDS, Field, Rule
+from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS, Field
+from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.rules.saved_state import all_fields
 from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
 from mindformers_adaptive.text.install_hint import install_hint
 
@@ -68,7 +70,7 @@ class Checkpoint:
             return "unreadable"
         counted = {field.parameter for field in STEP_FIELDS}
         for rule in self.rules:
-            own = {field.parameter for field in rule.all_fields()} - counted - SIGNALS.keys()
+            own = {field.parameter for field in all_fields(rule)} - counted - SIGNALS.keys()
             if self.parameters & own:
                 by_mindformers = rule is AdaptiveRule and not self.parameters & set(_NOT_MINDFORMERS)
                 return f"{rule.name} (MindFormers' own cell)" if by_mindformers else rule.name
@@ -146,7 +148,7 @@ def _read_iteration(folder: Path, rules: tuple[type[Rule], ...]) -> Checkpoint:
 
 
 def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> Checkpoint:
-    fields = {field.parameter: field for field in (*_FIELDS, *(one for rule in rules for one in rule.all_fields()))}
+    fields = {field.parameter: field for field in (*_FIELDS, *(one for rule in rules for one in all_fields(rule)))}
     checkpoint = Checkpoint(path, rules, dict.fromkeys(key for field in fields.values() for key in field.keys))
     origin: dict[str, str] = {}
     any_is_torn = False

@@ -11,7 +11,9 @@ from typing import Any
 from mindformers_adaptive.checkpoint import reader
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.base import STEP_FIELDS, Rule
+from mindformers_adaptive.rules.fields import STEP_FIELDS
+from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.rules.saved_state import own_keys
 from mindformers_adaptive.text.table import align
 from mindformers_adaptive.text.untrusted import printable
 
@@ -131,7 +133,7 @@ def _columns(checkpoints: list[dict[str, Any]]) -> set[str]:
     if not rules and kinds & {"none", "unreadable", "loss scale only", "dynamic (no window)"}:
         rules = [AdaptiveRule]
     usual = {"step_num", "global_step", "loss_scale"} | {field.name for field in STEP_FIELDS}
-    usual |= {key for rule in rules for key in rule.own_keys()} - {"hysteresis_budget"}
+    usual |= {key for rule in rules for key in own_keys(rule)} - {"hysteresis_budget"}
     there = {name for one in checkpoints for name, value in one.items() if value is not None}
     vectors = {name for one in checkpoints for name, value in one.items() if isinstance(value, list)}
     return (usual | there) - vectors - {"file", "rank", "kind", "notes"}

@@ -19,6 +19,7 @@ from typing import Any
 from mindformers_adaptive.cli.output import UsageError, integer, read_value, wrong_usage
 from mindformers_adaptive.integration import launcher
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.description import all_arguments
 
 __all__ = ["OPTION_KEYS", "add_arguments", "add_yaml_arguments", "read_options", "read_overrides", "run"]
 
@@ -67,7 +68,7 @@ def add_yaml_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY.SUB=VALUE",
         help="set any key of the YAML file, after all other arguments",
     )
-    keys = {name: f"runner_wrapper.scale_sense.{name}" for name in AdaptiveRule.all_arguments()}
+    keys = {name: f"runner_wrapper.scale_sense.{name}" for name in all_arguments(AdaptiveRule)}
     parser.set_defaults(similar={f"--{name.replace('_', '-')}": f"--options {key}=" for name, key in keys.items()})
 
 

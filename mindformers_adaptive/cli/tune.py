@@ -24,6 +24,7 @@ from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE
 from mindformers_adaptive.lab.replay.tune import tune
 from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS
 from mindformers_adaptive.rules import RULES, find_rule
+from mindformers_adaptive.rules.description import all_arguments
 
 __all__ = ["add_arguments", "run"]
 
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
 def _configurations(policies: list[str], tried: dict[str, list[object]]) -> list[Configuration]:
     """All combinations of each policy; an argument that only one of them has is tried with that one."""
     with wrong_usage():
-        known = {name: find_rule(name).all_arguments() for name in policies}
+        known = {name: all_arguments(find_rule(name)) for name in policies}
         # An argument that none of them has goes to all, whose grids refuse it.
         common = tried.keys() - {key for arguments in known.values() for key in arguments}
         configurations: list[Configuration] = []

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from mindformers_adaptive.rules import find_rule, rule_of_cell
-from mindformers_adaptive.rules.base import Rule
 from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number, require_positive
 from mindformers_adaptive.rules.formats import FLOAT16
+from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["OWN_AUTO_REGISTER", "check_config", "check_cpu", "check_sections", "given_to_train_step", "value_at"]
 

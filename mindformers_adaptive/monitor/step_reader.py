@@ -5,7 +5,8 @@ from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.base import STEP_FIELDS
+from mindformers_adaptive.rules.fields import STEP_FIELDS
+from mindformers_adaptive.rules.saved_state import all_fields
 
 __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "read_overflow", "steps_taken"]
 
@@ -205,5 +206,5 @@ def _state_fields(update_cell):
     by_name = {parameter.name.rpartition(".")[2]: parameter for parameter in update_cell.get_parameters()}
     rule = _rule_of(update_cell)
     recorded = {*_UNKNOWN, *rule.recorded, *(field.name for field in STEP_FIELDS)}
-    fields = [field for field in rule.all_fields() if field.parameter in by_name and recorded.intersection(field.keys)]
+    fields = [field for field in all_fields(rule) if field.parameter in by_name and recorded.intersection(field.keys)]
     return [(field, by_name[field.parameter]) for field in fields]

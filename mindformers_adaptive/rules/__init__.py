@@ -1,4 +1,4 @@
-"""Rules of loss scaling in plain Python and NumPy, by name. A rule of one's own is a :class:`TextRule`."""
+"""Rules of loss scaling by name, and what a rule of one's own is made of: :class:`Rule` and the functions of a step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.base import Field, Rule
+from mindformers_adaptive.rules.description import arguments_of
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.text_rule import TextRule
+from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.rules.values import (
+    RuleError,
+    argmin,
+    ceil,
+    count,
+    float32,
+    floor,
+    int32,
+    maximum,
+    minimum,
+    stack,
+    tabulate,
+    take,
+    where,
+)
 
-__all__ = ["RULES", "Field", "Rule", "TextRule", "find_rule", "is_rule_name", "make_rule", "rule_of_cell"]
+__all__ = ["RULES", "Rule", "RuleError", "find_rule", "is_rule_name", "make_rule", "rule_of_cell"]
+__all__ += ["argmin", "ceil", "count", "float32", "floor", "int32", "maximum", "minimum", "stack", "tabulate", "take"]
+__all__ += ["where"]
 
 # The rules that this package brings, by name.
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdaptiveRule, GuidedRule)}
@@ -53,7 +70,7 @@ def find_rule(rule: str | type[Rule]) -> type[Rule]:
     if not (inspect.isclass(found) and issubclass(found, Rule)):
         raise TypeError(
             f"'rule' must be {', '.join(map(repr, RULES))}, 'module.Class' of a rule of your own, or such a class, but "
-            f"got {rule!r}. A rule is a subclass of mindformers_adaptive.rules.TextRule."
+            f"got {rule!r}. A rule is a subclass of mindformers_adaptive.rules.Rule."
         )
     return found
 
@@ -82,7 +99,7 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
             raise TypeError(f"'rule' is made already, so that {names} cannot be given. Give them to {type(rule)}.")
         return rule
     found = find_rule(rule)
-    known = inspect.signature(found).parameters
+    known = arguments_of(found)
     for name in arguments:
         if name not in known:
             raise TypeError(f"The rule {found.name!r} has no argument {name!r}. Its arguments are {', '.join(known)}.")

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-
-from mindformers_adaptive.rules.backend import (
-    argmin,
-    ceil,
-    float32,
-    floor,
-    int32,
-    logical_and,
-    logical_not,
-    logical_or,
-    maximum,
-    minimum,
-    stack,
-    unstack,
-    where,
-)
-from mindformers_adaptive.rules.base import STEP_LIMIT, Field
 from mindformers_adaptive.rules.checks import require_number, to_float32
+from mindformers_adaptive.rules.fields import STEP_LIMIT
 from mindformers_adaptive.rules.formats import Format
-from mindformers_adaptive.rules.text_rule import TextRule
+from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.rules.values import argmin, ceil, float32, floor, int32, maximum, minimum, where
 
 __all__ = ["NUM_BINS", "GuidedRule"]
 
@@ -74,8 +59,6 @@ UNSEEN = 1024.0
 # Rates are kept above this, and numbers that go towards 0 end at it: some devices flush subnormal numbers to 0.
 NEARLY_ZERO = 2.0**-100
 
-ZERO, ONE, FLOAT_ONE = 0, 1, 1.0
-
 # A patience of 1 to 1,000,000 steps, which keeps all windows within int32.
 _EXCHANGE_RATES = (0.001, 1000.0)
 _LONGEST_PATIENCE = 1_000_000
@@ -83,115 +66,8 @@ _LONGEST_PATIENCE = 1_000_000
 # Far beyond log2 of any float32 number.
 _LARGEST_EXPONENT = 512
 
-_COUNTS = ("scale_window", "base", "limit", "trial", "clean_steps", "contradictions", "first_exponent")
 
-
-def step(
-    exponent,
-    counts,
-    levels,
-    overflow_rate,
-    overflow,
-    consecutive_overflows,
-    gradient_known,
-    max_safe_exponent,
-    bins,
-    below_base,
-    patience,
-    memory,
-    recent,
-    smallest_window,
-    largest_window,
-    min_exponent,
-    max_exponent,
-):
-    """Take a step; the names are those of :class:`GuidedRule`.
-
-    In NumPy each array has one more dimension, with an element for each run.
-
-    Args:
-        exponent, consecutive_overflows, max_safe_exponent, min_exponent, max_exponent (Union[NDArray, Tensor]): as
-            :class:`~mindformers_adaptive.rules.text_rule.TextRule` describes it, int32 of shape ().
-        overflow, gradient_known (Union[NDArray, Tensor]): as there, bool of shape ().
-        counts (Union[NDArray, Tensor]): a field of the rule, int32 of shape (7,).
-        levels (Union[NDArray, Tensor]): a field of the rule, float32 of shape (3,).
-        overflow_rate (Union[NDArray, Tensor]): a field of the rule, float32 of shape (16,).
-        bins, below_base (Union[NDArray, Tensor]): a constant, float32 of shape (16,).
-        patience, memory (Union[NDArray, Tensor]): a constant, float32 of shape ().
-        recent, smallest_window, largest_window (Union[NDArray, Tensor]): a constant, int32 of shape ().
-
-    Returns:
-        dict, ``exponent``, ``counts``, ``levels`` and ``overflow_rate`` after the step.
-    """
-    window, base, limit, trial, clean, contradictions, first = unstack(counts)
-    weight, low, level = unstack(levels)
-    after_overflow = consecutive_overflows > ZERO
-
-    # What the gradients show.
-    too_high = exponent > max_safe_exponent + contradictions // CONTRADICTIONS_PER_BIT
-    contradicted = int32(logical_and(gradient_known, too_high))
-    contradictions = minimum(contradictions + contradicted, MOST_CONTRADICTIONS)
-    shown = max_safe_exponent + contradictions // CONTRADICTIONS_PER_BIT
-    explained = logical_and(gradient_known, shown < first)
-    fall = logical_and(logical_and(after_overflow, clean < recent), logical_not(explained))
-    no_fall = logical_not(fall)
-    was_unseen = low == UNSEEN
-    fresh = logical_and(gradient_known, was_unseen)
-    not_fresh = logical_not(fresh)
-    base = where(fresh, shown, base)
-    limit = where(fresh, ZERO, limit)
-    bound = exponent == base + ONE - limit
-
-    # Record, low and level; all of them stay as they are where nothing is shown.
-    bits = where(shown == ZERO, NEARLY_ZERO, float32(shown))
-    counted = logical_and(gradient_known, logical_not(after_overflow))
-    middle = float32(base)
-    # Counted from ``low`` where that is below ``base``: a step that goes on with a fall is no surprise.
-    overflowed_at = float32(minimum(middle, low) - below_base > bits)
-    moved_rate = maximum(overflow_rate + (overflowed_at - overflow_rate) * weight, NEARLY_ZERO)
-    overflow_rate = where(counted, moved_rate, overflow_rate)
-    weight = where(counted, maximum(memory, weight / (FLOAT_ONE + weight)), weight)
-    careful = logical_and(after_overflow, explained)
-    moved_low = minimum(bits, low + (bits - low) * LOW_SHARE + LOW_STEP)
-    moved_level = maximum(level + (bits - level) * LEVEL_SHARE, moved_low - CLIMB)
-    low = where(careful, bits - CAREFUL, moved_low)
-    level = where(careful, bits - CAREFUL, moved_level)
-    moved_base = minimum(maximum(middle, ceil(level - REACH)), floor(level + REACH))
-    base = where(gradient_known, int32(moved_base), base)
-    levels = where(gradient_known, stack((weight, low, level)), levels)
-
-    # The limit falls, is tried one bit higher, or eased.
-    longer_clean = clean + ONE
-    higher = logical_and(logical_and(bound, longer_clean >= window), no_fall)
-    # Overflows that the gradients explain ease it: without them it would have been tried. At 0 and below it is none.
-    eased = limit - int32(logical_or(higher, careful))
-    limit = where(fall, base + ONE - first + consecutive_overflows, eased)
-    contradictions = where(fall, maximum(contradictions - CONTRADICTIONS_PER_BIT, ZERO), contradictions)
-    was_trial = trial > ZERO
-    after_fall = where(was_trial, minimum(window * WINDOW_FACTOR, largest_window), smallest_window)
-    after_rise = where(logical_and(higher, was_trial), smallest_window, window)
-    window = where(fall, after_fall, after_rise)
-    trial = int32(logical_and(logical_or(was_trial, higher), no_fall))
-
-    # The cheapest bin, within the limit and the bounds.
-    cheapest = argmin(overflow_rate * patience + bins)
-    cap = where(logical_and(was_unseen, not_fresh), NO_CAP, cheapest)
-    following = base + ONE - maximum(cap, limit)
-    following = where(overflow, exponent - DROP, following)
-    following = minimum(maximum(following, min_exponent), max_exponent)
-    starts_anew = logical_or(after_overflow, following > exponent)
-    clean = where(starts_anew, ZERO, minimum(longer_clean, largest_window))
-    # The scale of the next step is that of the first overflow, if it overflows.
-    applied = stack((window, base, limit, trial, clean, contradictions, following))
-    return {
-        "exponent": following,
-        "counts": where(overflow, counts, applied),
-        "levels": levels,
-        "overflow_rate": overflow_rate,
-    }
-
-
-class GuidedRule(TextRule):
+class GuidedRule(Rule):
     r"""Gradient-guided loss scaling: the scale follows what the largest gradient shows of its ceiling.
 
     The *ceiling* of a step is the largest scale at which nothing in it overflows. A step that was applied shows it:
@@ -273,17 +149,18 @@ class GuidedRule(TextRule):
     title = "gradient-guided scaling"
     cell = "GradientGuidedLossScaleUpdateCell"
     # The first form of this rule had other counters and levels, in Parameters called guided_counters and guided_level.
-    fields: tuple[Field, ...] = (
-        Field("counts", "int32", (7,), _COUNTS),
-        Field("levels", "float32", (3,), ("weight", "low", "level")),
-        Field("overflow_rate", "float32", (NUM_BINS,)),
-    )
+    state: ClassVar[dict[str, Any]] = {
+        "counts": dict.fromkeys(
+            ("scale_window", "base", "limit", "trial", "clean_steps", "contradictions", "first_exponent"), int32
+        ),
+        "levels": dict.fromkeys(("weight", "low", "level"), float32),
+        "overflow_rate": float32[NUM_BINS],
+    }
     signals = ("largest_gradient",)
     recorded = ("scale_window",)
     usual_arguments = ("loss_scale_value", "exchange_rate")
     # From 0.1 to 50 the patience goes from 10,000 steps down to 20.
-    grid: ClassVar[Mapping[str, Sequence[Any]]] = {"exchange_rate": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)}
-    text = step
+    tried: ClassVar[dict[str, Any]] = {"exchange_rate": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)}
     keeps_bounds = True
 
     def __init__(
@@ -309,33 +186,91 @@ class GuidedRule(TextRule):
         self.patience = max(round(1000 / self.exchange_rate), 1)
         self.smallest_window = max(self.patience // 2, 1)
         self.largest_window = LARGEST_WINDOWS * self.smallest_window
-        self.constants = {
-            "bins": np.arange(NUM_BINS, dtype=np.float32),
-            # How many bits the scale of each bin is below that of ``base``.
-            "below_base": np.arange(NUM_BINS, dtype=np.float32) - 1,
-            "patience": float(self.patience),
-            "memory": 1.0 / self.patience,
-            "recent": self.patience // 10,
-            "smallest_window": self.smallest_window,
-            "largest_window": self.largest_window,
-        }
 
-    def start_values(self, loss_scale: float) -> dict[str, Any]:
-        exponent = int(np.log2(loss_scale))
+    def first_state(self, loss_scale: float) -> dict[str, Any]:
+        exponent = int(math.log2(loss_scale))
         return {
             "scale_window": self.smallest_window,
             "base": exponent - 1,
             "first_exponent": exponent,
-            "weight": to_float32(1 / (PRIOR_STEPS + 1)),
+            "weight": 1 / (PRIOR_STEPS + 1),
             "low": UNSEEN,
             "level": -UNSEEN,
-            "overflow_rate": tuple(2.0 ** -(place + 1) for place in range(NUM_BINS)),
+            "overflow_rate": [2.0 ** -(place + 1) for place in range(NUM_BINS)],
         }
+
+    def next_state(self, state: Any, seen: Any) -> Any:
+        exponent, clean = state.exponent, state.clean_steps + 1
+        after_overflow = state.consecutive_overflows > 0
+
+        # What the gradients show.
+        too_high = exponent > seen.max_safe_exponent + state.contradictions // CONTRADICTIONS_PER_BIT
+        contradictions = minimum(state.contradictions + int32(seen.gradient_known & too_high), MOST_CONTRADICTIONS)
+        shown = seen.max_safe_exponent + contradictions // CONTRADICTIONS_PER_BIT
+        explained = seen.gradient_known & (shown < state.first_exponent)
+        fall = after_overflow & (state.clean_steps < self.patience // 10) & ~explained
+        unseen = state.low == UNSEEN
+        fresh = seen.gradient_known & unseen
+        base = where(fresh, shown, state.base)
+        limit = where(fresh, 0, state.limit)
+        bound = exponent == base + 1 - limit
+
+        # Record, low and level; all of them stay as they are where nothing is shown.
+        bits = where(shown == 0, NEARLY_ZERO, float32(shown))
+        middle = float32(base)
+        # Counted from ``low`` where that is below ``base``: a step that goes on with a fall is no surprise.
+        below_base = [float(place - 1) for place in range(NUM_BINS)]
+        overflowed = float32(minimum(middle, state.low) - below_base > bits)
+        rate, weight = state.overflow_rate, state.weight
+        moved_rate = maximum(rate + (overflowed - rate) * weight, NEARLY_ZERO)
+        moved_weight = maximum(weight / (1 + weight), 1 / self.patience)
+        careful = after_overflow & explained
+        low = minimum(bits, state.low + (bits - state.low) * LOW_SHARE + LOW_STEP)
+        level = maximum(state.level + (bits - state.level) * LEVEL_SHARE, low - CLIMB)
+        low, level = where(careful, bits - CAREFUL, low), where(careful, bits - CAREFUL, level)
+        # What follows an overflow is no surprise, and is not counted.
+        moved = state.replace(
+            overflow_rate=where(after_overflow, rate, moved_rate),
+            weight=where(after_overflow, weight, moved_weight),
+            low=low,
+            level=level,
+        )
+        base = where(
+            seen.gradient_known, int32(minimum(maximum(middle, ceil(level - REACH)), floor(level + REACH))), base
+        )
+
+        # The limit falls, is tried one bit higher, or eased: overflows that the gradients explain ease it, because
+        # without them it would have been tried. At 0 and below it is none.
+        window, trial = state.scale_window, state.trial > 0
+        higher = bound & (clean >= window)
+        after_fall = where(trial, minimum(window * WINDOW_FACTOR, self.largest_window), self.smallest_window)
+        window = where(fall, after_fall, where(higher & trial, self.smallest_window, window))
+        first_below = base + 1 - state.first_exponent + state.consecutive_overflows
+        limit = where(fall, first_below, limit - int32(higher | careful))
+        contradictions = where(fall, maximum(contradictions - CONTRADICTIONS_PER_BIT, 0), contradictions)
+
+        # The cheapest bin, within the limit and the bounds.
+        state = where(seen.gradient_known, moved, state)
+        cheapest = argmin(state.overflow_rate * self.patience + [float(place) for place in range(NUM_BINS)])
+        cap = where(unseen, where(seen.gradient_known, cheapest, NO_CAP), cheapest)
+        following = where(seen.overflow, exponent - DROP, base + 1 - maximum(cap, limit))
+        following = minimum(maximum(following, self.min_exponent), self.max_exponent)
+        starts_anew = after_overflow | (following > exponent)
+        applied = state.replace(
+            scale_window=window,
+            base=base,
+            limit=limit,
+            trial=where(fall, 0, int32(trial | higher)),
+            clean_steps=where(starts_anew, 0, minimum(clean, self.largest_window)),
+            contradictions=contradictions,
+            # The scale of the next step is that of the first overflow, if it overflows.
+            first_exponent=following,
+        )
+        return where(seen.overflow, state, applied).replace(exponent=following)
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
         sound = (
-            super().find_state_problem(values) is None
-            and len(values["overflow_rate"]) == NUM_BINS
+            len(values["overflow_rate"]) == NUM_BINS
             and all(0.0 <= rate <= 1.0 for rate in values["overflow_rate"])
             and to_float32(1 / _LONGEST_PATIENCE) <= values["weight"] <= 1.0
             and all(abs(values[name]) <= UNSEEN for name in ("low", "level"))
@@ -348,10 +283,7 @@ class GuidedRule(TextRule):
         )
         return None if sound else f"The checkpoint has a state of {self.title} that this cell cannot have"
 
-    def _repair_own(self, values: dict[str, Any], loss_scale: float, restored: Collection[str] | None) -> list[str]:
-        return super()._repair_own(values, loss_scale, restored) or self._fit_exchange_rate(values)
-
-    def _fit_exchange_rate(self, values: dict[str, Any]) -> list[str]:
+    def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
         """Bring what another exchange rate has left within the limits of this one."""
         limits: dict[str, tuple[float, float]] = {
             "scale_window": (self.smallest_window, self.largest_window),

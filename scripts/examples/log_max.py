@@ -2,52 +2,35 @@
 
 import math
 
-from mindformers_adaptive.rules import Field, TextRule
-from mindformers_adaptive.rules.backend import (
-    absolute,
-    float32,
-    floor,
-    int32,
-    logical_or,
-    maximum,
-    minimum,
-    stack,
-    unstack,
-    where,
-)
-
-ONE = 1
+from mindformers_adaptive.rules import Rule, float32, floor, int32, maximum, minimum, where
 
 
-def step(exponent, mean, spreads, overflow, gradient_known, max_safe_exponent, share, margin):
-    """Take a step: a scale of 2^max_safe_exponent is the largest that the gradients of an applied step allow."""
-    quick, slow = unstack(spreads)
-    lower = exponent - ONE
-    allowed = float32(where(overflow, lower, max_safe_exponent))
-    distance = absolute(allowed - mean)
-    moved = stack((quick + (distance - quick) * share, slow + (distance - slow) * (share * share)))
-    observed = logical_or(overflow, gradient_known)
-    mean = where(observed, mean + (allowed - mean) * share, mean)
-    wanted = int32(floor(mean - margin * maximum(quick, slow)))
-    wanted = where(overflow, minimum(wanted, lower), where(gradient_known, wanted, exponent))
-    return {"exponent": wanted, "mean": mean, "spreads": where(observed, moved, spreads)}
-
-
-class LogMaxRule(TextRule):
+class LogMaxRule(Rule):
     """LogMax with mean distances in place of a variance; an overflow counts as one bit less than its scale."""
 
     name = "log_max"
     title = "LogMax loss scaling"
-    fields = (Field("mean", "float32"), Field("spreads", "float32", (2,), parts=("quick_spread", "slow_spread")))
+    state = {"mean": float32, "spreads": {"quick_spread": float32, "slow_spread": float32}}
     signals = ("largest_gradient",)
-    grid = {"margin": (2.0, 3.0, 4.0)}
-    text = step
+    tried = {"margin": (2.0, 3.0, 4.0)}
 
-    def __init__(self, margin=3.0, share=0.1, min_loss_scale=1.0, max_loss_scale=None):
-        super().__init__(min_loss_scale, max_loss_scale)
-        self.margin, self.share = margin, share
-        self.constants = {"margin": float(margin), "share": float(share)}
+    def __init__(self, margin=3.0, share=0.1, **bounds):
+        super().__init__(**bounds)
+        self.margin, self.share = float(margin), float(share)
 
-    def start_values(self, loss_scale):
+    def first_state(self, loss_scale):
         """Return the state before the first step."""
         return {"mean": math.log2(loss_scale), "quick_spread": 1.0, "slow_spread": 1.0}
+
+    def next_state(self, state, seen):
+        """Return the state after a step: an applied one shows the largest exponent that its gradients allow."""
+        lower = state.exponent - 1
+        allowed = float32(where(seen.overflow, lower, seen.max_safe_exponent))
+        distance = abs(allowed - state.mean)
+        quick = state.quick_spread + (distance - state.quick_spread) * self.share
+        slow = state.slow_spread + (distance - state.slow_spread) * self.share**2
+        mean = state.mean + (allowed - state.mean) * self.share
+        wanted = int32(floor(mean - self.margin * maximum(quick, slow)))
+        wanted = where(seen.overflow, minimum(wanted, lower), wanted)
+        moved = state.replace(exponent=wanted, mean=mean, quick_spread=quick, slow_spread=slow)
+        return where(seen.overflow | seen.gradient_known, moved, state)

@@ -12,7 +12,7 @@ from graph_checks import (
 from mindspore import dtype as mstype
 from mindspore import nn, ops
 
-from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

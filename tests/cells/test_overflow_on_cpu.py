@@ -8,7 +8,7 @@ import pytest
 from mindspore import Tensor, amp, nn, ops
 
 from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
-from mindformers_adaptive.cells.text_update_cell import GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import GradientGuidedLossScaleUpdateCell
 
 SHAPES = [(2, 3), (), (5,), (40, 70)]
 # The largest numbers and the smallest that are no overflow, beside those that are.

@@ -11,7 +11,7 @@ from dense_network import Dense, batches
 from mindspore import Parameter, Tensor, nn
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 
-from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import (
     GradientGuidedLossScaleUpdateCell,

@@ -5,7 +5,7 @@ import pytest
 from dense_network import Dense
 from mindspore import Parameter, Tensor, nn
 
-from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])

@@ -8,9 +8,10 @@ from every_rule import Owned
 from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindspore import nn
 
-from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import window_ladder
+from mindformers_adaptive.rules.saved_state import to_values
 
 INITIAL_SCALE = 2.0**16
 
@@ -38,7 +39,7 @@ def test_every_sequence_of_length_12_in_graph_mode(graph_mode, arguments):
                 owned.step(overflow)
                 next_state = rule.step(state, overflow)
                 assert float(owned.scale_sense) == next_state.loss_scale
-                values = {"loss_scale": next_state.loss_scale, **rule.to_values(next_state, steps + 1)}
+                values = {"loss_scale": next_state.loss_scale, **to_values(rule, next_state, steps + 1)}
                 assert owned.update_cell.state().items() <= values.items()
                 following[next_state] += count
         sequences = following

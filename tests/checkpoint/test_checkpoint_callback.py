@@ -8,8 +8,8 @@ from conftest import ROOT
 from dense_network import Dense
 from mindspore import nn
 
-from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.cells.update_cell import RUN
+from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.checkpoint.callback import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
 

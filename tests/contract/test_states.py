@@ -16,7 +16,8 @@ from mindspore import Tensor, nn
 from mindformers_adaptive.checkpoint.callback import restores_sidecar
 from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.checkpoint.report import build_report
-from mindformers_adaptive.rules.base import STEP_FIELDS
+from mindformers_adaptive.rules.fields import STEP_FIELDS
+from mindformers_adaptive.rules.saved_state import all_fields, to_values
 from mindformers_adaptive.text.files import json_text
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
@@ -193,13 +194,13 @@ def test_each_rule_goes_on_from_a_checkpoint_of_each_other(source, target, form,
 
 
 def own_values(kind, state):
-    values = kind.rule.to_values(state, 0)
+    values = to_values(kind.rule, state, 0)
     return {name: values[name] for name in kind.own_keys()}
 
 
 def damages(kind):
     """Yield Parameters and values that no run can reach."""
-    for field in kind.rule_class.all_fields():
+    for field in all_fields(kind.rule_class):
         if field.name in kind.rule.signals or (field.name == "hysteresis_budget" and kind.rule.hysteresis == 1):
             continue
         values = (-(2**31), 2**30 + 1, 2**31 - 1) if field.dtype == "int32" else (math.nan, math.inf, -math.inf)

@@ -14,9 +14,10 @@ from mindspore.train import LambdaCallback, Model
 
 from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.update_cell import RUN
-from mindformers_adaptive.rules.base import STEP_LIMIT
+from mindformers_adaptive.rules.fields import STEP_LIMIT
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.text_rule import Lanes
+from mindformers_adaptive.rules.lanes import Lanes
+from mindformers_adaptive.rules.saved_state import all_fields, own_keys, to_values
 
 HISTORY = 7
 
@@ -34,7 +35,7 @@ def assert_cell_takes(owned, path, rule, before):
         assert (flag.dtype, bool(flag)) == (mindspore.bool_, overflow)
         assert float(owned.scale_sense) == state.loss_scale, number
         last_event = number if overflow or state.loss_scale > before.loss_scale else last_event
-        values = {"loss_scale": state.loss_scale, **rule.to_values(state, number, last_event)}
+        values = {"loss_scale": state.loss_scale, **to_values(rule, state, number, last_event)}
         values |= dict.fromkeys(rule.signals, gradient)
         assert is_same(cell.state(), {name: values[name] for name in cell.state()}), number
         row = {"step": number, "overflow": overflow, "loss_scale": before.loss_scale}
@@ -56,7 +57,7 @@ def test_cell_equals_the_rule_in_every_step_and_remembers_the_last(kind, mode):
 
 
 def test_paths_move_all_that_the_rules_keep(kind):
-    states = [kind.rule.to_values(step.state, 1) for step in kind.path(400)]
+    states = [to_values(kind.rule, step.state, 1) for step in kind.path(400)]
     for name in ("skipped_steps", "consecutive_overflows", *kind.own_keys()):
         assert len({state[name] for state in states}) > 1, f"{name} never moved"
     assert len({step.state.loss_scale for step in kind.path(400)}) > 10
@@ -67,6 +68,7 @@ def test_paths_move_all_that_the_rules_keep(kind):
 SMALLEST_RATE = 2.0**-100
 
 
+@pytest.mark.filterwarnings("ignore:The rule 'guided' has computed a number nearer to 0")
 @pytest.mark.parametrize(("exchange_rate", "first_rate"), [(500.0, None), (1.0, 2.0**-125.9)])
 def test_guided_cell_equals_lanes_of_numpy_where_rates_become_as_small_as_they_may(
     graph_mode, exchange_rate, first_rate
@@ -107,7 +109,7 @@ def test_scaler_equals_the_rule(kind, mode):
         assert scaler.adjust(Tensor(not overflow), *measured) is True
         assert scaler.state()["loss_scale"] == float(scaler.scale_value) == state.loss_scale, number
         assert scaler.inv_scale == np.float32(1 / np.float64(state.loss_scale))
-        values, state = kind.rule.to_values(state, number), scaler.update_cell.state()
+        values, state = to_values(kind.rule, state, number), scaler.update_cell.state()
         assert all(is_same(state[name], values[name]) for name in kind.own_keys()), number
 
 
@@ -153,7 +155,7 @@ def test_operators_are_not_started_from_python_again(kind, mode):
     class Notes(type(kind.cell())):
         def __getattribute__(self, name):
             value = super().__getattribute__(name)
-            if isinstance(value, mindspore.ops.Primitive):
+            if name in ("assigned", "inputs"):
                 taken.append(name)
             return value
 
@@ -161,7 +163,7 @@ def test_operators_are_not_started_from_python_again(kind, mode):
         cell = Notes.from_rule(kind.rule, kind.start())
         loss_scale = Parameter(Tensor(cell.get_loss_scale(), mindspore.float32), name="loss_scale")
         cell(loss_scale, Tensor(True))
-        assert "less_equal" in taken
+        assert {*taken} == {"assigned", "inputs"}
         taken.clear()
         cell(loss_scale, Tensor(True))
         assert taken == []
@@ -248,12 +250,12 @@ def test_is_a_cell_of_mindspore_without_anything_to_train(kind):
     cell = kind.cell(history_size=3)
     assert isinstance(cell, nn.DynamicLossScaleUpdateCell)
     assert cell.trainable_params() == []
-    expected = {field.parameter: (field.shape, field.dtype) for field in kind.rule.all_fields()}
+    expected = {field.parameter: (field.shape, field.dtype) for field in all_fields(kind.rule)}
     expected[RUN] = (), "int32"
     found = {
         name: (parameter.shape, str(parameter.dtype).lower()) for name, parameter in cell.parameters_dict().items()
     }
     assert found == {name: expected[name] for name in found}
     assert expected.keys() - found.keys() <= {"hysteresis_budget"}
-    assert cell.state().keys() >= {*kind.rule.own_keys()} - {"hysteresis_budget"}
+    assert cell.state().keys() >= {*own_keys(kind.rule)} - {"hysteresis_budget"}
     assert {type(value) for value in cell.state().values()} <= {int, float, tuple}

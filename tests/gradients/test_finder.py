@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 from pages import figure
 
-from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
 from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN as MARGIN
 from mindformers_adaptive.gradients.recommendation import EVERY_POWER, recommend_loss_scale

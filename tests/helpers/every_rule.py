@@ -25,6 +25,7 @@ from mindformers_adaptive import (
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.saved_state import own_keys, to_values
 
 RULES = (AdaptiveRule, GuidedRule, LogMaxRule)
 
@@ -93,7 +94,7 @@ class Kind:
 
     def own_keys(self):
         """Return the names of the rule's own state, as the cell has it."""
-        return [key for key in self.rule.own_keys() if key in self.rule.to_values(self.start(), 0)]
+        return [key for key in own_keys(self.rule) if key in to_values(self.rule, self.start(), 0)]
 
     def start(self):
         """Return the state before the first step."""

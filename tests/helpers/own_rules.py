@@ -1,78 +1,70 @@
-"""Rules as a user would write them: one that follows the gradients, one with a vector, one that is no text."""
+"""Rules as a user would write them: one that follows the gradients, one with a vector."""
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from mindformers_adaptive.rules import Field, Rule, TextRule
-from mindformers_adaptive.rules.backend import argmin, float32, int32, where
-
-HALF = 0.5
+from mindformers_adaptive.rules import Rule, argmin, float32, int32, where
 
 
-def follow(exponent, shown, overflow, gradient_known, max_safe_exponent, margin):
-    lowest = where(gradient_known, max_safe_exponent, shown)
-    return {"exponent": where(overflow, exponent - int32(2), lowest - margin), "shown": lowest}
-
-
-class Follow(TextRule):
+class Follow(Rule):
     """The scale lies so many bits below what the last gradient showed."""
 
     name = "follow"
-    fields = (Field("shown"),)
+    state: ClassVar = {"shown": int32}
     signals = ("largest_gradient",)
-    grid: ClassVar = {"margin": (1, 2, 4)}
-    text = follow
+    tried: ClassVar = {"margin": (1, 2, 4)}
 
     def __init__(self, margin=2, min_loss_scale=1.0, max_loss_scale=None):
         super().__init__(min_loss_scale, max_loss_scale)
         self.margin = margin
-        self.constants = {"margin": margin}
 
-    def start_values(self, loss_scale):
+    def first_state(self, loss_scale):
         return {"shown": 16}
 
+    def next_state(self, state, seen):
+        lowest = where(seen.gradient_known, seen.max_safe_exponent, state.shown)
+        return state.replace(
+            exponent=where(seen.overflow, state.exponent - 2, lowest - self.margin),
+            shown=lowest,
+        )
 
-def weigh(loss_scale, weights, overflow, places, growth):
-    raised = where(argmin(weights) > int32(0), loss_scale * growth, loss_scale)
-    changed = where(overflow, weights * HALF, weights + places)
-    return {"loss_scale": float32(where(overflow, loss_scale * HALF, raised)), "weights": changed}
 
-
-class Weigh(TextRule):
+class Weigh(Rule):
     """A vector whose length is an argument; its places are weighed against each other."""
 
     name = "weigh"
-    fields = (Field("weights", "float32", (3,)),)
-    text = weigh
 
     def __init__(self, length=3, growth=1.5):
         super().__init__()
         self.length, self.growth = length, growth
-        self.fields = (Field("weights", "float32", (length,)),)
-        self.constants = {"places": [float(length - place) for place in range(length)], "growth": growth}
+        self.state = {"weights": float32[length]}
 
-
-class PlainState(NamedTuple):
-    loss_scale: float
-    clean_steps: int = 0
+    def next_state(self, state, seen):
+        places = [float(self.length - place) for place in range(self.length)]
+        raised = where(argmin(state.weights) > 0, state.loss_scale * self.growth, state.loss_scale)
+        return where(
+            seen.overflow,
+            state.replace(loss_scale=state.loss_scale * 0.5, weights=state.weights * 0.5),
+            state.replace(loss_scale=raised, weights=state.weights + places),
+        )
 
 
 class Plain(Rule):
-    """A rule in plain Python, with a window."""
+    """Dynamic scaling with a window."""
 
     name = "plain"
+    state: ClassVar = {"clean_steps": int32}
     moves_by_one_factor = True
 
-    def __init__(self, window=10, min_loss_scale=1.0, max_loss_scale=None):
-        super().__init__(min_loss_scale, max_loss_scale)
+    def __init__(self, window=10, **bounds):
+        super().__init__(**bounds)
         self.window = window
 
-    def start(self, loss_scale_value, *, argument="loss_scale_value"):
-        return PlainState(self.checked_start(loss_scale_value, argument))
-
-    def step(self, state, overflow, largest_gradient=None):
-        if overflow:
-            return PlainState(max(state.loss_scale / 2, self.min_loss_scale))
+    def next_state(self, state, seen):
         clean_steps = state.clean_steps + 1
-        if clean_steps < self.window:
-            return PlainState(state.loss_scale, clean_steps)
-        return PlainState(min(state.loss_scale * 2, self.max_loss_scale))
+        raised = state.replace(loss_scale=state.loss_scale * 2, clean_steps=0)
+        clean = where(clean_steps >= self.window, raised, state.replace(clean_steps=clean_steps))
+        return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 2, clean_steps=0), clean)
+
+
+class NoRule:
+    """Something else."""

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.text_rule import max_safe_exponent
+from mindformers_adaptive.rules.operations import safe_exponents
 
 PLACES = np.arange(16, dtype=np.float32)
 UNSEEN = np.float32(1024)
@@ -13,6 +13,12 @@ NEARLY_ZERO = np.float32(2.0**-100)
 
 
 State = type(GuidedRule().start(1.0))
+
+
+def max_safe_exponent(largest_gradient):
+    """Return what a gradient shows in FP16, or None."""
+    known, exponent = safe_exponents(math.nan if largest_gradient is None else largest_gradient, 65504.0)
+    return int(exponent) if known else None
 
 
 class ReadableGuided:

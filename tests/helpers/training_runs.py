@@ -21,6 +21,7 @@ from versions import BEFORE_1_7
 from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.checkpoint.reader import read_sidecar
 from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 
 SMALL_MODEL = {
     "model.model_config.seq_length": 32,
@@ -159,9 +160,9 @@ def _load(file):
 
 def _as_parameters(state):
     """Return a state from ``loss_scale.json`` as :func:`_load` returns its Parameters."""
-    rule = max(RULES, key=lambda rule: len(state.keys() & set(rule.own_keys())))
+    rule = max(RULES, key=lambda rule: len(state.keys() & set(own_keys(rule))))
     parameters = {}
-    for field in rule.all_fields():
+    for field in all_fields(rule):
         if field.keys[0] in state:
             value = [state[part] for part in field.parts] if field.parts else state[field.name]
             parameters[field.parameter] = np.array(value, field.dtype).tobytes() if field.shape else value
@@ -346,7 +347,7 @@ class TrainingRun:
         """Return the numbers in the line that says from where loss scaling goes on."""
         [listed] = re.findall("Loss scaling goes on from: (.*)", self.text(rank))
         pairs = dict(item.split() for item in listed.split(", "))
-        fields = [field for rule in RULES for field in rule.all_fields()]
+        fields = [field for rule in RULES for field in all_fields(rule)]
         floats = {"loss_scale", *(key for field in fields if field.dtype == "float32" for key in field.keys)}
         return {name: float(value) if name in floats else int(value) for name, value in pairs.items()}
 

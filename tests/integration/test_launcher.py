@@ -20,6 +20,7 @@ from mindformers_adaptive.integration.checks import value_at
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.saved_state import all_fields, to_values
 
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 
@@ -286,8 +287,8 @@ def test_a_run_in_pynative_mode_prints_every_step_follows_the_rule_and_saves_its
     assert_one_record_has_every_step_once(output, run.steps())
     rule = AdaptiveRule(max_scale_window=4, min_scale_window=1, hysteresis=2)
     state = assert_follows(rule, rule.start(2.0**20), read_record(output / "loss_scale_record.jsonl"))
-    values = rule.to_values(state, 16)
-    expected = {field.parameter: values[field.name] for field in rule.all_fields()} | {"scale_sense": state.loss_scale}
+    values = to_values(rule, state, 16)
+    expected = {field.parameter: values[field.name] for field in all_fields(rule)} | {"scale_sense": state.loss_scale}
     assert form.last_saved(output).items() >= expected.items()
 
 

@@ -17,6 +17,7 @@ from training_runs import (
 from versions import NEEDS_SECTION
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule, LossScaleState
+from mindformers_adaptive.rules.saved_state import all_fields
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ SAVED_AT, LAST = 14, 40
 UNTAKEN = 2
 
 # What of the update cell a checkpoint has, the loss scale included.
-PARAMETER_OF = {"loss_scale": "scale_sense", **{field.name: field.parameter for field in AdaptiveRule.all_fields()}}
+PARAMETER_OF = {"loss_scale": "scale_sense", **{field.name: field.parameter for field in all_fields(AdaptiveRule)}}
 CARRIED = {*PARAMETER_OF.values()} - {"hysteresis_budget"}
 
 

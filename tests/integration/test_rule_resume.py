@@ -25,6 +25,7 @@ from mindformers_adaptive.cli import program
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.saved_state import all_fields
 
 # One worker, because the runs that never stopped are shared.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rule resume")]
@@ -125,7 +126,7 @@ def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
     options |= form.resume_options(output)
     resumed = TrainingRun(output, long_corpus, options, LAST, processes, **graph).wait()
     rule, _ = RULES[name]
-    carried = {"scale_sense", *(field.parameter for field in rule.all_fields())}
+    carried = {"scale_sense", *(field.parameter for field in all_fields(rule))}
     for rank in range(processes):
         steps = reference.steps(rank)
         assert resumed.steps(rank) == {step: steps[step] for step in range(SAVED_AT + 1, LAST + 1)}
@@ -148,7 +149,7 @@ def test_a_stopped_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
     for rank in range(processes):
         restored = resumed.restored_state(rank)
         assert {key: restored[key] for key in shown} == {key: getattr(states[SAVED_AT], key) for key in shown}
-    for field in rule.all_fields()[: len(rule.fields)]:
+    for field in all_fields(rule)[: len(rule.fields)]:
         value = [getattr(states[LAST], part) for part in field.parts] or getattr(states[LAST], field.name)
         array = np.array(value, field.dtype)
         assert saved[field.parameter] == (array.tobytes() if field.shape else array.item())

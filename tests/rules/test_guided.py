@@ -11,7 +11,9 @@ from readable_guided import ReadableGuided
 
 from mindformers_adaptive.rules.formats import FLOAT16, FORMATS
 from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.text_rule import Lanes, max_safe_exponent, possible_exponents
+from mindformers_adaptive.rules.lanes import Lanes
+from mindformers_adaptive.rules.operations import possible_exponents, safe_exponents
+from mindformers_adaptive.rules.saved_state import to_values
 
 # A patience of 100 steps: trouble is recent for 10, windows are 50, 400 and 3200.
 RULE = GuidedRule(exchange_rate=10)
@@ -95,21 +97,23 @@ def test_text_equals_the_form_with_branches_at_every_step(start):
 
 @pytest.mark.parametrize("value", [None, 0.0, -1.0, 2.0**-127, math.inf, math.nan, 1e39])
 def test_what_is_no_positive_number_of_a_device_shows_nothing(value):
-    assert max_safe_exponent(value) is None
+    assert not safe_exponents(math.nan if value is None else value, FLOAT16.largest)[0]
 
 
 @given(value=st.floats(min_value=2.0**-126, width=32, allow_infinity=False), name=st.sampled_from([*FORMATS]))
 def test_shown_is_the_largest_scale_without_overflow_as_a_device_counts_it(value, name):
     largest = FORMATS[name].largest
-    shown = max_safe_exponent(value, FORMATS[name])
+    known, exponent = safe_exponents(value, largest)
+    assert known
+    shown = int(exponent)
     assert Fraction(value) * Fraction(2) ** shown <= largest < Fraction(value) * Fraction(2) ** (shown + 1)
-    lowest, *others = possible_exponents(FORMATS[name])
+    lowest, *others = possible_exponents(largest)
     thresholds = (largest * 2.0 ** -np.array(others, np.float64)).astype(np.float32)
     assert shown == int((np.float32(value) <= thresholds).sum()) + lowest
 
 
 def test_float16_shows_what_it_always_did():
-    assert possible_exponents(FLOAT16) == range(-113, 142)
+    assert possible_exponents(FLOAT16.largest) == range(-113, 142)
 
 
 @pytest.mark.parametrize("name", [*FORMATS])
@@ -260,7 +264,7 @@ def test_state_stays_within_its_bounds(rule, events):
         # An overflow never raises the scale.
         assert event != "!" or after.loss_scale <= state.loss_scale
         # What a run can lead to is what a checkpoint may hold.
-        assert rule.find_state_problem(rule.to_values(after, number)) is None
+        assert rule.find_state_problem(to_values(rule, after, number)) is None
         state = after
 
 

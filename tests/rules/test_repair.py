@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.saved_state import from_values, own_keys, repair, repair_loss_scale, to_values
 
 RULE = AdaptiveRule(max_scale_window=1000)
 COUNTERS = {"cur_iter": 700, "last_overflow_iter": 650, "skipped_steps": 40, "consecutive_overflows": 2}
@@ -24,15 +25,15 @@ def guided_values(steps=30):
     for step in range(steps):
         overflow = step in (3, 4, 20)
         state = GUIDED.step(state, overflow, None if overflow else 2.0 ** -(step % 3))
-    return {**GUIDED.to_values(state, steps), "largest_gradient": 0.5}
+    return {**to_values(GUIDED, state, steps), "largest_gradient": 0.5}
 
 
 def test_a_good_state_is_left_as_it_is():
-    assert RULE.repair(GOOD, SCALE) == (GOOD, [])
+    assert repair(RULE, GOOD, SCALE) == (GOOD, [])
     hidden = {**GOOD, "scale_window": 1, "window_index": -1}
-    assert RULE.repair(hidden, SCALE) == (hidden, [])
+    assert repair(RULE, hidden, SCALE) == (hidden, [])
     values = guided_values()
-    assert GUIDED.repair(values, SCALE) == (values, [])
+    assert repair(GUIDED, values, SCALE) == (values, [])
 
 
 @pytest.mark.parametrize(
@@ -50,8 +51,10 @@ def test_a_good_state_is_left_as_it_is():
     ],
 )
 def test_a_window_keeps_its_size_or_the_nearest_and_takes_the_index_of_the_new_ladder(bounds, window, index, expected):
-    repaired, problems = AdaptiveRule(max_scale_window=bounds[0], min_scale_window=bounds[1]).repair(
-        {**GOOD, "scale_window": window, "window_index": index}, SCALE
+    repaired, problems = repair(
+        AdaptiveRule(max_scale_window=bounds[0], min_scale_window=bounds[1]),
+        {**GOOD, "scale_window": window, "window_index": index},
+        SCALE,
     )
     assert repaired == {**GOOD, "scale_window": expected[0], "window_index": expected[1]}
     assert len(problems) == ((window, index) != expected)
@@ -89,13 +92,13 @@ NO_SKIPS = {"skipped_steps": 0, "consecutive_overflows": 0}
     ],
 )
 def test_damage_is_mended_and_named(damage, mended_to, message):
-    repaired, problems = RULE.repair({**GOOD, **damage}, SCALE)
+    repaired, problems = repair(RULE, {**GOOD, **damage}, SCALE)
     assert repaired == {**GOOD, **mended_to}
     assert any(re.search(message, problem) for problem in problems), problems
 
 
 def test_a_hysteresis_budget_beyond_the_hysteresis_is_mended():
-    repaired, [problem] = AdaptiveRule(hysteresis=2).repair({**GOOD, "hysteresis_budget": 3}, SCALE)
+    repaired, [problem] = repair(AdaptiveRule(hysteresis=2), {**GOOD, "hysteresis_budget": 3}, SCALE)
     assert repaired == {**GOOD, "hysteresis_budget": 2}
     assert "'hysteresis_budget' 3, which must lie between 0 and 2: 2 is used" in problem
 
@@ -121,10 +124,10 @@ def test_a_hysteresis_budget_beyond_the_hysteresis_is_mended():
 )
 def test_a_state_that_the_guided_rule_cannot_have_starts_afresh(damage):
     values = guided_values()
-    repaired, [problem] = GUIDED.repair({**values, **damage}, SCALE)
+    repaired, [problem] = repair(GUIDED, {**values, **damage}, SCALE)
     assert re.search(r"that this cell cannot have: it starts afresh at loss scale 1024\.", problem)
-    fresh = GUIDED.to_values(GUIDED.start(SCALE), 0)
-    own = {name: fresh[name] for name in GuidedRule.own_keys()}
+    fresh = to_values(GUIDED, GUIDED.start(SCALE), 0)
+    own = {name: fresh[name] for name in own_keys(GuidedRule)}
     assert repaired == {**values, **own, "last_overflow_iter": 30}
 
 
@@ -142,9 +145,9 @@ def test_another_exchange_rate_keeps_the_guided_record_and_is_named(exchange_rat
     before, state = GuidedRule(), GuidedRule().start(SCALE)
     for _ in range(2000):
         state = before.step(state, False, 2.0**-3)
-    values = before.to_values(state, 2000)
+    values = to_values(before, state, 2000)
     rule = GuidedRule(exchange_rate)
-    repaired, problems = rule.repair(values, state.loss_scale)
+    repaired, problems = repair(rule, values, state.loss_scale)
     expected = {name: after for name, (_, after) in changes.items()}
     assert repaired == {**values, **{name: type(values[name])(np.float32(new)) for name, new in expected.items()}}
     told = ", ".join(f"{name} {old:g} becomes {new:g}" for name, (old, new) in changes.items())
@@ -153,7 +156,7 @@ def test_another_exchange_rate_keeps_the_guided_record_and_is_named(exchange_rat
         f"{told}, and the record of overflow rates is kept."
     ] * bool(changes)
     # It goes on at once from what it has seen.
-    assert rule.step(rule.from_values(state.loss_scale, repaired), False, 2.0**-3).base == state.base
+    assert rule.step(from_values(rule, state.loss_scale, repaired), False, 2.0**-3).base == state.base
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_another_exchange_rate_keeps_the_guided_record_and_is_named(exchange_rat
 )
 def test_a_checkpoint_without_all_of_the_guided_state_starts_it_afresh(restored, message):
     values = guided_values()
-    repaired, problems = GUIDED.repair(values, SCALE, restored)
+    repaired, problems = repair(GUIDED, values, SCALE, restored)
     assert [bool(re.search(message, problem)) for problem in problems] == ([True] if message else [])
     assert (repaired == values) is (message is None)
 
@@ -192,7 +195,7 @@ STEP_NAMES = {"cur_iter", "last_overflow_iter"}
 )
 def test_steps_without_a_window_start_the_ladder_afresh(changes, restored, lacks_window):
     values = {**FRESH, **changes}
-    repaired, problems = RULE.repair(values, SCALE, restored)
+    repaired, problems = repair(RULE, values, SCALE, restored)
     last_step = values["cur_iter"] - 1
     assert repaired == ({**values, "last_overflow_iter": last_step} if lacks_window else values)
     assert ["no window" in problem for problem in problems] == [True] * lacks_window
@@ -217,10 +220,10 @@ RULES = [GUIDED] + [
 @pytest.mark.parametrize("rule", RULES)
 @given(data=st.data())
 def test_whatever_was_restored_the_rule_can_go_on_and_a_second_look_finds_nothing(rule, data):
-    kept = rule.to_values(rule.start(SCALE), 0) | dict.fromkeys(rule.signals, 0.5)
-    repaired, _ = rule.repair({name: data.draw(anything_like(value)) for name, value in kept.items()}, SCALE)
-    assert rule.repair(repaired, SCALE) == (repaired, [])
-    state = rule.from_values(SCALE, repaired)
+    kept = to_values(rule, rule.start(SCALE), 0) | dict.fromkeys(rule.signals, 0.5)
+    repaired, _ = repair(rule, {name: data.draw(anything_like(value)) for name, value in kept.items()}, SCALE)
+    assert repair(rule, repaired, SCALE) == (repaired, [])
+    state = from_values(rule, SCALE, repaired)
     for overflow, gradient in data.draw(st.lists(st.tuples(st.booleans(), st.sampled_from([None, 1.0])), max_size=10)):
         state = rule.step(state, overflow, gradient)
         assert rule.min_loss_scale <= state.loss_scale <= rule.max_loss_scale
@@ -240,5 +243,5 @@ def test_whatever_was_restored_the_rule_can_go_on_and_a_second_look_finds_nothin
     ],
 )
 def test_a_restored_scale_is_moved_within_the_bounds_with_a_warning(rule, restored, expected, message, recwarn):
-    assert rule.repair_loss_scale(restored, "scale_sense") == expected
+    assert repair_loss_scale(rule, restored, "scale_sense") == expected
     assert [message in str(warning.message) for warning in recwarn] == ([True] if message else [])

@@ -5,10 +5,10 @@ import runpy
 
 import numpy as np
 import pytest
+from mindformers_adaptive.rules.backend import int32, where
 from own_rules import Follow, Weigh
 
 from mindformers_adaptive.rules import Field, TextRule
-from mindformers_adaptive.rules.backend import int32, where
 
 HUGE = 1e30
 

@@ -346,7 +346,7 @@ def _direction(configuration: Configuration, window: int) -> str:
 def _configurations(settings: dict[str, Any]) -> list[Configuration]:
     """The windows to try; of those that cost the same, the nearest to the defaults come first."""
     largest, smallest = (
-        sorted(AdaptiveRule.grid["min_scale_window"], key=lambda tried: abs(math.log(tried / window)))
+        sorted(AdaptiveRule.tried["min_scale_window"], key=lambda tried: abs(math.log(tried / window)))
         for window in (DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW)
     )
     fixed = {name: [value] for name, value in settings.items()}

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
 from mindformers_adaptive.lab.policies.presets import PRESETS, Preset
 from mindformers_adaptive.rules import RULES, find_rule, is_rule_name
-from mindformers_adaptive.rules.base import DEFAULT_LOSS_SCALE, Rule
+from mindformers_adaptive.rules.description import DEFAULT_LOSS_SCALE, all_arguments
+from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["POLICY_NAMES", "FixedRule", "FixedState", "Policy", "make_policy", "refuse_unknown", "start_rule"]
 
@@ -28,7 +29,7 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
     smallest window) and all of :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`. ``guided`` is the one
     that follows the largest gradients, with ``loss_scale_value`` (default 65536) and all arguments of
     :class:`~mindformers_adaptive.rules.guided.GuidedRule`. ``module.Class`` is a rule of one's own, see
-    :class:`~mindformers_adaptive.rules.text_rule.TextRule`, with ``loss_scale_value`` (default 65536) and its own
+    :class:`~mindformers_adaptive.rules.rule.Rule`, with ``loss_scale_value`` (default 65536) and its own
     arguments. All others are rows of ``PRESETS`` in :mod:`mindformers_adaptive.lab.policies.presets`, each with its
     source, parameters and defaults; ``fixed`` keeps ``loss_scale`` (default 128.0, as in MindSpore's
     ``FixedLossScaleManager``).
@@ -80,10 +81,10 @@ def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[
 
     Args:
         policy (Union[str, type]): the name of the rule, or its class.
-        arguments (Mapping): by names of its ``all_arguments()``; what is left out has its default.
+        arguments (Mapping): by names of its ``all_arguments``; what is left out has its default.
     """
     rule_class = find_rule(policy)
-    refuse_unknown(policy, arguments, rule_class.all_arguments())
+    refuse_unknown(policy, arguments, all_arguments(rule_class))
     of_start = {"loss_scale_value", *rule_class.start_arguments}
     rule = rule_class(**{name: value for name, value in arguments.items() if name not in of_start})
     given = {name: value for name, value in arguments.items() if name in of_start}

@@ -6,14 +6,17 @@ import itertools
 import json
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 from mindformers_adaptive.lab.policies.factory import refuse_unknown, start_rule
 from mindformers_adaptive.rules import RULES, find_rule
-from mindformers_adaptive.rules.base import Rule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.description import all_arguments
+from mindformers_adaptive.rules.ladder import window_ladder
+from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
 
@@ -70,7 +73,7 @@ class Configuration:
         path = f"{rule_class.__module__}.{rule_class.__qualname__}"
         name = rule_class.name if rule_class in RULES.values() else path
         self.policy = policy if isinstance(policy, str) else name
-        self.arguments = {**rule_class.all_arguments(), **arguments}
+        self.arguments = {**all_arguments(rule_class), **arguments}
         self.rule, self.start = rule, start
 
     @classmethod
@@ -95,7 +98,7 @@ class Configuration:
     @property
     def label(self) -> str:
         """A short name, of the rule and whatever is not the default."""
-        name, told = self.rule.short_label(self.arguments)
+        name, told = _short_name(self.rule, self.arguments)
         return " ".join([name, *(f"{key}={_short(value)}" for key, value in self._changed() if key not in told)])
 
     def scale_sense(self) -> str:
@@ -123,7 +126,7 @@ class Configuration:
         )
 
     def _changed(self, always: Sequence[str] = ()) -> list[tuple[str, Any]]:
-        defaults = self.rule.all_arguments()
+        defaults = all_arguments(type(self.rule))
         return [(name, value) for name, value in self.arguments.items() if name in always or value != defaults[name]]
 
 
@@ -149,14 +152,14 @@ def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configura
         ['dynamic 20', 'adaptive 20-1000', 'adaptive 50-1000']
     """
     rule_class = find_rule(policy)
-    refuse_unknown(policy, values, rule_class.all_arguments())
+    refuse_unknown(policy, values, all_arguments(rule_class))
     tried = {name: list(choices) for name, choices in values.items()}
     if (count := math.prod(map(len, tried.values()))) > _MOST_COMBINATIONS:
         raise ValueError(
             f"A grid must have at most {_MOST_COMBINATIONS:,} combinations, but got {count:,}. Try fewer values."
         )
     combinations = [dict(zip(tried, chosen, strict=True)) for chosen in itertools.product(*tried.values())]
-    configurations = [Configuration(policy, **one) for one in combinations if rule_class.values_fit(**one)]
+    configurations = [Configuration(policy, **one) for one in combinations if _values_fit(rule_class, one)]
     if not configurations:
         raise ValueError(
             f"A grid must have at least one combination of values that fit each other, but got {tried}. Add values "
@@ -172,7 +175,27 @@ def default_grid(policy: str | type[Rule]) -> dict[str, Sequence[Any]]:
         >>> len(grid("adaptive", **default_grid("adaptive")))
         900
     """
-    return {"loss_scale_value": _INITIAL_SCALES, **find_rule(policy).grid}
+    return {"loss_scale_value": _INITIAL_SCALES, **find_rule(policy).tried}
+
+
+def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
+    """Whether arguments, each in its range, fit each other: a ladder, and the first window on it."""
+    if not issubclass(rule_class, AdaptiveRule):
+        return True
+    given = {**all_arguments(rule_class), **arguments}
+    first, largest, smallest = given["scale_window"], given["max_scale_window"], given["min_scale_window"]
+    return bool(largest >= smallest and (not isinstance(first, int) or first in window_ladder(largest, smallest)))
+
+
+def _short_name(rule: Rule, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
+    """Return a short name of a rule with these arguments, and the arguments that it tells."""
+    if not isinstance(rule, AdaptiveRule):
+        return rule.name, set()
+    smallest, largest = rule.min_scale_window, rule.max_scale_window
+    told = {"min_scale_window", "max_scale_window"}
+    if arguments["scale_window"] == smallest:
+        told.add("scale_window")
+    return f"dynamic {smallest}" if smallest == largest else f"{rule.name} {smallest}-{largest}", told
 
 
 def _short(value: Any) -> str:

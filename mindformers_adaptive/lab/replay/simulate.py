@@ -16,8 +16,8 @@ from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import Measures, Tally, measure, overflow_flags, overflows, rows_of
 from mindformers_adaptive.lab.traces.trace import Trace
-from mindformers_adaptive.rules.base import Rule
-from mindformers_adaptive.rules.text_rule import TextRule
+from mindformers_adaptive.rules.lanes import Lanes
+from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.table import text_table
 
 __all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "replay", "replay_side_by_side", "sweep"]
@@ -125,7 +125,7 @@ def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
         raise ValueError("'configurations' must have at least 1 configuration, but got none. Make some with grid().")
     side_by_side: defaultdict[Any, list[int]] = defaultdict(list)
     for place, one in enumerate(configurations):
-        side_by_side[type(one.rule), one.rule.lane_shapes].append(place)
+        side_by_side[type(one.rule), one.rule.traced.shape].append(place)
     found: dict[int, tuple[Measures, Any]] = {}
     for places in side_by_side.values():
         group = [configurations[place] for place in places]
@@ -138,10 +138,10 @@ def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
 def replay_side_by_side(
     rules: Sequence[Rule], states: Sequence[Any], traces: Sequence[Trace]
 ) -> list[tuple[Measures, Any]]:
-    """Replay rules of one class, and with equal ``lane_shapes``, all at once.
+    """Replay rules of one class whose steps compute the same with other numbers, all at once.
 
     Args:
-        rules (Sequence[Rule]): at least one.
+        rules (Sequence[Rule]): at least one, with equal ``rule.traced.shape``.
         states (Sequence[NamedTuple]): of each rule, before the first step.
         traces (Sequence[Trace]): one for all, or one for each rule; of one length, at least one step.
 
@@ -151,7 +151,7 @@ def replay_side_by_side(
     Raises:
         ValueError: if the traces have no steps.
     """
-    lanes, count = type(rules[0]).lanes(rules, states), len(rules)
+    lanes, count = Lanes(rules, states), len(rules)
     tally, steps = Tally(traces, count), max(_SCALES_AT_ONCE // count, 1)
     for start in range(0, len(traces[0]), steps):
         stop = min(start + steps, len(traces[0]))
@@ -272,8 +272,8 @@ def compare(
         made = [make() for _ in traces]
         rules: list[Any] = [policy.rule for policy in made]
         states = [policy.current for policy in made]
-        # A text takes as long for many runs as for one.
-        if isinstance(rules[0], TextRule) and len({len(trace) for trace in traces}) == 1:
+        # A step of many runs takes about as long as of one.
+        if isinstance(rules[0], Rule) and len({len(trace) for trace in traces}) == 1:
             found = (measures for measures, _ in replay_side_by_side(rules, states, traces))
         else:
             found = (replay(policy, trace).measures for policy, trace in zip(made, traces, strict=True))

@@ -333,7 +333,7 @@ def test_window_of_metaseq_follows_its_scale(steps, params, expected):
     ("name", "params", "error", "message"),
     [
         ("own_rules.Nothing", {}, ValueError, r"'own_rules.Nothing' cannot be imported"),
-        ("own_rules.PlainState", {}, TypeError, r"'rule' must be .* such a class, but got 'own_rules.PlainState'"),
+        ("own_rules.NoRule", {}, TypeError, r"'rule' must be .* such a class, but got 'own_rules.NoRule'"),
         ("own_rules.Follow", {"margins": 1}, TypeError, r"'own_rules.Follow' has no parameter 'margins'.* 'margin'\?"),
         ("adaptiv", {}, ValueError, r"'name' must be one of adaptive, guided, .*, but got 'adaptiv'. .* 'adaptive'\?"),
         (

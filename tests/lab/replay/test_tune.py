@@ -119,7 +119,7 @@ def test_a_configuration_that_applies_nothing_is_not_on_the_front():
     ],
 )
 def test_section_to_paste_makes_the_cell_that_was_recommended(configuration):
-    from mindformers_adaptive.cells.adaptive_update_cell import AdaptiveLossScaleUpdateCell
+    from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 
     section = yaml.safe_load(configuration.scale_sense())["scale_sense"]
     assert section.pop("type") == "AdaptiveLossScale"

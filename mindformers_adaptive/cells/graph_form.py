@@ -1,0 +1,129 @@
+"""The step of a rule as one straight function that MindSpore compiles."""
+
+import itertools
+import sys
+import types
+
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
+from mindformers_adaptive.rules.generated import make_function
+from mindformers_adaptive.rules.operations import (
+    SMALLEST_AS_INT32,
+    UNSHOWN,
+    largest_int32_of_float32,
+    operation_of,
+    possible_exponents,
+)
+from mindformers_adaptive.rules.program import make_program
+
+__all__ = ["GraphStep"]
+
+_numbers = itertools.count()
+
+
+class GraphStep:
+    """The generated function of a rule.
+
+    Args:
+        rule (Rule): the rule.
+
+    Attributes:
+        function (function): takes Parameters and Tensors, and returns a tuple of Tensors. What it returns was computed
+            before: a Parameter handed on as it is would be read when it is assigned to another one.
+        inputs (tuple[str, ...]): the names of what it takes, in order.
+        outputs (tuple[str, ...]): the names of what it returns, in order; what stays as it is is not among them.
+    """
+
+    def __init__(self, rule):
+        program = make_program([rule.traced.outputs])
+        self._program, self._names, self._lines = program, _names(), []
+        nodes = program.nodes
+        self._copies = {place for name, place in program.outputs.items() if nodes[place].op == "input"}
+        for place in program.used:
+            self._compute(place)
+        changed = {name: place for name, place in program.outputs.items() if nodes[place].extra != name}
+        self.inputs = tuple(sorted({nodes[place].extra for place in program.used if nodes[place].op == "input"}))
+        self.outputs = tuple(changed)
+        results = "".join(f"v{place}{'_copy' if place in self._copies else ''}, " for place in changed.values())
+        source = "\n".join([f"def step({', '.join(self.inputs)}):", *self._lines, f"    return ({results})", ""])
+        # MindSpore looks names up in the module that a function says it is from.
+        module = types.ModuleType(f"mindformers_adaptive_step_{next(_numbers)}")
+        vars(module).update(self._names)
+        self.function = make_function(rule.name, source, vars(module))
+        sys.modules[module.__name__] = module
+
+    def _add(self, line):
+        self._lines.append(f"    {line}")
+
+    def _compute(self, place):
+        node, constants = self._program.nodes[place], self._program.constants
+        if node.op == "input":
+            self._add(f"v{place} = {node.extra}")
+            if place in self._copies:
+                self._add(f"v{place}_copy = v{place}.copy()")
+            return
+        if node.op == "constant":
+            self._names[f"v{place}"] = Tensor(np.array(constants[place][..., 0]))
+            return
+        args = [f"v{arg}" for arg in node.args]
+        known = [constants.get(arg) for arg in node.args]
+        extra = {"all": ", ".join(args), "extra": node.extra}
+        if node.op == "element" and f"{args[0]}_parts" not in self._names:
+            self._add(f"{args[0]}_parts = ops.unstack({args[0]})")
+            self._names[f"{args[0]}_parts"] = None
+        if node.op == "take":
+            extra["last"] = self._constant(f"last{place}", np.int32(self._program.nodes[node.args[0]].shape[0] - 1))
+        if node.op == "lookup":
+            table, lowest = known[1][..., 0].T, known[2][..., 0]
+            extra["table"] = self._constant(f"table{place}", table.reshape(*node.extra[2], table.shape[-1]))
+            extra["minus_lowest"] = f" - {args[2]}" if lowest.any() else ""
+        if node.op in ("exponent", "power"):
+            lowest, highest = (int(known[n][0]) for n in (1, 2))
+            self._constant("powers", np.float32([2.0**n for n in range(lowest, highest + 1)]))
+            self._constant("below_lowest", np.int32(lowest - 1))
+        if node.op == "max_safe_exponent":
+            # A gradient that is at most so many of these shows that exponent: inf and NaN none, 0 all of them.
+            largest = float(known[2][0])
+            exponents = possible_exponents(largest)
+            fits_at = [min(largest * 2.0**-n, LARGEST_FLOAT32) for n in exponents]
+            self._constant("fits_at", np.float32([*fits_at, np.nextafter(np.float32(SMALLEST_FLOAT32), np.float32(0))]))
+            self._constant("exponents", np.int32([UNSHOWN, *exponents, UNSHOWN]))
+        if node.op == "mul" and (chained := self._chained(node)) is not None:
+            # The compiler would multiply the constants first, with another last bit. A change of both signs keeps it.
+            inner, outer = chained
+            negative = self._constant(f"negative{place}", -constants[outer][..., 0])
+            self._add(f"v{place} = -v{inner} * {negative}")
+            return
+        dtype = self._program.nodes[node.args[0]].dtype
+        self._add(f"v{place} = " + operation_of(node.op, dtype, known).mindspore.format(*args, **extra))
+
+    def _chained(self, node):
+        """Return the places of a product of a constant and of the constant that it is multiplied by, or None."""
+        for inner, outer in (node.args, node.args[::-1]):
+            other = self._program.nodes[inner]
+            if outer in self._program.constants and other.op == "mul" and other.dtype == "float32":
+                if any(arg in self._program.constants for arg in other.args):
+                    return inner, outer
+        return None
+
+    def _constant(self, name, array):
+        self._names.setdefault(name, Tensor(np.array(array)))
+        return name
+
+
+def _names():
+    return {
+        "ops": ops,
+        "mstype": mstype,
+        "reduce_sum": ops.ReduceSum(),
+        "argmin": ops.Argmin(axis=0, output_type=mstype.int32),
+        "ZERO": Tensor(0.0, mstype.float32),
+        "NONE": Tensor(0, mstype.int32),
+        "NAN": Tensor(np.nan, mstype.float32),
+        "INF": Tensor(np.inf, mstype.float32),
+        "SMALLEST_AS_INT32": Tensor(SMALLEST_AS_INT32),
+        "LARGEST_AS_INT32": Tensor(largest_int32_of_float32),
+    }

@@ -1,0 +1,237 @@
+"""The public update cells: signatures of the update cell of any rule."""
+
+from mindformers_adaptive.cells.update_cell import RuleUpdateCell, read_restored_scale
+from mindformers_adaptive.rules import make_rule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+
+__all__ = ["AdaptiveLossScaleUpdateCell", "GradientGuidedLossScaleUpdateCell", "RuleLossScaleUpdateCell"]
+
+
+class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
+    r"""Update cell of adaptive loss scaling: the scale follows the overflows, and the window follows the scale.
+
+    The rule is that of :class:`mindformers_adaptive.rules.adaptive.AdaptiveRule`. Its state is in int32 scalar
+    Parameters, which a checkpoint of the train-step cell contains:
+
+    =============================== ========================= ===================================================
+    Parameter in a checkpoint       attribute                 meaning
+    =============================== ========================= ===================================================
+    ``scale_window``                ``scale_window``          window in force, in steps
+    ``list_index``                  ``window_index``          its place on the ladder, -1 for the hidden window 1
+    ``scale_window_up_count``       ``growth_num``            raises since the window last changed
+    ``scale_window_down_count``     ``down_num``              drops since the last raise or window change
+    ``current_iterator_step``       ``cur_iter``              number of the next step, from 1
+    ``last_overflow_iterator_step`` ``last_overflow_iter``    step of the last overflow or raise
+    ``skipped_steps``               ``skipped_steps``         overflowed steps so far
+    ``consecutive_overflows``       ``consecutive_overflows`` overflowed steps in a row
+    ``hysteresis_budget``           ``hysteresis_budget``     overflows left before a drop; only if hysteresis > 1
+    =============================== ========================= ===================================================
+
+    The first six names are those that MindFormers' own cell of this name writes.
+
+    Args:
+        loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
+            element, as MindFormers passes on resume, is only read.
+        scale_factor (Union[int, float]): what a raise multiplies the scale by, above 1.
+        scale_window (int): the window to start with, in steps. One that is not on the ladder gives a warning and
+            training starts at ``min_scale_window``.
+        max_scale_window (int): the largest window, in steps. Below ``min_scale_window`` or not positive: a warning,
+            and 1000 is used. Default: 1000, MindFormers'.
+        min_scale_window (int): the smallest window, in steps. Default: 20, MindFormers'.
+        min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
+        max_loss_scale (float, optional): the cap of the loss scale. Default: None, the largest finite float32.
+        hysteresis (int): how many overflows it takes to drop the scale; a raise starts the count anew, as in
+            Megatron-LM. Default: 1, which tolerates none.
+        shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
+            Default: False, MindFormers' rule.
+        backoff_factor (float, optional): what a drop multiplies the scale by, between 0 and 1. Default: None,
+            1 / `scale_factor`, as in ``nn.DynamicLossScaleUpdateCell``.
+        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Checkpoints do not
+            contain them, and ``mindspore.export`` refuses a network that has some. Default: 0, as in MindSpore's cells.
+
+    Inputs:
+        - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
+          scale of the next step.
+        - **overflow** (Tensor) - bool of shape :math:`()`, whether the step overflowed.
+
+    Outputs:
+        Tensor, the input `overflow`.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Parameter, Tensor
+        >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell
+        >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
+        >>> loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
+        >>> overflow = cell(loss_scale, Tensor(True))
+        >>> float(loss_scale), cell.state()["skipped_steps"]
+        (32768.0, 1)
+    """
+
+    def __init__(
+        self,
+        loss_scale_value,
+        scale_factor,
+        scale_window,
+        max_scale_window=DEFAULT_MAX_SCALE_WINDOW,
+        min_scale_window=DEFAULT_MIN_SCALE_WINDOW,
+        *,
+        min_loss_scale=1.0,
+        max_loss_scale=None,
+        hysteresis=1,
+        shrink_from_min_window=False,
+        backoff_factor=None,
+        history_size=0,
+    ):
+        rule = AdaptiveRule(
+            scale_factor,
+            max_scale_window,
+            min_scale_window,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            hysteresis=hysteresis,
+            shrink_from_min_window=shrink_from_min_window,
+            backoff_factor=backoff_factor,
+        )
+        super().__init__(rule, rule.start(read_restored_scale(rule, loss_scale_value), scale_window), history_size)
+
+    @classmethod
+    def _for_rule(cls, rule, state, **options):
+        return cls(state.loss_scale, scale_window=rule.ladder[max(state.window_index, 0)], **rule.arguments, **options)
+
+
+class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
+    r"""Update cell of gradient-guided loss scaling: the scale follows what the largest gradient shows of its ceiling.
+
+    The rule is that of :class:`mindformers_adaptive.rules.guided.GuidedRule`. It needs the largest absolute value of
+    each step's gradients, which the train-step cells of :mod:`mindformers_adaptive.wrapper` assign to the Parameter
+    ``largest_gradient``. Stock train-step cells do not, and are refused when training starts. Its state is in
+    Parameters, which a checkpoint of the train-step cell contains:
+
+    =============================== ========================= ===================================================
+    Parameter in a checkpoint       attribute                 what it is
+    =============================== ========================= ===================================================
+    ``guided_counts``               ``counts``                int32 of shape (7,), the rule's integers
+    ``guided_levels``               ``levels``                float32 of shape (3,), weight, low and level
+    ``guided_overflow_rate``        ``overflow_rate``         float32 of shape (16,), the record of overflow rates
+    ``largest_gradient``            ``largest_gradient``      float32 of shape (), that of the last step
+    ``current_iterator_step``       ``cur_iter``              int32 of shape (), number of the next step, from 1
+    ``last_overflow_iterator_step`` ``last_overflow_iter``    int32 of shape (), step of the last overflow or raise
+    ``skipped_steps``               ``skipped_steps``         int32 of shape (), overflowed steps so far
+    ``consecutive_overflows``       ``consecutive_overflows`` int32 of shape (), overflowed steps in a row
+    =============================== ========================= ===================================================
+
+    Args:
+        loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
+            element, as MindFormers passes on resume, is only read. One that is no power of two gives a warning, and
+            the next power of two below is used.
+        scale_factor (int): 2, and nothing else: the scale moves by whole bits. Default: 2.
+        exchange_rate (float): skipped steps in 1000 that a bit of headroom is worth, 0.001 to 1000. The larger, the
+            closer the scale is to the ceiling. Default: 1.0, what a fixed window of 1000 pays.
+        min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
+        max_loss_scale (float, optional): the cap of the loss scale. Default: None, the largest power of two in float32.
+        gradient_format (Union[str, dict, Format]): the format of the gradients, as in
+            :class:`~mindformers_adaptive.rules.guided.GuidedRule`. Default: "float16".
+        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0, as in
+            MindSpore's cells.
+        track_per_parameter (bool): whether to keep the largest gradient of each Parameter of the last step, for
+            :meth:`overflowed_parameters` and for ``LossScaleMonitor``, which then names the Parameters with inf or NaN
+            when a step overflows. Refused where MindSpore keeps compiled graphs. Default: False.
+
+    Inputs:
+        - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
+          scale of the next step.
+        - **overflow** (Tensor) - bool of shape :math:`()`, whether the step overflowed.
+
+    Outputs:
+        Tensor, the input `overflow`.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Parameter, Tensor, ops
+        >>> from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
+        >>> cell = GradientGuidedLossScaleUpdateCell(loss_scale_value=2**10)
+        >>> loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
+        >>> for _ in range(50):
+        ...     _ = ops.assign(cell.largest_gradient, Tensor(0.25))  # a train-step cell does this
+        ...     _ = cell(loss_scale, Tensor(False))
+        >>> float(loss_scale), cell.state()["skipped_steps"]
+        (16384.0, 0)
+    """
+
+    def __init__(
+        self,
+        loss_scale_value,
+        scale_factor=2,
+        *,
+        exchange_rate=1.0,
+        min_loss_scale=1.0,
+        max_loss_scale=None,
+        gradient_format="float16",
+        history_size=0,
+        track_per_parameter=False,
+    ):
+        rule = GuidedRule(
+            exchange_rate,
+            scale_factor=scale_factor,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            gradient_format=gradient_format,
+        )
+        start = rule.start(read_restored_scale(rule, loss_scale_value))
+        super().__init__(rule, start, history_size, track_per_parameter)
+
+
+class RuleLossScaleUpdateCell(RuleUpdateCell):
+    """Update cell of a rule of one's own, or of any rule.
+
+    In a YAML file the rule is named by its module, which lies in the current folder or can be imported::
+
+        scale_sense:
+          type: RuleLossScaleUpdateCell
+          rule: log_max.LogMaxRule
+          loss_scale_value: 65536
+
+    Args:
+        loss_scale_value (Union[int, float, Tensor, Parameter]): the initial loss scale; a Tensor or Parameter of one
+            element, as MindFormers passes on resume, is only read.
+        rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
+        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0.
+        track_per_parameter (bool): as in :class:`GradientGuidedLossScaleUpdateCell`, for a rule that needs the largest
+            gradient. Default: False.
+        **arguments: those of the rule, by name, unless it is made already.
+
+    Inputs, outputs, platforms: as in :class:`GradientGuidedLossScaleUpdateCell`.
+
+    Raises:
+        TypeError: if an argument is not of its type, the rule has no such argument, or is no rule.
+        ValueError: if an argument is out of its range, or there is no such rule.
+
+    Examples:
+        >>> cell = RuleLossScaleUpdateCell(2**10, rule="guided", exchange_rate=5)
+        >>> cell.rule.patience
+        200
+    """
+
+    def __init__(self, loss_scale_value, rule, *, history_size=0, track_per_parameter=False, **arguments):
+        rule = make_rule(rule, **arguments)
+        start = rule.start(read_restored_scale(rule, loss_scale_value))
+        super().__init__(rule, start, history_size, track_per_parameter)
+
+    @classmethod
+    def _for_rule(cls, rule, state, **options):
+        return cls(state.loss_scale, rule, **options)

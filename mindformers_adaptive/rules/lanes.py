@@ -1,0 +1,121 @@
+"""Runs of rules in NumPy, one or thousands side by side: their states as arrays, with one lane for each run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
+from mindformers_adaptive.rules.numpy_form import NumpyStep, lower_to_numpy
+from mindformers_adaptive.rules.program import make_program
+
+__all__ = ["Lanes"]
+
+
+class Lanes:
+    """Runs of rules that compute the same with other numbers.
+
+    Args:
+        rules (Sequence[Rule]): of each lane; those of one class, with equal ``rule.traced.shape``.
+        states (Sequence[NamedTuple]): of each lane, before the first step.
+
+    Attributes:
+        loss_scale (NDArray): float32 of shape (lanes,), for the next step.
+
+    Examples:
+        >>> from mindformers_adaptive.rules.guided import GuidedRule
+        >>> rules = [GuidedRule(), GuidedRule(exchange_rate=5)]
+        >>> lanes = Lanes(rules, [rule.start(2.0**20) for rule in rules])
+        >>> lanes.step(np.array([True, False]), np.array([np.nan, 1.0]))
+        >>> np.log2(lanes.loss_scale).tolist()
+        [10.0, 10.0]
+    """
+
+    def __init__(self, rules: Sequence[Any], states: Sequence[Any]) -> None:
+        rule = rules[0]
+        self._rule, self._fields, self._count = rule, rule.fields, len(rules)
+        self._step = _step_of(rules)
+        # The lanes are the last axis.
+        self._values = {
+            field.name: np.array([field.value_in(state._asdict()) for state in states], field.dtype).T
+            for field in self._fields
+        }
+        clean = ("clean_steps",) if rule.counts_clean_steps else ()
+        for name in (*clean, "skipped_steps", "consecutive_overflows"):
+            self._values[name] = np.array([getattr(state, name) for state in states], np.int32)
+        self._values["loss_scale"] = np.array([state.loss_scale for state in states], np.float32)
+        self._told: set[str] = set()
+
+    @property
+    def loss_scale(self) -> NDArray[np.float32]:
+        return self._values["loss_scale"]
+
+    @property
+    def scale_window(self) -> NDArray[np.int32] | None:
+        """NDArray, optional: the windows in steps, int32 of shape (lanes,); None for rules without one."""
+        for field in self._fields:
+            if "scale_window" in field.keys:
+                window: NDArray[np.int32] = field.by_key(self._values[field.name])["scale_window"]
+                return window
+        return None
+
+    def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
+        """Take a step in every lane.
+
+        Args:
+            overflow (NDArray): bool of shape (lanes,).
+            largest_gradient (NDArray): float64 of shape (lanes,), nan where it is not known.
+        """
+        values = self._values
+        given = {**values, "overflow": overflow}
+        if "since_event" in self._step.inputs:
+            given["since_event"] = values["clean_steps"] + np.int32(1)
+        if "largest_gradient" in self._step.inputs:
+            with np.errstate(all="ignore"):
+                given["largest_gradient"] = np.asarray(largest_gradient).astype(np.float32)
+        with np.errstate(all="ignore", under="call", call=self._notice):
+            after = self._step.function(*[given[name] for name in self._step.inputs])
+        for name, array in zip(self._step.outputs, after, strict=True):
+            shape = values[name].shape
+            values[name] = array if array.shape == shape else np.broadcast_to(array, shape)
+        values["skipped_steps"] = values["skipped_steps"] + overflow
+        values["consecutive_overflows"] = (values["consecutive_overflows"] + np.int32(1)) * overflow
+
+    def states(self) -> list[Any]:
+        """Return the state of each lane as the rules have it."""
+        columns = {}
+        for name in ("loss_scale", "skipped_steps", "consecutive_overflows", "clean_steps"):
+            if name in self._values:
+                columns[name] = self._values[name].tolist()
+        for field in self._fields:
+            array = self._values[field.name]
+            if field.dtype == "float32" and (np.abs(array[array != 0]) < SMALLEST_FLOAT32).any():
+                self._notice("underflow", 0)
+            is_vector = field.shape and not field.parts
+            columns |= field.by_key(map(tuple, array.T.tolist()) if is_vector else array.tolist())
+        return [
+            self._rule.State(**dict(zip(columns, lane, strict=True))) for lane in zip(*columns.values(), strict=True)
+        ]
+
+    def _notice(self, kind: str, _: int) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(
+                f"The rule {self._rule.name!r} has computed a number nearer to 0 than 2^-126. Some devices take it for "
+                "0, so that its steps can differ there. Keep such numbers above a larger one, by maximum(...).",
+                stacklevel=4,
+            )
+
+
+def _step_of(rules: Sequence[Any]) -> NumpyStep:
+    first = rules[0]
+    if len(rules) > 1:
+        return lower_to_numpy(first.name, make_program([rule.traced.outputs for rule in rules]))
+    if "_single" not in vars(first):
+        first._single = lower_to_numpy(first.name, make_program([first.traced.outputs]))
+    found: NumpyStep = first._single
+    return found

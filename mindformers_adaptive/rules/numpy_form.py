@@ -1,0 +1,127 @@
+"""The step of rules as one straight NumPy function, for one run or for thousands side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.rules import operations
+from mindformers_adaptive.rules.generated import make_function
+from mindformers_adaptive.rules.program import Program, used_by
+
+__all__ = ["NumpyStep", "lower_to_numpy"]
+
+# From so many operations on, what only some lanes need is computed for these only.
+_SMALLEST_BRANCH = 4
+
+
+class NumpyStep(NamedTuple):
+    """A generated function.
+
+    Attributes:
+        function (Callable): takes arrays with the lanes as their last axis, and returns a tuple of such arrays; what is
+            the same for all lanes may have one.
+        inputs (tuple[str, ...]): the names of what it takes, in order.
+        outputs (tuple[str, ...]): the names of what it returns, in order.
+    """
+
+    function: Callable[..., tuple[NDArray[Any], ...]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def lower_to_numpy(rule: str, program: Program) -> NumpyStep:
+    """Generate the function of a program.
+
+    Where results are picked by one flag, what only one side of it needs is computed for the lanes that take it.
+
+    Args:
+        rule (str): the name of the rule, for that of the file.
+        program (Program): the step.
+    """
+    lines = _Lines(program)
+    flag, inner = _branch(program)
+    inside = set(inner)
+    for place in program.used:
+        if place not in inside and not (flag is not None and _is_picked(program, place, flag)):
+            lines.compute(place, "v")
+    results = {name: f"v{place}" for name, place in program.outputs.items()}
+    if flag is not None:
+        picked = {name: place for name, place in program.outputs.items() if _is_picked(program, place, flag)}
+        results |= {name: f"v{program.nodes[place].args[2]}" for name, place in picked.items()}
+        lines.add(f"places = np.flatnonzero(v{flag})")
+        lines.add("if len(places):")
+        taken = [program.nodes[place].args[1] for place in picked.values()]
+        crossing = {arg for place in inner for arg in program.nodes[place].args if arg not in inside}
+        for place in sorted(crossing | {place for place in taken if place not in inside}):
+            is_one = place in program.constants and program.constants[place].shape[-1] == 1
+            lines.add(f"    w{place} = v{place}" + ("" if is_one else "[..., places]"))
+        for place in inner:
+            lines.compute(place, "w", indent="    ")
+        for name, place in picked.items():
+            _, x, y = program.nodes[place].args
+            lines.add(f"    r_{name} = changed(v{y}, places, w{x}, len(v{flag}))")
+        lines.add("else:")
+        for name, place in picked.items():
+            lines.add(f"    r_{name} = v{program.nodes[place].args[2]}")
+            results[name] = f"r_{name}"
+    inputs = tuple(sorted({program.nodes[place].extra for place in program.used if program.nodes[place].op == "input"}))
+    arguments = ", ".join(inputs)
+    source = "\n".join([f"def step({arguments}):", *lines.text, f"    return ({', '.join(results.values())},)", ""])
+    names = {**vars(operations), "changed": _changed}
+    names |= {f"v{place}": array for place, array in program.constants.items()}
+    return NumpyStep(make_function(rule, source, names), inputs, tuple(results))
+
+
+class _Lines:
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.text: list[str] = []
+
+    def add(self, line: str) -> None:
+        self.text.append(f"    {line}")
+
+    def compute(self, place: int, prefix: str, indent: str = "") -> None:
+        node = self._program.nodes[place]
+        if node.op == "constant":
+            return
+        if node.op == "input":
+            self.add(f"{indent}v{place} = {node.extra}")
+            return
+        args = [f"{prefix}{arg}" for arg in node.args]
+        first = self._program.nodes[node.args[0]].dtype
+        operation = operations.operation_of(node.op, first, [self._program.constants.get(arg) for arg in node.args])
+        self.add(f"{indent}{prefix}{place} = " + operation.numpy.format(*args, all=", ".join(args), extra=node.extra))
+
+
+def _is_picked(program: Program, place: int, flag: int) -> bool:
+    """Whether a result is picked by a flag, and nothing else needs it."""
+    node = program.nodes[place]
+    if node.op != "where" or node.args[0] != flag or program.nodes[flag].shape or place not in program.outputs.values():
+        return False
+    return not any(place in program.nodes[other].args for other in program.used)
+
+
+def _branch(program: Program) -> tuple[int | None, list[int]]:
+    """Return the flag by which most of the work can be left out, and the operations that only its first side needs."""
+    best: tuple[int | None, list[int]] = None, []
+    roots = list(program.outputs.values())
+    for flag in {program.nodes[root].args[0] for root in roots if program.nodes[root].op == "where"}:
+        picked = [root for root in roots if _is_picked(program, root, flag)]
+        others = [root for root in roots if root not in picked]
+        outside = {*used_by(program.nodes, [flag, *others, *(program.nodes[root].args[2] for root in picked)]), *picked}
+        inner = [place for place in program.used if place not in outside and place not in program.constants]
+        inner = [place for place in inner if program.nodes[place].op != "input"]
+        if len(inner) >= max(_SMALLEST_BRANCH, len(best[1]) + 1):
+            best = flag, inner
+    return best
+
+
+def _changed(array: NDArray[Any], places: NDArray[Any], values: NDArray[Any], lanes: int) -> NDArray[Any]:
+    """Return a copy of an array with other values in some lanes."""
+    copy = np.array(np.broadcast_to(array, (*array.shape[:-1], lanes)))
+    copy[..., places] = values
+    return copy

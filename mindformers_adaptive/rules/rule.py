@@ -1,0 +1,265 @@
+"""``Rule``: what the author of a rule of loss scaling writes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections import namedtuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive
+from mindformers_adaptive.rules.description import arguments_of, check_description, checked_value
+from mindformers_adaptive.rules.fields import Field, fields_of
+from mindformers_adaptive.rules.formats import Format, find_format
+from mindformers_adaptive.rules.tracing import TracedStep, trace_step
+
+__all__ = ["Rule"]
+
+
+class _Made(type):
+    """A rule is checked, and its step traced, when it is made: after the constructor of its class."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        rule = super().__call__(*args, **kwargs)
+        check_description(rule)
+        _ = rule.traced
+        return rule
+
+
+class Rule(metaclass=_Made):
+    """A rule of loss scaling: a state, and an ordinary function that says what a step does to it.
+
+    A subclass has :meth:`next_state`, which is called once when the rule is made, with values that record what is done
+    to them. From the record come one NumPy function and the graph of the update cell. It may have :meth:`first_state`,
+    and a constructor that keeps each argument as an attribute of the same name.
+
+    Attributes:
+        name (str): of the policy, and of the kind of state in a checkpoint.
+        title (str): what messages call it. Default: "loss scaling".
+        state (Mapping): what it remembers from step to step, beside the loss scale: ``int32``, ``float32``,
+            ``float32[8]`` for a vector of 8, or a dict of names for a vector with named parts.
+        signals (tuple[str, ...]): what it needs beside the overflow flag: ``("largest_gradient",)`` or nothing.
+        recorded (tuple[str, ...]): what of the state stands in the record of each step.
+        tried (Mapping[str, Sequence]): for some arguments, the values that ``tune`` tries.
+        moves_by_one_factor (bool): whether the scale falls at overflows only and rises at applied steps only, by one
+            factor at a time, so that the scales in a log tell which steps were skipped. Default: False.
+
+    Args:
+        min_loss_scale (float): the floor of the loss scale, above 0. Default: 1.0, MindSpore's.
+        max_loss_scale (float, optional): its upper bound. Default: None, the largest finite float32.
+        gradient_format (Union[str, Mapping, Format]): the format of the gradients, for ``seen.max_safe_exponent``; as
+            :func:`~mindformers_adaptive.rules.formats.find_format` takes it. Default: "float16".
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range, or the step cannot be traced; the message says in which line,
+            and what to write instead.
+
+    Examples:
+        >>> from mindformers_adaptive.rules import Rule, where
+        >>> class Halve(Rule):
+        ...     name = "halve"
+        ...
+        ...     def next_state(self, state, seen):
+        ...         return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 2), state)
+        >>> rule = Halve()
+        >>> rule.step(rule.start(1024.0), overflow=True).loss_scale
+        512.0
+    """
+
+    name: ClassVar[str] = ""
+    title: str = "loss scaling"
+    state: Mapping[str, Any] = {}
+    signals: tuple[str, ...] = ()
+    recorded: tuple[str, ...] = ()
+    tried: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    moves_by_one_factor: bool = False
+
+    # What only the rules of this package set: the update cell's type in a YAML file; the names of Parameters that are
+    # not the rule's name, "_" and the field's; arguments of start() beside the loss scale; those that a YAML section
+    # always shows; whether clean_steps, the steps since the last overflow or raise, is a part of the state, which the
+    # update cell keeps as the distance of its step counters; whether fit_state() mends a state of which pieces are
+    # missing; whether the scale is always within its bounds.
+    cell: ClassVar[str] = "RuleLossScaleUpdateCell"
+    parameter_names: ClassVar[Mapping[str, str]] = {}
+    start_arguments: ClassVar[tuple[str, ...]] = ()
+    usual_arguments: ClassVar[tuple[str, ...]] = ("loss_scale_value",)
+    counts_clean_steps: ClassVar[bool] = False
+    mends_missing_state: ClassVar[bool] = False
+    keeps_bounds: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float | None = None,
+        gradient_format: str | Mapping[str, Any] | Format = "float16",
+    ) -> None:
+        self.min_loss_scale = require_positive("min_loss_scale", min_loss_scale)
+        self.max_loss_scale = (
+            LARGEST_FLOAT32 if max_loss_scale is None else require_positive("max_loss_scale", max_loss_scale)
+        )
+        if self.min_loss_scale > self.max_loss_scale:
+            raise ValueError(
+                f"'min_loss_scale' must not be above 'max_loss_scale', but got {self.min_loss_scale} and "
+                f"{self.max_loss_scale}. Lower the first or raise the second."
+            )
+        self.gradient_format = find_format(gradient_format)
+        self.min_exponent = math.ceil(math.log2(self.min_loss_scale))
+        self.max_exponent = math.frexp(self.max_loss_scale)[1] - 1
+
+    def first_state(self, loss_scale: float) -> Mapping[str, Any]:
+        """Return the state before the first step; a subclass may have another one.
+
+        Args:
+            loss_scale (float): the initial scale; a power of two where the rule moves the exponent.
+
+        Returns:
+            Mapping[str, Any], numbers by the names of the state and its parts; what is left out starts at 0.
+        """
+        return {}
+
+    def next_state(self, state: Any, seen: Any) -> Any:
+        """Return the state after a step: what a subclass has to define.
+
+        Args:
+            state (State): before the step: the state by its names; ``loss_scale``, float32, or ``exponent``, int32,
+                its log2, for a rule whose scale is always a power of two; ``skipped_steps`` and
+                ``consecutive_overflows``, the overflowed steps before this one, in all and in a row, int32.
+            seen (Seen): of the step: ``overflow``, bool; with the signal also ``largest_gradient``, float32;
+                ``gradient_known``, bool; ``max_safe_exponent``, int32.
+
+        Returns:
+            State: ``state.replace(...)``. A scale beyond the bounds is moved to the nearer one, and NaN leaves it.
+        """
+        raise NotImplementedError
+
+    def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
+        """Say why the rule cannot go on from its own part of a restored state; a subclass may know of reasons.
+
+        Args:
+            values (Mapping[str, Any]): as ``state()`` of the update cell returns it; all numbers are finite.
+
+        Returns:
+            str, optional: the reason, for a sentence; then the rule's own state starts afresh. None if it can go on.
+        """
+        return None
+
+    def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
+        """Change what another rule of this kind has left in a restored state; a subclass may have something to fit.
+
+        Args:
+            values (dict): as ``state()`` of the update cell returns it; is changed.
+            restored (Collection[str], optional): the fields that a checkpoint had, by name; None for all.
+
+        Returns:
+            list[str], a sentence for each change.
+        """
+        return []
+
+    def start(self, loss_scale_value: float, *, argument: str = "loss_scale_value") -> Any:
+        """Return the state before the first step.
+
+        Args:
+            loss_scale_value (float): the initial scale, within the bounds. Where the scale is a power of two, another
+                number gives a warning, and the nearest power of two below is used that lies within the bounds.
+            argument (str): the name of ``loss_scale_value`` in messages. Default: "loss_scale_value".
+
+        Returns:
+            NamedTuple: ``loss_scale``, the rule's own state, ``skipped_steps`` and ``consecutive_overflows``.
+
+        Raises:
+            TypeError: if ``loss_scale_value`` is not a number.
+            ValueError: if it is not finite, not positive or out of its bounds, or the first state is not of its dtypes.
+        """
+        loss_scale = require_positive(argument, loss_scale_value)
+        if not self.min_loss_scale <= loss_scale <= self.max_loss_scale:
+            raise ValueError(
+                f"'{argument}' must lie between 'min_loss_scale' ({self.min_loss_scale}) and 'max_loss_scale' "
+                f"({self.max_loss_scale}), but got {loss_scale}. Change the value or that bound."
+            )
+        power = self.nearest_scale(loss_scale)
+        if power != loss_scale:
+            warnings.warn(
+                f"'{argument}' must be a power of two here, but got {loss_scale}: training starts at {power}.",
+                stacklevel=2,
+            )
+        given = {} if (first := self.first_state(power)) is None else dict(first)
+        values: dict[str, Any] = {}
+        for field in self.fields:
+            zeros = np.zeros(field.shape, field.dtype).tolist()
+            for key, zero in field.by_key(zeros).items():
+                values[key] = checked_value(self, key, field.dtype, given.pop(key), zero) if key in given else zero
+        if given:
+            raise ValueError(
+                f"The first state of the rule {self.name!r} has {', '.join(map(repr, given))}, and its state is "
+                f"{', '.join(values) or 'empty'}. Correct one of the two."
+            )
+        return self.State(**{"loss_scale": power, "skipped_steps": 0, "consecutive_overflows": 0, **values})
+
+    def step(self, state: Any, overflow: bool, largest_gradient: float | None = None) -> Any:
+        """Return the state after a step; ``state`` itself is not changed.
+
+        Args:
+            state (NamedTuple): before the step.
+            overflow (bool): whether the step overflowed and was skipped.
+            largest_gradient (float, optional): the largest absolute value of its gradients, unscaled and before
+                clipping, if it was applied. Ignored by a rule without this signal. Default: None, not known.
+
+        Returns:
+            NamedTuple, as :meth:`start` returns it.
+        """
+        from mindformers_adaptive.rules.lanes import Lanes
+
+        lanes = Lanes([self], [state])
+        lanes.step(np.array([overflow]), np.array([math.nan if largest_gradient is None else largest_gradient]))
+        return lanes.states()[0]
+
+    @functools.cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """tuple[Field, ...]: the state as the update cell keeps it."""
+        return fields_of(self)
+
+    @functools.cached_property
+    def State(self) -> Any:  # noqa: N802
+        """type: the NamedTuple of its states."""
+        keys = [key for field in self.fields for key in field.keys]
+        clean = ["clean_steps"] if self.counts_clean_steps else []
+        return namedtuple(  # type: ignore[misc]
+            f"{type(self).__name__}State", ["loss_scale", *keys, *clean, "skipped_steps", "consecutive_overflows"]
+        )
+
+    @functools.cached_property
+    def traced(self) -> TracedStep:
+        """TracedStep: what the step does."""
+        return trace_step(self)
+
+    @property
+    def moves_by_bits(self) -> bool:
+        """bool: whether the scale is always a power of two, because the step uses ``state.exponent``."""
+        return self.traced.moves_by_bits
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """dict: the constructor's arguments, by name."""
+        return {name: getattr(self, name) for name in arguments_of(type(self))}
+
+    def nearest_scale(self, loss_scale: float) -> float:
+        """Return a scale within the bounds as the rule can have it.
+
+        Args:
+            loss_scale (float): within the bounds.
+
+        Returns:
+            float: the same, or the nearest power of two below for a rule whose scale is always one.
+        """
+        if not self.moves_by_bits:
+            return loss_scale
+        return math.ldexp(1.0, max(math.frexp(loss_scale)[1] - 1, self.min_exponent))
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = ("traced", "State", "fields", "_single")
+        return {name: value for name, value in vars(self).items() if name not in made}

@@ -1,0 +1,184 @@
+"""How the step of a rule is traced: what it is given, what it must return, and what the package adds around it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mindformers_adaptive.rules.operations import UNSHOWN
+from mindformers_adaptive.rules.program import shape_of_trace
+from mindformers_adaptive.rules.values import RuleError, State, Trace, Value, constant, maximum, minimum, stack, where
+
+__all__ = ["TracedStep", "trace_step"]
+
+_COUNTS = ("skipped_steps", "consecutive_overflows")
+
+
+class TracedStep(NamedTuple):
+    """What a step computes.
+
+    Attributes:
+        outputs (Mapping[str, Value]): ``loss_scale``, the fields of the rule, and ``clean_steps`` where the rule counts
+            them, after the step.
+        moves_by_bits (bool): whether the scale is always a power of two.
+        shape (tuple): what has to be equal for rules to share a program.
+    """
+
+    outputs: Mapping[str, Value]
+    moves_by_bits: bool
+    shape: tuple[Any, ...]
+
+
+class Seen:
+    """What a step shows: ``overflow`` and, with the signal, the largest gradient in three ways."""
+
+    def __init__(self, rule: Any) -> None:
+        self.overflow = _input("overflow", "bool")
+        vars(self)["_rule"] = rule
+
+    def __getattr__(self, name: str) -> Value:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        shown = ("gradient_known", "largest_gradient", "max_safe_exponent")
+        if name not in shown:
+            raise RuleError(f"takes {name!r}, which is none of overflow, {', '.join(shown)}")
+        if not self._rule.signals:
+            raise RuleError(f"takes {name!r}. It needs signals = ('largest_gradient',)")
+        largest = _input("largest_gradient", "float32")
+        of_format = constant(self._rule.gradient_format.largest, "float32")
+        shown_exponent = Value("max_safe_exponent", (largest, self.overflow, of_format), "int32", ())
+        known = shown_exponent > UNSHOWN
+        found = {"gradient_known": known, "max_safe_exponent": shown_exponent}
+        found["largest_gradient"] = where(known, largest, 0.0)
+        vars(self).update(found)
+        return found[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "overflow" or name in vars(self):
+            raise RuleError(f"assigns {name!r} to what the step shows. Use a variable of its own")
+        super().__setattr__(name, value)
+
+
+def trace_step(rule: Any) -> TracedStep:
+    """Call the step of a rule once with values that record, and return what it computes.
+
+    Args:
+        rule (Rule): a rule after its constructor.
+
+    Raises:
+        ValueError: if the step does something that cannot be computed in the same way everywhere, or raises an error.
+    """
+    before = dict(vars(rule))
+    first = _traced_once(rule)
+    # What depends on more than its arguments, as on the time or on chance, would stay as it was in this one call.
+    again = _traced_once(rule)
+    if first.shape != again.shape or _numbers_of(first) != _numbers_of(again):
+        raise ValueError(
+            _message(rule, "is not the same when it is called again. It must depend on its arguments only")
+        )
+    changed = [name for name in vars(rule) if name not in before or vars(rule)[name] is not before[name]]
+    if changed := [name for name in changed if name not in ("traced", "fields")]:
+        raise ValueError(_message(rule, f"assigns self.{changed[0]}. Keep in the state what the next step needs"))
+    return first
+
+
+def _traced_once(rule: Any) -> TracedStep:
+    with Trace(rule.name):
+        before, groups = _state_before(rule)
+        names = set(before)
+        dtypes = {name: (value.dtype, value.shape) for name, value in before.items() if name not in _COUNTS}
+        state = _ReadState(before, dtypes)
+        try:
+            after = rule.next_state(state, Seen(rule))
+        except RuleError:
+            raise
+        except NotImplementedError:
+            raise ValueError(f"The rule {rule.name!r} has no step. Define next_state(self, state, seen).") from None
+        except Exception as error:
+            frames = [frame for frame in inspect.getinnerframes(error.__traceback__) if frame.filename != __file__]
+            place = f", in line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
+            problem = f"raises {type(error).__name__}: {error}{place}"
+            raise ValueError(f"The step of the rule {rule.name!r} {problem}.") from error
+        if not isinstance(after, State) or set(after._values) != names:
+            raise ValueError(_message(rule, f"must return state.replace(...), but returns {after!r}"))
+        values = after._values
+        moves_by_bits = values["exponent"] is not before["exponent"] or state._reads_exponent()
+        if moves_by_bits and values["loss_scale"] is not before["loss_scale"]:
+            raise ValueError(_message(rule, "moves loss_scale and uses exponent. Use one of the two"))
+        if moves_by_bits and rule.min_exponent > rule.max_exponent:
+            raise ValueError(
+                "There must be a power of two from 'min_loss_scale' to 'max_loss_scale', but got "
+                f"{rule.min_loss_scale} and {rule.max_loss_scale}. Lower the first or raise the second."
+            )
+        outputs = {"loss_scale": _next_scale(rule, values, before, moves_by_bits)}
+        for name, keys in groups.items():
+            outputs[name] = stack([values[key] for key in keys]) if keys else values[name]
+        if rule.counts_clean_steps:
+            outputs["clean_steps"] = values["clean_steps"]
+        return TracedStep(outputs, moves_by_bits, shape_of_trace(outputs))
+
+
+class _ReadState(State):
+    """The state before the step, which notices whether the step looks at the exponent."""
+
+    def __getattr__(self, name: str) -> Value:
+        if name == "exponent":
+            vars(self)["_looked"] = True
+        return super().__getattr__(name)
+
+    def _reads_exponent(self) -> bool:
+        return bool(vars(self).get("_looked"))
+
+
+def _input(name: str, dtype: str, shape: tuple[int, ...] = ()) -> Value:
+    return Value("input", (), dtype, shape, name)
+
+
+def _state_before(rule: Any) -> tuple[dict[str, Value], dict[str, tuple[str, ...]]]:
+    """Return the values of the state by name, and for each field the names of its parts."""
+    loss_scale = _input("loss_scale", "float32")
+    exponent = Value("exponent", (loss_scale, *_bounds(rule)), "int32", ())
+    before, groups = {"loss_scale": loss_scale, "exponent": exponent}, {}
+    for field in rule.fields:
+        value = _input(field.name, field.dtype, field.shape)
+        groups[field.name] = field.parts
+        before |= dict(zip(field.parts, value, strict=True)) if field.parts else {field.name: value}
+    before |= {name: _input(name, "int32") for name in _COUNTS}
+    if rule.counts_clean_steps:
+        # The number of this step, counted from the last overflow or raise.
+        before["clean_steps"] = _input("since_event", "int32") - 1
+    return before, groups
+
+
+def _bounds(rule: Any) -> tuple[Value, Value]:
+    return constant(rule.min_exponent, "int32"), constant(rule.max_exponent, "int32")
+
+
+def _next_scale(rule: Any, after: Mapping[str, Value], before: Mapping[str, Value], moves_by_bits: bool) -> Value:
+    """Return the loss scale for the next step, within its bounds."""
+    if moves_by_bits:
+        exponent, (lowest, highest) = after["exponent"], _bounds(rule)
+        if not rule.keeps_bounds:
+            exponent = minimum(maximum(exponent, lowest), highest)
+        return Value("power", (exponent, lowest, highest), "float32", ())
+    wanted = after["loss_scale"]
+    if rule.keeps_bounds or wanted is before["loss_scale"]:
+        return wanted
+    bounded = minimum(maximum(wanted, rule.min_loss_scale), rule.max_loss_scale)
+    # NaN is not equal to itself.
+    next_scale: Value = where(wanted == wanted, bounded, before["loss_scale"])
+    return next_scale
+
+
+def _numbers_of(traced: TracedStep) -> list[bytes]:
+    values = next(iter(traced.outputs.values())).trace.values
+    return [value.extra.tobytes() for value in values if value.op == "constant"] + [
+        value.extra[0].tobytes() for value in values if value.op == "lookup"
+    ]
+
+
+def _message(rule: Any, problem: str) -> str:
+    code = getattr(rule.next_state, "__code__", None)
+    place = "" if code is None else f", in line {code.co_firstlineno} of {code.co_filename}"
+    return f"The step of the rule {rule.name!r} {problem}{place}."
