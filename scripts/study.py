@@ -17,6 +17,7 @@ from reporting import ROOT, add_json_option, positive, with_captions, write_json
 
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import entry_skips, overflow_flags, recovery_steps
+from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.lab.replay.simulate import replay_side_by_side
 from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
 from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, regime_levels, synthetic_trace
@@ -173,7 +174,7 @@ def regime_study(steps, seeds):
 def scales_on(configuration, traces):
     """Replay a configuration on traces; return the scales and the overflows, arrays of shape (traces, steps)."""
     count = len(traces)
-    lanes = type(configuration.rule).lanes([configuration.rule] * count, [configuration.start] * count)
+    lanes = Lanes([configuration.rule] * count, [configuration.start] * count)
     ceilings, gradients = (np.stack([getattr(one, name) for one in traces]) for name in ("ceiling", "largest_gradient"))
     scales = np.empty(ceilings.shape)
     for step in range(ceilings.shape[1]):

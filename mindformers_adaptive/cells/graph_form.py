@@ -38,7 +38,7 @@ class GraphStep:
     """
 
     def __init__(self, rule):
-        program = make_program([rule.traced.outputs])
+        program = make_program([rule.traced.outputs], rule.fixed_state)
         self._program, self._names, self._lines = program, _names(), []
         nodes = program.nodes
         self._copies = {place for name, place in program.outputs.items() if nodes[place].op == "input"}
@@ -48,7 +48,14 @@ class GraphStep:
         self.inputs = tuple(sorted({nodes[place].extra for place in program.used if nodes[place].op == "input"}))
         self.outputs = tuple(changed)
         results = "".join(f"v{place}{'_copy' if place in self._copies else ''}, " for place in changed.values())
-        source = "\n".join([f"def step({', '.join(self.inputs)}):", *self._lines, f"    return ({results})", ""])
+        source = "\n".join(
+            [
+                f"def step({', '.join(f'in_{name}' for name in self.inputs)}):",
+                *self._lines,
+                f"    return ({results})",
+                "",
+            ]
+        )
         # MindSpore looks names up in the module that a function says it is from.
         module = types.ModuleType(f"mindformers_adaptive_step_{next(_numbers)}")
         vars(module).update(self._names)
@@ -61,7 +68,7 @@ class GraphStep:
     def _compute(self, place):
         node, constants = self._program.nodes[place], self._program.constants
         if node.op == "input":
-            self._add(f"v{place} = {node.extra}")
+            self._add(f"v{place} = in_{node.extra}")
             if place in self._copies:
                 self._add(f"v{place}_copy = v{place}.copy()")
             return
@@ -77,7 +84,7 @@ class GraphStep:
         if node.op == "take":
             extra["last"] = self._constant(f"last{place}", np.int32(self._program.nodes[node.args[0]].shape[0] - 1))
         if node.op == "lookup":
-            table, lowest = known[1][..., 0].T, known[2][..., 0]
+            table, lowest = known[1][..., 0], known[2][..., 0]
             extra["table"] = self._constant(f"table{place}", table.reshape(*node.extra[2], table.shape[-1]))
             extra["minus_lowest"] = f" - {args[2]}" if lowest.any() else ""
         if node.op in ("exponent", "power"):
@@ -91,22 +98,25 @@ class GraphStep:
             fits_at = [min(largest * 2.0**-n, LARGEST_FLOAT32) for n in exponents]
             self._constant("fits_at", np.float32([*fits_at, np.nextafter(np.float32(SMALLEST_FLOAT32), np.float32(0))]))
             self._constant("exponents", np.int32([UNSHOWN, *exponents, UNSHOWN]))
-        if node.op == "mul" and (chained := self._chained(node)) is not None:
-            # The compiler would multiply the constants first, with another last bit. A change of both signs keeps it.
-            inner, outer = chained
-            negative = self._constant(f"negative{place}", -constants[outer][..., 0])
-            self._add(f"v{place} = -v{inner} * {negative}")
+        if (other := self._folded(node)) is not None:
+            self._add(f"v{place} = {other}")
             return
         dtype = self._program.nodes[node.args[0]].dtype
         self._add(f"v{place} = " + operation_of(node.op, dtype, known).mindspore.format(*args, **extra))
 
-    def _chained(self, node):
-        """Return the places of a product of a constant and of the constant that it is multiplied by, or None."""
-        for inner, outer in (node.args, node.args[::-1]):
-            other = self._program.nodes[inner]
-            if outer in self._program.constants and other.op == "mul" and other.dtype == "float32":
-                if any(arg in self._program.constants for arg in other.args):
-                    return inner, outer
+    def _folded(self, node):
+        """Return another expression with the same bits for what the compiler would change, or None."""
+        nodes, constants = self._program.nodes, self._program.constants
+        for x, c in (node.args, node.args[::-1]) if node.op in ("add", "mul") and node.dtype == "float32" else ():
+            if c not in constants:
+                continue
+            inner = [arg for arg in nodes[x].args if arg in constants] if nodes[x].op == "mul" else []
+            # It multiplies two constants first, with another last bit. A change of both signs keeps it.
+            if node.op == "mul" and inner:
+                return f"-v{x} * {self._constant(f'minus_v{c}', -constants[c][..., 0])}"
+            # It leaves out a sum with what is about 0, which is none for -0.0.
+            if node.op == "add" and (np.abs(constants[c]) <= SMALLEST_FLOAT32).any():
+                return f"v{x} - {self._constant(f'minus_v{c}', -constants[c][..., 0])}"
         return None
 
     def _constant(self, name, array):

@@ -10,10 +10,7 @@ from typing import Any
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.description import arguments_of
-from mindformers_adaptive.rules.guided import GuidedRule
-from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.rules.values import (
-    RuleError,
+from mindformers_adaptive.rules.functions import (
     argmin,
     ceil,
     count,
@@ -27,6 +24,9 @@ from mindformers_adaptive.rules.values import (
     take,
     where,
 )
+from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.rules.values import RuleError
 
 __all__ = ["RULES", "Rule", "RuleError", "find_rule", "is_rule_name", "make_rule", "rule_of_cell"]
 __all__ += ["argmin", "ceil", "count", "float32", "floor", "int32", "maximum", "minimum", "stack", "tabulate", "take"]
@@ -43,7 +43,8 @@ def is_rule_name(name: object) -> bool:
 
 def rule_of_cell(cell: object) -> type[Rule] | None:
     """Return the rule of this package whose update cell has this type in a YAML file, or this name, or None."""
-    return next((rule for rule in RULES.values() if cell in (rule.cell, f"{rule.cell}UpdateCell")), None)
+    own = [rule for rule in RULES.values() if rule.cell != Rule.cell]
+    return next((rule for rule in own if cell in (rule.cell, f"{rule.cell}UpdateCell")), None)
 
 
 def find_rule(rule: str | type[Rule]) -> type[Rule]:
@@ -121,3 +122,12 @@ def _import(name: str) -> Any:
         ) from error
     finally:
         sys.path.remove(here)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("TextRule", "Field"):
+        raise ImportError(
+            f"mindformers_adaptive.rules has no {name} any more: a rule is a Rule, with a dict as its state and its "
+            "text as the method next_state. See docs/en/own_rule.md."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

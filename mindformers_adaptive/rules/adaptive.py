@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from mindformers_adaptive.rules.checks import (
@@ -14,10 +15,11 @@ from mindformers_adaptive.rules.checks import (
     require_number,
     to_float32,
 )
+from mindformers_adaptive.rules.fields import kept_fields
+from mindformers_adaptive.rules.functions import int32, maximum, tabulate, where
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW, window_ladder
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import keep_within
-from mindformers_adaptive.rules.values import int32, maximum, tabulate, where
 
 __all__ = ["COUNTER_LIMIT", "HIDDEN_INDEX", "HIDDEN_WINDOW", "AdaptiveRule", "LossScaleState"]
 
@@ -39,7 +41,7 @@ class LossScaleState(NamedTuple):
         growth_num (int): raises since the window last changed, 0 to 3.
         down_num (int): drops since the last raise or window change, 0 to 3.
         clean_steps (int): steps since the last overflow or raise.
-        hysteresis_budget (int): overflows left until the scale drops; always 1 without hysteresis.
+        hysteresis_budget (int): overflows left until the scale drops.
         skipped_steps (int): overflowed steps so far.
         consecutive_overflows (int): overflowed steps in a row, up to the last step.
 
@@ -107,10 +109,9 @@ class AdaptiveRule(Rule):
     title = "adaptive loss scaling"
     # Not the name of the class, which MindFormers has too: where this package is missing, training has to fail.
     cell = "AdaptiveLossScale"
-    # The budget is kept only with a hysteresis above 1.
-    state: dict[str, Any] = {  # noqa: RUF012
-        **dict.fromkeys(("scale_window", "window_index", "growth_num", "down_num", "hysteresis_budget"), int32)
-    }
+    state: Mapping[str, Any] = dict.fromkeys(
+        ("scale_window", "window_index", "growth_num", "down_num", "hysteresis_budget"), int32
+    )
     # Those of MindFormers' own cell.
     parameter_names: ClassVar[dict[str, str]] = {
         "scale_window": "scale_window",
@@ -160,12 +161,10 @@ class AdaptiveRule(Rule):
         remedy = "1 drops the scale at every overflow; Megatron-LM uses 2."
         self.hysteresis = require_integer("hysteresis", hysteresis, 1, remedy, unit="number of overflows")
         self.shrink_from_min_window = require_flag("shrink_from_min_window", shrink_from_min_window)
-        if self.hysteresis == 1:
-            self.state = {name: dtype for name, dtype in type(self).state.items() if name != "hysteresis_budget"}
+        self.fixed_state = {} if self.hysteresis > 1 else {"hysteresis_budget": 1}
 
     def first_state(self, loss_scale: float) -> dict[str, int]:
-        first = {"scale_window": self.ladder[0], "hysteresis_budget": self.hysteresis}
-        return {name: number for name, number in first.items() if name in self.state}
+        return {"scale_window": self.ladder[0], "hysteresis_budget": self.hysteresis}
 
     def start(
         self, loss_scale_value: float, scale_window: int | None = None, *, argument: str = "loss_scale_value"
@@ -191,17 +190,11 @@ class AdaptiveRule(Rule):
 
     def next_state(self, state: Any, seen: Any) -> Any:
         clean_steps = state.clean_steps + 1
-        is_full, drops = state.scale_window <= clean_steps, seen.overflow
-        after = state.replace(clean_steps=where(seen.overflow | is_full, 0, clean_steps))
-        if self.hysteresis > 1:
-            spent = maximum(state.hysteresis_budget - 1, 0)
-            drops = seen.overflow & (spent == 0)
-            after = after.replace(
-                hysteresis_budget=where(seen.overflow, spent, where(is_full, self.hysteresis, state.hysteresis_budget))
-            )
-
+        is_full = state.scale_window <= clean_steps
+        spent = maximum(state.hysteresis_budget - 1, 0)
+        tolerated = seen.overflow & (spent > 0)
         window, index, growth_num, down_num = tabulate(
-            self.after_move,
+            _counters_after(self.ladder, self.shrink_from_min_window),
             drops=seen.overflow,
             window_index=(state.window_index, HIDDEN_INDEX, len(self.ladder) - 1),
             growth_num=(state.growth_num, 0, COUNTER_LIMIT),
@@ -210,28 +203,12 @@ class AdaptiveRule(Rule):
         scaled = state.loss_scale * where(seen.overflow, self.drop_factor, self.scale_factor)
         # A raise beyond the upper bound is left out; only a drop can pass the floor.
         loss_scale = where(scaled <= self.max_loss_scale, maximum(scaled, self.min_loss_scale), state.loss_scale)
-        moved = after.replace(
+        moved = state.replace(
             loss_scale=loss_scale, scale_window=window, window_index=index, growth_num=growth_num, down_num=down_num
         )
-        return where(where(seen.overflow, drops, is_full), moved, after)
-
-    def after_move(self, drops: bool, window_index: int, growth_num: int, down_num: int) -> tuple[int, int, int, int]:
-        """Return the window, its index and both counters after a drop or a raise.
-
-        Args:
-            drops (bool): whether the scale drops; otherwise it is raised.
-            window_index, growth_num, down_num (int): as :class:`LossScaleState` has them.
-        """
-        if drops:
-            down_num = min(down_num + 1, COUNTER_LIMIT)
-            lowest_to_shrink_from = 0 if self.shrink_from_min_window else 1
-            if down_num == COUNTER_LIMIT and window_index >= lowest_to_shrink_from:
-                window_index, growth_num, down_num = HIDDEN_INDEX, 0, 0
-        else:
-            growth_num, down_num = min(growth_num + 1, COUNTER_LIMIT), 0
-            if growth_num == COUNTER_LIMIT and window_index < len(self.ladder) - 1:
-                window_index, growth_num = window_index + 1, 0
-        return self.window_at(window_index), window_index, growth_num, down_num
+        budget = where(seen.overflow, spent, self.hysteresis)
+        after = where(tolerated, state, moved).replace(clean_steps=0, hysteresis_budget=budget)
+        return where(seen.overflow | is_full, after, state.replace(clean_steps=clean_steps))
 
     def window_at(self, window_index: int) -> int:
         """Return a window of the ladder, or the hidden window.
@@ -242,7 +219,7 @@ class AdaptiveRule(Rule):
         Returns:
             int, in steps.
         """
-        return HIDDEN_WINDOW if window_index == HIDDEN_INDEX else self.ladder[window_index]
+        return _window_at(self.ladder, window_index)
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
         """Move a window that is not on the ladder to the nearest one, and counters to the nearest possible value."""
@@ -250,7 +227,7 @@ class AdaptiveRule(Rule):
         values["scale_window"], values["window_index"] = self.window_at(index), index
         problems = [problem] if problem else []
         limits = {"growth_num": COUNTER_LIMIT, "down_num": COUNTER_LIMIT, "hysteresis_budget": self.hysteresis}
-        for field in self.fields:
+        for field in kept_fields(self):
             if (limit := limits.get(field.name)) is not None:
                 nearest = min(max(values[field.name], 0), limit)
                 problems += keep_within(values, field, 0, limit, nearest)
@@ -301,6 +278,29 @@ class AdaptiveRule(Rule):
             return index, f"{restored}, and a window is at least 1: the index is kept, with its window."
         smallest = f"training goes on at the smallest window, {ladder[0]} (index 0)."
         return 0, f"{restored}, and neither can be used: {smallest}"
+
+
+def _window_at(ladder: tuple[int, ...], window_index: int) -> int:
+    return HIDDEN_WINDOW if window_index == HIDDEN_INDEX else ladder[window_index]
+
+
+@functools.lru_cache(maxsize=256)
+def _counters_after(ladder: tuple[int, ...], shrink_from_min_window: bool) -> Callable[..., tuple[int, ...]]:
+    """Return what a drop or a raise does to the window and the counters, as a function to be tabulated."""
+
+    def counters_after(drops: bool, window_index: int, growth_num: int, down_num: int) -> tuple[int, ...]:
+        if drops:
+            down_num = min(down_num + 1, COUNTER_LIMIT)
+            lowest_to_shrink_from = 0 if shrink_from_min_window else 1
+            if down_num == COUNTER_LIMIT and window_index >= lowest_to_shrink_from:
+                window_index, growth_num, down_num = HIDDEN_INDEX, 0, 0
+        else:
+            growth_num, down_num = min(growth_num + 1, COUNTER_LIMIT), 0
+            if growth_num == COUNTER_LIMIT and window_index < len(ladder) - 1:
+                window_index, growth_num = window_index + 1, 0
+        return _window_at(ladder, window_index), window_index, growth_num, down_num
+
+    return counters_after
 
 
 def _checked_backoff(backoff_factor: float) -> float:

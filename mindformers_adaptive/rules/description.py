@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import keyword
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from mindformers_adaptive.rules.checks import LARGEST_INT32, to_float32
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, to_float32
 from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS
 
 __all__ = ["DEFAULT_LOSS_SCALE", "all_arguments", "arguments_of", "check_description", "checked_value"]
@@ -21,8 +22,12 @@ _TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
 _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
 _TAKEN |= {"gradient_known", "max_safe_exponent", *SIGNALS, *(field.name for field in STEP_FIELDS)}
 
+_ARGUMENTS_OF_CELLS = {"loss_scale_value", "history_size", "track_per_parameter", "rule"}
+_BASE = "mindformers_adaptive.rules.rule"
 
-def arguments_of(rule_class: type[Any]) -> dict[str, inspect.Parameter]:
+
+@functools.cache
+def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
     """Return the arguments of a rule's constructor, by name.
 
     Those that ``**bounds`` hands on are the arguments of the next constructor.
@@ -36,7 +41,7 @@ def arguments_of(rule_class: type[Any]) -> dict[str, inspect.Parameter]:
     for owner in rule_class.__mro__:
         if "__init__" not in vars(owner):
             continue
-        parameters = list(inspect.signature(owner.__init__).parameters.values())[1:]
+        parameters = list(inspect.signature(vars(owner)["__init__"]).parameters.values())[1:]
         hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters)
         found |= {one.name: one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)} | found
         if not hands_on:
@@ -44,7 +49,7 @@ def arguments_of(rule_class: type[Any]) -> dict[str, inspect.Parameter]:
     return found
 
 
-def all_arguments(rule_class: type[Any]) -> dict[str, Any]:
+def all_arguments(rule_class: Any) -> dict[str, Any]:
     """Return the arguments of a rule, the initial loss scale and those of its start, with their defaults.
 
     Args:
@@ -66,33 +71,55 @@ def all_arguments(rule_class: type[Any]) -> dict[str, Any]:
 
 
 def check_description(rule: Any) -> None:
-    """Raise ValueError for what is wrong with a rule's name, state, signals or arguments.
+    """Raise ValueError for what is wrong with a rule's name, step, state, signals or arguments.
 
     Args:
         rule (Rule): a rule after its constructor.
     """
     of = f"The rule {rule.name!r} of {type(rule).__module__}.{type(rule).__qualname__}"
-    if not isinstance(rule.name, str) or not rule.name.isidentifier():
+    if not isinstance(rule.name, str) or not rule.name.isidentifier() or keyword.iskeyword(rule.name):
         raise ValueError(f"{of} must have a name of letters, digits and '_', such as name = 'halve'.")
-    for name in arguments_of(type(rule)):
+    base: Any
+    [base] = [owner for owner in type(rule).__mro__ if owner.__module__ == _BASE and owner.__name__ == "Rule"]
+    if type(rule).next_state is base.next_state:
+        raise ValueError(f"{of} has no step. Define next_state(self, state, seen).")
+    try:
+        inspect.signature(rule.next_state).bind(None, None)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{of} has {rule.next_state!r} as its step. It must be next_state(self, state, seen)."
+        ) from None
+    for name in arguments_of(rule.__class__):
+        if hasattr(base, name) or name in _ARGUMENTS_OF_CELLS:
+            raise ValueError(f"{of} has an argument {name!r}, a name that is taken. Choose another one.")
         if not hasattr(rule, name):
-            raise ValueError(f"{of} must keep its argument {name!r} as an attribute: write self.{name} = {name}.")
-    for signal in rule.signals if isinstance(rule.signals, (tuple, list)) else (rule.signals,):
-        if signal not in SIGNALS:
-            raise ValueError(f"{of} must have signals = ('largest_gradient',) or none, but has {rule.signals!r}.")
+            called = "keep" if hasattr(rule, "min_exponent") else "call super().__init__(**bounds), and keep"
+            raise ValueError(f"{of} must {called} its argument {name!r} as an attribute: write self.{name} = {name}.")
+    if not 0 < rule.min_loss_scale <= rule.max_loss_scale <= LARGEST_FLOAT32:
+        raise ValueError(f"{of} must hand 'min_loss_scale' and 'max_loss_scale' to super().__init__().")
+    for name in ("signals", "recorded"):
+        given = getattr(rule, name)
+        if not isinstance(given, (tuple, list)) or not all(isinstance(one, str) for one in given):
+            raise ValueError(f"{of} must have {name!r} as a tuple of names, such as ('largest_gradient',): {given!r}.")
+    if not set(rule.signals) <= SIGNALS.keys() or len(set(rule.signals)) < len(rule.signals):
+        raise ValueError(f"{of} must have signals = ('largest_gradient',) or none, but has {rule.signals!r}.")
     if not isinstance(rule.state, Mapping):
         raise ValueError(f"{of} must have its state as a dict of names and dtypes, but has {rule.state!r}.")
+    _check_names(of, rule)
+
+
+def _check_names(of: str, rule: Any) -> None:
     seen: set[str] = set()
     for field in rule.fields:
-        for key in {field.name, *field.keys}:
+        for key in dict.fromkeys((field.name, *field.keys)):
             if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key) or key.startswith("_"):
                 raise ValueError(f"{of} has {key!r} in its state, which must be a name of letters, digits and '_'.")
             if key in seen or key in _TAKEN:
                 raise ValueError(f"{of} has {key!r} in its state, a name that is taken. Choose another one.")
         seen |= {field.name, *field.keys}
     for key in rule.recorded:
-        if key not in {key for field in rule.fields for key in field.keys}:
-            raise ValueError(f"{of} has {key!r} in 'recorded', which is no part of its state.")
+        if key not in {key for field in rule.fields if field.parts or not field.shape for key in field.keys}:
+            raise ValueError(f"{of} has {key!r} in 'recorded', which is no number of its state.")
 
 
 def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any:
@@ -105,18 +132,19 @@ def checked_value(rule: Any, key: str, dtype: str, value: Any, like: Any) -> Any
         value (Any): a number, or a sequence for a vector.
         like (Any): a number, or a tuple of as many.
     """
+    of = f"The first state of the rule {rule.name!r} has"
     if isinstance(like, (tuple, list)):
-        numbers = list(value) if hasattr(value, "__len__") else [value]
-        if len(numbers) != len(like):
-            raise ValueError(
-                f"The first state of the rule {rule.name!r} has {key!r} of {len(numbers)}, not {len(like)}."
-            )
+        numbers = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(numbers, (list, tuple)) or len(numbers) != len(like):
+            raise ValueError(f"{of} {key!r} {value!r}, which is no vector of {len(like)}. Give a list of numbers.")
         return tuple(checked_value(rule, key, dtype, one, 0) for one in numbers)
-    number = value.item() if hasattr(value, "item") else value
+    number = value.item() if getattr(value, "size", 0) == 1 else value
     if dtype == "int32":
-        fits = type(number) is int and abs(number) <= LARGEST_INT32
+        fits = type(number) is int and -LARGEST_INT32 - 1 <= number <= LARGEST_INT32
     else:
         fits = type(number) in (int, float) and (abs(number) == math.inf or not math.isinf(to_float32(number)))
+        fits = fits and not 0 < abs(number) < SMALLEST_FLOAT32
     if not fits:
-        raise ValueError(f"The first state of the rule {rule.name!r} has {key!r} {value!r}, which is no {dtype}.")
+        shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
+        raise ValueError(f"{of} {key!r} {shown}, which is no {dtype}. Give a number of its range, or change the state.")
     return int(number) if dtype == "int32" else to_float32(number)

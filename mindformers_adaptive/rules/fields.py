@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["SIGNALS", "STEP_FIELDS", "STEP_LIMIT", "Field", "fields_of"]
+from mindformers_adaptive.rules.functions import DType
+
+__all__ = ["SIGNALS", "STEP_FIELDS", "STEP_LIMIT", "Field", "fields_of", "kept_fields"]
 
 # Steps are counted up to here: about 34 years at a step a second, and far from where int32 would wrap.
 STEP_LIMIT = 2**30
@@ -89,14 +91,24 @@ def fields_of(rule: Any) -> tuple[Field, ...]:
     return tuple(_field(rule, name, kind) for name, kind in rule.state.items())
 
 
+def kept_fields(rule: Any) -> tuple[Field, ...]:
+    """Return the fields of a rule's own state that the update cell keeps: those that can change.
+
+    Args:
+        rule (Union[Rule, type]): as of :func:`fields_of`.
+    """
+    return tuple(field for field in fields_of(rule) if field.name not in rule.fixed_state)
+
+
 def _field(rule: Any, name: str, kind: Any) -> Field:
     parameter = rule.parameter_names.get(name, f"{rule.name}_{name}")
-    dtypes = {getattr(one, "name", None) for one in (kind.values() if isinstance(kind, Mapping) else [kind])}
-    if len(dtypes) != 1 or not dtypes <= {"int32", "float32"}:
+    kinds = list(kind.values()) if isinstance(kind, Mapping) else [kind]
+    is_sound = kinds and all(isinstance(one, DType) and one.name == kinds[0].name for one in kinds)
+    if not is_sound or (isinstance(kind, Mapping) and any(one.shape for one in kinds)):
         raise ValueError(
             f"The state of the rule {rule.name!r} has {name!r} as {kind!r}. Write int32 or float32, float32[8] for a "
             "vector of 8, or a dict of names with one of the two for a vector with named parts."
         )
     if isinstance(kind, Mapping):
-        return Field(name, dtypes.pop(), (len(kind),), tuple(kind), parameter)
+        return Field(name, kinds[0].name, (len(kind),), tuple(kind), parameter)
     return Field(name, kind.name, kind.shape, (), parameter)

@@ -42,7 +42,12 @@ def _compiled(rule: str, source: str) -> CodeType:
 
 @functools.cache
 def _folder() -> Path:
-    folder, process = tempfile.mkdtemp(prefix="mindformers_adaptive_"), os.getpid()
-    # A forked process leaves it to the first one.
-    atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
+    folder = tempfile.mkdtemp(prefix="mindformers_adaptive_")
+    atexit.register(_remove, folder, os.getpid())
     return Path(folder)
+
+
+def _remove(folder: str, process: int) -> None:
+    # A forked process leaves it to the first one.
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from mindformers_adaptive.rules.checks import require_number, to_float32
 from mindformers_adaptive.rules.fields import STEP_LIMIT
 from mindformers_adaptive.rules.formats import Format
+from mindformers_adaptive.rules.functions import argmin, ceil, float32, floor, int32, maximum, minimum, where
 from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.rules.values import argmin, ceil, float32, floor, int32, maximum, minimum, where
 
 __all__ = ["NUM_BINS", "GuidedRule"]
 
@@ -149,7 +149,7 @@ class GuidedRule(Rule):
     title = "gradient-guided scaling"
     cell = "GradientGuidedLossScaleUpdateCell"
     # The first form of this rule had other counters and levels, in Parameters called guided_counters and guided_level.
-    state: ClassVar[dict[str, Any]] = {
+    state: Mapping[str, Any] = {
         "counts": dict.fromkeys(
             ("scale_window", "base", "limit", "trial", "clean_steps", "contradictions", "first_exponent"), int32
         ),

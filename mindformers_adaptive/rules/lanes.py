@@ -15,6 +15,8 @@ from mindformers_adaptive.rules.program import make_program
 
 __all__ = ["Lanes"]
 
+_ONE = np.int32(1)
+
 
 class Lanes:
     """Runs of rules that compute the same with other numbers.
@@ -48,6 +50,7 @@ class Lanes:
         for name in (*clean, "skipped_steps", "consecutive_overflows"):
             self._values[name] = np.array([getattr(state, name) for state in states], np.int32)
         self._values["loss_scale"] = np.array([state.loss_scale for state in states], np.float32)
+        self._counts_clean, self._shows = rule.counts_clean_steps, "largest_gradient" in self._step.inputs
         self._told: set[str] = set()
 
     @property
@@ -63,6 +66,10 @@ class Lanes:
                 return window
         return None
 
+    def watching(self) -> Any:
+        """Return a context in which NumPy does not warn, and this object does of numbers that devices flush to 0."""
+        return np.errstate(all="ignore", under="call", call=self._notice)
+
     def step(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
         """Take a step in every lane.
 
@@ -70,20 +77,29 @@ class Lanes:
             overflow (NDArray): bool of shape (lanes,).
             largest_gradient (NDArray): float64 of shape (lanes,), nan where it is not known.
         """
+        with self.watching():
+            self.advance(overflow, largest_gradient)
+
+    def advance(self, overflow: NDArray[np.bool_], largest_gradient: NDArray[np.float64]) -> None:
+        """Take a step as :meth:`step` does, within :meth:`watching`."""
         values = self._values
-        given = {**values, "overflow": overflow}
-        if "since_event" in self._step.inputs:
-            given["since_event"] = values["clean_steps"] + np.int32(1)
-        if "largest_gradient" in self._step.inputs:
-            with np.errstate(all="ignore"):
-                given["largest_gradient"] = np.asarray(largest_gradient).astype(np.float32)
-        with np.errstate(all="ignore", under="call", call=self._notice):
-            after = self._step.function(*[given[name] for name in self._step.inputs])
+        values["overflow"] = overflow
+        if self._counts_clean:
+            values["since_event"] = values["clean_steps"] + _ONE
+        if self._shows:
+            # As float32, where 0 stands for what is too small for it.
+            gradient = np.asarray(largest_gradient)
+            tiny = np.abs(gradient) < SMALLEST_FLOAT32
+            values["largest_gradient"] = np.where(tiny, 0.0, gradient).astype(np.float32)
+        after = self._step.function(*[values[name] for name in self._step.inputs])
         for name, array in zip(self._step.outputs, after, strict=True):
-            shape = values[name].shape
-            values[name] = array if array.shape == shape else np.broadcast_to(array, shape)
-        values["skipped_steps"] = values["skipped_steps"] + overflow
-        values["consecutive_overflows"] = (values["consecutive_overflows"] + np.int32(1)) * overflow
+            values[name] = array if array.shape[-1] == self._count else self._for_all(array)
+        values["skipped_steps"] += overflow
+        values["consecutive_overflows"] += _ONE
+        values["consecutive_overflows"] *= overflow
+
+    def _for_all(self, array: NDArray[Any]) -> NDArray[Any]:
+        return np.array(np.broadcast_to(array, (*array.shape[:-1], self._count)))
 
     def states(self) -> list[Any]:
         """Return the state of each lane as the rules have it."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules import operations
 from mindformers_adaptive.rules.generated import make_function
-from mindformers_adaptive.rules.program import Program, used_by
+from mindformers_adaptive.rules.program import Node, Program, used_by
 
 __all__ = ["NumpyStep", "lower_to_numpy"]
 
@@ -49,29 +49,37 @@ def lower_to_numpy(rule: str, program: Program) -> NumpyStep:
         if place not in inside and not (flag is not None and _is_picked(program, place, flag)):
             lines.compute(place, "v")
     results = {name: f"v{place}" for name, place in program.outputs.items()}
+    nodes = program.nodes
+    # Each result is an array of its own, which may be changed in place.
+    returned: set[int] = set()
+    for name, place in program.outputs.items():
+        if not _is_own(nodes[place], name) or place in returned:
+            results[name] = f"own(v{place}, v{place}.shape[-1])"
+        returned.add(place)
     if flag is not None:
         picked = {name: place for name, place in program.outputs.items() if _is_picked(program, place, flag)}
-        results |= {name: f"v{program.nodes[place].args[2]}" for name, place in picked.items()}
-        lines.add(f"places = np.flatnonzero(v{flag})")
+        for name, place in picked.items():
+            otherwise = nodes[place].args[2]
+            is_input = nodes[otherwise].op == "input" and nodes[otherwise].extra == name
+            results[name] = f"v{otherwise}" if is_input else f"own(v{otherwise}, len(v{flag}))"
+        for name, result in results.items():
+            lines.add(f"r_{name} = {result}")
+            results[name] = f"r_{name}"
+        lines.add(f"places = v{flag}.nonzero()[0]")
         lines.add("if len(places):")
-        taken = [program.nodes[place].args[1] for place in picked.values()]
-        crossing = {arg for place in inner for arg in program.nodes[place].args if arg not in inside}
+        taken = [nodes[place].args[1] for place in picked.values()]
+        crossing = {arg for place in inner for arg in nodes[place].args if arg not in inside}
         for place in sorted(crossing | {place for place in taken if place not in inside}):
             is_one = place in program.constants and program.constants[place].shape[-1] == 1
-            lines.add(f"    w{place} = v{place}" + ("" if is_one else "[..., places]"))
+            lines.add(f"    w{place} = v{place}" + ("" if is_one else ".take(places, axis=-1)"))
         for place in inner:
             lines.compute(place, "w", indent="    ")
         for name, place in picked.items():
-            _, x, y = program.nodes[place].args
-            lines.add(f"    r_{name} = changed(v{y}, places, w{x}, len(v{flag}))")
-        lines.add("else:")
-        for name, place in picked.items():
-            lines.add(f"    r_{name} = v{program.nodes[place].args[2]}")
-            results[name] = f"r_{name}"
+            lines.add(f"    r_{name}[{':, ' * len(nodes[place].shape)}places] = w{nodes[place].args[1]}")
     inputs = tuple(sorted({program.nodes[place].extra for place in program.used if program.nodes[place].op == "input"}))
-    arguments = ", ".join(inputs)
+    arguments = ", ".join(f"in_{name}" for name in inputs)
     source = "\n".join([f"def step({arguments}):", *lines.text, f"    return ({', '.join(results.values())},)", ""])
-    names = {**vars(operations), "changed": _changed}
+    names = {**vars(operations), "own": _own}
     names |= {f"v{place}": array for place, array in program.constants.items()}
     return NumpyStep(make_function(rule, source, names), inputs, tuple(results))
 
@@ -89,7 +97,7 @@ class _Lines:
         if node.op == "constant":
             return
         if node.op == "input":
-            self.add(f"{indent}v{place} = {node.extra}")
+            self.add(f"{indent}v{place} = in_{node.extra}")
             return
         args = [f"{prefix}{arg}" for arg in node.args]
         first = self._program.nodes[node.args[0]].dtype
@@ -120,8 +128,11 @@ def _branch(program: Program) -> tuple[int | None, list[int]]:
     return best
 
 
-def _changed(array: NDArray[Any], places: NDArray[Any], values: NDArray[Any], lanes: int) -> NDArray[Any]:
-    """Return a copy of an array with other values in some lanes."""
-    copy = np.array(np.broadcast_to(array, (*array.shape[:-1], lanes)))
-    copy[..., places] = values
-    return copy
+def _is_own(node: Node, name: str) -> bool:
+    """Whether what an operation gives is no array of another result, of a constant or of another input."""
+    return node.extra == name if node.op == "input" else node.op not in ("constant", "element")
+
+
+def _own(array: NDArray[Any], lanes: int) -> NDArray[Any]:
+    """Return a copy of an array with so many lanes."""
+    return array.copy() if array.shape[-1] == lanes else np.array(np.broadcast_to(array, (*array.shape[:-1], lanes)))

@@ -64,7 +64,7 @@ OPERATIONS = {
     "abs": Operation("np.absolute({0})", "ops.abs({0})"),
     "minimum": Operation("np.where({0} < {1}, {0}, {1})", "ops.minimum({0}, {1})"),
     "maximum": Operation("np.where({1} < {0}, {0}, {1})", "ops.maximum({0}, {1})"),
-    # The compiler leaves out a minimum with the largest number, and inf would pass.
+    # The compiler leaves out a minimum with a number from 2^127 on, and inf would pass.
     "minimum with an end": Operation("np.where({0} < {1}, {0}, {1})", "ops.select(ops.less({0}, {1}), {0}, {1})"),
     "maximum with an end": Operation("np.where({1} < {0}, {0}, {1})", "ops.select(ops.less({1}, {0}), {0}, {1})"),
     "minimum int32": Operation("np.minimum({0}, {1})", "ops.minimum({0}, {1})"),
@@ -98,7 +98,7 @@ OPERATIONS = {
     ),
     # The place in a table, one vector; the bounds of the places; their strides and the first row in NumPy's table.
     "lookup": Operation(
-        "np.take({1}[..., 0], (np.clip({0}, {2}, {3}) * {4}).sum(axis=0) + {5}, axis=1)",
+        "{1}[..., 0].take((np.minimum(np.maximum({0}, {2}), {3}) * {4}).sum(axis=0) + {5}, axis=0).T",
         "ops.gather_nd({table}, ops.minimum(ops.maximum({0}, {2}), {3}){minus_lowest})",
     ),
     # Those that only the package uses: log2 of a power of two and back, and the largest gradient as an exponent.
@@ -122,7 +122,7 @@ def operation_of(op: str, dtype: str, constants: Sequence[Array | None]) -> Oper
         return OPERATIONS[f"{op} by a constant"]
     if op in ("minimum", "maximum") and dtype == "float32":
         known = [array for array in constants if array is not None]
-        if any((np.abs(array) >= LARGEST_FLOAT32).any() for array in known):
+        if any((np.abs(array) >= 2.0**126).any() for array in known):
             return OPERATIONS[f"{op} with an end"]
     return OPERATIONS.get(f"{op} {dtype}", OPERATIONS[op])
 
@@ -136,7 +136,7 @@ def fold(op: str, extra: Any, constants: Sequence[Array]) -> Array | None:
     names = [f"v{place}" for place in range(len(constants))]
     with np.errstate(all="ignore"):
         found: Array = eval(
-            text.format(*names, all=", ".join(names), extra=extra), globals(), dict(zip(names, constants))
+            text.format(*names, all=", ".join(names), extra=extra), globals(), dict(zip(names, constants, strict=True))
         )
     return found
 
@@ -148,7 +148,11 @@ def or_nan(divisor: Array) -> Array:
 
 def stacked(*parts: Array) -> Array:
     """Return numbers as a vector, each with its lanes."""
-    return np.stack(np.broadcast_arrays(*parts))
+    lanes = max(part.shape[-1] for part in parts)
+    vector = np.empty((len(parts), lanes), parts[0].dtype)
+    for place, part in enumerate(parts):
+        vector[place] = part
+    return vector
 
 
 def taken(vector: Array, index: Array) -> Array:

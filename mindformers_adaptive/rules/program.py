@@ -65,15 +65,18 @@ def shape_of_trace(outputs: Mapping[str, Value]) -> tuple[Any, ...]:
     return (*kept, *((name, value.place) for name, value in outputs.items()))
 
 
-def make_program(each: Sequence[Mapping[str, Value]]) -> Program:
+def make_program(each: Sequence[Mapping[str, Value]], fixed: Mapping[str, int] | None = None) -> Program:
     """Return the program of rules whose traces have the same shape.
 
     Args:
         each (Sequence[Mapping[str, Value]]): for each rule, the results of its step by name.
+        fixed (Mapping[str, int], optional): inputs that are a number, which are no results either. Default: None.
     """
     builder = _Builder()
     traces = [next(iter(outputs.values())).trace.values for outputs in each]
-    needed = _reachable(list(each[0].values()))
+    fixed = fixed or {}
+    wanted = {name: value for name, value in each[0].items() if name not in fixed}
+    needed = _reachable(list(wanted.values()))
     places: dict[int, int] = {}
     for value in traces[0]:
         if value.place not in needed:
@@ -83,10 +86,12 @@ def make_program(each: Sequence[Mapping[str, Value]]) -> Program:
             place = builder.constant(_merged([trace[value.place].extra for trace in traces]), value.dtype)
         elif value.op == "lookup":
             place = builder.lookup(value, args, [trace[value.place].extra for trace in traces])
+        elif value.op == "input" and value.extra in fixed:
+            place = builder.constant(np.array([fixed[value.extra]], value.dtype), value.dtype)
         else:
             place = builder.add(Node(value.op, args, value.dtype, value.shape, value.extra))
         places[value.place] = place
-    outputs = {name: places[value.place] for name, value in each[0].items()}
+    outputs = {name: places[value.place] for name, value in wanted.items()}
     return Program(builder.nodes, builder.constants, outputs, used_by(builder.nodes, outputs.values()))
 
 
@@ -154,7 +159,7 @@ class _Builder:
         given[3] = given[3][0]
         rows = np.concatenate(tables)
         extra = (rows.tobytes(), rows.shape, tuple(int(size) for size in sizes[0]))
-        extra_places = tuple(self.constant(array, "int32") for array in (rows.T[..., np.newaxis], *given))
+        extra_places = tuple(self.constant(array, "int32") for array in (rows[..., np.newaxis], *given))
         packed = self._stack(args, "int32")
         return self.add(Node("lookup", (packed, *extra_places), "int32", value.shape, extra))
 
@@ -164,8 +169,8 @@ class _Builder:
         simpler = self._simplified(node)
         if isinstance(simpler, int):
             return simpler
-        arrays = [self.constants.get(arg) for arg in simpler.args]
-        if arrays and all(array is not None for array in arrays):
+        arrays = [self.constants[arg] for arg in simpler.args if arg in self.constants]
+        if arrays and len(arrays) == len(simpler.args):
             folded = fold(simpler.op, simpler.extra, arrays)
             if folded is not None:
                 return self.constant(folded, simpler.dtype)
@@ -190,8 +195,8 @@ class _Builder:
         condition, x, y = node.args
         if x == y:
             return x if self.nodes[x].shape == node.shape else None
-        if x == condition and self.nodes[x].shape == node.shape:
-            return self.add(Node("or", (x, y), node.dtype, node.shape))
+        if node.dtype == "bool" and (x == condition or self._is(x, True)):
+            return self.add(Node("or", (condition, y), node.dtype, node.shape))
         known = self.constants.get(condition)
         if known is not None and (known.all() or not known.any()):
             picked = x if known.all() else y
@@ -228,6 +233,14 @@ class _Builder:
         negative = self.constant(-self.constants[y], "int32")
         return self.add(Node("add", (x, negative), node.dtype, node.shape))
 
+    def _simplify_and(self, node: Node) -> int | None:
+        for one, other in (node.args, node.args[::-1]):
+            if self._is(other, True) and self.nodes[one].shape == node.shape:
+                return one
+            if self._is(other, False) and self.nodes[other].shape == node.shape:
+                return other
+        return None
+
     def _simplify_not(self, node: Node) -> int | None:
         inner = self.nodes[node.args[0]]
         return inner.args[0] if inner.op == "not" else None
@@ -243,14 +256,15 @@ class _Builder:
         """Put numbers into a vector: the one that they come from, or one ``where`` of vectors for many of numbers."""
         nodes = [self.nodes[arg] for arg in args]
         vector = nodes[0].args[0] if nodes[0].op == "element" else None
-        if vector is not None and self.nodes[vector].shape == (len(args),):
-            if all((node.op, node.args, node.extra) == ("element", (vector,), n) for n, node in enumerate(nodes)):
-                return vector
+        parts = [(node.op, node.args, node.extra) for node in nodes]
+        whole = [("element", (vector,), place) for place in range(len(args))]
+        if vector is not None and self.nodes[vector].shape == (len(args),) and parts == whole:
+            return vector
         if all(node.op == "where" and node.args[0] == nodes[0].args[0] for node in nodes):
             x, y = (self._stack(tuple(node.args[side] for node in nodes), dtype) for side in (1, 2))
             return self.add(Node("where", (nodes[0].args[0], x, y), dtype, (len(args),)))
         if all(arg in self.constants for arg in args):
             lanes = max(self.constants[arg].shape[-1] for arg in args)
-            parts = [np.broadcast_to(self.constants[arg], (lanes,)) for arg in args]
-            return self.constant(np.stack(parts), dtype)
+            rows = [np.broadcast_to(self.constants[arg], (lanes,)) for arg in args]
+            return self.constant(np.stack(rows), dtype)
         return self._place(Node("stack", args, dtype, (len(args),)))

@@ -80,12 +80,14 @@ class Rule(metaclass=_Made):
     moves_by_one_factor: bool = False
 
     # What only the rules of this package set: the update cell's type in a YAML file; the names of Parameters that are
-    # not the rule's name, "_" and the field's; arguments of start() beside the loss scale; those that a YAML section
-    # always shows; whether clean_steps, the steps since the last overflow or raise, is a part of the state, which the
-    # update cell keeps as the distance of its step counters; whether fit_state() mends a state of which pieces are
-    # missing; whether the scale is always within its bounds.
+    # not the rule's name, "_" and the field's; what of the state is a number with these arguments, and no Parameter;
+    # arguments of start() beside the loss scale; those that a YAML section always shows; whether clean_steps, the steps
+    # since the last overflow or raise, is a part of the state, which the update cell keeps as the distance of its step
+    # counters; whether fit_state() mends a state of which pieces are missing; whether the scale that the step returns
+    # is always within its bounds.
     cell: ClassVar[str] = "RuleLossScaleUpdateCell"
     parameter_names: ClassVar[Mapping[str, str]] = {}
+    fixed_state: Mapping[str, int] = {}
     start_arguments: ClassVar[tuple[str, ...]] = ()
     usual_arguments: ClassVar[tuple[str, ...]] = ("loss_scale_value",)
     counts_clean_steps: ClassVar[bool] = False
@@ -187,7 +189,10 @@ class Rule(metaclass=_Made):
                 f"'{argument}' must be a power of two here, but got {loss_scale}: training starts at {power}.",
                 stacklevel=2,
             )
-        given = {} if (first := self.first_state(power)) is None else dict(first)
+        first = self.first_state(power)
+        if not isinstance(first, Mapping):
+            raise ValueError(f"The first state of the rule {self.name!r} must be a dict, but is {first!r}.")
+        given = dict(first)
         values: dict[str, Any] = {}
         for field in self.fields:
             zeros = np.zeros(field.shape, field.dtype).tolist()
@@ -220,7 +225,7 @@ class Rule(metaclass=_Made):
 
     @functools.cached_property
     def fields(self) -> tuple[Field, ...]:
-        """tuple[Field, ...]: the state as the update cell keeps it."""
+        """tuple[Field, ...]: the state, as arrays in NumPy and as Parameters of the update cell."""
         return fields_of(self)
 
     @functools.cached_property
@@ -228,7 +233,7 @@ class Rule(metaclass=_Made):
         """type: the NamedTuple of its states."""
         keys = [key for field in self.fields for key in field.keys]
         clean = ["clean_steps"] if self.counts_clean_steps else []
-        return namedtuple(  # type: ignore[misc]
+        return namedtuple(
             f"{type(self).__name__}State", ["loss_scale", *keys, *clean, "skipped_steps", "consecutive_overflows"]
         )
 

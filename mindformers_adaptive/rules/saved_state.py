@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS, STEP_LIMIT, Field, fields_of
+from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS, STEP_LIMIT, Field, kept_fields
 
 __all__ = ["all_fields", "describe_fresh_start", "from_values", "keep_within", "own_keys", "repair"]
 __all__ += ["repair_loss_scale", "to_integer", "to_number", "to_real", "to_values"]
@@ -25,7 +25,7 @@ def all_fields(rule: Any) -> tuple[Field, ...]:
     Returns:
         tuple[Field, ...], the rule's own, then ``STEP_FIELDS`` and the signals.
     """
-    return (*fields_of(rule), *STEP_FIELDS, *(SIGNALS[name] for name in rule.signals))
+    return (*kept_fields(rule), *STEP_FIELDS, *(SIGNALS[name] for name in rule.signals))
 
 
 def own_keys(rule: Any) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ def own_keys(rule: Any) -> tuple[str, ...]:
     Args:
         rule (Union[Rule, type]): a rule, or its class.
     """
-    return tuple(key for field in fields_of(rule) for key in field.keys)
+    return tuple(key for field in kept_fields(rule) for key in field.keys)
 
 
 def to_values(rule: Any, state: Any, steps: int, last_event: int | None = None) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def to_values(rule: Any, state: Any, steps: int, last_event: int | None = None) 
     if rule.counts_clean_steps:
         last_event = steps - state.clean_steps
     values = {**state._asdict(), "cur_iter": steps + 1, "last_overflow_iter": last_event}
-    keys = [key for field in (*rule.fields, *STEP_FIELDS) for key in field.keys]
-    return {key: min(values[key], STEP_LIMIT) if isinstance(values[key], int) else values[key] for key in keys}
+    own = {key: values[key] for key in own_keys(rule)}
+    return own | {field.name: min(values[field.name], STEP_LIMIT) for field in STEP_FIELDS}
 
 
 def from_values(rule: Any, loss_scale: float, values: Mapping[str, Any]) -> Any:
@@ -164,7 +164,7 @@ def keep_within(
 def _missing_state(rule: Any, values: Mapping[str, Any], restored: Collection[str] | None) -> str | None:
     if restored is None or "cur_iter" not in restored or rule.mends_missing_state:
         return None
-    there = [field.name in restored for field in rule.fields]
+    there = [field.name in restored for field in kept_fields(rule)]
     if all(there) or values["cur_iter"] <= 1:
         return None
     if any(there):

@@ -159,12 +159,13 @@ def replay_side_by_side(
         gradients = np.broadcast_to(rows_of(traces, "largest_gradient", start, stop), (stop - start, count))
         scales = np.empty((stop - start + 1, count))
         windows = None if lanes.scale_window is None else np.empty(scales.shape, np.int64)
-        for place in range(stop - start + 1):
-            if place:
-                lanes.step(overflow_flags(scales[place - 1], ceilings[place - 1]), gradients[place - 1])
-            scales[place] = lanes.loss_scale
-            if windows is not None:
-                windows[place] = lanes.scale_window
+        with lanes.watching():
+            for place in range(stop - start + 1):
+                if place:
+                    lanes.advance(overflow_flags(scales[place - 1], ceilings[place - 1]), gradients[place - 1])
+                scales[place] = lanes.loss_scale
+                if windows is not None:
+                    windows[place] = lanes.scale_window
         tally.add(start, scales, windows)
     return list(zip(tally.measures(), lanes.states(), strict=True))
 

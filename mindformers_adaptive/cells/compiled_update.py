@@ -1,0 +1,202 @@
+"""``CompiledUpdateCell``: the state of a rule as Parameters, and one compiled update of them for any rule."""
+
+import math
+
+import numpy as np
+from mindspore import Parameter, Tensor, jit, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.cells.graph_form import GraphStep
+from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs
+from mindformers_adaptive.rules.checks import require_flag, require_integer
+from mindformers_adaptive.rules.fields import STEP_FIELDS, STEP_LIMIT
+from mindformers_adaptive.rules.saved_state import all_fields, to_values
+
+__all__ = ["RUN", "CompiledUpdateCell", "tensor_of"]
+
+# What a checkpoint and a state_dict() call the number of the run.
+RUN = "loss_scaling_run"
+
+
+class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
+    """Update cell of a rule: its state in Parameters, which its compiled step changes.
+
+    Args:
+        rule (Rule): the rule.
+        start (NamedTuple): its state before the first step.
+        history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0.
+        track_per_parameter (bool): whether to keep the largest gradient of each Parameter, for a rule that needs the
+            largest gradient. Default: False.
+
+    Attributes:
+        rule (Rule): the rule.
+        signals (tuple[str, ...]): what a train-step cell has to assign in each step, Parameters by these names.
+    """
+
+    def __init__(self, rule, start, history_size=0, track_per_parameter=False):
+        remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
+        history_size = require_integer("history_size", history_size, 0, remedy, most=10**6, unit="number of steps")
+        super().__init__(start.loss_scale, getattr(rule, "scale_factor", 2), getattr(start, "scale_window", 1))
+        self.rule = rule
+        self.signals = rule.signals
+        self.track_per_parameter = require_flag("track_per_parameter", track_per_parameter)
+        for name, value in (("history_size", history_size), ("track_per_parameter", track_per_parameter)):
+            if value:
+                refuse_kept_graphs(name, value)
+        self.each_largest = None
+        self.has_signal = not self.signals
+        # Read by no graph. It is no part of the state, and comes back with it.
+        self.loss_scaling_run = Parameter(Tensor(0, mstype.int32), name=RUN, requires_grad=False)
+        # As a Tensor, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
+        self.step_limit = Tensor(STEP_LIMIT, mstype.int32)
+        step = GraphStep(rule)
+        self.step_function = step.function
+        # Where each input of the step comes from: an attribute, or None for what the update computes first.
+        computed = ("loss_scale", "overflow", "since_event")
+        self.inputs = tuple((name, None if name in computed else name) for name in step.inputs)
+        self.assigned = tuple(
+            (name, place) for place, name in enumerate(step.outputs) if name not in ("loss_scale", "clean_steps")
+        )
+        places = {name: place for place, name in enumerate(step.outputs)}
+        self.place_of_scale, self.place_of_clean = places.get("loss_scale"), places.get("clean_steps")
+        self.counts_clean_steps = rule.counts_clean_steps
+        self.one = Tensor(1, mstype.int32)
+        self.keeps_history = history_size > 0
+        if self.keeps_history:
+            self.recorded = tuple(_place_of(rule, key, places) for key in rule.recorded)
+            counts = [key for key, place in zip(rule.recorded, self.recorded, strict=True) if place[-1]]
+            floats = [key for key in rule.recorded if key not in counts]
+            counts = ("overflow", *counts, "skipped_steps", "consecutive_overflows")
+            self.history = ScaleHistory(history_size, counts, measures=(*floats, *self.signals))
+        # Last, so that no field takes the name of something else.
+        self._make_parameters(start)
+
+    def _make_parameters(self, start):
+        values = {**to_values(self.rule, start, steps=0), **dict.fromkeys(self.signals, 0.0)}
+        self._fields = all_fields(self.rule)
+        for field in self._fields:
+            # The base class has a constant scale_window, and counts steps itself.
+            if field.name != "scale_window" and field not in STEP_FIELDS and hasattr(self, field.name):
+                raise ValueError(
+                    f"A field of the rule {self.rule.name!r} must not be called {field.name!r}, which MindSpore's "
+                    "update cell uses itself. Choose another name."
+                )
+            parameter = Parameter(tensor_of(field, values), name=field.parameter, requires_grad=False)
+            setattr(self, field.name, parameter)
+
+    def construct(self, loss_scale, overflow):
+        return self._compiled_update(loss_scale, overflow)
+
+    # One graph in PyNative mode too, as MindSpore's optimizers are. Not construct itself: in its place MindSpore would
+    # compile the construct of a subclass that calls it.
+    @jit(backend="ms_backend")
+    def _compiled_update(self, loss_scale, overflow):
+        since_event = self.cur_iter - self.last_overflow_iter
+        computed = {"loss_scale": loss_scale, "overflow": overflow, "since_event": since_event}
+        given = ()
+        for name, attribute in self.inputs:
+            given = (*given, computed[name] if attribute is None else getattr(self, attribute))
+        after = self.step_function(*given)
+        next_loss_scale = loss_scale if self.place_of_scale is None else after[self.place_of_scale]
+
+        # At the limit the steps are no longer counted, and where clean steps are, the last event moves back instead.
+        is_counted = ops.less(self.cur_iter, self.step_limit)
+        counted = ops.cast(is_counted, mstype.int32)
+        overflowed = ops.cast(overflow, mstype.int32)
+        counted_overflow = overflowed * counted
+        in_a_row = (self.consecutive_overflows + counted) * overflowed
+        if self.keeps_history:
+            # Before the assignments, because the step's loss scale and number are read from Parameters.
+            self._remember(loss_scale, next_loss_scale, overflowed, counted_overflow, in_a_row, after)
+        if self.counts_clean_steps:
+            last_event = self.cur_iter - after[self.place_of_clean] - (self.one - counted)
+        else:
+            is_event = self.logic_or(overflow, ops.less(loss_scale, next_loss_scale))
+            last_event = self.select(self.logic_and(is_event, is_counted), self.cur_iter, self.last_overflow_iter)
+        if self.place_of_scale is not None:
+            ops.assign(loss_scale, next_loss_scale)
+        for name, place in self.assigned:
+            ops.assign(getattr(self, name), after[place])
+        ops.assign(self.last_overflow_iter, last_event)
+        ops.assign(self.consecutive_overflows, in_a_row)
+        ops.assign_add(self.cur_iter, counted)
+        ops.assign_add(self.skipped_steps, counted_overflow)
+        return overflow
+
+    def _remember(self, loss_scale, next_loss_scale, overflowed, counted_overflow, in_a_row, after):
+        counts, floats = (overflowed,), ()
+        for name, place, part, is_count in self.recorded:
+            value = getattr(self, name) if place is None else after[place]
+            value = value if part is None else ops.gather(value, part, 0)
+            if is_count:
+                counts = (*counts, value)
+            else:
+                floats = (*floats, value)
+        counts = (*counts, self.skipped_steps + counted_overflow, in_a_row)
+        for name in self.signals:
+            floats = (*floats, getattr(self, name))
+        self.history(loss_scale, next_loss_scale, self.cur_iter, counts, floats)
+
+    def declare_signal(self, names):
+        """Declare that the train step assigns ``largest_gradient`` before each call, as those of this package do.
+
+        Args:
+            names (Sequence[str]): those of the Parameters, in the order of their gradients.
+        """
+        self.has_signal = True
+        if not self.track_per_parameter:
+            return
+        self.parameter_names = tuple(names)
+        largest = Parameter(Tensor(np.zeros(len(names)), mstype.float32), name="each_largest", requires_grad=False)
+        # Not through nn.Cell, which would put it into every checkpoint.
+        object.__setattr__(self, "each_largest", largest)
+
+    def overflowed_parameters(self):
+        """Return the names of the Parameters whose gradients had an inf or a NaN in the last step.
+
+        Returns:
+            list[str], in the order of the Parameters; empty without ``track_per_parameter=True``. Reading waits for
+            the device.
+        """
+        if self.each_largest is None:
+            return []
+        largest = self.each_largest.asnumpy()
+        return [name for name, value in zip(self.parameter_names, largest, strict=True) if not math.isfinite(value)]
+
+    def recent_steps(self, since=0):
+        """Return the steps after ``since``, oldest first, at most the last ``history_size``.
+
+        Args:
+            since (int): the number of a step, counted from 1 as ``cur_iter`` is. Default: 0.
+
+        Returns:
+            list[dict], one for each step, without gaps up to the last step: ``step`` (int), ``overflow`` (bool),
+            ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), what the rule records of its state
+            after the step, and the signals of the step, such as ``largest_gradient`` (float). Steps from before a
+            checkpoint was loaded are missing. Reading waits for the device.
+
+        Examples:
+            >>> from mindspore import Parameter
+            >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell
+            >>> cell = AdaptiveLossScaleUpdateCell(2**16, 2, 20, history_size=2)
+            >>> loss_scale = Parameter(Tensor(cell.get_loss_scale()), name="loss_scale")
+            >>> for overflow in (True, True, False):
+            ...     _ = cell(loss_scale, Tensor(overflow))
+            >>> [(step["step"], step["overflow"], step["loss_scale"]) for step in cell.recent_steps()]
+            [(2, True, 32768.0), (3, False, 16384.0)]
+        """
+        if not self.keeps_history:
+            return []
+        return self.history.steps(since, last=int(self.cur_iter.asnumpy()) - 1)
+
+
+def _place_of(rule, key, places):
+    """Where a recorded part of the state is: its field, where the step returns it, its place in a vector, its kind."""
+    field = next(field for field in rule.fields if key in field.keys)
+    part = Tensor(field.parts.index(key), mstype.int32) if field.parts else None
+    return field.name, places.get(field.name), part, field.dtype == "int32"
+
+
+def tensor_of(field, values):
+    """Return what the Parameter of a field holds, of the values of a state by name."""
+    return Tensor(np.array(field.value_in(values), field.dtype))

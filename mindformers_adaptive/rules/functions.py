@@ -1,0 +1,237 @@
+"""The dtypes, the functions and the state that the author of a rule uses beside the operators."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.rules.checks import LARGEST_INT32
+from mindformers_adaptive.rules.values import (
+    RuleError,
+    Value,
+    arithmetic,
+    constant,
+    number_of,
+    of_one_dtype,
+    own,
+    shape_of,
+    unary,
+)
+
+__all__ = ["DType", "State", "argmin", "ceil", "count", "float32", "floor", "int32", "maximum", "minimum", "stack"]
+__all__ += ["tabulate", "take", "where"]
+
+# The rows of a table that tabulate() may have, and the elements of a vector.
+_LARGEST_TABLE, _LONGEST_VECTOR = 2**16, 2**16
+
+
+class DType:
+    """A dtype: of a part of the state, ``float32`` or ``float32[16]``; as a function it converts a value."""
+
+    def __init__(self, name: str, shape: tuple[int, ...] = ()) -> None:
+        self.name, self.shape = name, shape
+
+    def __getitem__(self, length: Any) -> DType:
+        if type(length) is not int or not 1 <= length <= _LONGEST_VECTOR or self.shape:
+            raise ValueError(
+                f"{self}[...] must have one length, an integer from 1 to {_LONGEST_VECTOR}, but got {length!r}."
+            )
+        return DType(self.name, (length,))
+
+    def __call__(self, value: Any) -> Any:
+        """Return a value, or a number, in this dtype.
+
+        A float32 value becomes an int32 one without what stands after its point; beyond the range it becomes the
+        nearest integer that a float32 number in the range has, and NaN the smallest int32.
+        """
+        if isinstance(value, Value):
+            return value if value.dtype == self.name else Value(self.name, (own(value),), self.name, value.shape)
+        number = number_of(value)
+        if self.name == "int32" and not abs(number) < math.inf:
+            raise RuleError(f"has int32({number}). Give a finite number")
+        return constant(int(number) if self.name == "int32" else float(number), self.name)
+
+    def __repr__(self) -> str:
+        return f"{self.name}{list(self.shape) or ''}"
+
+
+int32, float32 = DType("int32"), DType("float32")
+
+
+class State:
+    """The state of a rule in its step: the loss scale, the fields of the rule by the names of their parts, and counts.
+
+    ``state.replace(name=value)`` returns another one; ``where`` picks one of two.
+    """
+
+    def __init__(self, values: Mapping[str, Value], dtypes: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        vars(self).update(_values=dict(values), _dtypes=dtypes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._values:
+            raise RuleError(f"takes {name!r} of the state, which has {', '.join(self._values)}")
+        return self._values[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise RuleError(f"assigns {name!r} to the state. Return state.replace({name}=...)")
+
+    def __bool__(self, *_: object) -> bool:
+        raise RuleError("compares states, or asks whether there is one. Compare their parts, by where(condition, a, b)")
+
+    __eq__ = __ne__ = __bool__
+    __hash__ = object.__hash__
+
+    def __deepcopy__(self, _: object) -> State:
+        return self
+
+    def __copy__(self) -> State:
+        return self
+
+    def replace(self, **values: Any) -> State:
+        """Return the state with other values of some of its parts."""
+        checked = {}
+        for name, value in values.items():
+            if name not in self._dtypes:
+                raise RuleError(f"replaces {name!r} of the state. What it may replace is {', '.join(self._dtypes)}")
+            dtype, shape = self._dtypes[name]
+            if not isinstance(value, Value):
+                value = constant(value, dtype)
+            if (own(value).dtype, value.shape) != (dtype, shape):
+                raise RuleError(
+                    f"returns {name!r} as {value.dtype} of shape {value.shape}, and it is {dtype} of shape {shape}. "
+                    f"Put {dtype}(...) around it, or correct the state"
+                )
+            checked[name] = value
+        return State({**self._values, **checked}, self._dtypes)
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """Return x where a condition holds, and y elsewhere; both are computed.
+
+    Args:
+        condition (Value): bool.
+        x, y (Union[Value, State, int, float, bool]): of one dtype, or two states.
+    """
+    if isinstance(condition, (bool, np.bool_)):
+        return x if condition else y
+    if not isinstance(condition, Value) or own(condition).dtype != "bool":
+        raise RuleError("has a condition of where() that is no flag. Compare it with something")
+    if isinstance(x, State) and isinstance(y, State):
+        if condition.shape:
+            raise RuleError("picks a state by a vector of flags. Use one flag, such as count(flags) > 0")
+        pairs = {name: (x._values[name], y._values[name]) for name in x._values}
+        return State({name: a if a is b else where(condition, a, b) for name, (a, b) in pairs.items()}, x._dtypes)
+    x, y = of_one_dtype("where", x, y)
+    return Value("where", (condition, x, y), x.dtype, shape_of(condition, x, y))
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """Return the smaller of two numbers: x where ``x < y``, else y."""
+    return arithmetic("minimum", x, y)
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """Return the larger of two numbers: x where ``y < x``, else y."""
+    return arithmetic("maximum", x, y)
+
+
+def floor(x: Any) -> Any:
+    """Return the largest integer that is not above a float32 value, in float32."""
+    return unary("floor", x if isinstance(x, Value) else constant(x, "float32"))
+
+
+def ceil(x: Any) -> Any:
+    """Return the smallest integer that is not below a float32 value, in float32."""
+    return unary("ceil", x if isinstance(x, Value) else constant(x, "float32"))
+
+
+def stack(values: Sequence[Any]) -> Any:
+    """Return numbers of one dtype as a vector."""
+    parts = of_one_dtype("stack", *values)
+    if any(part.shape for part in parts):
+        raise RuleError("stacks a vector. A vector is made of numbers: take it apart with *")
+    return Value("stack", parts, parts[0].dtype, (len(parts),))
+
+
+def count(flags: Any) -> Any:
+    """Return how many flags of a vector are true, int32."""
+    return _reduce("count", flags, "bool")
+
+
+def argmin(x: Any) -> Any:
+    """Return the place of the smallest element of a vector, of equals the first, int32; NaN counts as inf."""
+    return _reduce("argmin", x, "float32")
+
+
+def _reduce(op: str, x: Any, dtype: str) -> Value:
+    x = x if isinstance(x, Value) else constant(x, None)
+    if not x.shape or own(x).dtype != dtype:
+        raise RuleError(f"has {op} of {x.dtype} of shape {x.shape}. It is for a vector of {dtype}")
+    return Value(op, (x,), "int32", ())
+
+
+def take(vector: Any, index: Any) -> Any:
+    """Return the element of a vector at a computed index; one beyond the ends means the nearest end."""
+    vector = vector if isinstance(vector, Value) else constant(vector, None)
+    if not isinstance(index, Value):
+        return vector[index]
+    if not vector.shape or own(index).dtype != "int32" or index.shape:
+        raise RuleError("needs take(vector, index) with a vector and an int32 index. Write int32(...) around it")
+    return Value("take", (own(vector), index), vector.dtype, ())
+
+
+def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Return what a function of small integers returns, looked up in a table that is filled when the rule is made.
+
+    The function gets Python's numbers and may branch on them. It is called once for each combination.
+
+    Args:
+        function (Callable): takes the arguments by name, and returns a tuple of int.
+        **arguments: ``name=flag``, or ``name=(value, lowest, highest)`` of an int32 value; beyond these bounds it
+            counts as the nearer one.
+    """
+    values: list[Any] = []
+    spans: list[Any] = []
+    for name, given in arguments.items():
+        value, *bounds = given if isinstance(given, tuple) else (given,)
+        dtype = value.dtype if isinstance(value, Value) and not value.shape else None
+        in_order = [type(bound) for bound in bounds] == [int, int] and bounds[0] <= bounds[1]
+        if dtype == "bool" and not bounds:
+            spans.append((False, True))
+        elif dtype == "int32" and in_order and bounds[0] >= -LARGEST_INT32 and bounds[1] <= LARGEST_INT32:
+            spans.append(range(bounds[0], bounds[1] + 1))
+        else:
+            raise RuleError(f"needs tabulate(..., {name}=flag) or {name}=(value of int32, lowest, highest)")
+        values.append(int32(value))
+    if not callable(function) or not spans or math.prod(map(len, spans)) > _LARGEST_TABLE:
+        raise RuleError(f"needs tabulate(function, ...) with arguments of at most {_LARGEST_TABLE} combinations")
+    try:
+        hash(function)
+    except TypeError:
+        table = _filled_table.__wrapped__(function, tuple(arguments), tuple(spans))
+    else:
+        table = _filled_table(function, tuple(arguments), tuple(spans))
+    lowest = np.array([int(span[0]) for span in spans], np.int32)
+    return tuple(Value("lookup", tuple(values), "int32", table.shape[-1:], (table, lowest)))
+
+
+@functools.lru_cache(maxsize=256)
+def _filled_table(function: Callable[..., Any], names: tuple[str, ...], spans: tuple[Any, ...]) -> NDArray[np.int32]:
+    rows = [function(**dict(zip(names, given, strict=True))) for given in itertools.product(*spans)]
+    for row in rows:
+        is_row = isinstance(row, tuple) and len(row) == len(rows[0]) > 0
+        if not is_row or not all(type(one) is int and abs(one) <= LARGEST_INT32 for one in row):
+            name = getattr(function, "__name__", function)
+            raise RuleError(
+                f"tabulates {name}, which must return a tuple of as many int32 numbers each time, but returns {row!r}. "
+                "Return int(...) of each"
+            )
+    return np.array(rows, np.int32).reshape(*map(len, spans), -1)
