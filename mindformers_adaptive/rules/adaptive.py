@@ -300,6 +300,7 @@ def _counters_after(ladder: tuple[int, ...], shrink_from_min_window: bool) -> Ca
                 window_index, growth_num = window_index + 1, 0
         return _window_at(ladder, window_index), window_index, growth_num, down_num
 
+    counters_after.is_cached = True  # type: ignore[attr-defined]
     return counters_after
 
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 import keyword
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ DEFAULT_LOSS_SCALE = 2.0**16
 # What the package itself calls something in a state, a record or a step.
 _TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
 _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
+_TAKEN |= {"history", "recorded"}
 _TAKEN |= {"gradient_known", "max_safe_exponent", *SIGNALS, *(field.name for field in STEP_FIELDS)}
 
 _ARGUMENTS_OF_CELLS = {"loss_scale_value", "history_size", "track_per_parameter", "rule"}
@@ -80,6 +82,9 @@ def check_description(rule: Any) -> None:
     if not isinstance(rule.name, str) or not rule.name.isidentifier() or keyword.iskeyword(rule.name):
         raise ValueError(f"{of} must have a name of letters, digits and '_', such as name = 'halve'.")
     base: Any
+    owner = getattr(sys.modules.get("mindformers_adaptive.rules"), "RULES", {}).get(rule.name, type(rule))
+    if not isinstance(rule, owner):
+        raise ValueError(f"{of} has the name of a rule of this package, whose state it would be taken for. Change it.")
     [base] = [owner for owner in type(rule).__mro__ if owner.__module__ == _BASE and owner.__name__ == "Rule"]
     if type(rule).next_state is base.next_state:
         raise ValueError(f"{of} has no step. Define next_state(self, state, seen).")
@@ -89,12 +94,13 @@ def check_description(rule: Any) -> None:
         raise ValueError(
             f"{of} has {rule.next_state!r} as its step. It must be next_state(self, state, seen)."
         ) from None
+    if not hasattr(rule, "min_exponent"):
+        raise ValueError(f"{of} must call super().__init__(**bounds) in its constructor.")
     for name in arguments_of(rule.__class__):
         if hasattr(base, name) or name in _ARGUMENTS_OF_CELLS:
             raise ValueError(f"{of} has an argument {name!r}, a name that is taken. Choose another one.")
         if not hasattr(rule, name):
-            called = "keep" if hasattr(rule, "min_exponent") else "call super().__init__(**bounds), and keep"
-            raise ValueError(f"{of} must {called} its argument {name!r} as an attribute: write self.{name} = {name}.")
+            raise ValueError(f"{of} must keep its argument {name!r} as an attribute: write self.{name} = {name}.")
     if not 0 < rule.min_loss_scale <= rule.max_loss_scale <= LARGEST_FLOAT32:
         raise ValueError(f"{of} must hand 'min_loss_scale' and 'max_loss_scale' to super().__init__().")
     for name in ("signals", "recorded"):

@@ -51,10 +51,10 @@ class DType:
         nearest integer that a float32 number in the range has, and NaN the smallest int32.
         """
         if isinstance(value, Value):
-            return value if value.dtype == self.name else Value(self.name, (own(value),), self.name, value.shape)
+            return value if own(value).dtype == self.name else Value(self.name, (value,), self.name, value.shape)
         number = number_of(value)
         if self.name == "int32" and not abs(number) < math.inf:
-            raise RuleError(f"has int32({number}). Give a finite number")
+            raise RuleError(f"has {number}, which is no int32. Use a finite number")
         return constant(int(number) if self.name == "int32" else float(number), self.name)
 
     def __repr__(self) -> str:
@@ -213,12 +213,11 @@ def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
         values.append(int32(value))
     if not callable(function) or not spans or math.prod(map(len, spans)) > _LARGEST_TABLE:
         raise RuleError(f"needs tabulate(function, ...) with arguments of at most {_LARGEST_TABLE} combinations")
-    try:
-        hash(function)
-    except TypeError:
-        table = _filled_table.__wrapped__(function, tuple(arguments), tuple(spans))
-    else:
-        table = _filled_table(function, tuple(arguments), tuple(spans))
+    # What is made anew for each rule has no use for a cache; a function that chance is in must not have one.
+    is_cached = getattr(function, "is_cached", False)
+    fill = _filled_table if is_cached else _filled_table.__wrapped__
+    table = fill(function, tuple(arguments), tuple(spans))
+    values[0].trace.numbers.append(table.tobytes())
     lowest = np.array([int(span[0]) for span in spans], np.int32)
     return tuple(Value("lookup", tuple(values), "int32", table.shape[-1:], (table, lowest)))
 

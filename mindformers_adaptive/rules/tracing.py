@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import traceback
 import weakref
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from mindformers_adaptive.rules.functions import State, maximum, minimum, stack, where
 from mindformers_adaptive.rules.operations import UNSHOWN
 from mindformers_adaptive.rules.program import shape_of_trace
-from mindformers_adaptive.rules.values import OWN_FILES, RuleError, Trace, Value, constant
+from mindformers_adaptive.rules.values import RuleError, Trace, Value, constant, is_line_of_a_rule, own
 
 __all__ = ["TracedStep", "trace_step"]
 
@@ -110,12 +109,14 @@ def _traced_once(rule: Any) -> TracedStep:
             raise
         except (Exception, SystemExit) as error:
             place = _place_of(error, rule)
-            problem = f"raises {type(error).__name__}: {error}{place}. Mend it there"
+            problem = f"raises {type(error).__name__}: {str(error).rstrip('.')}{place}"
             raise ValueError(f"The step of the rule {rule.name!r} {problem}.") from error
         if trace.problem is not None:
             raise trace.problem
         if not isinstance(after, State) or set(vars(after)["_values"]) != names:
             raise ValueError(_message(rule, f"must return state.replace(...), but returns {after!r}"))
+        for value in vars(after)["_values"].values():
+            own(value)
         values: dict[str, Value] = vars(after)["_values"]
         moves_by_bits = values["exponent"] is not before["exponent"] or state._reads_exponent()
         if moves_by_bits and values["loss_scale"] is not before["loss_scale"]:
@@ -136,7 +137,7 @@ def _traced_once(rule: Any) -> TracedStep:
 class _ReadState(State):
     """The state before the step, which notices whether the step looks at the exponent."""
 
-    def __getattr__(self, name: str) -> Value:
+    def __getattr__(self, name: str) -> Any:
         if name == "exponent":
             vars(self)["_looked"] = True
         return super().__getattr__(name)
@@ -195,6 +196,8 @@ def _message(rule: Any, problem: str) -> str:
 
 def _place_of(error: BaseException, rule: Any) -> str:
     """Return the innermost line of the rule's own file, or else of what it called, for the end of a message."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OWN_FILES]
-    own = [frame for frame in frames if frame.filename == inspect.getsourcefile(inspect.unwrap(rule.next_state))]
-    return "".join(f", in line {frame.lineno} of {frame.filename}" for frame in (own or frames)[-1:])
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    code = getattr(rule.next_state, "__code__", None)
+    own_lines = [one for one in lines if code is not None and one[0] == code.co_filename]
+    others = [one for one in lines if is_line_of_a_rule(one[0])]
+    return "".join(f", in line {line} of {file}" for file, line in (own_lines or others)[-1:])

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import sys
+import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,22 +22,25 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32
 
-__all__ = ["OWN_FILES", "RuleError", "Trace", "Value", "arithmetic", "constant", "number_of", "of_one_dtype", "own"]
-__all__ += ["shape_of", "unary"]
+__all__ = ["RuleError", "Trace", "Value", "arithmetic", "constant", "number_of", "of_one_dtype", "own"]
+__all__ += ["is_line_of_a_rule", "shape_of", "unary"]
 
-# Calls from here are no lines of a rule.
-OWN_FILES = {str(Path(__file__).with_name(f"{name}.py")) for name in ("values", "functions", "tracing")}
+# Calls from here, or from the standard library and NumPy, are no lines of a rule.
+_OWN_FILES = {str(Path(__file__).with_name(f"{name}.py")) for name in ("values", "functions", "tracing", "rule")}
+_LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep)
 
 
 class RuleError(ValueError):
     """What is wrong with the step of a rule, with the line that has it."""
 
     def __init__(self, problem: str) -> None:
-        rule = _traces[-1].rule if _traces else ""
-        super().__init__(f"The step of the rule {rule!r} {problem}{_place()}")
+        trace = _present.trace
+        if trace is None:
+            super().__init__(f"A value works within next_state only: this {problem}.")
+            return
+        super().__init__(f"The step of the rule {trace.rule!r} {problem}{_place()}")
         # It counts even where the rule catches it.
-        if _traces and _traces[-1].problem is None:
-            _traces[-1].problem = self
+        trace.problem = trace.problem or self
 
 
 class Trace:
@@ -56,16 +62,20 @@ class Trace:
         self.problem: RuleError | None = None
 
     def __enter__(self) -> Trace:
-        if _traces:
-            raise RuleError("makes a rule. Make it in the constructor, and call its next_state")
-        _traces.append(self)
+        if _present.trace is not None:
+            raise RuleError("makes or runs a rule. Do so in the constructor, and call its next_state")
+        _present.trace = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _traces.pop()
+        _present.trace = None
 
 
-_traces: list[Trace] = []
+class _Present(threading.local):
+    trace: Trace | None = None
+
+
+_present = _Present()
 
 
 class Value:
@@ -91,9 +101,9 @@ class Value:
     trace: Trace
 
     def __init__(self, op: str, args: tuple[Value, ...], dtype: str, shape: tuple[int, ...], extra: Any = None) -> None:
-        if not _traces:
-            raise RuleError("is not being called: this works within next_state only")
-        trace = _traces[-1]
+        trace = _present.trace
+        if trace is None:
+            raise RuleError(f"makes one by {op}")
         for name, value in zip(Value.__slots__, (args, dtype, extra, op, len(trace.values), shape, trace), strict=True):
             object.__setattr__(self, name, value)
         trace.values.append(self)
@@ -103,11 +113,11 @@ class Value:
 
     def __getitem__(self, place: Any) -> Value:
         if not self.shape:
-            raise RuleError("takes an element of what is a number. Leave the index out")
+            raise RuleError("takes an element of what is a number. Only a vector has elements")
         if type(place) is not int:
             raise RuleError("has an index that is no int of Python. Use take(vector, index) for one that is computed")
         if not -self.shape[0] <= place < self.shape[0]:
-            raise RuleError(f"takes the element {place} of {self.shape[0]}. Use an index that is there")
+            raise RuleError(f"takes the element {place} of {self.shape[0]}. Its places are 0 to {self.shape[0] - 1}")
         return Value("element", (own(self),), self.dtype, (), place % self.shape[0])
 
     def __iter__(self) -> Iterator[Value]:
@@ -115,7 +125,7 @@ class Value:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise RuleError("takes apart what is a number. Give the field a length, as in float32[3]")
+            raise RuleError("takes apart what is a number. Only a vector has elements, as a field of float32[3]")
         return self.shape[0]
 
     def __ne__(self, other: object) -> Value:  # type: ignore[override]
@@ -254,7 +264,7 @@ def number_of(value: Any) -> bool | int | float:
 
 def own(value: Value) -> Value:
     """Return a value of the present call, and refuse one of another."""
-    if not _traces or value.trace is not _traces[-1]:
+    if value.trace is not _present.trace:
         raise RuleError("uses a value of another call. Keep in the state what the next step needs")
     return value
 
@@ -282,7 +292,7 @@ def shape_of(*values: Value) -> tuple[int, ...]:
     shapes = {value.shape for value in values if value.shape}
     if len(shapes) > 1:
         lengths = " and ".join(str(length) for (length,) in sorted(shapes))
-        raise RuleError(f"combines vectors of lengths {lengths}. Give them one length")
+        raise RuleError(f"combines vectors of lengths {lengths}. Use vectors of one length")
     return shapes.pop() if shapes else ()
 
 
@@ -320,6 +330,11 @@ def unary(op: str, x: Value) -> Value:
 def _place() -> str:
     """Return the line of the rule that was being called, for the end of a message."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename in OWN_FILES:
+    while frame is not None and not is_line_of_a_rule(frame.f_code.co_filename):
         frame = frame.f_back
-    return "." if frame is None or not _traces else f", in line {frame.f_lineno} of {frame.f_code.co_filename}."
+    return "." if frame is None else f", in line {frame.f_lineno} of {frame.f_code.co_filename}."
+
+
+def is_line_of_a_rule(file: str) -> bool:
+    """Return whether a file is none of this package's that trace, and none of the libraries."""
+    return file not in _OWN_FILES and not file.startswith(_LIBRARIES)
