@@ -73,11 +73,9 @@ PUBLIC = {
     ("Rules", "规则"): [
         "AdaptiveRule",
         "GuidedRule",
-        "TextRule",
+        "Rule",
         "LossScaleState",
         "window_ladder",
-        "rules.Field",
-        "rules.Rule",
         "rules.find_rule",
         "rules.make_rule",
         "rules.formats.Format",

@@ -7,6 +7,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.compiled_update import RUN, CompiledUpdateCell, tensor_of
 from mindformers_adaptive.rules.checks import to_float32
+from mindformers_adaptive.rules.fields import kept_fields
 from mindformers_adaptive.rules.saved_state import (
     from_values,
     own_keys,
@@ -248,7 +249,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         """
         given = self._values_in(state)
         restored = self._fields_of(given)
-        if not restored.issuperset(field.name for field in self.rule.fields):
+        if not restored.issuperset(field.name for field in kept_fields(self.rule)):
             # Another rule may have pieces of the same name.
             given = {key: value for key, value in given.items() if key not in own_keys(self.rule)}
         self.restore_run(state)
