@@ -1,0 +1,64 @@
+"""Rules that nobody chose: NumPy, lanes and update cells take the same steps, bit for bit."""
+
+import math
+
+import pytest
+from helpers.random_rules import compare, make_rule, numpy_runs
+
+from mindformers_adaptive.rules import operations
+
+STEPS = 40
+# Rules that share a graph, and how many there are of them.
+TOGETHER, SHARED = 5, 9
+
+
+def made(seeds, folder):
+    return [make_rule(seed, folder) for seed in seeds]
+
+
+@pytest.mark.parametrize("place", range(SHARED))
+def test_all_ways_take_the_same_steps(tmp_path, place):
+    outcomes = compare(made(range(place * TOGETHER, (place + 1) * TOGETHER), tmp_path), STEPS)
+    assert set(outcomes) <= {"same", "noticed"}, "\n".join(outcomes)
+    # Too few would be compared.
+    assert outcomes.count("same") >= TOGETHER - 2
+
+
+@pytest.mark.filterwarnings("ignore:The rule 'random_.*' has computed a number nearer to 0")
+def test_random_rules_reach_all_operations_and_numbers_at_which_ways_part(tmp_path):
+    reached, used = set(), set()
+    for one in made(range(SHARED * TOGETHER), tmp_path):
+        used |= {value.op for value in next(iter(one.rules[0].traced.outputs.values())).trace.values}
+        states = numpy_runs(one, STEPS, 0)[0].states
+        parts = [
+            part for state in states[1:] for whole in state for part in (whole if isinstance(whole, tuple) else [whole])
+        ]
+        floats = [number for number in parts if isinstance(number, float)]
+        reached |= {"NaN" for number in floats if math.isnan(number)} | {
+            "inf" for number in floats if math.isinf(number)
+        }
+        reached |= {"-0.0" for number in floats if number == 0 and math.copysign(1, number) < 0}
+        reached |= {"large int32" for number in parts if isinstance(number, int) and abs(number) > 2**30}
+        if len({state.loss_scale for state in states}) > 3:
+            reached.add(f"{'exponent' if one.rules[0].moves_by_bits else 'loss_scale'} moves")
+    assert reached == {"NaN", "inf", "-0.0", "large int32", "exponent moves", "loss_scale moves"}
+    of_tables = {name.split(" ")[0] for name in operations.OPERATIONS}
+    assert of_tables - used == set()
+
+
+# For some operations what an implementation could have given instead.
+PLANTED = {
+    "floor": "np.trunc({0})",
+    "div": "{0} / {1}",
+    "less": "{0} <= {1}",
+    "minimum": "np.minimum({0}, {1})",
+    "int32 float32": "np.rint(np.fmin(np.fmax({0}, SMALLEST_AS_INT32), largest_int32_of_float32)).astype(np.int32)",
+}
+
+
+@pytest.mark.parametrize("operation", PLANTED)
+def test_a_planted_difference_is_found(tmp_path, monkeypatch, operation):
+    planted = operations.OPERATIONS[operation]._replace(numpy=PLANTED[operation])
+    monkeypatch.setitem(operations.OPERATIONS, operation, planted)
+    found = compare(made(range(3), tmp_path), STEPS)
+    assert any("graph, step" in outcome and "pynative, step" in outcome for outcome in found), found

@@ -1,0 +1,618 @@
+"""What cannot be computed everywhere is refused when the rule is made, with its name, file, line and what to write."""
+
+import re
+import textwrap
+
+import numpy as np
+import pytest
+from every_rule import Owned, is_same
+
+from mindformers_adaptive import RuleLossScaleUpdateCell
+from mindformers_adaptive.rules import Rule, RuleError, count, float32, int32, minimum, stack, where
+
+HEAD = """
+import copy, decimal, fractions, functools, itertools, math, operator, random, statistics, sys, time
+
+import numpy as np
+from mindformers_adaptive.rules import *
+from mindformers_adaptive.rules import Rule
+
+DECAY, CAP, KEPT = 0.99, 2**32, []
+THIRD, TENTH = fractions.Fraction(1, 3), decimal.Decimal("0.1")
+
+
+class Own(Rule):
+    name = "own"
+    state = {"clean": int32, "mean": float32, "vec": float32[3], "pair": {"a": float32, "b": float32}}
+    signals = ("largest_gradient",)
+
+    def next_state(self, state, seen):
+        s, o, n, v = state.loss_scale, seen.overflow, state.clean, state.vec
+"""
+SIGNATURE = HEAD[: HEAD.index("    def next_state")].count("\n") + 1
+
+
+def made(folder, source):
+    """The rule of a module, whose file is in the folder."""
+    file = folder / "strange_rule.py"
+    file.write_text(source)
+    names = {"__name__": "strange_rule"}
+    exec(compile(source, str(file), "exec"), names)
+    return names["Own"]()
+
+
+def refusal(folder, statement, after="return state"):
+    """The message of a rule whose step has a statement, with the file and the first line of the statement."""
+    body = textwrap.indent(f"{statement}\n{after}\n", " " * 8)
+    with pytest.raises(ValueError, match=r"^The step of the rule 'own' ") as refused:
+        made(folder, HEAD + body)
+    return str(refused.value), folder / "strange_rule.py", HEAD.count("\n") + 1
+
+
+def assert_says(message, problem, remedy, place):
+    assert re.match(f"The step of the rule 'own' ({problem})", message, re.DOTALL), message
+    assert re.search(remedy, message), message
+    assert re.search(rf"{re.escape(place)}\.$", message), message
+    assert len(message) < 600
+
+
+BRANCH = ("has an 'if', 'and', 'or', 'not' or 'while' on a value", r"Use where\(condition, a, b\), & \| and ~")
+OTHER = r"Use \+ - \* / //, comparisons, .*argmin, take and tabulate of mindformers_adaptive.rules"
+NUMBER = ("needs the number of a value, which is known in training only", OTHER)
+AROUND = r"Write int32\(...\) or float32\(...\) around"
+FOREIGN = ("has .* of type .*, which is no int, float or bool", "Convert it")
+KEEP = "Keep in the state what the next step needs"
+HAS = ", ".join(["loss_scale", "exponent", "clean", "mean", "vec", "a", "b", "skipped_steps", "consecutive_overflows"])
+REPLACED = ", ".join(HAS.split(", ")[:-2])
+TABULATE = r"(must return a tuple of as many int32 numbers each time|needs tabulate\()"
+
+# What is wrong and what to write instead, with statements that are so, between which stands ;;.
+REFUSED = {
+    BRANCH: """
+        if o: return state.replace(loss_scale=s / 2) ;; if s > 2: s = s / 2 ;; while s > 2: s = s / 2
+        x = s if o else 2.0 ;; x = o and s > 2 ;; x = (s > 2) or o ;; x = not o ;; x = 1 < s < 3 ;; x = 1 < n <= 3 < 9
+        assert o ;; x = max(s, 2.0) ;; x = min(2.0, s, 3.0) ;; x = max(v) ;; x = sorted(v) ;; x = s in (1.0, 2.0)
+        x = 1.0 in v ;; x = any(v > 1) ;; x = all([o, s > 1]) ;; x = bool(o) ;; x = [x for x in v if x > 1]
+        x = list(filter(None, v)) ;; x = next(x for x in v if x > 1) ;; x = [1.0, 2.0].index(s)
+        x = [1.0, 2.0].count(s) ;; x = operator.not_(o) ;; x = operator.truth(s)
+        x = itertools.compress([1], [o]).__next__() ;; x = sum(1 for x in v if x)
+        x = list(itertools.takewhile(lambda x: x > 1, v)) ;; x = max(range(3), key=lambda place: v[place])
+    """,
+    ("mixes float32 and int32 in", AROUND): """
+        x = s + n ;; x = s * n ;; x = s < n ;; x = s == n ;; x = s != n ;; x = v - n ;; x = where(o, s, n)
+        x = minimum(s, n) ;; x = stack([s, n]) ;; x = s + state.skipped_steps
+        x = seen.largest_gradient * seen.max_safe_exponent ;; x = sum([s, n])
+    """,
+    ("mixes int32 and float32 in", AROUND): """
+        x = n + s ;; x = n // s ;; x = n / s ;; x = maximum(n, v)
+    """,
+    ("mixes (bool and|float32 and bool|int32 and bool)", AROUND): """
+        x = o + n ;; x = s * o ;; x = n - o ;; x = o == n ;; x = where(o, o, s)
+    """,
+    ("has (add|sub|mul|less|less_equal|minimum|maximum|neg|abs) of bool", AROUND): """
+        x = o + o ;; x = o - (s > 1) ;; x = o * True ;; x = o < (s > 1) ;; x = o >= (s > 1) ;; x = minimum(o, s > 1)
+        x = -o ;; x = abs(o)
+    """,
+    (r"has .* beside (a value of|an int32)", r"(Write|around)"): """
+        x = n + 1.0 ;; x = n * 0.5 ;; x = 1.0 - n ;; x = n < 0.5 ;; x = where(o, n, 0.5) ;; x = n * DECAY
+        x = int32(DECAY * (n + 1)) ;; x = n + math.pi ;; x = np.float64(0.5) * n ;; x = s * True ;; x = sum([o, o])
+        x = n + True ;; x = o == 1 ;; x = o & 1 ;; x = o | 0.0 ;; x = where(o, True, 1.5) ;; x = where(o, 1, True)
+        x = v * (1, 2.5, True) ;; state.replace(clean=1.0) ;; state.replace(clean=True)
+        state.replace(loss_scale=False) ;; state.replace(clean=0.0 + 1)
+    """,
+    ("has div of int32", r"Write float32\(...\), or // for integers"): """
+        x = n / 2 ;; x = 1 / n ;; x = n / n ;; x = np.true_divide(n, 2) ;; x = (n + 1) / state.skipped_steps
+    """,
+    ("has (floor|ceil) of int32", r"Write float32\(...\)"): """
+        x = floor(n) ;; x = ceil(n + 1)
+    """,
+    ("has floordiv of float32", r"Write floor\(a / b\)"): """
+        x = s // 2 ;; x = 2.0 // s ;; x = v // 2.0
+    """,
+    ("has (and|or|not) of (int32|float32)", "Compare numbers first"): """
+        x = ~n ;; x = n & 1 ;; x = s | s ;; x = n | n ;; x = ~v
+    """,
+    (r"has '\*\*' with a value, whose last bit depends on the device", "Use products"): """
+        x = s ** 2 ;; x = 2 ** s ;; x = n ** 2 ;; x = s ** 0.5 ;; x = pow(s, 2) ;; s **= 2
+        x = math.pow.__class__ and operator.pow(s, 2)
+    """,
+    ("has '%', whose last bit depends on the device", r"Use a - a // b \* b of integers"): """
+        x = s % 2 ;; x = n % 2 ;; x = 7 % n ;; n %= 2 ;; x = operator.mod(n, 2)
+    """,
+    ("has '@'", "Use products"): """
+        x = v @ v ;; x = [1, 2, 3] @ v
+    """,
+    ("shifts bits", "(Multiply|Divide by //) in its place"): """
+        x = n << 2 ;; x = 2 >> n ;; n >>= 1
+    """,
+    (r"has '\^'", "Compare flags by != in its place"): """
+        x = o ^ (s > 2) ;; x = n ^ 1 ;; x = True ^ o
+    """,
+    ("calls (divmod|round)", OTHER): """
+        x = divmod(n, 2) ;; x = divmod(7, n) ;; x = round(s) ;; x = round(s, 2)
+    """,
+    NUMBER: """
+        x = float(s) ;; x = int(n) ;; x = complex(s) ;; x = math.floor(s) ;; x = math.ceil(s) ;; x = math.trunc(s)
+        x = math.log2(s) ;; x = math.sqrt(s) ;; x = math.isnan(s) ;; x = math.isfinite(s) ;; x = math.copysign(1.0, s)
+        x = math.hypot(s, s) ;; x = math.fsum(v) ;; x = range(n) ;; for i in range(n): s = s * 2 ;; x = [1.0, 2.0][n]
+        x = (1.0, 2.0)[n] ;; x = "ab"[n] ;; x = [1.0, 2.0][n:] ;; x = operator.index(n) ;; x = hex(n)
+        x = chr(n) ;; x = bytes(n) ;; x = "%d" % n ;; x = "%.3f" % s
+        x = np.array([s, s]) ;; x = np.array(s) ;; x = np.float32(s) ;; x = np.int32(n) ;; x = np.asarray(s) + 1
+        x = np.zeros(n) ;; x = np.arange(3)[n] ;; x = random.Random(0).randrange(n) ;; x = time.sleep(s)
+        x = itertools.repeat(1.0, n)
+    """,
+    (r"calls numpy\.\w+", OTHER): """
+        x = np.sqrt(s) ;; x = np.log2(s) ;; x = np.exp(s) ;; x = np.sign(s) ;; x = np.isnan(s) ;; x = np.isfinite(s)
+        x = np.square(s) ;; x = np.power(s, 2) ;; x = np.mod(n, 2) ;; x = np.where(o, s, 2.0) ;; x = np.clip(s, 1, 2)
+        x = np.mean(v) ;; x = np.sum(v) ;; x = np.max(v) ;; x = np.stack([s, s]) ;; x = np.concatenate([v, v])
+        x = np.dot(v, v) ;; x = np.add.reduce(v) ;; x = np.multiply.outer(v, v) ;; x = np.argmin(v) ;; x = np.round(s)
+        x = np.add(s, 1, where=o) ;; x = np.add(s, 1, out=np.zeros(()))
+    """,
+    ("has an index that is no int of Python", r"Use take\(vector, index\)"): """
+        x = v[n] ;; x = v[1.0] ;; x = v[0:2] ;; x = v[:] ;; x = v[None] ;; x = v[...] ;; x = v[o] ;; x = v[v > 1]
+        x = v["a"] ;; x = v[True] ;; x = v[0, 1]
+    """,
+    (r"takes the element -?\d+ of 3", "Its places are 0 to 2"): """
+        x = v[3] ;; x = v[-4] ;; x = take(v, 5)
+    """,
+    ("(takes an element of|takes apart) what is a number", "Only a vector has elements"): """
+        x = s[0] ;; x, y = s ;; x = list(s) ;; x = len(s) ;; for x in s: pass ;; x = sum(s) ;; x = stack(s)
+        x = [*n]
+    """,
+    ("takes '(celan|pair|append|get)' of the state", f"which has {HAS}"): """
+        x = state.celan ;; x = state.pair ;; state.append(1) ;; x = state.get("clean")
+        x = getattr(state, "celan", s) ;; x = hasattr(state, "celan")
+    """,
+    ("takes '(overflows|loss_scale)'", "none of overflow, gradient_known, largest_gradient, max_safe_exponent"): """
+        x = seen.overflows ;; x = seen.loss_scale
+    """,
+    (r"assigns 'clean' to the state", r"Return state\.replace\(clean=\.\.\.\)"): """
+        state.clean = 1 ;; state.clean += 1 ;; setattr(state, "clean", n)
+    """,
+    ("assigns '(overflow|largest_gradient|own)' to what the step shows", "Use a variable of its own"): """
+        seen.overflow = True ;; seen.largest_gradient = 1.0 ;; seen.own = s ;; seen.overflow |= s > 2
+    """,
+    (
+        "replaces '(celan|skipped_steps|consecutive_overflows|overflow|pair|1)' of the state",
+        f"replace is {REPLACED}",
+    ): """
+        state.replace(celan=n) ;; state.replace(skipped_steps=0) ;; state.replace(consecutive_overflows=n)
+        state.replace(overflow=True) ;; state.replace(pair=v) ;; state.replace(**{"1": 2})
+    """,
+    (
+        r"returns '\w+' as \w+ of shape \(.*\), and it is \w+ of shape",
+        r"(Put \w+\(...\) around it, or correct the state)",
+    ): """
+        state.replace(clean=s) ;; state.replace(clean=o) ;; state.replace(loss_scale=n)
+        state.replace(loss_scale=state.exponent) ;; state.replace(exponent=s) ;; state.replace(mean=v)
+        state.replace(vec=s) ;; state.replace(vec=0.0) ;; state.replace(vec=[0.0]) ;; state.replace(vec=stack([s, s]))
+        state.replace(a=v[:1] if False else stack([s])) ;; state.replace(mean=take([1, 2], n))
+        state.replace(mean=count(v > 1))
+    """,
+    FOREIGN: """
+        state.replace(loss_scale=None) ;; state.replace(loss_scale="2") ;; state.replace(loss_scale=lambda: s)
+        state.replace(loss_scale=seen) ;; state.replace(loss_scale=state) ;; state.replace(vec=map(abs, v))
+        state.replace(vec={"a": 1}) ;; state.replace(vec=[s, s, 1.0]) ;; x = where(o, [1.0, 2.0], [2, 3])
+        x = s * THIRD ;; x = TENTH + s
+        x = s * TENTH ;; x = s * "2" ;; x = "a" * n ;; x = s + None ;; x = s * 2j ;; x = s == None ;; x = s == "a"
+        x = n + [None] ;; x = v + {1, 2, 3} ;; x = v + range(3) ;; x = v + [[1.0, 2.0, 3.0]]
+        x = v + np.ones((1, 3)) ;; x = v * np.ones((3, 1)) ;; x = s * np.datetime64("2020-01-01")
+        x = s * np.complex64(1) ;; x = np.array([None]) * s ;; x = where(o, s, None) ;; x = where(o, s, "x")
+        x = where(o, state, None) ;; x = where(o, state, {"loss_scale": 1.0}) ;; x = where(o, seen, s)
+        x = minimum("a", s) ;; x = float32(None) ;; x = float32([1, 2]) ;; x = float32(state) ;; x = int32("3")
+        x = floor("2") ;; x = take("ab", n) ;; x = take([1.0, s], n) ;; x = s + seen ;; x = stack([s, None])
+        x = stack("ab") ;; x = s + Own ;; x = s + int32 ;; x = s + True.__class__
+    """,
+    (r"has (4294967296|2147483648|\d+), which does not fit into int32", "Use float32 values"): """
+        x = minimum(n, CAP) ;; x = n + CAP ;; x = n + 2**31 ;; x = where(o, n, CAP)
+        x = np.array([1, 2, 2**40]) + stack([n, n, n]) ;; x = n + int32(2**40) ;; x = take([1, CAP], n)
+        state.replace(clean=CAP) ;; x = where(o, CAP, 1)
+    """,
+    ("has .*, which does not fit into int32", "Use float32 values"): """
+        x = n + 10**400
+    """,
+    ("has .*, which does not fit into float32", "Use a smaller number"): """
+        x = s * 1e39 ;; x = s + 2**200 ;; x = s - 1e300 ;; x = v * [1, 1e300, 1] ;; x = s * 10**400
+        state.replace(loss_scale=-1e39)
+    """,
+    (r"has .*, and devices take numbers below 2\^-126 for 0", "Use a larger one"): """
+        x = s * 1e-40 ;; x = s + 5e-324 ;; x = s - 1e-300 ;; x = s * (1e-30 * 1e-30) ;; x = maximum(s, -1e-39)
+        state.replace(mean=2.0**-127)
+    """,
+    ("has a constant that is NaN", "Compare with a number that cannot be in its place"): """
+        x = s + math.nan ;; x = where(o, s, float("nan")) ;; state.replace(mean=math.nan) ;; x = maximum(s, np.nan)
+    """,
+    ("has (nan|inf|-inf), which is no int32", "Use a finite number"): """
+        x = n + int32(math.nan) ;; x = int32(math.inf) ;; x = int32(-math.inf)
+    """,
+    ("combines vectors of lengths", "Use vectors of one length"): """
+        x = v + [1.0, 2.0] ;; x = v + stack([s, s]) ;; x = [1.0] * v ;; x = where(v > 1, stack([s, s]), 1.0)
+        x = where(stack([o, o]), v, 1.0) ;; x = v < (1, 2) ;; x = np.ones(4) * v
+    """,
+    ("(has an empty vector|has stack of nothing)", "Give it (an element|a number)"): """
+        x = v + [] ;; x = take([], n) ;; x = stack([]) ;; x = v * np.zeros(0)
+    """,
+    ("stacks a vector", "A vector is made of numbers"): """
+        x = stack([v, v]) ;; x = stack([v, 1.0])
+    """,
+    (r"has count of bool of shape \(\)", "It is for a vector of bool"): """
+        x = count(o) ;; x = count(s > 2) ;; x = count(True)
+    """,
+    (r"has count of (float32|int32) of shape", "It is for a vector of bool"): """
+        x = count(v) ;; x = count([1, 2]) ;; x = count(n)
+    """,
+    (r"has argmin of \w+ of shape", "It is for a vector of float32"): """
+        x = argmin(s) ;; x = argmin(n) ;; x = argmin(v > 1) ;; x = argmin([1, 2])
+    """,
+    (r"needs take\(vector, index\)", "with a vector and an int32 index"): """
+        x = take(s, n) ;; x = take(v, s) ;; x = take(v, o) ;; x = take(v, stack([n, n]))
+    """,
+    (r"has a condition of where\(\) that is no flag", "Compare it with something"): """
+        x = where(s, s, 1.0) ;; x = where(n, s, 1.0) ;; x = where(v, v, 1.0) ;; x = where(1, s, 1.0)
+        x = where(None, s, 1.0) ;; x = where([True, False, True], v, 1.0)
+        x = where(np.array([True, False, True]), v, 1.0) ;; x = where(state, s, 1.0) ;; x = where(seen, s, 1.0)
+    """,
+    ("picks a state by a vector of flags", "Use one flag"): """
+        x = where(v > 1, state, state.replace(loss_scale=1.0))
+    """,
+    ("compares states|asks whether a step", r"(Compare their parts|Use seen.overflow)"): """
+        x = state == state ;; x = state != state.replace(loss_scale=1.0) ;; if state: s = s / 2 ;; if seen: s = s / 2
+        x = state and s ;; x = not seen
+    """,
+    (".*tabulate", TABULATE): """
+        x = tabulate(lambda n: n + 1, n=(n, 0, 3)) ;; x = tabulate(lambda n: (n + 0.5,), n=(n, 0, 3))
+        x = tabulate(lambda n: (2**40,), n=(n, 0, 3)) ;; x = tabulate(lambda n: (1,) * n, n=(n, 1, 3))
+        x = tabulate(lambda n: [n], n=(n, 1, 3)) ;; x = tabulate(lambda n: None, n=o)
+        x = tabulate(lambda n: ("a",), n=o) ;; x = tabulate(lambda n: (None,), n=o)
+        x = tabulate(lambda n: (s,), n=o) ;; x = tabulate(functools.partial(lambda k, n: k, 2), n=o)
+        x = tabulate(lambda n: (1,), n=n) ;; x = tabulate(lambda n: (1,), n=(n, 1))
+        x = tabulate(lambda n: (1,), n=(n, 1, 2, 3)) ;; x = tabulate(lambda n: (1,), n=(s, 1, 3))
+        x = tabulate(lambda n: (1,), n=(v, 1, 3)) ;; x = tabulate(lambda n: (1,), n=(o, 0, 1))
+        x = tabulate(lambda n: (1,), n=3) ;; x = tabulate(lambda n: (1,), n=(3, 0, 4))
+        x = tabulate(lambda n: (1,), n=()) ;; x = tabulate(lambda n: (1,), n=v > 1)
+        x = tabulate(lambda n: (1,), n=(n, 0.5, 3)) ;; x = tabulate(lambda n: (1,), n=(n, "a", 3))
+        x = tabulate(lambda n: (1,), n=(n, -2**40, 1 - 2**40)) ;; x = tabulate(lambda: (1,)) ;; x = tabulate(3, n=o)
+        x = tabulate(None, n=o)
+    """,
+    (r"needs tabulate\(", r"(at most 65536 combinations|n=\(value of int32, lowest, highest\))"): """
+        x = tabulate(lambda n: (1,), n=(n, 0, 2**16)) ;; x = tabulate(lambda n: (1,), n=(n, 3, 1))
+        x = tabulate(lambda n: (1,), n=(n, n, 3))
+        x = tabulate(lambda n, m: (1,), n=(n, 0, 300), m=(n, 0, 300))
+    """,
+    ("moves loss_scale and uses exponent", "Use one of the two"): """
+        return state.replace(exponent=state.exponent - 1, loss_scale=s / 2)
+        return state.replace(loss_scale=s / 2, clean=state.exponent)
+        return where(o, state.replace(exponent=1), state.replace(loss_scale=s * 2))
+        return state.replace(loss_scale=float32(state.exponent))
+    """,
+    ("must return state.replace", "returns"): """
+        return {"loss_scale": s} ;; return None ;; return ;; return (s, n) ;; return [state] ;; return s
+        return state.replace ;; return seen ;; return True ;; return lambda: state ;; yield state
+    """,
+    ("assigns self.(kept|factor|min_loss_scale|state)", KEEP): """
+        self.kept = s ;; self.kept = getattr(self, "kept", 0) + 1 ;; self.factor = 2.0 ;; self.min_loss_scale = 4.0
+        setattr(self, "kept", []) ;; self.state = {} ;; vars(self)["kept"] = 1
+    """,
+    ("uses a value of another call", KEEP): """
+        KEPT.append(s); x = s + KEPT[0] ;; KEPT.append(v); x = stack([s, KEPT[0][0]])
+        KEPT.append(o); x = where(KEPT[0], s, 1.0) ;; KEPT.append(n); x = int32(KEPT[0])
+        Own.kept = getattr(Own, "kept", s); return state.replace(loss_scale=Own.kept)
+        KEPT.append(state); x = KEPT[0].clean + n ;; KEPT.append(state); return KEPT[0]
+    """,
+    ("differs when it is called again", "It must depend on its arguments only"): """
+        return state.replace(mean=random.random()) ;; return state.replace(mean=s * random.gauss(0, 1))
+        return state.replace(mean=np.random.rand() + s) ;; return state.replace(mean=s * (1 + time.time()))
+        return state.replace(mean=s * time.perf_counter())
+        return state.replace(clean=id(object()) % 7 + time.time_ns() % 1000003)
+        KEPT.append(1); return state.replace(loss_scale=s * len(KEPT))
+        KEPT.append(1); return state.replace(loss_scale=s / 2 if len(KEPT) > 1 else s * 2)
+        KEPT.append(1); return state.replace(loss_scale=s) if len(KEPT) > 1 else state.replace(loss_scale=s + 1)
+        Own.calls = getattr(Own, "calls", 0) + 1; return state.replace(loss_scale=s * Own.calls)
+        return state.replace(clean=tabulate(lambda o: (random.randint(0, 10**6),), o=o)[0])
+        return state.replace(mean=take([random.random(), 1.0], n))
+    """,
+    ("assigns 'dtype' to a value", "Compute another one"): """
+        s.dtype = 'int32'
+    """,
+    ("makes or runs a rule", "Do so in the constructor, and call its next_state"): """
+        x = Own() ;; x = Own().next_state(state, seen) ;; x = self.start(1.0) ;; x = self.step(None, False)
+    """,
+}
+# What is at fault only when the step has returned, of which the line is that of the function.
+OF_THE_STEP = ("moves loss_scale", "must return", "assigns self", "differs")
+
+CASES = [
+    pytest.param(problem, remedy, one.strip(), id=one.strip().replace("@", "at"))
+    for (problem, remedy), lines in REFUSED.items()
+    for line in lines.strip().splitlines()
+    for one in line.split(" ;; ")
+]
+
+
+@pytest.mark.parametrize(("problem", "remedy", "statement"), CASES)
+def test_what_a_step_must_not_have_is_refused_with_its_line_and_what_to_write(tmp_path, problem, remedy, statement):
+    message, file, line = refusal(tmp_path, statement)
+    line = SIGNATURE if problem.startswith(OF_THE_STEP) or statement.endswith("return KEPT[0]") else line
+    assert_says(message, problem, remedy, f", in line {line} of {file}")
+
+
+@pytest.mark.parametrize(
+    ("statement", "error"),
+    [
+        ("x = 1 / 0", "ZeroDivisionError: division by zero"),
+        ("x = nothing", "NameError: name 'nothing' is not defined"),
+        ("raise KeyError('x')", "KeyError: 'x'"),
+        ("raise NotImplementedError('later')", "NotImplementedError: later"),
+        ("sys.exit(3)", "SystemExit: 3"),
+        ("x = self.nothing", "AttributeError: 'Own' object has no attribute 'nothing'"),
+        ("x = s.astype(1)", "AttributeError: 'Value' object has no attribute 'astype'"),
+        ("x = state['clean']", "TypeError: '.*State' object is not subscriptable"),
+        ("v[0] = 1.0", "TypeError: 'Value' object does not support item assignment"),
+        ("a, b = v", "ValueError: too many values to unpack"),
+        ("x = where(o, s)", r"TypeError: where\(\) missing 1 required positional argument: 'y'"),
+        ("x = minimum(s, 1, 2)", r"TypeError: minimum\(\) takes 2 positional arguments but 3 were given"),
+        ("state.replace({'clean': 1})", r"TypeError: .*replace\(\) takes 1 positional argument but 2 were given"),
+        ("x = tabulate(lambda n: (1 // 0,), n=o)", "ZeroDivisionError"),
+        ("x = tabulate(lambda m: (1,), n=o)", "TypeError: .*unexpected keyword argument 'n'"),
+        ("x = statistics.mean(v)", "TypeError"),
+        ("x = math.ldexp(1.0, state.exponent)", "TypeError: Expected an int as second argument to ldexp"),
+        ("x = itertools.islice([1, 2], n)", "ValueError: Stop argument for islice"),
+        ("x = f'{s:.3f}'", "TypeError: unsupported format string"),
+        ("f = lambda x: f(x + 1); f(s)", "RecursionError: maximum recursion depth exceeded"),
+        ("x = self.next_state(state, seen)", "RecursionError: maximum recursion depth exceeded"),
+        ("assert False, 'so'", "AssertionError: so"),
+        ("next(iter(()))", "StopIteration"),
+    ],
+)
+def test_an_error_in_a_step_is_told_with_the_line_of_the_rule(tmp_path, statement, error):
+    message, file, line = refusal(tmp_path, statement)
+    # A recursion is somewhere in its own lines.
+    line = rf"({line}|{line - 1})" if "next_state" in statement else line
+    place = rf", in line {line} of {re.escape(str(file))}\.$"
+    assert re.search(rf"^The step of the rule 'own' raises {error}.*{place}", message), message
+
+
+@pytest.mark.parametrize(
+    "statement", ["try: x = s + n\nexcept ValueError: pass", "try:\n    if o: s = 2.0\nexcept Exception: s = s / 2"]
+)
+def test_a_refusal_that_the_rule_catches_stands(tmp_path, statement):
+    message, file, line = refusal(tmp_path, statement)
+    line += statement.startswith("try:\n")
+    assert_says(message, "(mixes|has an 'if')", r"(Write|Use)", f", in line {line} of {file}")
+
+
+def test_the_line_is_that_of_a_helper_function_in_its_own_file(tmp_path, monkeypatch):
+    helper = tmp_path / "helper_of_a_rule.py"
+    helper.write_text("def lowered(scale):\n    # A comment.\n    return scale % 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message, _, _ = refusal(tmp_path, "from helper_of_a_rule import lowered; x = lowered(s)")
+    assert_says(message, "has '%'", "Use a - a", f", in line 3 of {helper}")
+
+
+def test_a_signal_that_is_not_declared_is_refused(tmp_path):
+    source = HEAD.replace('    signals = ("largest_gradient",)\n', "\n")
+    for name in ("largest_gradient", "gradient_known", "max_safe_exponent"):
+        with pytest.raises(RuleError) as refused:
+            made(tmp_path, source + f"        x = seen.{name}\n        return state\n")
+        place = f", in line {HEAD.count(chr(10)) + 1} of {tmp_path / 'strange_rule.py'}"
+        assert_says(str(refused.value), f"takes '{name}'", r"It needs signals = \('largest_gradient',\)", place)
+
+
+def test_values_work_within_a_step_only():
+    kept = []
+
+    class Keeps(Rule):
+        name = "keeps"
+
+        def next_state(self, state, seen):
+            kept.append(state.loss_scale)
+            return state
+
+    Keeps()
+    uses = (lambda: kept[0] + 1, lambda: kept[0] > 1, lambda: abs(kept[0]), lambda: stack([1.0]), lambda: count([True]))
+    for use in (
+        *uses,
+        lambda: where(kept[0] > 1, 1, 2),
+        lambda: int32(kept[0]),
+        lambda: float32(3),
+        lambda: minimum(1, 2),
+    ):
+        with pytest.raises(RuleError, match="within next_state only"):
+            use()
+
+
+# What the description of a rule must not have.
+
+
+def described(**names):
+    """Make a rule whose class has these names."""
+    return type("Own", (Rule,), {"name": "own", "next_state": lambda self, state, seen: state, **names})()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        *(
+            ({"name": name}, r"must have a name of letters.*such as name = 'halve'")
+            for name in ("", "a b", "a.b", "../x", 7)
+        ),
+        ({"name": None}, "must have a name of letters"),
+        *(
+            ({"state": {"x": kind}}, "has 'x' as .* Write int32 or float32, .* or a dict of names")
+            for kind in (int, bool, "int32", np.int32, 0, None, [], {}, {"a": int32, "b": float32}, {"a": {"b": int32}})
+        ),
+        ({"state": {"x": {"a": int32[2]}}}, "has 'x' as .* Write int32 or float32"),
+        *(({"state": state}, "must have its state as a dict of names and dtypes") for state in (["x"], None, int32, 7)),
+        *(
+            ({"state": {key: int32}}, "must be a name of letters, digits and '_'")
+            for key in ("a b", "_a", "lambda", 7, "")
+        ),
+        *(
+            ({"state": {key: int32}}, f"has '{key}' in its state, a name that is taken. Choose another one")
+            for key in (
+                "loss_scale",
+                "exponent",
+                "history",
+                "min_loss_scale",
+                "max_exponent",
+                "cur_iter",
+                "skipped_steps",
+                "step",
+            )
+        ),
+        ({"state": {"x": {"cur_iter": int32}}}, "has 'cur_iter' in its state, a name that is taken"),
+        ({"state": {"x": {"a": int32}, "y": {"a": int32}}}, "has 'a' in its state, a name that is taken"),
+        ({"state": {"x": {"a": int32}, "a": int32}}, "has 'a' in its state, a name that is taken"),
+        ({"state": {"x": {"y": int32}, "y": {"z": int32}}}, "has 'y' in its state, a name that is taken"),
+        *(
+            (
+                {"signals": signals},
+                r"must have ('signals' as a tuple of names|signals = \('largest_gradient',\) or none)",
+            )
+            for signals in (
+                ("smallest_gradient",),
+                ("largest_gradient", "x"),
+                None,
+                True,
+                7,
+                ([],),
+                {"largest_gradient"},
+            )
+        ),
+        ({"recorded": ("x",)}, "has 'x' in 'recorded', which is no number of its state"),
+        ({"recorded": ("x",), "state": {"x": {"a": int32}}}, "has 'x' in 'recorded', which is no number of its state"),
+        ({"recorded": None}, "must have 'recorded' as a tuple of names"),
+        ({"recorded": ([],)}, "must have 'recorded' as a tuple of names"),
+        ({"next_state": Rule.next_state}, r"has no step. Define next_state\(self, state, seen\)"),
+        ({"next_state": None}, r"next_state\(self, state, seen\)"),
+        ({"next_state": lambda self, state: state}, r"next_state\(self, state, seen\)"),
+        (
+            {"__init__": lambda self, window=2: Rule.__init__(self)},
+            "must keep its argument 'window' .*self.window = window",
+        ),
+        ({"__init__": lambda self: None}, r"super\(\).__init__\("),
+        ({"__init__": lambda self, **bounds: None}, r"super\(\).__init__\("),
+    ],
+)
+def test_a_description_that_is_wrong_is_refused_when_the_rule_is_made(names, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        described(**names)
+    assert f"rule {names.get('name', 'own')!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *(
+            ("own", [field])
+            for field in ("scale", "scale_sense", "growth_tracker", "hysteresis_tracker", "loss_scaling_run")
+        ),
+        *(("largest", ["gradient"]), ("skipped", ["steps"]), ("current", ["iterator_step"]), ("scale", ["sense"])),
+        *(("consecutive", ["overflows"]), ("loss", ["scaling_run"]), ("own", ["vector", "vector_0"])),
+    ],
+)
+def test_names_that_mean_something_in_checkpoints_are_refused(name, fields):
+    with pytest.raises(ValueError, match=f"rule '{name}' .*'{fields[-1]}'.* taken"):
+        described(name=name, state={field: float32[2] if field == "vector" else float32 for field in fields})
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.0, True, "2", None, (2, 3), 10**12])
+def test_a_vector_has_a_length(length):
+    with pytest.raises(ValueError, match=r"float32\[...\] must have one length, an integer from 1 to 65536, but got"):
+        _ = float32[length]
+
+
+@pytest.mark.parametrize(
+    "name", ["select", "phase", "scale_factor", "restored", "inv_scale", "inputs", "step_function", "rule", "training"]
+)
+def test_a_field_called_like_an_attribute_of_the_cell_is_refused_when_the_cell_is_made(name):
+    rule = described(state={name: float32})
+    assert rule.step(rule.start(2.0), False)[1] == 0.0
+    with pytest.raises(ValueError, match=f"rule 'own' must not be called '{name}'.*Choose another name"):
+        RuleLossScaleUpdateCell(2.0, rule)
+
+
+# What looks strange and is right: names of the generated code, and statements that nobody chose.
+
+NAMES = [
+    "v0",
+    "v1",
+    "w2",
+    "np",
+    "ops",
+    "mstype",
+    "places",
+    "changed",
+    "powers",
+    "NONE",
+    "taken",
+    "r_loss_scale",
+    "index",
+]
+
+
+def mixed_up(self, state, seen):
+    values = {name: getattr(state, name) for name in NAMES}
+    others = dict(zip(NAMES, [*list(values.values())[1:], values["v0"] + 1], strict=True))
+    raised = state.replace(loss_scale=state.loss_scale * 1.5, **others)
+    return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 3, v0=state.index), raised)
+
+
+# As they stand: a float32 each.
+ACCEPTED = """
+sum(v) / len(v)
+stack(list(reversed(list(v))))[0] * v[-1]
+take([1.0, 2.5], n) + take(v, n - 1) * take((0.5, 0.25), 1)
+float32(n) + 16777217
+np.maximum(s, 2.0) + np.abs(-s) + np.floor(s / 3)
+np.float64(0.1) * s - s * np.float16(0.1) + np.float32(1) / s
+(np.array(2.0) * s + (np.arange(3.0) + v + np.array([1, 2, 2**40]))[1]) * 1e-3
+float32(np.uint8(3) - n * np.int64(3))
+float32(int32(o) + int32(~o) * 3 + int32(o == True) + int32(o != (s > 2)))
+float32(int32((s > 2) & True) + int32(np.logical_and(o, s > 1)) + int32(np.logical_or(o, True)))
+where(True, s, n) + where(np.bool_(False), n, s)
+float32(where(o, 1, 2)) + where(o, 1, 2.5)
+functools.reduce(maximum, v) - next(iter(v))
+math.prod(v) + sum(x * 2 for x in v)
+float32(tabulate(functools.partial(lambda k, n: (k + n,), 2), n=o)[0])
+float32(stack(tabulate(lambda n, o: (n * n, -n), n=(n, -3, 3), o=o))[1] + tabulate(lambda n: (n,), n=(n, 1, 3))[0])
+float32(7 // (n - 3) - n // -1 + n // 3 + (n - 2**30) // 2**20)
+eval("s / 2") + {0: s, 1: 2.0}[len(v) - 2]
+(lambda x, *more, y=2.0: x * y + sum(more))(s, v[0], 1)
+operator.add(s, 1) - operator.neg(s) + operator.truediv(1, s)
+float32(count(v > 1) * 10 + argmin(v) + argmin([2.0, 1.0]) + count([True, False]))
+abs(+s - -v[2]) + ceil(s / 7) + floor(2.5) + ceil(2)
+float32(int32(s * 1e6) // 2 - int32(-s * 1e9) + int32(2.7) + int32(0.99 * float32(n + 1)))
+where(v > 1, v, [3.0, 2.0, 1.0])[2] + where(v[0] > v[1], 1, 2.5)
+s * DECAY + v[1] * (1 - DECAY)
+seen.largest_gradient + float32(seen.max_safe_exponent) * 0.5 + where(seen.gradient_known, 1.0, 0.0)
+minimum(s, math.inf) + maximum(-math.inf, v[2]) + minimum(maximum(s * 1e30, 5.0), 1e38)
+s + KEPT.__len__() + self.min_loss_scale + self.gradient_format.largest + self.max_exponent
+copy.copy(state).replace(mean=s * 2).mean + copy.deepcopy(state).mean
+""".strip().splitlines()
+STATES = f"""
+    state = {{"clean": int32, "mean": float32, "vec": float32[3], "found": float32[{len(ACCEPTED)}]}}
+"""
+
+
+def test_statements_that_nobody_chose_are_right_where_they_are_accepted(graph_mode, tmp_path):
+    head = re.sub(r"\n    state = .*\n", STATES, HEAD)
+    found = "".join(f"            {one},\n" for one in ACCEPTED)
+    after = "vec=stack([v[1] + 1, v[2] * 0.5, v[0] + float32(n)])"
+    scale = "loss_scale=where(o, s / 3, s * 1.7), clean=where(o, n - 4, n + 1)"
+    body = f"        found = stack([\n{found}        ])\n        return state.replace(found=found, {scale}, {after})\n"
+    assert_equal_steps(made(tmp_path, head + body), 60)
+
+
+def test_fields_may_be_called_like_names_of_the_generated_code(graph_mode):
+    assert_equal_steps(described(state=dict.fromkeys(NAMES, int32), next_state=mixed_up), 40)
+
+
+def assert_equal_steps(rule, steps):
+    numbers, state, owned = np.random.default_rng(0), rule.start(2.0**16), Owned(RuleLossScaleUpdateCell(2.0**16, rule))
+    for number in range(steps):
+        overflow, gradient = numbers.random() < 0.3, float(np.float32(numbers.choice([1.0, 1e-3, 0.0, np.inf, 77.0])))
+        state = rule.step(state, overflow, gradient)
+        owned.step(overflow, gradient)
+        assert is_same(owned.update_cell.rule_state(), state), number
+    assert len({*state}) > 3
