@@ -179,6 +179,8 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
         False
     """
 
+    has_fixed_scale = True
+
     def __init__(self, loss_scale_value=1.0):
         super().__init__(1.0)
         self.no_overflow = Tensor(False)

@@ -1,5 +1,6 @@
 """MindFormers' ``Trainer`` with adaptive loss scaling registered, and with an argument for a train-step cell."""
 
+import copy
 import inspect
 import warnings
 
@@ -12,7 +13,7 @@ from mindformers.wrapper.wrapper import GradAccumulationCellWithTwoOutput
 from mindspore import Tensor, nn
 from mindspore.dataset.engine.datasets import Dataset
 
-from mindformers_adaptive.integration.checks import check_config, check_cpu, given_to_train_step
+from mindformers_adaptive.integration.checks import FIXED_SCALES, check_config, check_cpu, given_to_train_step
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.integration.workarounds import apply_workarounds
 from mindformers_adaptive.rules import rule_of_cell
@@ -90,6 +91,8 @@ class Trainer(mindformers.Trainer):
     def _check_config_rules(self):
         # Runs when the arguments of train() are known, and before MindFormers looks for a checkpoint.
         apply_workarounds(self.config)
+        if self.wrapper is None:
+            _keep_fixed_scale(self.trainer, self.config)
         super()._check_config_rules()
 
     def _init_model(self, is_train=False):
@@ -128,6 +131,25 @@ class Trainer(mindformers.Trainer):
             if isinstance(restored, Tensor):
                 self.wrapper.scale_sense.set_data(Tensor(restored.asnumpy().item(), mindspore.float32))
         return self.wrapper
+
+
+def _keep_fixed_scale(trainer, config):
+    """Make a trainer build its cell with the fixed loss scale of the configuration, not with that of a checkpoint."""
+    scale_sense = config.runner_wrapper and config.runner_wrapper.get("scale_sense")
+    if isinstance(scale_sense, dict):
+        if scale_sense.get("type") not in FIXED_SCALES:
+            return
+        scale_sense = MindFormerConfig(**copy.deepcopy(dict(scale_sense)))
+    elif not isinstance(scale_sense, int | float):
+        return
+    create_model_wrapper = trainer.create_model_wrapper
+
+    def create(*args, **kwargs):
+        # By now MindFormers has put the loss scale of the checkpoint here.
+        trainer.config.runner_wrapper.scale_sense = scale_sense
+        return create_model_wrapper(*args, **kwargs)
+
+    trainer.create_model_wrapper = create
 
 
 def _fit_window(args, scale_sense):
