@@ -1,6 +1,5 @@
 """The record of a run: a file of JSON lines, one a step, that survives kills and resumes."""
 
-import bisect
 import contextlib
 import itertools
 import json
@@ -11,7 +10,7 @@ import stat
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
@@ -24,6 +23,13 @@ __all__ = ["FIELDS", "RunLock", "RunRecord", "new_run", "read_record"]
 # Fields of one record line; null means unknown. From scale_window to skipped_steps, values are those after the step.
 FIELDS: tuple[str, ...] = ("step", "loss", "overflow", "loss_scale", "next_loss_scale", *AdaptiveRule.recorded)
 FIELDS += ("skipped_steps", "largest_gradient", "dropped_by_norm")
+
+# As this package writes a line of a step. Others, and those for missing steps, are left to the parser of JSON, which
+# takes twice as long.
+_VALUE = rb'(?:-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|null|true|false|"[^"\\]*"|\[[^][{}\\]*\])'
+_OWN_LINE = re.compile(rb'\{(?:"run": \d+, )?"step": (\d{1,15})(?:, "\w+": ' + _VALUE + rb")*\}\n")
+
+_COPIED_AT_ONCE = 2**20
 
 # A process can lock a file again that it has locked itself, so the paths are kept here.
 _locked: set[Path] = set()
@@ -97,30 +103,27 @@ class RunRecord:
         # A pipe or a device can be written to, but has no lines to continue.
         if not self.path.is_file():
             return notes
-        lines, torn = _split(self.path.read_bytes())
         try:
-            entries = _parse(lines)
+            found = _look_through(self.path, last_step)
         except ValueError as error:
             return [*notes, f"{self.path} is no record of steps, {error}: it is kept as {self._move_aside()}."]
-        if last_step == 0 and entries:
+        if last_step == 0 and found.last_step:
             return [*notes, f"{self.path} has the steps of an earlier run: it is kept as {self._move_aside()}."]
-        # A line for missing steps that ends later is removed too; append() writes a shorter one.
-        steps = [_step(entry, "last_step") for entry in entries]
-        kept = bisect.bisect(steps, last_step)
-        if torn:
-            notes.append(f"{self.path} ended in an unfinished line, which is taken out: {torn[:80]!r}")
-        if kept < len(lines):
-            aside = "" if self.run else f" They are kept as {self._keep_aside(lines[kept:])}."
+        if found.torn:
+            notes.append(f"{self.path} ended in an unfinished line, which is taken out: {found.torn[:80]!r}")
+        if found.last_step > last_step:
+            aside = "" if self.run else f" They are kept as {self._keep_aside(found.kept, found.whole)}."
             notes.append(
-                f"{self.path} went on to step {steps[-1]}: the steps after {last_step} are taken out, because the run "
-                f"takes them again.{aside}"
+                f"{self.path} went on to step {found.last_step}: the steps after {last_step} are taken out, because "
+                f"the run takes them again.{aside}"
             )
-        if torn or kept < len(lines):
-            self._write_whole(self.path, lines[:kept])
-        if kept:
-            self.last_step = steps[kept - 1]
-        if kept and self.last_step == last_step:
-            self.last_skipped_steps = entries[kept - 1].get("skipped_steps")
+        if found.kept < self.path.stat().st_size:
+            # At once, whatever is killed, and on a full disk too.
+            os.truncate(self.path, found.kept)
+        if found.last_kept:
+            entry = _parse([found.last_kept])[0]
+            self.last_step = _step(entry, "last_step")
+            self.last_skipped_steps = entry.get("skipped_steps") if self.last_step == last_step else None
         return notes
 
     def append(self, entries: Iterable[Mapping[str, object]]) -> None:
@@ -196,18 +199,17 @@ class RunRecord:
         os.replace(self.path, aside)
         return aside.name
 
-    def _keep_aside(self, lines: list[bytes]) -> str:
-        aside = self._free_name()
-        self._write_whole(aside, lines)
+    def _keep_aside(self, start: int, end: int) -> str:
+        aside, permissions = self._free_name(), stat.S_IMODE(self.path.stat().st_mode)
+        with self.path.open("rb") as record, atomic_write(aside, "wb", permissions) as copy:
+            record.seek(start)
+            while part := record.read(min(end - record.tell(), _COPIED_AT_ONCE)):
+                copy.write(part)
         return aside.name
 
     def _free_name(self) -> Path:
         names = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))
         return next(name for name in names if not name.exists())
-
-    def _write_whole(self, path: Path, lines: list[bytes]) -> None:
-        with atomic_write(path, "wb", stat.S_IMODE(self.path.stat().st_mode)) as record:
-            record.writelines(line + b"\n" for line in lines)
 
 
 class RunLock:
@@ -280,8 +282,8 @@ def _run_of(path: Path) -> int | None:
     """Return the number of the run that a record is of, 0 where it has none, and None where there is no record."""
     try:
         with path.open("rb") as file:
-            run: int = json.loads(file.readline()).get("run", 0)
-    except (AttributeError, OSError, ValueError):
+            run: int = json.loads(next(filter(bytes.strip, file))).get("run", 0)
+    except (AttributeError, OSError, StopIteration, ValueError):
         return None
     return run
 
@@ -307,28 +309,92 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         >>> read_record(file)
         [{'step': 1, 'loss': nan}]
     """
-    lines, _ = _split(Path(path).read_bytes())
     try:
-        return _parse(lines)
+        return _parse(_split(Path(path).read_bytes()))
     except ValueError as error:
         raise ValueError(f"{path} is no record of steps: {error}") from error
 
 
-def _split(content: bytes) -> tuple[list[bytes], bytes]:
-    """Return the whole lines, and what a write that was cut off left after them."""
+def _split(content: bytes) -> list[bytes]:
+    """Return the whole lines, without what a write that was cut off left after them."""
     *lines, torn = content.split(b"\n")
-    if lines and not torn:
-        try:
-            json.loads(lines[-1])
-        except ValueError:
-            # A machine that fails can leave a last line of the right length without its content.
-            torn = lines.pop()
-    return lines, torn
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if lines and not torn and not _is_json(lines[-1]):
+        # A machine that fails can leave a last line of the right length without its content.
+        lines.pop()
+    return lines
 
 
-def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
-    entries, last_step = [], 0
-    for number, line in enumerate(lines, start=1):
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+class _Found(NamedTuple):
+    """What is in the file of a record.
+
+    Attributes:
+        last_step (int): the last step of its whole lines, 0 where there is none.
+        kept (int): where the lines that are kept end, in bytes.
+        whole (int): where the whole lines end.
+        last_kept (bytes): the last line that is kept.
+        torn (bytes): what a write that was cut off left at the end.
+    """
+
+    last_step: int = 0
+    kept: int = 0
+    whole: int = 0
+    last_kept: bytes = b""
+    torn: bytes = b""
+
+
+def _look_through(path: Path, last_step: int) -> _Found:
+    """Look through a record line by line, which may be months of them, for the last one up to a step.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no record; the message names the line.
+    """
+    found, here, broken = _Found(), 0, ""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            here += len(line)
+            if broken:
+                raise ValueError(broken)
+            known = _OWN_LINE.fullmatch(line)
+            if known is not None and (step := int(known[1])) > found.last_step:
+                last = step
+            elif not line.strip():
+                continue
+            elif not line.endswith(b"\n"):
+                return found._replace(torn=line)
+            else:
+                try:
+                    [entry] = _parse([line[:-1]], found.last_step, number)
+                    last = _step(entry, "last_step")
+                except ValueError as error:
+                    # Only the last line may be what a machine that failed has left.
+                    broken, torn = str(error), line[:-1]
+                    continue
+            found = found._replace(last_step=last, whole=here)
+            # A line for missing steps that ends later is removed too; append() writes a shorter one.
+            if last <= last_step:
+                found = found._replace(kept=here, last_kept=line)
+    if broken and _is_json(torn):
+        raise ValueError(broken)
+    return found._replace(torn=torn) if broken else found
+
+
+def _parse(lines: list[bytes], last_step: int = 0, first: int = 1) -> list[dict[str, Any]]:
+    entries = []
+    for number, line in enumerate(lines, start=first):
+        # An editor may have left an empty one.
+        if not line.strip():
+            continue
         try:
             entry = json.loads(line)
             first_step = _step(entry, "first_step")
@@ -338,7 +404,7 @@ def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
             raise ValueError(f"line {number} is {line[:80]!r} ({type(error).__name__}: {error})") from error
         last_step = _step(entry, "last_step")
         entries.append({key: NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in entry.items()})
-    if entries:
+    if entries and first == 1:
         entries[0].pop("run", None)
     return entries
 
