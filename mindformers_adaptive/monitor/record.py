@@ -1,24 +1,20 @@
 """The record of a run: a file of JSON lines, one a step, that survives kills and resumes."""
 
-import contextlib
 import itertools
 import json
 import os
 import re
 import secrets
 import stat
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mindformers_adaptive.monitor.run_lock import RunLock
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
 
-if sys.platform != "win32":
-    import fcntl
-
-__all__ = ["FIELDS", "RunLock", "RunRecord", "new_run", "read_record"]
+__all__ = ["FIELDS", "RunRecord", "new_run", "read_record"]
 
 # Fields of one record line; null means unknown. From scale_window to skipped_steps, values are those after the step.
 FIELDS: tuple[str, ...] = ("step", "loss", "overflow", "loss_scale", "next_loss_scale", *AdaptiveRule.recorded)
@@ -30,9 +26,6 @@ _VALUE = rb'(?:-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|null|true|false|"[^"\\]*"|\[[^][
 _OWN_LINE = re.compile(rb'\{(?:"run": \d+, )?"step": (\d{1,15})(?:, "\w+": ' + _VALUE + rb")*\}\n")
 
 _COPIED_AT_ONCE = 2**20
-
-# A process can lock a file again that it has locked itself, so the paths are kept here.
-_locked: set[Path] = set()
 
 
 class RunRecord:
@@ -171,7 +164,7 @@ class RunRecord:
             try:
                 self._lock = RunLock(self.path)
             except BlockingIOError:
-                here = _lock_of(self.path) in _locked
+                here = RunLock.is_held_here(self.path)
                 reason = reason or f"is being written by another {'callback of this process' if here else 'run'}"
                 if self.path in own and not here:
                     # Which is from now on the only run with this number.
@@ -210,67 +203,6 @@ class RunRecord:
     def _free_name(self) -> Path:
         names = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))
         return next(name for name in names if not name.exists())
-
-
-class RunLock:
-    """A lock on a file, held by way of a hidden one beside it. It ends with its process, however that ends.
-
-    Args:
-        path (Path): the file; it need not exist.
-
-    Raises:
-        BlockingIOError: if another process, or another lock of this one, holds it.
-        OSError: if the file cannot be locked, such as in a folder that cannot be written to.
-
-    Examples:
-        >>> import tempfile
-        >>> file = Path(tempfile.mkdtemp(), "record.jsonl")
-        >>> lock = RunLock(file)
-        >>> try:
-        ...     RunLock(file)
-        ... except BlockingIOError as error:
-        ...     print("locked")
-        locked
-        >>> lock.release()
-    """
-
-    _file: int | None = None
-
-    def __init__(self, path: Path) -> None:
-        self._path = _lock_of(path)
-        self._process = os.getpid()
-        if self._path in _locked:
-            raise BlockingIOError(f"{path} is locked by this process")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while self._file is None:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                if sys.platform != "win32":
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Between the two calls, the process that held the lock may have released it and deleted the file.
-                if self._path.exists() and os.path.samestat(os.fstat(file), os.stat(self._path)):
-                    self._file = file
-            finally:
-                if self._file is None:
-                    os.close(file)
-        _locked.add(self._path)
-
-    def release(self) -> None:
-        """Release the lock."""
-        # A forked process does not hold the locks of its parent.
-        if self._file is not None and os.getpid() == self._process:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-            os.close(self._file)
-            _locked.discard(self._path)
-        self._file = None
-
-    def __del__(self) -> None:
-        self.release()
-
-
-def _lock_of(path: Path) -> Path:
-    return path.resolve().with_name(f".{path.name}.lock")
 
 
 def new_run() -> int:
@@ -359,34 +291,36 @@ def _look_through(path: Path, last_step: int) -> _Found:
         OSError: if the file cannot be read.
         ValueError: if it is no record; the message names the line.
     """
-    found, here, broken = _Found(), 0, ""
+    last = here = kept = whole = 0
+    broken, torn, last_kept = "", b"", b""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             here += len(line)
-            if broken:
-                raise ValueError(broken)
             known = _OWN_LINE.fullmatch(line)
-            if known is not None and (step := int(known[1])) > found.last_step:
+            if known is not None and (step := int(known[1])) > last and not broken:
                 last = step
             elif not line.strip():
                 continue
-            elif not line.endswith(b"\n"):
-                return found._replace(torn=line)
+            elif broken or not line.endswith(b"\n"):
+                torn = torn or line
+                break
             else:
                 try:
-                    [entry] = _parse([line[:-1]], found.last_step, number)
+                    [entry] = _parse([line[:-1]], last, number)
                     last = _step(entry, "last_step")
                 except ValueError as error:
                     # Only the last line may be what a machine that failed has left.
                     broken, torn = str(error), line[:-1]
                     continue
-            found = found._replace(last_step=last, whole=here)
+            whole = here
             # A line for missing steps that ends later is removed too; append() writes a shorter one.
             if last <= last_step:
-                found = found._replace(kept=here, last_kept=line)
-    if broken and _is_json(torn):
+                kept, last_kept = here, line
+        else:
+            broken = broken if broken and _is_json(torn) else ""
+    if broken:
         raise ValueError(broken)
-    return found._replace(torn=torn) if broken else found
+    return _Found(last, kept, whole, last_kept, torn)
 
 
 def _parse(lines: list[bytes], last_step: int = 0, first: int = 1) -> list[dict[str, Any]]:

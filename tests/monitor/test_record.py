@@ -19,7 +19,8 @@ from record_checks import missing
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor import record as record_module
-from mindformers_adaptive.monitor.record import RunLock, RunRecord, read_record
+from mindformers_adaptive.monitor.record import RunRecord, read_record
+from mindformers_adaptive.monitor.run_lock import RunLock
 from mindformers_adaptive.text.files import json_text
 
 INF, NAN = float("inf"), float("nan")
@@ -173,10 +174,10 @@ def test_empty_lines_between_steps_are_no_steps(path):
     assert write(path, entries(3, 4), last_step=2) == []
     assert read_record(path) == entries(1, 4)
     path.write_text(path.read_text() + "no step\n\n" + '{"step": 5}\n')
-    with pytest.raises(ValueError, match="line 8 is b'no step'"):
+    with pytest.raises(ValueError, match="line 7 is b'no step'"):
         read_record(path)
     [note] = write(path, entries(5, 5), last_step=4)
-    assert "is no record of steps, line 8 is b'no step'" in note
+    assert "is no record of steps, line 7 is b'no step'" in note
 
 
 def test_any_lines_are_continued_as_the_parser_of_json_has_them(path, monkeypatch):
