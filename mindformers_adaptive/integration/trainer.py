@@ -16,6 +16,7 @@ from mindspore.dataset.engine.datasets import Dataset
 from mindformers_adaptive.integration.checks import FIXED_SCALES, check_config, check_cpu, given_to_train_step
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.integration.workarounds import apply_workarounds
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.rules import rule_of_cell
 
 __all__ = ["MeanOverMicroBatches", "Trainer", "accumulate", "take_accumulation_steps"]
@@ -90,6 +91,7 @@ class Trainer(mindformers.Trainer):
 
     def _check_config_rules(self):
         # Runs when the arguments of train() are known, and before MindFormers looks for a checkpoint.
+        _tell_monitors(self.trainer, self.config)
         apply_workarounds(self.config)
         if self.wrapper is None:
             _keep_fixed_scale(self.trainer, self.config)
@@ -150,6 +152,25 @@ def _keep_fixed_scale(trainer, config):
         return create_model_wrapper(*args, **kwargs)
 
     trainer.create_model_wrapper = create
+
+
+def _tell_monitors(trainer, config):
+    """Tell each monitor which checkpoint the training is resumed from, for the line on a signal."""
+    section = config.get("checkpoint") or {}
+    resumed_from = None
+    if section.get("load_path"):
+        resumed_from = "checkpoint.load_path", section["load_path"]
+    elif config.resume_training and config.load_checkpoint:
+        resumed_from = "load_checkpoint", config.load_checkpoint
+    sort_callbacks = trainer.sort_callbacks
+
+    def sort(callbacks):
+        for callback in callbacks:
+            if isinstance(callback, LossScaleMonitor):
+                callback.resumed_from = resumed_from
+        return sort_callbacks(callbacks)
+
+    trainer.sort_callbacks = sort
 
 
 def _fit_window(args, scale_sense):
