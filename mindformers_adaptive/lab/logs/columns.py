@@ -36,6 +36,7 @@ class LogColumns(Sequence[LogEntry]):
     def __init__(self) -> None:
         self.of: dict[str, Any] = {name: array(code) for name, code in _TYPES.items()}
         self.sparse: dict[int, dict[str, Any]] = {}
+        self._add = [column.append for column in self.of.values()]
         self._where: list[str | int] = []
         self._files: list[tuple[int, str]] = []
         self._formats: list[tuple[int, Any]] = []
@@ -81,16 +82,26 @@ class LogColumns(Sequence[LogEntry]):
             return where
         return f"{next(file for first, file in reversed(self._files) if first <= place)}:{where}"
 
-    def append_line(self, file: str, number: int, values: Sequence[Any]) -> None:
+    def append_line(self, file: str, number: int, step: int, skipped: int, overflow: int, *others: float) -> None:
         """Add an entry of one step that has nothing rare.
 
         Args:
             file (str), number (int): its line.
-            values (Sequence): those of all columns, in their order.
+            step (int), skipped (int), overflow (int), others (float): its columns, in their order.
         """
-        for column, value in zip(self.of.values(), values, strict=True):
-            column.append(value)
-        if not self._files or self._files[-1][1] != file:
+        add = self._add
+        add[0](step)
+        add[1](1)
+        add[2](skipped)
+        add[3](overflow)
+        # One after the other: a loop would take twice as long, for each of a million lines.
+        add[4](others[0])
+        add[5](others[1])
+        add[6](others[2])
+        add[7](others[3])
+        add[8](others[4])
+        add[9](others[5])
+        if not self._files or self._files[-1][1] is not file:
             self._files.append((len(self._where), file))
         self._where.append(number)
 

@@ -50,12 +50,20 @@ _GAPS_NAMED = 3
 _MOST_STEPS = 10**7
 
 
-class _Memo(dict[str, float]):
+class _Numbers(dict[str, float]):
     """Numbers by their texts, of which few are different."""
 
     def __missing__(self, text: str) -> float:
         self[text] = number = _number(text)
         return number
+
+
+class _Scales(dict[str, "float | None"]):
+    """Loss scales by their texts: nan for null, None for what is no scale."""
+
+    def __missing__(self, text: str) -> float | None:
+        self[text] = scale = math.nan if text == "null" else parse_scale(_number(text))
+        return scale
 
 
 class JsonlReader(Reader):
@@ -74,7 +82,7 @@ class JsonlReader(Reader):
     def __init__(self) -> None:
         super().__init__()
         self.entries = LogColumns()
-        self._numbers = _Memo()
+        self._numbers, self._scales = _Numbers(), _Scales()
         # By the last step of each gap that is stated its first one, and where.
         self._missing: dict[int, tuple[int, str]] = {}
         self._gaps = 0
@@ -87,7 +95,7 @@ class JsonlReader(Reader):
             )
 
     def take(self, text: str, lines: LogLines) -> bool:
-        if (line := _LINE.fullmatch(text)) is not None and self._take_own(line, lines):
+        if (line := _LINE.fullmatch(text)) is not None and self._take_own(line.groups(), lines):
             return True
         record = json_object(text) if '"missing_steps"' in text else {}
         if "missing_steps" not in record:
@@ -95,26 +103,36 @@ class JsonlReader(Reader):
         self.take_gap(record, lines.where)
         return True
 
-    def _take_own(self, line: re.Match[str], lines: LogLines) -> bool:
+    def _take_own(self, line: tuple[str, ...], lines: LogLines) -> bool:
         """Take a line that this package wrote; False where it has to be looked at more closely."""
-        step, loss, overflow, scale, after, window, skipped, gradient, dropped, others, gradient_format = line.groups()
+        step, loss, overflow, scale, after, window, skipped, gradient, dropped, others, gradient_format = line
         if (number := int(step)) <= self.entries.last_step or (others and _READ_AT_THE_END.search(others)):
             return False
-        numbers = self._numbers
         try:
-            loss_scale, next_scale = numbers[scale], numbers[after]
-            if not (loss_scale > 0.0 or scale == "null") or not (next_scale > 0.0 or after == "null"):
-                return False
-            values = (
-                *(number, 1, -1 if skipped == "null" else int(skipped), _FLAGS[overflow], dropped == "true"),
-                *(next_scale, loss_scale, _loss(_number(loss), loss), _number(gradient), numbers[window]),
-            )
+            loss_scale, next_scale = self._scales[scale], self._scales[after]
+            lost = _WORDS[loss] if loss in _WORDS else float(loss)
+            # Of the rest only a few are different, or most are null.
+            seen = math.nan if gradient == "null" else _number(gradient)
+            scale_window = self._numbers[window]
         except ValueError:
             return False
-        if not (parse_scale(loss_scale) or scale == "null") or not (parse_scale(next_scale) or after == "null"):
+        if loss_scale is None or next_scale is None:
             return False
-        self.entries.note_format(gradient_format)
-        self.entries.append_line(lines.file, lines.number, values)
+        if gradient_format is not None:
+            self.entries.note_format(gradient_format)
+        self.entries.append_line(
+            lines.file,
+            lines.number,
+            number,
+            -1 if skipped == "null" else int(skipped),
+            _FLAGS[overflow],
+            dropped == "true",
+            next_scale,
+            loss_scale,
+            math.inf if loss == '"nan"' else lost,
+            seen,
+            scale_window,
+        )
         return True
 
     def add(self, entry: LogEntry) -> bool:
