@@ -148,7 +148,7 @@ def _draw_loss(axes: Axes, run: RunSeries, prefix: str, line: Mapping[str, Any],
     if len(loss) >= _SMOOTH_FROM:
         if not prefix:
             faint: dict[str, Any] = {**line, "alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
-            axes.plot(*run.broken(step, loss), **faint)
+            axes.plot(*canvas.thinned(*run.broken(step, loss)), **faint)
         blocks = min(len(loss) // 10, _MEDIANS)
         label, gid = f"median of {len(loss) // blocks:,} steps", "median loss"
         step, _, loss, _ = canvas.gather(step, loss, blocks)
@@ -179,7 +179,7 @@ def _draw_loss_scale(
 ) -> None:
     """Draw the loss scale of a run, and mark its skipped steps; many of them as a strip at a height of the panel."""
     steps = np.append(run.step, run.last_step + 1)
-    axes.step(*run.broken(steps, run.scales), where="post", gid=prefix + "loss scale", **line)
+    axes.step(*canvas.thinned(*run.broken(steps, run.scales)), where="post", gid=prefix + "loss scale", **line)
     recorded = int(run.overflow.sum())
     of_all = "" if recorded == run.skipped else f" of {run.skipped:,} recorded"
     label = f"{prefix}skipped step ({recorded:,}{of_all})"
@@ -200,7 +200,7 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     canvas.style_axes(axes, title=f"scale window: clean steps before {what} is raised", y_label="scale window, steps")
     style: dict[str, Any] = {"color": canvas.SECOND, "linewidth": 1.6, "gid": "scale window"}
     marker = canvas.point_marker(len(scale_window))
-    axes.step(*run.broken(run.step, scale_window), where="post", marker=marker, **style)
+    axes.step(*canvas.thinned(*run.broken(run.step, scale_window)), where="post", marker=marker, **style)
     windows = np.unique(scale_window[np.isfinite(scale_window)])
     # From the largest down, those windows have a label that have room for it.
     room = np.log(windows[-1] / windows[0]) / 8
@@ -229,7 +229,13 @@ def _draw_difference(axes: Axes, apart: tuple[Floats, Floats], first: str, secon
     step, values = apart
     faint = len(values) >= _SMOOTH_FROM
     style: dict[str, Any] = {"color": canvas.MUTED, "marker": canvas.point_marker(len(values))}
-    axes.plot(step, values, gid="difference", linewidth=0.8 if faint else 1.6, alpha=0.35 if faint else 1.0, **style)
+    axes.plot(
+        *canvas.thinned(step, values),
+        gid="difference",
+        linewidth=0.8 if faint else 1.6,
+        alpha=0.35 if faint else 1.0,
+        **style,
+    )
     if faint:
         middle, _, median, _ = canvas.gather(step, values, min(len(values) // 10, _MEDIANS))
         axes.plot(middle, median, color=canvas.MUTED, linewidth=1.6, gid="median difference")

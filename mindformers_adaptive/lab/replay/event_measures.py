@@ -33,7 +33,7 @@ _STEPS_FOR_EACH = 20
 
 def pays_for(configurations: Sequence[Configuration], trace: Trace) -> bool:
     """Return whether replaying configurations from event to event is possible, and quicker than side by side."""
-    return len(trace) > _STEPS_FOR_EACH * len(configurations) and all(
+    return len(trace) > _STEPS_FOR_EACH * len(configurations) > 0 and all(
         type(one.rule) is AdaptiveRule for one in configurations
     )
 
@@ -93,7 +93,7 @@ class EventMeasures:
         self._unbounded = int(np.count_nonzero(ceiling > LARGEST_LOSS_SCALE))
         self._bounds = [np.unique(bound) for bound in (trace.lower_bound, trace.upper_bound)]
         self._has_unknown = bool((np.nextafter(trace.lower_bound, np.inf) < trace.upper_bound).any())
-        self._unknown: dict[tuple[int, ...], NDArray[np.int32]] = {}
+        self._places: dict[tuple[int, ...], tuple[NDArray[np.int32], bool]] = {}
 
     def of(self, path: EventPath) -> Measures:
         """Return the measures of what a rule did."""
@@ -118,7 +118,7 @@ class EventMeasures:
             window_changes=0
             if path.scale_window is None
             else int(np.count_nonzero(path.scale_window[1:] != path.scale_window[:-1])),
-            known_share=1.0 - self._count_unknown(path) / steps if self._has_unknown else 1.0,
+            known_share=(steps - self._count_unknown(path)) / steps if self._has_unknown else 1.0,
         )
 
     def _headroom(self, path: EventPath) -> float:
@@ -138,15 +138,21 @@ class EventMeasures:
         order = np.argsort(path.loss_scale, kind="stable")
         scales, firsts = np.unique(path.loss_scale[order], return_index=True)
         for scale, rows in zip(scales.tolist(), np.split(order, firsts[1:]), strict=True):
-            unknown = self._unknown_at(scale)
-            count += int((np.searchsorted(unknown, ends[rows]) - np.searchsorted(unknown, path.changes[rows])).sum())
+            places, are_known = self._places_at(scale)
+            first, end = path.changes[rows], ends[rows]
+            found = int((np.searchsorted(places, end) - np.searchsorted(places, first)).sum())
+            count += int((end - first).sum()) - found if are_known else found
         return count
 
-    def _unknown_at(self, scale: float) -> NDArray[np.int32]:
-        """The steps that are unknown at a scale: the same at all scales between which no step has a bound."""
+    def _places_at(self, scale: float) -> tuple[NDArray[np.int32], bool]:
+        """The unknown steps at a scale, or the known ones if these are fewer; and whether it is those.
+
+        They are the same at all scales between which no step has a bound.
+        """
         lower, upper = self._bounds
         key = int(np.searchsorted(lower, scale)), int(np.searchsorted(upper, scale, side="right"))
-        if key not in self._unknown:
+        if key not in self._places:
             unknown = (scale > self._trace.lower_bound) & (scale < self._trace.upper_bound)
-            self._unknown[key] = np.flatnonzero(unknown).astype(np.int32)
-        return self._unknown[key]
+            are_known = 2 * int(np.count_nonzero(unknown)) > len(unknown)
+            self._places[key] = np.flatnonzero(unknown != are_known).astype(np.int32), are_known
+        return self._places[key]

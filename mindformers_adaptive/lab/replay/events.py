@@ -23,7 +23,7 @@ __all__ = ["EventPath", "Overflows", "clean_steps_counted", "follow", "follow_ea
 
 # More states, and places of the overflows of more scales, are not kept: a scale factor that is no power of two may lead
 # to ever new ones.
-_MOST_STATES, _MOST_BYTES = 20_000, 160_000_000
+_MOST_STATES, _MOST_BYTES = 20_000, 64_000_000
 _BLOCK = 1024
 
 # So many states of a rule are checked before it is taken at its word.

@@ -67,7 +67,8 @@ def replay(policy: Policy, trace: Trace) -> Replay:
         >>> replay(make_policy("fixed", loss_scale_value=2.0**10), trace).measures.headroom_lost
         3.0
     """
-    if len(trace) and (path := follow(policy.rule, policy.current, Overflows(trace.ceiling))) is not None:
+    rule = getattr(policy, "rule", None)
+    if len(trace) and (path := follow(rule, policy.current, Overflows(trace.ceiling)) if rule else None) is not None:
         return _replay_of(policy, trace, path)
     scales, windows, flags = [float(policy.loss_scale)], [policy.scale_window], []
     gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
