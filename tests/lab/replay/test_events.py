@@ -169,7 +169,7 @@ def traces(draw):
     ceiling = np.where(np.isfinite(ceiling), ceiling, 2.0**30)
     below, above = draw(arrays.arrays(np.int8, (2, len(ceiling)), elements=st.integers(0, 3)))
     lower, upper = ceiling * np.array([0.0, 0.25, 0.5, 1.0])[below], np.nextafter(ceiling, np.inf)
-    upper = np.where(ceiling > 0, np.maximum(upper, ceiling * np.array([1.0, 2.0, 4.0, 1e300])[above]), upper)
+    upper = np.where(ceiling > 0, np.maximum(upper, ceiling * np.array([1.0, 2.0, 4.0, 2.0**800])[above]), upper)
     seconds = draw(st.sampled_from([None, np.arange(len(ceiling)) / 8.0]))
     return Trace("made", ceiling, lower, upper, seconds)
 
