@@ -4,6 +4,8 @@ A user changes one import line. On Ascend the cells compute what the stock ones 
 carry the state of loss scaling through checkpoints.
 """
 
+import warnings
+
 from mindformers_adaptive.text.install_hint import install_hint
 
 with install_hint(__name__):
@@ -182,9 +184,33 @@ class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
         False
     """
 
+    has_fixed_scale = True
+
     def __init__(self, loss_scale_value=1.0):
         super().__init__(1.0)
         self.no_overflow = Tensor(False)
 
     def construct(self, loss_scale, overflow):
         return self.no_overflow
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Leave out the state of a gradient scaler with a warning, as Megatron-LM does where it has none.
+
+        Args:
+            state_dict (dict): the state of a scaler or of the optimizer around it, as ``load_state_dict`` of
+                :class:`AdaptiveLossScaleUpdateCell` takes it; any other is left to ``nn.Cell``.
+            *args (Any): as in ``nn.Cell``.
+            **kwargs (Any): likewise.
+
+        Returns:
+            None, or what ``nn.Cell`` returns.
+        """
+        if not isinstance(state_dict, dict) or not {"grad_scaler", "optimizer", "scale"}.intersection(state_dict):
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        if "scale" in state_dict or state_dict.get("grad_scaler") is not None:
+            warnings.warn(
+                "The checkpoint has the state of a gradient scaler, but NoLossScaleUpdateCell scales nothing: the "
+                "state is left out. To go on with it, give AdaptiveLossScaleUpdateCell.",
+                stacklevel=2,
+            )
+        return None

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "lab.replay": {"text", "rules", "lab.traces", "lab.policies"},
     "lab.analysis": {"text", "rules", "lab.traces", "lab.policies", "lab.replay"},
     "integration": {"text", "rules", "wrapper", "cells", "checkpoint", "gradients", "monitor"},
-    "plots": {"text", "rules", "gradients", "monitor", "lab.traces", "lab.policies", "lab.replay"},
+    "plots": {"text", "rules", "gradients", "monitor", "lab.traces", "lab.policies", "lab.logs", "lab.replay"},
     "cli": {"", "text", "rules", "checkpoint", "gradients", "monitor", "integration", "plots"}
     | {f"lab.{room}" for room in ("traces", "policies", "logs", "replay", "analysis")},
     "__main__": {"cli"},

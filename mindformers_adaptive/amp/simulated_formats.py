@@ -1,10 +1,11 @@
 """Formats that the device does not have, simulated in float32: for study and for tests, not for speed."""
 
 import collections
+import collections.abc
 import difflib
 import math
 
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
@@ -148,32 +149,31 @@ def simulate_formats(network, forward=None, gradients=None, layers=None):
 
     Raises:
         TypeError: if an argument is not of its type.
-        ValueError: if there is no such format or layer, or one has no product.
+        ValueError: if there is no such format or layer, or one has no product; if ``layers`` is empty, a product is
+            simulated already, or the network has run in graph mode.
 
     Examples:
         >>> net = simulate_formats(nn.Dense(1, 1, "ones", has_bias=False), forward="float8_e4m3fn")
         >>> net(Tensor([[0.3]], mstype.float32)).tolist()
         [[0.3125]]
     """
-    if not isinstance(network, nn.Cell) or isinstance(layers, str):
-        raise TypeError(
-            f"'network' must be a Cell and 'layers' a list of names, but got {type(network).__name__} and {layers!r}."
-        )
-    found = {}
-    for name, cell in network.cells_and_names():
-        products = [
-            key for key, value in vars(cell).items() if isinstance(value, ops.Primitive) and value.name in _PRODUCTS
-        ]
-        if products and not isinstance(cell, _Product):
-            found[name] = cell, products
+    layers = _list_of_names(network, layers)
+    _refuse_compiled(network)
+    found, done = _products_of(network)
+    known = [known for name, cell in _cells(network, {*found, *done}) for known in (name, type(cell).__name__)]
     for layer in layers or ():
-        known = [known for name, (cell, _) in found.items() for known in (name, type(cell).__name__)]
         if layer not in known:
-            near = ", ".join(difflib.get_close_matches(layer, known, cutoff=0.0)) or "none"
+            near = ", ".join(dict.fromkeys(difflib.get_close_matches(layer, known, cutoff=0.0))) or "none"
             raise ValueError(
                 f"'layers' must name cells with a product, or a class of them, but got {layer!r}. The nearest names "
                 f"are {near}."
             )
+    chosen = [name for name, cell in _cells(network, done) if layers is None or {name, type(cell).__name__} & {*layers}]
+    if chosen:
+        raise ValueError(
+            f"'network' must have products that are not simulated yet, but those of {', '.join(map(repr, chosen[:3]))} "
+            "are. Make the network anew, or name others in 'layers'."
+        )
     if not found:
         raise ValueError(
             f"'network' must have a cell with one of {', '.join(_PRODUCTS)}, such as nn.Dense, but has none."
@@ -188,6 +188,54 @@ def simulate_formats(network, forward=None, gradients=None, layers=None):
                 del vars(cell)[key], cell._primitives[key]
                 setattr(cell, key, product)
     return network
+
+
+def _list_of_names(network, layers):
+    """Return the names of layers as a list, or None for all."""
+    if isinstance(network, nn.Cell) and layers is None:
+        return None
+    is_iterable = isinstance(layers, collections.abc.Iterable) and not isinstance(layers, str)
+    names = list(layers) if is_iterable else layers
+    if not isinstance(network, nn.Cell) or not is_iterable or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"'network' must be a Cell and 'layers' a list of names, but got {type(network).__name__} and {names!r}."
+        )
+    if not names:
+        raise ValueError("'layers' must name at least 1 layer, but got none. Leave it out to take all that have one.")
+    return names
+
+
+def _refuse_compiled(network):
+    """Refuse a network whose graph MindSpore would take again, without the rounding."""
+    marks = ["compile_cache", "_compile_phase"]
+    if context.get_context("mode") == context.GRAPH_MODE:
+        # What a function around the network was compiled from has these; so has a network that ran in PyNative mode,
+        # which does no harm there.
+        marks.append("_lazy_forward_pre_hook")
+    for name, cell in network.cells_and_names():
+        if any(getattr(cell, mark, None) not in (None, set()) for mark in marks):
+            raise ValueError(
+                f"'network' must not have run in graph mode yet, but {type(cell).__name__}{name and f' {name!r}'} has "
+                "been compiled, and that graph would be used again. Call simulate_formats() before the first run."
+            )
+
+
+def _products_of(network):
+    """Return by the name of each cell the keys of its products, and the names of those that are simulated."""
+    found, done = {}, []
+    for name, cell in network.cells_and_names():
+        if isinstance(cell, _Product):
+            continue
+        keys = [key for key, one in vars(cell).items() if isinstance(one, ops.Primitive) and one.name in _PRODUCTS]
+        if keys:
+            found[name] = cell, keys
+        if any(isinstance(part, _Product) for part in cell.cells()):
+            done.append(name)
+    return found, done
+
+
+def _cells(network, names):
+    return [(name, cell) for name, cell in network.cells_and_names() if name in names]
 
 
 def simulated_products(network):

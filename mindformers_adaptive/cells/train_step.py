@@ -3,8 +3,9 @@
 import inspect
 import warnings
 
+import numpy as np
 from mindformers.tools.logger import logger
-from mindspore import Parameter, amp, context, nn, ops
+from mindspore import Parameter, Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
@@ -23,6 +24,7 @@ class LossScaleTrainStep:
     - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and
       optimizer from most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their
       names.
+    - A fixed loss scale stays the one that was given: that of a checkpoint does not replace it, and a warning says so.
     - When training starts, the restored loss scale is checked, and the log says which cell of which package scales the
       loss, and from where loss scaling goes on.
     - Construction raises TypeError if ``scale_sense`` is a loss-scale manager, a loss scaler, a class, a dict, a str, a
@@ -79,6 +81,7 @@ class LossScaleTrainStep:
             self._feed_largest_gradient()
         self._is_running = False
         self._reported_start = None
+        self._fixed_scale = self.scale_sense.asnumpy().item() if _has_fixed_scale(self) else None
         if _follows_a_rule(self):
             self.loss_scaling_manager.bind_loss_scale(self.scale_sense)
             if isinstance(self.optimizer, nn.Cell):
@@ -161,6 +164,16 @@ class LossScaleTrainStep:
         self._is_running = True
         return super().__call__(*args, **kwargs)
 
+    def set_sense_scale(self, sens):
+        """As of the stock cell: set another fixed loss scale.
+
+        Args:
+            sens (Tensor): the scale, float32 of the shape of the one before.
+        """
+        super().set_sense_scale(sens)
+        if self._fixed_scale is not None:
+            self._fixed_scale = self.scale_sense.asnumpy().item()
+
     def add_flags_recursive(self, **flags):
         super().add_flags_recursive(**flags)
         if flags.get("training"):
@@ -187,6 +200,13 @@ class LossScaleTrainStep:
 
 def _follows_a_rule(train_step):
     return isinstance(train_step.loss_scaling_manager, RuleUpdateCell)
+
+
+def _has_fixed_scale(train_step):
+    update_cell = train_step.loss_scaling_manager
+    # A user's subclass of the stock cell may move it.
+    is_stock = type(update_cell) is nn.FixedLossScaleUpdateCell
+    return update_cell is None or is_stock or getattr(update_cell, "has_fixed_scale", False)
 
 
 def refuse_dividing_optimizer(optimizer):
@@ -233,6 +253,7 @@ def _check_and_report(train_step):
     update_cell, follows_a_rule = train_step.loss_scaling_manager, _follows_a_rule(train_step)
     if follows_a_rule:
         update_cell.check_state()
+    _keep_fixed_scale(train_step)
     loss_scale, state = train_step.scale_sense.asnumpy().item(), update_cell.state() if follows_a_rule else {}
     if train_step._reported_start == (loss_scale, state):
         return
@@ -252,6 +273,20 @@ def _check_and_report(train_step):
             f"scale {loss_scale} {describe_fresh_start(rule, state)}.",
             stacklevel=3,
         )
+
+
+def _keep_fixed_scale(train_step):
+    """Set a fixed loss scale that a checkpoint has replaced."""
+    scale_sense, wanted = train_step.scale_sense, train_step._fixed_scale
+    restored = scale_sense.asnumpy().item()
+    if wanted in (None, restored):
+        return
+    warnings.warn(
+        f"The checkpoint has loss scale {restored}, but 'scale_sense' is fixed at {wanted}: training goes on at "
+        f"{wanted}. To go on at {restored}, make that the fixed scale, or call set_sense_scale().",
+        stacklevel=4,
+    )
+    scale_sense.set_data(Tensor(np.full(scale_sense.shape, wanted), mstype.float32))
 
 
 def _report_cell(update_cell, loss_scale, state):

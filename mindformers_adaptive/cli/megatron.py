@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
+import warnings
 
 import yaml
 
-from mindformers_adaptive.cli.output import UsageError, wrong_usage
+from mindformers_adaptive.cli.output import UsageError, print_text, wrong_usage
 from mindformers_adaptive.rules.megatron import scale_sense_from_megatron
 
 __all__ = ["add_arguments", "run"]
@@ -32,7 +34,10 @@ def run(options: argparse.Namespace) -> None:
         words = [word for argument in options.others for word in shlex.split(argument)]
     if not words:
         raise UsageError("Megatron-LM's arguments are required")
-    with wrong_usage():
+    with wrong_usage(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         section = scale_sense_from_megatron(words)
+    for warning in caught:
+        print_text(f"warning: {warning.message}", file=sys.stderr)
     section = {"runner_wrapper": {"type": "MFTrainOneStepCell", "scale_sense": section}}
     print(yaml.safe_dump(section, sort_keys=False), end="")

@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 from mindformers_adaptive.cli.output import UsageError, print_text, read_picture, read_scale
 from mindformers_adaptive.gradients.selection import KINDS
 from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.logs.record import JsonlReader, run_of_record
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records, is_gradient_record
 from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.text.files import json_object
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,15 +104,27 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read(file: str) -> Any:
-    """Return the lines of a record, the sweep of a JSON file, or the run that another log holds."""
-    with contextlib.suppress(ValueError):
-        content = json.loads(Path(file).read_bytes())
-        # A record of gradients with a single line is JSON too.
-        if isinstance(content, dict) and "loss_scales" in content and "step" not in content:
-            return content
-    with contextlib.suppress(ValueError):
+    """Return the sweep of a JSON file, the lines of a record of gradients, or the run that another file holds."""
+    with open(file, encoding="utf-8-sig", errors="replace") as lines:
+        start = lines.readline().strip()
+    first = json_object(start)
+    # What a record of months holds would not fit into memory as a whole.
+    if start.startswith(("{", "[")) and "step" not in first:
+        with contextlib.suppress(ValueError):
+            content = json.loads(Path(file).read_bytes())
+            if isinstance(content, dict) and "loss_scales" in content and "step" not in content:
+                return content
+    if "loss_scales" in first:
         return read_record(file)
-    return read_log(file)
+    try:
+        return read_log(file)
+    except ValueError as error:
+        try:
+            record = read_record(file)
+        except ValueError:
+            raise error from None
+        # One whose scale nobody knows is drawn all the same.
+        return run_of_record(record)
 
 
 def _is_gradients(content: Any) -> bool:
@@ -125,7 +139,7 @@ def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
         return draw_gradient_records({names[file]: record for file, record in gradients.items()}, **chosen)
     if len(read) == 1:
         [only] = runs.values()
-        return draw_runs({"" if isinstance(only, list) else only.name: only})
+        return draw_runs({"" if only.log_format == JsonlReader.name else only.name: only})
     if not gradients:
         beside = {file: Path(file).with_name(_GRADIENTS) for file in runs}
         # Several runs in one folder may share what lies there.

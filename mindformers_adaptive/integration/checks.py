@@ -14,7 +14,8 @@ from mindformers_adaptive.rules.checks import require_flag, require_integer, req
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.rule import Rule
 
-__all__ = ["OWN_AUTO_REGISTER", "check_config", "check_cpu", "check_sections", "given_to_train_step", "value_at"]
+__all__ = ["FIXED_SCALES", "OWN_AUTO_REGISTER", "check_config", "check_cpu", "check_sections", "given_to_train_step"]
+__all__ += ["value_at"]
 
 _SKIP = "use_skip_data_by_global_norm"
 _PER_TOKEN = "calculate_per_token_loss"
@@ -57,6 +58,8 @@ _OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
 # The module in the register_path folder of this package, whose class is registered already.
 OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 
+# Update cells that do not move the scale.
+FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")
 # Update cells that move the scale beside those of RULES, and so skip steps and keep a state.
 _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
 # From 2^32, the usual start, a training of mean losses loses about 16 steps. A start above that is worth a word.

@@ -1,5 +1,6 @@
 """MindFormers' ``Trainer`` with adaptive loss scaling registered, and with an argument for a train-step cell."""
 
+import copy
 import inspect
 import warnings
 
@@ -12,9 +13,10 @@ from mindformers.wrapper.wrapper import GradAccumulationCellWithTwoOutput
 from mindspore import Tensor, nn
 from mindspore.dataset.engine.datasets import Dataset
 
-from mindformers_adaptive.integration.checks import check_config, check_cpu, given_to_train_step
+from mindformers_adaptive.integration.checks import FIXED_SCALES, check_config, check_cpu, given_to_train_step
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.integration.workarounds import apply_workarounds
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.rules import rule_of_cell
 
 __all__ = ["MeanOverMicroBatches", "Trainer", "accumulate", "take_accumulation_steps"]
@@ -89,7 +91,10 @@ class Trainer(mindformers.Trainer):
 
     def _check_config_rules(self):
         # Runs when the arguments of train() are known, and before MindFormers looks for a checkpoint.
+        _tell_monitors(self.trainer, self.config)
         apply_workarounds(self.config)
+        if self.wrapper is None:
+            _keep_fixed_scale(self.trainer, self.config)
         super()._check_config_rules()
 
     def _init_model(self, is_train=False):
@@ -128,6 +133,44 @@ class Trainer(mindformers.Trainer):
             if isinstance(restored, Tensor):
                 self.wrapper.scale_sense.set_data(Tensor(restored.asnumpy().item(), mindspore.float32))
         return self.wrapper
+
+
+def _keep_fixed_scale(trainer, config):
+    """Make a trainer build its cell with the fixed loss scale of the configuration, not with that of a checkpoint."""
+    scale_sense = config.runner_wrapper and config.runner_wrapper.get("scale_sense")
+    if isinstance(scale_sense, dict):
+        if scale_sense.get("type") not in FIXED_SCALES:
+            return
+        scale_sense = MindFormerConfig(**copy.deepcopy(dict(scale_sense)))
+    elif not isinstance(scale_sense, int | float):
+        return
+    create_model_wrapper = trainer.create_model_wrapper
+
+    def create(*args, **kwargs):
+        # By now MindFormers has put the loss scale of the checkpoint here.
+        trainer.config.runner_wrapper.scale_sense = scale_sense
+        return create_model_wrapper(*args, **kwargs)
+
+    trainer.create_model_wrapper = create
+
+
+def _tell_monitors(trainer, config):
+    """Tell each monitor which checkpoint the training is resumed from, for the line on a signal."""
+    section = config.get("checkpoint") or {}
+    resumed_from = None
+    if section.get("load_path"):
+        resumed_from = "checkpoint.load_path", section["load_path"]
+    elif config.resume_training and config.load_checkpoint:
+        resumed_from = "load_checkpoint", config.load_checkpoint
+    sort_callbacks = trainer.sort_callbacks
+
+    def sort(callbacks):
+        for callback in callbacks:
+            if isinstance(callback, LossScaleMonitor):
+                callback.resumed_from = resumed_from
+        return sort_callbacks(callbacks)
+
+    trainer.sort_callbacks = sort
 
 
 def _fit_window(args, scale_sense):

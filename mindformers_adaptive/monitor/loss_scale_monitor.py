@@ -1,5 +1,6 @@
 """``LossScaleMonitor``: what loss scaling did in every step, in a file, in TensorBoard and in the log."""
 
+import contextlib
 import functools
 from pathlib import Path
 
@@ -118,6 +119,8 @@ class LossScaleMonitor(RecordingCallback):
         self._signals = reports.StopSignals(self._report_signal)
         self._reader = None
         self._savers = []
+        # The key and the folder of the checkpoint that the run was resumed from, where this project's Trainer tells it.
+        self.resumed_from = None
 
     def on_train_begin(self, run_context):
         """Look up the loss scaling, and the step to go on from.
@@ -200,14 +203,33 @@ class LossScaleMonitor(RecordingCallback):
             if not looks:
                 saver._check_save_ckpt = functools.partial(_look_if_due, saver._check_save_ckpt, looks)
             looks.append(self._look_now)
+        self._saved_before = [_notes_of(saver) for saver in self._savers]
 
     def _note_and_look(self, run_context):
         self._note_call(run_context)
         self._look(run_context)
 
     def _report_signal(self, name):
-        logger.warning(
-            "Training was stopped by %s after step %s. %s", name, self._called_at, _how_to_resume(self._savers)
+        logger.warning("Training was stopped by %s after step %s. %s", name, self._called_at, self._how_to_resume())
+
+    def _how_to_resume(self):
+        if not self._savers:
+            return "It cannot be resumed, because it saves no checkpoint: add a CheckpointMonitor to the callbacks."
+        for saver, before in zip(self._savers, self._saved_before, strict=True):
+            if _notes_of(saver) == before:
+                continue
+            if not getattr(saver, "use_legacy_format", True):
+                return f"To resume, start it again with 'checkpoint.load_path' set to {saver.directory}."
+            if isinstance(saver, CheckpointMonitor):
+                folder = Path(saver._directory).parent
+                return f"To resume, start it again with 'resume_training' True and 'load_checkpoint' set to {folder}."
+            return f"To resume, load the newest checkpoint in {saver._directory} before you train again."
+        if self.resumed_from is None:
+            return "No checkpoint has been saved yet: there is none to resume from. Start it again as it was started."
+        key, folder = self.resumed_from
+        return (
+            f"No checkpoint has been saved since it was resumed: start it again as it was started, with {key!r} set to "
+            f"{folder}."
         )
 
     def _look(self, run_context):
@@ -285,12 +307,17 @@ def _look_if_due(is_due, looks, *args, **kwargs):
     return due
 
 
-def _how_to_resume(savers):
-    for saver in savers:
-        if not getattr(saver, "use_legacy_format", True):
-            return f"To resume, start it again with 'checkpoint.load_path' set to {saver.directory}."
-        if isinstance(saver, CheckpointMonitor):
-            folder = Path(saver._directory).parent
-            return f"To resume, start it again with 'resume_training' True and 'load_checkpoint' set to {folder}."
-        return f"To resume, load the newest checkpoint in {saver._directory} before you train again."
-    return "It cannot be resumed, because it saves no checkpoint: add a CheckpointMonitor to the callbacks."
+def _notes_of(saver):
+    """Return what changes when a saver has completed a checkpoint: files, and when they were written."""
+    if not getattr(saver, "use_legacy_format", True):
+        notes = [Path(saver.directory, "latest_checkpointed_iteration.txt")]
+    elif isinstance(saver, CheckpointMonitor):
+        notes = [Path(saver._directory, "meta.json")]
+    else:
+        # Beside them MindSpore writes the graph, at the start.
+        notes = [*Path(saver._directory).glob("*.ckpt"), *Path(saver._directory).glob("*.safetensors")]
+    found = {}
+    for note in notes:
+        with contextlib.suppress(OSError):
+            found[note.name] = note.stat().st_mtime_ns
+    return found

@@ -1,32 +1,31 @@
 """The record of a run: a file of JSON lines, one a step, that survives kills and resumes."""
 
-import bisect
-import contextlib
 import itertools
 import json
 import os
 import re
 import secrets
 import stat
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from mindformers_adaptive.monitor.run_lock import RunLock
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
 
-if sys.platform != "win32":
-    import fcntl
-
-__all__ = ["FIELDS", "RunLock", "RunRecord", "new_run", "read_record"]
+__all__ = ["FIELDS", "RunRecord", "new_run", "read_record"]
 
 # Fields of one record line; null means unknown. From scale_window to skipped_steps, values are those after the step.
 FIELDS: tuple[str, ...] = ("step", "loss", "overflow", "loss_scale", "next_loss_scale", *AdaptiveRule.recorded)
 FIELDS += ("skipped_steps", "largest_gradient", "dropped_by_norm")
 
-# A process can lock a file again that it has locked itself, so the paths are kept here.
-_locked: set[Path] = set()
+# As this package writes a line of a step. Others, and those for missing steps, are left to the parser of JSON, which
+# takes twice as long.
+_VALUE = rb'(?:-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|null|true|false|"[^"\\]*"|\[[^][{}\\]*\])'
+_OWN_LINE = re.compile(rb'\{(?:"run": \d+, )?"step": (\d{1,15})(?:, "\w+": ' + _VALUE + rb")*\}\n")
+
+_COPIED_AT_ONCE = 2**20
 
 
 class RunRecord:
@@ -97,30 +96,27 @@ class RunRecord:
         # A pipe or a device can be written to, but has no lines to continue.
         if not self.path.is_file():
             return notes
-        lines, torn = _split(self.path.read_bytes())
         try:
-            entries = _parse(lines)
+            found = _look_through(self.path, last_step)
         except ValueError as error:
             return [*notes, f"{self.path} is no record of steps, {error}: it is kept as {self._move_aside()}."]
-        if last_step == 0 and entries:
+        if last_step == 0 and found.last_step:
             return [*notes, f"{self.path} has the steps of an earlier run: it is kept as {self._move_aside()}."]
-        # A line for missing steps that ends later is removed too; append() writes a shorter one.
-        steps = [_step(entry, "last_step") for entry in entries]
-        kept = bisect.bisect(steps, last_step)
-        if torn:
-            notes.append(f"{self.path} ended in an unfinished line, which is taken out: {torn[:80]!r}")
-        if kept < len(lines):
-            aside = "" if self.run else f" They are kept as {self._keep_aside(lines[kept:])}."
+        if found.torn:
+            notes.append(f"{self.path} ended in an unfinished line, which is taken out: {found.torn[:80]!r}")
+        if found.last_step > last_step:
+            aside = "" if self.run else f" They are kept as {self._keep_aside(found.kept, found.whole)}."
             notes.append(
-                f"{self.path} went on to step {steps[-1]}: the steps after {last_step} are taken out, because the run "
-                f"takes them again.{aside}"
+                f"{self.path} went on to step {found.last_step}: the steps after {last_step} are taken out, because "
+                f"the run takes them again.{aside}"
             )
-        if torn or kept < len(lines):
-            self._write_whole(self.path, lines[:kept])
-        if kept:
-            self.last_step = steps[kept - 1]
-        if kept and self.last_step == last_step:
-            self.last_skipped_steps = entries[kept - 1].get("skipped_steps")
+        if found.kept < self.path.stat().st_size:
+            # At once, whatever is killed, and on a full disk too.
+            os.truncate(self.path, found.kept)
+        if found.last_kept:
+            entry = _parse([found.last_kept])[0]
+            self.last_step = _step(entry, "last_step")
+            self.last_skipped_steps = entry.get("skipped_steps") if self.last_step == last_step else None
         return notes
 
     def append(self, entries: Iterable[Mapping[str, object]]) -> None:
@@ -168,7 +164,7 @@ class RunRecord:
             try:
                 self._lock = RunLock(self.path)
             except BlockingIOError:
-                here = _lock_of(self.path) in _locked
+                here = RunLock.is_held_here(self.path)
                 reason = reason or f"is being written by another {'callback of this process' if here else 'run'}"
                 if self.path in own and not here:
                     # Which is from now on the only run with this number.
@@ -196,79 +192,17 @@ class RunRecord:
         os.replace(self.path, aside)
         return aside.name
 
-    def _keep_aside(self, lines: list[bytes]) -> str:
-        aside = self._free_name()
-        self._write_whole(aside, lines)
+    def _keep_aside(self, start: int, end: int) -> str:
+        aside, permissions = self._free_name(), stat.S_IMODE(self.path.stat().st_mode)
+        with self.path.open("rb") as record, atomic_write(aside, "wb", permissions) as copy:
+            record.seek(start)
+            while part := record.read(min(end - record.tell(), _COPIED_AT_ONCE)):
+                copy.write(part)
         return aside.name
 
     def _free_name(self) -> Path:
         names = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))
         return next(name for name in names if not name.exists())
-
-    def _write_whole(self, path: Path, lines: list[bytes]) -> None:
-        with atomic_write(path, "wb", stat.S_IMODE(self.path.stat().st_mode)) as record:
-            record.writelines(line + b"\n" for line in lines)
-
-
-class RunLock:
-    """A lock on a file, held by way of a hidden one beside it. It ends with its process, however that ends.
-
-    Args:
-        path (Path): the file; it need not exist.
-
-    Raises:
-        BlockingIOError: if another process, or another lock of this one, holds it.
-        OSError: if the file cannot be locked, such as in a folder that cannot be written to.
-
-    Examples:
-        >>> import tempfile
-        >>> file = Path(tempfile.mkdtemp(), "record.jsonl")
-        >>> lock = RunLock(file)
-        >>> try:
-        ...     RunLock(file)
-        ... except BlockingIOError as error:
-        ...     print("locked")
-        locked
-        >>> lock.release()
-    """
-
-    _file: int | None = None
-
-    def __init__(self, path: Path) -> None:
-        self._path = _lock_of(path)
-        self._process = os.getpid()
-        if self._path in _locked:
-            raise BlockingIOError(f"{path} is locked by this process")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while self._file is None:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                if sys.platform != "win32":
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Between the two calls, the process that held the lock may have released it and deleted the file.
-                if self._path.exists() and os.path.samestat(os.fstat(file), os.stat(self._path)):
-                    self._file = file
-            finally:
-                if self._file is None:
-                    os.close(file)
-        _locked.add(self._path)
-
-    def release(self) -> None:
-        """Release the lock."""
-        # A forked process does not hold the locks of its parent.
-        if self._file is not None and os.getpid() == self._process:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-            os.close(self._file)
-            _locked.discard(self._path)
-        self._file = None
-
-    def __del__(self) -> None:
-        self.release()
-
-
-def _lock_of(path: Path) -> Path:
-    return path.resolve().with_name(f".{path.name}.lock")
 
 
 def new_run() -> int:
@@ -280,8 +214,8 @@ def _run_of(path: Path) -> int | None:
     """Return the number of the run that a record is of, 0 where it has none, and None where there is no record."""
     try:
         with path.open("rb") as file:
-            run: int = json.loads(file.readline()).get("run", 0)
-    except (AttributeError, OSError, ValueError):
+            run: int = json.loads(next(filter(bytes.strip, file))).get("run", 0)
+    except (AttributeError, OSError, StopIteration, ValueError):
         return None
     return run
 
@@ -307,28 +241,94 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         >>> read_record(file)
         [{'step': 1, 'loss': nan}]
     """
-    lines, _ = _split(Path(path).read_bytes())
     try:
-        return _parse(lines)
+        return _parse(_split(Path(path).read_bytes()))
     except ValueError as error:
         raise ValueError(f"{path} is no record of steps: {error}") from error
 
 
-def _split(content: bytes) -> tuple[list[bytes], bytes]:
-    """Return the whole lines, and what a write that was cut off left after them."""
+def _split(content: bytes) -> list[bytes]:
+    """Return the whole lines, without what a write that was cut off left after them."""
     *lines, torn = content.split(b"\n")
-    if lines and not torn:
-        try:
-            json.loads(lines[-1])
-        except ValueError:
-            # A machine that fails can leave a last line of the right length without its content.
-            torn = lines.pop()
-    return lines, torn
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if lines and not torn and not _is_json(lines[-1]):
+        # A machine that fails can leave a last line of the right length without its content.
+        lines.pop()
+    return lines
 
 
-def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
-    entries, last_step = [], 0
-    for number, line in enumerate(lines, start=1):
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+class _Found(NamedTuple):
+    """What is in the file of a record.
+
+    Attributes:
+        last_step (int): the last step of its whole lines, 0 where there is none.
+        kept (int): where the lines that are kept end, in bytes.
+        whole (int): where the whole lines end.
+        last_kept (bytes): the last line that is kept.
+        torn (bytes): what a write that was cut off left at the end.
+    """
+
+    last_step: int = 0
+    kept: int = 0
+    whole: int = 0
+    last_kept: bytes = b""
+    torn: bytes = b""
+
+
+def _look_through(path: Path, last_step: int) -> _Found:
+    """Look through a record line by line, which may be months of them, for the last one up to a step.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no record; the message names the line.
+    """
+    last = here = kept = whole = 0
+    broken, torn, last_kept = "", b"", b""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            here += len(line)
+            known = _OWN_LINE.fullmatch(line)
+            if known is not None and (step := int(known[1])) > last and not broken:
+                last = step
+            elif not line.strip():
+                continue
+            elif broken or not line.endswith(b"\n"):
+                torn = torn or line
+                break
+            else:
+                try:
+                    [entry] = _parse([line[:-1]], last, number)
+                    last = _step(entry, "last_step")
+                except ValueError as error:
+                    # Only the last line may be what a machine that failed has left.
+                    broken, torn = str(error), line[:-1]
+                    continue
+            whole = here
+            # A line for missing steps that ends later is removed too; append() writes a shorter one.
+            if last <= last_step:
+                kept, last_kept = here, line
+        else:
+            broken = broken if broken and _is_json(torn) else ""
+    if broken:
+        raise ValueError(broken)
+    return _Found(last, kept, whole, last_kept, torn)
+
+
+def _parse(lines: list[bytes], last_step: int = 0, first: int = 1) -> list[dict[str, Any]]:
+    entries = []
+    for number, line in enumerate(lines, start=first):
+        # An editor may have left an empty one.
+        if not line.strip():
+            continue
         try:
             entry = json.loads(line)
             first_step = _step(entry, "first_step")
@@ -338,7 +338,7 @@ def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
             raise ValueError(f"line {number} is {line[:80]!r} ({type(error).__name__}: {error})") from error
         last_step = _step(entry, "last_step")
         entries.append({key: NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in entry.items()})
-    if entries:
+    if entries and first == 1:
         entries[0].pop("run", None)
     return entries
 

@@ -26,6 +26,7 @@ __all__ += [
     "save",
     "say_instead",
     "style_axes",
+    "thinned",
     "use_percent_axis",
     "use_power_of_two_axis",
     "use_step_axis",
@@ -47,6 +48,10 @@ _LABEL_SIZE = 10.5
 
 # About twice the pixels of a panel that is 1200 dots wide.
 _COLUMNS = 2000
+
+# Lines of more points are drawn by those that can be seen.
+_MANY_POINTS = 50_000
+
 
 # Up to so many points a line shows each of them.
 _FEW_POINTS = 50
@@ -279,6 +284,35 @@ def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[Floats, Floats, Flo
         rows.append(((across[0] + across[-1]) / 2, *extremes))
     middle, lowest, median, highest = np.array(rows, np.float64).T
     return middle, lowest, median, highest
+
+
+def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """Return the points of a line that can be seen: of many in one column the first, the lowest, the highest, the last.
+
+    Args:
+        x (NDArray): float64 of shape (points,), increasing.
+        y (NDArray): float64 of shape (points,); of several nan in a column the first is kept, which breaks the line.
+
+    Returns:
+        tuple of both, all points of a line of up to 50,000.
+
+    Examples:
+        >>> x = np.arange(1e6)
+        >>> few = thinned(x, np.sin(x))
+        >>> len(few[0]) <= 4 * 2000, bool(few[1].max() == np.sin(x).max())
+        (True, True)
+    """
+    if len(x) <= _MANY_POINTS:
+        return x, y
+    kept: list[int] = []
+    for block in np.array_split(np.arange(len(x)), _COLUMNS):
+        first, values = int(block[0]), y[block[0] : block[-1] + 1]
+        known = ~np.isnan(values)
+        places = {0, len(values) - 1} | ({int(np.argmin(known))} if not known.all() else set())
+        if known.any():
+            places |= {int(np.nanargmin(values)), int(np.nanargmax(values))}
+        kept += [first + place for place in sorted(places)]
+    return x[kept], y[kept]
 
 
 def power_of_two(value: float) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mindformers_adaptive.lab.logs.record import run_of_record
 from mindformers_adaptive.lab.traces.gradients import shown_ceilings
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.plots import canvas
@@ -147,7 +148,7 @@ def _draw_loss(axes: Axes, run: RunSeries, prefix: str, line: Mapping[str, Any],
     if len(loss) >= _SMOOTH_FROM:
         if not prefix:
             faint: dict[str, Any] = {**line, "alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
-            axes.plot(*run.broken(step, loss), **faint)
+            axes.plot(*canvas.thinned(*run.broken(step, loss)), **faint)
         blocks = min(len(loss) // 10, _MEDIANS)
         label, gid = f"median of {len(loss) // blocks:,} steps", "median loss"
         step, _, loss, _ = canvas.gather(step, loss, blocks)
@@ -178,7 +179,7 @@ def _draw_loss_scale(
 ) -> None:
     """Draw the loss scale of a run, and mark its skipped steps; many of them as a strip at a height of the panel."""
     steps = np.append(run.step, run.last_step + 1)
-    axes.step(*run.broken(steps, run.scales), where="post", gid=prefix + "loss scale", **line)
+    axes.step(*canvas.thinned(*run.broken(steps, run.scales)), where="post", gid=prefix + "loss scale", **line)
     recorded = int(run.overflow.sum())
     of_all = "" if recorded == run.skipped else f" of {run.skipped:,} recorded"
     label = f"{prefix}skipped step ({recorded:,}{of_all})"
@@ -199,7 +200,7 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     canvas.style_axes(axes, title=f"scale window: clean steps before {what} is raised", y_label="scale window, steps")
     style: dict[str, Any] = {"color": canvas.SECOND, "linewidth": 1.6, "gid": "scale window"}
     marker = canvas.point_marker(len(scale_window))
-    axes.step(*run.broken(run.step, scale_window), where="post", marker=marker, **style)
+    axes.step(*canvas.thinned(*run.broken(run.step, scale_window)), where="post", marker=marker, **style)
     windows = np.unique(scale_window[np.isfinite(scale_window)])
     # From the largest down, those windows have a label that have room for it.
     room = np.log(windows[-1] / windows[0]) / 8
@@ -228,7 +229,13 @@ def _draw_difference(axes: Axes, apart: tuple[Floats, Floats], first: str, secon
     step, values = apart
     faint = len(values) >= _SMOOTH_FROM
     style: dict[str, Any] = {"color": canvas.MUTED, "marker": canvas.point_marker(len(values))}
-    axes.plot(step, values, gid="difference", linewidth=0.8 if faint else 1.6, alpha=0.35 if faint else 1.0, **style)
+    axes.plot(
+        *canvas.thinned(step, values),
+        gid="difference",
+        linewidth=0.8 if faint else 1.6,
+        alpha=0.35 if faint else 1.0,
+        **style,
+    )
     if faint:
         middle, _, median, _ = canvas.gather(step, values, min(len(values) // 10, _MEDIANS))
         axes.plot(middle, median, color=canvas.MUTED, linewidth=1.6, gid="median difference")
@@ -388,71 +395,29 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         TypeError: if a line is not a mapping, or a value is neither a number nor None.
         ValueError: if there is no step, or the record is not one of loss scales.
     """
-    if isinstance(run, RecordedRun):
-        lines: Sequence[Mapping[str, object]] = [{}]
-        columns = {field: np.asarray(getattr(run, field), np.float64) for field in ("step", "loss_scale", "overflow")}
-        others = {"loss": run.loss, "largest_gradient": run.applied_gradients(), "scale_window": run.scale_window}
-        columns |= {field: values for field, values in others.items() if values is not None}
-        gradient_format = run.gradient_format
-    else:
-        lines, columns = run, _columns(run)
-        gradient_format = next((line["gradient_format"] for line in run if line.get("gradient_format")), "float16")
-    step, overflow, loss_scale = columns["step"], columns["overflow"] == 1, columns["loss_scale"]
-    if not len(step):
-        raise ValueError(
-            "There must be at least 1 step to draw, but there is none. Let the run take a step, or check that the "
-            "file is the record of this run."
-        )
-    [first_step], [last_step] = _column("first_step", lines[:1]), _column("last_step", lines[-1:])
-    first_step, last_step = np.fmin(first_step, step[0]), np.fmax(last_step, step[-1])
-    [skipped], [after] = _column("skipped_steps", lines[-1:]), _column("next_loss_scale", lines[-1:])
-    scales = np.append(loss_scale, loss_scale[-1] if np.isnan(after) else after)
-    unknown = np.full(len(step), np.nan)
-    window = columns.get("scale_window", unknown)
-    window = np.where(window > 0, window, np.nan)
-    shown = np.where(overflow, np.nan, columns.get("largest_gradient", unknown))
-    ceiling = shown_ceilings(shown, gradient_format)
+    run = run if isinstance(run, RecordedRun) else run_of_record(run)
+    if not len(run):
+        raise ValueError("There must be at least 1 step to draw, but there is none. Let the run take a step.")
+    at = np.full(len(run), True) if run.without_line is None else ~run.without_line
+    [fewest, most], unknown = run.skipped_bounds(), np.full(len(run), np.nan)
+    gradients = run.applied_gradients()
+    loss, window, shown = (unknown if one is None else one for one in (run.loss, run.scale_window, gradients))
+    ceiling = shown_ceilings(shown[at], run.gradient_format)
     has_ceiling = not np.isnan(ceiling).all()
-    counts_all = first_step == 1 and not np.isnan(skipped)
+    scales = np.append(run.loss_scale[at], run.final_loss_scale)
+    if np.isnan(scales[-1]):
+        scales[-1] = scales[-2]
+    # Those without a line count too where others count them.
+    counts_all = fewest == most and run.step[0] == 1 and run.step[-1] == len(run)
     return RunSeries(
-        step=step,
-        loss=columns.get("loss", unknown),
+        step=run.step[at].astype(np.float64),
+        loss=loss[at],
         scales=np.where((scales > 0) & np.isfinite(scales), scales, np.nan),
-        overflow=overflow,
-        scale_window=window if len(np.unique(window[np.isfinite(window)])) > has_ceiling else None,
-        first_step=int(first_step),
-        last_step=int(last_step),
-        skipped=int(skipped if counts_all else overflow.sum()),
-        counted=int(last_step) if counts_all else len(step),
+        overflow=run.overflow[at],
+        scale_window=window[at] if len(np.unique(window[np.isfinite(window)])) > has_ceiling else None,
+        first_step=int(run.step[0]),
+        last_step=int(run.step[-1]),
+        skipped=fewest if counts_all else int(run.overflow[at].sum()),
+        counted=len(run) if counts_all else int(at.sum()),
         ceiling=ceiling if has_ceiling else None,
     )
-
-
-def _columns(record: Sequence[Mapping[str, object]]) -> dict[str, Floats]:
-    if not isinstance(record, Sequence) or not all(isinstance(row, Mapping) for row in record):
-        raise TypeError(
-            f"'record' must be a list of lines, each a dict, but got {str(record)[:80]!r} of type "
-            f"{type(record).__name__}. Read the file with mindformers_adaptive.monitor.record.read_record."
-        )
-    rows = [row for row in record if "missing_steps" not in row]
-    if rows and not any("overflow" in row for row in rows):
-        raise ValueError(
-            f"The lines of a record must have 'overflow', but the first has {', '.join(map(str, rows[0]))}. Give the "
-            "record of LossScaleMonitor; draw_gradient_records draws that of GradientRangeMonitor."
-        )
-    fields = ("step", "loss", "overflow", "loss_scale", "scale_window", "largest_gradient")
-    columns = {field: _column(field, rows) for field in fields}
-    there = np.array([row.get("loss") is not None for row in rows], bool)
-    columns["loss"][there & ~np.isfinite(columns["loss"])] = np.inf
-    return columns
-
-
-def _column(field: str, rows: Iterable[Mapping[str, object]]) -> Floats:
-    try:
-        # None, and a field that is absent, becomes nan.
-        return np.array([row.get(field) for row in rows], np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(
-            f"'{field}' must be a number or None in each line of the record, but: {error}. Read the file with "
-            "mindformers_adaptive.monitor.record.read_record."
-        ) from error

@@ -1,8 +1,10 @@
 """Simulated formats: every number as ml_dtypes rounds it, and matrix products that see what the formats leave."""
 
+import mindspore
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import mindspore_mode
 from exported_graph import export_graph
 from format_tables import OWN, numbers_of_hifloat8
 from graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
@@ -186,11 +188,62 @@ def test_products_of_other_layers_compute_in_the_formats(graph_mode, make_layer,
         ((Network(), None, None, ["lost"]), ValueError, "but got 'lost'. The nearest names are last"),
         ((Network(), None, None, "last"), TypeError, "'layers' a list of names, but got Network and 'last'"),
         ((lambda x: x,), TypeError, "'network' must be a Cell"),
+        ((Network(), "float16", None, []), ValueError, "'layers' must name at least 1 layer, but got none"),
+        ((Network(), "float16", None, [5]), TypeError, r"'layers' a list of names, but got Network and \[5\]"),
+        ((Network(), "float16", None, 5), TypeError, "'layers' a list of names, but got Network and 5"),
+        ((Network(), None, None, ["Dens"]), ValueError, "but got 'Dens'. The nearest names are Dense, "),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         simulate_formats(*arguments)
+
+
+def test_layers_may_come_from_a_generator():
+    network = simulate_formats(Network(), "float8_e4m3fn", layers=(name for name in ["last"]))
+    assert simulated_products(network) == {"Dense": 1}
+    # Another call takes those that are left, each of them once.
+    simulate_formats(network, "float8_e4m3fn", layers=["first"])
+    assert simulated_products(network) == {"Dense": 2}
+
+
+@pytest.mark.parametrize("layers", [None, ["last"], ["Dense"]])
+def test_what_is_simulated_is_not_simulated_again(layers):
+    network = simulate_formats(Network(), "float8_e4m3fn", layers=["last"])
+    with pytest.raises(ValueError, match="must have products that are not simulated yet, but those of 'last' are"):
+        simulate_formats(network, "bfloat16", layers=layers)
+
+
+RUNS = {
+    "alone": lambda network: network(Tensor(np.ones((1, 3), np.float32))),
+    "in another cell": lambda network: nn.SequentialCell(network)(Tensor(np.ones((1, 3), np.float32))),
+    "for its gradient": lambda network: ops.GradOperation()(network)(Tensor(np.ones((1, 3), np.float32))),
+    "in a function": lambda network: in_a_function(network, Tensor(np.ones((1, 3), np.float32))),
+}
+
+
+def in_a_function(network, x):
+    @mindspore.jit
+    def forward(x):
+        return network(x)
+
+    return forward(x)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_network_that_was_compiled_is_refused(graph_mode, run):
+    network = Network()
+    RUNS[run](network)
+    with pytest.raises(ValueError, match=r"'network' must not have run in graph mode yet, but .* has been compiled"):
+        simulate_formats(network, "float8_e4m3fn")
+
+
+def test_a_network_that_ran_in_pynative_mode_is_simulated_from_then_on():
+    with mindspore_mode("pynative"):
+        x = Tensor(np.full((1, 3), 0.3, np.float32))
+        network = nn.Dense(3, 2)
+        before = network(x).asnumpy()
+        assert not np.array_equal(simulate_formats(network, "float8_e4m3fn")(x).asnumpy(), before)
 
 
 def test_products_of_what_is_no_network_cannot_be_counted():

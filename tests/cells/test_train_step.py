@@ -8,7 +8,7 @@ import mindspore
 import numpy as np
 import pytest
 from dense_network import Dense, batches
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
@@ -155,6 +155,46 @@ def test_a_checkpoint_without_a_window_starts_the_ladder_afresh_at_its_scale_wit
         state = rule.step(state, overflow=False)
     assert float(resumed.scale_sense) == state.loss_scale == 4096.0
     assert resumed.loss_scaling_manager.state()["growth_num"] == 1
+
+
+class Halving(nn.FixedLossScaleUpdateCell):
+    """A user's own, which is not fixed at all."""
+
+    def construct(self, loss_scale, overflow):
+        return ops.depend(overflow, ops.assign(loss_scale, loss_scale / 2))
+
+
+@pytest.mark.parametrize(
+    ("scale_sense", "wanted"),
+    [
+        (lambda: Tensor(8.0, mindspore.float32), 8.0),
+        (lambda: nn.FixedLossScaleUpdateCell(8.0), 8.0),
+        (lambda: NoLossScaleUpdateCell(), 1.0),
+    ],
+)
+@pytest.mark.parametrize("train_step", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
+def test_a_fixed_scale_stays_whatever_a_checkpoint_has(graph_mode, train_step, scale_sense, wanted):
+    before = build_step()
+    saved = {name: Parameter(value.asnumpy()) for name, value in before.parameters_dict().items()}
+    step = build_step(train_step, scale_sense())
+    mindspore.load_param_into_net(step, saved)
+    assert step.scale_sense.asnumpy().item() == 1024.0
+    with pytest.warns(UserWarning, match=f"has loss scale 1024.0, but 'scale_sense' is fixed at {wanted}: "):
+        step.set_train()
+    _, _, used = step(*Dense.batch())[:3]
+    assert used.asnumpy().item() == step.scale_sense.asnumpy().item() == wanted
+    # What was set by hand is no checkpoint's.
+    step.set_sense_scale(Tensor(np.full(step.scale_sense.shape, 16.0), mindspore.float32))
+    step.set_train()
+    assert step.scale_sense.asnumpy().item() == 16.0
+
+
+def test_a_users_cell_that_moves_the_scale_is_not_fixed(graph_mode):
+    step = build_step(update_cell=Halving(64.0))
+    for _ in range(2):
+        step.set_train()
+        step(*Dense.batch())
+    assert step.scale_sense.asnumpy().item() == 16.0
 
 
 def test_a_network_loaded_into_a_new_training_does_not_warn(graph_mode):

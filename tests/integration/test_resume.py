@@ -163,6 +163,19 @@ def assert_last_save_is_that_of_the_reference(saved, saved_by_reference, state):
     assert {name: saved[PARAMETER_OF[name]] for name in state} == state
 
 
+@ONE_PROCESS
+@pytest.mark.parametrize("scale_sense", ["1.0", "{type: NoLossScaleUpdateCell}"])
+def test_a_run_goes_on_at_the_fixed_scale_of_its_file(uninterrupted, long_corpus, tmp_path, scale_sense):
+    _, reference_output, form = uninterrupted(LAST, 1, True)
+    newest = f"tiny_llama_rank_0-1_{2 * SAVED_AT}.ckpt"
+    options = {"runner_wrapper.scale_sense": scale_sense} | form.resume_options(reference_output, newest)
+    resumed = TrainingRun(tmp_path / "output", long_corpus, options, LAST).wait()
+    assert list(resumed.steps()) == list(range(2 * SAVED_AT + 1, LAST + 1))
+    assert {step.loss_scale for step in resumed.steps().values()} == {1.0}
+    cell = "NoLossScaleUpdateCell of mindformers_adaptive" if "type" in scale_sense else "a fixed scale"
+    assert f"Loss scaling by {cell}: loss_scale 1.0" in resumed.text()
+
+
 def replay(overflows, restored=None, **windows):
     """Return the state of the update cell at the start, or as it was restored, and that after each step by the rule."""
     windows = {"max_scale_window": 4, "min_scale_window": 1} | windows

@@ -451,8 +451,9 @@ def test_skipped_steps_do_not_fall_when_another_cell_goes_on(path, tmp_path):
     assert [line["skipped_steps"] for line in lines] == np.cumsum(OVERFLOWS).tolist()
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_signal_that_stops_the_run_is_told_with_the_step_and_how_to_resume(path, tmp_path, messages, saves):
+@pytest.mark.parametrize("saves", [2, 10, None])
+@pytest.mark.parametrize("older", [True, False])
+def test_a_signal_that_stops_the_run_is_told_with_the_step_and_how_to_resume(path, tmp_path, messages, saves, older):
     def stop(run_context):
         if run_context.original_args().cur_step_num == 3:
             signal.raise_signal(signal.SIGTERM)
@@ -460,8 +461,14 @@ def test_a_signal_that_stops_the_run_is_told_with_the_step_and_how_to_resume(pat
     callbacks = [LossScaleMonitor(path), LambdaCallback(on_train_step_end=stop)]
     received, remedy = [], "It cannot be resumed, because it saves no"
     if saves:
-        saver = ModelCheckpoint("x", str(tmp_path / "saved"), CheckpointConfig(save_checkpoint_steps=2))
+        if older:
+            # Of another run in the same folder.
+            (tmp_path / "saved").mkdir()
+            (tmp_path / "saved" / "y-1_2.ckpt").touch()
+        saver = ModelCheckpoint("x", str(tmp_path / "saved"), CheckpointConfig(save_checkpoint_steps=saves))
         callbacks, remedy = [*callbacks, saver], f"To resume, load the newest checkpoint in {tmp_path}/saved before"
+        if saves > 3:
+            remedy = "No checkpoint has been saved yet: there is none to resume from."
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
         train(build_again(), callbacks, OVERFLOWS[:4])

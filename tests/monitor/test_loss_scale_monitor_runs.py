@@ -44,6 +44,15 @@ def assert_is_what_happened(lines, printed):
         assert len({line[name] for line in lines}) > 1, f"{name} never moved"
 
 
+def stop_before_saving(run):
+    """Stop a run by SIGTERM before it has saved; return what it says of how to resume."""
+    run.wait_until(lambda: max(run.steps(), default=0) > 0)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.process.wait(60) == -signal.SIGTERM
+    [remedy] = re.findall(r"Training was stopped by SIGTERM after step \d+\. (.*)", run.text())
+    return remedy
+
+
 def stop_after_saving(run, form, output, step):
     """Stop a run by SIGTERM once it has saved a step; see that it says how to resume from there."""
     run.wait_until_saved(form, output)
@@ -96,5 +105,13 @@ def test_a_run_that_saves_by_the_checkpoint_section_says_how_to_resume_and_that_
     options |= {"runner_wrapper.scale_sense.history_size": 9}
     with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as stopped:
         stop_after_saving(stopped, form, output, SAVED_EVERY)
+    # Into another folder, where it has saved nothing yet.
+    elsewhere = form.save_options(tmp_path / "elsewhere", 30, 2) | form.resume_options(output)
+    with TrainingRun(tmp_path / "elsewhere", corpus, options | elsewhere, hold_after=1) as again:
+        remedy = stop_before_saving(again)
+    assert remedy == (
+        "No checkpoint has been saved since it was resumed: start it again as it was started, with "
+        f"'checkpoint.load_path' set to {output / 'saved'}."
+    )
     resumed = TrainingRun(output, corpus, options | form.resume_options(output)).wait()
     assert_is_what_happened(read_record(output / "loss_scale_record.jsonl"), stopped.steps() | resumed.steps())

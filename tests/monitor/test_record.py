@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from record_checks import missing
 
-from mindformers_adaptive.monitor.record import RunLock, RunRecord, read_record
+from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.monitor import record as record_module
+from mindformers_adaptive.monitor.record import RunRecord, read_record
+from mindformers_adaptive.monitor.run_lock import RunLock
+from mindformers_adaptive.text.files import json_text
 
 INF, NAN = float("inf"), float("nan")
 
@@ -147,6 +152,49 @@ def test_a_last_line_torn_at_any_place_is_taken_out(path):
         notes = write(path, entries(3, 4), last_step=2)
         assert [note.startswith(f"{path} ended in an unfinished line") for note in notes] == [True] * (end > start)
         assert read_record(path) == entries(1, 4)
+
+
+@pytest.mark.parametrize("blank", ["\n", "\n\n", "  \n", "\r\n", " "])
+@pytest.mark.parametrize("last_step", [3, 2, 1])
+def test_empty_lines_at_the_end_are_no_steps(path, blank, last_step):
+    lines = [{**line, "loss_scale": 8.0} for line in entries(1, 6)]
+    write(path, lines[:3], run=5)
+    path.write_text(path.read_text() + blank)
+    assert read_record(path) == lines[:3]
+    assert (len(read_log(path)), read_log(path).problems) == (3, ())
+    notes = write(path, lines[last_step:], last_step=last_step, run=5)
+    assert len(notes) == (last_step < 3)
+    assert read_record(path) == lines
+    assert len(path.read_text().splitlines()) == 6
+
+
+def test_empty_lines_between_steps_are_no_steps(path):
+    write(path, entries(1, 2))
+    path.write_text("\n" + path.read_text().replace("\n", "\n\n"))
+    assert write(path, entries(3, 4), last_step=2) == []
+    assert read_record(path) == entries(1, 4)
+    path.write_text(path.read_text() + "no step\n\n" + '{"step": 5}\n')
+    with pytest.raises(ValueError, match="line 7 is b'no step'"):
+        read_record(path)
+    [note] = write(path, entries(5, 5), last_step=4)
+    assert "is no record of steps, line 7 is b'no step'" in note
+
+
+def test_any_lines_are_continued_as_the_parser_of_json_has_them(path, monkeypatch):
+    lines = [*entries(1, 3), {"step": 4, "loss": 1e-7, "names": ["a", "b"], "of": {"a": [1]}, "text": 'a "word" \\'}]
+    lines += [missing(5, 7), {"step": 8, "loss": INF, "flag": None}, {"loss": 1, "step": 9}]
+    path.write_text("".join(json_text(line) + "\n" for line in [{"run": 5, **lines[0]}, *lines[1:]]))
+    for last_step in range(10):
+        for pattern in (record_module._OWN_LINE, re.compile(b"no line is quick")):
+            monkeypatch.setattr(record_module, "_OWN_LINE", pattern)
+            copy = path.with_name(f"copy_{last_step}_{pattern.groups}.jsonl")
+            copy.write_bytes(path.read_bytes())
+            notes = write(copy, [{"step": 10}], last_step=last_step, run=5)
+            assert len(notes) == (last_step < 9)
+            kept = [line for line in lines if line.get("last_step", line.get("step")) <= last_step]
+            first = (kept[-1].get("last_step") or kept[-1]["step"]) + 1 if kept else last_step + 1
+            gap = [missing(first, 9)] if first < 10 else []
+            assert read_record(copy) == [*kept, *gap, {"step": 10}]
 
 
 def test_a_last_line_of_zeros_is_taken_out(path):

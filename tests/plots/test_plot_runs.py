@@ -1,5 +1,6 @@
 """The picture of runs shows every skipped step, says what was found, and does not invent what is not recorded."""
 
+import json
 import math
 from itertools import combinations
 
@@ -8,9 +9,11 @@ import pytest
 from drawn import artist, artists, legend, overlap, points, title
 from records import gradient_line, record_of, run_of
 
+from mindformers_adaptive.lab.analysis.analyze import analyze
+from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.traces.synthetic import synthetic_trace
 from mindformers_adaptive.monitor.record import RunRecord, read_record
-from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.plots.runs import draw_runs, series_of
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 NAN = math.nan
@@ -121,9 +124,25 @@ def test_skips_in_a_gap_are_not_counted_where_the_record_does_not_tell():
     assert title(draw_one(record)) == "1 of 10 recorded steps skipped; loss scale stayed at $2^{3}$"
 
 
+def test_a_record_with_gaps_is_told_alike_by_the_picture_and_by_the_analysis(tmp_path):
+    flags = [step % 16 == 0 for step in range(1, 701)]
+    skipped = [step for step, flag in enumerate(flags, start=1) if flag]
+    lines = record_of([2.0**16] * 701, skipped, skipped_steps=np.cumsum(flags).tolist())
+    record = []
+    for line in lines[6::7]:
+        record += [{"missing_steps": 6, "first_step": line["step"] - 6, "last_step": line["step"] - 1}, line]
+    file = tmp_path / "record.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in record))
+    told = analyze(read_log(file))
+    assert told.text().count("Steps     700 (1 to 700), of which 43 (6.1%) were skipped") == 1
+    for run in (record, told.run):
+        assert title(draw_one(run)).startswith("43 of 700 steps skipped")
+        assert series_of(run).step.tolist() == list(range(7, 701, 7))
+
+
 def test_record_of_single_steps_has_lines_and_no_shades():
     record = []
-    for entry in record_of([8.0] * 101, range(1, 51), skipped_steps=range(1, 101)):
+    for entry in record_of([8.0] * 101, range(1, 101), skipped_steps=range(1, 101)):
         if entry["step"] % 10 == 0:
             record += [{"missing_steps": 9, "first_step": entry["step"] - 9, "last_step": entry["step"] - 1}, entry]
     figure = draw_one(record)

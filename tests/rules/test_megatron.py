@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import yaml
 from mindformers.tools.register import MindFormerConfig
 from mindformers.wrapper import build_wrapper
 from mindspore import Parameter, Tensor, nn
@@ -81,6 +82,33 @@ def test_constant_scale_becomes_a_fixed_scale(arguments, loss_scale):
     assert section == {"type": "FixedLossScaleUpdateCell", "loss_scale_value": loss_scale}
     cell = build_wrapper(MindFormerConfig(**section))
     assert (type(cell), cell.get_loss_scale()) == (nn.FixedLossScaleUpdateCell, loss_scale)
+
+
+@pytest.mark.parametrize(("given", "near"), [("1000", "1024"), ("1024.5", "1024"), ("3", "4"), ("0.5", "1")])
+def test_a_constant_scale_that_is_no_power_of_two_is_warned_of(given, near):
+    with pytest.warns(UserWarning, match=f"'--loss-scale' must be a power of two .* got {float(given)}: .* is {near}"):
+        section = scale_sense_from_megatron(f"--fp16 --loss-scale {given}")
+    assert section["loss_scale_value"] == float(given)
+
+
+def test_the_program_prints_the_warning_beside_the_section(run_program):
+    code, printed, errors = run_program("megatron", "--fp16", "--loss-scale", "1000")
+    assert (code, yaml.safe_load(printed)["runner_wrapper"]["scale_sense"]["loss_scale_value"]) == (0, 1000.0)
+    assert errors.startswith("warning: '--loss-scale' must be a power of two")
+
+
+SCALER = {"scale": 65536.0, "growth_tracker": 12, "hysteresis_tracker": 1}
+
+
+@pytest.mark.parametrize("state", [SCALER, {"grad_scaler": SCALER}, {"optimizer": {}, "grad_scaler": SCALER}])
+def test_the_state_of_a_scaler_is_left_out_with_a_warning_where_there_is_none(state):
+    cell = NoLossScaleUpdateCell()
+    with pytest.warns(UserWarning, match="state of a gradient scaler, but NoLossScaleUpdateCell scales nothing"):
+        cell.load_state_dict(state)
+    assert cell.get_loss_scale() == 1.0
+    # As Megatron-LM saves it without a scaler.
+    cell.load_state_dict({"optimizer": {}, "grad_scaler": None})
+    cell.load_state_dict(cell.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,15 @@ import math
 import re
 
 import benchmark
+import benchmark_long
 import benchmark_sweep
 import pytest
 from benchmark import ADAPTIVE, CELLS, DYNAMIC, EMPTY, GRADIENTS, MINDFORMERS
 from conftest import ROOT
 from pages import figure
 from paired_timing import ratio, spread_percent, take_turns, time_above, typical_times
+
+from mindformers_adaptive.lab.logs import read_log
 
 SCRIPT = ROOT / "scripts" / "benchmark.py"
 # On a busy machine the rounds differ fourfold.
@@ -132,6 +135,21 @@ def test_sweep_comes_to_the_same_as_the_rule(run_forked, tmp_path):
     assert re.fullmatch(r"\d+\.\d ± \d+\.\d", rows[1][5])
     assert (result["configurations"], result["different_configurations"]) == (20, 0)
     assert len(benchmark_sweep.make_configurations()) == 1000
+
+
+def test_a_long_record_goes_through_every_command(run_forked, tmp_path):
+    result = tmp_path / "long.json"
+    printed = run_forked(benchmark_long.__file__, "--steps", "300", "900", "--json", result).stdout
+    growth = "times as long, 300 to 900 steps"
+    columns = f"| command | 300 steps, s | 900 steps, s | {growth} | times JSON alone | MB |"
+    rows = lines_of(printed, columns)
+    assert [row[0] for row in rows] == list(benchmark_long.commands("", "", 1))
+    assert all(float(cell) > 0 for row in rows for cell in row[5:])
+    assert json.loads(result.read_text())["steps"] == [300, 900]
+    # What is measured is what the monitor writes, and the lab reads it as a run of the rule.
+    benchmark_long.write_record(tmp_path / "record.jsonl", 300)
+    run = read_log(tmp_path / "record.jsonl")
+    assert (len(run), run.problems, run.notes) == (300, (), ())
 
 
 @pytest.mark.parametrize(

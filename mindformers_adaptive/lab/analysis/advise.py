@@ -302,7 +302,8 @@ def _windows(
 ) -> tuple[list[Advice], Tuning | None]:
     """Judge larger windows than the largest of the run, smaller ones, and those on both sides of it."""
     tried = _configurations(settings)
-    costs = tune([trace], tried).costs[:, 0] * len(trace) / 1000.0
+    all_tried = tune([trace], tried)
+    costs = all_tried.costs[:, 0] * len(trace) / 1000.0
     rules = np.array([_direction(one, largest) for one in tried])
     # Other windows have to save as much as usual settings pay: one skipped step in 1000, see cost().
     worth = max(_TOLERABLE, DEFAULT_EXCHANGE_RATE / 1000.0 * len(trace))
@@ -311,7 +312,7 @@ def _windows(
     saved = _lost(recorded) - cheapest[rule]
     if saved <= worth:
         return [], None
-    tuning = tune([trace], [one for one, its in zip(tried, rules, strict=True) if its == rule])
+    tuning = all_tried.among(np.flatnonzero(rules == rule).tolist())
     after = tuning.sweeps[0].measures[tuning.best]
     smallest_of_best, largest_of_best = _windows_of(tuning.recommended)
     reason = (

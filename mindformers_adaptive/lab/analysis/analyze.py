@@ -170,7 +170,8 @@ def _outcome_rows(
     policies = _policies(used, trace)
     if recommended is not None:
         policies["as advised"] = partial(make_policy, recommended.policy, **recommended.arguments)
-    traces = [trace, *(run.to_trace(assume) for assume in run.assumptions)]
+    # They differ in their ceilings only, and of a long run all their bounds would not fit into memory.
+    traces = [trace, *(dataclasses.replace(trace, ceiling=run.to_trace(assume).ceiling) for assume in run.assumptions)]
     outcomes = {"as recorded": tuple(measure(assumed, np.append(used, used[-1])) for assumed in traces)}
     if policies:
         outcomes |= compare(policies, traces, progress=progress).measures

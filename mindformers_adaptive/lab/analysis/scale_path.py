@@ -123,8 +123,11 @@ def changes_of(run: RecordedRun) -> list[Change]:
     stated = np.full(len(run), math.nan) if run.next_loss_scale is None else run.next_loss_scale
     follows = np.append(run.step[first[1:]] == run.step[last[:-1]] + 1, True)
     known, skipped = np.flatnonzero(~np.isnan(scale)), np.flatnonzero(run.overflow)
+    # Most steps change nothing.
+    made_of_it, used = stated[last[known[1:] - 1]], scale[known[:-1]]
+    differs = (scale[known[1:]] != used) | (~np.isnan(made_of_it) & (made_of_it != used))
     changes, started = [], -1
-    for unit, following in itertools.pairwise(known.tolist()):
+    for unit, following in zip(known[:-1][differs].tolist(), known[1:][differs].tolist(), strict=True):
         start, here = int(first[unit]), int(last[following - 1])
         before, after = float(scale[unit]), float(scale[following])
         made, kind = after, "jump"

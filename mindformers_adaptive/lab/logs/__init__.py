@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.lab.logs.intervals import expand
+from mindformers_adaptive.lab.logs.expansion import expand
 from mindformers_adaptive.lab.logs.megatron_deepspeed import DeepSpeedReader, MegatronReader
-from mindformers_adaptive.lab.logs.mindformers import JsonlReader, MindFormersReader
+from mindformers_adaptive.lab.logs.mindformers import MindFormersReader
 from mindformers_adaptive.lab.logs.reader import LogLines, Reader
+from mindformers_adaptive.lab.logs.record import JsonlReader
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.text.untrusted import printable

@@ -26,35 +26,24 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache, partial
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
+from mindformers_adaptive.lab.logs.columns import LogColumns
 from mindformers_adaptive.lab.logs.reader import LONGEST_INTERVAL, LogEntry
 from mindformers_adaptive.lab.policies import Policy
-from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
 
-__all__ = ["Interval", "bounds_by_rule", "expand", "infer_scale_factor", "intervals_of"]
+__all__ = ["Interval", "bounds_by_rule", "infer_scale_factor", "intervals_of"]
 
 _NEAR = 1e-3  # printed scales are rounded
 _SAME_BITS = 1e-4  # the same in bits: eight digits are printed, and float32 rounds at each change
 _FEWEST_BITS = 0.05  # no scale factor is this near to 1
 _LARGEST_FLOOR_BITS = 14.0  # no floor is above 2^14
 _PRINTED = 1e-6  # eight digits are printed
-_LARGEST_START = 2.0**32
-
 # Following a rule through more states than this, summed over the steps, takes more than about half a minute.
 _MOST_STATES = 5e6
-
-_ANY_RULE = (
-    "the rule moves the scale by one factor, the same all through the log, down at overflows and up at applied steps "
-    "only, and each resume went on with its scale. Guided scaling is no such rule, and one of your own may be none: "
-    "name it ('analyze --policy', or read_log(rule=...)). After a resume with other settings, read each part from a "
-    "log of its own."
-)
-_THIS_RULE = "the run followed {!r} with the arguments given, and went on with its whole state wherever it was resumed."
 
 # Counters that have no effect on the scale.
 _COUNTERS = ("skipped_steps", "consecutive_overflows")
@@ -81,11 +70,13 @@ class Interval(NamedTuple):
 
 def infer_scale_factor(entries: Sequence[LogEntry]) -> tuple[float, float]:
     """Return the usual factor of a change, and the largest that the scales of the log allow; inf if that is unknown."""
-    pairs = []
-    for earlier, later in pairwise(entries):
-        before, after = earlier.next_loss_scale, later.next_loss_scale
-        if before != after and not later.after_restart and 0 < before < math.inf and 0 < after < math.inf:
-            pairs.append((later.step - earlier.step, math.log2(before), math.log2(after)))
+    columns = LogColumns.holding(entries)
+    step, scale, restarted = (columns.array(name) for name in ("step", "next_loss_scale", "after_restart"))
+    before, after = scale[:-1], scale[1:]
+    change = (before != after) & (before > 0) & (before < math.inf) & (after > 0) & (after < math.inf)
+    at = np.flatnonzero(change & ~restarted[1:].astype(bool))
+    rows = np.diff(step)[at], np.log2(before[at]), np.log2(after[at])
+    pairs = list(zip(*(row.tolist() for row in rows), strict=True))
     neighbours = Counter(round(2 ** abs(before - after), 3) for steps, before, after in pairs if steps == 1)
     factor = neighbours.most_common(1)[0][0] if neighbours else 1.0
     if factor > 1:
@@ -117,15 +108,21 @@ def _common_divisor(first: float, second: float) -> float:
 
 
 def intervals_of(
-    entries: Sequence[LogEntry], factor: float, factor_bound: float, first_scale: float, notes: list[str]
+    entries: Sequence[LogEntry],
+    factor: float,
+    factor_bound: float,
+    first_scale: float,
+    notes: list[str],
+    places: Sequence[int] | None = None,
 ) -> list[Interval]:
-    """Return what each line says of its steps.
+    """Return what lines say of their steps.
 
     Args:
         entries (Sequence[LogEntry]): steps strictly increasing, at least one.
         factor (float), factor_bound (float): of :func:`infer_scale_factor`.
         first_scale (float): the scale before step 1, nan where it is unknown.
         notes (list[str]): gets a sentence for what is missing or contradicts itself.
+        places (Sequence[int], optional): of which entries. Default: None, of all.
     """
     usual = _usual_stride(entries)
     is_alone = len(entries) == 1 and entries[0].steps is None and usual > 1
@@ -135,14 +132,19 @@ def intervals_of(
             "for the last ones only."
         )
     start = LogEntry(0, "the start", next_loss_scale=first_scale)
-    spans = [_span(earlier, entry, usual, notes) for earlier, entry in pairwise([start, *entries])]
-    have_lines = any(entry.overflows for entry in entries)
-    stated = [max(len(entry.overflows), entry.skips or 0) if have_lines else entry.skips for entry in entries]
-    rows = list(zip(entries, spans, stated, strict=True))
+    at = range(len(entries)) if places is None else places
+    told = [entries[place] for place in at]
+    spans = [
+        _span(entries[place - 1] if place else start, entry, usual, notes)
+        for place, entry in zip(at, told, strict=True)
+    ]
+    have_lines = any(entry.overflows for entry in told)
+    stated = [max(len(entry.overflows), entry.skips or 0) if have_lines else entry.skips for entry in told]
+    rows = list(zip(told, spans, stated, strict=True))
     wrong = [
         entry.where
         for entry, (_, before), skips in rows
-        if skips is not None and _drops(before, entry.next_loss_scale, factor_bound) > skips
+        if skips is not None and not entry.is_exact and _drops(before, entry.next_loss_scale, factor_bound) > skips
     ]
     if wrong:
         notes.append(
@@ -152,12 +154,16 @@ def intervals_of(
     intervals = []
     for entry, (steps, before), skips in rows:
         after = entry.next_loss_scale
-        if steps > 1 and max(_drops(before, after, factor), _drops(after, before, factor)) > steps:
+        changes = max(_drops(before, after, factor), _drops(after, before, factor))
+        if steps > 1 and changes > steps and not entry.is_exact:
             notes.append(
                 f"{entry.where}: {steps} steps cannot move the scale from {before:g} to {after:g}; the scale before "
                 "them is inferred."
             )
             before = math.nan
+        if entry.is_exact and skips is not None:
+            intervals.append(Interval(entry, steps, before, skips, skips, skips))
+            continue
         overflowed, clean = entry.overflow is True, entry.overflow is False
         fewest, guess = (
             min(max(skips or 0, _drops(before, after, one), overflowed), steps - clean)
@@ -172,7 +178,7 @@ def intervals_of(
 def _span(earlier: LogEntry, entry: LogEntry, usual: int, notes: list[str]) -> tuple[int, float]:
     """How many steps a line stands for, and the scale before them, nan if that is unknown."""
     apart = max(entry.step - earlier.step, 1)
-    steps = min(entry.steps or usual, apart, LONGEST_INTERVAL)
+    steps = min(entry.steps or usual, apart, apart if entry.is_exact else LONGEST_INTERVAL)
     if apart > steps and earlier.step:
         notes.append(
             f"{entry.where}: {apart - steps} step(s) before this line, {earlier.step + 1} to {entry.step - steps}, "
@@ -192,7 +198,8 @@ def _drops(before: float, after: float, factor: float) -> int:
 
 def _usual_stride(entries: Sequence[LogEntry]) -> int:
     """The commonest number of steps from one line to the next, the smaller of two as common; of one line, its step."""
-    apart = np.diff([entry.step for entry in entries], prepend=[0] if len(entries) == 1 else [])
+    steps = LogColumns.holding(entries).array("step")
+    apart = np.diff(steps, prepend=[0] if len(entries) == 1 else [])
     strides, counts = np.unique(apart[apart <= LONGEST_INTERVAL], return_counts=True)
     stride = int(strides[np.argmax(counts)]) if len(strides) else min(entries[0].skips or 1, LONGEST_INTERVAL)
     return max(stride, 1)
@@ -283,173 +290,3 @@ class _Follower:
 
 def _without_counters(state: Any) -> Any:
     return state._replace(**{name: 0 for name in _COUNTERS if name in state._fields})
-
-
-def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -> dict[str, Any]:
-    """Return what the lines of a log tell of its steps.
-
-    Args:
-        entries (Sequence[LogEntry]): steps strictly increasing, at least one.
-        rule (Policy, optional): the rule that the run followed, with the state before step 1.
-        notes (list[str]): gets a sentence for what had to be inferred, is missing or contradicts itself.
-
-    Returns:
-        dict of arguments for :class:`~mindformers_adaptive.lab.traces.recorded_run.RecordedRun`: all that are about
-        steps.
-
-    Raises:
-        ValueError: if the lines do not follow the rule.
-    """
-    factor, factor_bound = infer_scale_factor(entries)
-    first_scale = math.nan if rule is None else rule.loss_scale
-    one_factor = rule is None or rule.moves_by_one_factor
-    if one_factor:
-        intervals = intervals_of(entries, factor, factor_bound, first_scale, notes)
-    else:
-        # What the scale does tells nothing of skipped steps: only flags and counts do.
-        factor_bound = math.inf
-        intervals = list(map(_by_flag, intervals_of(entries, math.inf, math.inf, first_scale, notes)))
-    follows = rule is not None and (one_factor or isinstance(rule.rule, DynamicRule))
-    holds_if = ""
-    if (one_factor or follows) and not all(map(_is_stated, intervals)):
-        holds_if = _ANY_RULE if rule is None else _THIS_RULE.format(rule.name)
-    counts = np.array([interval.steps for interval in intervals])
-    ends = np.cumsum(counts)
-    bounds = np.cumsum([(interval.fewest, interval.most) for interval in intervals], axis=0)
-    if rule is not None and follows:
-        bounds = np.array(bounds_by_rule(rule, intervals, notes))
-    columns: tuple[list[Any], ...] = ([], [], [])
-    after = math.nan
-    for interval in intervals:
-        entry = interval.entry
-        if math.isnan(interval.before) and math.isnan(entry.next_loss_scale):
-            # A line that names no scale leaves the one that the lines before had led to.
-            interval = interval._replace(before=after)
-        after = _scale_after(interval, factor)
-        flags, scales = _guessed_path(interval, after, factor, one_factor, notes)
-        known = entry.placed and interval.fewest == interval.most and interval.fewest in (0, interval.steps)
-        of_steps: list[Any] = [flags, scales, [known] * (interval.steps - 1) + [known or entry.overflow is not None]]
-        for column, values in zip(columns, of_steps, strict=True):
-            column += values
-    overflow, loss_scale, position_known = map(np.array, columns)
-
-    def at_last_steps(values: ArrayLike) -> NDArray[np.float64] | None:
-        array = np.full(len(overflow), math.nan)
-        array[ends - 1] = values
-        return _or_none(array)
-
-    return {
-        "step": np.arange(len(overflow)) + np.repeat([entry.step for entry in entries] - ends + 1, counts),
-        "loss_scale": loss_scale,
-        "overflow": overflow,
-        "position_known": position_known,
-        "loss": at_last_steps([entry.loss for entry in entries]),
-        "seconds": _or_none(np.repeat([entry.seconds for entry in entries], counts)),
-        "largest_gradient": at_last_steps([entry.largest_gradient for entry in entries]),
-        "gradient_format": next((entry.gradient_format for entry in entries if entry.gradient_format), "float16"),
-        "overflowed_parameters": tuple(
-            entry.overflowed_parameters for entry in entries if entry.overflowed_parameters is not None
-        ),
-        "dropped_by_norm": tuple(entry.step for entry in entries if entry.dropped_by_norm),
-        "next_loss_scale": at_last_steps(
-            [math.nan if math.isnan(entry.loss_scale) else entry.next_loss_scale for entry in entries]
-        ),
-        "scale_window": at_last_steps(
-            [entry.scale_window if 1 <= entry.scale_window < math.inf else math.nan for entry in entries]
-        ),
-        "lines": np.column_stack([ends, bounds]),
-        "final_loss_scale": after,
-        "scale_factor": factor,
-        "factor_bound": factor_bound,
-        "moves_by_one_factor": one_factor,
-        "holds_if": holds_if,
-    }
-
-
-def _or_none(array: NDArray[np.float64]) -> NDArray[np.float64] | None:
-    return None if np.isnan(array).all() else array
-
-
-def _has_count(entry: LogEntry) -> bool:
-    return entry.skips is not None or bool(entry.overflows)
-
-
-def _is_stated(interval: Interval) -> bool:
-    """Whether the log itself says how many steps were skipped, and nothing has to be taken of the rule."""
-    is_one_step = interval.steps == 1 and interval.entry.overflow is not None
-    return interval.fewest == interval.most and (is_one_step or _has_count(interval.entry))
-
-
-def _by_flag(interval: Interval) -> Interval:
-    if _has_count(interval.entry):
-        return interval
-    overflowed, clean = interval.entry.overflow is True, interval.entry.overflow is False
-    return interval._replace(fewest=int(overflowed), most=interval.steps - clean, guess=int(overflowed))
-
-
-def _scale_after(interval: Interval, factor: float) -> float:
-    entry = interval.entry
-    if not math.isnan(entry.next_loss_scale):
-        return entry.next_loss_scale
-    if not entry.overflows:
-        return interval.before
-    unlisted = max(interval.guess - len(entry.overflows), 0)
-    return entry.overflows[-1].next_loss_scale / factor**unlisted
-
-
-def _guessed_path(
-    interval: Interval, after: float, factor: float, one_factor: bool, notes: list[str]
-) -> tuple[list[bool], list[float]]:
-    """Which steps of an interval overflowed, and the scale that each used, as far as that is a guess."""
-    entry, steps, before, count = interval.entry, interval.steps, interval.before, interval.guess
-    last_overflowed = entry.overflow is True
-    first = count - last_overflowed
-    overflow = [True] * first + [False] * (steps - count) + [True] * last_overflowed
-    if not math.isnan(entry.loss_scale):
-        return overflow, [entry.loss_scale] * steps
-    if entry.overflows:
-        return overflow, _listed_scales(interval, after, factor, notes)
-    low, high = (before / factor, before) if count else (before, before * factor)
-    follows = not one_factor or math.isnan(before) or low * (1 - _NEAR) <= after <= high * (1 + _NEAR)
-    jumps = steps == 1 and not follows
-    if jumps or (math.isnan(before) and not math.isnan(after)):
-        why = f"the scale {after:g} does not follow from {before:g} on the line before, " if jumps else ""
-        why += "as after a restart, or where a rule that was not named moves otherwise; " if jumps else ""
-        which = f"step {entry.step}" if steps == 1 else f"steps {entry.step - steps + 1} to {entry.step}"
-        notes.append(f"{entry.where}: {why}the scale used in {which} is inferred from the one after.")
-        if steps > 1 and interval.fewest != interval.most:
-            at_last = after * factor if last_overflowed else after
-            return overflow, [math.nan] * (steps - 1) + [at_last if entry.overflow is not None else math.nan]
-        highest = max(_LARGEST_START, after)
-        left = accumulate(
-            reversed(overflow), lambda scale, over: min(scale * factor, highest) if over else scale, initial=after
-        )
-        return overflow, list(left)[:0:-1]
-    if not (0 < before < math.inf and 0 < after < math.inf):
-        return overflow, [before] * steps
-    fall = round(math.log2(before / after) / math.log2(factor)) if before != after else 0
-    raised_before = int(fall <= 0 < count and count + 1 - fall <= steps)
-    drops = max(fall, raised_before)
-    tolerated = count - min(drops, count)
-    # Whether each step overflowed, and by how many factors it changed the scale.
-    path = [(True, 0)] * tolerated + [(True, -1)] * (count - tolerated)
-    at_end = [path.pop()] if last_overflowed else []
-    raises = min(drops - fall, steps - count)
-    front = min(raised_before, raises) if path else 0
-    path = [(False, 1)] * front + path + [(False, 0)] * (steps - count - raises) + [(False, 1)] * (raises - front)
-    overflow, changes = map(list, zip(*path, *at_end, strict=True))
-    return overflow, [before * factor**exponent for exponent in accumulate(changes[:-1], initial=0)]
-
-
-def _listed_scales(interval: Interval, after: float, factor: float, notes: list[str]) -> list[float]:
-    """The scales where the skipped steps have lines of their own, and the applied ones follow."""
-    entry, count = interval.entry, interval.guess
-    listed = [overflow.loss_scale for overflow in entry.overflows[:count]]
-    unlisted = count - len(listed)
-    if unlisted:
-        notes.append(
-            f"{entry.where}: {unlisted} of {count} skipped steps have no line of their own; the scale is taken to have "
-            "gone on falling."
-        )
-    falling = [entry.overflows[-1].next_loss_scale / factor**place for place in range(unlisted)]
-    return [*listed, *falling, *[after] * (interval.steps - count)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from mindformers_adaptive.lab.logs.reader import (
@@ -109,7 +109,7 @@ class MegatronReader(_OverflowReader):
                 "looks like an iteration's line, but its loss scale or skipped iterations cannot be read"
             )
 
-    def finish(self) -> list[LogEntry]:
+    def finish(self) -> Sequence[LogEntry]:
         if self.overflows:
             self.notes.append(
                 f"{self.entries[-1].where if self.entries else 'The log'}: {len(self.overflows)} overflow(s) after the "
@@ -139,7 +139,7 @@ class DeepSpeedReader(_OverflowReader):
     def is_step_line(cls, text: str) -> bool:
         return any(not isinstance(said, str) for said in cls.parse(text, "", True))
 
-    def finish(self) -> list[LogEntry]:
+    def finish(self) -> Sequence[LogEntry]:
         entries = _skips_since_the_line_before(self.entries)
         if count := len(self.overflows):
             step, left = count + (entries[-1].step if entries else 0), tuple(self.overflows)

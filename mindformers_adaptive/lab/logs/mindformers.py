@@ -1,17 +1,16 @@
-"""Lines that MindFormers prints, and those of the record of ``LossScaleMonitor``."""
+"""Lines that MindFormers prints."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from mindformers_adaptive.lab.logs.reader import LARGEST_STEP, LogEntry, LogLines, Reader, parse_number, parse_scale
-from mindformers_adaptive.text.files import json_object
 
-__all__ = ["JsonlReader", "MindFormersReader"]
+__all__ = ["MindFormersReader"]
 
 _STEP = re.compile(
     r"^\s*(\d{1,9})/\s*\d+\],\s*step:\[\s*(\d{1,16})/\s*(\d{1,16})\],\s*loss:\s*\[?\s*([-+.\w]+)"
@@ -59,7 +58,7 @@ class MindFormersReader(Reader):
         self._without_scale += used and _START not in text
         return used
 
-    def finish(self) -> list[LogEntry]:
+    def finish(self) -> Sequence[LogEntry]:
         if self._without_scale:
             self.notes.append(
                 f"{self.entries[-1].where}: {self._without_scale} line(s) up to here are of a trainer that prints no "
@@ -95,58 +94,4 @@ def _parse(text: str, where: str, complete: bool) -> LogEntry | None:
         loss=parse_number(match[4]),
         # Up to 0.7 the time is that of the whole call, which in sink mode is more than one step.
         seconds=parse_number(match[5]) / 1000.0 if "per_step_time" in text else math.nan,
-    )
-
-
-class JsonlReader(Reader):
-    """Reads {"step": 1, "overflow": false, "loss_scale": 65536.0, "next_loss_scale": 65536.0, ...}.
-
-    ``step``, ``overflow`` and ``loss_scale`` (used in the step) must be there, the last two may be null;
-    ``next_loss_scale``, ``loss``, ``seconds``, ``scale_window``, ``largest_gradient``, ``gradient_format``,
-    ``overflowed_parameters`` and ``dropped_by_norm`` are used where they are, and other keys are ignored.
-    {"missing_steps": 3, "first_step": 5, "last_step": 7} says that steps were not recorded.
-    """
-
-    name = "jsonl"
-    looked_for = 'JSON objects, one a line, with "step", "overflow" and "loss_scale"'
-
-    @classmethod
-    def parse(cls, text: str, where: str, complete: bool) -> Iterator[LogEntry | str]:
-        if '"step"' in text or '"missing_steps"' in text:
-            yield _entry_of(json_object(text), where) or (
-                "looks like a step's record, but is no JSON object with step, overflow and loss_scale"
-            )
-
-    def take(self, text: str, lines: LogLines) -> bool:
-        record = json_object(text) if '"missing_steps"' in text else {}
-        if "missing_steps" not in record:
-            return super().take(text, lines)
-        span = f"{record.get('first_step', '?')} to {record.get('last_step', '?')}"
-        self.notes.append(f"{lines.where}: {record['missing_steps']} step(s) were not recorded ({span}).")
-        return True
-
-
-def _entry_of(record: dict[str, object], where: str) -> LogEntry | None:
-    step, overflow, loss_scale = record.get("step"), record.get("overflow"), parse_scale(record.get("loss_scale"))
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
-        return None
-    # null is what could not be known; another value that is none, or no value at all, is a torn record.
-    unknown = {key for key in ("overflow", "loss_scale") if key in record and record[key] is None}
-    if not (isinstance(overflow, bool) or "overflow" in unknown) or not (loss_scale or "loss_scale" in unknown):
-        return None
-    names = record.get("overflowed_parameters")
-    return LogEntry(
-        step,
-        where,
-        next_loss_scale=parse_scale(record.get("next_loss_scale")) or math.nan,
-        loss_scale=loss_scale or math.nan,
-        overflow=overflow if isinstance(overflow, bool) else None,
-        steps=1,
-        overflowed_parameters=tuple(map(str, names)) if isinstance(names, list) else None,
-        dropped_by_norm=record.get("dropped_by_norm") is True,
-        loss=parse_number(record.get("loss")),
-        seconds=parse_number(record.get("seconds")),
-        largest_gradient=parse_number(record.get("largest_gradient")),
-        scale_window=parse_number(record.get("scale_window")),
-        gradient_format=record.get("gradient_format"),
     )

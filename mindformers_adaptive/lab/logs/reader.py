@@ -44,7 +44,7 @@ class LogLines:
         undecodable (int): how many of them were not UTF-8; bytes that are not are replaced by U+FFFD.
         problems (list[str]): what is wrong with lines, each naming file and line.
         complete (bool): whether the current line ended with a newline; a line that was cut off did not.
-        where (str): the current line as ``file:number``, counted from 1.
+        file (str), number (int): where the current line stands; lines count from 1.
 
     Raises:
         OSError: if a file cannot be read; the subclass and the number are the system's.
@@ -55,14 +55,20 @@ class LogLines:
     undecodable: int = 0
     problems: list[str] = field(default_factory=list)
     complete: bool = True
-    where: str = ""
+    file: str = ""
+    number: int = 0
+
+    @property
+    def where(self) -> str:
+        """str: the current line as ``file:number``."""
+        return f"{self.file}:{self.number}" if self.file else ""
 
     def __iter__(self) -> Iterator[str]:
         for path in self.paths:
             try:
                 with open(path, "rb") as file:
-                    for number, raw in enumerate(_in_utf_8(file), start=1):
-                        self.where = f"{path}:{number}"
+                    self.file = str(path)
+                    for self.number, raw in enumerate(_in_utf_8(file), start=1):
                         yield self._text(raw)
             except OSError as error:
                 reason = f"The log must be a file that can be read, but: {error.strerror}. Check the path"
@@ -153,6 +159,11 @@ class LogEntry(NamedTuple):
         scale_window (float): the window after the step, in steps; nan where the line does not say.
         gradient_format (object): the format of the gradients, by its name or numbers; None where the line does not say.
         after_restart (bool): whether the run was restarted between the line before and this one.
+        skipped_so_far (int, optional): how many steps of the run were skipped up to this one; None where the line does
+            not say.
+        is_exact (bool): whether ``steps`` and ``skips`` were counted as the steps were taken, so that no fall of the
+            scale speaks against them.
+        has_line (bool): whether the last of its steps has a line of its own.
     """
 
     step: int
@@ -172,6 +183,9 @@ class LogEntry(NamedTuple):
     scale_window: float = math.nan
     gradient_format: Any = None
     after_restart: bool = False
+    skipped_so_far: int | None = None
+    is_exact: bool = False
+    has_line: bool = True
 
 
 class Reader(ABC):
@@ -183,7 +197,7 @@ class Reader(ABC):
         name (str): what the format is called.
         looked_for (str): what a line of a step looks like, for messages.
         printed_with (tuple[str, ...]): formats whose lines belong among those of this one.
-        entries (list[LogEntry]): the lines that name a step; steps strictly increasing.
+        entries (Sequence[LogEntry]): the lines that name a step; steps strictly increasing.
         merged (int): lines that said of a step what another line had said.
         merged_with_other_loss (int): those of them whose loss is another one.
         superseded (int): lines on steps that a later line says something else of.
@@ -195,7 +209,7 @@ class Reader(ABC):
     printed_with: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
-        self.entries: list[LogEntry] = []
+        self.entries: Any = []
         self.merged = self.merged_with_other_loss = self.superseded = 0
         self.notes: list[str] = []
         self._restarts: list[str] = []
@@ -232,12 +246,14 @@ class Reader(ABC):
         if not self.entries or entry.step > self.entries[-1].step:
             self.entries.append(entry)
             return True
-        recent = self.entries[-_RANKS_APART - 1 :]
-        same = [earlier for earlier in recent if _statement(earlier) == _statement(entry)]
-        if same:
-            self.merged += 1
-            self.merged_with_other_loss += repr(entry.loss) != repr(same[0].loss)
-            return False
+        for place in range(1, min(_RANKS_APART + 1, len(self.entries)) + 1):
+            earlier = self.entries[-place]
+            if _statement(earlier) == _statement(entry):
+                self.merged += 1
+                self.merged_with_other_loss += repr(entry.loss) != repr(earlier.loss)
+                return False
+            if earlier.step < entry.step:
+                break
         last, superseded = self.entries[-1].step, 0
         while self.entries and self.entries[-1].step >= entry.step:
             self.entries.pop()
@@ -250,7 +266,7 @@ class Reader(ABC):
         )
         return True
 
-    def finish(self) -> list[LogEntry]:
+    def finish(self) -> Sequence[LogEntry]:
         """Return the entries of all lines, after the notes on restarts and merged lines were added."""
         self.notes += self._restarts[:_RESTARTS_NAMED]
         if len(self._restarts) > _RESTARTS_NAMED:
@@ -269,7 +285,8 @@ class Reader(ABC):
             )
         elif self.merged:
             self.notes.append(f"{self.merged} line(s) of other ranks said the same of a step and were merged.")
-        return self.entries
+        entries: Sequence[LogEntry] = self.entries
+        return entries
 
 
 def _statement(entry: LogEntry) -> tuple[object, ...]:

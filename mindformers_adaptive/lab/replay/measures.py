@@ -24,6 +24,9 @@ SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = SMALLEST_FLOAT32, LARGEST_FLOAT32
 # A scale has recovered within so many bits, and a regime has been entered after so many steps.
 _RECOVERED_BITS, _ENTRY_STEPS = 2, 20
 
+# Of a long trace so many steps are measured at once: what lies between them would fill the memory.
+_STEPS_AT_ONCE = 2**18
+
 # Skipped steps in 1000 that a bit of headroom is worth; cost() says where it comes from.
 DEFAULT_EXCHANGE_RATE = 1.0
 
@@ -129,7 +132,9 @@ def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None 
     scales = _one_more_than_steps("loss_scale", loss_scale, trace)
     windows = None if scale_window is None else _one_more_than_steps("scale_window", scale_window, trace)
     tally = Tally([trace], 1)
-    tally.add(0, scales[:, np.newaxis], None if windows is None else windows[:, np.newaxis])
+    for start in range(0, len(trace), _STEPS_AT_ONCE):
+        rows = slice(start, min(start + _STEPS_AT_ONCE, len(trace)) + 1)
+        tally.add(start, scales[rows, np.newaxis], None if windows is None else windows[rows, np.newaxis])
     return tally.measures()[0]
 
 

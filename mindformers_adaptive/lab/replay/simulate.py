@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay.configuration import Configuration
+from mindformers_adaptive.lab.replay.events import EventPath, Overflows, follow
 from mindformers_adaptive.lab.replay.measures import Measures, Tally, measure, overflow_flags, overflows, rows_of
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
@@ -66,6 +67,9 @@ def replay(policy: Policy, trace: Trace) -> Replay:
         >>> replay(make_policy("fixed", loss_scale_value=2.0**10), trace).measures.headroom_lost
         3.0
     """
+    rule = getattr(policy, "rule", None)
+    if len(trace) and (path := follow(rule, policy.current, Overflows(trace.ceiling)) if rule else None) is not None:
+        return _replay_of(policy, trace, path)
     scales, windows, flags = [float(policy.loss_scale)], [policy.scale_window], []
     gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
     for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=True):
@@ -80,6 +84,17 @@ def replay(policy: Policy, trace: Trace) -> Replay:
         measure(trace, scales, window),
         {"loss_scale": scales[-1], "scale_window": windows[-1], **policy.state()},
     )
+
+
+def _replay_of(policy: Policy, trace: Trace, path: EventPath) -> Replay:
+    scale = path.each_step(path.loss_scale, len(trace))
+    window = None if path.scale_window is None else path.each_step(path.scale_window, len(trace)).astype(np.int64)
+    overflow = np.full(len(trace), False)
+    overflow[path.skipped] = True
+    policy.current = path.final_state
+    last = {"loss_scale": policy.loss_scale, "scale_window": policy.scale_window, **policy.state()}
+    measures = measure(trace, scale, window)
+    return Replay(scale[:-1], overflow, None if window is None else window[:-1], measures, last)
 
 
 @dataclass(frozen=True)

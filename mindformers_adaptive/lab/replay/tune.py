@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.replay.configuration import Configuration, default_grid, grid
+from mindformers_adaptive.lab.replay.event_measures import pays_for, replay_by_events
 from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE, cost
 from mindformers_adaptive.lab.replay.simulate import SweepResult, pareto_front, sweep
 from mindformers_adaptive.lab.traces.trace import Trace, just_below
@@ -55,6 +56,16 @@ class Tuning:
     def recommended(self) -> Configuration:
         """The configuration with the smallest mean cost over the traces."""
         return self.configurations[self.best]
+
+    def among(self, places: Sequence[int]) -> Tuning:
+        """Return what was found of some of the configurations, by their places, as if no others had been tried."""
+        sweeps = tuple(
+            SweepResult(*(tuple(row[place] for place in places) for row in (one.measures, one.final_states)))
+            for one in self.sweeps
+        )
+        assumed = {name: costs[list(places)] for name, costs in self.assumed.items()}
+        tried = tuple(self.configurations[place] for place in places)
+        return replace(self, configurations=tried, sweeps=sweeps, costs=self.costs[list(places)], assumed=assumed)
 
     def known_share(self, place: int) -> float:
         """Return the share of a configuration's steps whose outcome the traces know, over all traces."""
@@ -214,7 +225,7 @@ def tune(
         for place, trace in enumerate(others):
             # What is known is not swept twice.
             is_known = known and np.array_equal(traces[place].ceiling, trace.ceiling)
-            yield known[place] if is_known else sweep(tried, trace)
+            yield known[place] if is_known else _swept(tried, trace)
             if progress is not None:
                 progress(next(numbers))
 
@@ -230,3 +241,11 @@ def tune(
 
     assumed = {name: costs_on(swept(others, sweeps)) for name, others in assumptions.items()}
     return Tuning(tuple(traces), tuple(tried), sweeps, rate, costs_on(sweeps), assumed)
+
+
+def _swept(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
+    """What configurations do on a trace, in the quicker of two ways."""
+    if not pays_for(configurations, trace):
+        return sweep(configurations, trace)
+    measures, final_states = zip(*replay_by_events(configurations, trace), strict=True)
+    return SweepResult(measures, final_states)

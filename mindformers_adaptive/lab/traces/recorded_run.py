@@ -35,7 +35,7 @@ class RecordedRun:
             several steps, a guess that agrees with them.
         position_known (NDArray): bool of shape (steps,), whether the log says of just this step that it overflowed or
             was applied. False where it only says that some steps of an interval were skipped, and which is inferred.
-        loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say.
+        loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say; inf for a NaN in a record.
         seconds (NDArray, optional): float64 of shape (steps,), how long the step took, nan where the log does not say.
         scale_factor (float): what the scale is divided by at an overflow, as the log shows it, or 2.
         lines_read (int): how many lines the files have.
@@ -63,6 +63,8 @@ class RecordedRun:
         holds_if (str): what has to be true of the run for the bounds on its skipped steps to hold; "" where they hold
             for any.
         gradient_format (Format): the format of the gradients, also by its name or numbers. Default: float16.
+        without_line (NDArray, optional): bool of shape (steps,), whether a record has no line of just this step, and
+            others count it. Default: None, for no step.
 
     Raises:
         ValueError: if the arrays do not have one length, or the steps do not increase.
@@ -100,10 +102,11 @@ class RecordedRun:
     moves_by_one_factor: bool = True
     holds_if: str = ""
     gradient_format: Any = FLOAT16
+    without_line: Flags | None = None
 
     def __post_init__(self) -> None:
         arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]
-        arrays += [self.largest_gradient, self.next_loss_scale, self.scale_window]
+        arrays += [self.largest_gradient, self.next_loss_scale, self.scale_window, self.without_line]
         require_one_length(f"run {self.name!r}", *arrays)
         object.__setattr__(self, "gradient_format", find_format(self.gradient_format))
         if (np.diff(self.step) <= 0).any():
@@ -149,11 +152,12 @@ class RecordedRun:
             ((1, 3), (0, 2))
         """
         count = len(self) if steps is None else steps
-        lines = np.concatenate([[[0, 0, 0]], np.asarray(self.lines)])
-        place = int(np.searchsorted(lines[:, 0], count, side="right")) - 1
-        taken, fewest, most = lines[place].tolist()
+        lines = np.asarray(self.lines)
+        place = int(np.searchsorted(lines[:, 0], count, side="right"))
+        before = lines[place - 1] if place else np.zeros(3, np.int64)
+        taken, fewest, most = before.tolist()
         if taken < count:
-            length, fewest_inside, most_inside = (lines[place + 1] - lines[place]).tolist()
+            length, fewest_inside, most_inside = (lines[place] - before).tolist()
             inside = count - taken
             fewest, most = fewest + max(fewest_inside - (length - inside), 0), most + min(most_inside, inside)
         return fewest, most

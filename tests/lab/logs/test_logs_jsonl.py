@@ -1,15 +1,24 @@
 """The package's own record: one JSON object a step, gaps, torn lines, and keys that are not known."""
 
+import dataclasses
 import json
+import math
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_checks import missing
 
 from mindformers_adaptive.lab.logs import read_log
-from mindformers_adaptive.monitor.record import RunRecord
+from mindformers_adaptive.lab.logs.record import JsonlReader
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.monitor.record import FIELDS, RunRecord
+from mindformers_adaptive.text.files import json_text
 
 
 def record(step, overflow=False, loss_scale=1024.0, **others):
-    values = {"step": step, "loss": 2.5, "overflow": overflow, "loss_scale": loss_scale, "skipped_steps": 0}
+    values = {"step": step, "loss": 2.5, "overflow": overflow, "loss_scale": loss_scale, "skipped_steps": None}
     return json.dumps({**values, "next_loss_scale": loss_scale / (2 if overflow else 1), **others}) + "\n"
 
 
@@ -49,7 +58,8 @@ def test_a_line_that_is_no_record_is_a_problem_with_its_place(tmp_path, torn):
 def test_numbers_that_json_has_no_sign_for_may_be_text_or_absent(tmp_path):
     text = '{"step": 1, "overflow": true, "loss_scale": "inf", "next_loss_scale": null, "loss": "nan"}\n'
     run = read(tmp_path, text)
-    assert (run.loss_scale.tolist(), run.loss) == ([float("inf")], None)
+    # A loss that was NaN is not one that nobody knows.
+    assert (run.loss_scale.tolist(), run.loss.tolist()) == ([float("inf")], [float("inf")])
     assert run.to_trace("lower_bound").upper_bound.tolist() == [float("inf")]
 
 
@@ -83,5 +93,155 @@ def test_what_the_package_writes_is_read(tmp_path):
     values = {"overflow": True, "loss_scale": float("inf"), "next_loss_scale": float("inf"), "loss": float("nan")}
     written.append([{"step": 1, **values}, {"step": 4, **values, "loss_scale": 8.0, "next_loss_scale": 4.0}])
     run = read_log(written.path)
-    assert (run.step.tolist(), run.loss_scale.tolist(), run.problems) == ([1, 4], [float("inf"), 8.0], ())
+    assert (run.step.tolist(), run.without_line.tolist()) == ([1, 2, 3, 4], [False, True, True, False])
+    assert (run.loss_scale[[0, 3]].tolist(), run.problems) == ([float("inf"), 8.0], ())
+    # Nothing counted what was skipped in between.
+    assert run.skipped_bounds() == (2, 4)
     assert [note for note in run.notes if "record.jsonl:2: 2 step(s) were not recorded (2 to 3)" in note]
+
+
+def steps_of(rule, flags, start=2.0**16, gradients=None):
+    """The lines of every step that a rule takes with these flags."""
+    state, lines = rule.start(start), []
+    for step, overflow in enumerate(flags, start=1):
+        before, gradient = state.loss_scale, None if gradients is None else gradients[step - 1]
+        state = rule.step(state, overflow, gradient)
+        after = {"next_loss_scale": state.loss_scale, **state._asdict(), "largest_gradient": gradient}
+        known = {name: after.get(name) for name in FIELDS}
+        lines.append({**known, "step": step, "loss": 2.5, "overflow": overflow, "loss_scale": before})
+    return lines
+
+
+def with_gaps(lines, every, history):
+    """What is left where the host looks at every so many steps, and the device keeps the last few of them."""
+    kept = []
+    for last in range(every, len(lines) + 1, every):
+        first = last - max(history, 1)
+        if first > last - every:
+            kept.append(missing(last - every + 1, first))
+        seen = lines[first:last]
+        kept += seen if history else [{**seen[0], "loss_scale": None}]
+    return kept
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json_text(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("history", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("adaptive", {"min_scale_window": 5}), ("guided", {}), ("adaptive", {"hysteresis": 2})]
+)
+def test_a_record_of_every_seventh_step_counts_them_all(tmp_path, name, arguments, history):
+    rule, random = make_policy(name, **arguments).rule, np.random.default_rng(history)
+    flags = (random.random(700) < 0.07).tolist()
+    lines = steps_of(rule, flags, gradients=[None if flag else 2.0**-5 for flag in flags])
+    run = read_log(write_lines(tmp_path / "record.jsonl", with_gaps(lines, 7, history)))
+    assert (run.step.tolist(), run.skipped_steps) == (list(range(1, 701)), sum(flags))
+    assert (run.skipped_bounds(), run.holds_if) == ((sum(flags),) * 2, "")
+    counts = [(sum(flags[:end]),) * 2 for end in range(7, 701, 7)]
+    assert [run.skipped_bounds(end) for end in range(7, 701, 7)] == counts
+    told = run.position_known
+    assert (run.overflow[told] == np.array(flags)[told]).all()
+    assert told[6::7].all()
+    # With the rule of the run, what the lines count stays as it is.
+    if name == "adaptive":
+        policy = make_policy(name, **arguments, loss_scale_value=2.0**16)
+        assert read_log(tmp_path / "record.jsonl", rule=policy).skipped_bounds() == (sum(flags),) * 2
+
+
+def test_a_gap_that_nothing_counts_has_bounds(tmp_path):
+    lines = with_gaps(steps_of(make_policy("adaptive").rule, [False] * 20 + [True] + [False] * 7), 7, 1)
+    run = read_log(write_lines(tmp_path / "record.jsonl", [{**one, "skipped_steps": None} for one in lines]))
+    # The fall shows a skip; other steps may have been skipped too.
+    assert (len(run), run.skipped_bounds(21)[0]) == (28, 1)
+    assert run.skipped_bounds()[1] > 1
+    assert "one factor" in run.holds_if
+
+
+@pytest.mark.parametrize(
+    ("counts", "bounds"),
+    [
+        # A counter that went back, one that has more than there were steps, and one that lacks what the flag shows.
+        ((5, 2), (1, 5)),
+        ((0, 9), (1, 5)),
+        ((3, 3), (1, 5)),
+        ((0, 3), (3, 3)),
+    ],
+)
+def test_a_count_that_cannot_be_is_not_relied_on(tmp_path, counts, bounds):
+    line = steps_of(make_policy("adaptive").rule, [True])[0] | {"loss_scale": 8.0, "next_loss_scale": 8.0}
+    first, last = ({**line, "step": step, "skipped_steps": count} for step, count in zip((1, 6), counts, strict=True))
+    lines = [{**first, "overflow": False}, missing(2, 5), last]
+    run = read_log(write_lines(tmp_path / "record.jsonl", lines))
+    assert (len(run), run.skipped_bounds()) == (6, bounds)
+
+
+def test_a_record_that_begins_at_a_resume_and_one_that_ends_in_a_gap(tmp_path):
+    line = steps_of(make_policy("adaptive").rule, [False])[0]
+    late = [missing(101, 106), {**line, "step": 107, "skipped_steps": 12}]
+    run = read_log(write_lines(tmp_path / "record.jsonl", late))
+    # How many of the six were skipped is not known, for nobody knows the count before them.
+    assert (run.step.tolist(), run.skipped_bounds()) == (list(range(101, 108)), (0, 6))
+    run = read_log(write_lines(tmp_path / "record.jsonl", [line, missing(2, 4)]))
+    assert (run.step.tolist(), run.skipped_bounds()) == ([1, 2, 3, 4], (0, 3))
+
+
+def test_a_gap_of_any_length_is_counted_and_no_number_fills_the_memory(tmp_path):
+    first, last = steps_of(make_policy("adaptive").rule, [False, True])
+    for step, length in ((50_000, 50_000), (2**50, 2)):
+        lines = [first, missing(2, step - 1), {**last, "step": step, "skipped_steps": 300}]
+        run = read_log(write_lines(tmp_path / "record.jsonl", lines))
+        assert (len(run), run.skipped_steps) == (length, 300 if length > 2 else 1)
+
+
+VALUES = st.one_of(
+    st.none(), st.floats(), st.sampled_from(["nan", "inf", "-inf", "0", ""]), st.integers(-5, 10**20), st.booleans()
+)
+SCALES = st.sampled_from([2.0**16, 1.0, 3.4e38, 0.0, None, math.inf, -1.0, 4e38, 1e-46, 65536])
+
+
+@st.composite
+def own_lines(draw):
+    """A line with the keys in the order of the package, with values that it writes, or others."""
+    line = {name: draw(VALUES) for name in FIELDS if draw(st.integers(0, 20))}
+    line |= {"step": draw(st.integers(0, 30)), "overflow": draw(st.sampled_from([True, False, None]))}
+    line |= {name: draw(SCALES) for name in ("loss_scale", "next_loss_scale")}
+    line |= {"skipped_steps": draw(st.integers(0, 30) | st.none())}
+    line |= {"scale_window": draw(st.integers(0, 100) | st.none())}
+    line = {name: line[name] for name in FIELDS if name in line}
+    extra = {"mean": 2.5, "gradient_format": "bfloat16", "overflowed_parameters": ["w"], "seconds": 0.5}
+    return line | {name: extra[name] for name in draw(st.lists(st.sampled_from(sorted(extra)), unique=True))}
+
+
+@settings(max_examples=300)
+@given(st.lists(own_lines(), min_size=1, max_size=8))
+def test_the_quick_way_and_the_parser_of_json_read_the_same(tmp_path_factory, lines):
+    path = tmp_path_factory.getbasetemp() / "own.jsonl"
+    try:
+        quick = read_log(write_lines(path, lines), "jsonl")
+    except ValueError as error:
+        quick = str(error)
+    # In another order of keys, no line is one that the package writes.
+    others = [dict(sorted(line.items(), reverse=True)) for line in lines]
+    try:
+        parsed = read_log(write_lines(path, others), "jsonl")
+    except ValueError as error:
+        parsed = str(error)
+    assert type(quick) is type(parsed)
+    if isinstance(quick, str):
+        assert quick == parsed
+        return
+    for field in dataclasses.fields(quick):
+        one, other = getattr(quick, field.name), getattr(parsed, field.name)
+        assert str(one) == str(other), field.name
+
+
+def test_what_the_monitor_writes_goes_the_quick_way(monkeypatch, tmp_path):
+    lines = steps_of(make_policy("adaptive").rule, [True, False] * 3)
+    lines += [{**line, "step": line["step"] + 6, "gradient_format": "float16"} for line in lines]
+    path = write_lines(tmp_path / "record.jsonl", [{"run": 7, **lines[0]}, *lines[1:]])
+    monkeypatch.setattr("mindformers_adaptive.lab.logs.record.json_object", pytest.fail)
+    monkeypatch.setattr(JsonlReader, "is_step_line", lambda text: True)
+    assert len(read_log(path)) == 12

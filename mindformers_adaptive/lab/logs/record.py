@@ -1,0 +1,309 @@
+"""The record of ``LossScaleMonitor``, and others of its form: one JSON object a line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mindformers_adaptive.lab.logs.columns import LogColumns
+from mindformers_adaptive.lab.logs.expansion import expand
+from mindformers_adaptive.lab.logs.reader import (
+    LARGEST_STEP,
+    LONGEST_INTERVAL,
+    LogEntry,
+    LogLines,
+    Reader,
+    parse_number,
+    parse_scale,
+)
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.text.files import json_object
+
+__all__ = ["JsonlReader", "run_of_record"]
+
+# As this package writes a line of a step. Other lines, and other orders of the keys, are left to the parser of JSON,
+# which takes three times as long.
+_NUMBER, _FLAG = r'(-?\d[-+.\deE]*|null|"(?:nan|-?inf)")', "(true|false|null)"
+_COUNT, _OTHER = r"(?:\d+|null)", r'(?:-?\d[-+.\deE]*|null|true|false|"[^"\\]*")'
+_LINE = re.compile(
+    rf'\{{(?:"run": \d+, )?"step": (\d{{1,15}}), "loss": {_NUMBER}, "overflow": {_FLAG}, "loss_scale": {_NUMBER}, '
+    rf'"next_loss_scale": {_NUMBER}, "scale_window": {_NUMBER}, "window_index": (?:-?\d+|null), '
+    rf'"growth_num": {_COUNT}, "down_num": {_COUNT}, "skipped_steps": (\d{{1,15}}|null), '
+    rf'"largest_gradient": {_NUMBER}, "dropped_by_norm": {_FLAG}((?:, "\w+": {_OTHER})*?)'
+    rf'(?:, "gradient_format": "([^"\\]*)")?\}}'
+)
+# Keys that are read, and that no line has twice.
+_READ = "step loss overflow loss_scale next_loss_scale scale_window skipped_steps largest_gradient dropped_by_norm"
+_READ += " seconds gradient_format overflowed_parameters missing_steps"
+_READ_AT_THE_END = re.compile("|".join(f'"{name}"' for name in _READ.split()))
+_FLAGS = {"true": 1, "false": 0, "null": -1}
+_WORDS = {"null": math.nan, '"nan"': math.nan, '"inf"': math.inf, '"-inf"': -math.inf}
+
+# Lines for steps that were not recorded get a note each, up to so many.
+_GAPS_NAMED = 3
+
+# Longer gaps are left out where there would be more steps in all: beyond any training.
+_MOST_STEPS = 10**7
+
+
+class _Numbers(dict[str, float]):
+    """Numbers by their texts, of which few are different."""
+
+    def __missing__(self, text: str) -> float:
+        self[text] = number = _number(text)
+        return number
+
+
+class _Scales(dict[str, "float | None"]):
+    """Loss scales by their texts: nan for null, None for what is no scale."""
+
+    def __missing__(self, text: str) -> float | None:
+        self[text] = scale = math.nan if text == "null" else parse_scale(_number(text))
+        return scale
+
+
+class JsonlReader(Reader):
+    """Reads {"step": 1, "overflow": false, "loss_scale": 65536.0, "next_loss_scale": 65536.0, ...}.
+
+    ``step``, ``overflow`` and ``loss_scale`` (used in the step) must be there, the last two may be null;
+    ``next_loss_scale``, ``loss``, ``seconds``, ``scale_window``, ``largest_gradient``, ``gradient_format``,
+    ``overflowed_parameters`` and ``dropped_by_norm`` are used where they are, and other keys are ignored.
+    {"missing_steps": 3, "first_step": 5, "last_step": 7} says that steps were not recorded. Where the lines count
+    ``skipped_steps``, it is known how many of those were skipped.
+    """
+
+    name = "jsonl"
+    looked_for = 'JSON objects, one a line, with "step", "overflow" and "loss_scale"'
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = LogColumns()
+        self._numbers, self._scales = _Numbers(), _Scales()
+        # By the last step of each gap that is stated its first one, and where.
+        self._missing: dict[int, tuple[int, str]] = {}
+        self._gaps = 0
+
+    @classmethod
+    def parse(cls, text: str, where: str, complete: bool) -> Iterator[LogEntry | str]:
+        if '"step"' in text or '"missing_steps"' in text:
+            yield _entry_of(json_object(text), where) or (
+                "looks like a step's record, but is no JSON object with step, overflow and loss_scale"
+            )
+
+    def take(self, text: str, lines: LogLines) -> bool:
+        if (line := _LINE.fullmatch(text)) is not None and self._take_own(line.groups(), lines):
+            return True
+        record = json_object(text) if '"missing_steps"' in text else {}
+        if "missing_steps" not in record:
+            return super().take(text, lines)
+        self.take_gap(record, lines.where)
+        return True
+
+    def _take_own(self, line: tuple[str, ...], lines: LogLines) -> bool:
+        """Take a line that this package wrote; False where it has to be looked at more closely."""
+        step, loss, overflow, scale, after, window, skipped, gradient, dropped, others, gradient_format = line
+        if (number := int(step)) <= self.entries.last_step or (others and _READ_AT_THE_END.search(others)):
+            return False
+        try:
+            loss_scale, next_scale = self._scales[scale], self._scales[after]
+            lost = _WORDS[loss] if loss in _WORDS else float(loss)
+            # Of the rest only a few are different, or most are null.
+            seen = math.nan if gradient == "null" else _number(gradient)
+            scale_window = self._numbers[window]
+        except ValueError:
+            return False
+        if loss_scale is None or next_scale is None:
+            return False
+        if gradient_format is not None:
+            self.entries.note_format(gradient_format)
+        self.entries.append_line(
+            lines.file,
+            lines.number,
+            number,
+            -1 if skipped == "null" else int(skipped),
+            _FLAGS[overflow],
+            dropped == "true",
+            next_scale,
+            loss_scale,
+            math.inf if loss == '"nan"' else lost,
+            seen,
+            scale_window,
+        )
+        return True
+
+    def add(self, entry: LogEntry) -> bool:
+        if entry.step <= self.entries.last_step:
+            self._missing = {last: told for last, told in self._missing.items() if last < entry.step}
+        return super().add(entry)
+
+    def take_gap(self, record: Mapping[str, Any], where: str) -> None:
+        """Take a line for steps that were not recorded."""
+        first, last = record.get("first_step"), record.get("last_step")
+        if type(first) is int and type(last) is int and self.entries.last_step < first <= last <= LARGEST_STEP:
+            self._missing[last] = first, where
+        self._gaps += 1
+        if self._gaps <= _GAPS_NAMED:
+            span = f"{record.get('first_step', '?')} to {record.get('last_step', '?')}"
+            self.notes.append(f"{where}: {record['missing_steps']} step(s) were not recorded ({span}).")
+
+    def finish(self) -> Sequence[LogEntry]:
+        entries: Any = super().finish()
+        if self._gaps > _GAPS_NAMED:
+            self.notes.append(f"{self._gaps} lines in all say that steps were not recorded.")
+        return self._with_gaps(entries) if len(entries) else entries
+
+    def _with_gaps(self, entries: LogColumns) -> LogColumns:
+        """The entries, with one for each gap between them of which the file knows something."""
+        step, skipped = entries.array("step"), entries.array("skipped_so_far")
+        gaps = np.diff(step, prepend=0) - 1
+        room, places, added, counted = _MOST_STEPS - len(step), [], [], [0, 0]
+        for place in np.flatnonzero(gaps > 0).tolist():
+            gap, entry, stated = int(gaps[place]), entries[place], self._stated(step, place)
+            # A record may begin at the step from which a run was resumed, and knows nothing of those before.
+            skips = None if place == 0 and stated < gap else _skips_since(skipped, place, entry, gap + 1)
+            gap = gap if skips is not None else stated if place == 0 or stated == gap else 0
+            if not 0 < gap <= (LONGEST_INTERVAL if skips is None else max(room, LONGEST_INTERVAL)):
+                continue
+            room -= gap
+            if skips is not None:
+                counted = [counted[0] + gap, counted[1] + skips - (entry.overflow is True)]
+            told: dict[str, Any] = {} if skips is None else {"is_exact": True}
+            if entry.overflow is None or math.isnan(entry.loss_scale):
+                # Its own step cannot be told from those before it.
+                entries.of["steps"][place], entries.of["loss_scale"][place] = gap + 1, math.nan
+                entries.sparse[place] = {**entries.sparse.get(place, {}), **told, "skips": skips}
+                continue
+            skips = None if skips is None else skips - entry.overflow
+            places.append(place)
+            added.append(_gap(entry.step - 1, gap, entry.where, entry.loss_scale, skips=skips, **told))
+        last = entries.last_step
+        if (end := max(self._missing, default=0)) > last and self._missing[end][0] == last + 1:
+            places.append(len(entries))
+            added.append(_gap(end, min(end - last, LONGEST_INTERVAL), self._missing[end][1], math.nan))
+        if counted[0]:
+            self.notes.append(
+                f"{counted[0]} step(s) have no line of their own; the lines after them count {counted[1]} skipped ones "
+                "among them."
+            )
+        return entries.with_inserted(places, added) if places else entries
+
+    def _stated(self, step: Any, place: int) -> int:
+        """How many steps right before an entry lines say that they were not recorded."""
+        end = last = int(step[place]) - 1
+        before = int(step[place - 1]) if place else 0
+        while last > before and last in self._missing:
+            last = self._missing[last][0] - 1
+        return end - max(last, before)
+
+
+def _gap(step: int, steps: int, where: str, scale: float, **told: Any) -> LogEntry:
+    return LogEntry(step, where, next_loss_scale=scale, steps=steps, has_line=False, **told)
+
+
+def _skips_since(skipped: Any, place: int, entry: LogEntry, steps: int) -> int | None:
+    """How many steps were skipped since the line before an entry, by the counts of both; None if that is unknown."""
+    before, here = int(skipped[place - 1]) if place else 0, int(skipped[place])
+    if entry.after_restart or before < 0 or here < 0:
+        return None
+    least, most = int(entry.overflow is True), steps - (entry.overflow is False)
+    return here - before if least <= here - before <= most else None
+
+
+def run_of_record(lines: Sequence[Mapping[str, Any]]) -> RecordedRun:
+    """Return the run that the lines of a record tell of.
+
+    Args:
+        lines (Sequence[Mapping]): as :func:`mindformers_adaptive.monitor.record.read_record` returns them.
+
+    Returns:
+        RecordedRun, without a name and files.
+
+    Raises:
+        TypeError: if a line is not a mapping, or a value is neither a number nor None.
+        ValueError: if there is no step, or the record is not one of loss scales.
+    """
+    if not isinstance(lines, Sequence) or not all(isinstance(line, Mapping) for line in lines):
+        raise TypeError(
+            f"'record' must be a list of lines, each a dict, but got {str(lines)[:80]!r} of type "
+            f"{type(lines).__name__}. Read the file with mindformers_adaptive.monitor.record.read_record."
+        )
+    steps = [line for line in lines if "missing_steps" not in line]
+    if steps and not any("overflow" in line for line in steps):
+        raise ValueError(
+            f"The lines of a record must have 'overflow', but the first has {', '.join(map(str, steps[0]))}. Give the "
+            "record of LossScaleMonitor; draw_gradient_records draws that of GradientRangeMonitor."
+        )
+    reader = JsonlReader()
+    for number, line in enumerate(lines, start=1):
+        where = f"line {number}"
+        if "missing_steps" in line:
+            reader.take_gap(line, where)
+            continue
+        for name in ("step", "loss", "overflow", "loss_scale", "next_loss_scale", "scale_window", "largest_gradient"):
+            _require_number(name, line.get(name))
+        entry = _entry_of({"overflow": None, "loss_scale": None, **line}, where)
+        # A scale that no step can have used, as one of 0, is unknown.
+        unknown = {name: None for name in ("loss_scale", "next_loss_scale") if not parse_scale(line.get(name))}
+        entry = entry or _entry_of({**line, **unknown}, where)
+        if entry is not None:
+            reader.add(entry)
+    entries = reader.finish()
+    if not entries:
+        raise ValueError(
+            "There must be at least 1 step to draw, but there is none. Let the run take a step, or check that the "
+            "file is the record of this run."
+        )
+    notes: list[str] = []
+    return RecordedRun("", (), JsonlReader.name, **expand(entries, None, notes), notes=tuple(notes))
+
+
+def _require_number(name: str, value: object) -> None:
+    try:
+        np.float64(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(
+            f"'{name}' must be a number or None in each line of the record, but: {error}. Read the file with "
+            "mindformers_adaptive.monitor.record.read_record."
+        ) from error
+
+
+def _entry_of(record: Mapping[str, Any], where: str) -> LogEntry | None:
+    step, overflow, loss_scale = record.get("step"), record.get("overflow"), parse_scale(record.get("loss_scale"))
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
+        return None
+    # null is what could not be known; another value that is none, or no value at all, is a torn record.
+    unknown = {key for key in ("overflow", "loss_scale") if key in record and record[key] is None}
+    if not (isinstance(overflow, bool) or "overflow" in unknown) or not (loss_scale or "loss_scale" in unknown):
+        return None
+    names, skipped = record.get("overflowed_parameters"), record.get("skipped_steps")
+    is_count = isinstance(skipped, int) and not isinstance(skipped, bool) and 0 <= skipped <= LARGEST_STEP
+    return LogEntry(
+        step,
+        where,
+        next_loss_scale=parse_scale(record.get("next_loss_scale")) or math.nan,
+        loss_scale=loss_scale or math.nan,
+        overflow=overflow if isinstance(overflow, bool) else None,
+        steps=1,
+        overflowed_parameters=tuple(map(str, names)) if isinstance(names, list) else None,
+        dropped_by_norm=record.get("dropped_by_norm") is True,
+        loss=_loss(parse_number(record.get("loss")), record.get("loss")),
+        seconds=parse_number(record.get("seconds")),
+        largest_gradient=parse_number(record.get("largest_gradient")),
+        scale_window=parse_number(record.get("scale_window")),
+        gradient_format=record.get("gradient_format"),
+        skipped_so_far=skipped if is_count else None,
+    )
+
+
+def _number(text: str) -> float:
+    """The number that a text of JSON is; that of null is nan."""
+    return _WORDS[text] if text in _WORDS else float(text)
+
+
+def _loss(number: float, given: object) -> float:
+    """A loss; inf where it was stated to be NaN, for nan is one that is not known."""
+    return math.inf if math.isnan(number) and (isinstance(given, float) or given in ("nan", '"nan"')) else number
