@@ -65,7 +65,7 @@ PUBLIC = {
         "find_loss_scale",
         "gradient_ranges",
         "gradients.ranges.GradientSweep",
-        "gradients.ranges.LayerOutputs",
+        "gradients.layers.LayerOutputs",
         "gradients.recommendation.LossScaleRecommendation",
         "gradients.recommendation.Verdict",
         "gradients.report.GradientRanges",

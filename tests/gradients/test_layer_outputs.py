@@ -6,7 +6,8 @@ import pytest
 from fp16_networks import GraphOnly, OnlyLoss, Twice, WithStateAndDropout, rows
 from mindspore import Tensor, nn
 
-from mindformers_adaptive.gradients.ranges import LayerOutputs, LayerOutputsError, gradient_ranges
+from mindformers_adaptive.gradients.layers import LayerOutputs, LayerOutputsError
+from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.gradients.report import array_statistics, merge_statistics
 
 X = np.array([[2.0**-12, 0.0, 1.0, 0.0]], np.float32)
