@@ -134,7 +134,7 @@ class LossScaleMonitor(RecordingCallback):
                 "train-step cell that has a scale_sense, such as TrainOneStepWithLossScaleCell or MFTrainOneStepCell."
             )
             return
-        self._overflows = reports.OverflowNames()
+        self._overflows, self._bad_loss = reports.OverflowNames(), reports.BadLossDetector()
         self._open(params, train_step)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
         self._called_at, self._seen = self._last_step, {}
@@ -226,6 +226,8 @@ class LossScaleMonitor(RecordingCallback):
         for entry in entries:
             if (line := self._overflows.check(entry)) and self._writes:
                 logger.info("%s", line)
+            if (line := self._bad_loss.check(entry)) and self._writes:
+                logger.warning("%s", line)
             if message := self._collapse.check(entry):
                 self._react_to_collapse(f"{message}{self._name_overflows(entries[-1])}", run_context)
 

@@ -7,7 +7,7 @@ import mindspore
 import numpy as np
 import pytest
 import yaml
-from conftest import CONFIG, mindspore_mode
+from conftest import CONFIG, PROGRAM, mindspore_mode
 from mindspore import Tensor
 from training_runs import SMALL_MODEL
 
@@ -109,3 +109,17 @@ def test_what_cannot_be_measured_is_refused_without_a_traceback(corpus, tmp_path
     mindspore.save_checkpoint([{"name": "other", "data": Tensor([1.0])}], "other.ckpt")
     with pytest.raises(ValueError, match="must hold the network's weights"):
         why(CONFIG, "other.ckpt", corpus, overrides=SMALL_MODEL)
+
+
+@pytest.mark.slow
+def test_a_training_without_the_monitor_that_skips_every_step_says_so(corpus, checkpoint, run_forked, tmp_path):
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    config["callbacks"] = [{"type": "MFLossMonitor", "per_print_times": 1}]
+    config["load_checkpoint"] = str(Path.cwd() / checkpoint)
+    (tmp_path / "silent.yaml").write_text(yaml.safe_dump(config))
+    model = [f"{key}={value}" for key, value in MODEL.items()]
+    training = ["train", "--config", "silent.yaml", "--train-dataset-dir", corpus, "--num-samples", 32]
+    finished = run_forked(PROGRAM, *training, "--options", *model)
+    printed = finished.stdout + finished.stderr
+    assert "The loss of step 1 is nan, and no loss scale can help" in printed
+    assert "all 4 steps of this training overflowed and were skipped" in printed
