@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batches", type=integer(1), default=2, help="how many of the training data; default: 2")
     parser.add_argument(
+        "--batch", metavar="FILE", help="a batch that LossScaleMonitor saved, overflow_batch.npz, in place of the data"
+    )
+    parser.add_argument(
         "--plot", type=read_picture, metavar="FILE", help="draw the largest value of each layer, forward and going back"
     )
     add_json_argument(parser)
@@ -61,6 +64,7 @@ def run(options: argparse.Namespace) -> None:
                 options.train_dataset_dir,
                 options.loss_scale,
                 options.batches,
+                batch=options.batch,
                 overrides=overrides,
                 progress=progress,
             )

@@ -10,6 +10,7 @@ from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.integration.checks import value_at
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.training_probe import build_training, build_training_at_start
+from mindformers_adaptive.overflow.batch_file import read_batch
 from mindformers_adaptive.overflow.explain import explain_overflow
 from mindformers_adaptive.rules.checks import require_integer
 
@@ -37,6 +38,7 @@ def why(
     loss_scale=None,
     batches=DEFAULT_BATCHES,
     *,
+    batch=None,
     overrides=None,
     progress=None,
 ):
@@ -53,6 +55,8 @@ def why(
         train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
         loss_scale (float, optional): the loss scale of the training. Default: None, the one that it starts from.
         batches (int): how many batches of the training data. Default: 2.
+        batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, in place of the
+            training data. Default: None.
         overrides (dict, optional): values by dotted key that replace those of the YAML file. Default: None.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
 
@@ -67,8 +71,9 @@ def why(
         PyNativeError: if the model cannot run in PyNative mode.
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
+    saved = None if batch is None else [tuple(map(Tensor, read_batch(batch)))]
     train_step, dataset, measured = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
-    rows = list(itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches))
+    rows = saved or list(itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches))
     if not rows:
         raise ValueError("The training data must have at least one batch, but has none. Make the batches smaller.")
     network = train_step.network
