@@ -62,8 +62,10 @@ PUBLIC = {
         "monitor.record.read_record",
     ],
     ("Gradients", "梯度"): [
+        "explain_overflow",
         "find_loss_scale",
         "gradient_ranges",
+        "overflow.explanation.Explanation",
         "gradients.ranges.GradientSweep",
         "gradients.layers.LayerOutputs",
         "gradients.recommendation.LossScaleRecommendation",

@@ -271,28 +271,16 @@ def _try_setting(name, build, batches, seen, done):
 
 
 def _outcome(name, passes, batch, seen):
-    """Look at the batch that overflowed, with something changed."""
-    changed = _Seen(seen.loss_scale, passes([batch], seen.loss_scale))
-    if changed.forward:
+    """Look at the batch that overflowed with something changed, at a scale of 1 and at the largest that then fits."""
+    changed = _Seen(1.0, passes([batch], 1.0))
+    if changed.overflow:
         return Tried(name, None, changed.origin)
-    if changed.overflow:
-        changed.note(passes([batch], 1.0))
-        if changed.scales[1.0]:
-            return Tried(name, None, changed.origin)
-        changed.closest = passes([batch], 1.0)
-    return _outcome_at_limit(name, passes, batch, seen, changed)
-
-
-def _outcome_at_limit(name, passes, batch, seen, changed):
     limit = min(_limit(changed.closest), _HIGHEST)
-    if changed.overflow:
-        limit = min(limit, seen.loss_scale / 2)
-    if limit not in changed.scales:
+    if limit not in changed.scales and limit > 1.0:
         changed.note(passes([batch], limit))
     safe = max(scale for scale, overflow in changed.scales.items() if not overflow)
     before = max((scale for scale, overflow in seen.scales.items() if not overflow), default=0.0)
-    helps = seen.forward or not changed.overflow or safe >= 2 * before
-    return Tried(name, safe, changed.origin if changed.overflow else None, helps)
+    return Tried(name, safe, helps=seen.forward or safe >= 2 * before)
 
 
 def _computes_in_float16(seen):

@@ -24,8 +24,8 @@ class Tried:
     Attributes:
         setting (str): as it is written, ``softmax_compute_type: float32``.
         safe_scale (float, optional): the largest loss scale that was tried without an overflow; None if there was none.
-        origin (Origin, optional): where it overflows at the scale of the training, None if it does not.
-        helps (bool): whether it ends the overflow at the scale of the training, or allows a larger scale than without.
+        origin (Origin, optional): where it overflows even at a scale of 1, None if it does not.
+        helps (bool): whether it ends an overflow that no scale ends, or allows a larger scale than without it.
         note (str): why it could not be tried, or what else is to be known. Default: "".
     """
 
@@ -38,15 +38,13 @@ class Tried:
     def __str__(self) -> str:
         if self.note and self.safe_scale is None and self.origin is None:
             return f"{self.setting} -> {self.note}"
-        until = "" if self.safe_scale is None else f"no overflow up to {as_power_of_two(self.safe_scale)}"
-        if self.origin is None:
-            return f"{self.setting} -> {until}"
-        where = _place(self.origin)
-        if self.origin.phase == "forward":
+        if self.safe_scale is not None:
+            until = f"no overflow up to {as_power_of_two(self.safe_scale)}"
+            return f"{self.setting} -> {until if self.helps else f'no help: {until} only, as without it'}"
+        where = "" if self.origin is None else _place(self.origin)
+        if self.origin is not None and self.origin.phase == "forward":
             return f"{self.setting} -> still overflows, going forward, {where}"
-        if until and not self.helps:
-            return f"{self.setting} -> no help: {until} only, as without it"
-        return f"{self.setting} -> {until or f'still overflows at every scale, going back, {where}'}"
+        return f"{self.setting} -> still overflows at every scale, going back, {where}"
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,11 @@ class Explanation:
         return bool(self.scales.get(self.loss_scale))
 
     @property
+    def saturates(self) -> bool:
+        """bool: whether the device makes no inf of a number that is too large."""
+        return self.overflow_mode == "saturation"
+
+    @property
     def headline(self) -> str:
         """str: the first line of the text."""
         safe, bad, at = self.safe_scale, self.overflowing_scale, as_power_of_two(self.loss_scale)
@@ -137,7 +140,7 @@ class Explanation:
         losses = ", ".join(f"{loss:.4g}" for loss in self.losses[:3])
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         weights = f", {self.measured}" if self.measured else ""
-        mode = "; this device saturates: see --help" if self.overflow_mode == "saturation" else ""
+        mode = "; saturation mode: numbers too large become the largest, see the docs" if self.saturates else ""
         return f"measured: {batches}, loss {losses}{weights}{mode}"
 
     def _origin_lines(self) -> list[str]:
