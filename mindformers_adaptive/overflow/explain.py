@@ -53,8 +53,8 @@ def explain_overflow(
 
     Args:
         network (Cell): a train-step cell, a subclass of ``nn.TrainOneStepCell``, or a network that returns its loss.
-        batches (Union[Tensor, tuple, list, Iterable]): one batch, or a few, as in
-            :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`.
+        batches (Union[Tensor, tuple, list, Iterable]): one batch, Tensors of the shapes that the network
+            takes, or a few, as in :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`.
         loss_scale (float, optional): the loss scale of the training. Default: None, that of the train-step cell, and
             without one 65536.
         remedies (bool): whether, where it overflows, a lower loss scale is tried, and that layer in float32. Default:

@@ -67,6 +67,7 @@ RAISE_NOTHING = (
     "gradients.recommendation.Verdict",
     "gradients.report.GradientRanges",
     "monitor.record.RunRecord",
+    "overflow.explanation.Explanation",
     "register",
     "rules.Field",
     "wrapper.NoLossScaleUpdateCell",
