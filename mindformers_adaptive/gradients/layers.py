@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import fnmatch
 from collections import Counter
 from collections.abc import Iterable
 
@@ -22,19 +23,20 @@ class LayerOutputs:
     """Measures the outputs of layers, by a forward pass in PyNative mode.
 
     In graph mode, too, this one pass is in PyNative mode, where Python sees what a layer returns; the compiled graphs
-    of the training stay as they are. The outputs do not depend on the loss scale.
+    of the training stay as they are. The outputs do not depend on the loss scale. Layers are in the order of execution.
 
     Args:
         network (Cell): a network, or the train-step cell that trains it.
         layers (Iterable[str]): names of cells, as the names of their Parameters have them or as ``cells_and_names()``
-            of the network yields them, or names of classes, for all cells of that class.
+            of the network yields them, or names of classes, for all cells of that class; or patterns of either with
+            ``*``, which alone is all of them.
 
     Raises:
         TypeError: if ``layers`` is not an iterable of strings.
         ValueError: if no cell has such a name or class.
 
     Examples:
-        >>> from mindspore import nn
+        >>> import numpy as np
         >>> outputs = LayerOutputs(nn.SequentialCell(nn.Dense(3, 2), nn.ReLU()), ["ReLU"])
         >>> measured = outputs((Tensor(np.ones((4, 3), np.float32)),))
         >>> list(measured), measured["1"].size
@@ -44,10 +46,10 @@ class LayerOutputs:
     def __init__(self, network, layers):
         self._network = network.network if isinstance(network, nn.TrainOneStepCell) else network
         names, cells = _named_cells(self._network)
-        self._layers = {}
+        self._layers, self._named = {}, set()
         for layer in checked_layers(layers):
             wanted = names.get(layer, layer)
-            chosen = {name: cell for name, cell in cells.items() if wanted in (name, type(cell).__name__)}
+            chosen = {name: cell for name, cell in cells.items() if _is_called(wanted, name, type(cell).__name__)}
             if not chosen:
                 candidates = [*{type(cell).__name__: None for cell in cells.values()}, *cells]
                 similar = ", ".join(difflib.get_close_matches(layer, candidates, cutoff=0.0))
@@ -56,6 +58,7 @@ class LayerOutputs:
                     f"nearest names are {similar}."
                 )
             self._layers |= chosen
+            self._named |= set() if "*" in wanted else chosen.keys()
 
     def __call__(self, batch, observe=None):
         """Run the forward pass on a batch.
@@ -74,9 +77,11 @@ class LayerOutputs:
         if not self._layers:
             return {}
         parts = {name: [] for name in self._layers}
+        executed = {}
 
         def measured(name, construct):
             def construct_and_measure(*args, **kwargs):
+                executed.setdefault(name)
                 output = construct(*args, **kwargs)
                 for tensor in output if isinstance(output, tuple | list) else [output]:
                     if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -101,7 +106,17 @@ class LayerOutputs:
                 raise LayerOutputsError(
                     f"The outputs of 'layers' need a forward pass in PyNative mode, where the network fails: {error}."
                 ) from error
-        return {name: merge_statistics(statistics) for name, statistics in parts.items()}
+        # Lists of cells have a name too, and run nothing.
+        shown = [*executed, *(name for name in parts if name in self._named and name not in executed)]
+        return {name: merge_statistics(parts[name]) for name in shown}
+
+
+def _is_called(wanted, name, class_name):
+    """Whether a name, or a pattern, is that of a cell or of its class; a name may have brackets."""
+    if "*" not in wanted:
+        return wanted in (name, class_name)
+    pattern = wanted.replace("[", "[[]")
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(class_name, pattern)
 
 
 def named_cells(network):

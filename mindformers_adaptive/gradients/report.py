@@ -300,6 +300,9 @@ def _cells(statistics: ArrayStatistics) -> list[str]:
     counts = (statistics.zeros, statistics.underflowed, statistics.infs_and_nans)
     shares = [*map(statistics.share, counts), statistics.lost_share]
     percents = ["-" if share is None else f"{share:.3%}" for share in shares]
+    if statistics.size and statistics.infs_and_nans == statistics.size:
+        # There is no number to be the largest.
+        return ["-", smallest, "-", *percents]
     return [f"{statistics.largest:.2e}", smallest, f"{statistics.norm:.3g}", *percents]
 
 

@@ -177,7 +177,7 @@ class Pass:
 
     @property
     def overflow(self) -> bool:
-        """Whether a train step would be skipped: a gradient of a Parameter has inf or NaN."""
+        """Whether a gradient of a Parameter has inf or NaN, so that a train step would be skipped."""
         return not all(reading.finite for reading in self.weights.values())
 
     def inside(self, call: Call) -> Iterator[Call]:
