@@ -24,7 +24,7 @@ def explain_collapse(train_step, batch, loss_scale, folder):
         folder (Path): where to write.
 
     Returns:
-        str, for the log: the explanation, or why there is none.
+        str for the log, the explanation or why there is none.
     """
     if not batch:
         return (
