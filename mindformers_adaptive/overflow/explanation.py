@@ -205,7 +205,12 @@ class Explanation:
         return [f"{title}:", *(f"  {one}" for one in shown)]
 
     def to_dict(self) -> dict[str, object]:
-        """Return everything as dicts, lists and numbers."""
+        """Return everything as dicts, lists and numbers.
+
+        Returns:
+            dict[str, object], by the names of the attributes, with ``headline``, ``overflow``, ``safe_scale`` and
+            ``overflowing_scale``.
+        """
         return {
             "headline": self.headline,
             "loss_scale": self.loss_scale,
