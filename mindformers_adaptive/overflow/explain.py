@@ -207,9 +207,9 @@ def _look(passes, batches, loss_scale):
         if loss_scale <= 1.0:
             return seen
         lowest = passes(batches, 1.0)
+        seen.closest = lowest
         if seen.note(lowest):
             return seen
-        seen.closest = lowest
     limit = _limit(seen.closest)
     above = 2 * limit
     if above not in seen.scales and 1.0 <= above <= _HIGHEST and not (seen.overflow and above > loss_scale):

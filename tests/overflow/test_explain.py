@@ -223,3 +223,17 @@ def test_functions_of_mint_are_seen():
     explanation = explain_overflow(network, [(Tensor(np.full((4, 4), 100, np.float32)),)], 1.0)
     assert explanation.origin.operator == "Mul"
     assert explanation.origin.largest_input == 1000
+
+
+def test_a_backward_pass_that_overflows_at_every_scale_is_said_to_and_no_scale_is_recommended():
+    def steep(x, weight):
+        near = (x.astype(HALF) * weight.astype(HALF)).abs()
+        return (near + 1) / (near * 1e-4 + 1e-3)
+
+    network = Functional(steep)
+    explanation = explain_overflow(network, [(Tensor(np.full((4, 4), 0.01, np.float32)),)], 2.0**20)
+    assert explanation.headline.startswith("Overflows going back, even at a loss scale of 2^0: in the network itself")
+    assert explanation.origin.operator == "Truediv"
+    assert explanation.safe_scale is None
+    assert str(explanation.tried[0]) == "a lower loss_scale_value -> it overflows at 2^0 too"
+    assert explanation.layers_scale == 1.0
