@@ -29,6 +29,7 @@ _MODULE_OF = {
     "Trainer": "integration.trainer",
     "build_train_network": "amp.train_network",
     "enable_loss_scale_on_cpu": "amp.train_network",
+    "explain_overflow": "overflow.explain",
     "find_loss_scale": "gradients.ranges",
     "gradient_ranges": "gradients.ranges",
     "make_policy": "lab.policies",

@@ -24,6 +24,7 @@ from mindformers_adaptive.integration.trainer import Trainer as Trainer
 from mindformers_adaptive.lab.policies import make_policy as make_policy
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor as GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor as LossScaleMonitor
+from mindformers_adaptive.overflow.explain import explain_overflow as explain_overflow
 from mindformers_adaptive.rules.adaptive import AdaptiveRule as AdaptiveRule
 from mindformers_adaptive.rules.adaptive import LossScaleState as LossScaleState
 from mindformers_adaptive.rules.guided import GuidedRule as GuidedRule

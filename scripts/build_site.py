@@ -62,10 +62,12 @@ PUBLIC = {
         "monitor.record.read_record",
     ],
     ("Gradients", "梯度"): [
+        "explain_overflow",
         "find_loss_scale",
         "gradient_ranges",
+        "overflow.explanation.Explanation",
         "gradients.ranges.GradientSweep",
-        "gradients.ranges.LayerOutputs",
+        "gradients.layers.LayerOutputs",
         "gradients.recommendation.LossScaleRecommendation",
         "gradients.recommendation.Verdict",
         "gradients.report.GradientRanges",

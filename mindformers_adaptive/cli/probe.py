@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sweep_arguments(parser)
     parser.add_argument("--loss-scales", nargs="+", type=read_scale, metavar="SCALE", help="default: 2^0 2^4 ... 2^32")
     parser.add_argument(
-        "--layers", nargs="+", default=[], metavar="LAYER", help="measure the outputs of these too: names or classes"
+        "--layers",
+        nargs="+",
+        default=[],
+        metavar="LAYER",
+        help="measure the outputs of these too: names, classes, or patterns with *",
     )
     parser.add_argument("--parameters", type=read_scale, metavar="SCALE", help="show each Parameter at this loss scale")
     parser.add_argument("--output", type=_new_file, metavar="FILE", help="write everything to this JSON file")

@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "show the state of loss scaling that a checkpoint holds (a .ckpt file needs MindSpore)",
     "probe": "[*] measure the ranges of gradients and weights at several loss scales",
     "find": "[*] find the loss scale that a training should start from",
+    "why": "[*] say why a training overflows: in which layer, and which setting helps",
     "analyze": "say what the loss scale did in a run, from its log, and what to change",
     "simulate": "replay one policy on a trace",
     "compare": "replay several policies on traces, and compare them",

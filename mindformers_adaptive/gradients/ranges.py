@@ -1,19 +1,16 @@
 """Runs the backward pass of a network at several loss scales, without changing the network."""
 
-import contextlib
-import difflib
 import itertools
 import warnings
-from collections import Counter
 from collections.abc import Iterable
 
-import mindspore
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
+from mindformers_adaptive.gradients.layers import LayerOutputs
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics, merge_statistics
 from mindformers_adaptive.rules.checks import require_positive
 from mindformers_adaptive.rules.formats import find_format
@@ -21,9 +18,7 @@ from mindformers_adaptive.rules.formats import find_format
 __all__ = [
     "DEFAULT_LOSS_SCALES",
     "GradientSweep",
-    "LayerOutputs",
-    "LayerOutputsError",
-    "checked_layers",
+    "batches_of",
     "checked_loss_scales",
     "find_loss_scale",
     "gradient_ranges",
@@ -63,7 +58,7 @@ def gradient_ranges(
             ``dataset.create_tuple_iterator(num_epochs=1)``. NumPy arrays are accepted.
         loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
         layers (Iterable[str]): cells of the network whose outputs are measured too, by name or by the name of their
-            class; see :class:`mindformers_adaptive.gradients.ranges.LayerOutputs`. Default: none.
+            class; see :class:`mindformers_adaptive.gradients.layers.LayerOutputs`. Default: none.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
         observe (Callable, optional): called after each backward pass with the loss scale and a dict from Parameter
             name to gradient, a NumPy array, as the optimizer takes it. Default: None.
@@ -187,7 +182,7 @@ class GradientSweep:
                 progress(next(passes))
 
         with unchanged(self._network) as restore_random_state:
-            for batch in _batches(inputs):
+            for batch in batches_of(inputs):
                 ranges.append(self._sweep(batch, scales, restore_random_state, observe_pass))
                 outputs.append(self._layer_outputs(batch, observe_output))
         if not ranges:
@@ -246,8 +241,8 @@ def checked_loss_scales(loss_scales):
     return scales
 
 
-def _batches(inputs):
-    """Yield the batches, each as a tuple of Tensors."""
+def batches_of(inputs):
+    """Yield the batches of :func:`gradient_ranges`, each as a tuple of Tensors."""
     if _is_array(inputs):
         inputs = (inputs,)
     for batch in inputs if isinstance(inputs, Iterable) and not _is_batch(inputs) else [inputs]:
@@ -265,117 +260,3 @@ def _is_array(value):
 
 def _is_batch(value):
     return isinstance(value, tuple | list) and len(value) > 0 and all(map(_is_array, value))
-
-
-class LayerOutputsError(RuntimeError):
-    """A network cannot run in PyNative mode."""
-
-
-class LayerOutputs:
-    """Measures the outputs of layers, by a forward pass in PyNative mode.
-
-    In graph mode, too, this one pass is in PyNative mode, where Python sees what a layer returns; the compiled graphs
-    of the training stay as they are. The outputs do not depend on the loss scale.
-
-    Args:
-        network (Cell): a network, or the train-step cell that trains it.
-        layers (Iterable[str]): names of cells, as the names of their Parameters have them or as ``cells_and_names()``
-            of the network yields them, or names of classes, for all cells of that class.
-
-    Raises:
-        TypeError: if ``layers`` is not an iterable of strings.
-        ValueError: if no cell has such a name or class.
-
-    Examples:
-        >>> from mindspore import nn
-        >>> outputs = LayerOutputs(nn.SequentialCell(nn.Dense(3, 2), nn.ReLU()), ["ReLU"])
-        >>> measured = outputs((Tensor(np.ones((4, 3), np.float32)),))
-        >>> list(measured), measured["1"].size
-        (['1'], 8)
-    """
-
-    def __init__(self, network, layers):
-        self._network = network.network if isinstance(network, nn.TrainOneStepCell) else network
-        paths = {path: cell for path, cell in self._network.cells_and_names() if path}
-        # As in the names of its Parameters, which know nothing of the cells that a trainer puts around the network.
-        around = _path_around(self._network)
-        short = {path: path.removeprefix(around) for path in paths}
-        names = {path: path if name in paths else name for path, name in short.items()}
-        cells = {names[path]: cell for path, cell in paths.items()}
-        self._layers = {}
-        for layer in checked_layers(layers):
-            wanted = names.get(layer, layer)
-            chosen = {name: cell for name, cell in cells.items() if wanted in (name, type(cell).__name__)}
-            if not chosen:
-                candidates = [*{type(cell).__name__: None for cell in cells.values()}, *cells]
-                similar = ", ".join(difflib.get_close_matches(layer, candidates, cutoff=0.0))
-                raise ValueError(
-                    f"'layers' must name cells of the network, or a class of them, but {layer!r} is neither. The "
-                    f"nearest names are {similar}."
-                )
-            self._layers |= chosen
-
-    def __call__(self, batch, observe=None):
-        """Run the forward pass on a batch.
-
-        Args:
-            batch (tuple[Tensor]): the inputs of the network.
-            observe (Callable, optional): called with the name and the output of each layer, a NumPy array. Default:
-                None.
-
-        Returns:
-            dict[str, ArrayStatistics] by layer: of all its outputs of floating point together, and of all its calls.
-
-        Raises:
-            LayerOutputsError: if the network cannot run in PyNative mode.
-        """
-        if not self._layers:
-            return {}
-        parts = {name: [] for name in self._layers}
-
-        def measured(name, construct):
-            def construct_and_measure(*args, **kwargs):
-                output = construct(*args, **kwargs)
-                for tensor in output if isinstance(output, tuple | list) else [output]:
-                    if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                        array = to_numpy(tensor)
-                        parts[name].append(array_statistics(array))
-                        if observe is not None:
-                            observe(name, array)
-                return output
-
-            return construct_and_measure
-
-        with contextlib.ExitStack() as stack:
-            stack.callback(mindspore.set_context, mode=mindspore.get_context("mode"))
-            mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-            for name, cell in self._layers.items():
-                # Not by a hook of MindSpore: after one, it compiles every graph again, and dropout draws anew.
-                vars(cell)["construct"] = measured(name, cell.construct)
-                stack.callback(vars(cell).pop, "construct")
-            try:
-                self._network(*batch)
-            except Exception as error:
-                raise LayerOutputsError(
-                    f"The outputs of 'layers' need a forward pass in PyNative mode, where the network fails: {error}."
-                ) from error
-        return {name: merge_statistics(statistics) for name, statistics in parts.items()}
-
-
-def _path_around(network):
-    """Return what the paths of the network's Parameters have before their names, such as "network."."""
-    paths = [(path, weight.name) for path, weight in network.parameters_and_names()]
-    around = Counter(path.removesuffix(name) for path, name in paths if path.endswith(f".{name}"))
-    return around.most_common(1)[0][0] if around else ""
-
-
-def checked_layers(layers):
-    """Return names of layers as a tuple, or raise TypeError."""
-    is_list = isinstance(layers, Iterable) and not isinstance(layers, str)
-    names = tuple(layers) if is_list else ()
-    if not is_list or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"'layers' must be a list of names, but got {layers!r} of type {type(layers).__name__}. Write ['Dense'] "
-            "for a single one."
-        )
-    return names

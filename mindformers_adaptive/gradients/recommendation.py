@@ -202,6 +202,7 @@ class LossScaleRecommendation:
         lines = [f"No overflow up to {as_power_of_two(self.ceiling)}, in {len(self.ranges.batches)} batches."]
         if self.ceiling_is_highest:
             lines = [f"No overflow at any loss scale up to {as_power_of_two(scales[-1])}, the highest that was tried."]
+        lines += self._measured()
         lowest, start = self.verdicts[0], self.verdicts[-1]
         ends = [lowest] if start == lowest else [lowest, start]
         counts = {end.loss_scale: self.ranges.overall(end.loss_scale) for end in ends}
@@ -223,29 +224,36 @@ class LossScaleRecommendation:
         lines.append(f"Start from {as_power_of_two(self.loss_scale_value)}, which leaves a margin of 2^{below}:")
         return "\n".join([*lines, "", self.yaml])
 
+    def _measured(self) -> list[str]:
+        return [f"Measured: {self.ranges.measured}."] if self.ranges.measured else []
+
     def _no_scale_helps(self) -> str:
         title = self.ranges.gradient_format.title
         if not self.loss_is_finite:
-            return (
+            text = (
                 "The loss itself is inf or NaN: no loss scale can help. Check the data, the weights and the forward "
                 f"operations in {title}."
             )
-        lowest = as_power_of_two(self.ranges.loss_scales[0])
-        return (
-            f"The gradients overflow even at loss scale {lowest}: no loss scale from {lowest} can help. Compute the "
-            f"part of the backward pass that is too large for {title} in float32, or divide the loss."
-        )
+        else:
+            lowest = as_power_of_two(self.ranges.loss_scales[0])
+            text = (
+                f"The gradients overflow even at loss scale {lowest}: no loss scale from {lowest} can help. Compute "
+                f"the part of the backward pass that is too large for {title} in float32, or divide the loss."
+            )
+        return "\n".join([f"{text} 'adaptive-loss-scale why' names the layer, and what helps.", *self._measured()])
 
     def to_dict(self) -> dict[str, object]:
         """Return everything but the sweep as JSON can hold it.
 
         Returns:
-            dict[str, object], by the names of the attributes, with ``yaml`` and the ``gradient_format`` of the sweep.
+            dict[str, object], by the names of the attributes, with ``yaml``, and ``gradient_format`` and ``measured``
+            of the sweep.
         """
         nested = ("ranges", "verdicts", "lost_updates")
         plain = {name: value for name, value in vars(self).items() if name not in nested}
         plain["lost_updates"] = vars(self.lost_updates) if self.lost_updates else None
         plain["gradient_format"] = self.ranges.gradient_format.given
+        plain["measured"] = self.ranges.measured
         return {**plain, "verdicts": [verdict.to_dict() for verdict in self.verdicts], "yaml": self.yaml}
 
 

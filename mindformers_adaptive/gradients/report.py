@@ -61,6 +61,7 @@ class GradientRanges:
             batches; they do not depend on the loss scale.
         gradient_format (Format): the format of the gradients in the backward pass. Default: float16.
         float16_weights (tuple[str, ...]): the names of the weights that are kept in float16. Default: none.
+        measured (str): which weights these are, in words. Default: "", those that the network had.
 
     Examples:
         >>> at_1 = ScaleRanges(1.0, loss=0.5, parameters={"weight": array_statistics([0.0, 0.25])})
@@ -75,6 +76,7 @@ class GradientRanges:
     outputs: Mapping[str, ArrayStatistics] = field(default_factory=dict)
     gradient_format: Format = FLOAT16
     float16_weights: tuple[str, ...] = ()
+    measured: str = ""
 
     @property
     def loss_scales(self) -> tuple[float, ...]:
@@ -159,9 +161,11 @@ class GradientRanges:
         """Return everything as dicts, lists and numbers.
 
         Returns:
-            dict[str, object], with ``gradient_format``, ``weights``, ``loss_scales``, ``batches`` and ``outputs``.
+            dict[str, object], with ``gradient_format``, ``weights``, ``loss_scales``, ``batches`` and ``outputs``, and
+            with ``measured`` where it is known.
         """
         return {
+            **({"measured": self.measured} if self.measured else {}),
             "gradient_format": self.gradient_format.given,
             "weights": {
                 "overall": merge_statistics(self.weights.values()).to_dict(),
@@ -296,6 +300,9 @@ def _cells(statistics: ArrayStatistics) -> list[str]:
     counts = (statistics.zeros, statistics.underflowed, statistics.infs_and_nans)
     shares = [*map(statistics.share, counts), statistics.lost_share]
     percents = ["-" if share is None else f"{share:.3%}" for share in shares]
+    if statistics.size and statistics.infs_and_nans == statistics.size:
+        # There is no number to be the largest.
+        return ["-", smallest, "-", *percents]
     return [f"{statistics.largest:.2e}", smallest, f"{statistics.norm:.3g}", *percents]
 
 

@@ -7,6 +7,7 @@ from mindformers_adaptive import wrapper
 from mindformers_adaptive.checkpoint.callback import CheckpointMonitor, CommonInfo, restores_sidecar
 from mindformers_adaptive.integration.checks import OWN_AUTO_REGISTER
 from mindformers_adaptive.integration.training_state_monitor import TrainingStateMonitor
+from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -46,7 +47,7 @@ def register():
     wrappers = {name: getattr(wrapper, name) for name in wrapper.__all__} | _ALIASES
     for name, cell in wrappers.items():
         MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
-    for callback in (CheckpointMonitor, GradientRangeMonitor, LossScaleMonitor, TrainingStateMonitor):
+    for callback in (CheckpointMonitor, CollapseWatch, GradientRangeMonitor, LossScaleMonitor, TrainingStateMonitor):
         MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
     # The trainer's own name for the function: where register() runs only when the trainer builds its wrapper, through
     # auto_register, the checkpoint has still to be loaded.

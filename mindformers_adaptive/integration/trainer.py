@@ -99,9 +99,17 @@ class Trainer(mindformers.Trainer):
 
     def _init_model(self, is_train=False):
         super()._init_model(is_train)
+        if is_train:
+            self._watch_for_collapse()
         if is_train and mindspore.get_context("device_target") == "CPU":
             check_cpu(self.config, self.model.config if self.is_model_instance else None)
             self._accumulate()
+
+    def _watch_for_collapse(self):
+        # Without it, a training whose steps are all skipped ends as if it had gone well.
+        watch = MindFormerConfig(type="CollapseWatch")
+        if not any(callback.get("type") == watch.type for callback in self.config.callbacks or []):
+            self.config.callbacks = [*(self.config.callbacks or []), watch]
 
     def _accumulate(self):
         steps = take_accumulation_steps(self.config) if self.wrapper is None else 1

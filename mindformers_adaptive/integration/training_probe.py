@@ -1,5 +1,6 @@
 """Gradient ranges and the loss-scale finder for a training that a YAML file of MindFormers describes."""
 
+import dataclasses
 import itertools
 import warnings
 from pathlib import Path
@@ -13,10 +14,12 @@ from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import accumulate, take_accumulation_steps
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["build_training", "load_weights", "probe"]
+__all__ = ["build_training", "build_training_at_start", "load_weights", "probe"]
 
 # Batches differ little where a sum over many tokens is taken; a few tell of an unusual one.
 DEFAULT_BATCHES = 4
+
+_NEW = "new weights; a trained checkpoint can need loss scaling where new weights do not"
 
 
 def probe(
@@ -34,12 +37,14 @@ def probe(
 ):
     """Sweep over loss scales with the model and the data of a MindFormers YAML file.
 
-    The backward pass is that of the train-step cell that a training would use.
+    The backward pass is that of the train-step cell that a training would use, with the weights that it would start
+    from. Which they are is the sweep's ``measured``.
 
     Args:
         config_path (str): the YAML file.
         checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder of which the newest is taken.
-            Default: None, the weights that a training starts from.
+            Default: None, what the YAML file says to load, ``load_checkpoint`` or ``checkpoint.load_path``, and new
+            weights where it says nothing.
         train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
         loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
         batches (int): how many batches of the training data. Default: 4.
@@ -65,14 +70,44 @@ def probe(
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
     loss_scales = checked_loss_scales(loss_scales)
-    if checkpoint is not None and not (str(checkpoint) and Path(checkpoint).exists()):
-        raise FileNotFoundError(f"'checkpoint' must name a file or folder, but there is no {str(checkpoint)!r}.")
-    train_step, dataset = build_training(config_path, train_dataset_dir, overrides)
-    if checkpoint is not None:
-        load_weights(train_step.network, checkpoint)
+    train_step, dataset, measured = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
     rows = itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches)
     how = {"layers": layers, "progress": progress, "observe": observe, "gradient_format": gradient_format}
-    return gradient_ranges(train_step, rows, loss_scales, **how)
+    return dataclasses.replace(gradient_ranges(train_step, rows, loss_scales, **how), measured=measured)
+
+
+def build_training_at_start(config_path, checkpoint=None, train_dataset_dir=None, overrides=None):
+    """Build what :func:`build_training` builds, with the weights that the training would start from.
+
+    Args:
+        config_path, checkpoint, train_dataset_dir, overrides: as in :func:`probe`.
+
+    Returns:
+        tuple[Cell, Dataset, str], the train-step cell, the data, and which weights these are, in words.
+
+    Raises:
+        FileNotFoundError: if there is no such file, or no checkpoint in the folder.
+        ValueError: if the checkpoint has none of the network's weights.
+    """
+    _require_checkpoint("'checkpoint'", checkpoint)
+    config = _read_config(config_path, train_dataset_dir, overrides)
+    section = config.get("checkpoint") or {}
+    named = {"load_checkpoint": config.load_checkpoint, "checkpoint.load_path": section.get("load_path")}
+    key, path = next(((key, path) for key, path in named.items() if path), ("--checkpoint", None))
+    if checkpoint is not None:
+        key, path = "--checkpoint", checkpoint
+    elif path is not None:
+        remedy = " Give another with --checkpoint, or measure new weights with --options load_checkpoint=''."
+        _require_checkpoint(f"'{key}' of the YAML file", path, remedy)
+    train_step, dataset = _build(config)
+    if path is None:
+        return train_step, dataset, _NEW
+    return train_step, dataset, f"weights of {load_weights(train_step.network, path)} ({key})"
+
+
+def _require_checkpoint(name, path, remedy=""):
+    if path is not None and not (str(path) and Path(path).exists()):
+        raise FileNotFoundError(f"{name} must name a file or folder, but there is no {str(path)!r}.{remedy}")
 
 
 def build_training(config_path, train_dataset_dir=None, overrides=None):
@@ -91,15 +126,27 @@ def build_training(config_path, train_dataset_dir=None, overrides=None):
     Raises:
         FileNotFoundError: if there is no such file.
     """
+    return _build(_read_config(config_path, train_dataset_dir, overrides))
+
+
+def _read_config(config_path, train_dataset_dir, overrides):
+    overrides = {"run_mode": "train", **(overrides or {})}
+    if train_dataset_dir is not None:
+        overrides["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
+    return load_config(config_path, overrides, may_add=("run_mode",))
+
+
+def _build(config):
     from mindformers.core.context import build_context
     from mindformers.core.parallel_config import build_parallel_config
     from mindformers.dataset import build_dataset, check_dataset_config
     from mindformers.trainer.base_trainer import BaseTrainer
 
-    overrides = {"run_mode": "train", **(overrides or {})}
-    if train_dataset_dir is not None:
-        overrides["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
-    config = load_config(config_path, overrides, may_add=("run_mode",))
+    if not (config.get("train_dataset") and config.get("train_dataset_task")):
+        raise ValueError(
+            "The YAML file must say which data to train on, but has no 'train_dataset' or no 'train_dataset_task'. Add "
+            "both sections; --train-dataset-dir only says where the data lies."
+        )
     build_context(config)
     build_parallel_config(config)
     order_of_inputs = config.train_dataset.pop("construct_args_key", None)

@@ -6,7 +6,8 @@ from mindformers.tools.logger import logger
 from mindspore import nn
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.gradients.ranges import GradientSweep, LayerOutputsError, checked_layers, checked_loss_scales
+from mindformers_adaptive.gradients.layers import LayerOutputsError, checked_layers
+from mindformers_adaptive.gradients.ranges import GradientSweep, checked_loss_scales
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback
 from mindformers_adaptive.rules.checks import require_integer
 from mindformers_adaptive.rules.formats import find_format

@@ -12,7 +12,7 @@ from mindformers_adaptive.monitor import reports
 from mindformers_adaptive.monitor.record import FIELDS
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback, require_choice
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
-from mindformers_adaptive.rules.checks import require_integer
+from mindformers_adaptive.rules.checks import require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
 
@@ -72,6 +72,9 @@ class LossScaleMonitor(RecordingCallback):
             ``"warn"``.
         all_ranks (bool): whether every process writes, each into files with its rank in the name, or only the first.
             Default: False, because loss scaling is the same in all.
+        explain (bool): whether, at the first collapse, the process that writes says which layer overflows, and what of
+            what can be changed helps, by passes in PyNative mode on the batch at hand. The log has the text; beside the
+            record, ``overflow_explanation.json`` has everything and ``overflow_batch.npz`` the batch. Default: False.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -109,15 +112,17 @@ class LossScaleMonitor(RecordingCallback):
         on_collapse="warn",
         on_write_error="warn",
         all_ranks=False,
+        explain=False,
     ):
         super().__init__(record_path, tensorboard_dir, all_ranks, on_write_error)
+        self._explain = require_flag("explain", explain)
         self._every_n_steps = require_integer(
             "every_n_steps", every_n_steps, 1, "Give 1 or more; 1 looks at every step.", unit="number of steps"
         )
         self._collapse = reports.CollapseDetector(max_consecutive_overflows)
         self._on_collapse = require_choice("on_collapse", on_collapse, ("warn", "stop", "raise"))
         self._signals = reports.StopSignals(self._report_signal)
-        self._reader = None
+        self._reader = self._train_step = None
         self._savers = []
         # The key and the folder of the checkpoint that the run was resumed from, where this project's Trainer tells it.
         self.resumed_from = None
@@ -137,7 +142,8 @@ class LossScaleMonitor(RecordingCallback):
                 "train-step cell that has a scale_sense, such as TrainOneStepWithLossScaleCell or MFTrainOneStepCell."
             )
             return
-        self._overflows = reports.OverflowNames()
+        self._train_step, self._explained = train_step, False
+        self._overflows, self._bad_loss = reports.OverflowNames(), reports.BadLossDetector()
         self._open(params, train_step)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
         self._called_at, self._seen = self._last_step, {}
@@ -178,6 +184,7 @@ class LossScaleMonitor(RecordingCallback):
 
     def _release(self):
         super()._release()
+        self._train_step = None
         self._signals.restore()
         for saver in self._savers:
             saver.looks_before_saving.remove(self._look_now)
@@ -248,8 +255,12 @@ class LossScaleMonitor(RecordingCallback):
         for entry in entries:
             if (line := self._overflows.check(entry)) and self._writes:
                 logger.info("%s", line)
+            if (line := self._bad_loss.check(entry)) and self._writes:
+                logger.warning("%s", line)
             if message := self._collapse.check(entry):
-                self._react_to_collapse(f"{message}{self._name_overflows(entries[-1])}", run_context)
+                message += self._name_overflows(entries[-1])
+                self._explain_once(run_context.original_args(), entry)
+                self._react_to_collapse(message, run_context)
 
     def _name_overflows(self, last_entry):
         """What a collapse message says of the Parameters; only of the last step is it known which they are."""
@@ -288,6 +299,17 @@ class LossScaleMonitor(RecordingCallback):
             change = f"the window goes from {window} to {next_window}{places}, at loss scale {entry['next_loss_scale']}"
             logger.info("Loss scaling: at step %s %s.", entry["step"], change)
         return after
+
+    def _explain_once(self, params, entry):
+        if not self._explain or self._explained or not self._writes:
+            return
+        # Only then: its import and its passes cost nothing before.
+        from mindformers_adaptive.monitor.collapse_explanation import explain_collapse
+
+        self._explained = True
+        batch = None if params.dataset_sink_mode else params.get("train_dataset_element")
+        scale = entry["next_loss_scale"] if entry["loss_scale"] is None else entry["loss_scale"]
+        logger.warning("%s", explain_collapse(self._train_step, batch, scale, self._record.path.parent))
 
     def _react_to_collapse(self, message, run_context):
         # Overflows are the same in all processes, so all of them stop at the same step.

@@ -12,7 +12,10 @@ from typing import Any
 
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["HOW_TO_NAME", "CollapseDetector", "OverflowNames", "StopSignals", "overflowed_in", "too_short_for_window"]
+__all__ = ["HOW_TO_NAME", "BadLossDetector", "CollapseDetector", "OverflowNames", "StopSignals"]
+__all__ += ["none_applied", "overflowed_in", "too_short_for_window"]
+
+_WHY = "'adaptive-loss-scale why --config FILE'"
 
 HOW_TO_NAME = "To have the Parameters named whose gradients overflow, set track_per_parameter=True in the update cell."
 
@@ -69,9 +72,48 @@ def _collapse_message(entry: Mapping[str, Any]) -> str:
     return (
         f"Loss scaling has collapsed: {entry['consecutive_overflows']} steps in a row have overflowed up to step "
         f"{entry['step']}, the last of them at loss scale {next_scale if scale is None else scale}. None of them has "
-        f"changed a weight. {cause} What else usually helps: a lower learning rate or a longer warm-up, gradient "
-        "clipping, softmax and normalization layers in float32 (softmax_compute_type, layernorm_compute_type), a "
-        "min_loss_scale below 1, and going on from a checkpoint before the overflows began."
+        f"changed a weight. {cause} {_WHY} names the layer that overflows, and tries what could help. That usually is: "
+        "a lower learning rate or a longer warm-up, gradient clipping, softmax and normalization layers in float32 "
+        "(softmax_compute_type, layernorm_compute_type), a min_loss_scale below 1, and going on from a checkpoint "
+        "before the overflows began."
+    )
+
+
+class BadLossDetector:
+    """Makes one message of the first loss of a run that is inf or NaN.
+
+    Examples:
+        >>> detector = BadLossDetector()
+        >>> detector.check({"step": 1, "loss": 2.5})
+        >>> detector.check({"step": 2, "loss": math.nan}).partition(",")[0]
+        'The loss of step 2 is nan'
+        >>> detector.check({"step": 3, "loss": math.nan})
+    """
+
+    def __init__(self) -> None:
+        self._reported = False
+
+    def check(self, entry: Mapping[str, Any]) -> str | None:
+        """Return the message for a step, or None.
+
+        Args:
+            entry (Mapping): a step, with ``step`` and ``loss``, which is None where it is not known.
+        """
+        loss = entry["loss"]
+        if self._reported or loss is None or math.isfinite(loss):
+            return None
+        self._reported = True
+        return (
+            f"The loss of step {entry['step']} is {loss}, and no loss scale can help: it is so before it is scaled. "
+            f"{_WHY} names the layer that overflows, and tries what could help."
+        )
+
+
+def none_applied(steps: int) -> str:
+    """Return a warning for a training that ends after so many steps, all of which were skipped."""
+    return (
+        f"Loss scaling: all {steps} steps of this training overflowed and were skipped. No weight has changed. {_WHY} "
+        "names the layer that overflows, and tries what could help."
     )
 
 

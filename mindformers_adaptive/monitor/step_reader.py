@@ -82,6 +82,7 @@ class StepReader:
         window (tuple): the window in steps and its index; None if unknown.
         recorded (tuple[str, ...]): what the rule of the update cell records beside what all of them do.
         measures_gradients (bool): whether the update cell is told the largest gradient of each step.
+        counts_overflows (bool): whether it counts consecutive overflows, so that the host need not look at each step.
         names_parameters (bool): whether it keeps that of each Parameter, and so can name those that overflowed.
     """
 
@@ -92,6 +93,7 @@ class StepReader:
         self._fields = _state_fields(self._update_cell)
         self._parameters = {field.name: parameter for field, parameter in self._fields}
         self.measures_gradients = "largest_gradient" in self._parameters
+        self.counts_overflows = "consecutive_overflows" in self._state()
         self.names_parameters = getattr(self._update_cell, "each_largest", None) is not None
         self.window = tuple(map(self._state().get, _OF_WINDOW))
         self._loss_scale = self._read_loss_scale()

@@ -351,7 +351,9 @@ class RunSeries(NamedTuple):
             number = "All"
         path = _path(self.scales[~np.isnan(self.scales)])
         below = "" if self.ceiling is None else _headroom(self.scales[:-1], self.ceiling)
-        return "".join([f"{number} {whole} skipped", path and f"; loss scale {path}", below and f", {below}"])
+        bad = self.step[np.isinf(self.loss)]
+        loss = f"; loss inf or NaN in {count(len(bad), 'step')}, first {bad[0]:.0f}" if len(bad) else ""
+        return "".join([f"{number} {whole} skipped", loss, path and f"; loss scale {path}", below and f", {below}"])
 
 
 def _path(known: Floats) -> str:

@@ -68,6 +68,7 @@ RAISE_NOTHING = (
     "gradients.recommendation.Verdict",
     "gradients.report.GradientRanges",
     "monitor.record.RunRecord",
+    "overflow.explanation.Explanation",
     "register",
     "wrapper.NoLossScaleUpdateCell",
 )

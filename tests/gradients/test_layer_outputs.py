@@ -6,8 +6,9 @@ import pytest
 from fp16_networks import GraphOnly, OnlyLoss, Twice, WithStateAndDropout, rows
 from mindspore import Tensor, nn
 
-from mindformers_adaptive.gradients.ranges import LayerOutputs, LayerOutputsError, gradient_ranges
-from mindformers_adaptive.gradients.report import array_statistics, merge_statistics
+from mindformers_adaptive.gradients.layers import LayerOutputs, LayerOutputsError
+from mindformers_adaptive.gradients.ranges import gradient_ranges
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics, merge_statistics
 
 X = np.array([[2.0**-12, 0.0, 1.0, 0.0]], np.float32)
 
@@ -33,6 +34,9 @@ def test_outputs_of_all_calls_are_measured_in_their_own_dtype(mode):
         (["Dense"], {"shared", "pair.dense"}),
         (["pair.dense"], {"pair.dense"}),
         (["shared", "Dense", "pair"], {"shared", "pair", "pair.dense"}),
+        (["p*"], {"pair", "pair.dense"}),
+        (["*Dens*"], {"shared", "pair.dense"}),
+        (["*"], {"shared", "pair", "pair.dense"}),
         ([], set()),
     ],
 )
@@ -71,6 +75,7 @@ def test_a_network_that_cannot_run_in_pynative_mode_is_reported(graph_mode):
         (3, TypeError, "'layers' must be a list of names, but got 3 of type int"),
         ([3], TypeError, r"'layers' must be a list of names, but got \[3\] of type list"),
         (["Dence"], ValueError, "but 'Dence' is neither. The nearest names are Dense"),
+        (["q*"], ValueError, "but 'q\\*' is neither"),
         (["pair.dens"], ValueError, "The nearest names are pair.dense"),
     ],
 )
@@ -95,4 +100,18 @@ def test_layers_are_named_as_their_parameters_whatever_is_around_the_network(ask
     ranges = gradient_ranges(Around(Twice()), [(Tensor(X),)], [1], layers=[asked, "shared"])
     assert {f"{name}.weight" for name in ranges.outputs} == set(ranges.weights)
     assert ranges.outputs.keys() == ranges.to_dict()["outputs"].keys() == {"pair.dense", "shared"}
-    assert [line.split()[0] for line in ranges.output_table().splitlines()[1:]] == ["pair.dense", "shared"]
+    assert [line.split()[0] for line in ranges.output_table().splitlines()[1:]] == ["shared", "pair.dense"]
+
+
+def test_layers_are_in_the_order_of_execution_and_one_without_a_number_has_none():
+    network = nn.SequentialCell(nn.ReLU(), nn.Sigmoid(), nn.Sigmoid())
+    listed = nn.CellList([nn.Tanh(), nn.Sigmoid()])
+    network.listed = listed
+    network.construct = lambda x: listed[1](listed[0](network[0](x)))
+    outputs = LayerOutputs(network, ["*"])((Tensor(-np.ones((1, 2), np.float32)),))
+    # The list itself runs nothing, and of what is not called there is nothing to show.
+    assert list(outputs) == ["0", "listed.0", "listed.1"]
+    assert list(LayerOutputs(network, ["2", "0"])((Tensor(X),))) == ["0", "2"]
+    nan = array_statistics(np.full(3, np.nan, np.float32))
+    table = GradientRanges({}, ((ScaleRanges(1.0, 0.0, {}),),), {"all_nan": nan}).output_table()
+    assert table.splitlines()[1].split() == ["all_nan", "-", "-", "-", "0.000%", "-", "100.000%"]

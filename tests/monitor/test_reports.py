@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mindformers_adaptive.monitor.reports import CollapseDetector, OverflowNames, StopSignals
+from mindformers_adaptive.monitor.reports import BadLossDetector, CollapseDetector, OverflowNames, StopSignals
 
 
 def step(consecutive_overflows, **entry):
@@ -131,3 +131,12 @@ def test_a_process_that_was_forked_reports_nothing(received):
     assert os.waitpid(child, 0)[1] == 0
     assert os.read(reading, 100) == b""
     os.close(reading)
+
+
+def test_the_first_bad_loss_is_told_once_and_at_once():
+    detector = BadLossDetector()
+    assert [detector.check({"step": step, "loss": loss}) for step, loss in ((1, 2.5), (2, None))] == [None, None]
+    message = detector.check({"step": 3, "loss": float("inf")})
+    assert message.startswith("The loss of step 3 is inf, and no loss scale can help")
+    assert "adaptive-loss-scale why --config" in message
+    assert detector.check({"step": 4, "loss": float("nan")}) is None

@@ -60,7 +60,8 @@ class Advice:
 
     Attributes:
         rule (str): "start lower", "start higher", "larger window", "smaller window", "moving window", "more
-            hysteresis", "less hysteresis", "short run" or "collapse".
+            hysteresis", "less hysteresis", "short run", "collapse" or
+            "bad loss".
         change (str): what to change.
         reason (str): why, with figures.
         figures (dict): the figures by name, ready for JSON.
@@ -90,7 +91,7 @@ def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[l
     recorded, usable = _measured(trace, scale), scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
     # Of a rule that follows the gradients nothing is said: it has neither window nor hysteresis.
     follows_gradients = run.largest_gradient is not None
-    advice = [*collapse, *start, *([] if follows_gradients else _short_run(run, changes))]
+    advice = [*_bad_loss(run), *collapse, *start, *([] if follows_gradients else _short_run(run, changes))]
     if collapse or follows_gradients or not len(usable):
         return advice, None
     if not start:
@@ -151,7 +152,8 @@ def _collapse(run: RecordedRun) -> list[Advice]:
         advice = Advice(
             "collapse",
             "Look at the model and the data, not at the loss scaling: learning rate, warm-up, gradient clipping, "
-            "float32 for softmax and normalization, NaN or inf in data and weights.",
+            "float32 for softmax and normalization, NaN or inf in data and weights. 'adaptive-loss-scale why' names "
+            "the layer, and tries what could help.",
             (f"{length} steps in a row" if is_row else f"All {length} steps that the log shows")
             + f" were skipped, {step[first]} to {step[last]}"
             + (f", with the scale at {as_power_of_two(float(scale[last]))} to the last" if stays and is_row else "")
@@ -161,6 +163,24 @@ def _collapse(run: RecordedRun) -> list[Advice]:
         )
         return [advice]
     return []
+
+
+def _bad_loss(run: RecordedRun) -> list[Advice]:
+    """The advice to look for the layer, where the loss itself is inf or NaN, whatever it is multiplied by."""
+    places = np.flatnonzero(np.isinf(run.loss)) if run.loss is not None else np.empty(0, np.int64)
+    if run.loss is None or not len(places):
+        return []
+    first, known = int(run.step[places[0]]), int(np.count_nonzero(~np.isnan(run.loss)))
+    return [
+        Advice(
+            "bad loss",
+            "Look for the layer that makes the loss inf or NaN: 'adaptive-loss-scale why --config FILE' names it, and "
+            "tries what could help.",
+            f"The loss was inf or NaN in {len(places)} of the {known} steps that show it, the first of them step "
+            f"{first}. It is so before it is scaled: no loss scale can help.",
+            {"steps": len(places), "first_step": first},
+        )
+    ]
 
 
 def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:

@@ -1,0 +1,73 @@
+"""Say why a training overflows: in which layer, forward or going back, and which setting helps.
+
+Forward and backward passes of the training's own train step are run on a few batches, op by op (PyNative mode), with
+the weights that the training would start from. What could help is tried in the same passes: a lower loss scale, the
+layer in float32, and each setting of the YAML file's model_config that computes in half precision.
+
+examples:
+  adaptive-loss-scale why --config my.yaml --train-dataset-dir my_data
+  adaptive-loss-scale why --config my.yaml --checkpoint output/checkpoint/rank_0 --loss-scale 2^16 --plot layers.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+
+from mindformers_adaptive.cli.output import (
+    add_json_argument,
+    integer,
+    print_result,
+    progress_bar,
+    read_picture,
+    read_scale,
+)
+from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.layers import draw_layers
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_yaml_arguments(parser)
+    parser.add_argument("--train-dataset-dir", help="the data, in place of that in the YAML file")
+    parser.add_argument(
+        "--checkpoint",
+        help="a .ckpt or .safetensors file, or a folder of them; default: what the YAML file says to load",
+    )
+    parser.add_argument(
+        "--loss-scale", type=read_scale, metavar="SCALE", help="of the training; default: the one that it starts from"
+    )
+    parser.add_argument("--batches", type=integer(1), default=2, help="how many of the training data; default: 2")
+    parser.add_argument(
+        "--batch", metavar="FILE", help="a batch that LossScaleMonitor saved, overflow_batch.npz, in place of the data"
+    )
+    parser.add_argument(
+        "--plot", type=read_picture, metavar="FILE", help="draw the largest value of each layer, forward and going back"
+    )
+    add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Look at the passes, and print what they showed."""
+    overrides = read_options(options.options)
+    with contextlib.redirect_stdout(sys.stderr):
+        from mindformers_adaptive.integration.overflow_probe import why
+
+        with progress_bar(None, "backward passes") as progress:
+            explanation = why(
+                options.config,
+                options.checkpoint,
+                options.train_dataset_dir,
+                options.loss_scale,
+                options.batches,
+                batch=options.batch,
+                overrides=overrides,
+                progress=progress,
+            )
+    print_result(options, explanation.to_dict, explanation.__str__)
+    if options.plot:
+        save(draw_layers(explanation), options.plot)

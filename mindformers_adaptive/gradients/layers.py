@@ -1,0 +1,160 @@
+"""The layers of a network by name, and what they return."""
+
+import contextlib
+import difflib
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable
+
+import mindspore
+from mindspore import Tensor, nn
+
+from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.gradients.report import array_statistics, merge_statistics
+
+__all__ = ["LayerOutputs", "LayerOutputsError", "checked_layers", "named_cells"]
+
+
+class LayerOutputsError(RuntimeError):
+    """A network cannot run in PyNative mode."""
+
+
+class LayerOutputs:
+    """Measures the outputs of layers, by a forward pass in PyNative mode.
+
+    In graph mode, too, this one pass is in PyNative mode, where Python sees what a layer returns; the compiled graphs
+    of the training stay as they are. The outputs do not depend on the loss scale. Layers are in the order of execution.
+
+    Args:
+        network (Cell): a network, or the train-step cell that trains it.
+        layers (Iterable[str]): names of cells, as the names of their Parameters have them or as ``cells_and_names()``
+            of the network yields them, or names of classes, for all cells of that class; or patterns of either with
+            ``*``, which alone is all of them.
+
+    Raises:
+        TypeError: if ``layers`` is not an iterable of strings.
+        ValueError: if no cell has such a name or class.
+
+    Examples:
+        >>> import numpy as np
+        >>> outputs = LayerOutputs(nn.SequentialCell(nn.Dense(3, 2), nn.ReLU()), ["ReLU"])
+        >>> measured = outputs((Tensor(np.ones((4, 3), np.float32)),))
+        >>> list(measured), measured["1"].size
+        (['1'], 8)
+    """
+
+    def __init__(self, network, layers):
+        self._network = network.network if isinstance(network, nn.TrainOneStepCell) else network
+        names, cells = _named_cells(self._network)
+        self._layers, self._named = {}, set()
+        for layer in checked_layers(layers):
+            wanted = names.get(layer, layer)
+            chosen = {name: cell for name, cell in cells.items() if _is_called(wanted, name, type(cell).__name__)}
+            if not chosen:
+                candidates = [*{type(cell).__name__: None for cell in cells.values()}, *cells]
+                similar = ", ".join(difflib.get_close_matches(layer, candidates, cutoff=0.0))
+                raise ValueError(
+                    f"'layers' must name cells of the network, or a class of them, but {layer!r} is neither. The "
+                    f"nearest names are {similar}."
+                )
+            self._layers |= chosen
+            self._named |= set() if "*" in wanted else chosen.keys()
+
+    def __call__(self, batch, observe=None):
+        """Run the forward pass on a batch.
+
+        Args:
+            batch (tuple[Tensor]): the inputs of the network.
+            observe (Callable, optional): called with the name and the output of each layer, a NumPy array. Default:
+                None.
+
+        Returns:
+            dict[str, ArrayStatistics] by layer: of all its outputs of floating point together, and of all its calls.
+
+        Raises:
+            LayerOutputsError: if the network cannot run in PyNative mode.
+        """
+        if not self._layers:
+            return {}
+        parts = {name: [] for name in self._layers}
+        executed = {}
+
+        def measured(name, construct):
+            def construct_and_measure(*args, **kwargs):
+                executed.setdefault(name)
+                output = construct(*args, **kwargs)
+                for tensor in output if isinstance(output, tuple | list) else [output]:
+                    if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                        array = to_numpy(tensor)
+                        parts[name].append(array_statistics(array))
+                        if observe is not None:
+                            observe(name, array)
+                return output
+
+            return construct_and_measure
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(mindspore.set_context, mode=mindspore.get_context("mode"))
+            mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+            for name, cell in self._layers.items():
+                # Not by a hook of MindSpore: after one, it compiles every graph again, and dropout draws anew.
+                vars(cell)["construct"] = measured(name, cell.construct)
+                stack.callback(vars(cell).pop, "construct")
+            try:
+                self._network(*batch)
+            except Exception as error:
+                raise LayerOutputsError(
+                    f"The outputs of 'layers' need a forward pass in PyNative mode, where the network fails: {error}."
+                ) from error
+        # Lists of cells have a name too, and run nothing.
+        shown = [*executed, *(name for name in parts if name in self._named and name not in executed)]
+        return {name: merge_statistics(parts[name]) for name in shown}
+
+
+def _is_called(wanted, name, class_name):
+    """Whether a name, or a pattern, is that of a cell or of its class; a name may have brackets."""
+    if "*" not in wanted:
+        return wanted in (name, class_name)
+    pattern = wanted.replace("[", "[[]")
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(class_name, pattern)
+
+
+def named_cells(network):
+    """Return the cells of a network by name, as the names of their Parameters have them.
+
+    Args:
+        network (Cell): without a train-step cell around it.
+
+    Returns:
+        dict[str, Cell], in the order in which they were made.
+    """
+    return _named_cells(network)[1]
+
+
+def _named_cells(network):
+    """Return the name of each path, and the cell of each name."""
+    paths = {path: cell for path, cell in network.cells_and_names() if path}
+    # As in the names of its Parameters, which know nothing of the cells that a trainer puts around the network.
+    around = _path_around(network)
+    short = {path: path.removeprefix(around) for path in paths}
+    names = {path: path if name in paths else name for path, name in short.items()}
+    return names, {names[path]: cell for path, cell in paths.items()}
+
+
+def _path_around(network):
+    """Return what the paths of the network's Parameters have before their names, such as "network."."""
+    paths = [(path, weight.name) for path, weight in network.parameters_and_names()]
+    around = Counter(path.removesuffix(name) for path, name in paths if path.endswith(f".{name}"))
+    return around.most_common(1)[0][0] if around else ""
+
+
+def checked_layers(layers):
+    """Return names of layers as a tuple, or raise TypeError."""
+    is_list = isinstance(layers, Iterable) and not isinstance(layers, str)
+    names = tuple(layers) if is_list else ()
+    if not is_list or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"'layers' must be a list of names, but got {layers!r} of type {type(layers).__name__}. Write ['Dense'] "
+            "for a single one."
+        )
+    return names

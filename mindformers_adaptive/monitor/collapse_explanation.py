@@ -1,0 +1,46 @@
+"""What ``LossScaleMonitor(explain=True)`` does when the loss scale collapses: it says why, and saves the batch."""
+
+import math
+
+from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.overflow.batch_file import save_batch
+from mindformers_adaptive.overflow.explain import explain_overflow
+from mindformers_adaptive.text.files import atomic_write, json_text
+
+__all__ = ["BATCH_FILE", "EXPLANATION_FILE", "explain_collapse"]
+
+BATCH_FILE, EXPLANATION_FILE = "overflow_batch.npz", "overflow_explanation.json"
+
+
+def explain_collapse(train_step, batch, loss_scale, folder):
+    """Explain the overflow of a batch, and write the explanation and the batch to a folder.
+
+    Nothing of the training is changed.
+
+    Args:
+        train_step (Cell): the train-step cell, at the weights of that step.
+        batch (tuple[Tensor], optional): the inputs of its network; None in data-sink mode, where nobody has it.
+        loss_scale (float): of the step.
+        folder (Path): where to write.
+
+    Returns:
+        str for the log, the explanation or why there is none.
+    """
+    if not batch:
+        return (
+            "'explain' needs the batch, which the host does not see in data-sink mode. Set 'runner_config.sink_mode' "
+            "to False, or run 'adaptive-loss-scale why' on a checkpoint."
+        )
+    if not (math.isfinite(loss_scale) and loss_scale > 0):
+        return f"'explain' needs a loss scale above 0, but it is {loss_scale}."
+    file = folder / BATCH_FILE
+    try:
+        # First, so that it can be looked at again whatever happens.
+        save_batch(file, [to_numpy(column) for column in batch])
+        explanation = explain_overflow(train_step, [batch], loss_scale, measured="weights of this step")
+        with atomic_write(folder / EXPLANATION_FILE) as output:
+            output.write(json_text(explanation.to_dict(), indent=2) + "\n")
+    # A training goes on whatever its explanation fails at.
+    except Exception as error:
+        return f"The overflow could not be explained: {type(error).__name__}: {error}"
+    return f"Why it overflows, on the batch of this step, which is saved as {file}:\n{explanation}"

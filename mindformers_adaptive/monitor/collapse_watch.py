@@ -1,0 +1,79 @@
+"""``CollapseWatch``: says that a training skips all its steps, where no ``LossScaleMonitor`` is there to say it."""
+
+from mindformers.tools.logger import logger
+from mindformers.tools.utils import get_real_rank
+from mindspore.train import Callback
+
+from mindformers_adaptive.monitor import reports
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
+
+__all__ = ["CollapseWatch"]
+
+# As in LossScaleMonitor.
+_LIMIT = 50
+# Cells of this package count overflows on the device: the host need not wait for each step.
+_EVERY = 10
+
+
+class CollapseWatch(Callback):
+    """Callback that warns of a loss that is inf or NaN, and of a training in which every step is skipped.
+
+    ``Trainer`` and the launcher add it. It writes nothing but these lines of the log, and does nothing where the
+    training has a :class:`mindformers_adaptive.monitor.loss_scale_monitor.LossScaleMonitor`.
+    """
+
+    def on_train_begin(self, run_context):
+        """Look up the loss scaling.
+
+        Args:
+            run_context (RunContext): what MindSpore knows of the training.
+        """
+        params = run_context.original_args()
+        callbacks = params.list_callback
+        callbacks = getattr(callbacks, "_callbacks", callbacks)
+        has_monitor = any(isinstance(callback, LossScaleMonitor) for callback in callbacks)
+        train_step = None if has_monitor else find_train_step(params.get("train_network"), params.get("network"))
+        self._reader = None if train_step is None or get_real_rank() != 0 else StepReader(train_step)
+        if self._reader is None:
+            return
+        self._collapse, self._bad_loss = reports.CollapseDetector(_LIMIT), reports.BadLossDetector()
+        self._every = _EVERY if self._reader.counts_overflows else 1
+        self._first = self._last = params.cur_step_num
+        self._longest = 0
+
+    def on_train_step_end(self, run_context):
+        """Look at the first step, and then at every tenth.
+
+        Args:
+            run_context (RunContext): what MindSpore knows of the training.
+        """
+        step = run_context.original_args().cur_step_num
+        # A sink may step over a multiple.
+        if self._reader is not None and (self._last == self._first or step // self._every > self._last // self._every):
+            self._look(run_context.original_args())
+
+    def on_train_end(self, run_context):
+        """Look at the last step, and say so if no step was applied.
+
+        Args:
+            run_context (RunContext): what MindSpore knows of the training.
+        """
+        if self._reader is None:
+            return
+        if run_context.original_args().cur_step_num > self._last:
+            self._look(run_context.original_args())
+        steps = self._last - self._first
+        if 0 < steps <= self._longest:
+            logger.warning("%s", reports.none_applied(steps))
+        self._reader = None
+
+    def _look(self, params):
+        step, outputs = params.cur_step_num, params.net_outputs
+        [*_, last] = self._reader.read(step, step - self._last, outputs)
+        self._last = step
+        last["loss"] = read_loss(outputs[0] if isinstance(outputs, tuple | list) else outputs)
+        self._longest = last["consecutive_overflows"] or 0
+        for message in (self._bad_loss.check(last), self._collapse.check(last)):
+            if message:
+                logger.warning("%s", message)

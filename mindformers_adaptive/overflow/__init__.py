@@ -1,0 +1,1 @@
+"""Why a training overflows: the layer, the operator, and what helps."""

@@ -1,0 +1,76 @@
+"""A batch in a file, so that what overflowed in a training can be looked at again."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.text.files import atomic_write
+
+__all__ = ["read_batch", "save_batch"]
+
+# A batch of text has some megabytes. A damaged or hostile file may promise any number of bytes.
+_MOST_BYTES = 2**32 - 2
+
+
+def save_batch(path: str | os.PathLike[str], batch: Sequence[NDArray[Any]]) -> None:
+    """Write the columns of a batch to an .npz file, which appears whole or not at all.
+
+    Args:
+        path (str): the file; one that is there is replaced.
+        batch (Sequence[numpy.ndarray]): in the order of the network's inputs.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    with atomic_write(path, "wb") as file:
+        np.savez(file, **{f"column_{place}": column for place, column in enumerate(batch)})
+
+
+def read_batch(path: str | os.PathLike[str]) -> tuple[NDArray[Any], ...]:
+    """Read a batch that :func:`save_batch` wrote; nothing in the file is run.
+
+    Args:
+        path (str): the file.
+
+    Returns:
+        tuple[numpy.ndarray, ...], in the order of the network's inputs.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is no such file, or holds more than 4 GB.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "batch.npz")
+        >>> save_batch(file, [np.arange(3), np.ones(2)])
+        >>> [column.tolist() for column in read_batch(file)]
+        [[0, 1, 2], [1.0, 1.0]]
+    """
+    try:
+        with zipfile.ZipFile(path) as members:
+            size = sum(member.file_size for member in members.infolist())
+            if size > _MOST_BYTES:
+                raise ValueError(f"it holds {size:,} bytes")
+        with np.load(path, allow_pickle=False) as columns:
+            names = [f"column_{place}" for place in range(len(columns.files))]
+            if not names or sorted(columns.files) != sorted(names):
+                raise ValueError(f"it has {columns.files[:3]}")
+            found = [columns[name] for name in names]
+            # What is no array comes as bytes.
+            if not all(isinstance(column, np.ndarray) for column in found):
+                raise ValueError("a column is no array")
+            return tuple(found)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"'batch' must name a file, but there is no {str(path)!r}.") from None
+    # A damaged file raises errors of many kinds.
+    except Exception as error:
+        raise ValueError(
+            f"'batch' must be a file that LossScaleMonitor wrote, overflow_batch.npz, with at most 4 GB in columns "
+            f"column_0, column_1 ..., but {path} is not: {error}."
+        ) from error

@@ -1,0 +1,299 @@
+"""``explain_overflow``: passes of a train step that are watched, and the same passes with what could help."""
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Mapping
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
+from mindformers_adaptive.gradients.layers import named_cells
+from mindformers_adaptive.gradients.ranges import batches_of
+from mindformers_adaptive.overflow.explanation import Explanation, Tried
+from mindformers_adaptive.overflow.headroom import layer_ranges, weights_beyond
+from mindformers_adaptive.overflow.origin import find_origin
+from mindformers_adaptive.overflow.remedies import in_float32
+from mindformers_adaptive.overflow.watch import Watch, read_tensor
+from mindformers_adaptive.rules.checks import require_flag, require_positive
+from mindformers_adaptive.text.table import as_power_of_two
+
+__all__ = ["PyNativeError", "explain_overflow"]
+
+# No gradient of a training is looked for above; 2^32 is the usual start.
+_HIGHEST = 2.0**40
+# A cast to FP16 rounds what is below to its largest number.
+_BEYOND_FP16 = 65520.0
+
+
+class PyNativeError(RuntimeError):
+    """A network cannot run in PyNative mode, which its values are seen in."""
+
+
+def explain_overflow(
+    network,
+    batches,
+    loss_scale=None,
+    *,
+    remedies=True,
+    settings: Mapping[str, Callable[[], nn.Cell]] | None = None,
+    measured="",
+    progress=None,
+):
+    """Say why a network overflows, in which layer, and what of the things that can be changed helps.
+
+    Forward and backward passes are run in PyNative mode, in which each cell and each operator is seen: at most 3 of a
+    batch, and at most 3 for each thing that is tried. They are those of the training's own train step, without dropout.
+    Weights, modes and random states are restored afterwards, as in
+    :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`.
+
+    Args:
+        network (Cell): a train-step cell, a subclass of ``nn.TrainOneStepCell``, or a network that returns its loss.
+        batches (Union[Tensor, tuple, list, Iterable]): one batch, Tensors of the shapes that the network
+            takes, or a few, as in :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`.
+        loss_scale (float, optional): the loss scale of the training. Default: None, that of the train-step cell, and
+            without one 65536.
+        remedies (bool): whether, where it overflows, a lower loss scale is tried, and that layer in float32. Default:
+            True.
+        settings (dict[str, Callable], optional): what else to try: by what it is called, a function that returns the
+            network with it and the same weights. Default: None.
+        measured (str): which weights these are, for the text. Default: "".
+        progress (Callable, optional): called with the number of backward passes done. Default: None.
+
+    Returns:
+        Explanation; ``str()`` of it is a text of at most 25 lines.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if there is no batch or no Parameter to train, or the loss scale is not finite and above 0.
+        PyNativeError: if the network cannot run in PyNative mode.
+
+    Examples:
+        >>> class Squares(nn.Cell):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.dense = nn.Dense(2, 1, "ones", has_bias=False).to_float(mstype.float16)
+        ...     def construct(self, x):
+        ...         return (self.dense(x) ** 2).mean()
+        >>> explanation = explain_overflow(Squares(), Tensor(np.full((4, 2), 200, np.float32)), 1024)
+        >>> print(explanation.origin.phase, explanation.origin.operator, explanation.origin.largest_input)
+        forward Pow 400.0
+    """
+    require_flag("remedies", remedies)
+    loss_scale = _scale_of(network) if loss_scale is None else require_positive("loss_scale", loss_scale)
+    count = itertools.count(1)
+
+    def done():
+        if progress is not None:
+            progress(next(count))
+
+    with watched_passes(network, done) as passes:
+        batches = list(batches_of(batches))
+        if not batches:
+            raise ValueError("'batches' must hold at least one batch, but is empty. Give a tuple of Tensors.")
+        seen = _look(passes, batches, loss_scale)
+        tried = []
+        if remedies and seen.overflow:
+            tried += _try_scale(passes, batches, seen)
+            tried += _try_layer(passes, network, batches, seen)
+    weights = _weights_beyond(network) if _computes_in_float16(seen) else None
+    for name, build in (settings or {}).items() if seen.overflow else ():
+        tried.append(_try_setting(name, build, batches, seen, done))
+    return Explanation(
+        loss_scale,
+        len(batches),
+        tuple(one.loss for one in seen.closest),
+        seen.scales,
+        seen.origin,
+        layer_ranges(seen.closest),
+        seen.closest[0].loss_scale,
+        weights,
+        tuple(tried),
+        measured,
+        _overflow_mode(),
+    )
+
+
+def _scale_of(network):
+    scale = getattr(network, "scale_sense", None)
+    if scale is None:
+        scale = getattr(network, "sens", None)
+    return float(scale.asnumpy().item()) if isinstance(scale, Tensor) else float(scale or 2.0**16)
+
+
+def _overflow_mode():
+    """What an Ascend makes of a number beyond the format; a CPU makes it inf."""
+    on_ascend = mindspore.get_context("device_target") == "Ascend"
+    asked = os.environ.get("MS_ASCEND_CHECK_OVERFLOW_MODE", "INFNAN_MODE").upper()
+    return "saturation" if on_ascend and asked == "SATURATION_MODE" else "inf"
+
+
+@contextlib.contextmanager
+def watched_passes(network, done=lambda: None):
+    """Yield a function from batches and a loss scale to the passes; everything is restored afterwards.
+
+    Args:
+        network (Cell): as in :func:`explain_overflow`.
+        done (Callable): called after each backward pass.
+
+    Raises:
+        PyNativeError: if the network cannot run in PyNative mode.
+    """
+    inner = network.network if isinstance(network, nn.TrainOneStepCell) else network
+    backward = backward_pass(network)
+    names = [weight.name for weight in backward.weights]
+    # Op by op, MindSpore's threads spin on a CPU while they wait for each other, and a small pass takes many times as
+    # long, unless each operator is waited for. Here all are, since their values are read.
+    modes = {"mode": mindspore.PYNATIVE_MODE, "pynative_synchronize": True}
+    before = {name: mindspore.get_context(name) for name in modes}
+    with contextlib.ExitStack() as stack:
+        restore_random_state = stack.enter_context(unchanged(network))
+        stack.callback(mindspore.set_context, **before)
+        mindspore.set_context(**modes)
+        watch = stack.enter_context(Watch(inner, named_cells(inner)))
+
+        def run(batch, scale):
+            restore_random_state()
+            try:
+                loss, gradients, _ = backward(Tensor(scale, mstype.float32), *batch)
+                return watch.take(scale, loss, dict(zip(names, gradients, strict=True)))
+            except Exception as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise PyNativeError(
+                    "The layers of a network are seen in PyNative mode only, where this one fails: "
+                    f"{type(error).__name__}: {reason.rstrip('.')}. Give a network that runs in PyNative mode."
+                ) from error
+            finally:
+                done()
+
+        yield lambda batches, scale: [run(batch, scale) for batch in batches]
+
+
+class _Seen:
+    """What the first passes showed: by scale whether one overflowed, the origin, and the passes closest to overflow."""
+
+    def __init__(self, loss_scale, passes):
+        self.loss_scale, self.scales, self.origin = loss_scale, {}, None
+        self.closest = passes
+        self.worst = 0
+        self.note(passes)
+
+    def note(self, passes):
+        bad = [place for place, one in enumerate(passes) if find_origin(one)]
+        self.scales[passes[0].loss_scale] = bool(bad)
+        if bad and passes[0].loss_scale == min(scale for scale, overflow in self.scales.items() if overflow):
+            self.worst, self.origin = bad[0], find_origin(passes[bad[0]])
+        return bool(bad)
+
+    @property
+    def overflow(self):
+        return self.scales[self.loss_scale]
+
+    @property
+    def forward(self):
+        return self.origin is not None and self.origin.phase == "forward"
+
+
+def _look(passes, batches, loss_scale):
+    """Make at most 3 passes of each batch."""
+    seen = _Seen(loss_scale, passes(batches, loss_scale))
+    if seen.forward:
+        return seen
+    if seen.overflow:
+        if loss_scale <= 1.0:
+            return seen
+        lowest = passes(batches, 1.0)
+        seen.closest = lowest
+        if seen.note(lowest):
+            return seen
+    limit = _limit(seen.closest)
+    above = 2 * limit
+    if above not in seen.scales and 1.0 <= above <= _HIGHEST and not (seen.overflow and above > loss_scale):
+        # Where it overflows first, which at a higher scale may be hidden by what comes after.
+        if not seen.note(passes(batches, above)):
+            return seen
+        if not seen.overflow and limit > loss_scale:
+            seen.note(passes(batches, limit))
+    return seen
+
+
+def _limit(passes):
+    """The largest power of two that the gradients seen allow as a loss scale, as they grow with it."""
+    ranges = [one.backward.headroom for one in layer_ranges(passes) if one.backward is not None]
+    ranges += [reading.headroom for one in passes for reading in one.weights.values()]
+    bits = min(ranges, default=math.inf)
+    exponent = math.floor(math.log2(passes[0].loss_scale) + bits) if math.isfinite(bits) else math.inf
+    return 2.0 ** min(exponent, 120)
+
+
+def _try_scale(passes, batches, seen):
+    """A lower loss scale, which is tried at the largest that the gradients seen allow."""
+    if seen.forward:
+        return [Tried("a lower loss_scale_value", None, None, note="no help: it overflows before the loss is scaled")]
+    if not any(not overflow for overflow in seen.scales.values()):
+        return [Tried("a lower loss_scale_value", None, None, note=f"it overflows at {_lowest(seen)} too")]
+    limit = min(_limit(seen.closest), seen.loss_scale / 2)
+    if limit not in seen.scales:
+        seen.note(passes(batches, limit))
+    safe = max(scale for scale, overflow in seen.scales.items() if not overflow)
+    return [Tried(f"loss_scale_value: {safe:.10g}", safe, None, helps=True)]
+
+
+def _lowest(seen):
+    return as_power_of_two(min(seen.scales))
+
+
+def _try_layer(passes, network, batches, seen):
+    """The layer that overflows in float32, by what it knows its dtype by."""
+    layer = seen.origin.layer
+    inner = network.network if isinstance(network, nn.TrainOneStepCell) else network
+    cell = named_cells(inner).get(layer or "")
+    if cell is None:
+        return []
+    with in_float32(cell) as changed:
+        if not changed:
+            return []
+        return [_outcome(f"{layer} in float32 ({changed})", passes, batches[seen.worst], seen)]
+
+
+def _try_setting(name, build, batches, seen, done):
+    try:
+        network = build()
+        with watched_passes(network, done) as passes:
+            return _outcome(name, passes, batches[seen.worst], seen)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        return Tried(name, None, None, note=f"could not be tried: {type(error).__name__}: {reason[:100]}")
+
+
+def _outcome(name, passes, batch, seen):
+    """Look at the batch that overflowed with something changed, at a scale of 1 and at the largest that then fits."""
+    changed = _Seen(1.0, passes([batch], 1.0))
+    if changed.overflow:
+        return Tried(name, None, changed.origin)
+    limit = min(_limit(changed.closest), _HIGHEST)
+    if limit not in changed.scales and limit > 1.0:
+        changed.note(passes([batch], limit))
+    safe = max(scale for scale, overflow in changed.scales.items() if not overflow)
+    before = max((scale for scale, overflow in seen.scales.items() if not overflow), default=0.0)
+    return Tried(name, safe, helps=seen.forward or safe >= 2 * before)
+
+
+def _computes_in_float16(seen):
+    return any(reading.dtype == "float16" for one in seen.closest for call in one.calls for reading in call.outputs)
+
+
+def _weights_beyond(network):
+    network = network.network if isinstance(network, nn.TrainOneStepCell) else network
+    counts, readings = {}, {}
+    for weight in network.get_parameters():
+        if weight.is_floating_point():
+            array = to_numpy(weight)
+            # NaN is not below.
+            counts[weight.name] = int(array.size - np.count_nonzero(np.abs(array) < _BEYOND_FP16))
+            readings[weight.name] = read_tensor(weight)
+    return weights_beyond(counts, readings)

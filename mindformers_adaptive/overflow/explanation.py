@@ -1,0 +1,266 @@
+"""Why a training overflows, as a text of at most 25 lines, as a table of layers and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mindformers_adaptive.overflow.headroom import LayerRange, WeightsBeyond
+from mindformers_adaptive.overflow.origin import Origin
+from mindformers_adaptive.rules.formats import FORMATS
+from mindformers_adaptive.text.table import align, as_power_of_two
+
+__all__ = ["Explanation", "Tried"]
+
+# What the text shows, so that it stays within a screen.
+_MOST_LAYERS, _MOST_TRIED = 5, 9
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What happened with one setting.
+
+    Attributes:
+        setting (str): as it is written, ``softmax_compute_type: float32``.
+        safe_scale (float, optional): the largest loss scale that was tried without an overflow; None if there was none.
+        origin (Origin, optional): where it overflows even at a scale of 1, None if it does not.
+        helps (bool): whether it ends an overflow that no scale ends, or allows a larger scale than without it.
+        note (str): why it could not be tried, or what else is to be known. Default: "".
+    """
+
+    setting: str
+    safe_scale: float | None
+    origin: Origin | None = None
+    helps: bool = False
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.note and self.safe_scale is None and self.origin is None:
+            return f"{self.setting} -> {self.note}"
+        if self.safe_scale is not None:
+            until = f"no overflow up to {as_power_of_two(self.safe_scale)}"
+            return f"{self.setting} -> {until if self.helps else f'no help: {until} only, as without it'}"
+        where = "" if self.origin is None else _place(self.origin)
+        if self.origin is not None and self.origin.phase == "forward":
+            return f"{self.setting} -> still overflows, going forward, {where}"
+        return f"{self.setting} -> still overflows at every scale, going back, {where}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What was seen in some forward and backward passes.
+
+    Attributes:
+        loss_scale (float): the loss scale of the training.
+        batches (int): how many batches.
+        losses (tuple[float, ...]): of each batch.
+        scales (dict[float, bool]): by loss scale that was tried, whether any batch overflowed.
+        origin (Origin, optional): the first place that overflows, at the lowest scale tried at which something does.
+            None if nothing overflowed.
+        layers (tuple[LayerRange, ...]): the largest values of each layer, in the order of execution.
+        layers_scale (float): the loss scale at which they were seen: that of the training, or 1 where nothing would be
+            left to see at it. Default: 1.
+        weights (WeightsBeyond, optional): weights that FP16 cannot hold. None if all fit.
+        tried (tuple[Tried, ...]): what happened with other settings.
+        measured (str): which weights were measured. Default: "", those that the network has.
+        overflow_mode (str): what the device makes of an overflow: "inf", or "saturation", where it becomes the largest
+            number and nobody sees it. Default: "inf".
+
+    Examples:
+        >>> print(Explanation(65536.0, 2, (1.5, 1.4), {65536.0: False}).headline)
+        No overflow at a loss scale of 2^16
+    """
+
+    loss_scale: float
+    batches: int
+    losses: tuple[float, ...]
+    scales: Mapping[float, bool]
+    origin: Origin | None = None
+    layers: tuple[LayerRange, ...] = ()
+    layers_scale: float = 1.0
+    weights: WeightsBeyond | None = None
+    tried: tuple[Tried, ...] = ()
+    measured: str = ""
+    overflow_mode: str = "inf"
+
+    @property
+    def safe_scale(self) -> float | None:
+        """float: the largest loss scale tried below which, and at which, nothing overflowed; None if there is none."""
+        bad = self.overflowing_scale or math.inf
+        return max((scale for scale, overflow in self.scales.items() if not overflow and scale < bad), default=None)
+
+    @property
+    def overflowing_scale(self) -> float | None:
+        """float: the lowest loss scale tried at which a batch overflowed; None if there is none."""
+        return min((scale for scale, overflow in self.scales.items() if overflow), default=None)
+
+    @property
+    def overflow(self) -> bool:
+        """bool: whether a batch overflowed at the loss scale of the training."""
+        return bool(self.scales.get(self.loss_scale))
+
+    @property
+    def saturates(self) -> bool:
+        """bool: whether the device makes no inf of a number that is too large."""
+        return self.overflow_mode == "saturation"
+
+    @property
+    def headline(self) -> str:
+        """str: the first line of the text."""
+        safe, bad, at = self.safe_scale, self.overflowing_scale, as_power_of_two(self.loss_scale)
+        if bad is None:
+            return f"No overflow at a loss scale of {at}{_up_to(safe, self.loss_scale)}"
+        assert self.origin is not None
+        where = _place(self.origin)
+        if self.origin.hidden:
+            return f"Overflows going forward, though the loss is finite, whatever the loss scale: {where}"
+        if self.origin.phase == "forward":
+            return f"Overflows going forward, whatever the loss scale: {where}"
+        if safe is None:
+            return f"Overflows going back, even at a loss scale of {as_power_of_two(bad)}: {where}"
+        if not self.overflow:
+            return (
+                f"No overflow at a loss scale of {at}{_up_to(safe, self.loss_scale)}; at {as_power_of_two(bad)} the "
+                f"first is going back, {where}"
+            )
+        return (
+            f"Overflows going back, at a loss scale of {as_power_of_two(bad)} and not at {as_power_of_two(safe)}: "
+            f"{where}"
+        )
+
+    def __str__(self) -> str:
+        lines = [self.headline, self._how()]
+        lines += self._origin_lines()
+        lines += self._weight_lines()
+        lines += self._headroom_lines()
+        return "\n".join([*lines, *self._tried_lines()])
+
+    def _how(self) -> str:
+        losses = ", ".join(f"{loss:.4g}" for loss in self.losses[:3])
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        weights = f", {self.measured}" if self.measured else ""
+        mode = "; saturation mode: numbers too large become the largest, see the docs" if self.saturates else ""
+        return f"measured: {batches}, loss {losses}{weights}{mode}"
+
+    def _origin_lines(self) -> list[str]:
+        origin = self.origin
+        if origin is None:
+            return []
+        if origin.layer is None:
+            return ["origin: no layer or operator was seen to make the first inf or NaN, so none is named"]
+        lines = [f"origin: {origin.layer or 'the network itself'} ({origin.layer_class}), {origin.what}"]
+        if origin.weight:
+            lines[0] += f", {origin.weight}"
+        if origin.operator:
+            lines[0] += f", operator {origin.operator}"
+        if origin.reading is not None:
+            reading = origin.reading
+            lines.append(
+                f"  {reading.infs_and_nans:,} of {reading.size:,} elements are inf or NaN, the others up to "
+                f"{reading.largest:.5g}; the largest number of {reading.dtype} is {reading.limit:.5g}"
+            )
+        sizes = {"largest value that goes in": origin.largest_input, "largest weight": origin.largest_weight}
+        if origin.source:
+            sizes = {f"largest value that goes in, from {origin.source},": origin.largest_input, **sizes}
+            del sizes["largest value that goes in"]
+        known = [f"{name} {size:.5g}" for name, size in sizes.items() if size is not None]
+        return [*lines, f"  {', '.join(known)}"] if known else lines
+
+    def _weight_lines(self) -> list[str]:
+        if self.weights is None:
+            return []
+        one = self.weights
+        more = f" and {len(one.parameters) - 1} more" if len(one.parameters) > 1 else ""
+        bad = f", {one.infs_and_nans:,} of them inf or NaN as they are" if one.infs_and_nans else ""
+        return [
+            f"weights that {one.weight_format.title} cannot hold: {one.elements:,} in {one.parameters[0]}{more}, the "
+            f"largest {one.largest:.5g}{bad}"
+        ]
+
+    def _headroom_lines(self) -> list[str]:
+        columns = [("forward", "bits left forward")]
+        shown = self.layers
+        if self.origin is not None and self.origin.phase == "forward":
+            # What comes after is inf and NaN too, going back all of it.
+            place = next((n for n, one in enumerate(shown) if one.layer == self.origin.layer), len(shown))
+            shown = tuple(one for one in shown[:place] if one.forward is not None and one.forward.finite)
+        else:
+            columns.append(("backward", f"bits left going back at {as_power_of_two(self.layers_scale)}"))
+        tables = [[[title, ""], *_closest(shown, phase)] for phase, title in columns]
+        if not any(len(table) > 1 for table in tables):
+            return []
+        rows = max(map(len, tables))
+        filled = [[*table, *[["", ""]] * (rows - len(table))] for table in tables]
+        lines = [[cell for row in both for cell in row] for both in zip(*filled, strict=True)]
+        return align(lines, to_the_left=[0, 2]).splitlines()
+
+    def _tried_lines(self) -> list[str]:
+        if not self.tried:
+            return []
+        # What helps comes first.
+        shown = sorted(self.tried, key=lambda one: not one.helps)[:_MOST_TRIED]
+        helping = sum(one.helps for one in self.tried)
+        title = "tried, the same passes with" if helping else "tried, and nothing of it helps"
+        return [f"{title}:", *(f"  {one}" for one in shown)]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return everything as dicts, lists and numbers.
+
+        Returns:
+            dict[str, object], by the names of the attributes, with ``headline``, ``overflow``, ``safe_scale`` and
+            ``overflowing_scale``.
+        """
+        return {
+            "headline": self.headline,
+            "loss_scale": self.loss_scale,
+            "batches": self.batches,
+            "losses": list(self.losses),
+            "overflow": self.overflow,
+            "safe_scale": self.safe_scale,
+            "overflowing_scale": self.overflowing_scale,
+            "scales": [{"loss_scale": scale, "overflow": bad} for scale, bad in sorted(self.scales.items())],
+            "origin": None if self.origin is None else self.origin.to_dict(),
+            "weights": None
+            if self.weights is None
+            else {**vars(self.weights), "weight_format": self.weights.weight_format.name},
+            "layers_scale": self.layers_scale,
+            "layers": [one.to_dict() for one in self.layers],
+            "tried": [
+                {**vars(one), "origin": None if one.origin is None else one.origin.to_dict()} for one in self.tried
+            ],
+            "measured": self.measured,
+            "overflow_mode": self.overflow_mode,
+        }
+
+
+def _place(origin: Origin) -> str:
+    """Name an origin within a sentence."""
+    if origin.layer is None:
+        return "where no layer was seen to do it"
+    if origin.what == "batch":
+        return "the batch itself has inf or NaN"
+    if origin.what == "weight":
+        return f"the weight {origin.weight} has inf or NaN"
+    operator = f", {origin.operator}" if origin.operator else ""
+    return f"in {origin.layer or 'the network itself'} ({origin.layer_class}{operator})"
+
+
+def _up_to(safe: float | None, scale: float) -> str:
+    return f", nor up to {as_power_of_two(safe)}" if safe is not None and safe > scale else ""
+
+
+def _closest(layers: tuple[LayerRange, ...], phase: str) -> list[list[str]]:
+    """The rows of the layers with the least headroom, of those in formats that can run out of it."""
+    narrow = {name for name, one in FORMATS.items() if one.largest < 1e30}
+    readings = [(getattr(one, phase), one) for one in layers]
+    known = [(reading, one) for reading, one in readings if reading is not None and math.isfinite(reading.headroom)]
+    known = [pair for pair in known if pair[0].dtype in narrow or not pair[0].finite] or known
+    known.sort(key=lambda pair: pair[0].headroom)
+    return [
+        [
+            f"  {one.layer or '(the network)'}",
+            f"{math.floor(10 * reading.headroom) / 10:.1f}" if reading.finite else "overflow",
+        ]
+        for reading, one in known[:_MOST_LAYERS]
+    ]

@@ -1,0 +1,138 @@
+"""How far each layer is from overflow, in bits, and which weights a format cannot hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mindformers_adaptive.overflow.readings import CASTS, Call, Pass, Reading
+from mindformers_adaptive.rules.formats import FLOAT16, Format
+
+__all__ = ["LayerRange", "WeightsBeyond", "layer_ranges", "weights_beyond"]
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """The largest values of a layer over some passes at one loss scale.
+
+    Attributes:
+        layer (str): its name; "" is the whole network.
+        layer_class (str): its class.
+        forward (Reading, optional): of what it computes, the reading with the least headroom; None where nothing of
+            floating point was seen.
+        backward (Reading, optional): likewise of the gradients of its values.
+    """
+
+    layer: str
+    layer_class: str
+    forward: Reading | None = None
+    backward: Reading | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return everything by name, with the headroom in bits; None for one without end."""
+        both = {"forward": self.forward, "backward": self.backward}
+        readings = {
+            name: None if one is None else {**one.to_dict(), "headroom": _bits(one)} for name, one in both.items()
+        }
+        return {"layer": self.layer, "layer_class": self.layer_class, **readings}
+
+
+def _bits(reading: Reading) -> float | None:
+    return reading.headroom if math.isfinite(reading.headroom) else None
+
+
+def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
+    """Return the largest values of each layer over passes at one loss scale, in the order of execution.
+
+    What no weight and no input can change, such as a mask, is left out.
+
+    Args:
+        passes (Sequence[Pass]): one for each batch.
+    """
+    classes: dict[str, str] = {}
+    forward: dict[str, Reading] = {}
+    backward: dict[str, Reading] = {}
+    for one in passes:
+        constant = _constant_calls(one)
+        masked: set[int] = set()
+        for call in one.calls:
+            if not call.operator:
+                classes.setdefault(call.layer, call.kind)
+            cast = call.kind in CASTS and any(value.source in masked for value in call.inputs)
+            if cast or _is_as_large_as_a_constant(call, constant):
+                masked.add(call.index)
+            elif call.index not in constant:
+                _keep_closest(forward, call.layer, call.outputs)
+            _keep_closest(backward, call.layer, (gradient.reading for gradient in call.gradients))
+    return tuple(LayerRange(name, kind, forward.get(name), backward.get(name)) for name, kind in classes.items())
+
+
+def _constant_calls(one: Pass) -> set[int]:
+    found: set[int] = set()
+    for call in one.calls:
+        # A cell that was looked into is known by what it returns, from the operator that made it.
+        if all(_is_constant(call, place, found) for place in range(len(call.inputs))) and not call.gradients:
+            found.add(call.index)
+    return found
+
+
+def _is_constant(call: Call, place: int, constant: set[int]) -> bool:
+    value = call.inputs[place]
+    has_gradient = any(not each.of_output and each.place == place for each in call.gradients)
+    return value.weight is None and not has_gradient and (value.source is None or value.source in constant)
+
+
+def _is_as_large_as_a_constant(call: Call, constant: set[int]) -> bool:
+    """Whether a sum is as large as it is by what is added to it, as a mask is to the scores of attention."""
+    if not call.operator or not call.kind.startswith(("Add", "Sub")) or len(call.inputs) < 2:
+        return False
+    largest = max((reading.largest for reading in call.outputs), default=0.0)
+    places = [place for place in range(len(call.inputs)) if _is_constant(call, place, constant)]
+    return any(2.0 * call.inputs[place].reading.largest >= largest for place in places)
+
+
+def _keep_closest(closest: dict[str, Reading], layer: str, readings: Iterable[Reading]) -> None:
+    for reading in readings:
+        before = closest.get(layer)
+        if before is None or (reading.headroom, -reading.infs_and_nans) < (before.headroom, -before.infs_and_nans):
+            closest[layer] = reading
+
+
+@dataclass(frozen=True)
+class WeightsBeyond:
+    """The weights that a format cannot hold: they are inf as soon as they are cast to it.
+
+    Attributes:
+        elements (int): how many.
+        parameters (tuple[str, ...]): the Parameters that have some, the one with the largest first.
+        largest (float): the largest magnitude.
+        infs_and_nans (int): how many are inf or NaN as they are.
+        weight_format (Format): the format.
+    """
+
+    elements: int
+    parameters: tuple[str, ...]
+    largest: float
+    infs_and_nans: int
+    weight_format: Format = FLOAT16
+
+
+def weights_beyond(
+    counts: Mapping[str, int], readings: Mapping[str, Reading], weight_format: Format = FLOAT16
+) -> WeightsBeyond | None:
+    """Return which weights do not fit a format, or None where all do.
+
+    Args:
+        counts (Mapping[str, int]): by name of a Parameter, how many of its elements are beyond the format, inf and NaN
+            included.
+        readings (Mapping[str, Reading]): likewise its magnitudes.
+        weight_format (Format): the format. Default: float16.
+    """
+    names = sorted((name for name, count in counts.items() if count), key=lambda name: -readings[name].largest)
+    if not names:
+        return None
+    bad = sum(readings[name].infs_and_nans for name in names)
+    return WeightsBeyond(
+        sum(counts[name] for name in names), tuple(names), readings[names[0]].largest, bad, weight_format
+    )

@@ -1,0 +1,263 @@
+"""Looks at every cell and operator of a network while it runs in PyNative mode, forward and going back."""
+
+import contextlib
+import functools
+from collections.abc import Mapping
+
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops import Primitive
+from mindspore.ops.signature import sig_rw
+
+from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.overflow.readings import Call, Gradient, Pass, Value, read_values
+
+__all__ = ["Watch", "read_tensor"]
+
+# Operators of Tensors that Python never sees as a Primitive.
+_METHODS = "add sub mul div matmul pow exp log sqrt rsqrt square reciprocal sum mean prod cumsum var std"
+_METHODS += " abs neg sigmoid tanh softmax logsumexp maximum minimum clamp clip masked_fill where addmm baddbmm mm bmm"
+_METHODS += " astype to tile broadcast_to gather index_select"
+_DUNDERS = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow neg"
+_TENSOR_METHODS = (*_METHODS.split(), *(f"__{name}__" for name in _DUNDERS.split()))
+
+# They move numbers and make none, forward or going back.
+_MOVES = {"Reshape", "Transpose", "ExpandDims", "Squeeze", "Depend", "Identity", "Load", "Shape", "StopGradient"}
+# They write to what they are given, which then must be what it was.
+_WRITES = ("Assign", "Inplace", "Scatter", "Print", "Send", "Receive", "AllReduce", "AllGather", "Reduce", "Broadcast")
+
+_BATCH = -1
+
+
+def read_tensor(tensor):
+    """Return the magnitudes of a Tensor of floating point."""
+    return read_values(to_numpy(tensor), str(tensor.dtype).lower())
+
+
+class Watch:
+    """Records each pass of a network while it is entered, and changes nothing that the network computes.
+
+    Python sees what runs op by op only: in graph mode, and within functions that are compiled, nothing is recorded.
+    Operators are seen where they are Primitives, methods of Tensors or functions of ``mint``; what others do is seen
+    from the cell around them.
+
+    Args:
+        network (Cell): without a train-step cell around it.
+        names (Mapping[str, Cell]): the cells to record, by name.
+    """
+
+    def __init__(self, network, names: Mapping[str, nn.Cell]):
+        self._network = network
+        self._names = {id(cell): name for name, cell in names.items()} | {id(network): ""}
+        self._attributes = {
+            (id(cell), id(value)): key
+            for cell in (network, *names.values())
+            for key, value in (*vars(cell).items(), *vars(cell).get("_primitives", {}).items())
+            if isinstance(value, Primitive)
+        }
+        self._patches = None
+        self._start()
+
+    def __enter__(self):
+        self._patches = contextlib.ExitStack()
+        self._patch(nn.Cell, "__call__", self._call_cell)
+        for kind in {Primitive, *_subclasses(Primitive)}:
+            if "__call__" in vars(kind):
+                self._patch(kind, "__call__", self._call_primitive)
+        for name in _TENSOR_METHODS:
+            if hasattr(Tensor, name):
+                self._patch(Tensor, name, functools.partial(self._call_function, _operator_name(name)))
+        for name, function in _functions_of_mint():
+            self._patch(_module_of_mint(), name, functools.partial(self._call_function, _operator_name(name), function))
+        return self
+
+    def __exit__(self, *error):
+        self._patches.close()
+        self._start()
+
+    def take(self, loss_scale, loss, gradients):
+        """Return the pass that was made last, and forget it.
+
+        Args:
+            loss_scale (float): its loss scale.
+            loss (Tensor): what it returned as the loss.
+            gradients (dict[str, Tensor]): by the name of the Parameter.
+        """
+        weights = {name: read_tensor(gradient) for name, gradient in gradients.items()}
+        value = float(to_numpy(loss).astype("float64").mean())
+        source = self._loss_source
+        made = Pass(loss_scale, value, self._calls, self._backward, weights, source)
+        self._start()
+        return made
+
+    def _start(self):
+        self._calls, self._backward, self._stack = [], [], []
+        self._sources, self._kept, self._loss_source = {}, [], None
+        self._going_back = self._in_operator = False
+
+    def _patch(self, owner, name, function):
+        """Put a function in the place of an attribute; it is given what was there first."""
+        was_own, before = name in vars(owner), getattr(owner, name)
+        own = vars(owner).get(name)
+        if isinstance(owner, type):
+
+            def replaced(*args, **kwargs):
+                return function(before, *args, **kwargs)
+
+        else:
+            replaced = function
+
+        setattr(owner, name, replaced)
+        if was_own:
+            self._patches.callback(setattr, owner, name, own)
+        else:
+            self._patches.callback(delattr, owner, name)
+
+    def _call_cell(self, call, cell, *args, **kwargs):
+        name = self._names.get(id(cell))
+        is_whole = cell is self._network and not self._stack
+        # Recomputation, going back, calls cells again.
+        if name is None or not (is_whole or self._stack) or (self._going_back and not is_whole) or self._in_operator:
+            return call(cell, *args, **kwargs)
+        if is_whole:
+            self._start()
+        made = self._begin(name, type(cell).__name__)
+        args, kwargs = self._take_in(made, (args, kwargs), _BATCH if is_whole else None, hooked=not is_whole)
+        self._stack.append((made, cell))
+        try:
+            output = call(cell, *args, **kwargs)
+        finally:
+            self._stack.pop()
+        output = self._give_out(made, output, keeps_source=True)
+        if is_whole:
+            first = next(iter(_tensors(output)), None)
+            self._loss_source = self._sources.get(id(first))
+        return output
+
+    def _call_primitive(self, call, primitive, *args, **kwargs):
+        if hasattr(primitive, "__morph_fn__"):
+            # MindFormers' mcore layers put functions into graphs by this one; op by op they are just called.
+            return primitive.__morph_fn__(*args, **kwargs)
+        return self._call_operator(primitive.name, primitive, functools.partial(call, primitive), args, kwargs)
+
+    def _call_function(self, name, function, *args, **kwargs):
+        return self._call_operator(name, None, function, args, kwargs)
+
+    def _call_operator(self, kind, primitive, call, args, kwargs):
+        if not self._stack or self._going_back or self._in_operator:
+            return call(*args, **kwargs)
+        if kind in _MOVES:
+            output = call(*args, **kwargs)
+            moved = next((self._sources[id(each)] for each in _tensors(args) if id(each) in self._sources), None)
+            for tensor in _tensors(output) if moved is not None else ():
+                self._remember(tensor, moved)
+            return output
+        parent, cell = self._stack[-1]
+        made = self._begin(parent.layer, kind, True, self._attributes.get((id(cell), id(primitive)), ""))
+        hooked = not kind.startswith(_WRITES)
+        args, kwargs = self._take_in(made, (args, kwargs), None, hooked, not _writes_to_parameters(primitive))
+        self._in_operator = True
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self._in_operator = False
+        return self._give_out(made, output) if hooked else output
+
+    def _begin(self, layer, kind, operator=False, attribute=""):
+        parent = self._stack[-1][0].index if self._stack else None
+        made = Call(len(self._calls), layer, kind, operator, parent, attribute)
+        self._calls.append(made)
+        return made
+
+    def _take_in(self, made, given, unknown, hooked, parameters_too=True):
+        def take(tensor):
+            is_parameter = isinstance(tensor, Parameter)
+            weight = tensor.name if is_parameter else None
+            source = self._sources.get(id(tensor), unknown)
+            place = len(made.inputs)
+            made.inputs.append(Value(read_tensor(tensor), source, weight))
+            if hooked and not (is_parameter and not (parameters_too and tensor.requires_grad)):
+                tensor = self._hook(tensor, made, False, place)
+            if source is not None:
+                self._remember(tensor, source)
+            return tensor
+
+        return _replaced(given, take)
+
+    def _give_out(self, made, output, keeps_source=False):
+        def give(tensor):
+            place = len(made.outputs)
+            made.outputs.append(read_tensor(tensor))
+            source = self._sources.get(id(tensor)) if keeps_source else None
+            hooked = self._hook(tensor, made, True, place)
+            # What a cell hands on comes from the operator inside that made it, if that was seen.
+            self._remember(hooked, made.index if source is None else source)
+            return hooked
+
+        return _replaced(output, give)
+
+    def _remember(self, tensor, source):
+        self._sources[id(tensor)] = source
+        # Else another tensor might take its place in memory, and its id.
+        self._kept.append(tensor)
+
+    def _hook(self, tensor, made, of_output, place):
+        backward = self._backward
+
+        def record(gradients):
+            # No operator of these is one of the network's.
+            self._going_back = True
+            gradient = Gradient(of_output, place, read_tensor(gradients[0]))
+            made.gradients.append(gradient)
+            backward.append((made.index, gradient))
+
+        before, self._in_operator = self._in_operator, True
+        try:
+            return ops.HookBackward(record)(tensor)
+        finally:
+            self._in_operator = before
+
+
+def _tensors(values):
+    found = []
+    _replaced(values, lambda tensor: found.append(tensor) or tensor)
+    return found
+
+
+def _replaced(values, function):
+    """Return values with each tensor of floating point replaced, however deep in tuples, lists and dicts it is."""
+    if isinstance(values, Tensor):
+        return function(values) if values.is_floating_point() else values
+    if type(values) in (tuple, list):
+        return type(values)([_replaced(value, function) for value in values])
+    if type(values) is dict:
+        return {key: _replaced(value, function) for key, value in values.items()}
+    return values
+
+
+def _writes_to_parameters(primitive):
+    signature = getattr(primitive, "__mindspore_signature__", None) or ()
+    return any(getattr(each, "rw", None) == sig_rw.RW_WRITE for each in signature)
+
+
+def _subclasses(kind):
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _operator_name(name):
+    return "".join(word.capitalize() for word in name.strip("_").removesuffix("_instance").split("_"))
+
+
+def _module_of_mint():
+    from mindspore.ops import functional_overload
+
+    return functional_overload
+
+
+def _functions_of_mint():
+    try:
+        module = _module_of_mint()
+    except ImportError:  # before MindSpore 2.6
+        return []
+    return [(name, value) for name, value in vars(module).items() if name.endswith("_instance") and callable(value)]

@@ -1,0 +1,202 @@
+"""Networks in which an overflow is planted: it is known which layer, and which operator, makes the first inf."""
+
+import contextlib
+
+import mindspore
+import numpy as np
+from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+
+HALF = mstype.float16
+VOCABULARY, SEQ_LENGTH, WIDTH = 32, 8, 16
+
+
+def llama(**settings):
+    """A stock Llama of two layers in FP16."""
+    mindspore.set_seed(0)
+    config = {"compute_dtype": "float16", "param_init_type": "float32", "use_flash_attention": False}
+    config |= {"use_rope_slice": True, "fused_rms_norm": False, "pad_token_id": VOCABULARY, "ignore_token_id": -100}
+    sizes = {"batch_size": 2, "seq_length": SEQ_LENGTH, "hidden_size": WIDTH, "num_layers": 2, "num_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, multiple_of=8, **sizes, **config, **settings))
+
+
+def tokens():
+    numbers = np.random.default_rng(0).integers(VOCABULARY, size=(2, SEQ_LENGTH + 1))
+    return (Tensor(numbers.astype(np.int32)),)
+
+
+@contextlib.contextmanager
+def planted(network, changes):
+    """Multiply Parameters whose names contain a text by a number, or set them to an array, and undo that."""
+    before = {}
+    for weight in network.get_parameters():
+        for text, change in changes.items():
+            if text in weight.name:
+                before[weight] = weight.asnumpy().copy()
+                value = before[weight] * change if np.isscalar(change) else np.broadcast_to(change, weight.shape)
+                weight.set_data(Tensor(value.astype(np.float32)).astype(weight.dtype))
+    assert before, changes
+    try:
+        yield network
+    finally:
+        for weight, value in before.items():
+            weight.set_data(Tensor(value, weight.dtype))
+
+
+def values(*shape, scale=1.0):
+    return np.random.default_rng(1).normal(size=shape).astype(np.float32) * np.float32(scale)
+
+
+class Convolutions(nn.Cell):
+    """Two convolutions with batch norm, in FP16 but for the norms."""
+
+    def __init__(self, gamma="ones"):
+        super().__init__()
+        self.conv1 = nn.Conv2d(2, 4, 3, weight_init="ones").to_float(HALF)
+        self.norm1 = nn.BatchNorm2d(4, gamma_init=gamma if gamma == "ones" else Tensor(np.full(4, gamma, np.float32)))
+        self.conv2 = nn.Conv2d(4, 4, 3, weight_init="ones").to_float(HALF)
+        self.norm2 = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU()
+        self.head = nn.Dense(4, 2, "normal").to_float(HALF)
+
+    def construct(self, images):
+        hidden = self.relu(self.norm1(self.conv1(images).astype(mstype.float32)))
+        hidden = self.relu(self.norm2(self.conv2(hidden).astype(mstype.float32)))
+        return (self.head(hidden.mean(axis=(2, 3))).astype(mstype.float32) ** 2).mean()
+
+
+class Recurrent(nn.Cell):
+    """A state that a dense layer in FP16 multiplies at each step."""
+
+    def __init__(self, growth):
+        super().__init__()
+        self.inputs = nn.Dense(4, 4, "ones", has_bias=False).to_float(HALF)
+        self.state = nn.Dense(4, 4, Tensor(np.eye(4, dtype=np.float32) * growth), has_bias=False).to_float(HALF)
+        self.tanh = nn.Tanh()
+
+    def construct(self, steps):
+        state = self.inputs(steps[:, 0])
+        for step in range(1, steps.shape[1]):
+            state = self.state(state) + self.inputs(steps[:, step])
+        return self.tanh(state.astype(mstype.float32)).mean()
+
+
+class Functional(nn.Cell):
+    """A single cell that calls functions, methods and operators of Python."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.ones((4, 4), np.float32)), name="weight")
+        self.function = function
+
+    def construct(self, x):
+        return self.function(x, self.weight).astype(mstype.float32).mean()
+
+
+class Residuals(nn.Cell):
+    """Blocks whose output is added to their input."""
+
+    def __init__(self, last=1.0):
+        super().__init__()
+        self.first = nn.Dense(4, 4, "ones", has_bias=False).to_float(HALF)
+        self.blocks = nn.CellList([Block(), Block()])
+        self.last = last
+
+    def construct(self, x):
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return (hidden.astype(mstype.float32) * self.last).sum()
+
+
+class Block(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(4, 4, Tensor(np.eye(4, dtype=np.float32)), has_bias=False).to_float(HALF)
+        self.add = ops.Add()
+
+    def construct(self, x):
+        return self.add(x, self.dense(x))
+
+
+class Frozen(nn.Cell):
+    """A trained layer, and frozen ones after it whose weights make gradients larger and values smaller."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained = nn.Dense(4, 4, "ones").to_float(HALF)
+        self.frozen = nn.Dense(4, 4, Tensor(np.eye(4, dtype=np.float32) * 4096), has_bias=False).to_float(HALF)
+        self.frozen.weight.requires_grad = False
+        self.shrink = 2.0**-12
+
+    def construct(self, x):
+        return (self.frozen(self.trained(x) * self.shrink).astype(mstype.float32)).sum()
+
+
+class Shared(nn.Cell):
+    """One weight that two layers use, whose gradients fit alone and not together."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.ones((4, 4)), HALF), name="weight")
+        self.left, self.right = Times(), Times()
+
+    def construct(self, x):
+        return self.left(x, self.weight) + self.right(x, self.weight)
+
+
+class Times(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.mul = ops.Mul()
+
+    def construct(self, x, weight):
+        return self.mul(x.astype(HALF), weight).astype(mstype.float32).sum()
+
+
+class Masked(nn.Cell):
+    """Scores, of which -inf masks some; softmax takes it away again. The product of two layers may overflow."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Dense(4, 4, "ones", has_bias=False).to_float(HALF)
+        self.key = nn.Dense(4, 4, "ones", has_bias=False).to_float(HALF)
+        self.product = ops.BatchMatMul(transpose_b=True)
+        self.softmax = nn.Softmax()
+
+    def construct(self, x):
+        mask = ops.ones((4, 4), mstype.bool_).triu(diagonal=1)
+        scores = self.product(self.query(x), self.key(x)).masked_fill(mask, float("-inf"))
+        return self.softmax(scores.astype(mstype.float32)).var()
+
+
+class LossInHalf(nn.Cell):
+    """The loss itself is in FP16, which a loss scale above 65504 does not fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(4, 4, "ones").to_float(HALF)
+
+    def construct(self, x):
+        return self.dense(x).mean()
+
+
+class WithOwnGradient(nn.Cell):
+    """A layer whose gradient is its own function, into which nobody can look."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(4, 4, "ones")
+        self.layer = OwnGradient()
+
+    def construct(self, x):
+        return self.layer(self.dense(x).astype(HALF)).astype(mstype.float32).sum()
+
+
+class OwnGradient(nn.Cell):
+    def construct(self, x):
+        return x * 2.0
+
+    def bprop(self, x, out, dout):
+        return (dout * 4096.0,)

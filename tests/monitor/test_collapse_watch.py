@@ -1,0 +1,61 @@
+"""A training whose steps are all skipped, or whose loss is NaN, does not end in silence without LossScaleMonitor."""
+
+import numpy as np
+import pytest
+from dense_network import Dense
+from mindspore import Model, nn
+from mindspore.dataset import NumpySlicesDataset
+
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, register, wrapper
+from mindformers_adaptive.lab.analysis.analyze import analyze
+from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
+from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.plots.runs import draw_runs
+
+pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
+
+
+def train(value, steps, callbacks, cell=AdaptiveLossScaleUpdateCell):
+    dense = Dense()
+    update_cell = cell(2.0**16, 2, 20)
+    train_step = wrapper.TrainOneStepWithLossScaleCell(dense.network, dense.optimizer(), scale_sense=update_cell)
+    features, target = (np.repeat(each.asnumpy()[:1], steps, axis=0) for each in Dense.batch())
+    features[:] = value
+    data = NumpySlicesDataset((features, target), shuffle=False).batch(1)
+    Model(train_step).train(1, data, callbacks=callbacks, dataset_sink_mode=False)
+
+
+@pytest.mark.parametrize("cell", [AdaptiveLossScaleUpdateCell, nn.DynamicLossScaleUpdateCell])
+def test_a_bad_loss_and_a_collapse_are_told_without_the_monitor(cell, mindformers_log):
+    train(np.inf, 55, [CollapseWatch()], cell)
+    told = [record.getMessage() for record in mindformers_log.records if record.filename == "collapse_watch.py"]
+    assert [line.partition(",")[0].partition(":")[0] for line in told] == [
+        "The loss of step 1 is nan" if "is nan" in told[0] else "The loss of step 1 is inf",
+        "Loss scaling has collapsed",
+        "Loss scaling",
+    ]
+    assert "50 steps in a row have overflowed up to step 50" in told[1]
+    assert "all 55 steps of this training overflowed" in told[2]
+    assert all("adaptive-loss-scale why --config" in line for line in told)
+
+
+def test_nothing_is_told_of_a_training_that_goes_well_or_has_the_monitor(mindformers_log):
+    train(0.5, 12, [CollapseWatch()])
+    train(np.inf, 3, [LossScaleMonitor("record.jsonl"), CollapseWatch()])
+    assert not [record for record in mindformers_log.records if record.filename == "collapse_watch.py"]
+    [first] = [record for record in mindformers_log.records if "and no loss scale can help" in record.getMessage()]
+    assert first.filename == "loss_scale_monitor.py"
+    # What reads the record says it too.
+    [advice, *_] = analyze(read_log("record.jsonl")).advice
+    assert (advice.rule, advice.figures["first_step"]) == ("bad loss", 1)
+    assert "adaptive-loss-scale why" in advice.change
+    title = draw_runs({"": read_record("record.jsonl")}).get_suptitle()
+    assert "loss inf or NaN in 3 steps, first 1" in title
+
+
+def test_registered():
+    register()
+    from mindformers.tools.register import MindFormerRegister
+
+    assert MindFormerRegister.get_cls("callback", "CollapseWatch") is CollapseWatch

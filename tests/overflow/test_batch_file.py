@@ -1,0 +1,83 @@
+"""The batch of a collapse: saved by the monitor, read without running what is in the file."""
+
+import json
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+from mindspore import Model, Tensor, nn
+from mindspore import dtype as mstype
+from mindspore.dataset import NumpySlicesDataset
+
+from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, wrapper
+from mindformers_adaptive.overflow.batch_file import read_batch, save_batch
+from mindformers_adaptive.overflow.explain import explain_overflow
+
+pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
+
+
+def train(steps, **arguments):
+    """Train a network whose square overflows in FP16, with a monitor."""
+    layers = [nn.Dense(4, 4, "ones").to_float(mstype.float16), nn.Dense(4, 1, "ones").to_float(mstype.float16)]
+    network = nn.WithLossCell(nn.SequentialCell(*layers), nn.MSELoss())
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    cell = AdaptiveLossScaleUpdateCell(2.0**10, 2, 20)
+    train_step = wrapper.TrainOneStepWithLossScaleCell(network, optimizer, scale_sense=cell)
+    features = np.full((steps, 4), 6e3, np.float32) + np.arange(steps, dtype=np.float32)[:, None]
+    data = NumpySlicesDataset((features, np.zeros((steps, 1), np.float32)), shuffle=False).batch(1)
+    monitor = LossScaleMonitor("record.jsonl", max_consecutive_overflows=3, **arguments)
+    Model(train_step).train(1, data, callbacks=[monitor], dataset_sink_mode=False)
+    return train_step
+
+
+def test_a_collapse_is_explained_once_at_its_batch_and_weights(mindformers_log, tmp_path):
+    train_step = train(7, explain=True)
+    told = [line for line in mindformers_log.text.splitlines() if "Why it overflows" in line]
+    assert len(told) == 1
+    found = json.loads((tmp_path / "overflow_explanation.json").read_text())
+    assert found["origin"]["phase"] == "forward"
+    assert found["origin"]["layer"] == "1"
+    # The third batch, at which it collapsed.
+    batch = read_batch(tmp_path / "overflow_batch.npz")
+    np.testing.assert_array_equal(batch[0], np.full((1, 4), 6002, np.float32))
+    assert batch[1].shape == (1, 1)
+    again = explain_overflow(train_step, [tuple(map(Tensor, batch))], 256.0)
+    assert again.origin.to_dict() == found["origin"]
+
+
+def test_nothing_is_explained_unless_asked_for(mindformers_log, tmp_path):
+    train(4)
+    assert {file.name for file in tmp_path.glob("*.*")} == {"record.jsonl"}
+    assert "Loss scaling has collapsed" in mindformers_log.text
+    with pytest.raises(TypeError, match="'explain' must be"):
+        LossScaleMonitor(explain="yes")
+
+
+class Harmful:
+    def __reduce__(self):
+        return (open, ("harmed", "w"))
+
+
+def test_files_that_are_no_batch_are_refused_and_nothing_in_them_is_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no 'none.npz'"):
+        read_batch("none.npz")
+    save_batch("whole.npz", [np.arange(1000)])
+    whole = (tmp_path / "whole.npz").read_bytes()
+    array = np.empty(1, object)
+    array[0] = Harmful()
+    np.savez("objects.npz", column_0=array)
+    np.savez("names.npz", other=np.ones(1))
+    np.savez("empty.npz")
+    with zipfile.ZipFile("bomb.npz", "w", zipfile.ZIP_DEFLATED) as bomb:
+        bomb.writestr("column_0.npy", b"\0" * 2**20)
+    content = (
+        (tmp_path / "bomb.npz").read_bytes().replace((2**20).to_bytes(4, "little"), (2**32 - 1).to_bytes(4, "little"))
+    )
+    files = {"torn.npz": whole[:500], "text.npz": b"hello", "pickle.npz": pickle.dumps(Harmful()), "bomb.npz": content}
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(text)
+    for name in (*files, "objects.npz", "names.npz", "empty.npz"):
+        with pytest.raises(ValueError, match="must be a file that LossScaleMonitor wrote"):
+            read_batch(name)
+    assert not (tmp_path / "harmed").exists()

@@ -1,0 +1,239 @@
+"""What ``explain_overflow`` says beside the origin, that it changes nothing, and what it refuses."""
+
+import json
+import math
+
+import mindspore
+import numpy as np
+import pytest
+from fp16_networks import GraphOnly, rows, seeded_train_step
+from mindspore import Tensor, nn
+from mindspore import dtype as mstype
+from overflowing import HALF, Frozen, Functional, Masked, Residuals, llama, planted, tokens, values
+
+from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
+from mindformers_adaptive.overflow.explain import PyNativeError, explain_overflow, watched_passes
+from mindformers_adaptive.overflow.explanation import Explanation
+from mindformers_adaptive.overflow.origin import Origin
+from mindformers_adaptive.overflow.readings import read_values
+from mindformers_adaptive.overflow.remedies import in_float32
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_values_are_read_as_numpy_does(dtype):
+    random = np.random.default_rng(0)
+    for bad in ([], [np.inf], [np.nan, -np.inf], [np.nan] * 8):
+        array = (random.normal(size=8) * 100).astype(dtype)
+        array[: len(bad)] = bad
+        reading = read_values(array, "float16")
+        finite = np.abs(array[np.isfinite(array)])
+        assert reading.infs_and_nans == len(bad) == array.size - finite.size
+        assert reading.largest == (finite.max() if finite.size else 0.0)
+    assert read_values(np.zeros((0,), dtype), "float16").headroom == math.inf
+
+
+def test_nothing_of_the_training_is_changed(mode):
+    train_step = seeded_train_step()
+    batch = tuple(map(Tensor, rows()))
+
+    def state():
+        cells = [cell for _, cell in train_step.cells_and_names()]
+        return (
+            {value.name: value.asnumpy().tobytes() for value in train_step.get_parameters()},
+            [(cell.training, cell.phase) for cell in cells],
+            mindspore.get_rng_state().asnumpy().tobytes(),
+            mindspore.get_context("mode"),
+            nn.Cell.__call__,
+            mindspore.ops.MatMul.__call__,
+            Tensor.__add__,
+            [sorted(vars(cell)) for cell in cells],
+        )
+
+    before = state()
+    # Moving averages, which a forward pass writes, are among the values.
+    explain_overflow(train_step, [batch, batch], 2.0**30, settings={"again": seeded_train_step})
+    assert state() == before
+
+
+def test_a_run_takes_the_same_steps_with_a_look_in_between():
+    batches = [tuple(map(Tensor, rows(seed))) for seed in range(4)]
+
+    def losses(look_at):
+        train_step = seeded_train_step()
+        found = []
+        for number, batch in enumerate(batches):
+            if number == look_at:
+                explain_overflow(train_step, [batch], 2.0**30)
+            found.append(train_step(*batch)[0].asnumpy().tobytes())
+        return found
+
+    assert losses(2) == losses(None)
+
+
+@pytest.mark.usefixtures("graph_mode")
+def test_gradients_that_are_watched_are_those_that_are_not():
+    network = llama()
+    backward = backward_pass(network)
+    mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+    with unchanged(network):
+        _, gradients, _ = backward(Tensor(2.0**10, mstype.float32), *tokens())
+        plain = {w.name: np.abs(to_numpy(g)).max() for w, g in zip(backward.weights, gradients, strict=True)}
+    with watched_passes(network) as passes:
+        [one] = passes([tokens()], 2.0**10)
+    assert {name: np.float32(reading.largest) for name, reading in one.weights.items()} == plain
+    # Forward values too go in the order of execution, each layer after those before it.
+    layers = [call.layer for call in one.calls if not call.operator]
+    assert layers.index("model.layers.0.attention.wq") < layers.index("model.layers.1.attention_norm")
+    assert layers.index("model.layers.1.feed_forward.w1") < layers.index("lm_head")
+
+
+def test_passes_are_at_most_three_of_a_batch_before_anything_is_tried():
+    network = Residuals()
+    for scale in (1.0, 2.0**8, 2.0**16, 2.0**30):
+        told = []
+        explain_overflow(network, [(Tensor(values(2, 4)),)] * 2, scale, remedies=False, progress=told.append)
+        assert told == list(range(1, len(told) + 1))
+        assert len(told) <= 6
+
+
+def test_the_largest_scale_without_overflow_is_that_of_the_sweep():
+    network = Residuals()
+    batch = (Tensor(values(2, 4)),)
+    for scale in (1.0, 2.0**30):
+        explanation = explain_overflow(network, [batch], scale)
+        safe, bad = explanation.safe_scale, explanation.overflowing_scale
+        assert bad == 2 * safe
+        backward = backward_pass(network)
+        for tried, expected in ((safe, False), (bad, True)):
+            _, gradients, _ = backward(Tensor(tried, mstype.float32), *batch)
+            assert any(not np.isfinite(to_numpy(gradient)).all() for gradient in gradients) is expected
+        assert explanation.overflow is (scale > safe)
+
+
+def test_what_is_tried_is_said_with_what_happened_and_only_what_helps_comes_first():
+    network = llama()
+    with planted(network, {"layers.0.feed_forward.w1": 2e4, "layers.0.feed_forward.w3": 2e4}):
+        explanation = explain_overflow(
+            network,
+            [tokens()],
+            2.0**8,
+            settings={"as it is": lambda: network, "broken": lambda: 1 / 0},
+        )
+    text = str(explanation).splitlines()
+    assert text[0].startswith("Overflows going forward, whatever the loss scale: in model.layers.0.feed_forward (")
+    tried = {one.setting: one for one in explanation.tried}
+    assert not tried["a lower loss_scale_value"].helps
+    assert tried["model.layers.0.feed_forward in float32 (dtype)"].helps
+    assert tried["as it is"].origin.layer == "model.layers.0.feed_forward"
+    assert "could not be tried: ZeroDivisionError" in str(tried["broken"])
+    assert text[text.index("tried, the same passes with:") + 1].lstrip().startswith("model.layers.0.feed_forward in")
+    assert len(text) <= 25
+    assert json.loads(json.dumps(explanation.to_dict()))["origin"]["operator"] == "Mul mul"
+
+
+def test_a_lower_scale_is_tried_before_it_is_recommended():
+    explanation = explain_overflow(Frozen(), [(Tensor(values(2, 4)),)], 2.0**16)
+    [lower, *_] = explanation.tried
+    assert lower.helps
+    assert explanation.scales[lower.safe_scale] is False
+    assert lower.setting == f"loss_scale_value: {lower.safe_scale:.0f}"
+
+
+def test_weights_that_do_not_fit_are_counted():
+    network = llama()
+    with planted(network, {"lm_head": 1e7}):
+        explanation = explain_overflow(network, [tokens()], 1.0, remedies=False)
+        beyond = np.abs(network.lm_head.weight.asnumpy()) > 65519
+    assert explanation.weights.elements == beyond.sum() > 0
+    assert explanation.weights.parameters == ("lm_head.weight",)
+    assert explain_overflow(network, [tokens()], 1.0, remedies=False).weights is None
+
+
+def test_a_network_that_does_not_overflow_gets_the_layers_next_to_it():
+    explanation = explain_overflow(llama(), [tokens()], 2.0**4)
+    assert explanation.headline.startswith("No overflow at a loss scale of 2^4, nor up to 2^")
+    assert not explanation.tried
+    # A mask of -10000 and what it is added to would be closer than all that can change.
+    rows = str(explanation).splitlines()
+    first = rows.index(next(line for line in rows if line.startswith("bits left forward")))
+    bits = [float(line.split()[1]) for line in rows[first + 1 : first + 6]]
+    assert bits == sorted(bits)
+    assert bits[0] > 8
+    # As many bits as are left going back, so many more powers of two the loss scale may have.
+    left = min(one.backward.headroom for one in explanation.layers if one.backward is not None)
+    assert math.floor(left) == math.log2(explanation.safe_scale) - 4
+
+
+def test_what_a_mask_hides_is_no_overflow():
+    explanation = explain_overflow(Masked(), [(Tensor(np.ones((4, 4), np.float32)),)], 1.0)
+    assert not explanation.overflow
+    assert explanation.losses[0] == pytest.approx(explanation.losses[0])
+
+
+def test_where_nothing_was_seen_to_overflow_no_layer_is_named():
+    explanation = Explanation(1.0, 1, (1.0,), {1.0: True}, Origin("backward", None))
+    assert "no layer was seen to do it" in explanation.headline
+    assert "so none is named" in str(explanation)
+
+
+def test_layers_in_float32_are_put_back():
+    network = nn.SequentialCell(nn.Dense(2, 2).to_float(HALF), nn.Dense(2, 2))
+    x = Tensor(np.ones((1, 2), np.float32))
+
+    def attributes():
+        return [{name: repr(value) for name, value in vars(cell).items()} for cell in network.cells()]
+
+    # The first call is noted in the cell.
+    assert network[0](x).dtype == HALF
+    before = attributes()
+    with in_float32(network) as changed:
+        assert changed == "to_float"
+        assert network[0](x).dtype == mstype.float32
+    assert attributes() == before
+    assert network[0](x).dtype == HALF
+    with in_float32(network[1]) as changed:
+        assert changed == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["Dense", []], TypeError, "'network' must be a Cell"),
+        ([Residuals(), []], ValueError, "'batches' must hold at least one batch"),
+        ([Residuals(), [Tensor([1.0])], "high"], TypeError, "'loss_scale' must be"),
+        ([Residuals(), [Tensor([1.0])], 0], ValueError, "'loss_scale' must be"),
+        (
+            [GraphOnly(), [(Tensor(np.ones((1, 4), np.float32)),)]],
+            PyNativeError,
+            "this one fails: RuntimeError: a kern",
+        ),
+    ],
+)
+def test_bad_input_is_refused(graph_mode, arguments, error, message):
+    with pytest.raises(error, match=message):
+        explain_overflow(*arguments)
+    assert mindspore.get_context("mode") == mindspore.GRAPH_MODE
+
+
+def test_functions_of_mint_are_seen():
+    def product(x, weight):
+        return mindspore.mint.mul(mindspore.mint.add(x, x).astype(HALF), weight.astype(HALF) * 1000)
+
+    network = Functional(product)
+    explanation = explain_overflow(network, [(Tensor(np.full((4, 4), 100, np.float32)),)], 1.0)
+    assert explanation.origin.operator == "Mul"
+    assert explanation.origin.largest_input == 1000
+
+
+def test_a_backward_pass_that_overflows_at_every_scale_is_said_to_and_no_scale_is_recommended():
+    def steep(x, weight):
+        near = (x.astype(HALF) * weight.astype(HALF)).abs()
+        return (near + 1) / (near * 1e-4 + 1e-3)
+
+    network = Functional(steep)
+    explanation = explain_overflow(network, [(Tensor(np.full((4, 4), 0.01, np.float32)),)], 2.0**20)
+    assert explanation.headline.startswith("Overflows going back, even at a loss scale of 2^0: in the network itself")
+    assert explanation.origin.operator == "Truediv"
+    assert explanation.safe_scale is None
+    assert str(explanation.tried[0]) == "a lower loss_scale_value -> it overflows at 2^0 too"
+    assert explanation.layers_scale == 1.0
