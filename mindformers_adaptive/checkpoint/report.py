@@ -17,6 +17,9 @@ from mindformers_adaptive.rules.saved_state import own_keys
 from mindformers_adaptive.text.table import align
 from mindformers_adaptive.text.untrusted import printable
 
+# What fits beside the numbers.
+_LONGEST_NOTE = 20
+
 __all__ = ["build_report", "report_text", "why_no_state"]
 
 
@@ -58,11 +61,17 @@ def report_text(report: dict[str, Any]) -> str:
     """Return a report with at least one checkpoint as a table with its notes."""
     checkpoints = report["checkpoints"]
     names = [name for name in checkpoints[0] if name in _columns(checkpoints)]
-    lines = [["file", *names, "note"]]
+    lines, below = [["file", *names, "note"]], dict[str, int]()
     for checkpoint in checkpoints:
-        lines.append([checkpoint["file"], *(_cell(checkpoint[name]) for name in names), "; ".join(checkpoint["notes"])])
+        # A long note stands below the table, once for all that have it.
+        notes = [
+            note if len(note) <= _LONGEST_NOTE else f"({below.setdefault(note, len(below) + 1)})"
+            for note in checkpoint["notes"]
+        ]
+        lines.append([checkpoint["file"], *(_cell(checkpoint[name]) for name in names), "; ".join(notes)])
     lines = [[printable(cell) for cell in line] for line in lines]
-    return "\n".join([align(lines, to_the_left=(0, len(names) + 1)), *map(printable, report["notes"])])
+    told = [*(f"({number}) {note}" for note, number in below.items()), *report["notes"]]
+    return "\n".join([align(lines, to_the_left=(0, len(names) + 1)), *map(printable, told)])
 
 
 def why_no_state(report: dict[str, Any]) -> str:
