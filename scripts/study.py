@@ -17,11 +17,11 @@ from reporting import ROOT, add_json_option, positive, with_captions, write_json
 
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import entry_skips, overflow_flags, recovery_steps
-from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.lab.replay.simulate import replay_side_by_side
 from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
 from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, regime_levels, synthetic_trace
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
+from mindformers_adaptive.rules.lanes import Lanes
 
 PICTURE = "docs/images/policy_study.svg"
 WINDOWS = (20, 100, 1000, 2000)

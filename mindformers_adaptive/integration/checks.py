@@ -11,6 +11,7 @@ from typing import Any
 
 from mindformers_adaptive.rules import find_rule, rule_of_cell
 from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number, require_positive
+from mindformers_adaptive.rules.description import arguments_of
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.rule import Rule
 
@@ -276,7 +277,8 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
         )
     if section["type"] == Rule.cell and "rule" in section:
         # The arguments of the rule stand beside those of its cell.
-        names |= inspect.signature(find_rule(section["rule"])).parameters.keys()
+        names |= arguments_of(find_rule(section["rule"])).keys()
+        names.discard("start")
     own = sorted(names - {"network", "optimizer"})
     for key in section.keys() - names - _NOT_ARGUMENTS:
         message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {_nearest(key, own)}"

@@ -222,7 +222,7 @@ class AdaptiveRule(Rule):
         return _window_at(self.ladder, window_index)
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
-        """Move a window that is not on the ladder to the nearest one, and counters to the nearest possible value."""
+        # Move a window that is not on the ladder to the nearest one, and counters to the nearest possible value.
         index, problem = self._place_on_the_ladder(values["scale_window"], values["window_index"])
         values["scale_window"], values["window_index"] = self.window_at(index), index
         problems = [problem] if problem else []

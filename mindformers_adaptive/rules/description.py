@@ -21,7 +21,8 @@ DEFAULT_LOSS_SCALE = 2.0**16
 # What the package itself calls something in a state, a record or a step.
 _TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
 _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
-_TAKEN |= {"history", "recorded"}
+_TAKEN |= {"history", "recorded", "restored", "written_state", "checked_state", "inv_scale"}
+_TAKEN |= {"scale", "scale_sense", "growth_tracker", "hysteresis_tracker", "loss_scaling_run"}
 _TAKEN |= {"gradient_known", "max_safe_exponent", *SIGNALS, *(field.name for field in STEP_FIELDS)}
 
 _ARGUMENTS_OF_CELLS = {"loss_scale_value", "history_size", "track_per_parameter", "rule"}
@@ -115,8 +116,16 @@ def check_description(rule: Any) -> None:
 
 
 def _check_names(of: str, rule: Any) -> None:
-    seen: set[str] = set()
+    # The elements of a vector are called so in a state dict.
+    vectors = [field for field in rule.fields if field.shape and not field.parts]
+    seen = {f"{field.name}_{place}" for field in vectors for place in range(field.shape[0])}
+    parameters = {"loss_scaling_run", "scale_sense", *(field.parameter for field in (*STEP_FIELDS, *SIGNALS.values()))}
     for field in rule.fields:
+        if field.parameter in parameters:
+            raise ValueError(
+                f"{of} makes a Parameter {field.parameter!r}, a name that is taken. Change one of the two."
+            )
+        parameters.add(field.parameter)
         for key in dict.fromkeys((field.name, *field.keys)):
             if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key) or key.startswith("_"):
                 raise ValueError(f"{of} has {key!r} in its state, which must be a name of letters, digits and '_'.")

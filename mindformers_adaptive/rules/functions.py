@@ -201,7 +201,7 @@ def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
     values: list[Any] = []
     spans: list[Any] = []
     for name, given in arguments.items():
-        value, *bounds = given if isinstance(given, tuple) else (given,)
+        value, *bounds = given if isinstance(given, tuple) and given else (given,)
         dtype = value.dtype if isinstance(value, Value) and not value.shape else None
         in_order = [type(bound) for bound in bounds] == [int, int] and bounds[0] <= bounds[1]
         if dtype == "bool" and not bounds:

@@ -284,7 +284,7 @@ class GuidedRule(Rule):
         return None if sound else f"The checkpoint has a state of {self.title} that this cell cannot have"
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
-        """Bring what another exchange rate has left within the limits of this one."""
+        # Bring what another exchange rate has left within the limits of this one.
         limits: dict[str, tuple[float, float]] = {
             "scale_window": (self.smallest_window, self.largest_window),
             "clean_steps": (0, self.largest_window),

@@ -129,6 +129,8 @@ class Lanes:
 
 def _step_of(rules: Sequence[Any]) -> NumpyStep:
     first = rules[0]
+    if any(rule.traced.shape != first.traced.shape for rule in rules[1:]):
+        raise ValueError("'rules' must have equal traced.shape, but they have not. Group them by it, as sweep() does.")
     if len(rules) > 1:
         return lower_to_numpy(first.name, make_program([rule.traced.outputs for rule in rules]))
     if "_single" not in vars(first):

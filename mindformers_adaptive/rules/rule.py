@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import warnings
 from collections import namedtuple
@@ -28,6 +29,12 @@ class _Made(type):
         check_description(rule)
         _ = rule.traced
         return rule
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """inspect.Signature: that of the constructor, which __call__() hides."""
+        parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+        return inspect.Signature(list(parameters.values())[1:])
 
 
 class Rule(metaclass=_Made):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mindformers_adaptive.rules.functions import State, maximum, minimum, stack, where
 from mindformers_adaptive.rules.operations import UNSHOWN
 from mindformers_adaptive.rules.program import shape_of_trace
-from mindformers_adaptive.rules.values import RuleError, Trace, Value, constant, is_line_of_a_rule, own
+from mindformers_adaptive.rules.values import RuleError, Trace, Value, constant, is_line_of_a_rule
 
 __all__ = ["TracedStep", "trace_step"]
 
@@ -115,8 +115,8 @@ def _traced_once(rule: Any) -> TracedStep:
             raise trace.problem
         if not isinstance(after, State) or set(vars(after)["_values"]) != names:
             raise ValueError(_message(rule, f"must return state.replace(...), but returns {after!r}"))
-        for value in vars(after)["_values"].values():
-            own(value)
+        if any(value.trace is not trace for value in vars(after)["_values"].values()):
+            raise ValueError(_message(rule, "returns the state of another call. Return state.replace(...)"))
         values: dict[str, Value] = vars(after)["_values"]
         moves_by_bits = values["exponent"] is not before["exponent"] or state._reads_exponent()
         if moves_by_bits and values["loss_scale"] is not before["loss_scale"]:

@@ -26,7 +26,9 @@ __all__ = ["RuleError", "Trace", "Value", "arithmetic", "constant", "number_of",
 __all__ += ["is_line_of_a_rule", "shape_of", "unary"]
 
 # Calls from here, or from the standard library and NumPy, are no lines of a rule.
-_OWN_FILES = {str(Path(__file__).with_name(f"{name}.py")) for name in ("values", "functions", "tracing", "rule")}
+_OWN_FILES = {
+    str(Path(__file__).with_name(f"{name}.py")) for name in ("values", "functions", "tracing", "rule", "lanes")
+}
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep)
 
 
