@@ -42,6 +42,8 @@ __all__ = [*_MODULE_OF]
 
 
 def __getattr__(name: str) -> object:
+    if name == "TextRule":
+        raise ImportError("mindformers_adaptive has no TextRule any more: see mindformers_adaptive.Rule.")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from mindformers_adaptive.text.install_hint import install_hint

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mindformers_adaptive.overflow.readings import CASTS, Call, Gradient, Pass, Reading, Value, largest_of
+from mindformers_adaptive.overflow.readings import CASTS, Call, Gradient, Operand, Pass, Reading, largest_of
 
 __all__ = ["Origin", "find_origin"]
 
@@ -158,7 +158,7 @@ def _source_of(one: Pass, call: Call) -> str:
     return "" if layer == call.layer else layer
 
 
-def _given_to(one: Pass, call: Call, value: Value) -> Origin:
+def _given_to(one: Pass, call: Call, value: Operand) -> Origin:
     """The origin is what a call was given by no call that was seen."""
     reading = value.reading
     if value.weight:
@@ -234,7 +234,7 @@ def _gradient_origin(one: Pass, call: Call, gradient: Gradient) -> Origin:
     )
 
 
-def _weight_behind(one: Pass, value: Value) -> str | None:
+def _weight_behind(one: Pass, value: Operand) -> str | None:
     """The Parameter that a value is, or was before it was cast."""
     while value.weight is None and value.source is not None and value.source >= 0:
         maker = one.calls[value.source]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.formats import FORMATS
 
-__all__ = ["CASTS", "Call", "Gradient", "Pass", "Reading", "Value", "largest_of", "read_values"]
+__all__ = ["CASTS", "Call", "Gradient", "Operand", "Pass", "Reading", "largest_of", "read_values"]
 
 # The names of operators that only change the dtype.
 CASTS = {"Cast", "Astype", "To"}
@@ -93,7 +93,7 @@ def largest_of(readings: Iterable[Reading]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class Operand:
     """A tensor that goes into a call.
 
     Attributes:
@@ -134,7 +134,7 @@ class Call:
         operator (bool): whether it is an operator.
         parent (int, optional): the index of the cell's call around it; None for the whole network.
         attribute (str): the name by which the cell knows the operator, if it does.
-        inputs (list[Value]): its inputs of floating point.
+        inputs (list[Operand]): its inputs of floating point.
         outputs (list[Reading]): its outputs of floating point.
         gradients (list[Gradient]): in the order in which they came.
     """
@@ -145,7 +145,7 @@ class Call:
     operator: bool = False
     parent: int | None = None
     attribute: str = ""
-    inputs: list[Value] = field(default_factory=list)
+    inputs: list[Operand] = field(default_factory=list)
     outputs: list[Reading] = field(default_factory=list)
     gradients: list[Gradient] = field(default_factory=list)
 

@@ -9,7 +9,7 @@ from mindspore.ops import Primitive
 from mindspore.ops.signature import sig_rw
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.overflow.readings import Call, Gradient, Pass, Value, read_values
+from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, Pass, read_values
 
 __all__ = ["Watch", "read_tensor"]
 
@@ -174,7 +174,7 @@ class Watch:
             weight = tensor.name if is_parameter else None
             source = self._sources.get(id(tensor), unknown)
             place = len(made.inputs)
-            made.inputs.append(Value(read_tensor(tensor), source, weight))
+            made.inputs.append(Operand(read_tensor(tensor), source, weight))
             if hooked and not (is_parameter and not (parameters_too and tensor.requires_grad)):
                 tensor = self._hook(tensor, made, False, place)
             if source is not None:

@@ -86,8 +86,12 @@ class LogColumns(Sequence[LogEntry]):
         """Add an entry of one step that has nothing rare.
 
         Args:
-            file (str), number (int): its line.
-            step (int), skipped (int), overflow (int), others (float): its columns, in their order.
+            file (str): the file that it is in.
+            number (int): its line there.
+            step (int): its column.
+            skipped (int): likewise.
+            overflow (int): likewise.
+            *others (float): the other columns, in their order.
         """
         add = self._add
         add[0](step)
