@@ -30,6 +30,7 @@ record = RunRecord(sys.argv[1])
 record.resume(int(sys.argv[2]) - 10, 7)
 record.close()
 """
+WRITE = "import sys; from benchmark_long import write_record; write_record(sys.argv[1], int(sys.argv[2]))"
 WINDOWS = [f"dynamic:scale_window={window}" for window in (20, 200, 1000)]
 JSON = "JSON alone"
 
@@ -68,7 +69,8 @@ def write_record(path, steps):
 
 def run(command):
     """Run Python with a command line; return its seconds of processor time and the most memory, in MB."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env=environment)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -84,7 +86,8 @@ def measure(lengths):
     with tempfile.TemporaryDirectory() as folder:
         record, picture = str(Path(folder, "record.jsonl")), str(Path(folder, "run.png"))
         for steps in lengths:
-            write_record(record, steps)
+            # In a process of its own too: the next ones would inherit how much memory it took.
+            run(["-c", WRITE, record, str(steps)])
             for name, command in commands(record, picture, steps).items():
                 seconds, memory = run(command)
                 found.setdefault(name, []).append((max(seconds - start, 0.001), memory))

@@ -1,6 +1,7 @@
 """Loss-scale managers for ``mindspore.train.Model``: one for any rule, and one for each rule of this package."""
 
 import sys
+import warnings
 
 from mindspore import amp, context
 
@@ -11,6 +12,10 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
 __all__ = ["AdaptiveLossScaleManager", "GradientGuidedLossScaleManager", "RuleLossScaleManager"]
+__all__ += ["warn_of_window_as_factor"]
+
+# No factor is as large as that, and hardly a window smaller.
+_LIKE_A_WINDOW = 100
 
 
 class RuleLossScaleManager(amp.LossScaleManager):
@@ -164,6 +169,16 @@ class RuleLossScaleManager(amp.LossScaleManager):
         return self._present_cell.inv_scale
 
 
+def warn_of_window_as_factor(name, scale_factor):
+    """Warn where a factor looks like a window, which is the argument after it."""
+    if scale_factor >= _LIKE_A_WINDOW:
+        warnings.warn(
+            f"'scale_factor' of {name} is {scale_factor:g}: each overflow divides the loss scale by it; usual is 2. "
+            f"If it is the window, name it: scale_window={scale_factor:g}.",
+            stacklevel=3,
+        )
+
+
 class AdaptiveLossScaleManager(RuleLossScaleManager):
     """Loss-scale manager of adaptive loss scaling, for ``Model(..., loss_scale_manager=manager)``.
 
@@ -205,6 +220,7 @@ class AdaptiveLossScaleManager(RuleLossScaleManager):
 
     def __init__(self, init_loss_scale=2**24, scale_factor=2, scale_window=None, *windows, **arguments):
         rule = AdaptiveRule(scale_factor, *windows, **arguments)
+        warn_of_window_as_factor(type(self).__name__, rule.scale_factor)
         self._follow(rule, rule.start(init_loss_scale, scale_window, argument="init_loss_scale"))
 
 

@@ -6,7 +6,11 @@ import mindspore.train.amp
 from mindspore import Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.amp.manager import AdaptiveLossScaleManager, RuleLossScaleManager
+from mindformers_adaptive.amp.manager import (
+    AdaptiveLossScaleManager,
+    RuleLossScaleManager,
+    warn_of_window_as_factor,
+)
 from mindformers_adaptive.amp.scaler import multiply_in_float32
 from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
 from mindformers_adaptive.rules.checks import require_positive
@@ -61,6 +65,8 @@ def build_train_network(network, optimizer, loss_fn=None, level="O0", boost_leve
     _refuse_cell_as_manager(manager)
     get_update_cell = getattr(manager, "get_update_cell", lambda: None)
     update_cell = get_update_cell()
+    if isinstance(manager, amp.DynamicLossScaleManager):
+        warn_of_window_as_factor(type(manager).__name__, manager.scale_factor)
     if isinstance(manager, amp.LossScaleManager):
         _check_division(optimizer, manager.get_loss_scale(), update_cell)
     stock_only = None if update_cell is None else _what_needs_a_stock_cell(network, boost_level)

@@ -292,6 +292,9 @@ def _report_cell(update_cell, loss_scale, state):
     """Say whose cell it is: MindFormers has one of the same name."""
     cls = type(update_cell)
     name = "a fixed scale" if update_cell is None else f"{cls.__name__} of {cls.__module__.partition('.')[0]}"
+    if cls.__name__ == "RuleLossScaleUpdateCell":
+        rule = type(update_cell.rule)
+        name += f" by the rule {rule.__module__}.{rule.__qualname__}"
     # The cells of MindSpore and MindFormers keep their window as a Tensor, if they have one.
     window = state.get("scale_window") if state else getattr(update_cell, "scale_window", None)
     window = f", scale_window {int(window)}" if window else ""

@@ -326,6 +326,11 @@ class RuleUpdateCell(nn.DynamicLossScaleUpdateCell):
             if field.shape and not field.parts:
                 names = [f"{field.name}_{place}" for place in range(field.shape[0])]
                 vector = given.get(field.name, [given[name] for name in names if name in given])
+                if not isinstance(vector, (list, tuple)) and not hasattr(vector, "__len__"):
+                    raise TypeError(
+                        f"{field.name!r} must be {field.shape[0]} numbers, but got {vector!r}. Give what state_dict() "
+                        "returned."
+                    )
                 if len(vector) == field.shape[0]:
                     values[field.name] = tuple(to_real(field.name, number) for number in vector)
                 continue

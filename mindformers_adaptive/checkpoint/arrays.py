@@ -56,6 +56,7 @@ def load_newest(path):
 
     Raises:
         FileNotFoundError: if there is no such path, or no checkpoint in the folder.
+        ValueError: if a file is empty.
     """
     checkpoints = read_checkpoints(path)
     if not checkpoints:
@@ -64,5 +65,7 @@ def load_newest(path):
     files = [newest.path] if newest.path.is_file() else sorted(newest.path.glob("*-model-*.safetensors"))
     loaded = {}
     for file in files:
+        if file.stat().st_size == 0:
+            raise ValueError(f"{str(file)!r} must be a checkpoint, but is empty. Give one that was written to its end.")
         loaded |= mindspore.load_checkpoint(str(file), format=file.suffix[1:])
     return newest, loaded

@@ -15,6 +15,9 @@ from mindformers_adaptive.rules.base import STEP_FIELDS, Rule
 from mindformers_adaptive.text.table import align
 from mindformers_adaptive.text.untrusted import printable
 
+# What fits beside the numbers.
+_LONGEST_NOTE = 20
+
 __all__ = ["build_report", "report_text", "why_no_state"]
 
 
@@ -56,11 +59,20 @@ def report_text(report: dict[str, Any]) -> str:
     """Return a report with at least one checkpoint as a table with its notes."""
     checkpoints = report["checkpoints"]
     names = [name for name in checkpoints[0] if name in _columns(checkpoints)]
-    lines = [["file", *names, "note"]]
+    lines, below = [["file", *names, "note"]], dict[str, int]()
+    all_notes = [note for checkpoint in checkpoints for note in checkpoint["notes"]]
     for checkpoint in checkpoints:
-        lines.append([checkpoint["file"], *(_cell(checkpoint[name]) for name in names), "; ".join(checkpoint["notes"])])
+        # A long note that several have stands below the table, once.
+        notes = [
+            f"({below.setdefault(note, len(below) + 1)})"
+            if len(note) > _LONGEST_NOTE and all_notes.count(note) > 1
+            else note
+            for note in checkpoint["notes"]
+        ]
+        lines.append([checkpoint["file"], *(_cell(checkpoint[name]) for name in names), "; ".join(notes)])
     lines = [[printable(cell) for cell in line] for line in lines]
-    return "\n".join([align(lines, to_the_left=(0, len(names) + 1)), *map(printable, report["notes"])])
+    told = [*(f"({number}) {note}" for note, number in below.items()), *report["notes"]]
+    return "\n".join([align(lines, to_the_left=(0, len(names) + 1)), *map(printable, told)])
 
 
 def why_no_state(report: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
 
         (first, step), (reference, reference_step) = read_arrays(options.first), read_arrays(options.reference)
     if options.modules:
-        group = group_of_modules(options.modules, [*first, *reference])
+        group = group_of_modules(options.modules, list(dict.fromkeys([*first, *reference])))
         first, reference = ({name: one[name] for name in one if group(name)} for one in (first, reference))
     found = compare_arrays(first, reference)
     only = {options.first: sorted(first.keys() - reference), options.reference: sorted(reference.keys() - first)}

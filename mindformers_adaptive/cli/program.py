@@ -114,6 +114,12 @@ def _run(command: Any, words: list[str]) -> int:
     except BrokenPipeError:
         # The reader, such as `head`, has stopped. What is left to be flushed at exit has to go somewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        if options.traceback:
+            raise
+        # As a shell reports a program that SIGINT has ended.
+        print_text(f"adaptive-loss-scale {words[0]}: interrupted", sys.stderr)
+        return 130
     except Exception as error:
         if options.traceback:
             raise

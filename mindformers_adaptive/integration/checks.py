@@ -143,11 +143,28 @@ def check_config(config: Any) -> None:
     for section, kind in (("optimizer", "optimizer"), ("lr_schedule", "lr")):
         if value_at(config, f"{section}.type") is not None:
             _find_class(config[section], section, kind)
+    _warn_of_order(config)
     for place, callback in enumerate(config.callbacks or []):
         if isinstance(callback, dict):
             _find_class(callback, f"callbacks.{place}", "callback")
             if callback["type"] in _OWN_CALLBACKS:
                 _check_section(callback, f"callbacks.{place}", "callback")
+
+
+def _warn_of_order(config: Any) -> None:
+    """Warn where the copies of hot experts would go back into place only after a checkpoint was saved."""
+    named = [callback.get("type") for callback in config.callbacks or [] if isinstance(callback, dict)]
+    if not value_at(config, "moe_config.enable_cold_hot_expert") or "CheckpointMonitor" not in named:
+        return
+    # MindFormers sorts its own callbacks, and then puts ColdHotExpertMonitor into the second place.
+    before = [name for name in ("MFLossMonitor", "TrainingStateMonitor") if name in named]
+    if not before:
+        warnings.warn(
+            "'moe_config.enable_cold_hot_expert' must come with another callback before CheckpointMonitor, because "
+            "MindFormers puts ColdHotExpertMonitor into the second place, but CheckpointMonitor is the first: "
+            "checkpoints are saved before the experts are back in place. Add MFLossMonitor to 'callbacks'.",
+            stacklevel=3,
+        )
 
 
 def _check_values(config: Any) -> None:

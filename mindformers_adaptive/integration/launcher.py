@@ -161,8 +161,10 @@ def set_key(config: Any, key: str, value: Any) -> bool:
 
 def had_begun(error: BaseException) -> bool:
     """Return whether an error came out of the steps of a training, an evaluation or a prediction."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__") in _AT_WORK for frame, _ in frames)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # What a callback refuses before the first step is bad input, as what the trainer refuses before it.
+    is_at_begin = any(frame.f_code.co_name in ("begin", "on_train_begin", "on_eval_begin") for frame in frames)
+    return not is_at_begin and any(frame.f_globals.get("__name__") in _AT_WORK for frame in frames)
 
 
 def launch(config: Any) -> None:

@@ -1,1 +1,1 @@
-"""Pictures of runs, gradients and policies. They need matplotlib: ``pip install mindformers_adaptive[plot]``."""
+"""Pictures of runs, gradients and policies. They need matplotlib: ``pip install '.[plot]'``."""

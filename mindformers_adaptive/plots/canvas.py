@@ -81,7 +81,7 @@ def new_figure(width: float, height: float) -> Figure:
     except ImportError as error:
         raise ImportError(
             f"Pictures need matplotlib, which cannot be imported ({error}). Install it with the extra 'plot': "
-            "pip install mindformers_adaptive[plot]"
+            "pip install '.[plot]' in the clone of this package"
         ) from error
     figure = Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mindformers_adaptive.rules.checks import require_number
+from mindformers_adaptive.rules.checks import require_integer, require_number
 
 __all__ = ["FLOAT16", "FORMATS", "Format", "find_format"]
 
@@ -22,6 +22,27 @@ _TITLES = {
     "float8_e4m3fn": "FP8 E4M3",
     "hifloat8": "HiF8",
 }
+
+
+def _pairs_of(precision: Any) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of ``precision`` as tuples, or raise TypeError or ValueError."""
+    remedy = (
+        "Give pairs of an exponent and a number of bits, exponents increasing, as [[-15, 1], [-7, 2]]; or leave it out."
+    )
+    is_list = isinstance(precision, list | tuple)
+    pairs = [pair for pair in precision if isinstance(pair, list | tuple) and len(pair) == 2] if is_list else []
+    if not is_list or len(pairs) < len(precision):
+        raise TypeError(f"'precision' must be a list of pairs of integers, but got {precision!r}. {remedy}")
+    found = tuple(
+        (
+            require_integer("precision", first, -1074, remedy, most=1023, unit="as exponent"),
+            require_integer("precision", bits, 0, remedy, most=52, unit="number of bits"),
+        )
+        for first, bits in pairs
+    )
+    if list(found) != sorted(found) or len({first for first, _ in found}) < len(found):
+        raise ValueError(f"'precision' must have increasing exponents, but got {precision!r}. {remedy}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +82,8 @@ class Format:
 
     def __post_init__(self) -> None:
         remedy = f"float16 has 65504, 2^-14 and 2^-24; the known formats are {', '.join(_TITLES)}."
+        if not isinstance(self.name, str):
+            raise TypeError(f"'name' must be text, but got {self.name!r} of type {type(self.name).__name__}. {remedy}")
         least = 0.0
         for name in ("smallest_subnormal", "smallest_normal", "largest"):
             kind = "a number" if name == "largest" else "a power of two"
@@ -73,7 +96,7 @@ class Format:
             if getattr(self, name) not in known:
                 raise ValueError(f"'{name}' must be one of {known}, but got {getattr(self, name)!r}. Leave it out.")
         # YAML and JSON give lists.
-        object.__setattr__(self, "precision", tuple((int(first), int(bits)) for first, bits in self.precision))
+        object.__setattr__(self, "precision", _pairs_of(self.precision))
         if self.largest % self.quantum(math.frexp(self.largest)[1] - 1):
             raise ValueError(f"'largest' must be a number of the format, but {self.largest} is between two. {remedy}")
 
@@ -165,8 +188,12 @@ def find_format(given: str | Mapping[str, Any] | Format, argument: str = "gradie
             f"'{argument}' must be one of {names}, or the numbers of a format by name, but got {given!r} of type "
             f"{type(given).__name__}. The default is float16."
         )
-    try:
-        return Format(**given)
-    except TypeError as error:
-        fields = ", ".join(field.name for field in dataclasses.fields(Format))
-        raise TypeError(f"'{argument}' must have numbers by the names {fields}, but {given}: {error}.") from error
+    fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Format)}
+    wrong = [f"{key!r} is none of them" for key in given if key not in fields]
+    wrong += [f"{name!r} is missing" for name, is_required in fields.items() if is_required and name not in given]
+    if wrong:
+        raise TypeError(
+            f"'{argument}' must have values by the names {', '.join(fields)}, but in {dict(given)} {', '.join(wrong)}. "
+            "The last three may be left out."
+        )
+    return Format(**given)

@@ -7,7 +7,7 @@ __all__ = ["install_hint"]
 
 _MINDFORMERS = (
     "On Ascend, install the MindSpore that fits the installed CANN, and the MindFormers that fits this MindSpore; on a "
-    "CPU: pip install mindformers_adaptive[mindformers]"
+    "CPU: pip install '.[mindformers]' in the clone of this package"
 )
 _REMEDIES = {
     "mindspore": _MINDFORMERS,

@@ -17,6 +17,7 @@ from mindformers_adaptive.wrapper import (
     GradientGuidedLossScaleUpdateCell,
     MFTrainOneStepCell,
     NoLossScaleUpdateCell,
+    RuleLossScaleUpdateCell,
     TrainOneStepWithLossScaleCell,
 )
 
@@ -232,6 +233,10 @@ def test_a_checkpoint_loaded_after_set_train_is_checked_too(graph_mode, mindform
         ),
         (lambda: NoLossScaleUpdateCell(), "NoLossScaleUpdateCell of mindformers_adaptive: loss_scale 1.0\n"),
         (
+            lambda: RuleLossScaleUpdateCell(1024, "own_rules.Follow"),
+            "RuleLossScaleUpdateCell of mindformers_adaptive by the rule own_rules.Follow: loss_scale 1024.0",
+        ),
+        (
             lambda: mindformers.wrapper.AdaptiveLossScaleUpdateCell(1024, 2, 20, 1000, 20),
             "AdaptiveLossScaleUpdateCell of mindformers: loss_scale 1024.0, scale_window 20\n",
         ),
@@ -249,3 +254,11 @@ def test_the_log_says_once_which_cell_of_which_package_scales_the_loss(mindforme
         step.set_train()
     assert mindformers_log.text.count("Loss scaling by ") == 1
     assert f"Loss scaling by {line}" in mindformers_log.text
+
+
+@pytest.mark.parametrize("given", [5, 2.5, None])
+def test_a_number_in_place_of_a_vector_is_named(given):
+    cell = GradientGuidedLossScaleUpdateCell(1024)
+    state = {name: value for name, value in cell.state_dict().items() if not name.startswith("overflow_rate")}
+    with pytest.raises(TypeError, match=f"'overflow_rate' must be 16 numbers, but got {given}"):
+        cell.load_state_dict({**state, "overflow_rate": given})

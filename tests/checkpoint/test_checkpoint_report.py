@@ -13,6 +13,7 @@ from mindspore import Tensor, nn
 from safetensors.numpy import save_file
 
 from mindformers_adaptive.checkpoint.reader import read_checkpoints, write_sidecar
+from mindformers_adaptive.checkpoint.report import report_text
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     GradientGuidedLossScaleUpdateCell,
@@ -43,6 +44,17 @@ def inspect_json(inspect):
         return exit_code, json.loads(printed, parse_constant=pytest.fail)
 
     return run
+
+
+def test_a_long_note_stands_once_below_the_table():
+    note = "a sentence on what was found, which is far too long to stand beside the numbers"
+    row = {"rank": None, "kind": "none", "loss_scale": 8.0, "notes": [note]}
+    checkpoints = [{"file": "a.ckpt", **row}, {"file": "b.ckpt", **row, "notes": [note, "latest"]}]
+    lines = report_text({"checkpoints": checkpoints, "notes": []}).splitlines()
+    assert [line.split()[0] for line in lines] == ["file", "a.ckpt", "b.ckpt", "(1)"]
+    assert lines[1].rstrip().endswith("8  (1)")
+    assert lines[2].endswith("8  (1); latest")
+    assert lines[3] == f"(1) {note}"
 
 
 @pytest.mark.parametrize("file_format", FORMATS)

@@ -180,3 +180,24 @@ def test_names_of_files_are_printed_with_control_characters_escaped(run_program,
     for name in names:
         assert answer(run_program, "analyze", tmp_path / name) == (0, "")
     assert answer(run_program, "plot", tmp_path / names[0], tmp_path / "a.png") == (0, "")
+
+
+def test_an_interrupt_in_a_module_of_ones_own_is_no_traceback(run_program, tmp_path, monkeypatch):
+    (tmp_path / "impatient.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, said = run_program("simulate", "--policy", "impatient.Rule", *SPIKES)[::2]
+    assert (code, said) == (130, "adaptive-loss-scale simulate: interrupted\n")
+    with pytest.raises(KeyboardInterrupt):
+        run_program("simulate", "--policy", "impatient.Rule", "--traceback", *SPIKES)
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "safetensors"])
+def test_an_empty_checkpoint_is_named_by_diff(run_program, tmp_path, kind):
+    other = ROOT / "tests" / "checkpoint" / "written_before" / "adaptive" / f"train_step.{kind}"
+    (tmp_path / f"empty.{kind}").touch()
+    code, said = answer(run_program, "diff", str(tmp_path / f"empty.{kind}"), str(other))
+    assert code == 1
+    assert f"empty.{kind}' must be a checkpoint, but is empty" in said
+    code, said = answer(run_program, "diff", str(other), str(other), "--modules", "scale_sens")
+    nearest = said.rpartition("nearest names are ")[2].rstrip(".\n").split(", ")
+    assert (code, len(nearest)) == (1, len(set(nearest)))

@@ -10,12 +10,13 @@ import pytest
 import yaml
 from conftest import CONFIG, ROOT
 from examples.tiny_llama import build_dataset, build_model
-from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn
 from training_runs import training_arguments
 from versions import BEFORE_2
 
 from mindformers_adaptive.cli.program import main
+from mindformers_adaptive.integration import checks
 from mindformers_adaptive.integration.checks import check_config
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import Trainer
@@ -383,3 +384,22 @@ def test_trainer_looks_at_the_model_that_it_is_given():
     model.config.use_flash_attention = True
     with pytest.raises(ValueError, match="use_flash_attention' must be False, but is True"):
         trainer(model, build_dataset().take(1)).train()
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "warns"),
+    [
+        (["CheckpointMonitor"], True),
+        (["LossScaleMonitor", "CheckpointMonitor"], True),
+        (["CheckpointMonitor", "MFLossMonitor"], False),
+        (["LossScaleMonitor"], False),
+    ],
+)
+def test_experts_that_are_moved_after_a_checkpoint_are_warned_of(callbacks, warns):
+    config = {"callbacks": [{"type": name} for name in callbacks], "moe_config": {"enable_cold_hot_expert": True}}
+    config = MindFormerConfig(**config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checks._warn_of_order(config)
+        checks._warn_of_order(MindFormerConfig(callbacks=config.callbacks))
+    assert len(caught) == warns

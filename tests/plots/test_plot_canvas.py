@@ -100,7 +100,7 @@ def test_missing_matplotlib_is_told_with_the_extra(run_python):
     code = f"import sys; sys.modules['matplotlib'] = None; {DRAW}"
     told = run_python("-c", code, expect_exit=1).stderr.splitlines()[-1]
     assert told.startswith("ImportError: Pictures need matplotlib, which cannot be imported (")
-    assert told.endswith("Install it with the extra 'plot': pip install mindformers_adaptive[plot]")
+    assert told.endswith("Install it with the extra 'plot': pip install '.[plot]' in the clone of this package")
 
 
 @given(st.sets(st.integers(0, 10**6), max_size=200), st.integers(1, 30))

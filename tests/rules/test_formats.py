@@ -50,7 +50,23 @@ def test_what_is_written_for_a_format_is_read_as_the_same(one):
     [
         ("fp8", ValueError, "'gradient_format' must be one of float16, .*hifloat8, but got 'fp8'. Another format"),
         (8, TypeError, "the numbers of a format by name, but got 8 of type int. The default is float16."),
-        ({"name": "mine"}, TypeError, "must have numbers by the names name, largest"),
+        (
+            {"name": "mine"},
+            TypeError,
+            "must have values by the names name, largest, .* 'largest' is missing, 'smallest_no",
+        ),
+        ({**OWN, "bits": 3}, TypeError, "'bits' is none of them"),
+        ({**OWN, "name": [1]}, TypeError, r"'name' must be text, but got \[1\] of type list"),
+        *(
+            ({**OWN, "precision": given}, TypeError, "'precision' must be a list of pairs of integers, but got")
+            for given in (5, "ab", {1: 2}, [1], [[1, 2, 3]], None)
+        ),
+        *(
+            ({**OWN, "precision": [[0, bits]]}, TypeError, "'precision' must be an integer")
+            for bits in ("a", 1.5, None, True)
+        ),
+        ({**OWN, "precision": [[0, -1]]}, ValueError, "'precision' must be at least 0, but got -1"),
+        ({**OWN, "precision": [[0, 1], [0, 2]]}, ValueError, "'precision' must have increasing exponents"),
         ({**OWN, "smallest_normal": 0.3}, ValueError, "'smallest_normal' must be a power of two .* but got 0.3"),
         ({**OWN, "smallest_subnormal": 0.5}, ValueError, "'smallest_normal' must be .* of at least 0.5, but got 0.25"),
         ({**OWN, "largest": 27.5}, ValueError, "'largest' must be a number of the format, but 27.5 is between two"),
