@@ -248,9 +248,7 @@ def run_of_record(lines: Sequence[Mapping[str, Any]]) -> RecordedRun:
         for name in ("loss_scale", "next_loss_scale"):
             number = parse_number(line.get(name))
             if math.isfinite(number) and number > 0 and parse_scale(number) is None:
-                raise ValueError(
-                    f"'{name}' must be a number of float32, but got {number} on {where}. Correct the record."
-                )
+                raise ValueError(f"'{name}' must be a number of float32, but got {number} on {where}.")
         entry = _entry_of({"overflow": None, "loss_scale": None, **line}, where)
         # A scale that no step can have used, as one of 0, is unknown.
         unknown = {name: None for name in ("loss_scale", "next_loss_scale") if not parse_scale(line.get(name))}
