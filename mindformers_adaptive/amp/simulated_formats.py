@@ -149,8 +149,7 @@ def simulate_formats(network, forward=None, gradients=None, layers=None):
 
     Raises:
         TypeError: if an argument is not of its type.
-        ValueError: if there is no such format or layer, or one has no product; if ``layers`` is empty, a product is
-            simulated already, or the network has run in graph mode.
+        ValueError: if no format or layer is of that name, one is simulated already, or the network has been compiled.
 
     Examples:
         >>> net = simulate_formats(nn.Dense(1, 1, "ones", has_bias=False), forward="float8_e4m3fn")

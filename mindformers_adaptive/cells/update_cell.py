@@ -281,21 +281,17 @@ class RuleUpdateCell(CompiledUpdateCell):
         values = {}
         for field in self._fields:
             if field.shape and not field.parts:
-                names = [f"{field.name}_{place}" for place in range(field.shape[0])]
+                names = (f"{field.name}_{place}" for place in range(field.shape[0]))
                 vector = given.get(field.name, [given[name] for name in names if name in given])
-                if not isinstance(vector, (list, tuple)) and not hasattr(vector, "__len__"):
-                    raise TypeError(
-                        f"{field.name!r} must be {field.shape[0]} numbers, but got {vector!r}. Give what state_dict() "
-                        "returned."
-                    )
+                if not hasattr(vector, "__len__"):
+                    raise TypeError(f"{field.name!r} must be {field.shape[0]} numbers, but got {vector!r}.")
                 if len(vector) == field.shape[0]:
                     values[field.name] = tuple(to_real(field.name, number) for number in vector)
                 continue
             for key in field.keys:
-                name = next((name for name in (key, field.parameter) if name in given), None)
-                if name is not None:
-                    is_integer = field.dtype == "int32"
-                    values[key] = (to_integer if is_integer else to_real)(key, given[name])
+                name, read = key if key in given else field.parameter, to_integer if field.dtype == "int32" else to_real
+                if name in given:
+                    values[key] = read(key, given[name])
         return values
 
     def _fields_of(self, values):

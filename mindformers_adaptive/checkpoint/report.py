@@ -62,10 +62,13 @@ def report_text(report: dict[str, Any]) -> str:
     checkpoints = report["checkpoints"]
     names = [name for name in checkpoints[0] if name in _columns(checkpoints)]
     lines, below = [["file", *names, "note"]], dict[str, int]()
+    all_notes = [note for checkpoint in checkpoints for note in checkpoint["notes"]]
     for checkpoint in checkpoints:
-        # A long note stands below the table, once for all that have it.
+        # A long note that several have stands below the table, once.
         notes = [
-            note if len(note) <= _LONGEST_NOTE else f"({below.setdefault(note, len(below) + 1)})"
+            f"({below.setdefault(note, len(below) + 1)})"
+            if len(note) > _LONGEST_NOTE and all_notes.count(note) > 1
+            else note
             for note in checkpoint["notes"]
         ]
         lines.append([checkpoint["file"], *(_cell(checkpoint[name]) for name in names), "; ".join(notes)])

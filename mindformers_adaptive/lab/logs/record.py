@@ -245,6 +245,10 @@ def run_of_record(lines: Sequence[Mapping[str, Any]]) -> RecordedRun:
             continue
         for name in ("step", "loss", "overflow", "loss_scale", "next_loss_scale", "scale_window", "largest_gradient"):
             _require_number(name, line.get(name))
+        for name in ("loss_scale", "next_loss_scale"):
+            scale = parse_number(line.get(name))
+            if math.isfinite(scale) and scale > 0 and parse_scale(scale) is None:
+                raise ValueError(f"'{name}' must be a number of float32, but got {scale} on {where}.")
         entry = _entry_of({"overflow": None, "loss_scale": None, **line}, where)
         # A scale that no step can have used, as one of 0, is unknown.
         unknown = {name: None for name in ("loss_scale", "next_loss_scale") if not parse_scale(line.get(name))}
