@@ -102,6 +102,9 @@ class CompiledTraining:
         fresh = (value.asnumpy() for value in self.make_cell(loss_scale).get_parameters())
         put_back(zip(manager.get_parameters(), fresh, strict=True))
         ops.assign(self.train_step.scale_sense, Tensor(loss_scale, mstype.float32))
+        if self.train_step._fixed_scale is not None:
+            # Otherwise it would be taken for the scale of a checkpoint.
+            self.train_step._fixed_scale = loss_scale
         gradient = getattr(manager, "largest_gradient", None)
         for step, batch in enumerate(batches, start=1):
             scale = self.loss_scale

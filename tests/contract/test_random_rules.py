@@ -48,7 +48,6 @@ def test_random_rules_reach_all_operations_and_numbers_at_which_ways_part(tmp_pa
 
 # For some operations what an implementation could have given instead.
 PLANTED = {
-    "floor": "np.trunc({0})",
     "div": "{0} / {1}",
     "less": "{0} <= {1}",
     "minimum": "np.minimum({0}, {1})",

@@ -56,6 +56,7 @@ def assert_row_of_the_page(way, run):
     assert [run.losses[0], run.losses[-1]] == pytest.approx(list(map(float, row[3:5])), abs=0.002)
 
 
+@pytest.mark.filterwarnings("ignore:'scale_factor' of DynamicLossScaleManager is 3000")
 def test_program_of_mindspores_guide_runs_after_the_one_line(graph_mode, scaling_on_cpu):
     network = LeNet5()
     loss = nn.SoftmaxCrossEntropyWithLogits(reduction="mean")
