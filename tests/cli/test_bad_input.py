@@ -157,8 +157,16 @@ def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
 
 
 def test_an_error_that_nobody_foresaw_is_named_and_traced_on_request(run_program, in_a_folder_of_its_own, tmp_path):
-    rule = "class Mine(Rule):\n    name = 'mine'\n    next_state = lambda *_: _[1]\n    def start(self, *_, **__):\n        raise KeyError('lost')\n"
-    (tmp_path / "mine.py").write_text(f"from mindformers_adaptive.rules import Rule\n{rule}")
+    rule = """\
+from mindformers_adaptive.rules import Rule
+
+class Mine(Rule):
+    name = "mine"
+    next_state = lambda *_: _[1]
+    def start(self, *_, **__):
+        raise KeyError("lost")
+"""
+    (tmp_path / "mine.py").write_text(rule)
     arguments = ("simulate", "--policy", "mine.Mine", *SPIKES)
     expected = "KeyError: 'lost'. With --traceback the program shows where it comes from.\n"
     assert answer(run_program, *arguments) == (1, expected)

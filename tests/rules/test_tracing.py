@@ -522,9 +522,7 @@ def test_a_vector_has_a_length(length):
         _ = float32[length]
 
 
-@pytest.mark.parametrize(
-    "name", ["select", "phase", "scale_factor", "inputs", "step_function", "rule", "training"]
-)
+@pytest.mark.parametrize("name", ["select", "phase", "scale_factor", "inputs", "step_function", "rule", "training"])
 def test_a_field_called_like_an_attribute_of_the_cell_is_refused_when_the_cell_is_made(name):
     rule = described(state={name: float32})
     assert rule.step(rule.start(2.0), False)[1] == 0.0
