@@ -1,33 +1,27 @@
-"""Checks of a configuration before anything is built: what MindFormers ignores, reports late, or cannot do on a CPU."""
+"""Checks of a configuration before anything is built: what MindFormers ignores or reports late."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from mindformers_adaptive.rules import find_rule, rule_of_cell
+from mindformers_adaptive.integration.keys import ACCUMULATION, PER_TOKEN, SCALE_SENSE, given_to_train_step, value_at
+from mindformers_adaptive.integration.scaling_checks import check_scale_sense, warn_of_scaling
+from mindformers_adaptive.rules import find_rule
 from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number, require_positive
 from mindformers_adaptive.rules.description import arguments_of
-from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.rule import Rule
 
-__all__ = ["FIXED_SCALES", "OWN_AUTO_REGISTER", "check_config", "check_cpu", "check_sections", "given_to_train_step"]
-__all__ += ["value_at"]
+__all__ = ["OWN_AUTO_REGISTER", "check_config", "check_sections"]
 
 _SKIP = "use_skip_data_by_global_norm"
-_PER_TOKEN = "calculate_per_token_loss"
-_ACCUMULATION = "runner_config.gradient_accumulation_steps"
 _TRAIN_STEP = "runner_wrapper"
-_SCALE_SENSE = f"{_TRAIN_STEP}.scale_sense"
-_COMPUTE_DTYPE = "model.model_config.compute_dtype"
-_WEIGHTS_DTYPE = "model.model_config.param_init_type"
 _FLAGS = (
     "use_parallel",
-    _PER_TOKEN,
+    PER_TOKEN,
     _SKIP,
     "check_for_nan_in_loss_and_grad",
     "runner_config.sink_mode",
@@ -58,39 +52,6 @@ _NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
 _OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
 # The module in the register_path folder of this package, whose class is registered already.
 OWN_AUTO_REGISTER = "adaptive_loss_scaling."
-
-# Update cells that do not move the scale.
-FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")
-# Update cells that move the scale beside those of RULES, and so skip steps and keep a state.
-_MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
-# From 2^32, the usual start, a training of mean losses loses about 16 steps. A start above that is worth a word.
-_USUAL_START = 2.0**32
-# Optimizers of MindSpore whose state has the type of the weights; that of MindFormers' AdamW is float32 always.
-_STATE_AS_WEIGHTS = ("Adam", "AdamWeightDecay")
-_BFLOAT16, _FLOAT16 = ("bfloat16", "bf16"), ("float16", "fp16")
-
-# Of the configuration of a model: what a CPU needs, and why.
-_CPU_MODEL: dict[str, tuple[bool, str]] = {
-    "use_flash_attention": (False, "MindSpore has no flash attention (FlashAttentionScore) for a CPU"),
-    "fused_rms_norm": (False, "MindSpore has no fused norm (RmsNorm) for a CPU"),
-    "use_rope_slice": (True, "a CPU does not broadcast the matrices of the other way"),
-}
-# From parallel.parallel_mode: semi-automatic and automatic parallelism, by number and by name.
-_COMPILED_PARALLELISM = (1, 2, "semi_auto_parallel", "auto_parallel")
-_SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
-
-
-def value_at(config: Any, key: str) -> Any:
-    """Return what a dotted key of a configuration leads to, or None."""
-    for name in key.split("."):
-        config = config.get(name) if isinstance(config, dict) else None
-    return config
-
-
-def given_to_train_step(config: Any, name: str) -> Any:
-    """Return what MindFormers gives to a train-step cell: from the cell's own section, or else from the top."""
-    own = value_at(config, f"runner_wrapper.{name}")
-    return value_at(config, name) if own is None else own
 
 
 def check_sections(config: Mapping[str, Any]) -> None:
@@ -132,15 +93,15 @@ def check_config(config: Any) -> None:
         return
     _check_values(config)
     _check_format_of_checkpoints(config)
-    _warn_of_lost_updates(config)
     if given_to_train_step(config, _SKIP):
         _check_dropping(config)
     train_step = config.runner_wrapper
     if isinstance(train_step, dict) and train_step:
         _check_section(train_step, _TRAIN_STEP)
-        _check_scale_sense(train_step.get("scale_sense"))
-        _warn_of_format(config)
-        _warn_of_high_start(config)
+        check_scale_sense(train_step.get("scale_sense"))
+        if isinstance(train_step.get("scale_sense"), dict):
+            _check_section(train_step["scale_sense"], SCALE_SENSE)
+    warn_of_scaling(config)
     for section, kind in (("optimizer", "optimizer"), ("lr_schedule", "lr")):
         if value_at(config, f"{section}.type") is not None:
             _find_class(config[section], section, kind)
@@ -187,8 +148,8 @@ def _check_values(config: Any) -> None:
         require_integer("runner_config.batch_size", size, 1, "Give the samples of a step.")
     if (seed := config.seed) is not None:
         require_integer("seed", seed, 0, "The usual value is 0.", most=2**32 - 1)
-    if (steps := value_at(config, _ACCUMULATION)) is not None:
-        require_integer(_ACCUMULATION, steps, 1, "Give 1 for no accumulation.", unit="number of batches")
+    if (steps := value_at(config, ACCUMULATION)) is not None:
+        require_integer(ACCUMULATION, steps, 1, "Give 1 for no accumulation.", unit="number of batches")
     if (norm := value_at(config, "runner_wrapper.max_grad_norm")) is not None:
         remedy = "YAML reads '1.0' in quotation marks and 1e-3 as text, and 1.0 and 1.0e-3 as numbers."
         require_number("runner_wrapper.max_grad_norm", norm, "a finite number above 0", lambda value: value > 0, remedy)
@@ -228,25 +189,6 @@ def _check_dropping(config: Any) -> None:
             )
 
 
-def _check_scale_sense(scale_sense: Any) -> None:
-    if isinstance(scale_sense, str | list | bool):
-        kind = "the text " if isinstance(scale_sense, str) else ""
-        raise TypeError(
-            f"'{_SCALE_SENSE}' must be a section or a number, but got {kind}{scale_sense!r}. Write the name of the "
-            "class as its 'type', with 'loss_scale_value' and the other arguments beside it."
-        )
-    if isinstance(scale_sense, int | float):
-        require_positive(_SCALE_SENSE, scale_sense)
-    if not isinstance(scale_sense, dict):
-        return
-    if not scale_sense.get("type"):
-        raise TypeError(
-            f"'{_SCALE_SENSE}' must have a 'type', but has only {', '.join(scale_sense) or 'no keys'}. Add "
-            "'type: AdaptiveLossScale'."
-        )
-    _check_section(scale_sense, _SCALE_SENSE)
-
-
 def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str) -> None:
     """Check the values that a section has for a class, if it is one of this package or a stock update cell."""
     origin = cls.__module__.partition(".")[0]
@@ -270,9 +212,9 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
     if cls is None:
         return
     names, may_take_more = _arguments_of(cls)
-    if path == _TRAIN_STEP and _PER_TOKEN not in names and not may_take_more:
+    if path == _TRAIN_STEP and PER_TOKEN not in names and not may_take_more:
         raise TypeError(
-            f"'{path}.type' must be a cell that takes '{_PER_TOKEN}', which MindFormers gives to it, but got "
+            f"'{path}.type' must be a cell that takes '{PER_TOKEN}', which MindFormers gives to it, but got "
             f"{section['type']!r}. Use MFTrainOneStepCell, which does the same and clips gradients."
         )
     if section["type"] == Rule.cell and "rule" in section:
@@ -290,7 +232,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
     required = [each.name for each in given if each.default is each.empty]
     missing = [name for name in required if name not in section]
     # To the other classes MindFormers gives arguments of its own.
-    if path == _SCALE_SENSE and missing:
+    if path == SCALE_SENSE and missing:
         raise TypeError(
             f"'{path}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
             f"{', '.join(missing)}. Add {'it' if len(missing) == 1 else 'them'}."
@@ -339,146 +281,3 @@ def _parameters_of(function: Callable[..., Any]) -> Collection[inspect.Parameter
 def _nearest(word: str, known: Collection[str]) -> str:
     candidates = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     return f"Did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""
-
-
-def _warn_of_lost_updates(config: Any) -> None:
-    # The optimizers compute in float32, and write the weights in their own type. Half the distance between two numbers
-    # of float16 is 1/4096 to 1/2048 of them.
-    if str(value_at(config, _WEIGHTS_DTYPE)).lower() != "float16":
-        return
-    text = f"'{_WEIGHTS_DTYPE}' is float16: an update below 1/4096 of its weight is lost, at any loss scale."
-    optimizer, eps = value_at(config, "optimizer.type"), value_at(config, "optimizer.eps")
-    if optimizer in _STATE_AS_WEIGHTS:
-        text += (
-            f" 'optimizer.type' is {optimizer}, which then keeps its state in float16 too: gradients of 1e-4 and less "
-            "add 0 to its second moments."
-        )
-        if optimizer == "AdamWeightDecay" and (eps is None or eps <= FLOAT16.smallest_subnormal / 2):
-            text += " Its eps is 0 there, and weights with a gradient of 0 become NaN."
-        text += " AdamW keeps its state in float32."
-    warnings.warn(
-        f"{text} Training goes on with it. Set it to float32; 'compute_dtype' may stay float16.", stacklevel=3
-    )
-
-
-def _warn_of_format(config: Any) -> None:
-    # bfloat16 has the range of float32: nothing underflows or overflows that would not in float32.
-    cell, dtype = value_at(config, f"{_SCALE_SENSE}.type"), _model_values(config).get("compute_dtype")
-    if str(dtype).lower().rpartition(".")[2] in _FLOAT16 and value_at(config, _SCALE_SENSE) is None:
-        warnings.warn(
-            f"'{_COMPUTE_DTYPE}' is {dtype}, in which small gradients become 0, but there is no '{_SCALE_SENSE}', so "
-            "the loss is not scaled. Add a section of type AdaptiveLossScale, or 'scale_sense: 1.0' if that "
-            "is what you mean.",
-            stacklevel=4,
-        )
-    if (cell in _MOVING or rule_of_cell(cell)) and str(dtype).lower() in _BFLOAT16:
-        warnings.warn(
-            f"'{_COMPUTE_DTYPE}' is {dtype}, which has the range of float32 and needs no loss scaling, but "
-            f"'{_SCALE_SENSE}' is of type {cell}. Training goes on with it. Set 'scale_sense: 1.0' to train without, "
-            "or 'compute_dtype' to float16 if that is what you mean.",
-            stacklevel=4,
-        )
-
-
-def _warn_of_high_start(config: Any) -> None:
-    scale_sense = value_at(config, _SCALE_SENSE)
-    if config.get("resume_training") or not isinstance(scale_sense, dict):
-        return
-    # Whoever sees the gradients comes down in a few steps from anywhere.
-    if (rule := rule_of_cell(scale_sense.get("type"))) is not None and rule.signals:
-        return
-    scale = scale_sense.get("loss_scale_value")
-    # How many tokens the backward pass sums over in one process at most, where the file says.
-    sizes = [value_at(config, key) for key in ("runner_config.batch_size", "model.model_config.seq_length")]
-    sizes.append(value_at(config, _ACCUMULATION) or 1)
-    is_known = all(isinstance(size, int) and size >= 1 for size in sizes)
-    # A wrong value is for the cell to refuse.
-    if not given_to_train_step(config, _PER_TOKEN) or not is_known or not isinstance(scale, int | float):
-        return
-    if scale * (tokens := math.prod(sizes)) > _USUAL_START:
-        bits = math.log2(tokens)
-        warnings.warn(
-            f"With '{_PER_TOKEN}' the gradients are divided by the number of tokens only after the backward pass, so "
-            f"overflows begin at a scale lower by log2({tokens}) = {bits:.0f} bits, and a start from "
-            f"2^{math.log2(scale):.0f} skips about {bits:.0f} steps more. 'adaptive-loss-scale find' says where to "
-            "start.",
-            stacklevel=4,
-        )
-
-
-def check_cpu(config: Any, model_config: Any = None) -> None:
-    """Refuse a training on a CPU that asks for what MindSpore or MindFormers cannot do there.
-
-    MindSpore says it after it has compiled, or not at all.
-
-    Args:
-        config (MindFormerConfig): of a training.
-        model_config (PretrainedConfig, optional): of the model, where it is built already. Default: None, the section
-            ``model.model_config``, and the defaults of the class that it names.
-
-    Raises:
-        ValueError: for flash attention, fused norms, BF16, mixture of experts, mcore models, semi-automatic
-            parallelism, pipeline stages, the ``checkpoint:`` section of several processes, dumps of ``monitor_config``
-            and Lamb; it names each key, and what to set instead.
-    """
-    model = _model_values(config) if model_config is None else vars(model_config)
-    if problems := [*_cpu_problems(config, model)]:
-        raise ValueError("This cannot be trained on a CPU:\n" + "\n".join(f"- {problem}." for problem in problems))
-
-
-def _model_values(config: Any) -> Mapping[str, Any]:
-    """The section of the model, and the defaults of its class."""
-    section = value_at(config, "model.model_config")
-    if not isinstance(section, dict):
-        return {}
-    from mindformers.tools.register import MindFormerRegister
-
-    name = section.get("type")
-    if not isinstance(name, str) or not MindFormerRegister.is_exist("config", name):
-        return section
-    parameters = _parameters_of(MindFormerRegister.get_cls("config", name))
-    return {each.name: each.default for each in parameters if each.default is not each.empty} | section
-
-
-def _cpu_problems(config: Any, model: Mapping[str, Any]) -> Iterator[str]:
-    for key, (needed, reason) in _CPU_MODEL.items():
-        if key in model and bool(model[key]) is not needed:
-            yield f"'model.model_config.{key}' must be {needed}, but is {model[key]}: {reason}"
-    for key, value in model.items():
-        if str(value).lower().rpartition(".")[2] == "bfloat16":
-            yield f"'model.model_config.{key}' must be another type, but is bfloat16. Set it to float16 or float32"
-    if config.get("use_legacy") is False:
-        yield (
-            "'use_legacy' must be True, but is False: the mcore models need operators that MindSpore does not have for "
-            "a CPU (RmsNorm, FlashAttentionScore). Take one of the models under mindformers.models.llama"
-        )
-    if (experts := value_at(config, "moe_config.expert_num") or 1) > 1:
-        yield f"'moe_config.expert_num' must be 1, but is {experts}: MindFormers' experts need an Ascend"
-    # MindFormers reads these in a parallel run only.
-    parallel = config if config.get("use_parallel") else {}
-    if (mode := value_at(parallel, "parallel.parallel_mode")) in _COMPILED_PARALLELISM:
-        yield (
-            f"'parallel.parallel_mode' must be 0 (data parallel), but is {mode}: MindSpore does not compile "
-            "semi-automatic parallelism for a CPU"
-        )
-    for key in _SPLITS:
-        parts = value_at(parallel, f"parallel_config.{key}")
-        if isinstance(parts, int) and parts > 1:
-            yield (
-                f"'parallel_config.{key}' must be 1, but is {parts}: it needs semi-automatic parallelism. Share the "
-                "work by 'data_parallel'"
-            )
-    if config.get("checkpoint") and (value_at(parallel, "parallel_config.data_parallel") or 1) > 1:
-        yield (
-            "'checkpoint' must be left out with several processes: MindFormers then asks for the layout of "
-            "semi-automatic parallelism, which a CPU does not have, and stops at the first save. CheckpointMonitor "
-            "saves to .ckpt and .safetensors without it"
-        )
-    folder = value_at(config, "monitor_config.dump_path")
-    if value_at(config, "monitor_config.monitor_on") and folder:
-        yield (
-            f"'monitor_config.dump_path' must be '', but is {folder!r}: MindSpore writes no dumps (TensorDump) on a "
-            "CPU. What the formats print to the log and to TensorBoard does not need it"
-        )
-    if value_at(config, "optimizer.type") == "Lamb":
-        yield "'optimizer.type' must be another optimizer, but is Lamb. Set it to AdamW"

@@ -10,7 +10,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.integration.checks import check_sections
+from mindformers_adaptive.integration.checks import check_config, check_sections
+from mindformers_adaptive.integration.cpu_checks import check_cpu
+from mindformers_adaptive.integration.keys import value_at
 from mindformers_adaptive.text.untrusted import parse_yaml
 
 __all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "had_begun", "launch", "load_config", "require_yaml_file", "set_key"]
@@ -50,15 +52,15 @@ def load_config(
         FileNotFoundError: if there is no such file.
         TypeError: if the file, or one that its ``base_config`` leads to, does not hold keys, or
             :func:`mindformers_adaptive.integration.checks.check_config` raises it.
-        ValueError: likewise, and by :func:`mindformers_adaptive.integration.checks.check_cpu`; and if the file's
+        ValueError: likewise, and by :func:`mindformers_adaptive.integration.cpu_checks.check_cpu`; and if the file's
             name does not end in .yaml or .yml, it is not YAML, its ``base_config`` leads back to it, ``run_mode`` is
             not one of train, finetune, eval and predict, or a key is unknown or cannot be set.
     """
     path = require_yaml_file(path)
     _check_files(path)
+    import mindspore
     from mindformers.tools.register import MindFormerConfig
 
-    from mindformers_adaptive.integration.checks import check_config, check_cpu
     from mindformers_adaptive.integration.registration import register
 
     if register_path is not None:
@@ -85,7 +87,8 @@ def load_config(
             f"'run_mode' must be one of {', '.join(_RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
             "or with --run-mode."
         )
-    if config.run_mode in ("train", "finetune") and config.context and config.context.device_target == "CPU":
+    target = value_at(config, "context.device_target") or mindspore.get_context("device_target")
+    if config.run_mode in ("train", "finetune") and target == "CPU":
         check_cpu(config)
     check_config(config)
     return config
@@ -175,7 +178,7 @@ def launch(config: Any) -> None:
     """
     from mindformers.core.context import build_context
 
-    from mindformers_adaptive.integration.trainer import Trainer
+    from mindformers_adaptive.integration.trainer import LaunchedTrainer
 
     try:
         from mindformers.utils.file_utils import set_output_path
@@ -184,7 +187,7 @@ def launch(config: Any) -> None:
 
     set_output_path(config.output_dir)
     build_context(config)
-    trainer = Trainer(config)
+    trainer = LaunchedTrainer(config)
     if config.run_mode in ("train", "finetune"):
         trainer.train()
     elif config.run_mode == "eval":

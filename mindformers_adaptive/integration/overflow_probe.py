@@ -7,7 +7,7 @@ from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.integration.checks import value_at
+from mindformers_adaptive.integration.keys import value_at
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.training_probe import build_training, build_training_at_start
 from mindformers_adaptive.overflow.batch_file import read_batch

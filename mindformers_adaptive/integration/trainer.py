@@ -13,13 +13,16 @@ from mindformers.wrapper.wrapper import GradAccumulationCellWithTwoOutput
 from mindspore import Tensor, nn
 from mindspore.dataset.engine.datasets import Dataset
 
-from mindformers_adaptive.integration.checks import FIXED_SCALES, check_config, check_cpu, given_to_train_step
+from mindformers_adaptive.integration.checks import check_config
+from mindformers_adaptive.integration.cpu_checks import check_cpu
+from mindformers_adaptive.integration.keys import given_to_train_step
 from mindformers_adaptive.integration.registration import register
+from mindformers_adaptive.integration.scaling_checks import FIXED_SCALES
 from mindformers_adaptive.integration.workarounds import apply_workarounds
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.rules import rule_of_cell
 
-__all__ = ["MeanOverMicroBatches", "Trainer", "accumulate", "take_accumulation_steps"]
+__all__ = ["LaunchedTrainer", "MeanOverMicroBatches", "Trainer", "accumulate", "take_accumulation_steps"]
 
 
 class Trainer(mindformers.Trainer):
@@ -59,6 +62,8 @@ class Trainer(mindformers.Trainer):
         (True, True)
     """
 
+    _checks_config = True
+
     def __init__(self, *args, wrapper=None, **kwargs):
         register()
         arguments = inspect.signature(mindformers.Trainer).bind_partial(*args, **kwargs).arguments
@@ -80,13 +85,13 @@ class Trainer(mindformers.Trainer):
                 loss_scale = MindFormerConfig(loss_scale_value=float(wrapper.scale_sense.asnumpy()))
                 self.config.runner_wrapper.scale_sense = loss_scale
 
-    @staticmethod
-    def _config_init(args=None, task_config=None):
+    def _config_init(self, args=None, task_config=None):
         # The configuration is complete here, and nothing has been built.
         config = mindformers.Trainer._config_init(args, task_config)
         if isinstance(args, TrainingArguments):
             _fit_window(args, config.runner_wrapper.scale_sense)
-        check_config(config)
+        if self._checks_config:
+            check_config(config)
         return config
 
     def _check_config_rules(self):
@@ -102,7 +107,8 @@ class Trainer(mindformers.Trainer):
         if is_train:
             self._watch_for_collapse()
         if is_train and mindspore.get_context("device_target") == "CPU":
-            check_cpu(self.config, self.model.config if self.is_model_instance else None)
+            if self._checks_config:
+                check_cpu(self.config, self.model.config if self.is_model_instance else None)
             self._accumulate()
 
     def _watch_for_collapse(self):
@@ -141,6 +147,12 @@ class Trainer(mindformers.Trainer):
             if isinstance(restored, Tensor):
                 self.wrapper.scale_sense.set_data(Tensor(restored.asnumpy().item(), mindspore.float32))
         return self.wrapper
+
+
+class LaunchedTrainer(Trainer):
+    """The trainer of a configuration that ``load_config`` of the launcher has checked already."""
+
+    _checks_config = False
 
 
 def _keep_fixed_scale(trainer, config):

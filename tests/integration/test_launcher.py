@@ -16,7 +16,7 @@ from training_runs import LegacyFormat, TrainingRun, assert_one_record_has_every
 from mindformers_adaptive.cli import train
 from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.integration import launcher
-from mindformers_adaptive.integration.checks import value_at
+from mindformers_adaptive.integration.keys import value_at
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
