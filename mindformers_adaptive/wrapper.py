@@ -12,7 +12,7 @@ with install_hint(__name__):
     import mindformers.wrapper
     from mindspore import Tensor, nn
 
-from mindformers_adaptive.cells.train_step import LossScaleTrainStep
+from mindformers_adaptive.cells.train_step import LossScaleTrainStep, PerTokenTrainStep
 from mindformers_adaptive.cells.update_cells import (
     AdaptiveLossScaleUpdateCell,
     GradientGuidedLossScaleUpdateCell,
@@ -69,8 +69,11 @@ class TrainOneStepWithLossScaleCell(LossScaleTrainStep, nn.TrainOneStepWithLossS
         (True, 2048.0)
     """
 
+    def __init__(self, network, optimizer, scale_sense, **others):
+        super().__init__(network, optimizer, scale_sense, **others)
 
-class MFTrainOneStepCell(LossScaleTrainStep, mindformers.wrapper.MFTrainOneStepCell):
+
+class MFTrainOneStepCell(PerTokenTrainStep, mindformers.wrapper.MFTrainOneStepCell):
     """``mindformers.wrapper.MFTrainOneStepCell`` that detects overflow on CPU too.
 
     Everything else is as in the stock cell. An overflowed step changes neither weights nor optimizer state.
@@ -82,7 +85,7 @@ class MFTrainOneStepCell(LossScaleTrainStep, mindformers.wrapper.MFTrainOneStepC
         max_grad_norm (float): the norm to which they are clipped. Default: 1.0.
         scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell; or a fixed loss scale, as a Tensor of shape ()
             or (1,). Default: 1.0.
-        **kwargs: all other arguments of the stock cell, such as ``local_norm`` and ``use_skip_data_by_global_norm``.
+        *others, **kwargs: all other arguments of the stock cell, such as ``local_norm`` and ``use_skip_data_by_global_norm``.
 
     Inputs:
         - **\\*inputs** (Tensor) - what the model takes.
@@ -114,8 +117,14 @@ class MFTrainOneStepCell(LossScaleTrainStep, mindformers.wrapper.MFTrainOneStepC
         (False, 4096.0)
     """
 
+    stock_grads_for_legacy = getattr(mindformers.wrapper.MFTrainOneStepCell, "grads_for_legacy", None)
+    stock_grads_for_mcore = getattr(mindformers.wrapper.MFTrainOneStepCell, "grads_for_mcore", None)
 
-class MFPipelineWithLossScaleCell(LossScaleTrainStep, mindformers.wrapper.MFPipelineWithLossScaleCell):
+    def __init__(self, network, optimizer, use_clip_grad=False, max_grad_norm=1.0, scale_sense=1.0, *others, **kwargs):
+        super().__init__(network, optimizer, use_clip_grad, max_grad_norm, scale_sense, *others, **kwargs)
+
+
+class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipelineWithLossScaleCell):
     """``mindformers.wrapper.MFPipelineWithLossScaleCell`` that detects overflow on CPU too.
 
     Everything else is as in the stock cell. It can be made only in semi-automatic or automatic parallel mode, which
@@ -134,7 +143,7 @@ class MFPipelineWithLossScaleCell(LossScaleTrainStep, mindformers.wrapper.MFPipe
         scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell; or a fixed loss scale, as a Tensor of shape ()
             or (1,). Default: 1.0.
         micro_batch_num (int): into how many micro batches a batch is cut. Default: 1.
-        **kwargs: all other arguments of the stock cell.
+        *others, **kwargs: all other arguments of the stock cell.
 
     Inputs:
         - **\\*inputs** (Tensor) - what the model takes.
@@ -158,6 +167,11 @@ class MFPipelineWithLossScaleCell(LossScaleTrainStep, mindformers.wrapper.MFPipe
     """
 
     clips_before_detection = True
+    stock_grads_for_legacy = getattr(mindformers.wrapper.MFPipelineWithLossScaleCell, "grads_for_legacy", None)
+    stock_grads_for_mcore = getattr(mindformers.wrapper.MFPipelineWithLossScaleCell, "grads_for_mcore", None)
+
+    def __init__(self, network, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=1.0, *others, **kwargs):
+        super().__init__(network, optimizer, use_clip_grad, max_grad_norm, scale_sense, *others, **kwargs)
 
 
 class NoLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):

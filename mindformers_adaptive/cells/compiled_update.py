@@ -12,10 +12,7 @@ from mindformers_adaptive.rules.checks import require_flag, require_integer
 from mindformers_adaptive.rules.fields import STEP_FIELDS, STEP_LIMIT
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 
-__all__ = ["RUN", "CompiledUpdateCell", "tensor_of"]
-
-# What a checkpoint and a state_dict() call the number of the run.
-RUN = "loss_scaling_run"
+__all__ = ["CompiledUpdateCell", "tensor_of"]
 
 
 class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
@@ -45,8 +42,6 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
                 refuse_kept_graphs(name, value)
         self.each_largest = None
         self.has_signal = not self.signals
-        # Read by no graph. It is no part of the state, and comes back with it.
-        self.loss_scaling_run = Parameter(Tensor(0, mstype.int32), name=RUN, requires_grad=False)
         # As a Tensor, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
         self.step_limit = Tensor(STEP_LIMIT, mstype.int32)
         step = GraphStep(rule)

@@ -12,15 +12,19 @@ from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
-__all__ = ["LossScaleTrainStep", "refuse_dividing_optimizer"]
+__all__ = ["LossScaleTrainStep", "PerTokenTrainStep", "refuse_dividing_optimizer"]
 
 
 class LossScaleTrainStep:
     """Mixin for a subclass of ``nn.TrainOneStepWithLossScaleCell``; list it first among the bases.
 
+    It stands before the stock cell because it overrides ``__init__``, ``__call__``, ``get_overflow_status``,
+    ``set_sense_scale`` and ``add_flags_recursive`` of that; ``construct`` stays the stock cell's.
+
     - On CPU, where the stock cell cannot detect overflow, the gradients are checked for inf and NaN, and an overflow in
       one process is an overflow in all. On other devices the stock detection stays. A subclass that overrides
       ``get_overflow_status`` keeps its own.
+    - For an update cell that needs it, the largest gradient is measured where overflows are looked for.
     - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and
       optimizer from most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their
       names.
@@ -43,15 +47,10 @@ class LossScaleTrainStep:
         True
     """
 
-    # Whether construct() clips the gradients before it calls get_overflow_status().
+    # Under another name, because in a graph super() leads from an override back to the override, without end.
+    stock_overflow_status = nn.TrainOneStepWithLossScaleCell.get_overflow_status
+    # Whether overflows are looked for in gradients that are clipped already.
     clips_before_detection = False
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        # That of the first __init__ that is not the mixin's.
-        inits = (vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base))
-        signature = inspect.signature(next(init for init in inits if init is not LossScaleTrainStep.__init__))
-        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __init__(self, *args, **kwargs):
         stock_init = super().__init__
@@ -72,13 +71,10 @@ class LossScaleTrainStep:
                 "'use_clip_grad' must be True with 'use_skip_data_by_global_norm', because only clipping calculates "
                 "the norm of the gradients, but got False. Set it to True; a large 'max_grad_norm' clips nothing."
             )
-        # Chosen per instance: in a graph super().get_overflow_status() resolves to the override itself, without end.
-        stock_detection = nn.TrainOneStepWithLossScaleCell.get_overflow_status
-        on_cpu = context.get_context("device_target") == "CPU"
-        if on_cpu and type(self).get_overflow_status is stock_detection:
-            self.get_overflow_status = self.get_overflow_status_on_cpu
+        self.on_cpu = context.get_context("device_target") == "CPU"
+        self.measures_at_detection = self.keeps_divisor = False
         if getattr(self.loss_scaling_manager, "signals", ()):
-            self._feed_largest_gradient()
+            self._measure_largest_gradient()
         self._is_running = False
         self._reported_start = None
         self._fixed_scale = self.scale_sense.asnumpy().item() if _has_fixed_scale(self) else None
@@ -91,71 +87,57 @@ class LossScaleTrainStep:
         if isinstance(learning_rate := getattr(self, "learning_rate", None), Parameter):
             learning_rate.name = "returned_learning_rate"
 
-    def _feed_largest_gradient(self):
+    def _measure_largest_gradient(self):
         update_cell = self.loss_scaling_manager
         update_cell.declare_signal([weight.name for weight in self.weights])
-        name = "grads_for_legacy" if getattr(self, "use_legacy", True) else "grads_for_mcore"
-        # Older versions of MindFormers have no such method.
-        per_token = getattr(self, "calculate_per_token_loss", False) and hasattr(self, name)
-        self.measure_largest_gradient = LargestGradient(update_cell, self.is_distributed, is_divided=per_token)
-        if per_token:
-            # What overflows is the gradient of the sum over the tokens, which is divided by their number afterwards.
-            self.stock_grads = getattr(self, name)
-            setattr(self, name, self.grads_with_divisor)
+        self.keeps_divisor = self._tells_divisor()
+        measure = LargestGradient(update_cell, self.is_distributed, is_divided=self.keeps_divisor)
+        self.measure_largest_gradient = measure
         if self.clips_before_detection and self.use_clip_grad:
-            self.stock_clip = self.clip_grad_norm
-            # A cell cannot be replaced by a method.
-            del self.clip_grad_norm
-            self.clip_grad_norm = self.measure_and_clip
+            self.clip_grad_norm = _MeasuredClipping(measure, self.clip_grad_norm)
+        elif type(self).get_overflow_status is LossScaleTrainStep.get_overflow_status:
+            self.measures_at_detection = True
         else:
-            # What detects overflow on a CPU would be a second pass over the gradients.
-            on_cpu = self.get_overflow_status == self.get_overflow_status_on_cpu
-            self.detect_overflow = None if on_cpu else self.get_overflow_status
-            self.get_overflow_status = self.get_overflow_status_and_largest_gradient
+            # Of a user's subclass, which need not call this class, and in a graph cannot.
+            self.own_overflow_status = self.get_overflow_status
+            self.get_overflow_status = self.get_own_overflow_status
 
-    def grads_with_divisor(self, scaling_sens, *inputs):
-        """As the method of the stock cell; what the gradients will be divided by is remembered.
+    def _tells_divisor(self):
+        """Return whether each step will tell what the gradients are divided by beside the loss scale."""
+        return False
 
-        Args:
-            scaling_sens (Tensor): the loss scale, float32 of shape ().
-            *inputs (Tensor): those of the network, of any shapes.
-
-        Returns:
-            tuple[Tensor, tuple[Tensor], Tensor], as of the stock cell, the loss, the gradients, of the shapes of the
-            weights, and their divisor beside the loss scale, of one element.
-        """
-        loss, grads, divisor = self.stock_grads(scaling_sens, *inputs)
-        self.measure_largest_gradient.keep_divisor(divisor)
-        return loss, grads, divisor
-
-    def measure_and_clip(self, gradients):
-        """As the clipping of the stock cell, after the largest gradient is measured.
-
-        Args:
-            gradients (tuple[Tensor]): unscaled, of any shapes and floating-point dtypes.
-
-        Returns:
-            tuple[tuple[Tensor], Tensor], as of the stock cell, the clipped gradients, of the same shapes, and their
-            norm before.
-        """
-        self.measure_largest_gradient(gradients)
-        return self.stock_clip(gradients)
-
-    def get_overflow_status_and_largest_gradient(self, status, compute_output):
-        """As the detection of the stock cell, or of a subclass; the largest gradient is measured beside it.
+    def get_overflow_status(self, status, compute_output):
+        """Return whether the gradients contain an inf or a NaN.
 
         Args:
             status (Tensor): what the stock detection needs, of any shape; not used on CPU.
             compute_output (tuple[Tensor]): the gradients, of any shapes and floating-point dtypes.
 
         Returns:
-            Tensor, bool of shape (), whether the gradients contain an inf or a NaN.
+            Tensor, bool of shape ().
         """
-        if self.detect_overflow is None:
+        if self.on_cpu and self.measures_at_detection:
+            # Which tells it too, where the detection below would be a second pass over the gradients.
             return self.measure_largest_gradient(compute_output)
-        # Not assigned to a name: a graph drops a call whose result it does not need, with all that it would write.
+        if self.on_cpu:
+            return self.get_overflow_status_on_cpu(status, compute_output)
+        if self.measures_at_detection:
+            # Not assigned to a name: a graph drops a call whose result it does not need, with all that it would write.
+            self.measure_largest_gradient(compute_output)
+        return self.stock_overflow_status(status, compute_output)
+
+    def get_own_overflow_status(self, status, compute_output):
+        """As the detection of a user's subclass, beside which the largest gradient is measured.
+
+        Args:
+            status (Tensor): as of :meth:`get_overflow_status`.
+            compute_output (tuple[Tensor]): likewise.
+
+        Returns:
+            Tensor, likewise.
+        """
         self.measure_largest_gradient(compute_output)
-        return self.detect_overflow(status, compute_output)
+        return self.own_overflow_status(status, compute_output)
 
     def __call__(self, *args, **kwargs):
         # A checkpoint may be loaded after set_train(), or set_train() may never be called.
@@ -196,6 +178,64 @@ class LossScaleTrainStep:
             # float32, because AllReduce on CPU takes neither bool nor integers.
             overflow = self.less_equal(self.base, self.allreduce(ops.cast(overflow, mstype.float32)))
         return overflow
+
+
+class PerTokenTrainStep(LossScaleTrainStep):
+    """Mixin for a subclass of a train-step cell of MindFormers, which may divide the loss by its number of tokens.
+
+    What overflows then is the gradient of the sum over the tokens, which is divided by their number afterwards. For a
+    rule that needs the largest gradient, that number is kept; a subclass that overrides ``grads_for_legacy`` or
+    ``grads_for_mcore`` does it by ``measure_largest_gradient.keep_divisor(divisor)``.
+    """
+
+    # Those of the stock cell, as a subclass names them. Older versions of MindFormers have none.
+    stock_grads_for_legacy = stock_grads_for_mcore = None
+
+    def _tells_divisor(self):
+        stock = self.stock_grads_for_legacy if getattr(self, "use_legacy", True) else self.stock_grads_for_mcore
+        return stock is not None and getattr(self, "calculate_per_token_loss", False)
+
+    def grads_for_legacy(self, scaling_sens, *inputs):
+        """As the method of the stock cell; what the gradients will be divided by is remembered.
+
+        Args:
+            scaling_sens (Tensor): the loss scale, float32 of shape ().
+            *inputs (Tensor): those of the network, of any shapes.
+
+        Returns:
+            tuple[Tensor, tuple[Tensor], Tensor], as of the stock cell, the loss, the gradients, of the shapes of the
+            weights, and their divisor beside the loss scale, of one element.
+        """
+        return self._keep_divisor(*self.stock_grads_for_legacy(scaling_sens, *inputs))
+
+    def grads_for_mcore(self, scaling_sens, *inputs):
+        """As :meth:`grads_for_legacy`, for the other models of MindFormers.
+
+        Args:
+            scaling_sens (Tensor): as there.
+            *inputs (Tensor): as there.
+
+        Returns:
+            tuple[Tensor, tuple[Tensor], Tensor], as there.
+        """
+        return self._keep_divisor(*self.stock_grads_for_mcore(scaling_sens, *inputs))
+
+    def _keep_divisor(self, loss, grads, divisor):
+        if self.keeps_divisor:
+            self.measure_largest_gradient.keep_divisor(divisor)
+        return loss, grads, divisor
+
+
+class _MeasuredClipping(nn.Cell):
+    """Clips gradients as another cell does, after the largest one is measured."""
+
+    def __init__(self, measure, clip):
+        super().__init__(auto_prefix=False)
+        self.measure, self.clip = measure, clip
+
+    def construct(self, gradients):
+        self.measure(gradients)
+        return self.clip(gradients)
 
 
 def _follows_a_rule(train_step):

@@ -2,26 +2,23 @@
 
 import warnings
 
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.compiled_update import RUN, CompiledUpdateCell, tensor_of
+from mindformers_adaptive.cells.compiled_update import CompiledUpdateCell, tensor_of
 from mindformers_adaptive.rules.checks import to_float32
-from mindformers_adaptive.rules.fields import kept_fields
-from mindformers_adaptive.rules.saved_state import (
-    from_values,
-    own_keys,
-    repair,
-    repair_loss_scale,
-    to_integer,
-    to_real,
-    to_values,
+from mindformers_adaptive.rules.saved_state import from_values, repair, repair_loss_scale, to_values
+from mindformers_adaptive.rules.state_dict import (
+    RUN,
+    fields_in,
+    grad_scaler_in,
+    read_restored,
+    read_state_dict,
+    run_in,
+    to_state_dict,
 )
 
-__all__ = ["RUN", "RuleUpdateCell", "read_restored_scale"]
-
-# The names of the loss scale in a state: Megatron-LM's, that of a checkpoint, and that of a loss scaler's state().
-_SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
+__all__ = ["RuleUpdateCell", "read_restored_scale"]
 
 
 class RuleUpdateCell(CompiledUpdateCell):
@@ -36,10 +33,14 @@ class RuleUpdateCell(CompiledUpdateCell):
 
     def __init__(self, rule, start, history_size=0, track_per_parameter=False):
         super().__init__(rule, start, history_size, track_per_parameter)
-        self.written_state = self.checked_state = None
+        # Read by no graph. A Parameter, because a checkpoint that MindSpore loads brings back nothing else.
+        self.loss_scaling_run = Parameter(Tensor(0, mstype.int32), name=RUN, requires_grad=False)
+        # The loss scale and the state that this cell wrote or checked last; None if it did not know the scale then.
+        self._settled = None
+        # The fields that were set from outside since then.
         self.restored = set()
         for field in self._fields:
-            self._notice_when_restored(field.name, getattr(self, field.name))
+            _notice_when_set(getattr(self, field.name), field.name, self.restored)
 
     @classmethod
     def from_rule(cls, rule, state, steps=0):
@@ -69,14 +70,6 @@ class RuleUpdateCell(CompiledUpdateCell):
     def _for_rule(cls, rule, state, **options):
         """Return a cell with this rule that starts at the loss scale of a state."""
         return cls(state.loss_scale, **rule.arguments, **options)
-
-    def _notice_when_restored(self, name, parameter):
-        # By its values, a state can be that of another cell, which lacks what is special about this one.
-        def set_data(*args, **kwargs):
-            self.restored.add(name)
-            return type(parameter).set_data(parameter, *args, **kwargs)
-
-        parameter.set_data = set_data
 
     def state(self):
         """Return the state. Reading waits for the device.
@@ -114,7 +107,6 @@ class RuleUpdateCell(CompiledUpdateCell):
             last_event (int, optional): the step of the last overflow or raise. Default: None, the last step.
         """
         self._write(state.loss_scale, {**self._values(), **to_values(self.rule, state, steps, last_event)})
-        self.written_state = self._values()
 
     def known_loss_scale(self):
         """Return the loss scale for the next step.
@@ -133,7 +125,8 @@ class RuleUpdateCell(CompiledUpdateCell):
         return self.present_loss_scale
 
     def _knows_loss_scale(self, values):
-        return self.bound_loss_scale is not None or values["cur_iter"] == 1 or values == self.written_state
+        is_own = values["cur_iter"] == 1 or (self.loss_scale_value, values) == self._settled
+        return is_own or self.bound_loss_scale is not None
 
     @property
     def run_number(self):
@@ -188,16 +181,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         """
         if args or kwargs:
             return super().state_dict(*args, **kwargs)
-        loss_scale, state = self.known_loss_scale(), self._values()
-        trackers = {
-            "growth_tracker": state["cur_iter"] - 1 - state["last_overflow_iter"],
-            "hysteresis_tracker": state.get("hysteresis_budget", getattr(self.rule, "hysteresis", 1)),
-        }
-        numbers = {"scale": loss_scale, **trackers, RUN: self.run_number}
-        for name, value in state.items():
-            is_vector = isinstance(value, tuple)
-            numbers |= {f"{name}_{place}": one for place, one in enumerate(value)} if is_vector else {name: value}
-        return numbers
+        return to_state_dict(self.rule, self.known_loss_scale(), self._values(), self.run_number)
 
     def load_state_dict(self, state_dict):
         """Go on from a state; in a train-step cell of another package, load it before the cell is given to that.
@@ -215,24 +199,18 @@ class RuleUpdateCell(CompiledUpdateCell):
             ValueError: if the loss scale is not finite and above 0, a counter does not fit into 32 bits, or
                 Megatron-LM's trackers do not fit the rule.
         """
-        _require_dict("state_dict", state_dict)
-        if "grad_scaler" in state_dict or "optimizer" in state_dict:
-            state_dict = state_dict.get("grad_scaler")
-            if state_dict is None:
-                warnings.warn("The checkpoint has no 'grad_scaler': the loss scaling stays as it is.", stacklevel=2)
-                return
-            _require_dict("grad_scaler", state_dict)
+        state = grad_scaler_in(state_dict)
+        if state is None:
+            warnings.warn("The checkpoint has no 'grad_scaler': the loss scaling stays as it is.", stacklevel=2)
+            return
         present = self._values()
-        given = self._values_in(state_dict) or self._counters_of_megatron(state_dict)
-        scale_name = next((name for name in _SCALE_NAMES if name in state_dict), None)
-        if scale_name is None:
-            raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
-        loss_scale = repair_loss_scale(self.rule, to_real(scale_name, state_dict[scale_name]), scale_name)
-        self.restore_run(state_dict)
-        problems = self._repair_and_write(loss_scale, {**present, **given}, self._fields_of(given))
-        self.written_state = self._values()
+        name, loss_scale, given = read_state_dict(self.rule, state, present)
+        loss_scale = repair_loss_scale(self.rule, loss_scale, name)
+        self.run_number = run_in(state, self.run_number)
+        values, is_changed = _repair(self.rule, {**present, **given}, loss_scale, fields_in(self.rule, given))
+        self._write(loss_scale, values)
         missing = [key for key in present if key not in given and key not in self.signals]
-        if missing and not problems:
+        if missing and not is_changed:
             warnings.warn(f"The state has no {', '.join(missing)}: what it lacks stays as it is.", stacklevel=2)
 
     def restore(self, state):
@@ -247,75 +225,10 @@ class RuleUpdateCell(CompiledUpdateCell):
             TypeError: if a value is not a number of its kind.
             ValueError: if a counter does not fit into 32 bits.
         """
-        given = self._values_in(state)
-        restored = self._fields_of(given)
-        if not restored.issuperset(field.name for field in kept_fields(self.rule)):
-            # Another rule may have pieces of the same name.
-            given = {key: value for key, value in given.items() if key not in own_keys(self.rule)}
-        self.restore_run(state)
-        self._repair_and_write(self.present_loss_scale, {**self._values(), **given}, restored)
-        self.written_state = self._values()
-
-    def restore_run(self, state):
-        """Restore the number of the run, if a state has it.
-
-        Args:
-            state (dict): has it as ``loss_scaling_run``, an int or a Tensor of one element.
-
-        Raises:
-            TypeError: if it is not an integer.
-            ValueError: if it does not fit into 32 bits.
-        """
-        if RUN in state:
-            self.run_number = to_integer(RUN, state[RUN])
-
-    def _repair_and_write(self, loss_scale, values, restored):
-        repaired, problems = repair(self.rule, values, loss_scale, restored)
-        for problem in problems:
-            warnings.warn(problem, stacklevel=3)
-        self._write(loss_scale, repaired)
-        return problems
-
-    def _values_in(self, given):
-        """Return the part of a state that this cell has, by the names of ``state()``."""
-        values = {}
-        for field in self._fields:
-            if field.shape and not field.parts:
-                names = (f"{field.name}_{place}" for place in range(field.shape[0]))
-                vector = given.get(field.name, [given[name] for name in names if name in given])
-                if not hasattr(vector, "__len__"):
-                    raise TypeError(f"{field.name!r} must be {field.shape[0]} numbers, but got {vector!r}.")
-                if len(vector) == field.shape[0]:
-                    values[field.name] = tuple(to_real(field.name, number) for number in vector)
-                continue
-            for key in field.keys:
-                name, read = key if key in given else field.parameter, to_integer if field.dtype == "int32" else to_real
-                if name in given:
-                    values[key] = read(key, given[name])
-        return values
-
-    def _fields_of(self, values):
-        """Return the names of the fields of which all parts are there."""
-        return {field.name for field in self._fields if all(key in values for key in field.keys)}
-
-    def _counters_of_megatron(self, state_dict):
-        missing = [key for key in ("scale", "growth_tracker", "hysteresis_tracker") if key not in state_dict]
-        if missing:
-            raise KeyError(
-                "The state must have the counters of the update cell, or those of Megatron-LM's dynamic scaler, of "
-                f"which {', '.join(map(repr, missing))} is missing. Give what state_dict() returned, or the "
-                "checkpoint's 'grad_scaler'; a constant scaler saves no state."
-            )
-        growth, tracker = (to_integer(name, state_dict[name]) for name in ("growth_tracker", "hysteresis_tracker"))
-        hysteresis = getattr(self.rule, "hysteresis", 1)
-        if growth < 0 or tracker > hysteresis:
-            raise ValueError(
-                f"'growth_tracker' must not be negative, nor 'hysteresis_tracker' above hysteresis={hysteresis}, but "
-                f"got {growth} and {tracker}. Give the 'hysteresis' that Megatron-LM was started with."
-            )
-        # Below 0, where Megatron-LM counts on, all numbers mean the same.
-        budget = {"hysteresis_budget": max(tracker, 0)} if hysteresis > 1 else {}
-        return {**self._values(), "cur_iter": growth + 1, "last_overflow_iter": 0, **budget}
+        given, restored = read_restored(self.rule, state)
+        self.run_number = run_in(state, self.run_number)
+        loss_scale = self.present_loss_scale
+        self._write(loss_scale, _repair(self.rule, {**self._values(), **given}, loss_scale, restored)[0])
 
     def check_state(self):
         """Repair a restored state that this cell cannot go on with.
@@ -337,11 +250,15 @@ class RuleUpdateCell(CompiledUpdateCell):
             >>> cell.state()["window_index"], len(caught)
             (0, 1)
         """
-        present, state = self.present_loss_scale, self._values()
-        if (present, state) == self.checked_state:
+        loss_scale, values = self.present_loss_scale, self._values()
+        if (loss_scale, values) == self._settled:
             return
+        is_known = self._knows_loss_scale(values)
+        loss_scale = repair_loss_scale(self.rule, loss_scale, "scale_sense")
         # Only what a checkpoint had since the last check tells whose state this is.
-        self._repair_and_write(repair_loss_scale(self.rule, present, "scale_sense"), state, self.restored or None)
+        self._write(loss_scale, _repair(self.rule, values, loss_scale, self.restored or None)[0])
+        if not is_known:
+            self._settled = None
 
     def add_flags_recursive(self, **flags):
         """As in ``nn.Cell``; the start of training also checks a restored state.
@@ -377,7 +294,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         if values != self._values():
             for field in self._fields:
                 getattr(self, field.name).set_data(tensor_of(field, values))
-        self.checked_state = loss_scale, self._values()
+        self._settled = loss_scale, self._values()
         self.restored.clear()
 
 
@@ -396,6 +313,23 @@ def read_restored_scale(rule, loss_scale_value):
     return repair_loss_scale(rule, float(loss_scale_value.asnumpy().item()), "loss_scale_value")
 
 
-def _require_dict(name, value):
-    if not isinstance(value, dict):
-        raise TypeError(f"'{name}' must be a dict, but got {value!r}. Give what state_dict() returned.")
+def _repair(rule, values, loss_scale, restored):
+    """Return values that a rule can go on with, and whether they are others, of which it warns."""
+    repaired, problems = repair(rule, values, loss_scale, restored)
+    for problem in problems:
+        warnings.warn(problem, stacklevel=3)
+    return repaired, bool(problems)
+
+
+def _notice_when_set(parameter, name, names):
+    """Add a name to a set whenever a Parameter is set from outside, as a checkpoint does and no graph.
+
+    By its values, a state can be that of another cell, which lacks what is special about this one. MindSpore makes the
+    class of a Parameter itself, so that a subclass of it is not to be had.
+    """
+
+    def set_data(*args, **kwargs):
+        names.add(name)
+        return type(parameter).set_data(parameter, *args, **kwargs)
+
+    parameter.set_data = set_data

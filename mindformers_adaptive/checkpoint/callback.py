@@ -10,8 +10,9 @@ from mindformers.core.callback import callback as stock
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.cells.update_cell import RUN, RuleUpdateCell
+from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
+from mindformers_adaptive.rules.state_dict import RUN, run_in
 
 __all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]
 
@@ -180,7 +181,7 @@ def _restore(update_cell, folder, has_state):
         return
     try:
         if has_state:
-            update_cell.restore_run(state)
+            update_cell.run_number = run_in(state, update_cell.run_number)
         else:
             # MindFormers restores the loss scale itself.
             update_cell.restore(state)

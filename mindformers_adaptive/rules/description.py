@@ -21,7 +21,7 @@ DEFAULT_LOSS_SCALE = 2.0**16
 # What the package itself calls something in a state, a record or a step.
 _TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
 _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
-_TAKEN |= {"history", "recorded", "restored", "written_state", "checked_state", "inv_scale"}
+_TAKEN |= {"history", "recorded", "restored", "inv_scale"}
 _TAKEN |= {"scale", "scale_sense", "growth_tracker", "hysteresis_tracker", "loss_scaling_run"}
 _TAKEN |= {"gradient_known", "max_safe_exponent", *SIGNALS, *(field.name for field in STEP_FIELDS)}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS, STEP_LIMIT, Field, kept_fields
 
 __all__ = ["all_fields", "describe_fresh_start", "from_values", "keep_within", "own_keys", "repair"]
-__all__ += ["repair_loss_scale", "to_integer", "to_number", "to_real", "to_values"]
+__all__ += ["repair_loss_scale", "to_values"]
 
 
 def all_fields(rule: Any) -> tuple[Field, ...]:
@@ -189,26 +188,3 @@ def describe_fresh_start(rule: Any, values: Mapping[str, Any]) -> str:
     if "window_index" in values:
         return f"with a fresh ladder, at window {values['scale_window']}"
     return f"with a fresh state of {rule.title}"
-
-
-def to_integer(name: str, value: Any) -> int:
-    """Return a counter of a state as an int32, whether it is a number or a tensor of one element; raise TypeError."""
-    number = to_number(value)
-    if isinstance(number, bool) or not isinstance(number, Integral):
-        raise TypeError(f"'{name}' must be an integer, but got {value!r}. Give what state_dict() returned.")
-    if not -(2**31) <= int(number) < 2**31:
-        raise ValueError(f"'{name}' must fit into 32 bits, but got {number}. Give what state_dict() returned.")
-    return int(number)
-
-
-def to_real(name: str, value: Any) -> float:
-    """Return a number of a state as a float, whether it is a number or a tensor of one element; raise TypeError."""
-    number = to_number(value)
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(f"'{name}' must be a number, but got {value!r}. Give what state_dict() returned.")
-    return float(number)
-
-
-def to_number(value: Any) -> Any:
-    """Return a tensor of one element, of whatever library, as its number, and a number as it is."""
-    return value.item() if hasattr(value, "item") else value

@@ -8,10 +8,10 @@ from conftest import ROOT
 from dense_network import Dense
 from mindspore import nn
 
-from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.checkpoint.callback import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
+from mindformers_adaptive.rules.state_dict import RUN
 
 # MindFormers before 1.7 has no `checkpoint:` format.
 StockCommonInfo = pytest.importorskip("mindformers.checkpoint.checkpoint").CommonInfo

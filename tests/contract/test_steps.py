@@ -13,11 +13,11 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.train import LambdaCallback, Model
 
 from mindformers_adaptive import GradientGuidedLossScaleUpdateCell
-from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.rules.fields import STEP_LIMIT
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys, to_values
+from mindformers_adaptive.rules.state_dict import RUN
 
 HISTORY = 7
 

@@ -19,7 +19,7 @@ from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.integration import checks
 from mindformers_adaptive.integration.checks import check_config
 from mindformers_adaptive.integration.launcher import load_config
-from mindformers_adaptive.integration.trainer import Trainer
+from mindformers_adaptive.integration.trainer import LaunchedTrainer, Trainer
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 SCALE_SENSE = "runner_wrapper.scale_sense"
@@ -216,7 +216,9 @@ def test_the_launcher_and_trainer_warn_of_float16_without_loss_scaling():
         config = load_config(CONFIG, {SCALE_SENSE: None})
     with pytest.warns(UserWarning, match="the loss is not scaled"):
         Trainer(config)
-    # A cell of the user scales as it says. A warning would be an error.
+    # The launcher's trainer leaves it at the first warning. Another would be an error.
+    LaunchedTrainer(config)
+    # A cell of the user scales as it says.
     model = build_model()
     Trainer(config, wrapper=MFTrainOneStepCell(model, nn.SGD(model.trainable_params()), scale_sense=Tensor(8.0)))
 

@@ -11,9 +11,9 @@ from conftest import ROOT
 from record_checks import assert_follows
 from training_runs import LegacyFormat, TrainingRun
 
-from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.monitor.record import FIELDS, read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.state_dict import RUN
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 

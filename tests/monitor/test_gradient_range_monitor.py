@@ -11,10 +11,10 @@ from mindspore.train import LambdaCallback
 from training_runs import TrainingRun
 from versions import NEEDS_LOSS_PER_TOKEN
 
-from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.rules.state_dict import RUN
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
     MFTrainOneStepCell,
