@@ -85,7 +85,8 @@ class MFTrainOneStepCell(PerTokenTrainStep, mindformers.wrapper.MFTrainOneStepCe
         max_grad_norm (float): the norm to which they are clipped. Default: 1.0.
         scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell; or a fixed loss scale, as a Tensor of shape ()
             or (1,). Default: 1.0.
-        *others, **kwargs: all other arguments of the stock cell, such as ``local_norm`` and ``use_skip_data_by_global_norm``.
+        *others, **kwargs: all other arguments of the stock cell, such as ``local_norm`` and
+            ``use_skip_data_by_global_norm``.
 
     Inputs:
         - **\\*inputs** (Tensor) - what the model takes.

@@ -144,7 +144,7 @@ def checked_by_mypy():
 
 def test_every_module_that_is_free_of_mindspore_is_checked_by_mypy():
     empty = {module for module in MODULES if len(ast.parse(MODULES[module].read_text(encoding="utf-8")).body) == 1}
-    assert checked_by_mypy() - empty == free_modules() - empty
+    assert free_modules() - empty <= checked_by_mypy()
 
 
 # Imports modules one after the other and prints those after which a name is among the loaded modules.

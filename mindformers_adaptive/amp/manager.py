@@ -1,7 +1,10 @@
 """Loss-scale managers for ``mindspore.train.Model``: one for any rule, and one for each rule of this package."""
 
+from __future__ import annotations
+
 import sys
 import warnings
+from typing import Any
 
 from mindspore import amp, context
 
@@ -51,33 +54,35 @@ class RuleLossScaleManager(amp.LossScaleManager):
         1024.0
     """
 
-    cell_class = RuleLossScaleUpdateCell
+    cell_class: Any = RuleLossScaleUpdateCell
 
-    def __init__(self, rule, init_loss_scale=2**24, *, track_per_parameter=False, **arguments):
+    def __init__(
+        self, rule: Any, init_loss_scale: float = 2**24, *, track_per_parameter: bool = False, **arguments: Any
+    ) -> None:
         rule = make_rule(rule, **arguments)
         options = {"track_per_parameter": track_per_parameter} if rule.signals else {}
         self._follow(rule, rule.start(init_loss_scale, argument="init_loss_scale"), **options)
 
-    def _follow(self, rule, start, **options):
+    def _follow(self, rule: Any, start: Any, **options: Any) -> None:
         self.rule, self._options = rule, options
         # What follows the steps on the host, and the cell that was given away last.
         self._own_cell = self.cell_class._for_rule(rule, start, **options)
-        self.update_cell = None
+        self.update_cell: Any = None
 
     @property
-    def _present_cell(self):
+    def _present_cell(self) -> Any:
         given = self.update_cell
         return self._own_cell if given is None or given.bound_loss_scale is None else given
 
-    def get_loss_scale(self):
+    def get_loss_scale(self) -> float:
         """Return the loss scale for the next step. Reading it may wait for the device.
 
         Returns:
             float.
         """
-        return self._present_cell.present_loss_scale
+        return float(self._present_cell.present_loss_scale)
 
-    def get_drop_overflow_update(self):
+    def get_drop_overflow_update(self) -> bool:
         """Return whether a step that overflows leaves the weights as they are.
 
         Returns:
@@ -85,7 +90,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         """
         return True
 
-    def update_loss_scale(self, overflow):
+    def update_loss_scale(self, overflow: bool) -> None:
         """Follow one step; ``Model`` calls this after each step that the host sees.
 
         Where the update cell in the train-step cell knows its loss scale, it has taken the step already, and this does
@@ -118,7 +123,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         is_event = overflow or after.loss_scale > before.loss_scale
         cell.write_rule_state(after, step, step if is_event else counted["last_overflow_iter"])
 
-    def get_update_cell(self):
+    def get_update_cell(self) -> Any:
         """Return a new update cell that goes on from where this manager is, and follow it from then on.
 
         Returns:
@@ -147,15 +152,15 @@ class RuleLossScaleManager(amp.LossScaleManager):
         self.update_cell = cell
         return cell
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """Return the state as numbers.
 
         Returns:
             dict[str, Union[int, float]], as ``state_dict()`` of the update cell returns it.
         """
-        return self._present_cell.state_dict()
+        return dict(self._present_cell.state_dict())
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state.
 
         Args:
@@ -167,12 +172,12 @@ class RuleLossScaleManager(amp.LossScaleManager):
         self._present_cell.load_state_dict(state_dict)
 
     @property
-    def inv_scale(self):
+    def inv_scale(self) -> float:
         """float: the reciprocal of the loss scale, by which gradients are multiplied."""
-        return self._present_cell.inv_scale
+        return float(self._present_cell.inv_scale)
 
 
-def warn_of_window_as_factor(name, scale_factor):
+def warn_of_window_as_factor(name: str, scale_factor: float) -> None:
     """Warn where a factor looks like a window, which is the argument after it."""
     if scale_factor >= _LIKE_A_WINDOW:
         warnings.warn(
@@ -221,7 +226,14 @@ class AdaptiveLossScaleManager(RuleLossScaleManager):
 
     cell_class = AdaptiveLossScaleUpdateCell
 
-    def __init__(self, init_loss_scale=2**24, scale_factor=2, scale_window=None, *windows, **arguments):
+    def __init__(
+        self,
+        init_loss_scale: float = 2**24,
+        scale_factor: float = 2,
+        scale_window: int | None = None,
+        *windows: int,
+        **arguments: Any,
+    ) -> None:
         rule = AdaptiveRule(scale_factor, *windows, **arguments)
         warn_of_window_as_factor(type(self).__name__, rule.scale_factor)
         self._follow(rule, rule.start(init_loss_scale, scale_window, argument="init_loss_scale"))
@@ -262,6 +274,13 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
 
     cell_class = GradientGuidedLossScaleUpdateCell
 
-    def __init__(self, init_loss_scale=2**24, scale_factor=2, *, track_per_parameter=False, **arguments):
+    def __init__(
+        self,
+        init_loss_scale: float = 2**24,
+        scale_factor: float = 2,
+        *,
+        track_per_parameter: bool = False,
+        **arguments: Any,
+    ) -> None:
         rule = GuidedRule(scale_factor=scale_factor, **arguments)
         super().__init__(rule, init_loss_scale, track_per_parameter=track_per_parameter)

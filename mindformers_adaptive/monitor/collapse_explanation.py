@@ -1,6 +1,10 @@
 """What ``LossScaleMonitor(explain=True)`` does when the loss scale collapses: it says why, and saves the batch."""
 
+from __future__ import annotations
+
 import math
+from pathlib import Path
+from typing import Any
 
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.overflow.batch_file import save_batch
@@ -12,7 +16,7 @@ __all__ = ["BATCH_FILE", "EXPLANATION_FILE", "explain_collapse"]
 BATCH_FILE, EXPLANATION_FILE = "overflow_batch.npz", "overflow_explanation.json"
 
 
-def explain_collapse(train_step, batch, loss_scale, folder):
+def explain_collapse(train_step: Any, batch: Any, loss_scale: float, folder: Path) -> str:
     """Explain the overflow of a batch, and write the explanation and the batch to a folder.
 
     Nothing of the training is changed.

@@ -1,5 +1,9 @@
 """``CollapseWatch``: says that a training skips all its steps, where no ``LossScaleMonitor`` is there to say it."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from mindformers.tools.logger import logger
 from mindformers.tools.utils import get_real_rank
 from mindspore.train import Callback
@@ -23,7 +27,7 @@ class CollapseWatch(Callback):
     training has a :class:`mindformers_adaptive.monitor.loss_scale_monitor.LossScaleMonitor`.
     """
 
-    def on_train_begin(self, run_context):
+    def on_train_begin(self, run_context: Any) -> None:
         """Look up the loss scaling.
 
         Args:
@@ -42,7 +46,7 @@ class CollapseWatch(Callback):
         self._first = self._last = params.cur_step_num
         self._longest = 0
 
-    def on_train_step_end(self, run_context):
+    def on_train_step_end(self, run_context: Any) -> None:
         """Look at the first step, and then at every tenth.
 
         Args:
@@ -51,9 +55,9 @@ class CollapseWatch(Callback):
         step = run_context.original_args().cur_step_num
         # A sink may step over a multiple.
         if self._reader is not None and (self._last == self._first or step // self._every > self._last // self._every):
-            self._look(run_context.original_args())
+            self._look(self._reader, run_context.original_args())
 
-    def on_train_end(self, run_context):
+    def on_train_end(self, run_context: Any) -> None:
         """Look at the last step, and say so if no step was applied.
 
         Args:
@@ -62,15 +66,15 @@ class CollapseWatch(Callback):
         if self._reader is None:
             return
         if run_context.original_args().cur_step_num > self._last:
-            self._look(run_context.original_args())
+            self._look(self._reader, run_context.original_args())
         steps = self._last - self._first
         if 0 < steps <= self._longest:
             logger.warning("%s", reports.none_applied(steps))
         self._reader = None
 
-    def _look(self, params):
+    def _look(self, reader: StepReader, params: Any) -> None:
         step, outputs = params.cur_step_num, params.net_outputs
-        [*_, last] = self._reader.read(step, step - self._last, outputs)
+        [*_, last] = reader.read(step, step - self._last, outputs)
         self._last = step
         last["loss"] = read_loss(outputs[0] if isinstance(outputs, tuple | list) else outputs)
         self._longest = last["consecutive_overflows"] or 0

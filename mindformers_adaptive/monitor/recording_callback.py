@@ -1,9 +1,13 @@
 """The base of the callbacks that write: a record, and scalars and histograms for TensorBoard."""
 
+from __future__ import annotations
+
 import errno
 import math
 import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from mindformers.tools.logger import logger
@@ -17,6 +21,8 @@ from mindformers_adaptive.monitor.step_reader import last_step_before
 from mindformers_adaptive.rules.checks import require_flag
 
 __all__ = ["RecordingCallback", "require_choice"]
+
+_Choice = TypeVar("_Choice")
 
 _FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room on the disk, or give")
 _READ_ONLY = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow this user to write there, or give")
@@ -45,27 +51,36 @@ class RecordingCallback(Callback):
     subject = file_name = ""
     every_step = True
 
-    def __init__(self, record_path, tensorboard_dir, all_ranks, on_write_error="warn"):
+    def __init__(
+        self,
+        record_path: str | os.PathLike[str] | None,
+        tensorboard_dir: str | os.PathLike[str] | None,
+        all_ranks: bool,
+        on_write_error: str = "warn",
+    ) -> None:
         super().__init__()
         self._record_path = _require_path("record_path", record_path)
         self._tensorboard_dir = _require_path("tensorboard_dir", tensorboard_dir)
         self._all_ranks = require_flag("all_ranks", all_ranks)
         self._on_write_error = require_choice("on_write_error", on_write_error, ("warn", "raise"))
         # Whether this process writes, and what it writes to.
-        self._writes, self._record, self._writer = False, None, None
+        self._writes, self._writer = False, None
+        self._record: Any = None
+        self._update_cell: Any = None
+        self._resume_after: int | None = None
         self._last_step = self._entered = 0
 
-    def __enter__(self):
+    def __enter__(self) -> Any:
         self._entered += 1
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         # Model.fit enters and leaves its callbacks in the midst of a training too, to evaluate.
         self._entered -= 1
         if self._entered == 0:
             self._release()
 
-    def on_train_end(self, run_context):
+    def on_train_end(self, run_context: Any) -> None:
         """Close what was opened.
 
         Args:
@@ -73,7 +88,7 @@ class RecordingCallback(Callback):
         """
         self._release()
 
-    def _open(self, params, train_step):
+    def _open(self, params: Any, train_step: Any) -> None:
         """Start to write the steps of a training, of which MindSpore gives ``params`` to a callback."""
         update_cell = getattr(train_step, "loss_scaling_manager", None)
         self._last_step = last_step_before(params, update_cell, self._last_step)
@@ -103,7 +118,7 @@ class RecordingCallback(Callback):
                 raise
             logger.warning("Nothing will be written to 'tensorboard_dir' %s: %s.", folder, error)
 
-    def _append(self, entries):
+    def _append(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Write the entries to the record, if this process writes; a failure is reported as ``on_write_error`` says."""
         if not self._writes:
             return
@@ -123,7 +138,7 @@ class RecordingCallback(Callback):
         except OSError as error:
             message = (
                 f"The record {self._record.path} cannot be written: {error}. It ends at step {self._record.last_step}. "
-                f"{_REMEDIES.get(error.errno, 'Give')} another 'record_path'."
+                f"{_REMEDIES.get(error.errno or 0, 'Give')} another 'record_path'."
             )
             if self._on_write_error == "raise":
                 raise OSError(f"{message} Training stops, because 'on_write_error' is 'raise'.") from error
@@ -131,17 +146,17 @@ class RecordingCallback(Callback):
                 logger.warning("%s Training goes on; the record goes on as soon as it can.", message)
             self._failed = True
 
-    def _add_scalar(self, tag, value, step):
+    def _add_scalar(self, tag: str, value: float | None, step: int) -> None:
         """Write a number for TensorBoard; None, inf and NaN have no place in a curve."""
         if self._writer is not None and value is not None and math.isfinite(value):
             self._writer.add_scalar(tag, float(value), step)
 
-    def _add_histogram(self, tag, array, step):
+    def _add_histogram(self, tag: str, array: Any, step: int) -> None:
         """Write the finite values of an array for TensorBoard, if there are any."""
         if self._writer is not None and (finite := array[np.isfinite(array)]).size:
             self._writer.add_histogram(tag, finite, step)
 
-    def _release(self):
+    def _release(self) -> None:
         """Close what was opened; calling it again does nothing."""
         if self._record is not None:
             self._record.close()
@@ -150,14 +165,14 @@ class RecordingCallback(Callback):
         self._writer = None
 
 
-def require_choice(name, value, choices):
+def require_choice(name: str, value: _Choice, choices: Collection[_Choice]) -> _Choice:
     """Return an argument that must be one of a few words, or raise ValueError."""
     if value not in choices:
         raise ValueError(f"'{name}' must be one of {', '.join(map(repr, choices))}, but got {value!r}.")
     return value
 
 
-def _require_path(name, value):
+def _require_path(name: str, value: Any) -> Path | None:
     """Return a path as a Path, or None if it was left out."""
     if value is not None and not isinstance(value, str | os.PathLike):
         raise TypeError(

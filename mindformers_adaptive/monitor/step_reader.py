@@ -1,11 +1,15 @@
 """The loss scaling of the last steps, read from a train-step cell."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.fields import STEP_FIELDS
+from mindformers_adaptive.rules.fields import STEP_FIELDS, Field
 from mindformers_adaptive.rules.saved_state import all_fields
 
 __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "read_overflow", "steps_taken"]
@@ -19,13 +23,13 @@ _COUNTING = ("mindspore", "mindformers", "mindformers_adaptive")
 _LARGEST_COUNT = 2**31 - 1
 
 
-def find_train_step(*networks):
+def find_train_step(*networks: Any) -> Any:
     """Return the first cell in the networks that scales its loss by a Parameter, or None."""
     cells = (cell for network in filter(None, networks) for _, cell in network.cells_and_names())
     return next((cell for cell in cells if isinstance(getattr(cell, "scale_sense", None), Parameter)), None)
 
 
-def last_step_before(params, update_cell, last_step):
+def last_step_before(params: Any, update_cell: Any, last_step: int) -> int:
     """Return the number of the step before the first that a training takes.
 
     Args:
@@ -37,10 +41,10 @@ def last_step_before(params, update_cell, last_step):
     counts = [params.get("initial_step"), *(getattr(callback, "initial_step", 0) for callback in params.list_callback)]
     by_model = params.cur_step_num + max((count for count in counts if isinstance(count, int)), default=0)
     by_cell = steps_taken(update_cell)
-    return max(by_model, last_step if by_cell is None else by_cell)
+    return int(max(by_model, last_step if by_cell is None else by_cell))
 
 
-def steps_taken(update_cell):
+def steps_taken(update_cell: Any) -> int | None:
     """Return how many steps an update cell has counted, or None if it does not count. Waits for the device."""
     count = _count({field.name: parameter for field, parameter in _state_fields(update_cell)})
     # A user's own cell that inherits the count may leave it at its start.
@@ -48,18 +52,18 @@ def steps_taken(update_cell):
     return count - 1 if counts and 1 <= count < _LARGEST_COUNT else None
 
 
-def _count(parameters):
+def _count(parameters: dict[str, Any]) -> int:
     return int(parameters["cur_iter"].asnumpy()) if "cur_iter" in parameters else 0
 
 
-def read_loss(loss):
+def read_loss(loss: Any) -> float | None:
     """Return the mean of a loss as a float, or None if it is no number. Waits for the device."""
     if not isinstance(loss, Tensor):
         return float(loss) if isinstance(loss, int | float) else None
     return float(np.mean(to_numpy(loss)))
 
 
-def read_overflow(outputs):
+def read_overflow(outputs: Any) -> bool | None:
     """Return the overflow flag among the outputs of a train-step cell, or None if there is none. Waits for the device.
 
     Examples:
@@ -86,9 +90,9 @@ class StepReader:
         names_parameters (bool): whether it keeps that of each Parameter, and so can name those that overflowed.
     """
 
-    def __init__(self, train_step):
+    def __init__(self, train_step: Any) -> None:
         self._train_step = train_step
-        self._update_cell = getattr(train_step, "loss_scaling_manager", None)
+        self._update_cell: Any = getattr(train_step, "loss_scaling_manager", None)
         self.recorded = tuple(name for name in _rule_of(self._update_cell).recorded if name not in _UNKNOWN)
         self._fields = _state_fields(self._update_cell)
         self._parameters = {field.name: parameter for field, parameter in self._fields}
@@ -97,16 +101,17 @@ class StepReader:
         self.names_parameters = getattr(self._update_cell, "each_largest", None) is not None
         self.window = tuple(map(self._state().get, _OF_WINDOW))
         self._loss_scale = self._read_loss_scale()
-        self._skipped_steps = self._skipped_by_others = self._consecutive_overflows = 0
+        self._skipped_steps: int | None = 0
+        self._skipped_by_others = self._consecutive_overflows = 0
 
-    def steps_taken(self):
+    def steps_taken(self) -> int | None:
         """Return how many steps the update cell has counted, or None if it does not count. Waits for the device."""
         # A count that is saturated or damaged cannot be relied on from then on.
         if not 1 <= _count(self._parameters) < _LARGEST_COUNT:
             self._parameters.pop("cur_iter", None)
         return steps_taken(self._update_cell) if "cur_iter" in self._parameters else None
 
-    def count_from(self, skipped_steps):
+    def count_from(self, skipped_steps: int | None) -> None:
         """Set how many steps were skipped before, or None if unknown.
 
         A cell that does not count them continues from there, and so does one that did not see all of them, because
@@ -115,7 +120,7 @@ class StepReader:
         self._skipped_steps = skipped_steps
         self._skipped_by_others = max((skipped_steps or 0) - self._state().get("skipped_steps", 0), 0)
 
-    def read(self, step, count, outputs):
+    def read(self, step: int, count: int, outputs: Any) -> list[dict[str, Any]]:
         """Return the last steps.
 
         Args:
@@ -143,7 +148,7 @@ class StepReader:
         self._loss_scale = entries[-1]["next_loss_scale"]
         return entries
 
-    def dropped_by_norm(self, overflow, norm):
+    def dropped_by_norm(self, overflow: bool | None, norm: Any) -> bool | None:
         """Return whether MindFormers dropped a step for the size of its gradients; None if unknown.
 
         Waits for the device.
@@ -159,7 +164,7 @@ class StepReader:
         # As in the graph, where a NaN is not below the threshold either.
         return not float(norm.asnumpy().item()) < self._train_step.global_norm_spike_threshold
 
-    def _read_last(self, step, count, outputs):
+    def _read_last(self, step: int, count: int, outputs: Any) -> dict[str, Any]:
         state = self._state()
         next_loss_scale = self._read_loss_scale()
         following = state.get("consecutive_overflows")
@@ -181,8 +186,8 @@ class StepReader:
             "consecutive_overflows": self._consecutive_overflows if following is None else following,
         }
 
-    def _state(self):
-        state = {}
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
         for field, parameter in self._fields:
             state |= field.by_key(parameter.asnumpy().tolist())
         # The window of MindSpore's own dynamic cell is a constant, which a cell with a rule has and does not use.
@@ -191,16 +196,16 @@ class StepReader:
             state["scale_window"] = int(window.asnumpy())
         return state
 
-    def _read_loss_scale(self):
+    def _read_loss_scale(self) -> float:
         return float(self._train_step.scale_sense.asnumpy().item())
 
 
-def _rule_of(update_cell):
+def _rule_of(update_cell: Any) -> Any:
     """Return the rule of an update cell; that of MindFormers' own cell, and of any other, is the adaptive one."""
     return getattr(update_cell, "rule", AdaptiveRule)
 
 
-def _state_fields(update_cell):
+def _state_fields(update_cell: Any) -> list[tuple[Field, Any]]:
     """Return the fields of an update cell that are recorded, with their Parameters."""
     if not isinstance(update_cell, nn.Cell):
         return []
