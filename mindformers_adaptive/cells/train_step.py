@@ -104,6 +104,11 @@ class LossScaleTrainStep:
 
     def _tells_divisor(self):
         """Return whether each step will tell what the gradients are divided by beside the loss scale."""
+        if getattr(self, "calculate_per_token_loss", False):
+            raise TypeError(
+                f"{type(self).__name__} must be a subclass of PerTokenTrainStep with 'calculate_per_token_loss' and an "
+                "update cell that needs the largest gradient. Put it in place of LossScaleTrainStep."
+            )
         return False
 
     def get_overflow_status(self, status, compute_output):
