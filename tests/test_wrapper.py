@@ -1,8 +1,10 @@
 """The train-step cells: a skipped step changes nothing, an applied one is the step of FP32 training."""
 
+import contextlib
 import inspect
 import types
 
+import mindformers.wrapper
 import mindspore
 import numpy as np
 import pytest
@@ -119,6 +121,29 @@ def test_optimizer_that_divides_too_is_refused(cell):
 def test_what_is_no_update_cell_is_named_with_its_remedy(cell, scale_sense, remedy):
     with pytest.raises(TypeError, match=f"'scale_sense' must be an update cell or a Tensor, but got .*{remedy}"):
         Dense().train_step(scale_sense, cell)
+
+
+@pytest.mark.parametrize("name", ["TrainOneStepWithLossScaleCell", "MFTrainOneStepCell", "MFPipelineWithLossScaleCell"])
+def test_arguments_that_are_written_out_have_the_place_and_the_default_of_the_stock_cell(name):
+    stock = getattr(mindformers.wrapper, name, None) or getattr(nn, name)
+    own = inspect.signature(getattr(wrapper, name)).parameters.values()
+    written = [(one.name, one.default) for one in own if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert written[:2] == [("network", inspect.Parameter.empty), ("optimizer", inspect.Parameter.empty)]
+    all_stock = [(one.name, one.default) for one in inspect.signature(stock).parameters.values()]
+    assert written == all_stock[: len(written)]
+    assert "scale_sense" in dict(written)
+
+
+def test_a_loss_per_token_needs_the_mixin_that_keeps_the_number_of_tokens():
+    class Mixed(train_step.LossScaleTrainStep, mindformers.wrapper.MFTrainOneStepCell):
+        pass
+
+    dense = Dense()
+    for update_cell in (AdaptiveLossScaleUpdateCell(1024, 2, 20), wrapper.GradientGuidedLossScaleUpdateCell(1024)):
+        options = {"scale_sense": update_cell, "calculate_per_token_loss": True}
+        expected = pytest.raises(TypeError, match="Mixed must be a subclass of PerTokenTrainStep")
+        with expected if update_cell.signals else contextlib.nullcontext():
+            Mixed(dense.network, dense.optimizer(), **options)
 
 
 def test_arguments_that_only_mindformers_cell_takes_are_answered_with_its_name():
