@@ -14,7 +14,7 @@ EXTRAS = {
     "mindformers": ["mindspore>=2.7,<2.11", "mindformers>=1.6,<1.10", "numpy<2"],
     "plot": ["matplotlib>=3.8"],
     "tensorboard": ["tensorboardX>=2.5"],
-    # The site of scripts/build_site.py.
+    # The site of scripts/site/build_site.py.
     "docs": ["Sphinx>=8.1", "myst-parser>=4", "furo>=2024.8", "ipython_pygments_lexers"],
 }
 
@@ -63,7 +63,7 @@ setup(
             "build",
             "twine",
             "pre-commit",
-            # The handwritten digits and the intervals of scripts/worth_it.py.
+            # The handwritten digits and the intervals of scripts/studies/worth_it.py.
             "scikit-learn>=1.3",
         ],
     },

@@ -100,13 +100,13 @@ def test_public_ci_runs_both_commands_and_every_pair_and_python():
     assert jobs["reference"]["strategy"]["matrix"]["command"] == ["scripts/demo.sh", "scripts/test.sh"]
     rows = jobs["pairs"]["strategy"]["matrix"]["include"]
     assert {(row["mindspore"], row["mindformers"]) for row in rows} == {*TESTED_PAIRS}
-    pythons = re.findall(r"\((3), (\d+)\)", (ROOT / "scripts" / "python.sh").read_text())
+    pythons = re.findall(r"\((3), (\d+)\)", (ROOT / "scripts" / "environment" / "python.sh").read_text())
     assert {row["python"] for row in rows} == {".".join(python) for python in pythons}
 
 
 def test_metadata_name_every_tested_python(unpacked):
     metadata = (unpacked / "PKG-INFO").read_text()
-    pythons = re.findall(r"\((3), (\d+)\)", (ROOT / "scripts" / "python.sh").read_text())
+    pythons = re.findall(r"\((3), (\d+)\)", (ROOT / "scripts" / "environment" / "python.sh").read_text())
     named = re.findall(r"^Classifier: Programming Language :: Python :: (3\.\d+)$", metadata, re.MULTILINE)
     assert named == [".".join(python) for python in pythons]
 

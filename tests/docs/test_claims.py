@@ -3,9 +3,10 @@
 import re
 
 import pytest
-import worth_report
 from conftest import ROOT
 from pages import figure
+
+from scripts.studies import worth_report
 
 # By page what it says, in English and in Chinese.
 SAID = [

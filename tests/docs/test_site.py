@@ -122,7 +122,7 @@ def site(tmp_path_factory):
     for package in ("mindspore", "mindformers"):
         (folder / f"{package}.py").write_text("raise AssertionError('The site is to be built without it')")
     environment = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "scripts/build_site.py", folder / "built"]
+    command = [sys.executable, "scripts/site/build_site.py", folder / "built"]
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return folder / "built"
