@@ -24,7 +24,8 @@ import mindformers_adaptive
 from mindformers_adaptive import wrapper
 from mindformers_adaptive.rules.formats import FLOAT16
 
-build_site = pytest.importorskip("build_site", reason="There is no Sphinx for a Python before 3.11")
+pytest.importorskip("sphinx", reason="There is no Sphinx for a Python before 3.11")
+build_site = importlib.import_module("scripts.site.build_site")
 LANGUAGES = tuple(build_site.FIRST_PAGES)
 # What is in them is on the page of their room.
 UTILITIES = ("mindformers_adaptive.rules.functions", "mindformers_adaptive.text.table")
