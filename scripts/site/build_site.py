@@ -18,84 +18,23 @@ from pathlib import Path
 
 from sphinx.cmd.build import build_main
 
+from mindformers_adaptive.public_names import PUBLIC
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "mindformers_adaptive"
 FIRST_PAGES = {"en": "README.md", "zh": "README_CN.md"}
 
-# What a page of the API reference is made for, by title in both languages.
-PUBLIC = {
-    ("Update cells", "更新Cell"): [
-        "AdaptiveLossScaleUpdateCell",
-        "GradientGuidedLossScaleUpdateCell",
-        "RuleLossScaleUpdateCell",
-        "wrapper.NoLossScaleUpdateCell",
-    ],
-    ("Train-step cells", "单步训练Cell"): [
-        "wrapper.MFTrainOneStepCell",
-        "wrapper.MFPipelineWithLossScaleCell",
-        "wrapper.TrainOneStepWithLossScaleCell",
-        "FixedScaleTrainOneStepCell",
-    ],
-    ("Managers and scalers", "管理器与scaler"): [
-        "AdaptiveLossScaleManager",
-        "GradientGuidedLossScaleManager",
-        "RuleLossScaleManager",
-        "AdaptiveLossScaler",
-        "GradientGuidedLossScaler",
-        "RuleLossScaler",
-    ],
-    ("Training", "训练"): [
-        "Trainer",
-        "register",
-        "build_train_network",
-        "enable_loss_scale_on_cpu",
-        "scale_sense_from_megatron",
-        "simulate_formats",
-        "amp.simulated_formats.simulated_products",
-        "amp.simulated_formats.RoundToFormat",
-    ],
-    ("Monitors and records", "监控与记录"): [
-        "LossScaleMonitor",
-        "GradientRangeMonitor",
-        "monitor.record.RunRecord",
-        "monitor.record.read_record",
-    ],
-    ("Gradients", "梯度"): [
-        "explain_overflow",
-        "find_loss_scale",
-        "gradient_ranges",
-        "overflow.explanation.Explanation",
-        "gradients.ranges.GradientSweep",
-        "gradients.layers.LayerOutputs",
-        "gradients.recommendation.LossScaleRecommendation",
-        "gradients.recommendation.Verdict",
-        "gradients.report.GradientRanges",
-    ],
-    ("Rules", "规则"): [
-        "AdaptiveRule",
-        "GuidedRule",
-        "Rule",
-        "LossScaleState",
-        "window_ladder",
-        "rules.find_rule",
-        "rules.make_rule",
-        "rules.formats.Format",
-        "rules.formats.find_format",
-    ],
-    ("The lab", "策略实验室"): [
-        "make_policy",
-        "lab.analysis.analyze.analyze",
-        "lab.logs.read_log",
-        "lab.replay.simulate.compare",
-        "lab.replay.simulate.replay",
-        "lab.replay.tune.tune",
-        "lab.traces.gradients.from_gradient_ranges",
-        "lab.traces.recorded_run.RecordedRun",
-        "lab.traces.synthetic.synthetic_trace",
-        "lab.traces.synthetic.synthetic_traces",
-        "lab.traces.trace.Trace",
-    ],
+# The titles of the API reference in Chinese.
+TITLES = {
+    "Update cells": "更新Cell",
+    "Train-step cells": "单步训练Cell",
+    "Managers and scalers": "管理器与scaler",
+    "Training": "训练",
+    "Monitors and records": "监控与记录",
+    "Gradients": "梯度",
+    "Rules": "规则",
+    "The lab": "策略实验室",
 }
 WORDS = {
     "en": {"reference": "API reference", "modules": "All modules", "pages": "Guide", "changes": "Changes"},
@@ -222,9 +161,14 @@ def reference(language, folder):
     """Write a page for each public name and for each room, and return the page that lists them."""
     words = WORDS[language]
     lines = title(words["reference"])
-    for titles, names in PUBLIC.items():
+    for english, names in PUBLIC.items():
         full = [f"{PACKAGE.name}.{name}" for name in names]
-        lines += [*title(titles[language == "zh"], "-"), ".. autosummary::", "   :nosignatures:", ""]
+        lines += [
+            *title(TITLES[english] if language == "zh" else english, "-"),
+            ".. autosummary::",
+            "   :nosignatures:",
+            "",
+        ]
         lines += [f"   ~{name}" for name in full]
         lines += ["", ".. toctree::", "   :hidden:", "", *(f"   {short_name(name)}" for name in names), ""]
         for name in full:
