@@ -14,7 +14,7 @@ EXTRAS = {
     "mindformers": ["mindspore>=2.7,<2.11", "mindformers>=1.6,<1.10", "numpy<2"],
     "plot": ["matplotlib>=3.8"],
     "tensorboard": ["tensorboardX>=2.5"],
-    # The site of scripts/build_site.py.
+    # The site of scripts/site/build_site.py.
     "docs": ["Sphinx>=8.1", "myst-parser>=4", "furo>=2024.8", "ipython_pygments_lexers"],
 }
 
@@ -45,7 +45,7 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["mindformers_adaptive", "mindformers_adaptive.*"]),
-    package_data={"mindformers_adaptive": ["py.typed", "__init__.pyi"]},
+    package_data={"": ["*.pyi"], "mindformers_adaptive": ["py.typed"]},
     # Neither MindSpore nor MindFormers: the lab and most of the program need none of them.
     install_requires=["numpy>=1.21", "pyyaml>=6", "tqdm>=4.60"],
     entry_points={"console_scripts": ["adaptive-loss-scale=mindformers_adaptive.cli.program:main"]},
@@ -63,7 +63,7 @@ setup(
             "build",
             "twine",
             "pre-commit",
-            # The handwritten digits and the intervals of scripts/worth_it.py.
+            # The handwritten digits and the intervals of scripts/studies/worth_it.py.
             "scikit-learn>=1.3",
         ],
     },

@@ -10,12 +10,8 @@ from mindformers_adaptive.amp.simulated_formats import simulate_formats as simul
 from mindformers_adaptive.amp.train_network import FixedScaleTrainOneStepCell as FixedScaleTrainOneStepCell
 from mindformers_adaptive.amp.train_network import build_train_network as build_train_network
 from mindformers_adaptive.amp.train_network import enable_loss_scale_on_cpu as enable_loss_scale_on_cpu
-from mindformers_adaptive.cells.update_cells import (
-    AdaptiveLossScaleUpdateCell as AdaptiveLossScaleUpdateCell,
-)
-from mindformers_adaptive.cells.update_cells import (
-    GradientGuidedLossScaleUpdateCell as GradientGuidedLossScaleUpdateCell,
-)
+from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell as AdaptiveLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import GradientGuidedLossScaleUpdateCell as GradientGuidedLossScaleUpdateCell
 from mindformers_adaptive.cells.update_cells import RuleLossScaleUpdateCell as RuleLossScaleUpdateCell
 from mindformers_adaptive.gradients.ranges import find_loss_scale as find_loss_scale
 from mindformers_adaptive.gradients.ranges import gradient_ranges as gradient_ranges

@@ -3,6 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-source scripts/make_venv.sh
-python scripts/prepare_corpus.py output/corpus 2>/dev/null
-python scripts/demo.py --corpus output/corpus --output_dir output
+source scripts/environment/make_venv.sh
+python scripts/demo/prepare_corpus.py output/corpus 2>/dev/null
+python scripts/demo/demo.py --corpus output/corpus --output_dir output

@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-source scripts/make_venv.sh
-python scripts/build_site.py output/site
+source scripts/environment/make_venv.sh
+python -m scripts.site.build_site output/site

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-source scripts/make_venv.sh
+source scripts/environment/make_venv.sh
 ruff check .
 ruff format --check .
 mypy

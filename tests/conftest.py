@@ -273,7 +273,7 @@ def long_corpus(tmp_path_factory):
 
 def write_corpus(folder, samples, seq_length=32):
     """Write so many samples of ``seq_length`` + 1 bytes to a new folder, and return the folder."""
-    from prepare_corpus import cut_into_samples, read_standard_library, write_mindrecord
+    from scripts.demo.prepare_corpus import cut_into_samples, read_standard_library, write_mindrecord
 
     write_mindrecord(cut_into_samples(read_standard_library(), seq_length + 1)[:samples], folder)
     return folder

@@ -16,6 +16,7 @@ from conftest import CONFIG, ROOT, with_exit_code
 
 import mindformers_adaptive
 from mindformers_adaptive.cli.versions import TESTED_PAIRS
+from mindformers_adaptive.public_names import PUBLIC
 
 PACKAGE_FILES = {
     path.relative_to(ROOT).as_posix()
@@ -100,13 +101,13 @@ def test_public_ci_runs_both_commands_and_every_pair_and_python():
     assert jobs["reference"]["strategy"]["matrix"]["command"] == ["scripts/demo.sh", "scripts/test.sh"]
     rows = jobs["pairs"]["strategy"]["matrix"]["include"]
     assert {(row["mindspore"], row["mindformers"]) for row in rows} == {*TESTED_PAIRS}
-    pythons = re.findall(r"\((3), (\d+)\)", (ROOT / "scripts" / "python.sh").read_text())
+    pythons = re.findall(r"\((3), (\d+)\)", (ROOT / "scripts" / "environment" / "python.sh").read_text())
     assert {row["python"] for row in rows} == {".".join(python) for python in pythons}
 
 
 def test_metadata_name_every_tested_python(unpacked):
     metadata = (unpacked / "PKG-INFO").read_text()
-    pythons = re.findall(r"\((3), (\d+)\)", (ROOT / "scripts" / "python.sh").read_text())
+    pythons = re.findall(r"\((3), (\d+)\)", (ROOT / "scripts" / "environment" / "python.sh").read_text())
     named = re.findall(r"^Classifier: Programming Language :: Python :: (3\.\d+)$", metadata, re.MULTILINE)
     assert named == [".".join(python) for python in pythons]
 
@@ -232,7 +233,8 @@ except ImportError as error:
 
 def test_names_that_need_mindspore_say_what_to_install(run_bare):
     printed = run_bare("python", "-c", PUBLIC_NAMES).stdout.splitlines()
-    rooms = {name: module.partition(".")[0] for name, module in mindformers_adaptive._MODULE_OF.items()}
+    modules = {name: module for group in PUBLIC.values() for name, module in group.items()}
+    rooms = {name: modules[name].partition(".")[0] for name in mindformers_adaptive.__all__}
     free = {name for name, room in rooms.items() if room in ("rules", "lab")}
     assert {line for line in printed if " " not in line} == free >= {"AdaptiveRule", "make_policy", "window_ladder"}
     errors = [line for line in printed if " " in line]

@@ -1,4 +1,4 @@
-"""Settings of Sphinx, the same for both languages. scripts/build_site.py writes the sources that it reads."""
+"""Settings of Sphinx, the same for both languages. scripts/site/build_site.py writes the sources that it reads."""
 
 import re
 import sys

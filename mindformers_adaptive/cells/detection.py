@@ -105,8 +105,8 @@ def _sum_of_differences(gradient):
 def has_inf_or_nan(gradients):
     """Return whether any gradient has an inf or a NaN.
 
-    The same answer as ``mindspore.amp.all_finite``, negated, in less time on a CPU: ``scripts/benchmark.py detection``
-    measures both.
+    The same answer as ``mindspore.amp.all_finite``, negated, in less time on a CPU:
+    ``python -m scripts.benchmarks.costs detection`` measures both.
 
     Args:
         gradients (tuple[Tensor]): of any shapes and floating-point dtypes.

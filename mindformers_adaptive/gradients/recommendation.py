@@ -23,18 +23,20 @@ EVERY_POWER = tuple(2.0**exponent for exponent in range(33))
 # start at the ceiling itself skips 1 or 2 of the first 100 steps, one power of two below it 0 or 1, two below it none.
 DEFAULT_MARGIN = 2
 
-# In formats whose numbers have at most three bits of mantissa. Measured in FP8 and HiF8 by scripts/formats_training.py:
-# from three powers of two below the ceiling the scale is there after three windows of 20 steps, and where the ceiling
-# falls a little, as with the handwritten digits, 2 of 100 steps are skipped; from four below it at most 1.
+# In formats whose numbers have at most three bits of mantissa. Measured in FP8 and HiF8 by
+# scripts/studies/formats_training.py: from three powers of two below the ceiling the scale is there after three
+# windows of 20 steps, and where the ceiling falls a little, as with the handwritten digits, 2 of 100 steps are
+# skipped; from four below it at most 1.
 COARSE_MARGIN = 4
 
-# On top of it where a Parameter has no gradient yet. Measured on the task of scripts/worth_it.py whose last layer
-# starts at 0: the other layers begin to train, and the ceiling falls. With the margin alone the start skips up to 2 of
-# 100 steps.
+# On top of it where a Parameter has no gradient yet. Measured on the task of worth_it.py (scripts/studies) whose last
+# layer starts at 0: the other layers begin to train, and the ceiling falls. With the margin alone the start skips up
+# to 2 of 100 steps.
 UNKNOWN_MARGIN = 2
 
-# Measured on the tasks of scripts/worth_it.py: of a loss of 3 % nothing is seen in the result, one of 20 % costs
-# little, and with 100 % nothing is learned. No Parameter of the demo's Llama loses more than some 5 % at a scale of 1.
+# Measured on the tasks of scripts/studies/worth_it.py: of a loss of 3 % nothing is seen in the result, one of 20 %
+# costs little, and with 100 % nothing is learned. No Parameter of the demo's Llama loses more than some 5 % at a
+# scale of 1.
 HARMLESS_SHARE = 0.2
 
 

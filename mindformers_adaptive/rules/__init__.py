@@ -10,6 +10,7 @@ from typing import Any
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.description import arguments_of
+from mindformers_adaptive.rules.formats import Format, find_format
 from mindformers_adaptive.rules.functions import (
     argmin,
     ceil,
@@ -28,7 +29,8 @@ from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.values import RuleError
 
-__all__ = ["RULES", "Rule", "RuleError", "find_rule", "is_rule_name", "make_rule", "rule_of_cell"]
+__all__ = ["RULES", "Format", "Rule", "RuleError", "find_format", "find_rule", "is_rule_name", "make_rule"]
+__all__ += ["rule_of_cell"]
 __all__ += ["argmin", "ceil", "count", "float32", "floor", "int32", "maximum", "minimum", "stack", "tabulate", "take"]
 __all__ += ["where"]
 

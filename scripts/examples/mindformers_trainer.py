@@ -6,7 +6,7 @@ python scripts/examples/mindformers_trainer.py
 from mindformers import ContextConfig, TrainingArguments, init_context
 from tiny_llama import BATCH_SIZE, StepTable, build_dataset, build_model
 
-from mindformers_adaptive.integration.trainer import Trainer
+from mindformers_adaptive import Trainer
 
 init_context(use_parallel=False, context_config=ContextConfig(mode=0, device_target="CPU", device_id=0))
 training_args = TrainingArguments(

@@ -10,7 +10,7 @@ from mindformers import ContextConfig, TrainingArguments, init_context
 from mindspore import nn
 from tiny_llama import BATCH_SIZE, StepTable, build_dataset, build_model
 
-from mindformers_adaptive.integration.trainer import Trainer
+from mindformers_adaptive import Trainer
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 init_context(use_parallel=False, context_config=ContextConfig(mode=0, device_target="CPU", device_id=0))

@@ -5,7 +5,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import mindspore_mode
-from exported_graph import export_graph
 from format_tables import OWN, numbers_of_hifloat8
 from graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
 from mindspore import Parameter, Tensor, mint, nn, ops
@@ -13,6 +12,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive import simulate_formats
 from mindformers_adaptive.amp.simulated_formats import RoundToFormat, simulated_products
+from scripts.benchmarks.exported_graph import export_graph
 
 NUMBERS = np.random.default_rng(0)
 # Of every size, and near the numbers of 8-bit formats, so that there are ties.

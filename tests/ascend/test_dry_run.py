@@ -6,11 +6,12 @@ import sys
 
 import mindspore
 import pytest
-from ascend_dry_run import program, stand_ins
-from ascend_dry_run.cases import CASES, CONTROLS
-from ascend_dry_run.program import CACHE, HCCL, NOTHING, compile_cases, kernels_of, problem, verdict
 from conftest import ROOT
 from pages import figure
+
+from scripts.ascend import program, stand_ins
+from scripts.ascend.cases import CASES, CONTROLS
+from scripts.ascend.program import CACHE, HCCL, NOTHING, compile_cases, kernels_of, problem, verdict
 
 # One worker, because what was compiled is shared.
 pytestmark = [
@@ -126,7 +127,7 @@ def test_stand_ins_are_made_once(tmp_path):
 
 
 def run(*arguments):
-    command = [sys.executable, ROOT / "scripts" / "compile_for_ascend.py", *arguments]
+    command = [sys.executable, ROOT / "scripts" / "ascend" / "compile_for_ascend.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 

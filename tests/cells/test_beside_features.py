@@ -3,12 +3,23 @@
 import numpy as np
 import pytest
 from conftest import ROOT, mindspore_mode
-from control import STEPS, Layers, SumAndNumber, Vision, adamw, averaging, grouped, rows, schedule, train_both
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+from scripts.ascend.control import (
+    STEPS,
+    Layers,
+    SumAndNumber,
+    Vision,
+    adamw,
+    averaging,
+    grouped,
+    rows,
+    schedule,
+    train_both,
+)
 
 
 def recomputed():

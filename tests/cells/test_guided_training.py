@@ -6,15 +6,15 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import mindspore_mode
-from guided_training import RULES, summary, tables
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from pages import figure
 from record_checks import assert_follows
-from worth_training import CompiledTraining, LlamaTraining, adaptive, weights_of
 
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from scripts.studies.guided_training import RULES, summary, tables
+from scripts.studies.worth_training import CompiledTraining, LlamaTraining, adaptive, weights_of
 
 # One process builds the train steps that the tests share.
 pytestmark = pytest.mark.xdist_group("guided training")

@@ -7,7 +7,6 @@ import mindspore
 import numpy as np
 import pytest
 from dense_network import Dense
-from exported_graph import export_graph
 from fp16_networks import TOKENS, PerToken
 from graph_checks import control_flow, forbidden_tensors, undocumented_on_ascend
 from mindspore import Tensor, nn
@@ -17,6 +16,7 @@ from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLoss
 from mindformers_adaptive.cells.detection import LargestGradient
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+from scripts.benchmarks.exported_graph import export_graph
 
 
 class Pass(nn.Cell):

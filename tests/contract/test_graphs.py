@@ -5,11 +5,11 @@ import mindspore
 import pytest
 from conftest import mindspore_mode
 from every_rule import KINDS
-from exported_graph import BOOKKEEPING, LossScaleHolder, export_graph, export_update_cell
 from graph_checks import CHECKS
 from mindspore import Tensor
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell
+from scripts.benchmarks.exported_graph import BOOKKEEPING, LossScaleHolder, export_graph, export_update_cell
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

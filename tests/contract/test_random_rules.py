@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from helpers.random_rules import compare, make_rule, numpy_runs
 
 from mindformers_adaptive.rules import operations
+from scripts.random_rules.compare import compare, make_rule, numpy_runs
 
 STEPS = 40
 # Rules that share a graph, and how many there are of them.

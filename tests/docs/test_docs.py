@@ -14,11 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import draw_badges
 import mindformers
 import mindspore.train
 import pytest
-import study
 import yaml
 from conftest import ROOT
 from dense_network import Dense
@@ -45,6 +43,8 @@ from mindformers_adaptive.cli import program
 from mindformers_adaptive.integration.checks import check_config
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.rules import megatron
+from scripts.site import draw_badges
+from scripts.studies import study
 
 MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train, mindformers]
 
@@ -234,7 +234,7 @@ def check_script(script, words):
     if script == "run_mindformer.py":
         # MindFormers' own; the launcher has its options, with hyphens.
         assert "-" not in "".join(option[2:] for option in options_of(words))
-        script = "scripts/run_mindformer.py"
+        script = "scripts/launch/run_mindformer.py"
     assert (ROOT / script).is_file()
     if options_of(words):
         subcommand = words[: next(place for place, word in enumerate(words) if word.startswith("--"))]
@@ -272,7 +272,7 @@ def check_pip(words):
 
 def check_source(words):
     assert words == [".venv/bin/activate"]
-    assert "venv .venv" in (ROOT / "scripts" / "make_venv.sh").read_text().replace("--clear ", "")
+    assert "venv .venv" in (ROOT / "scripts" / "environment" / "make_venv.sh").read_text().replace("--clear ", "")
 
 
 CHECKS = {

@@ -7,20 +7,19 @@ tests/gradients/test_finder.py, and tests/scripts.
 import json
 import re
 
-import benchmark
-import benchmark_sweep
-import demo
-import figures
-import guided_training
 import pytest
-from benchmark_sweep import SWEEP
 from conftest import ROOT
-from figures import DATA, FIGURES, PAGES, Figure
 from pages import ENGLISH, ENGLISH_DOCS, blocks, chinese, figure, name_of
 
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.formats import FLOAT16
+from scripts.benchmarks import costs as benchmark
+from scripts.benchmarks import sweep as benchmark_sweep
+from scripts.benchmarks.sweep import SWEEP
+from scripts.demo import demo
+from scripts.studies import figures, guided_training
+from scripts.studies.figures import DATA, FIGURES, PAGES, Figure
 
 
 def shown_on(page):
@@ -30,7 +29,7 @@ def shown_on(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_page_shows_what_the_data_say(page):
     text = page.read_text(encoding="utf-8")
-    assert figures.rendered(text, page) == text, "run: python scripts/figures.py --render"
+    assert figures.rendered(text, page) == text, "run: python -m scripts.studies.figures --render"
     assert text.splitlines().count("<!-- end of figures -->") == len(shown_on(page))
     for name, _ in shown_on(page):
         arguments = FIGURES[name].command.partition(" ")[2]
@@ -67,12 +66,12 @@ def test_a_block_is_replaced_and_translated(tmp_path, monkeypatch):
 
 def test_a_command_that_fails_leaves_the_data_as_they_were(tmp_path):
     file = tmp_path / "sweep.json"
-    figures.measure(Figure("python scripts/benchmark.py sweep --quick", "benchmark"), file)
+    figures.measure(Figure("python -m scripts.benchmarks.costs sweep --quick", "benchmark"), file)
     measured = json.loads(file.read_text())
-    assert (measured["command"], measured["steps"][SWEEP]) == ("python scripts/benchmark.py sweep --quick", 400)
+    assert (measured["command"], measured["steps"][SWEEP]) == ("python -m scripts.benchmarks.costs sweep --quick", 400)
     before = file.read_bytes()
     with pytest.raises(figures.subprocess.CalledProcessError):
-        figures.measure(Figure("python scripts/benchmark.py sweep --rounds 0", "benchmark"), file)
+        figures.measure(Figure("python -m scripts.benchmarks.costs sweep --rounds 0", "benchmark"), file)
     assert file.read_bytes() == before
 
 
@@ -142,7 +141,7 @@ def test_report_of_the_demo_is_what_the_rule_does_at_its_overflows(tmp_path):
 
 
 def test_commands_of_the_version_table_are_its_rows():
-    script = (ROOT / "scripts" / "version_table.sh").read_text(encoding="utf-8")
+    script = (ROOT / "scripts" / "versions" / "version_table.sh").read_text(encoding="utf-8")
     pairs = re.search(r"\|\| set -- (.*)", script)[1].split()
     columns, *rows = figures.tables_of("versions")["printed"]
     assert f'echo "| {" | ".join(columns)} |"' in script

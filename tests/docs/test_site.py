@@ -24,7 +24,8 @@ import mindformers_adaptive
 from mindformers_adaptive import wrapper
 from mindformers_adaptive.rules.formats import FLOAT16
 
-build_site = pytest.importorskip("build_site", reason="There is no Sphinx for a Python before 3.11")
+pytest.importorskip("sphinx", reason="There is no Sphinx for a Python before 3.11")
+build_site = importlib.import_module("scripts.site.build_site")
 LANGUAGES = tuple(build_site.FIRST_PAGES)
 # What is in them is on the page of their room.
 UTILITIES = ("mindformers_adaptive.rules.functions", "mindformers_adaptive.text.table")
@@ -122,7 +123,7 @@ def site(tmp_path_factory):
     for package in ("mindspore", "mindformers"):
         (folder / f"{package}.py").write_text("raise AssertionError('The site is to be built without it')")
     environment = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "scripts/build_site.py", folder / "built"]
+    command = [sys.executable, "scripts/site/build_site.py", folder / "built"]
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return folder / "built"
@@ -215,7 +216,7 @@ def test_no_chinese_is_left_of_what_the_docstrings_no_longer_say():
     assert len(english) == len(set(english)) > 600
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in build_site.PACKAGE.rglob("*.py")]
     said = [node.value for tree in trees for node in ast.walk(tree) if isinstance(getattr(node, "value", None), str)]
-    said = words("\n".join([*said, *(title for titles in build_site.PUBLIC for title in titles)]))
+    said = words("\n".join([*said, *(title for title in build_site.PUBLIC)]))
     assert [text for text in english if words(text) not in said] == []
 
 

@@ -4,9 +4,10 @@ import ast
 import re
 
 import pytest
-from ascend_dry_run.program import problem
 from conftest import ROOT
 from pages import CHINESE, ENGLISH, figure, tables
+
+from scripts.ascend.program import problem
 
 PAGES = [page for page in (*ENGLISH, *CHINESE) if page.name == "compatibility.md"]
 

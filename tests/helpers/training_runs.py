@@ -209,7 +209,7 @@ class TrainingRun:
         options (dict): keys of the YAML file and their values.
         steps (int): how long it trains.
         processes (int): how many, in data parallel.
-        by_msrun (bool): whether scripts/launch_many.sh starts them, as a user would; otherwise they are forked.
+        by_msrun (bool): whether scripts/launch/launch_many.sh starts them, as a user would; otherwise they are forked.
         machine (Machine, optional): where that starts the one process of this machine.
         arguments (Sequence[str]): further options of the launcher.
         environment (dict, optional): further environment variables.
@@ -251,13 +251,13 @@ class TrainingRun:
             **{f"runner_wrapper.scale_sense.{key}": value for key, value in _SCALE_SENSE.items()},
             **options,
         }
-        command = [ROOT / "scripts" / "run_mindformer.py"]
+        command = [ROOT / "scripts" / "launch" / "run_mindformer.py"]
         environment = {**with_this_python(), "PYTHONPATH": str(ROOT), **(environment or {})}
         config = CONFIG
         if compiled is not None:
             environment |= {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(compiled)}
         if by_msrun:
-            command = ["bash", ROOT / "scripts" / "launch_many.sh", processes]
+            command = ["bash", ROOT / "scripts" / "launch" / "launch_many.sh", processes]
             environment |= {"MASTER_PORT": str(free_port()), "LOG_DIR": str(logs)}
         if machine is not None:
             command = ["ip", "netns", "exec", machine.namespace, *command[:-1], "1"]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import mindspore
 import numpy as np
-from exported_graph import export_graph
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank, init
 from versions import BEFORE_1_7
@@ -22,6 +21,7 @@ from mindformers_adaptive.wrapper import (
     MFPipelineWithLossScaleCell,
     TrainOneStepWithLossScaleCell,
 )
+from scripts.benchmarks.exported_graph import export_graph
 
 
 def main(folder):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from conftest import CONFIG
-from examples.tiny_llama import build_dataset, build_model
 from mindformers.tools.register import MindFormerConfig
 from mindformers.trainer.base_trainer import BaseTrainer
 from mindspore import nn
@@ -20,6 +19,7 @@ from mindformers_adaptive.integration.trainer import (
 from mindformers_adaptive.integration.training_probe import build_training
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+from scripts.examples.tiny_llama import build_dataset, build_model
 
 SAMPLES, BATCH, MICRO_BATCHES = 48, 8, 4
 STEPS = SAMPLES // BATCH

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import yaml
 from conftest import CONFIG, ROOT
-from examples.tiny_llama import build_dataset, build_model
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn
 from training_runs import training_arguments
@@ -21,6 +20,7 @@ from mindformers_adaptive.integration.checks import check_config
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import LaunchedTrainer, Trainer
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+from scripts.examples.tiny_llama import build_dataset, build_model
 
 SCALE_SENSE = "runner_wrapper.scale_sense"
 COMPLETE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20}

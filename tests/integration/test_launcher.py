@@ -1,4 +1,4 @@
-"""The launcher: overrides of a YAML file, by its command line too, and whole runs of ``scripts/run_mindformer.py``."""
+"""The launcher: overrides of a YAML file, by its command line too, and whole runs of ``run_mindformer.py``."""
 
 import argparse
 import os
@@ -302,7 +302,7 @@ LATE = [
 @pytest.mark.parametrize(("changes", "message", "traced"), LATE, ids=["while it is built", "in a step"])
 def test_a_traceback_is_printed_where_the_training_itself_fails(run_forked, corpus, changes, message, traced):
     model = ["model.model_config.seq_length=32", "model.model_config.hidden_size=32"]
-    script = ROOT / "scripts" / "run_mindformer.py"
+    script = ROOT / "scripts" / "launch" / "run_mindformer.py"
     arguments = ["--config", CONFIG, "--train-dataset-dir", corpus, "--num-samples", 64, "--options", *model, *changes]
     errors = run_forked(script, *arguments, expect_exit=1).stderr
     assert message in errors

@@ -117,7 +117,7 @@ def test_each_process_records_the_ranges_of_its_own_gradients(two_processes):
 
 
 def test_launch_many_on_several_machines():
-    script = ROOT / "scripts" / "launch_many.sh"
+    script = ROOT / "scripts" / "launch" / "launch_many.sh"
 
     def launch(*arguments, **variables):
         environment = {**os.environ, "DRY_RUN": "1", **variables}
@@ -127,7 +127,7 @@ def test_launch_many_on_several_machines():
     assert on_second.stdout.split() == [
         *("msrun", "--worker_num=16", "--local_worker_num=8", "--node_rank=1", "--master_addr=10.0.0.1"),
         *("--master_port=8118", "--join=True", "--log_dir=output/msrun"),
-        *(str(ROOT / "scripts" / "run_mindformer.py"), "--config", "my.yaml"),
+        *(str(ROOT / "scripts" / "launch" / "run_mindformer.py"), "--config", "my.yaml"),
     ]
     without_address = launch("8", MACHINES="2", MACHINE="1")
     assert without_address.returncode != 0

@@ -4,11 +4,9 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import mindspore_mode
-from mcore import FourLosses, build_qwen3, mcore_on_cpu, rows
 from mindformers.utils.parameter_register import parameter_register
 from mindspore import Parameter, Tensor, dataset, nn
 from mindspore.train import LambdaCallback, Model
-from printed_parameters import LOSSES, forget_printed
 from record_checks import assert_follows
 
 from mindformers_adaptive import simulate_formats
@@ -22,6 +20,8 @@ from mindformers_adaptive.wrapper import (
     GradientGuidedLossScaleUpdateCell,
     MFTrainOneStepCell,
 )
+from scripts.ascend.mcore import FourLosses, build_qwen3, mcore_on_cpu, rows
+from scripts.ascend.printed_parameters import LOSSES, forget_printed
 
 START, STEPS = 2.0**24, 30
 WINDOWS = {"max_scale_window": 4, "min_scale_window": 2}

@@ -8,7 +8,6 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import ROOT
-from examples.tiny_llama import build_dataset, build_model
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.amp import DynamicLossScaleManager
 from mindspore.train import LambdaCallback
@@ -21,6 +20,7 @@ from mindformers_adaptive.monitor.record import FIELDS, read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+from scripts.examples.tiny_llama import build_dataset, build_model
 
 EXAMPLES = ROOT / "scripts" / "examples"
 STEPS = 32

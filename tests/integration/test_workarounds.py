@@ -9,7 +9,6 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import CONFIG, ROOT
-from examples.tiny_llama import build_model
 from mindformers import TrainingArguments
 from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor
@@ -19,6 +18,7 @@ from versions import NEEDS_SECTION
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import Trainer
 from mindformers_adaptive.integration.workarounds import apply_workarounds
+from scripts.examples.tiny_llama import build_model
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ ON_CPU = {
 
 @pytest.fixture(scope="module")
 def qwen3():
-    import mcore
+    from scripts.ascend import mcore
 
     with pytest.MonkeyPatch.context() as patch, mindspore_mode("pynative"), mcore.mcore_on_cpu(patch):
         network = mcore.build_qwen3()
@@ -130,7 +130,7 @@ def qwen3():
 
 @pytest.mark.parametrize(("changes", "scale", "expected"), IN_QWEN3.values(), ids=IN_QWEN3)
 def test_in_an_mcore_model(qwen3, changes, scale, expected):
-    import mcore
+    from scripts.ascend import mcore
 
     batch = tuple(map(Tensor, mcore.rows(1)[0]))
     with planted(qwen3.network, changes):

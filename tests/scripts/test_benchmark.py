@@ -5,18 +5,18 @@ import json
 import math
 import re
 
-import benchmark
-import benchmark_long
-import benchmark_sweep
 import pytest
-from benchmark import ADAPTIVE, CELLS, DYNAMIC, EMPTY, GRADIENTS, MINDFORMERS
 from conftest import ROOT
 from pages import figure
-from paired_timing import ratio, spread_percent, take_turns, time_above, typical_times
 
 from mindformers_adaptive.lab.logs import read_log
+from scripts.benchmarks import costs as benchmark
+from scripts.benchmarks import long_records as benchmark_long
+from scripts.benchmarks import sweep as benchmark_sweep
+from scripts.benchmarks.costs import ADAPTIVE, CELLS, DYNAMIC, EMPTY, GRADIENTS, MINDFORMERS
+from scripts.benchmarks.paired_timing import ratio, spread_percent, take_turns, time_above, typical_times
 
-SCRIPT = ROOT / "scripts" / "benchmark.py"
+SCRIPT = ROOT / "scripts" / "benchmarks" / "costs.py"
 # On a busy machine the rounds differ fourfold.
 ROUNDS = (1.0, 2.0, 1.0, 4.0)
 

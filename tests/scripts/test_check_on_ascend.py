@@ -2,11 +2,12 @@
 
 import re
 
-import check_on_ascend
 import pytest
 from conftest import ROOT
 
-SCRIPT = ROOT / "scripts" / "check_on_ascend.py"
+from scripts.ascend import check_on_ascend
+
+SCRIPT = ROOT / "scripts" / "ascend" / "check_on_ascend.py"
 
 
 @pytest.mark.parametrize("check", ["steps", "resume"])

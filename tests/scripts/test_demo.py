@@ -21,7 +21,7 @@ STEPS = 120
 def run_demo(run_python, corpus, *options, expect_exit=0):
     """Run the demo on a corpus, with keys of the YAML changed, in ``tmp_path``."""
     arguments = ["--corpus", corpus, "--output_dir", "output", "--options", "model.model_config.seq_length=32"]
-    return run_python(ROOT / "scripts" / "demo.py", *arguments, *options, expect_exit=expect_exit)
+    return run_python(ROOT / "scripts" / "demo" / "demo.py", *arguments, *options, expect_exit=expect_exit)
 
 
 @pytest.mark.slow

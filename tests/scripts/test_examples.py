@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT
-from examples import lenet5_managers
 from lenet5 import LeNet5, create_dataset
 from mindspore import DynamicLossScaleManager, Model, nn
 from mindspore.train.callback import LossMonitor
@@ -15,6 +14,7 @@ from pages import figure
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.text.table import as_power_of_two
+from scripts.examples import lenet5_managers
 
 EXAMPLES = ROOT / "scripts" / "examples"
 

@@ -1,15 +1,15 @@
 """Trainings in simulated 8-bit formats: what the page says holds, and the present code still does it."""
 
-import formats_training as script
 import numpy as np
 import pytest
 from conftest import mindspore_mode
 from pages import figure
-from worth_report import FP32, mean_and_interval
 
 from mindformers_adaptive import simulate_formats
 from mindformers_adaptive.amp.simulated_formats import simulated_products
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from scripts.studies import formats_training as script
+from scripts.studies.worth_report import FP32, mean_and_interval
 
 FP8 = "FP8, E4M3 and E5M2"
 FOUND = [rule.format(script.FOUND_START) for rule in (script.ADAPTIVE, script.GUIDED)]
@@ -154,7 +154,8 @@ def test_all_products_of_the_llama_with_adapters_are_rounded(monkeypatch, tmp_pa
     # MindFormers writes the configuration of the adapters there.
     monkeypatch.chdir(tmp_path)
     from mindspore import dtype as mstype
-    from worth_tasks import task_of
+
+    from scripts.studies.worth_tasks import task_of
 
     network = simulate_formats(task_of("lora", script.LLAMA).new_network(mstype.float32), *script.FORMATS[FP8])
     products = simulated_products(network)

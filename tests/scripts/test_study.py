@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import study
 from conftest import ROOT
 from pages import figure
 
@@ -17,6 +16,7 @@ from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, synthetic_trace
 from mindformers_adaptive.rules.formats import FORMATS
+from scripts.studies import study
 
 
 def rows_of(printed, heading):
@@ -27,9 +27,9 @@ def rows_of(printed, heading):
 
 def test_study_prints_the_figures_of_direct_calls(run_python, tmp_path):
     arguments = ["--steps", "300", "--seeds", "2", "--picture", "study.svg"]
-    printed = run_python(ROOT / "scripts" / "study.py", *arguments).stdout
+    printed = run_python(ROOT / "scripts" / "studies" / "study.py", *arguments).stdout
     picture = (tmp_path / "study.svg").read_bytes()
-    assert run_python(ROOT / "scripts" / "study.py", *arguments).stdout == printed
+    assert run_python(ROOT / "scripts" / "studies" / "study.py", *arguments).stdout == printed
     assert (tmp_path / "study.svg").read_bytes() == picture
     assert "8 kinds, 2 seeds (0 to 1) of 300 steps each" in printed
 

@@ -6,13 +6,24 @@ import math
 import mindspore
 import numpy as np
 import pytest
-import worth_report as worth
 from conftest import ROOT, mindspore_mode
 from pages import figure
 from scipy import stats
-from worth_report import ADAPTIVE_HIGH, FP32, GUIDED, GUIDED_HIGH, MEGATRON, MINDFORMERS, OURS, UNSCALED, WINDOW_1000
-from worth_tasks import SMALL_TASKS, Digits
-from worth_training import METHODS, Trainings, fixed
+
+from scripts.studies import worth_report as worth
+from scripts.studies.worth_report import (
+    ADAPTIVE_HIGH,
+    FP32,
+    GUIDED,
+    GUIDED_HIGH,
+    MEGATRON,
+    MINDFORMERS,
+    OURS,
+    UNSCALED,
+    WINDOW_1000,
+)
+from scripts.studies.worth_tasks import SMALL_TASKS, Digits
+from scripts.studies.worth_training import METHODS, Trainings, fixed
 
 # Of 400 steps. MindSpore 2.7 rounds otherwise.
 MOST_SKIPPED = 4 if mindspore.__version__.startswith("2.7") else 3
@@ -163,7 +174,7 @@ def test_digits_are_learned_and_the_held_out_ones_are_the_same_for_all_seeds(tra
 @pytest.mark.slow
 def test_quick_run_prints_tables_and_draws(run_python, tmp_path):
     arguments = ["--quick", "--tasks", "damped", "--json", "worth.json", "--picture", "worth.svg"]
-    printed = run_python(ROOT / "scripts" / "worth_it.py", *arguments).stdout
+    printed = run_python(ROOT / "scripts" / "studies" / "worth_it.py", *arguments).stdout
     result = json.loads((tmp_path / "worth.json").read_text())
     task = result["tasks"]["damped"]
     assert (task["steps"], list(task["runs"])) == (30, [FP32, UNSCALED, OURS])
@@ -176,5 +187,5 @@ def test_quick_run_prints_tables_and_draws(run_python, tmp_path):
 
 
 def test_file_that_cannot_be_written_is_refused_before_anything_is_trained(run_python):
-    finished = run_python(ROOT / "scripts" / "worth_it.py", "--json", "missing/a.json", expect_exit=2)
+    finished = run_python(ROOT / "scripts" / "studies" / "worth_it.py", "--json", "missing/a.json", expect_exit=2)
     assert "there is no folder 'missing'" in finished.stderr

@@ -1,0 +1,3 @@
+"""The public names, for editors and type checkers."""
+
+from mindformers_adaptive.lab.replay.simulate import replay as replay

@@ -1,0 +1,121 @@
+"""The public names: in which package users find each, and the module that defines it. Everything else follows from it.
+
+The packages of the table load a name on first use (:func:`lazy_names`), the stubs for editors have the same names, and
+so has the API reference.
+"""
+
+import importlib
+from collections.abc import Callable
+
+from mindformers_adaptive.text.install_hint import install_hint
+
+__all__ = ["PUBLIC", "lazy_names"]
+
+_PACKAGE = "mindformers_adaptive"
+
+# By the title of the reference, and by the name below this package, what module has it. The names of "wrapper" and of
+# "rules" are imported there, because they are all that these are for.
+PUBLIC: dict[str, dict[str, str]] = {
+    "Update cells": {
+        "AdaptiveLossScaleUpdateCell": "cells.update_cells",
+        "GradientGuidedLossScaleUpdateCell": "cells.update_cells",
+        "RuleLossScaleUpdateCell": "cells.update_cells",
+        "wrapper.NoLossScaleUpdateCell": "wrapper",
+    },
+    "Train-step cells": {
+        "wrapper.MFTrainOneStepCell": "wrapper",
+        "wrapper.MFPipelineWithLossScaleCell": "wrapper",
+        "wrapper.TrainOneStepWithLossScaleCell": "wrapper",
+        "FixedScaleTrainOneStepCell": "amp.train_network",
+    },
+    "Managers and scalers": {
+        "AdaptiveLossScaleManager": "amp.manager",
+        "GradientGuidedLossScaleManager": "amp.manager",
+        "RuleLossScaleManager": "amp.manager",
+        "AdaptiveLossScaler": "amp.scaler",
+        "GradientGuidedLossScaler": "amp.scaler",
+        "RuleLossScaler": "amp.scaler",
+    },
+    "Training": {
+        "Trainer": "integration.trainer",
+        "register": "integration.registration",
+        "build_train_network": "amp.train_network",
+        "enable_loss_scale_on_cpu": "amp.train_network",
+        "scale_sense_from_megatron": "rules.megatron",
+        "simulate_formats": "amp.simulated_formats",
+        "amp.simulated_products": "amp.simulated_formats",
+        "amp.RoundToFormat": "amp.simulated_formats",
+    },
+    "Monitors and records": {
+        "LossScaleMonitor": "monitor.loss_scale_monitor",
+        "GradientRangeMonitor": "monitor.gradient_range_monitor",
+        "monitor.RunRecord": "monitor.record",
+        "monitor.read_record": "monitor.record",
+    },
+    "Gradients": {
+        "explain_overflow": "overflow.explain",
+        "find_loss_scale": "gradients.ranges",
+        "gradient_ranges": "gradients.ranges",
+        "overflow.Explanation": "overflow.explanation",
+        "gradients.GradientSweep": "gradients.ranges",
+        "gradients.LayerOutputs": "gradients.layers",
+        "gradients.LossScaleRecommendation": "gradients.recommendation",
+        "gradients.Verdict": "gradients.recommendation",
+        "gradients.GradientRanges": "gradients.report",
+    },
+    "Rules": {
+        "AdaptiveRule": "rules.adaptive",
+        "GuidedRule": "rules.guided",
+        "Rule": "rules.rule",
+        "LossScaleState": "rules.adaptive",
+        "window_ladder": "rules.ladder",
+        "rules.find_rule": "rules",
+        "rules.make_rule": "rules",
+        "rules.Format": "rules.formats",
+        "rules.find_format": "rules.formats",
+    },
+    "The lab": {
+        "make_policy": "lab.policies",
+        "lab.analyze": "lab.analysis.analyze",
+        "lab.read_log": "lab.logs",
+        "lab.compare": "lab.replay.simulate",
+        "lab.replay.replay": "lab.replay.simulate",
+        "lab.tune": "lab.replay.tune",
+        "lab.from_gradient_ranges": "lab.traces.gradients",
+        "lab.RecordedRun": "lab.traces.recorded_run",
+        "lab.synthetic_trace": "lab.traces.synthetic",
+        "lab.synthetic_traces": "lab.traces.synthetic",
+        "lab.Trace": "lab.traces.trace",
+    },
+}
+
+# Names of before, and what is there in their place.
+_REPLACED = {"TextRule": "Rule"}
+
+
+def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that loads its public names on first use.
+
+    Args:
+        package (str): its ``__name__``.
+
+    Raises:
+        ImportError: by ``__getattr__``, where MindSpore or MindFormers is missing; it says what to install.
+    """
+    prefix = package.removeprefix(_PACKAGE).removeprefix(".")
+    names = {
+        name.rpartition(".")[2]: module
+        for group in PUBLIC.values()
+        for name, module in group.items()
+        if name.rpartition(".")[0] == prefix
+    }
+
+    def load(name: str) -> object:
+        if name in _REPLACED and _REPLACED[name] in names:
+            raise ImportError(f"{package} has no {name} any more: see {package}.{_REPLACED[name]}.")
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        with install_hint(f"{package}.{name}"):
+            return getattr(importlib.import_module(f"{_PACKAGE}.{names[name]}"), name)
+
+    return load, lambda: sorted(names), list(names)

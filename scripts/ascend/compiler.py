@@ -1,0 +1,110 @@
+"""Compile cases in this process, which has the environment of a dry run; program.py starts it.
+
+    python -m scripts.ascend.compiler LOG RESULTS CASE [CASE ...]
+
+LOG is what this process writes its output to, and RESULTS gets a line of JSON for each case when it is compiled.
+"""
+
+import collections
+import gc
+import json
+import math
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from scripts.ascend.cases import CASES, CHIPS
+
+__all__ = ["GRAPHS", "collectives_in", "kernels_in"]
+
+# Where MindSpore writes the graphs of this process, and those that it is done with.
+GRAPHS, LAST_GRAPHS = "graphs", "graph_build*.ir"
+_COLLECTIVE = (
+    r"\) = (All\w+|Reduce\w*|Broadcast|Send|Receive)\(.*?\) (?:\{instance name: \w+\} )?primitive_attrs: \{(.*)\}.*\n"
+    r" *: \((.*)\) -> "
+)
+_BYTES = {"Float16": 2, "BFloat16": 2, "Float32": 4, "Int32": 4, "Int64": 8, "Bool": 1, "Int8": 1, "UInt8": 1}
+
+
+def main(log, results, *names):
+    import mindspore
+
+    mindspore.set_device("Ascend")
+    # With the default on a machine of one or two cores MindSpore does not build the actors of a graph with a branch.
+    mindspore.runtime.dispatch_threads_num(5)
+    mindspore.set_context(mode=mindspore.GRAPH_MODE, jit_config={"jit_level": "O0"})
+    world = CASES[names[0]].world
+    if world.ranks > 1 and CASES[names[0]].function != "launched":
+        mindspore.communication.init()
+        mindspore.set_auto_parallel_context(
+            parallel_mode=world.mode,
+            pipeline_stages=world.stages,
+            enable_parallel_optimizer=world.shards_optimizer,
+            gradients_mean=True,
+        )
+    from scripts.ascend import steps
+
+    # MindSpore collects garbage before it compiles a graph, and would look through all modules each time.
+    gc.collect()
+    gc.freeze()
+    for name in names:
+        case = CASES[name]
+        os.environ["DRY_RUN_CHIP"] = CHIPS[case.chip]
+        graphs_before, log_before = set(Path(GRAPHS).rglob(LAST_GRAPHS)), Path(log).stat().st_size
+        error, start = "", time.monotonic()
+        try:
+            getattr(steps, case.function)(**case.arguments)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        seconds = round(time.monotonic() - start, 1)
+        written = Path(log).read_bytes()[log_before:].decode(errors="replace")
+        graphs = [file.read_text() for file in sorted({*Path(GRAPHS).rglob(LAST_GRAPHS)} - graphs_before)]
+        result = {"case": name, "error": error, "seconds": seconds, **kernels_in(written)}
+        result["collectives"] = sum(map(collectives_in, graphs), collections.Counter())
+        with open(results, "a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+    # MindSpore has threads that would wait for a device.
+    os._exit(0)
+
+
+def kernels_in(log):
+    """Return what MindSpore's log says of the kernels of a compilation.
+
+    Returns:
+        dict: ``kernels``, a dict of counts by operator for each type of kernel, and ``moved``, the operators for which
+        there is no kernel on an Ascend but one on the CPU.
+    """
+    kernels = collections.defaultdict(collections.Counter)
+    for operator, kind in re.findall(r"kernel opname:(\w+), kernel type:(\w+)", log):
+        kernels[kind][operator] += 1
+    moved = re.findall(r"Try to use backoff CPU kernel, node:(\S+)", log)
+    return {
+        "kernels": {kind: dict(sorted(counts.items())) for kind, counts in sorted(kernels.items())},
+        "moved": sorted({re.search(r"(\w+?)(?:-op\d+)?$", node.rstrip(",.;")).group(1) for node in moved}),
+    }
+
+
+def collectives_in(graph):
+    """Return what processes exchange by the text of a compiled graph.
+
+    Returns:
+        dict[str, int]: how often each, by a text such as "AllReduce max of 4 bytes by all". A part of the processes may
+        be just the one, and then nothing is sent.
+    """
+    found = collections.Counter()
+    for operator, attributes, inputs in re.findall(_COLLECTIVE, graph):
+        reduction = re.search(r'\bop: "(\w+)"', attributes)
+        sizes = [
+            _BYTES[dtype] * math.prod(map(int, re.findall(r"\d+", shape)))
+            for dtype, shape in re.findall(r"Tensor\[(\w+)\]>?, \(([\d, ]*)\)", inputs)
+        ]
+        name = f"{operator} {reduction[1]}" if reduction else operator
+        by = "all" if 'group: "hccl_world_group"' in attributes else "a part"
+        found[f"{name} of {sum(sizes)} bytes by {by}"] += 1
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

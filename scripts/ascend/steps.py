@@ -1,0 +1,370 @@
+"""Functions that compile one case each, in the environment of a dry run."""
+
+from pathlib import Path
+
+import mindformers.wrapper
+import mindspore
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.mindrecord import FileWriter
+from mindspore.nn.wrap.cell_wrapper import _VirtualDatasetCell
+
+import mindformers_adaptive
+import mindformers_adaptive.wrapper
+from mindformers_adaptive.integration.launcher import launch, load_config
+from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
+
+ROOT = Path(__file__).resolve().parents[2]
+
+START = 2.0**16
+# Enough for a batch of each of the processes.
+ROWS = 128
+
+
+def control(operator):
+    """One operator, of those that an Ascend has not but for Add."""
+    halves = Tensor(np.ones((2, 3)), mindspore.float16)
+    singles = halves.astype(mindspore.float32)
+    primitive, inputs = {
+        "Add": (ops.Add(), (halves, halves)),
+        "FloatStatus": (ops.operations.FloatStatus(), (singles,)),
+        "AvgPool_int32": (ops.AvgPool(2, 2), (Tensor(np.ones((1, 1, 4, 4)), mindspore.int32),)),
+        "Fmax": (ops.Fmax(), (singles, singles)),
+    }[operator]
+    Call(primitive).compile(*inputs)
+
+
+class Call(nn.Cell):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def construct(self, *inputs):
+        return self.function(*inputs)
+
+
+# Update cells
+
+
+def update_cell(way, **options):
+    """An update cell by its way of scaling."""
+    if way in ("stock", "dynamic"):
+        return nn.DynamicLossScaleUpdateCell(START, 2, 20)
+    if way == "mindformers":
+        return mindformers.wrapper.AdaptiveLossScaleUpdateCell(START, 2, 20)
+    if way == "adaptive":
+        return mindformers_adaptive.AdaptiveLossScaleUpdateCell(START, 2, 20, **options)
+    if way == "log_max":
+        return mindformers_adaptive.RuleLossScaleUpdateCell(START, "log_max.LogMaxRule", **options)
+    options = {"track_per_parameter": True, **options} if way == "guided_each" else options
+    return mindformers_adaptive.GradientGuidedLossScaleUpdateCell(START, **options)
+
+
+class Owner(nn.Cell):
+    """The loss scale and an update cell, as in a train-step cell."""
+
+    def __init__(self, cell):
+        super().__init__(auto_prefix=False)
+        self.cell = cell
+        self.scale_sense = Parameter(Tensor(START, mindspore.float32), name="scale_sense")
+
+    def construct(self, overflow):
+        return self.cell(self.scale_sense, overflow)
+
+
+def update_cell_alone(way, **options):
+    Owner(update_cell(way, **options)).compile(Tensor(True))
+
+
+# Train steps without a model
+
+
+class Layers(nn.Cell):
+    """Dense layers in FP16 and their mean loss in FP32."""
+
+    def __init__(self, count=2):
+        super().__init__()
+        self.layers = nn.CellList([nn.Dense(16, 16).to_float(mindspore.float16) for _ in range(count)])
+
+    def construct(self, features, target):
+        for layer in self.layers:
+            features = layer(features)
+        return ops.mean(ops.square(ops.cast(features, mindspore.float32) - target))
+
+
+def rows():
+    return Tensor(np.ones((8, 16)), mindspore.float32), Tensor(np.zeros((8, 16)), mindspore.float32)
+
+
+def momentum(network):
+    # As MindFormers has it. Its own cell does not take a constant rate, which becomes a second Parameter of one name.
+    rate = nn.PolynomialDecayLR(0.1, 0.01, decay_steps=100, power=1.0)
+    return nn.Momentum(network.trainable_params(), rate, momentum=0.9)
+
+
+def wrapper_of(way):
+    """The module with the train-step cells: that of MindFormers, or this package's."""
+    return mindformers.wrapper if way == "stock" else mindformers_adaptive.wrapper
+
+
+def compile_step(step, inputs=None):
+    step.set_train().compile(*(inputs or rows()))
+
+
+def plain_step(way, network="Layers"):
+    """``TrainOneStepWithLossScaleCell``."""
+    wrapper = nn if way == "stock" else mindformers_adaptive.wrapper
+    network = NETWORKS[network]()
+    compile_step(wrapper.TrainOneStepWithLossScaleCell(network, momentum(network), update_cell(way)))
+
+
+def mf_step(way, network="Layers", optimizer="momentum", **options):
+    """``MFTrainOneStepCell``, with clipping."""
+    network, options = NETWORKS[network](), {"use_clip_grad": True, "scale_sense": update_cell(way), **options}
+    if optimizer == "momentum":
+        optimizer = momentum(network)
+    else:
+        from scripts.ascend import control
+
+        if optimizer == "grouped":
+            control.forget_printed(control.PRINTED)
+            options["lr_scheduler"] = control.schedule()
+            options["grouped_lr_scheduler"] = [{"lr_scheduler": control.schedule(0.1)}]
+        optimizer = getattr(control, optimizer)(network)
+    compile_step(wrapper_of(way).MFTrainOneStepCell(network, optimizer, **options))
+
+
+class SumAndNumber(Layers):
+    """The sum of the losses, and of how many."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = Tensor([8 * 16], mindspore.float32)
+
+    def construct(self, features, target):
+        return ops.reshape(super().construct(features, target) * 128, (1,)), self.number
+
+
+class InlinedLate(Layers):
+    @mindspore.lazy_inline
+    def __init__(self):
+        super().__init__()
+
+
+class LowRank(Layers):
+    """Frozen layers with an update of rank 2."""
+
+    def __init__(self):
+        super().__init__()
+        for weight in self.trainable_params():
+            weight.requires_grad = False
+        self.down = nn.Dense(16, 2, has_bias=False).to_float(mindspore.float16)
+        self.up = nn.Dense(2, 16, has_bias=False).to_float(mindspore.float16)
+
+    def construct(self, features, target):
+        return super().construct(features, target - ops.cast(self.up(self.down(features)), mindspore.float32))
+
+
+def recomputed():
+    network = Layers()
+    network.layers[0].recompute()
+    return network
+
+
+def fixed_scale_step(way):
+    """``FixedScaleTrainOneStepCell``, or MindSpore's cell without loss scaling."""
+    network = Layers()
+    fixed = mindformers_adaptive.FixedScaleTrainOneStepCell
+    compile_step((nn.TrainOneStepCell if way == "stock" else fixed)(network, momentum(network)))
+
+
+def manager(way):
+    """A loss-scale manager by its way of scaling."""
+    if way == "stock":
+        return mindspore.amp.DynamicLossScaleManager(START)
+    if way == "adaptive":
+        return mindformers_adaptive.AdaptiveLossScaleManager(START)
+    return mindformers_adaptive.GradientGuidedLossScaleManager(START)
+
+
+def built_step(way):
+    """What ``build_train_network`` returns for a manager."""
+    package = mindspore.amp if way == "stock" else mindformers_adaptive
+    network = Layers()
+    compile_step(package.build_train_network(network, momentum(network), level="O0", loss_scale_manager=manager(way)))
+
+
+def model_step(way):
+    """The train-step cell that ``Model`` makes for a manager."""
+    network = Layers()
+    if way != "stock":
+        mindformers_adaptive.enable_loss_scale_on_cpu()
+    model = mindspore.train.Model(network, optimizer=momentum(network), loss_scale_manager=manager(way))
+    compile_step(model.train_network)
+
+
+def scaler_step(way):
+    """``value_and_grad`` with a loss scaler, in a function that is compiled."""
+    network = Layers()
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    scaler = {
+        "stock": lambda: mindspore.amp.DynamicLossScaler(START, 2, 20),
+        "adaptive": lambda: mindformers_adaptive.AdaptiveLossScaler(START),
+        "guided": lambda: mindformers_adaptive.GradientGuidedLossScaler(START),
+    }[way]()
+
+    def scaled_loss(*inputs):
+        return scaler.scale(network(*inputs))
+
+    value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
+
+    @mindspore.jit
+    def step(*inputs):
+        loss, gradients = value_and_grad(*inputs)
+        gradients = scaler.unscale(gradients)
+        are_finite = mindspore.amp.all_finite(gradients)
+        if are_finite:
+            optimizer(gradients)
+        if way == "guided":
+            scaler.adjust(are_finite, gradients)
+        else:
+            scaler.adjust(are_finite)
+        return loss
+
+    step(*rows())
+
+
+# Train steps in several processes
+
+
+def split(network):
+    """The layers, each in a pipeline stage of its own if there are stages; each process has some rows of a weight."""
+    stages = mindspore.get_auto_parallel_context("pipeline_stages")
+    parts = mindspore.communication.get_group_size() // stages
+    for stage, dense in enumerate(network.layers):
+        dense.matmul.shard(((1, 1), (parts, 1)))
+        dense.bias_add.shard(((1, parts), (parts,)))
+        if stages > 1:
+            dense.pipeline_stage = stage
+    return network
+
+
+def pipeline_step(way, micro_batches=4, **options):
+    """``MFPipelineWithLossScaleCell`` with clipping."""
+    layers = Layers(mindspore.get_auto_parallel_context("pipeline_stages"))
+    network = _VirtualDatasetCell(nn.PipelineCell(split(layers), micro_batches)).set_train()
+    options = {"scale_sense": update_cell(way), "micro_batch_num": micro_batches, **options}
+    compile_step(wrapper_of(way).MFPipelineWithLossScaleCell(network, momentum(network), **options))
+
+
+NETWORKS = {
+    "Layers": Layers,
+    "accumulating": lambda: MeanOverMicroBatches(Layers(), 2),
+    "InlinedLate": InlinedLate,
+    "LowRank": LowRank,
+    "recomputed": recomputed,
+    "SumAndNumber": SumAndNumber,
+    "in FP8": lambda: mindformers_adaptive.simulate_formats(Layers(), "float8_e4m3fn", "float8_e5m2"),
+    "in HiF8": lambda: mindformers_adaptive.simulate_formats(Layers(), "hifloat8", "hifloat8"),
+    "in BF16": lambda: mindformers_adaptive.simulate_formats(Layers(), "bfloat16", "bfloat16"),
+    "split": lambda: split(Layers()),
+    "split, SumAndNumber": lambda: split(SumAndNumber()),
+}
+
+
+# Whole models
+
+
+def launched(way, config, as_it_is=False, **options):
+    """The launcher with a YAML file, a small model and rows of zeros; the steps of the only epoch are sunk.
+
+    A file that is taken as it is has adaptive scaling already.
+    """
+    update_cells = {
+        "stock": "DynamicLossScaleUpdateCell",
+        "adaptive": "AdaptiveLossScaleUpdateCell",
+        "guided": "GradientGuidedLossScaleUpdateCell",
+    }
+    if not as_it_is or way != "adaptive":
+        windows = {} if way == "guided" else {"scale_factor": 2, "scale_window": 20}
+        scale_sense = {"type": update_cells[way], "loss_scale_value": 65536, **windows}
+        options = {**options, "runner_wrapper.scale_sense": scale_sense}
+    folder = Path("rows").absolute()
+    overrides = {
+        "context.device_target": "Ascend",
+        "runner_config.epochs": 1,
+        "runner_config.sink_mode": True,
+        "runner_config.sink_size": -1,
+        "train_dataset.data_loader.dataset_dir": str(folder),
+        "train_dataset.data_loader.num_samples": ROWS,
+        # A machine of few cores takes no more.
+        "train_dataset.num_parallel_workers": 1,
+        **options,
+    }
+    config = load_config(ROOT / "configs" / config, overrides, may_add=list(overrides))
+    write_rows(folder, config.train_dataset.input_columns, config.model.model_config.seq_length + 1)
+    launch(config)
+
+
+def write_rows(folder, columns, length):
+    folder.mkdir()
+    writer = FileWriter(str(folder / "rows.mindrecord"), shard_num=1)
+    writer.add_schema({column: {"type": "int32", "shape": [length]} for column in columns}, "zeros")
+    writer.write_raw_data([dict.fromkeys(columns, np.zeros(length, np.int32))] * ROWS)
+    writer.commit()
+
+
+def mcore_step(way, model):
+    """A tiny mcore model of MindFormers with its own operators: flash attention, fused norms, experts."""
+    from mindformers.core.context.build_context import MFContextOperator
+    from mindformers.tools.register import MindFormerConfig
+
+    from scripts.ascend import mcore as tiny
+
+    MFContextOperator(MindFormerConfig(run_mode="train", model={"model_config": {}})).set_context(use_legacy=False)
+    network = tiny.build_qwen3() if model == "qwen3" else deepseek(tiny.SEQ_LENGTH)
+    optimizer = nn.Adam(network.trainable_params(), nn.CosineDecayLR(0.001, 0.02, 40))
+    step = wrapper_of(way).MFTrainOneStepCell(network, optimizer, use_clip_grad=True, scale_sense=update_cell(way))
+    tokens = Tensor(np.ones((tiny.BATCH, tiny.SEQ_LENGTH)), mindspore.int32)
+    compile_step(step, (tokens, tokens, ops.cast(tokens, mindspore.float32)))
+
+
+def deepseek(length):
+    """A DeepSeek-V3 of two layers: latent attention, experts, the prediction of a second token, a loss for balance."""
+    from mindformers.models.deepseek3.configuration_deepseek_v3 import DeepseekV3Config
+    from mindformers.models.deepseek3.modeling_deepseek_v3_train import TrainingDeepseekV3ForCausalLM
+    from mindformers.wrapper.wrapper import DataOrderWrapperCell
+
+    sizes = {
+        "vocab_size": 64,
+        "seq_length": length,
+        "max_position_embeddings": 2 * length,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    latent = {"multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 16, "q_lora_rank": 16}
+    heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "use_flash_attention": True}
+    experts = {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 1e-4,
+        "router_dense_type": "float32",
+        "use_pad_tokens": False,
+    }
+    layers = {"add_bias_linear": False, "gated_linear_unit": True, "hidden_dropout": 0.0}
+    second_token = {"num_nextn_predict_layers": 1, "mtp_loss_factor": 0.3}
+    fp32 = ("params_dtype", "layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype")
+    dtypes = {"compute_dtype": "fp16", **dict.fromkeys(fp32, "fp32")}
+    config = DeepseekV3Config(**sizes, **latent, **heads, **experts, **layers, **second_token, **dtypes)
+    return DataOrderWrapperCell(["input_ids", "labels", "loss_mask"], TrainingDeepseekV3ForCausalLM(config))

@@ -1,0 +1,396 @@
+"""Measure what loss scaling costs: an update of the scale, a train step, the overflow detection, and the lab's sweep.
+
+    python -m scripts.benchmarks.costs update
+    python -m scripts.benchmarks.costs step
+    python -m scripts.benchmarks.costs detection
+    python -m scripts.benchmarks.costs sweep
+
+All four are measured as paired_timing.py describes: several copies of each way, in turns, in random order. A figure
+after ± is its standard error. Machines differ and are noisy, so compare the ratios from one run, not the times.
+"""
+
+import argparse
+import math
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from scripts.benchmarks.paired_timing import (
+    compare,
+    ratio,
+    spread_percent,
+    take_turns,
+    time_above,
+    typical_times,
+    with_error,
+)
+from scripts.benchmarks.sweep import measure_sweep, sweep_tables
+from scripts.studies.reporting import (
+    add_json_option,
+    output_to_stderr,
+    positive,
+    versions,
+    with_captions,
+    write_json,
+)
+
+# Low enough for the adaptive cell to raise it for many rounds without an overflow, whose step would be shorter.
+START = 2.0**6
+# With a window of 20 clean steps, one overflow in 25 steps keeps every scale within float32, the stock cells' too.
+STEPS_PER_OVERFLOW = 25
+
+EMPTY, DYNAMIC, MINDFORMERS = "empty call", "MindSpore's dynamic", "MindFormers' adaptive"
+ADAPTIVE, HYSTERESIS, HISTORY = "adaptive", "adaptive, hysteresis=2", "adaptive, history_size=100"
+GUIDED, GUIDED_HISTORY = "guided", "guided, history_size=100"
+# What the table of updates calls them.
+CELLS = {
+    EMPTY: "empty call",
+    DYNAMIC: "MindSpore's `DynamicLossScaleUpdateCell`",
+    MINDFORMERS: "MindFormers' `AdaptiveLossScaleUpdateCell`",
+    ADAPTIVE: "`AdaptiveLossScaleUpdateCell`",
+    HYSTERESIS: "`AdaptiveLossScaleUpdateCell`, `hysteresis=2`",
+    HISTORY: "`AdaptiveLossScaleUpdateCell`, `history_size=100`",
+    GUIDED: "`GradientGuidedLossScaleUpdateCell`",
+    GUIDED_HISTORY: "`GradientGuidedLossScaleUpdateCell`, `history_size=100`",
+}
+
+MONITOR, LOOK_EVERY = "adaptive, LossScaleMonitor", 100
+# Its times are those of one look.
+GRADIENTS = f"adaptive, GradientRangeMonitor every {LOOK_EVERY} steps"
+QUICK_STEPS = (DYNAMIC, ADAPTIVE, MONITOR)
+STEPS = ("no scaling", "fixed", DYNAMIC, MINDFORMERS, ADAPTIVE, MONITOR, HISTORY, GUIDED)
+# Whole steps differ by more than these updates cost, so they are also measured alone, so many in a round.
+UPDATES, UPDATE_CALLS = (DYNAMIC, MINDFORMERS, ADAPTIVE, GUIDED), {"graph": 200, "PyNative": 10}
+FORWARD, BACKWARD = "forward", "forward and backward"
+
+SPREAD = "train steps with the same cell, standard deviation"
+
+PLAIN, ALL_FINITE, NUMPY = "ReduceMax alone", "amp.all_finite", "NumPy's pass"
+DETECTIONS = {ADAPTIVE: "adaptive cell", GUIDED: "guided cell, with the largest gradient"}
+TENSORS, ELEMENTS = (4, 50, 200), 5_000_000
+
+
+def main():
+    arguments = parse_arguments()
+    if arguments.quick:
+        arguments.copies, arguments.rounds = 2, 3
+    # What MindSpore and MindFormers print does not belong to the result.
+    with output_to_stderr():
+        sizes = {"copies": arguments.copies, "rounds": arguments.rounds}
+        result = {"benchmark": arguments.command, **versions(), **sizes, **arguments.measure(arguments)}
+    print("MindSpore {mindspore}, MindFormers {mindformers}, CPU".format(**result))
+    print("\n".join(with_captions(tables(result), CAPTIONS)))
+    write_json(arguments.json, result)
+    sys.exit(1 if result.get("different_configurations") else 0)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    each_copy = "steps of each copy in graph mode"
+    update = add_command(commands, measure_update, "one update of the loss scale, by each update cell", 5, 50)
+    update.add_argument("--mode", choices=("graph", "PyNative"), default="graph", help="MindSpore's (default: graph)")
+    update.add_argument("--calls", type=positive, default=100, help="updates a copy makes in a round (default: 100)")
+    step = add_command(commands, measure_step, "a train step of the demo's model", 4, 20, each_copy)
+    step.add_argument("--pynative-rounds", type=positive, default=4, help="in PyNative mode (default: 4)")
+    add_command(commands, measure_detection, "what it takes to see an overflow in 5 million gradients", 4, 25)
+    add_command(commands, measure_sweep, "the lab's sweep, against the rule in plain Python", 2, 3)
+    return parser.parse_args()
+
+
+def add_command(commands, measure, about, copies, rounds, of_rounds="calls of each copy"):
+    name = measure.__name__.removeprefix("measure_")
+    command = commands.add_parser(name, help=about, description=f"Measure {about}.")
+    command.set_defaults(measure=measure)
+    about_copies = f"times each way is built; fewer need less memory (default: {copies})"
+    command.add_argument("--copies", type=positive, default=copies, help=about_copies)
+    command.add_argument("--rounds", type=positive, default=rounds, help=f"{of_rounds} (default: {rounds})")
+    command.add_argument("--quick", action="store_true", help="2 copies, 3 rounds, small sizes: a test of this script")
+    add_json_option(command)
+    return command
+
+
+def set_mode(mode):
+    import mindspore
+
+    mindspore.set_context(mode=mindspore.GRAPH_MODE if mode == "graph" else mindspore.PYNATIVE_MODE)
+
+
+def tables(result):
+    """Return the tables of a result by their names, each a list of rows with the columns first."""
+    return TABLES[result["benchmark"]](result)
+
+
+# One update
+
+
+def measure_update(arguments):
+    """Return the times of ``--calls`` updates by update cell, and the kernels of each where they are known."""
+    from scripts.benchmarks.exported_graph import export_update_cell
+
+    set_mode(arguments.mode)
+    calls = 5 if arguments.quick else arguments.calls
+    times = compare({name: partial(make_updates, name, calls) for name in CELLS}, arguments.copies, arguments.rounds)
+    set_mode("graph")
+    # MindSpore exports no graph with a history, whose Parameters are no cell's.
+    exported = {name: export_update_cell(make_update_cell(name)) for name in CELLS if "history" not in name}
+    kernels = {name: len(graph.kernels) for name, graph in exported.items()}
+    return {"mode": arguments.mode, "calls": calls, "times": times, "kernels": kernels}
+
+
+def make_updates(name, calls):
+    """Return a function that makes so many updates with a cell of its own."""
+    from mindspore import Tensor
+
+    from scripts.benchmarks.exported_graph import LossScaleHolder
+
+    cell = LossScaleHolder(make_update_cell(name), START)
+    clean, overflowed = Tensor(False), Tensor(True)
+    flags = [overflowed if step % STEPS_PER_OVERFLOW == 0 else clean for step in range(calls)]
+
+    def update(_):
+        for flag in flags:
+            output = cell(flag)
+        # Wait for the device. In PyNative mode the flag comes back before the state is there.
+        output.asnumpy()
+        for parameter in cell.get_parameters():
+            parameter.asnumpy()
+
+    return update
+
+
+def make_update_cell(name):
+    from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
+    from mindspore import nn, ops
+
+    from mindformers_adaptive import wrapper
+
+    class EmptyUpdateCell(nn.Cell):
+        def construct(self, loss_scale, overflow):
+            # One kernel, because MindSpore does not run a graph without any: that call would be too cheap.
+            return ops.logical_not(overflow)
+
+        def get_loss_scale(self):
+            return START
+
+    adaptive = partial(wrapper.AdaptiveLossScaleUpdateCell, START, 2, 20)
+    guided = partial(wrapper.GradientGuidedLossScaleUpdateCell, START)
+    cells = {
+        EMPTY: EmptyUpdateCell,
+        "no scaling": wrapper.NoLossScaleUpdateCell,
+        "fixed": lambda: nn.FixedLossScaleUpdateCell(START),
+        DYNAMIC: lambda: nn.DynamicLossScaleUpdateCell(START, 2, 20),
+        MINDFORMERS: lambda: MindFormersUpdateCell(START, 2, 20),
+        HYSTERESIS: lambda: adaptive(hysteresis=2),
+        HISTORY: lambda: adaptive(history_size=100),
+        GUIDED: guided,
+        GUIDED_HISTORY: lambda: guided(history_size=100),
+    }
+    return cells.get(name, adaptive)()
+
+
+def update_tables(result):
+    times = result["times"]
+    rows = [["update cell", "ratio", "above an empty call", "one update", "kernels"]]
+    for name in times:
+        taken = (time_above(times, name, empty)[0] * 1e3 / result["calls"] for empty in (EMPTY, None))
+        relative = with_error(*ratio(times, name, MINDFORMERS, EMPTY), 2)
+        kernels = str(result["kernels"].get(name, "unknown"))
+        rows.append([CELLS[name], relative, *(f"{each:.1f} µs" for each in taken), kernels])
+    return {"cells": rows}
+
+
+# A train step
+
+
+def measure_step(arguments):
+    """Return by mode the times of train steps, of their parts, and of updates alone."""
+    from scripts.studies.worth_tasks import SMALL_TASKS, Llama
+
+    task = SMALL_TASKS["damped"] if arguments.quick else Llama(steps=10_000)
+    names = (*(QUICK_STEPS if arguments.quick else STEPS), GRADIENTS)
+    rounds_by_mode = {"graph": arguments.rounds}
+    if not arguments.quick:
+        rounds_by_mode["PyNative"] = arguments.pynative_rounds
+    times, spreads, updates = {}, {}, {}
+    for mode, rounds in rounds_by_mode.items():
+        print(f"{mode} mode", file=sys.stderr, flush=True)
+        set_mode(mode)
+        with tempfile.TemporaryDirectory() as folder:
+            taken = take_turns(ways_of_a_step(task, names, mode, folder), arguments.copies, rounds)
+        times[mode] = typical_times(taken)
+        spreads[mode] = spread_percent(taken) if arguments.copies > 1 else math.nan
+        ways = {name: partial(make_updates, name, UPDATE_CALLS[mode]) for name in UPDATES}
+        updates[mode] = compare(ways, arguments.copies, rounds)
+    task = f"{task.name}, {task.about}"
+    return {"task": task, "rounds": rounds_by_mode, "times": times, "spreads": spreads, "updates": updates}
+
+
+def ways_of_a_step(task, names, mode, folder):
+    """Return by name what builds a train step, a part of one, or a look of GradientRangeMonitor."""
+    from mindspore import Tensor
+    from mindspore import dtype as mstype
+
+    from mindformers_adaptive.gradients.backward import backward_pass
+
+    network, batch = task.network(mstype.float16, 0), task.data(0).batch
+    ways = {name: partial(make_step, task, network, batch, name, folder) for name in names}
+    if mode == "graph":
+        scale = Tensor(START, mstype.float32)
+
+        def make_backward():
+            backward = backward_pass(network)
+            return lambda count: backward(scale, *batch(count))[1][0].asnumpy()
+
+        ways[FORWARD] = lambda: lambda count: network(*batch(count)).asnumpy()
+        ways[BACKWARD] = make_backward
+    return ways
+
+
+def make_step(task, network, batch, name, folder):
+    """Return a function that takes a train step, with its callback if it has one, or only looks at the gradients."""
+    from mindspore.train.callback import RunContext
+    from mindspore.train.model import _InternalCallbackParam
+
+    from mindformers_adaptive import GradientRangeMonitor, LossScaleMonitor
+
+    train_step = task.train_step(network, make_update_cell(name))
+    if name not in (MONITOR, GRADIENTS):
+        return lambda count: train_step(*batch(count))[0].asnumpy()
+    # The callbacks lock their records, so each has a folder of its own.
+    record = Path(tempfile.mkdtemp(dir=folder), "record.jsonl")
+    callback = LossScaleMonitor(record) if name == MONITOR else GradientRangeMonitor(1, record_path=record)
+    params = _InternalCallbackParam(train_network=train_step, network=train_step, list_callback=[callback])
+    params.update(cur_step_num=0, cur_epoch_num=1, batch_num=10**6, dataset_sink_mode=False)
+    context = RunContext(params)
+    callback.on_train_begin(context)
+
+    def step(count):
+        params.cur_step_num += 1
+        params.train_dataset_element = batch(count)
+        if name == GRADIENTS:
+            callback.on_train_step_begin(context)
+            return
+        params.net_outputs = train_step(*params.train_dataset_element)
+        callback.on_train_step_end(context)
+        params.net_outputs[0].asnumpy()
+
+    return step
+
+
+def step_tables(result):
+    times = result["times"]
+    modes = [f"{mode} mode" for mode in times]
+    names = [name for name in times["graph"] if name not in (FORWARD, BACKWARD)]
+    extra = [[name, *(extra_cost(of_mode, name) for of_mode in times.values())] for name in names]
+    extra.append([SPREAD, *(f"{spread:.1f}" for spread in result["spreads"].values())])
+    forward, both = (ratio(times["graph"], name, DYNAMIC)[0] for name in (FORWARD, BACKWARD))
+    parts = {FORWARD: forward, "backward": both - forward, "detection, clipping, optimizer, scaling": 1.0 - both}
+    shares = [[name, *(f"{update_share(result, mode, name):.2%}" for mode in times)] for name in UPDATES[1:]]
+    return {
+        "extra": [["way of scaling", *modes], *extra],
+        "parts": [["part", "share"], *([name, f"{share:.0%}"] for name, share in parts.items())],
+        "updates": [["update cell", *modes], *shares],
+    }
+
+
+def extra_cost(times, name):
+    """Return how much longer a way's steps take than the dynamic cell's, in percent, as text."""
+    if name == DYNAMIC:
+        return "0"
+    of_looks = ratio(times, GRADIENTS, DYNAMIC)[0] / LOOK_EVERY if name == GRADIENTS else 0.0
+    value, error = ratio(times, ADAPTIVE if name == GRADIENTS else name, DYNAMIC)
+    percent = 100.0 * (value - 1.0 + of_looks)
+    return ("+" if percent >= 0 else "") + with_error(percent, 100.0 * error, 1)
+
+
+def update_share(result, mode, name):
+    """Return what an update takes above one of the dynamic cell, as a share of the whole step."""
+    extra = time_above(result["updates"][mode], name, DYNAMIC)[0] / UPDATE_CALLS[mode]
+    return extra / time_above(result["times"][mode], DYNAMIC)[0]
+
+
+# The detection
+
+
+def measure_detection(arguments):
+    """Return by number of Tensors the times of looking for an overflow."""
+    set_mode("graph")
+    elements, counts = (200_000, TENSORS[:1]) if arguments.quick else (ELEMENTS, TENSORS)
+    times = {}
+    for count in counts:
+        times[count] = compare(ways_of_detection(count, elements // count), arguments.copies, arguments.rounds)
+    return {"elements": elements, "times": times}
+
+
+def ways_of_detection(count, size):
+    """Return by name what builds a pass over so many gradients of this size."""
+    import mindspore
+    import numpy as np
+    from mindspore import Tensor, amp, nn, ops
+
+    from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+
+    class Pass(nn.Cell):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def construct(self, gradients):
+            return self.function(gradients)
+
+    class Detection(TrainOneStepWithLossScaleCell):
+        def construct(self, gradients):
+            return self.get_overflow_status(None, gradients)
+
+    def detection(name):
+        network = nn.Dense(1, 1)
+        return Detection(network, nn.SGD(network.trainable_params()), make_update_cell(name))
+
+    def first_element(gradients):
+        return ops.neg(gradients[0][0:1])
+
+    def largest_values(gradients):
+        # One primitive a Tensor, and nothing else.
+        return ops.stack([ops.ReduceMax()(gradient) for gradient in gradients])
+
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=size).astype(np.float32) for _ in range(count)]
+    # A tuple that is not mutable would be folded into the graph as a constant.
+    gradients = mindspore.mutable(tuple(map(Tensor, arrays)))
+
+    def compiled(make_cell, argument):
+        cell = make_cell(argument)
+        return lambda _: cell(gradients).asnumpy()
+
+    functions = {EMPTY: first_element, PLAIN: largest_values, ALL_FINITE: amp.all_finite}
+    ways = {name: partial(compiled, Pass, function) for name, function in functions.items()}
+    ways |= {name: partial(compiled, detection, name) for name in DETECTIONS}
+    return ways | {NUMPY: lambda: lambda _: [array.max() for array in arrays]}
+
+
+def detection_tables(result):
+    rows = [["Tensors", f"`{ALL_FINITE}`", *DETECTIONS.values(), NUMPY]]
+    for count, times in result["times"].items():
+        ratios = [ratio(times, name, PLAIN, EMPTY) for name in (ALL_FINITE, *DETECTIONS)]
+        # NumPy is called without MindSpore.
+        plain, (numpy, error) = time_above(times, PLAIN, EMPTY)[0], times[NUMPY]
+        ratios.append((numpy / plain, error / plain))
+        rows.append([str(count), *(with_error(*each, 1) for each in ratios)])
+    return {"passes": rows}
+
+
+TABLES = {"update": update_tables, "step": step_tables, "detection": detection_tables, "sweep": sweep_tables}
+CAPTIONS = {
+    "cells": "An update; ratio: time above the empty call, MindFormers' cell = 1, ± its standard error:",
+    "extra": f"Extra time of a step against {DYNAMIC} cell, in percent, ± its standard error:",
+    "parts": "Where the time of a step goes in graph mode, as a share of the whole step:",
+    "updates": f"An update alone above one of {DYNAMIC} cell, as a share of the whole step:",
+    "passes": f"Overflow detection as a multiple of a plain pass over the same bytes ({PLAIN}), ± its standard error:",
+    "speeds": "The lab's sweep against the rule in plain Python, on one core, ± the standard error:",
+}
+
+
+if __name__ == "__main__":
+    main()

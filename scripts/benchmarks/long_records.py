@@ -1,0 +1,120 @@
+"""Measure what a long record costs: how long each command takes, how much memory, and how that grows with the steps.
+
+    python -m scripts.benchmarks.long_records
+    python -m scripts.benchmarks.long_records --steps 10000 100000
+
+Each runs in a process of its own. Times are those of its processor, without starting Python; machines differ, so
+compare them with the time that it takes to parse each line of the record as JSON.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from mindformers_adaptive.monitor.record import FIELDS
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from scripts.studies.reporting import ROOT, add_json_option, positive, table, versions, write_json
+
+PROGRAM = "import sys; from mindformers_adaptive.cli.program import main; sys.argv[0] = 'program'; sys.exit(main())"
+READ = "import json, sys\nwith open(sys.argv[1]) as file:\n    for line in file:\n        json.loads(line)"
+RESUME = """
+import sys
+from mindformers_adaptive.monitor.record import RunRecord
+record = RunRecord(sys.argv[1])
+record.resume(int(sys.argv[2]) - 10, 7)
+record.close()
+"""
+WRITE = "import sys; from benchmark_long import write_record; write_record(sys.argv[1], int(sys.argv[2]))"
+WINDOWS = [f"dynamic:scale_window={window}" for window in (20, 200, 1000)]
+JSON = "JSON alone"
+
+
+def commands(record, picture, steps):
+    """Return by name the command line of each way to use a record; the last one changes it."""
+    return {
+        JSON: ["-c", READ, record],
+        "analyze": ["-c", PROGRAM, "analyze", record],
+        "compare": ["-c", PROGRAM, "compare", record, "--policies", *WINDOWS],
+        "tune": ["-c", PROGRAM, "tune", record],
+        "plot": ["-c", PROGRAM, "plot", record, picture],
+        "resume": ["-c", RESUME, record, str(steps)],
+    }
+
+
+def write_record(path, steps):
+    """Write what the monitor would record of an adaptive run whose ceilings wander."""
+    random = np.random.default_rng(0)
+    noise, level, wander = random.normal(0, 0.02, steps).tolist(), 0.0, []
+    for one in noise:
+        level = 0.9995 * level + one
+        wander.append(level)
+    ceilings = np.exp2(18 + np.array(wander) - 6 * (random.random(steps) < 0.001)).tolist()
+    losses, rule = random.uniform(2, 3, steps).tolist(), AdaptiveRule()
+    state = rule.start(2.0**16)
+    with open(path, "w", encoding="utf-8") as file:
+        for step, (ceiling, loss) in enumerate(zip(ceilings, losses, strict=True), start=1):
+            before, overflow = state.loss_scale, state.loss_scale > ceiling
+            state = rule.step(state, overflow)
+            told = {"step": step, "loss": loss, "overflow": overflow, "loss_scale": before, "dropped_by_norm": False}
+            told |= {"next_loss_scale": state.loss_scale, "largest_gradient": None}
+            line = {name: told[name] if name in told else getattr(state, name) for name in FIELDS}
+            file.write(json.dumps({"run": 7, **line} if step == 1 else line) + "\n")
+
+
+def run(command):
+    """Run Python with a command line; return its seconds of processor time and the most memory, in MB."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env=environment)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command[2:])} failed with {process.returncode}")
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+
+
+def measure(lengths):
+    """Return for each command its seconds and memory at each length of the record."""
+    start, _ = min(run(["-c", "pass"]) for _ in range(3))
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        record, picture = str(Path(folder, "record.jsonl")), str(Path(folder, "run.png"))
+        for steps in lengths:
+            # In a process of its own too: the next ones would inherit how much memory it took.
+            run(["-c", WRITE, record, str(steps)])
+            for name, command in commands(record, picture, steps).items():
+                seconds, memory = run(command)
+                found.setdefault(name, []).append((max(seconds - start, 0.001), memory))
+    return found
+
+
+def rows_of(found, lengths):
+    """Return the rows of the table, the names of the columns first."""
+    growth = f"times as long, {lengths[0]:,} to {lengths[-1]:,} steps"
+    rows = [["command", *(f"{steps:,} steps, s" for steps in lengths), growth, f"times {JSON}", "MB"]]
+    alone = found[JSON][-1][0]
+    for name, measured in found.items():
+        seconds = [one for one, _ in measured]
+        ratios = f"{seconds[-1] / seconds[0]:.0f}", f"{seconds[-1] / alone:.1f}"
+        rows.append([name, *(f"{one:.2f}" for one in seconds), *ratios, f"{measured[-1][1]:.0f}"])
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", nargs="+", type=positive, default=[10_000, 100_000, 1_000_000])
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    found = measure(arguments.steps)
+    print("\n".join(table(rows_of(found, arguments.steps))))
+    if arguments.json:
+        write_json(arguments.json, {"steps": arguments.steps, "found": found, "versions": versions()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+# Make .venv with the pinned versions, or use the one that is there. Sourced by demo.sh and test.sh, which have gone
+# to the top of the project; afterwards `python` is that of .venv.
+
+source scripts/environment/python.sh
+
+# The stamp is written last: a .venv without it, or with that of other requirements, is not complete.
+if ! cmp -s requirements.txt .venv/installed_requirements.txt; then
+    echo "Installing MindSpore, MindFormers and the tools into .venv (about 3.5 GB) ..."
+    python_for_venv=$(find_python)
+    "$python_for_venv" -m venv --clear .venv
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+    cp requirements.txt .venv/installed_requirements.txt
+else
+    echo "Using .venv, which is there already."
+fi
+# msrun starts whatever python comes first on the PATH.
+PATH="$PWD/.venv/bin:$PATH"

@@ -1,0 +1,178 @@
+"""Random rules of loss scaling, as modules that can be read, and their steps in NumPy, in lanes and in update cells.
+
+A rule is written from a seed. Its steps are taken by ``rule.step``, by ``Lanes`` beside rules of its class with other
+numbers, and by its update cell; each must give the same bits.
+"""
+
+import importlib.util
+import random
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from mindformers_adaptive import RuleLossScaleUpdateCell
+from mindformers_adaptive.rules.lanes import Lanes
+from scripts.random_rules.writer import write_rule
+
+__all__ = ["RandomRule", "compare", "make_rule", "numpy_runs"]
+
+# Gradients of a step: ordinary ones, and all that shows nothing.
+GRADIENTS = (0.25, 3.0, 1e-3, 777.0, 0.0, 1e-40, np.inf, np.nan)
+
+
+class RandomRule(NamedTuple):
+    """A rule that was made from a seed.
+
+    Attributes:
+        seed (int): the seed.
+        path (Path): its module.
+        rules (list[Rule]): of its class, with other arguments; the first is that of the update cell.
+        loss_scale (float): the initial one.
+    """
+
+    seed: int
+    path: Path
+    rules: list[Any]
+    loss_scale: float
+
+
+def make_rule(seed: int, folder: Path) -> RandomRule:
+    """Write the module of a random rule into a folder, and return the rule.
+
+    Raises:
+        ValueError: if the rule is refused.
+    """
+    path = folder / f"random_rule_{seed}.py"
+    path.write_text(write_rule(seed), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rules = [module.RandomRule(**arguments) for arguments in module.ARGUMENTS]
+    return RandomRule(seed, path, rules, module.FIRST_LOSS_SCALE)
+
+
+def compare(random_rules, steps):
+    """Take steps in all ways, and return for each rule "same", "noticed", or what differs.
+
+    A rule is noticed when it computes a number nearer to 0 than 2^-126, and warns of it: devices may differ there.
+
+    Args:
+        random_rules (list[RandomRule]): share a graph in each mode of MindSpore, and the steps.
+        steps (int): how many.
+    """
+    results, runs = [], []
+    for one in random_rules:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            runs.append(numpy_runs(one, steps, random_rules[0].seed // 100))
+            found = lane_differences(runs[-1])
+        others = [str(warning.message) for warning in caught if "nearer to 0 than 2^-126" not in str(warning.message)]
+        results.append("; ".join(others + found) or ("noticed" if caught else "same"))
+    for mode in ("graph", "pynative"):
+        for place, states in enumerate(cell_runs(random_rules, runs[0][0].path, mode)):
+            found = [differences(*pair) for pair in zip(states, runs[place][0].states[1:], strict=True)]
+            first = next((number for number, one in enumerate(found) if one), None)
+            if first is not None and results[place] != "noticed":
+                results[place] = f"{results[place]}; {mode}, step {first + 1}: {found[first]}".removeprefix("same; ")
+    return results
+
+
+class Run(NamedTuple):
+    """A rule, its steps, each with its overflow and its largest gradient, and its states before and after them."""
+
+    rule: Any
+    path: list[tuple[bool, float]]
+    states: list[Any]
+
+
+def numpy_runs(random_rule, steps, paths):
+    """Return runs by ``rule.step``: of the rule with each of its arguments, and of the first twice more.
+
+    Args:
+        random_rule (RandomRule): the rule.
+        steps (int): how many.
+        paths (int): the seed of the steps, the same for rules that share a graph.
+    """
+    rules, runs = random_rule.rules, []
+    for lane, rule in enumerate([*rules, rules[0], rules[0]]):
+        numbers, states = random.Random(f"{paths} {lane}"), [rule.start(random_rule.loss_scale)]
+        path = [(numbers.random() < 0.2, numbers.choice(GRADIENTS)) for _ in range(steps)]
+        for overflow, gradient in path:
+            states.append(rule.step(states[-1], overflow, gradient))
+        runs.append(Run(rule, path, states))
+    return runs
+
+
+def lane_differences(runs):
+    """Return where rules side by side differ from each by itself: those of one class, and one rule many times."""
+    return [*_lane_differences(runs, "lanes"), *_lane_differences([runs[0], *runs[3:]], "lanes of one rule")]
+
+
+def _lane_differences(runs, way):
+    lanes = Lanes([run.rule for run in runs], [run.states[0] for run in runs])
+    for number in range(len(runs[0].path)):
+        overflow, gradient = zip(*(run.path[number] for run in runs), strict=True)
+        lanes.step(np.array(overflow), np.array(gradient, np.float64))
+        for lane, (state, run) in enumerate(zip(lanes.states(), runs, strict=True)):
+            if found := differences(state._asdict(), run.states[number + 1]):
+                return [f"{way}, lane {lane}, step {number + 1}: {found}"]
+    return []
+
+
+def cell_runs(random_rules, path, mode):
+    """Return for each rule the states of its update cell in a mode of MindSpore after each step of a path."""
+    before = mindspore.get_context("mode")
+    mindspore.set_context(mode=mindspore.GRAPH_MODE if mode == "graph" else mindspore.PYNATIVE_MODE)
+    try:
+        shared = _SharedGraph(random_rules)
+        runs = [[] for _ in random_rules]
+        for overflow, gradient in path:
+            shared(Tensor(overflow), Tensor(gradient, mindspore.float32))
+            for run, cell in zip(runs, shared.update_cells, strict=True):
+                run.append(cell.state())
+    finally:
+        mindspore.set_context(mode=before)
+    return runs
+
+
+class _SharedGraph(nn.Cell):
+    """Update cells of several rules in one graph, which takes less time to compile than one for each."""
+
+    def __init__(self, random_rules):
+        super().__init__()
+        made = [RuleLossScaleUpdateCell(one.loss_scale, one.rules[0]) for one in random_rules]
+        self.update_cells = nn.CellList(made)
+        scales = [Tensor(one.loss_scale, mindspore.float32) for one in random_rules]
+        self.scales = mindspore.ParameterTuple(
+            [Parameter(scale, name=f"scale_{place}") for place, scale in enumerate(scales)]
+        )
+        for cell, scale in zip(made, self.scales, strict=True):
+            cell.bind_loss_scale(scale)
+            if cell.signals:
+                cell.declare_signal(())
+        self.count = len(made)
+
+    def construct(self, overflow, largest_gradient):
+        for place in range(self.count):
+            if self.update_cells[place].signals:
+                ops.assign(self.update_cells[place].largest_gradient, largest_gradient)
+            self.update_cells[place](self.scales[place], overflow)
+        return overflow
+
+
+def differences(ours, state):
+    """Return the parts of a state of a rule of which a bit differs from ours, with the values; NaN equals NaN."""
+    parts = state._asdict().items()
+    return ", ".join(
+        f"{name} {ours[name]!r}, not {theirs!r}" for name, theirs in parts if not _is_same(ours[name], theirs)
+    )
+
+
+def _is_same(ours, theirs):
+    ours, theirs = np.array(ours, np.float64), np.array(theirs, np.float64)
+    same = (ours == theirs) & (np.signbit(ours) == np.signbit(theirs))
+    return bool(np.all(same | (np.isnan(ours) & np.isnan(theirs))))

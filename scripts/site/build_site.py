@@ -1,0 +1,216 @@
+"""Build the documentation as a site in both languages, with a warning as an error.
+
+    python -m scripts.site.build_site output/site
+
+Sphinx reads copies of the pages in docs/ and of the first page, README.md, in a folder for the time of the build. The
+links between them are made to fit, and a file of the project that a page links to becomes a page that shows it. The
+API reference has a page for each public name and one for each room of the package. MindSpore is not needed.
+"""
+
+import argparse
+import base64
+import json
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from sphinx.cmd.build import build_main
+
+from mindformers_adaptive.public_names import PUBLIC
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "mindformers_adaptive"
+FIRST_PAGES = {"en": "README.md", "zh": "README_CN.md"}
+
+# The titles of the API reference in Chinese.
+TITLES = {
+    "Update cells": "更新Cell",
+    "Train-step cells": "单步训练Cell",
+    "Managers and scalers": "管理器与scaler",
+    "Training": "训练",
+    "Monitors and records": "监控与记录",
+    "Gradients": "梯度",
+    "Rules": "规则",
+    "The lab": "策略实验室",
+}
+WORDS = {
+    "en": {"reference": "API reference", "modules": "All modules", "pages": "Guide", "changes": "Changes"},
+    "zh": {"reference": "API参考", "modules": "全部模块", "pages": "指南", "changes": "更新记录 (英文)"},
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, help="the folder of the site, which is replaced")
+    output = parser.parse_args().output
+    # For conf.py.
+    sys.path.insert(0, str(DOCS / "site"))
+    with tempfile.TemporaryDirectory() as folder:
+        for language in FIRST_PAGES:
+            source, built = Path(folder, "source", language), Path(folder, "site", language)
+            write_sources(language, source)
+            options = ["-W", "--keep-going", "-q", "-c", DOCS / "site", "-d", Path(folder, "doctrees", language)]
+            options += ["-D", f"language={'zh_CN' if language == 'zh' else language}"]
+            if status := build_main([*map(str, options), str(source), str(built)]):
+                return status
+        shutil.copy(DOCS / "site" / "index.html", Path(folder, "site"))
+        shutil.rmtree(output, ignore_errors=True)
+        shutil.move(Path(folder, "site"), output)
+    print(f"Written: {output / 'index.html'}")
+    return 0
+
+
+def write_sources(language, folder):
+    """Write what Sphinx reads for one language."""
+    first = ROOT / FIRST_PAGES[language]
+    pages = {page: f"{page.stem}.md" for kind in ("md", "ipynb") for page in DOCS.glob(f"*/*.{kind}")}
+    pages |= {ROOT / page: "index.md" for page in FIRST_PAGES.values()} | {ROOT / "CHANGELOG.md": "changelog.md"}
+    write(folder / "reference" / "index.rst", reference(language, folder / "reference"))
+    shutil.copytree(DOCS / "images", folder / "images")
+    shown = {}
+    for page in [first, ROOT / "CHANGELOG.md", *(page for page in pages if page.parent == DOCS / language)]:
+        text = notebook(page, folder) if page.suffix == ".ipynb" else page.read_text(encoding="utf-8")
+        if page.name == "CHANGELOG.md":
+            # It is in English only, and so are the anchors in it.
+            text = re.sub(r"(?<=\.md)#[^)]+", "", text)
+        write(folder / pages[page], with_links(text, page, pages, shown))
+    for file, name in shown.items():
+        write(folder / name, page_of(file))
+    ordered = [pages[(ROOT / link).resolve()] for link in _ROW.findall(first.read_text(encoding="utf-8"))]
+    # The raw tables, and the changes.
+    others = {pages[page] for page in pages if page.parent in (DOCS / language, ROOT)} - {*ordered, "index.md"}
+    words = WORDS[language]
+    ordered += [f"{words['changes']} <{page}>" if page == "changelog.md" else page for page in sorted(others)[::-1]]
+    with open(folder / "index.md", "a", encoding="utf-8") as index:
+        index.write(toctree(words["pages"], ordered) + toctree(words["reference"], ["reference/index"]))
+
+
+def write(file, text):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+
+
+def toctree(caption, names):
+    lines = ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```", ""]
+    return "\n".join(lines)
+
+
+_LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
+# The first cell of a row.
+_ROW = re.compile(r"^\| \[[^]]+\]\(([^)#]+)\)", re.MULTILINE)
+_CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
+
+
+def with_links(text, page, pages, shown):
+    """Return the text of a page with links that fit the site; add files that only the project has to ``shown``."""
+    # The theme has links to the first page and to the other language.
+    text = re.sub(r"^\[(?:简体中文|English)\]\(\S+\)(?: · \[\w+\]\(\S+\))? ?", "", text, count=1, flags=re.MULTILINE)
+
+    def fitting(match):
+        link = match[0]
+        if "://" in link:
+            return link
+        file = (page.parent / link).resolve()
+        if file.parent == DOCS / "images" or link.startswith("images/"):
+            return f"images/{file.name}"
+        if file in pages:
+            return pages[file]
+        return shown.setdefault(file, f"files/{file.relative_to(ROOT).as_posix()}.md")
+
+    parts = _CODE.split(text)
+    parts[::2] = [_LINK.sub(fitting, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def notebook(file, folder):
+    """Return the cells of a notebook and what they gave as a page; write its pictures to the folder of the site."""
+    parts = []
+    for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```ipython3\n{source}\n```")
+        for number, output in enumerate(cell.get("outputs", [])):
+            data = output.get("data", {})
+            if "image/png" in data:
+                picture = f"images/{file.stem}_{cell['id']}_{number}.png"
+                (folder / picture).write_bytes(base64.b64decode(data["image/png"]))
+                parts.append(f"![]({picture})")
+            else:
+                text = "".join(output.get("text") or data["text/plain"]).rstrip()
+                parts.append(f"```text\n{text}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def page_of(file):
+    """Return a page that shows a file of the project, or the files of a folder."""
+    files = sorted(file.glob("*.py")) if file.is_dir() else [file]
+    lines = ["---", "orphan: true", "---", f"# {file.relative_to(ROOT)}"]
+    for each in files:
+        lines += ["", f"## {each.name}"] if len(files) > 1 else []
+        lexer = "python" if each.suffix == ".py" else "yaml" if each.suffix == ".yaml" else "text"
+        lines += ["", f"`````{lexer}", each.read_text(encoding="utf-8"), "`````"]
+    return "\n".join(lines) + "\n"
+
+
+# API reference
+
+
+def reference(language, folder):
+    """Write a page for each public name and for each room, and return the page that lists them."""
+    words = WORDS[language]
+    lines = title(words["reference"])
+    for english, names in PUBLIC.items():
+        full = [f"{PACKAGE.name}.{name}" for name in names]
+        lines += [
+            *title(TITLES[english] if language == "zh" else english, "-"),
+            ".. autosummary::",
+            "   :nosignatures:",
+            "",
+        ]
+        lines += [f"   ~{name}" for name in full]
+        lines += ["", ".. toctree::", "   :hidden:", "", *(f"   {short_name(name)}" for name in names), ""]
+        for name in full:
+            write(folder / f"{short_name(name)}.rst", "\n".join([*title(short_name(name)), *described(name)]))
+    lines += title(words["modules"], "-")
+    for room in sorted([PACKAGE / "wrapper.py", *(path.parent for path in PACKAGE.glob("*/__init__.py"))]):
+        if room.name != "register_path":
+            write(folder / "modules" / f"{room.stem}.rst", room_page(room))
+            lines.append(f"- :doc:`modules/{room.stem}`")
+    return "\n".join(lines)
+
+
+def described(name):
+    """Return the directives that describe a public name."""
+    # Classes are written with a capital letter in this package, functions are not.
+    kind = "class" if short_name(name)[0].isupper() else "function"
+    return [f".. auto{kind}:: {name}", ""]
+
+
+def room_page(room):
+    """Return a page with what the modules of a room offer to others, beside the names with a page of their own."""
+    public = {short_name(name) for names in PUBLIC.values() for name in names}
+    # Of the lab's presets; in docstrings the word stands for MindSpore's class.
+    left_out = ", ".join(sorted({*public, "Parameter"}))
+    # In the navigation of every page they would cost more time than all the rest.
+    lines = [":orphan:", "", *title(f"{PACKAGE.name}.{room.stem}")]
+    for file in sorted(room.rglob("*.py")) or [room]:
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if file not in (room, room / "__init__.py"):
+            lines += title(name.removeprefix(f"{PACKAGE.name}."), "-")
+        lines += [f".. automodule:: {name}", f"   :exclude-members: {left_out}", ""]
+    return "\n".join(lines)
+
+
+def short_name(name):
+    return name.rpartition(".")[2]
+
+
+def title(text, line="="):
+    # A Chinese character is two columns wide.
+    return [text, line * 2 * len(text), ""]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Measure the figures of the pages again, and write them into the pages.
+
+    python -m scripts.studies.figures                       # all of them: takes hours, and installs other versions
+    python -m scripts.studies.figures guided_training step  # these
+    python -m scripts.studies.figures --render              # none: only write what docs/figures/ holds into the pages
+
+docs/figures/NAME.json holds what a script measured, with its command and the versions. A page shows a table of it
+between ``<!-- figures: NAME/TABLE -->`` and ``<!-- end of figures -->``; this script writes what stands there. On a
+Chinese page each cell is what docs/figures/chinese.json says of it, or else the English one.
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindformers_adaptive.text.files import atomic_write
+from scripts.studies.reporting import ROOT, table, versions, write_json
+
+DATA = ROOT / "docs" / "figures"
+PAGES = [ROOT / "README.md", ROOT / "README_CN.md", *sorted((ROOT / "docs").glob("*/*.md"))]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a command measures.
+
+    Attributes:
+        command (str): at the top of the project.
+        module (str): the script whose ``tables(result)`` makes the tables from what ``--json`` writes. Default: "",
+            what the command prints is kept as it is, and is the table ``printed``.
+        begins (str): what the first printed line that is kept begins with. Default: "", every line is kept.
+    """
+
+    command: str
+    module: str = ""
+    begins: str = ""
+
+
+FIND = "adaptive-loss-scale find --config configs/tiny_llama_cpu_fp16.yaml --train-dataset-dir output/corpus"
+COSTS, STUDY = "scripts.benchmarks.costs", "scripts.studies.study"
+GUIDED, FORMATS = "scripts.studies.guided_training", "scripts.studies.formats_training"
+FIGURES = {
+    "study": Figure(f"python -m {STUDY}", STUDY),
+    "worth": Figure("python -m scripts.studies.worth_it", "scripts.studies.worth_report"),
+    "guided_training": Figure(f"python -m {GUIDED} --picture docs/images/guided_training.png", GUIDED),
+    "formats": Figure(f"python -m {FORMATS}", FORMATS),
+    "update": Figure(f"python -m {COSTS} update", COSTS),
+    "update_pynative": Figure(f"python -m {COSTS} update --mode PyNative --rounds 20 --calls 20", COSTS),
+    "step": Figure(f"python -m {COSTS} step --copies 2 --rounds 12 --pynative-rounds 3", COSTS),
+    "detection": Figure(f"python -m {COSTS} detection", COSTS),
+    "sweep": Figure(f"python -m {COSTS} sweep", COSTS),
+    "ascend_dry_run": Figure("python -m scripts.ascend.compile_for_ascend --all", "scripts.ascend.program"),
+    "versions": Figure("bash scripts/versions/version_table.sh"),
+    "lenet5": Figure("python scripts/examples/lenet5_managers.py", begins="LeNet5"),
+    "demo": Figure("bash scripts/demo.sh", begins="Loss "),
+    # After the demo, which writes the corpus.
+    "find": Figure(FIND, begins="No overflow"),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)} (default: all)")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(FIGURES):
+        parser.error(f"no figure is called {', '.join(sorted(unknown))}")
+    for name in [] if arguments.render else arguments.names or FIGURES:
+        print(f"{name}: {FIGURES[name].command}", file=sys.stderr, flush=True)
+        start = time.monotonic()
+        measure(FIGURES[name], DATA / f"{name}.json")
+        print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (new := rendered(text, page)) != text:
+            with atomic_write(page) as file:
+                file.write(new)
+            print(f"Written: {page.relative_to(ROOT)}")
+
+
+def measure(figure, file):
+    """Run the command of a figure, and write what it measured; if it fails, the file stays as it was."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
+    command = shlex.split(figure.command)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        command += ["--json", str(result)] if figure.module else []
+        finished = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        if figure.module:
+            measured = json.loads(result.read_text(encoding="utf-8"))
+        else:
+            measured = {"printed": kept(finished.stdout, figure.begins)}
+    write_json(file, {"command": figure.command, **versions(), **measured})
+
+
+def kept(printed, begins):
+    """Return the printed lines from the first that begins so."""
+    lines = printed.rstrip().splitlines()
+    first = next(place for place, line in enumerate(lines) if line.startswith(begins))
+    # The demo numbers its folders.
+    return [re.sub(r"\bdemo_\d+", "demo_1", line) for line in lines[first:]]
+
+
+def rendered(text, page):
+    """Return the text of a page with the tables that the data have for it."""
+    is_chinese = page.parent.name == "zh" or page.name == "README_CN.md"
+    words = json.loads((DATA / "chinese.json").read_text(encoding="utf-8")) if is_chinese else {}
+
+    def shown(block):
+        lines = lines_of(tables_of(block["name"])[block["table"]], words)
+        return "\n".join([block["begin"], *lines, block["end"]])
+
+    begin, end = r"(?P<begin><!-- figures: (?P<name>\w+)/(?P<table>\w+) -->)", r"(?P<end><!-- end of figures -->)"
+    # A block that does not end leaves what follows alone.
+    between = r"(?:(?!<!-- figures: ).)*?"
+    return re.sub(rf"^{begin}${between}^{end}$", shown, text, flags=re.MULTILINE | re.DOTALL)
+
+
+@functools.cache
+def tables_of(name):
+    """Return the tables of a figure by their names: lists of rows, or lines that are printed as they stand."""
+    data = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    if module := FIGURES[name].module:
+        return importlib.import_module(module).tables(data)
+    lines = data["printed"]
+    if lines[0].startswith("|"):
+        lines = [line.strip("| ").split(" | ") for line in lines if not line.startswith("|-")]
+    return {"printed": lines}
+
+
+def lines_of(rows, words):
+    """Return the lines that a page has for a table, with other words for its cells."""
+    if isinstance(rows[0], str):
+        return ["```text", *rows, "```"]
+    return list(table([[translated(cell, words) for cell in row] for row in rows]))
+
+
+def translated(cell, words):
+    """Return other words for a cell, or for each part of it between semicolons.
+
+    Words with ``#`` in them stand for all numbers there, and have them as {0}, {1}, ...
+
+    Examples:
+        >>> translated("2 of 3 seeds", {"# of # seeds": "{1}个种子中的{0}个"})
+        '3个种子中的2个'
+    """
+    if "; " in cell and "; " in words:
+        return words["; "].join(translated(part, words) for part in cell.split("; "))
+    if cell in words:
+        return words[cell]
+    number = r"\d+(?:\.\d+)?"
+    pattern = words.get(re.sub(number, "#", cell))
+    return cell if pattern is None else pattern.format(*re.findall(number, cell))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Train the demo's model with adaptive and with gradient-guided loss scaling, and print the skipped steps as Markdown.
+
+python -m scripts.studies.guided_training [--json FILE] [--picture FILE]
+"""
+
+import argparse
+import itertools
+import math
+import sys
+from collections import defaultdict
+
+import numpy as np
+
+from mindformers_adaptive.plots.canvas import save
+from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.rules.formats import FLOAT16
+from scripts.studies import reporting
+
+RULES = ("guided", "adaptive")
+STARTS = (2**32, 2**10)
+STEPS, SEEDS = 400, 3
+LAST = 20
+# What a repetition that ends early is compared by.
+EARLY = slice(10, 20)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    reporting.add_json_option(parser)
+    parser.add_argument("--picture", help="draw both rules' runs of the first seed from 2^32 to this PNG or SVG file")
+    arguments = parser.parse_args()
+    # What MindSpore and MindFormers print does not belong to the table.
+    with reporting.output_to_stderr():
+        runs = trainings()
+    result = {"steps": STEPS, "seeds": SEEDS, "trainings": []}
+    for start, rule in itertools.product(STARTS, RULES):
+        result["trainings"].append({"from": start, "rule": rule, "runs": list(map(summary, runs[rule, start]))})
+    [rows] = tables(result).values()
+    print("\n".join(reporting.table(rows)))
+    reporting.write_json(arguments.json, result)
+    if arguments.picture:
+        drawn = {rule: runs[rule, STARTS[0]][0] for rule in RULES}
+        print(f"Drawn: {save(draw_runs(drawn), arguments.picture)}", file=sys.stderr)
+
+
+def trainings():
+    """Return by rule and start the records of trainings, one for each seed of weights and order of the samples."""
+    import mindspore
+
+    from scripts.studies.worth_training import LlamaTraining
+
+    mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU")
+    runs = defaultdict(list)
+    for rule in RULES:
+        training = LlamaTraining(rule, STEPS)
+        for start, seed in itertools.product(STARTS, range(SEEDS)):
+            print(f"{rule} from {start}, seed {seed}", file=sys.stderr, flush=True)
+            runs[rule, start].append(training.run(start, seed))
+    return runs
+
+
+def summary(record):
+    """Return what is kept of a run, so that a test can repeat a part of it.
+
+    These are the steps skipped before the first that was applied, those after it, the mean loss of the last applied
+    steps and that of the ``EARLY`` ones; and by step log2 of the loss scale, with an exclamation mark if it overflowed,
+    or after a slash that of the largest scale that its gradients allow, where they were measured.
+    """
+    flags = [row["overflow"] for row in record]
+    before = flags.index(False)
+    applied = [row["loss"] for row in record if not row["overflow"]]
+    early = [row["loss"] for row in record[EARLY]]
+    after = sum(flags[before:])
+    losses = {"loss": float(np.mean(applied[-LAST:])), "early": float(np.mean(early))}
+    return {"before": before, "after": after, **losses, "scales": " ".join(map(scale_of, record))}
+
+
+def scale_of(row):
+    exponent = f"{math.log2(row['loss_scale']):g}"
+    if row["overflow"]:
+        return f"{exponent}!"
+    gradient = row["largest_gradient"]
+    return exponent if gradient is None else f"{exponent}/{math.floor(math.log2(FLOAT16.largest / gradient))}"
+
+
+def tables(result):
+    """Return the table of a result by its name, as a list of rows with the columns first."""
+    rows = [["from", "rule", "skipped before the first applied step", "skipped after it", "final loss", "mean"]]
+    for training in result["trainings"]:
+        before, after, losses = ([run[name] for run in training["runs"]] for name in ("before", "after", "loss"))
+        listed = (", ".join(map(str, numbers)) for numbers in (before, after))
+        each = ", ".join(f"{loss:.3f}" for loss in losses)
+        start = f"2^{training['from'].bit_length() - 1}"
+        rows.append([start, training["rule"], *listed, each, f"{np.mean(losses):.3f}"])
+    return {"trainings": rows}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What the scripts share: types of arguments, tables in Markdown, and a standard output that holds the report only."""
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+from mindformers_adaptive.text.files import atomic_write, json_text
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def positive(text):
+    """Return a text as an integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but got {text}")
+    return number
+
+
+def add_json_option(parser):
+    """Add the option ``--json``, whose file can be written if the arguments are accepted."""
+    parser.add_argument("--json", type=_file_to_write, metavar="FILE", help="also write the result to this file")
+
+
+def _file_to_write(text):
+    file = Path(text)
+    if not file.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(file.parent)!r}")
+    if file.exists() and not file.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is there and is no regular file")
+    return file
+
+
+def versions():
+    """Return the versions of MindSpore and MindFormers by their names."""
+    return {name: importlib.metadata.version(name) for name in ("mindspore", "mindformers")}
+
+
+def write_json(file, result):
+    """Write a result to the file of ``--json``, if there is one."""
+    if file is not None:
+        with atomic_write(file) as lines:
+            lines.write(json_text(result, indent=1) + "\n")
+
+
+def table(rows):
+    """Yield the lines of a table in Markdown; the first row has the names of the columns.
+
+    Examples:
+        >>> list(table([["step", "loss"], ["1", "2.5"]]))
+        ['| step | loss |', '|---|---|', '| 1 | 2.5 |']
+    """
+    columns, *others = rows
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in others:
+        yield "| " + " | ".join(row) + " |"
+
+
+def with_captions(tables, captions):
+    """Yield the lines of several tables, each a list of rows with the columns first, below what its caption says."""
+    for name, rows in tables.items():
+        yield from ["", captions[name], "", *table(rows)]
+
+
+@contextlib.contextmanager
+def output_to_stderr():
+    """Send all that is written to the standard output, by C++ too, to the standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,0 +1,142 @@
+"""Train in FP32, and in FP16 by each method of scaling the loss, and compare the results.
+
+    python -m scripts.studies.worth_it
+
+Trains seven tasks on a CPU, with the same data and weights for every method, each task in a process of its own, and
+prints Markdown. The same seeds give the same figures on the same machine. Also draws
+docs/images/quality_by_loss_scale.svg, from trainings of the first task at fixed scales. The handwritten digits are
+scikit-learn's, which has to be installed.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mindformers_adaptive.plots.canvas import save
+from scripts.studies.reporting import ROOT, add_json_option, output_to_stderr, positive, table, versions, write_json
+from scripts.studies.worth_report import (
+    EXPONENTS,
+    FP32,
+    OURS,
+    REACHED_AT,
+    SETTLED,
+    UNSCALED,
+    draw,
+    figures,
+    over_looks,
+    tables,
+)
+
+PICTURE = "docs/images/quality_by_loss_scale.svg"
+PICTURE_SEEDS = 3
+QUICK_STEPS, QUICK_EXPONENTS = 30, (0, 9)
+# The Llama takes long, and has fewer seeds and shorter samples than the demo.
+SEEDS = {"llama": 5, "lora": 5, "moving": 10, "damped": 10, "zero": 10, "auxiliary": 10, "digits": 10}
+LLAMA = {"steps": 200, "seq_length": 32}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=SEEDS, default=list(SEEDS), help="default: all")
+    parser.add_argument("--processes", type=positive, default=os.cpu_count(), help="default: one for each core")
+    parser.add_argument("--quick", action="store_true", help="a few methods, steps and one seed: a test of this script")
+    add_json_option(parser)
+    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
+    arguments = parser.parse_args()
+    # What MindSpore and MindFormers print does not belong to the report.
+    with output_to_stderr():
+        # MindSpore cannot be forked, and the processes end with their tasks, which gives the memory back.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(arguments.processes, context, max_tasks_per_child=1) as pool:
+            measured = list(pool.map(partial(measure, arguments=arguments), arguments.tasks))
+    result = {**versions(), "tasks": {key: task for key, task, _ in measured}}
+    print("\n".join(report(result)))
+    for swept in (swept for *_, swept in measured if swept):
+        result["picture"] = swept
+        print(f"\nDrawn: {os.path.relpath(save(draw(swept), arguments.picture))}")
+    write_json(arguments.json, result)
+
+
+def measure(name, arguments):
+    """Run the trainings of a task; return its name, its result as JSON can hold it, and what the picture shows."""
+    from scripts.studies.worth_tasks import task_of
+    from scripts.studies.worth_training import METHODS, Trainings, use_one_thread
+
+    use_one_thread()
+    task = task_of(name, LLAMA)
+    seeds, steps = (1, QUICK_STEPS) if arguments.quick else (SEEDS[name], None)
+    # The picture is of the same methods, which compile nothing more.
+    methods = [method for method in METHODS if not arguments.quick or method.name in (FP32, UNSCALED, OURS)]
+    trainings, runs = Trainings(task), {}
+    for method in methods:
+        for seed in range(seeds):
+            print(f"{task.name}: {method.name}, seed {seed}", file=sys.stderr, flush=True)
+            runs.setdefault(method.name, []).append(trainings.run(method, seed, steps))
+    swept = None
+    if name == "damped":
+        swept = sweep(trainings, runs, QUICK_EXPONENTS if arguments.quick else EXPONENTS, steps)
+    return name, about(task, runs, steps), swept
+
+
+def about(task, runs, steps):
+    """Return what a page says of a task, with the figures of each run by method and seed."""
+    return {
+        "name": task.name,
+        "about": task.about,
+        "steps": steps or task.steps,
+        "seeds": len(runs[FP32]),
+        "measure": task.measure,
+        "higher_is_better": task.higher_is_better,
+        "runs": {name: figures(of_method, runs[FP32], task) for name, of_method in runs.items()},
+    }
+
+
+def sweep(trainings, runs, exponents, steps=None):
+    """Train at fixed scales, with the first seeds of the runs of the task.
+
+    Returns:
+        dict: ``exponents``; ``quality``, ``underflow`` and ``skipped``, the shares and results by exponent, means over
+        the seeds; ``fp32``, ``unscaled`` and ``ours``, the results of the runs; ``found``, log2 of the found scales.
+    """
+    from scripts.studies.worth_training import fixed
+
+    names = {"fp32": FP32, "unscaled": UNSCALED, "ours": OURS}
+    runs = {key: runs[name][:PICTURE_SEEDS] for key, name in names.items()}
+    swept = {"exponents": list(exponents), "quality": [], "underflow": [], "skipped": []}
+    for exponent in exponents:
+        at_scale = [trainings.run(fixed(2.0**exponent), seed, steps) for seed in range(len(runs["fp32"]))]
+        underflow = [over_looks(run, lambda look: look["underflow"]) or 0.0 for run in at_scale]
+        swept["quality"].append(mean_quality(at_scale))
+        swept["underflow"].append(float(np.mean(underflow)))
+        swept["skipped"].append(float(np.mean([len(run["skipped"]) / run["steps"] for run in at_scale])))
+    swept["found"] = [float(np.log2(run["start"])) for run in runs["ours"]]
+    return swept | {key: mean_quality(each) for key, each in runs.items()}
+
+
+def mean_quality(runs):
+    return float(np.mean([run["quality"] for run in runs]))
+
+
+def report(result):
+    """The report, as lines of Markdown."""
+    yield "MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode; means over the seeds.".format(**result)
+    yield f"Skipped at the start: before {SETTLED} steps in a row were applied. Headroom lost: log2(ceiling / loss"
+    yield "scale), the ceiling found by bisection on the real backward pass. Underflow: gradients that are 0, but not"
+    yield "at the ceiling. Both are means over applied steps. Steps to FP32's result: until that which FP32 has after"
+    yield f"{REACHED_AT:.0%} of its steps. Differences: between runs of one seed, mean ± half of the interval of 95 %"
+    yield "confidence; a method is better where the interval does not reach 0."
+    shown = tables(result)
+    yield from ["", *table(shown["who_wins"])]
+    for key, task in result["tasks"].items():
+        yield from ["", "### {name}: {about}, {steps} steps, {seeds} seeds".format(**task), ""]
+        yield from [*table(shown[key]), "", *table(shown[f"{key}_pairs"])]
+
+
+if __name__ == "__main__":
+    main()

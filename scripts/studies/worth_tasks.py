@@ -1,0 +1,348 @@
+"""Trainings on which loss scaling is tried: what each learns, in FP16 or FP32, and how its result is measured."""
+
+import copy
+import functools
+import pydoc_data.topics
+from dataclasses import dataclass
+from pathlib import Path
+
+import mindspore
+import numpy as np
+import yaml
+from mindformers.core.lr import build_lr
+from mindformers.core.optim import build_optim
+from mindformers.models import build_network
+from mindformers.tools.register import MindFormerConfig
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.wrapper import MFTrainOneStepCell, NoLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from scripts.demo.prepare_corpus import cut_into_samples, read_standard_library
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny_llama_cpu_fp16.yaml"
+HELD_OUT_BATCHES = 8
+LORA = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ".*w[qkvo]"}
+
+POINTS = 1024
+WIDTH = 24
+
+
+@dataclass(frozen=True)
+class Data:
+    """What one seed trains on and is measured on.
+
+    Attributes:
+        batch (Callable): from the number of a step, from 0, to the inputs of the network, a tuple of Tensors.
+        held_out (list[tuple]): inputs that no step sees.
+        variance (float): of the held-out targets; 1.0 where the measure is a loss.
+    """
+
+    batch: object
+    held_out: list
+    variance: float = 1.0
+
+
+def batches(samples, order, size):
+    """Return what gives the batch of a step: rows of all arrays in this order, which begins again at its end."""
+
+    def batch(step):
+        rows = np.take(order, range(step * size, (step + 1) * size), mode="wrap")
+        return tuple(Tensor(array[rows]) for array in samples)
+
+    return batch
+
+
+class Task:
+    """What a training learns, and how its result is measured: by a loss, unless a task says otherwise.
+
+    A task has a ``name``, words ``about`` it for the report, the number of ``steps``, and that of the steps after which
+    a run is looked at again, ``look_every``.
+    """
+
+    train_step_cell = TrainOneStepWithLossScaleCell
+    measure = "loss"
+    higher_is_better = False
+
+    def network(self, dtype, seed):
+        """Return the network with its loss and the weights of this seed."""
+        mindspore.set_seed(seed)
+        return self.new_network(dtype).set_train()
+
+    def train_step(self, network, update_cell):
+        """Return the train-step cell; its first two outputs are the loss and the overflow flag."""
+        return self.train_step_cell(network, self.optimizer(network), scale_sense=update_cell).set_train()
+
+    def quality(self, network, data):
+        """Return the mean loss on what was not trained on."""
+        return float(np.mean([float(network(*inputs)) for inputs in data.held_out]))
+
+
+class Branches(nn.Cell):
+    """Dense 2-24, and for each output Dense 24-24-1 with tanh, times a factor; returns the mean squared error.
+
+    Args:
+        dtype (mindspore.dtype): what the Dense layers compute in; factors and loss are float32.
+        factors (Sequence[float]): one an output.
+        zero_last (bool): whether the last layers start at 0. Default: False.
+
+    Inputs:
+        - **points** (Tensor) - float32 of shape (points, 2).
+        - **targets** (Tensor) - float32 of shape (points, outputs).
+        - **weights** (Tensor) - of the outputs in the loss, float32 of shape (outputs,).
+    """
+
+    def __init__(self, dtype, factors, zero_last=False):
+        super().__init__()
+        zeros = {"weight_init": "zeros", "bias_init": "zeros"} if zero_last else {}
+        self.first = nn.Dense(2, WIDTH).to_float(dtype)
+        self.middle = nn.CellList([nn.Dense(WIDTH, WIDTH).to_float(dtype) for _ in factors])
+        self.last = nn.CellList([nn.Dense(WIDTH, 1, **zeros).to_float(dtype) for _ in factors])
+        self.outputs = len(factors)
+        self.factors = Tensor(factors, mstype.float32)
+
+    def construct(self, points, targets, weights):
+        shared = ops.tanh(self.first(points))
+        outputs = ()
+        for place in range(self.outputs):
+            hidden = ops.tanh(self.middle[place](shared))
+            outputs += (ops.cast(self.last[place](hidden), mstype.float32),)
+        # MindSpore prints a message about the concatenation of a single Tensor.
+        together = ops.concat(outputs, 1) if self.outputs > 1 else outputs[0]
+        errors = ops.square(together * self.factors - targets)
+        return (errors * weights).sum(1).mean()
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """A training of :class:`Branches` on all points at once; the last output is the one that is measured.
+
+    Attributes:
+        name (str): what it is called.
+        about (str): what is trained, for the report.
+        factors, zero_last: of :class:`Branches`.
+        targets (tuple[float], optional): the largest value of each output's targets. Default: None, the factors.
+        weights (tuple[float]): of the outputs in the loss.
+        steps (int): how many.
+        learning_rate (float): of Adam.
+        beta2 (float): of Adam. Default: 0.999, MindSpore's.
+        burst (tuple): first step, step after the last, and by what the weight of the first output is multiplied between
+            them. Default: no step.
+    """
+
+    name: str
+    about: str
+    factors: tuple = (1.0,)
+    targets: tuple | None = None
+    weights: tuple = (1.0,)
+    steps: int = 400
+    learning_rate: float = 3e-3
+    zero_last: bool = False
+    beta2: float = 0.999
+    burst: tuple = (0, 0, 1.0)
+
+    measure = "R²"
+    higher_is_better = True
+    look_every = 10
+
+    def new_network(self, dtype):
+        return Branches(dtype, self.factors, self.zero_last)
+
+    def optimizer(self, network):
+        # The default eps of 1e-8 would hide small gradients from Adam, whatever the loss scale.
+        return nn.Adam(network.trainable_params(), self.learning_rate, beta2=self.beta2, eps=1e-15)
+
+    def data(self, seed):
+        """Return the Data of this seed."""
+        random = np.random.default_rng(seed)
+        # As many are held out as are trained on.
+        points = random.uniform(-1.0, 1.0, (2 * POINTS, 2))
+        # The last output is hard to learn, and any before it are easier.
+        easy = np.cos(4.0 * points[:, 0] + points[:, 1])
+        hard = np.sin(4.0 * points[:, 0]) * np.cos(3.0 * points[:, 1])
+        columns = [easy] * (len(self.factors) - 1) + [hard]
+        targets = np.stack(columns, axis=1) * np.array(self.targets or self.factors)
+        halves = zip(*(np.split(each.astype(np.float32), 2) for each in (points, targets)), strict=True)
+        train, held_out = (tuple(map(Tensor, half)) for half in halves)
+        first, end, factor = self.burst
+        usual = Tensor(self.weights, mstype.float32)
+        of_burst = Tensor((self.weights[0] * factor, *self.weights[1:]), mstype.float32)
+
+        def batch(step):
+            return (*train, of_burst if first <= step < end else usual)
+
+        only_the_last = Tensor(np.eye(len(self.factors))[-1], mstype.float32)
+        return Data(batch, [(*held_out, only_the_last)], float(targets[POINTS:, -1].var()))
+
+    def quality(self, network, data):
+        """Return R² of the last output on points that were not trained on."""
+        return 1.0 - float(network(*data.held_out[0])) / data.variance
+
+
+SMALL_TASKS = {
+    "damped": Regression(
+        "damped output",
+        "an output that is multiplied by 3e-3, as by a small residual factor",
+        factors=(3e-3,),
+    ),
+    "zero": Regression(
+        "zero-initialised last layer",
+        "small targets, 1e-3, with a last layer that starts at 0 and a learning rate of 3e-5",
+        targets=(1e-3,),
+        steps=300,
+        learning_rate=3e-5,
+        zero_last=True,
+    ),
+    "auxiliary": Regression(
+        "small auxiliary loss",
+        "two outputs, of which the second has a weight of 1e-4 in the loss",
+        factors=(1.0, 1.0),
+        weights=(1.0, 1e-4),
+    ),
+    "moving": Regression(
+        "moving ceiling",
+        "two outputs, the second multiplied by 1e-3; the loss of the first weighs 2^12 times as much in steps 201-300",
+        factors=(1.0, 1e-3),
+        weights=(1.0, 1.0),
+        steps=600,
+        beta2=0.95,
+        burst=(200, 300, 2.0**12),
+    ),
+}
+
+
+class ConvolutionsWithLoss(nn.Cell):
+    """Two convolutions with batch normalisation and a dense layer; returns the cross entropy of ten classes.
+
+    Args:
+        dtype (mindspore.dtype): what convolutions and dense layer compute in; the rest is float32.
+
+    Inputs:
+        - **images** (Tensor) - float32 of shape (images, 1, 8, 8).
+        - **labels** (Tensor) - int32 of shape (images,).
+    """
+
+    def __init__(self, dtype):
+        super().__init__()
+        layers = []
+        for inputs, outputs in ((1, 16), (16, 32)):
+            layers += [nn.Conv2d(inputs, outputs, 3, pad_mode="same").to_float(dtype), nn.BatchNorm2d(outputs)]
+            layers += [nn.ReLU(), nn.MaxPool2d(2, 2)]
+        self.layers = nn.SequentialCell(*layers, nn.Flatten(), nn.Dense(32 * 2 * 2, 10).to_float(dtype))
+        self.loss = nn.CrossEntropyLoss()
+
+    def construct(self, images, labels):
+        return self.loss(ops.cast(self.layers(images), mstype.float32), labels)
+
+
+class Digits(Task):
+    """Handwritten digits, 1797 images of 8 times 8 pixels, that scikit-learn brings; a third of them is held out."""
+
+    name = "handwritten digits"
+    about = "two convolutions with batch normalisation"
+    look_every = 20
+    steps = 100
+
+    # What is held out is normalised by its own batch.
+    new_network = ConvolutionsWithLoss
+
+    def optimizer(self, network):
+        return nn.Adam(network.trainable_params(), 1e-3)
+
+    def data(self, seed):
+        """Return the Data of this seed; what is held out is the same for all seeds."""
+        from sklearn.datasets import load_digits
+
+        pixels, labels = load_digits(return_X_y=True)
+        samples = mixed((pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)), mixed(labels.astype(np.int32))
+        held_out = len(labels) // 3
+        order = np.random.default_rng(seed).permutation(len(labels) - held_out) + held_out
+        return Data(batches(samples, order, size=32), [tuple(Tensor(array[:held_out]) for array in samples)])
+
+
+class Llama(Task):
+    """The demo's training, with samples drawn anew for each seed.
+
+    Args:
+        steps (int): how many.
+        **changes: values of the model's section in the YAML file, such as ``seq_length``, the bytes of a sample.
+    """
+
+    name = "the demo's Llama"
+    look_every = 30
+
+    def __init__(self, steps, **changes):
+        self.steps = steps
+        self.config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+        self.model = self.config["model"]["model_config"]
+        self.model.update(changes)
+        self.about = f"bytes of Python's standard library, {self.model['seq_length']} a sample"
+        max_norm = self.config["runner_wrapper"]["max_grad_norm"]
+        self.train_step_cell = functools.partial(MFTrainOneStepCell, use_clip_grad=True, max_grad_norm=max_norm)
+
+    def new_network(self, dtype):
+        self.model["compute_dtype"] = "float16" if dtype == mstype.float16 else "float32"
+        return build_network(MindFormerConfig(**copy.deepcopy(self.config["model"])))
+
+    def optimizer(self, network):
+        schedule = build_lr({**self.config["lr_schedule"], "total_steps": self.steps})
+        return build_optim(self.config["optimizer"], {"params": network.trainable_params(), "learning_rate": schedule})
+
+    def data(self, seed):
+        """Return the Data of this seed; the last part of the text is held out, the same for all seeds."""
+        size = self.model["batch_size"]
+        samples = mixed(cut_into_samples(self.text(), self.model["seq_length"] + 1))
+        samples, held_out = np.split(samples, [-HELD_OUT_BATCHES * size])
+        order = np.random.default_rng(seed).permutation(len(samples))
+        return Data(batches([samples], order, size), [(Tensor(rows),) for rows in np.split(held_out, HELD_OUT_BATCHES)])
+
+    text = staticmethod(read_standard_library)
+
+
+class Lora(Llama):
+    """The demo's model, trained in FP32 first, and then LoRA on the help texts of Python's language reference.
+
+    Args:
+        steps (int): of each of the two trainings.
+        **changes: as for :class:`Llama`.
+    """
+
+    name = "LoRA of the demo's Llama"
+
+    def __init__(self, steps, **changes):
+        super().__init__(steps, **changes, pet_config=LORA)
+        self.base = Llama(steps, **changes)
+        self.about = f"trained before in FP32; help texts of Python, {self.model['seq_length']} bytes a sample"
+
+    def network(self, dtype, seed):
+        """Return the model with the weights that were trained before, and adapters of this seed."""
+        network = super().network(dtype, seed)
+        for weight in network.get_parameters():
+            if not weight.requires_grad:
+                weight.set_data(Tensor(self._trained[weight.name]))
+        return network
+
+    @functools.cached_property
+    def _trained(self):
+        """The weights of the model after its first training, arrays by name."""
+        network, data = self.base.network(mstype.float32, 0), self.base.data(0)
+        train_step = self.base.train_step(network, NoLossScaleUpdateCell())
+        for step in range(self.steps):
+            train_step(*data.batch(step))
+        return {weight.name: weight.asnumpy().copy() for weight in network.get_parameters()}
+
+    @staticmethod
+    def text():
+        """The help texts as uint8 of shape (bytes,)."""
+        return np.frombuffer("\n".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
+
+
+def task_of(key, llama):
+    """Return a task by its key; those of the Llama are made with these arguments."""
+    if key in SMALL_TASKS:
+        return SMALL_TASKS[key]
+    return Digits() if key == "digits" else {"llama": Llama, "lora": Lora}[key](**llama)
+
+
+def mixed(samples):
+    """Samples in an order that is always the same, so that what is held out is of all kinds."""
+    return samples[np.random.default_rng(0).permutation(len(samples))]

@@ -1,0 +1,267 @@
+"""One training by each method of scaling the loss, on the same data and from the same weights, and what comes of it."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mindspore
+import numpy as np
+from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive import simulate_formats
+from mindformers_adaptive.gradients.backward import backward_pass
+from mindformers_adaptive.gradients.ranges import find_loss_scale
+from mindformers_adaptive.wrapper import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    NoLossScaleUpdateCell,
+)
+from scripts.demo.prepare_corpus import cut_into_samples, read_standard_library
+from scripts.studies.worth_report import ADAPTIVE_HIGH, FP32, GUIDED, GUIDED_HIGH, MEGATRON, MINDFORMERS, OURS, UNSCALED
+from scripts.studies.worth_tasks import Llama
+
+# In place of a number: the scale that find_loss_scale() recommends for the seed.
+FOUND = "found"
+LARGEST_START = 2.0**32
+FIND_BATCHES = 2
+HIGHEST_EXPONENT = 60
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of scaling the loss.
+
+    Attributes:
+        name (str): what it is called.
+        cell (Callable): makes the update cell from an initial scale; methods of the same are trained by one graph.
+        start (float or str): the initial scale, or ``FOUND``.
+        dtype (mindspore.dtype): what the network computes in.
+    """
+
+    name: str
+    cell: Callable
+    start: float | str = 1.0
+    dtype: object = mstype.float16
+
+
+def fixed(loss_scale):
+    """Return the method of a fixed scale, at which overflowed steps are skipped."""
+    return Method(f"fixed 2^{math.log2(loss_scale):g}", nn.FixedLossScaleUpdateCell, loss_scale)
+
+
+def dynamic(window):
+    name = f"MindSpore's dynamic, window {window}"
+    # MindSpore's default start.
+    return Method(name, lambda s: nn.DynamicLossScaleUpdateCell(s, 2, window), 2.0**24)
+
+
+def adaptive(loss_scale):
+    return AdaptiveLossScaleUpdateCell(loss_scale, 2, 20)
+
+
+METHODS = (
+    Method(FP32, lambda _: NoLossScaleUpdateCell(), dtype=mstype.float32),
+    Method(UNSCALED, lambda _: NoLossScaleUpdateCell()),
+    fixed(64.0),
+    fixed(512.0),
+    fixed(2.0**16),
+    dynamic(20),
+    dynamic(100),
+    dynamic(1000),
+    Method(MEGATRON, lambda s: AdaptiveLossScaleUpdateCell(s, 2, 1000, 1000, 1000, hysteresis=2), LARGEST_START),
+    Method(MINDFORMERS, lambda s: MindFormersUpdateCell(s, 2, 20), LARGEST_START),
+    Method(ADAPTIVE_HIGH, adaptive, LARGEST_START),
+    Method(OURS, adaptive, FOUND),
+    Method(GUIDED_HIGH, GradientGuidedLossScaleUpdateCell, LARGEST_START),
+    Method(GUIDED, GradientGuidedLossScaleUpdateCell, FOUND),
+)
+
+
+class CompiledTraining:
+    """A train step that is compiled once; before each run its Parameters are put back.
+
+    Args:
+        network (Cell): with its loss.
+        make_train_step (Callable): makes the train-step cell from the network and the update cell.
+        make_cell (Callable): makes the update cell from an initial scale.
+    """
+
+    def __init__(self, network, make_train_step, make_cell):
+        self.network, self.make_cell = network, make_cell
+        self.train_step = make_train_step(network, make_cell(LARGEST_START))
+        self.initial = [(value, value.asnumpy().copy()) for value in self.train_step.get_parameters()]
+
+    def run(self, loss_scale, weights, batches):
+        """Train from this initial scale and these weights; return the record as ``LossScaleMonitor`` writes it."""
+        put_back(self.initial)
+        set_weights(self.network, weights)
+        manager, record = self.train_step.loss_scaling_manager, []
+        fresh = (value.asnumpy() for value in self.make_cell(loss_scale).get_parameters())
+        put_back(zip(manager.get_parameters(), fresh, strict=True))
+        ops.assign(self.train_step.scale_sense, Tensor(loss_scale, mstype.float32))
+        if self.train_step._fixed_scale is not None:
+            # Otherwise it would be taken for the scale of a checkpoint.
+            self.train_step._fixed_scale = loss_scale
+        gradient = getattr(manager, "largest_gradient", None)
+        for step, batch in enumerate(batches, start=1):
+            scale = self.loss_scale
+            loss, overflow = self.train_step(*batch)[:2]
+            record.append(
+                {"step": step, "loss": float(loss), "overflow": bool(overflow)}
+                | {"loss_scale": scale, "next_loss_scale": self.loss_scale}
+                | {"largest_gradient": None if gradient is None else float(gradient)}
+            )
+        return record
+
+    @property
+    def loss_scale(self):
+        """That of the next step."""
+        return float(self.train_step.scale_sense.asnumpy())
+
+
+class LlamaTraining:
+    """The demo's training with a rule, compiled once and set back before each run.
+
+    Args:
+        rule (str): "adaptive" or "guided".
+        steps (int): for which the learning rate is planned.
+        **changes: values of the model's section in the YAML file.
+    """
+
+    def __init__(self, rule, steps, **changes):
+        task = Llama(steps, **changes)
+        self.new_network = lambda seed: task.network(mstype.float16, seed)
+        self.steps, self.batch_size = steps, task.model["batch_size"]
+        self.samples = cut_into_samples(read_standard_library(), task.model["seq_length"] + 1)
+        update_cell = {"adaptive": adaptive, "guided": GradientGuidedLossScaleUpdateCell}[rule]
+        self.compiled = CompiledTraining(self.new_network(0), task.train_step, update_cell)
+
+    def run(self, start, seed, stop=None):
+        """Return the record of a run, or of its first steps, as ``LossScaleMonitor`` writes it."""
+        order = np.random.default_rng(seed).permutation(len(self.samples))[: self.steps * self.batch_size]
+        batches = ((Tensor(self.samples[places]),) for places in order.reshape(self.steps, -1)[:stop])
+        return self.compiled.run(start, weights_of(self.new_network(seed)), batches)
+
+
+class Trainings:
+    """All trainings of one task.
+
+    Args:
+        task: a task of ``worth_tasks``.
+        look_every (int, optional): after how many steps ceiling, underflow and quality are measured, each with more
+            forward or backward passes that change nothing. Default: None, what the task says.
+        formats (tuple, optional): of the matrices and of the gradients, simulated wherever a method says FP16. Default:
+            None, the FP16 of the device.
+    """
+
+    def __init__(self, task, look_every=None, formats=None):
+        self.task = task
+        self.look_every = look_every or task.look_every
+        self.formats = formats
+        # Each is made once: networks by dtype, compiled trainings also by update cell, the others by seed.
+        self._network = functools.cache(self._new_network)
+        self._compiled = functools.cache(
+            lambda dtype, cell: CompiledTraining(self._network(dtype), task.train_step, cell)
+        )
+        self._weights = functools.cache(lambda seed: weights_of(task.network(mstype.float32, seed)))
+        self.recommendation = functools.cache(self._find)
+        self._last_ceiling = 20
+
+    def run(self, method, seed, steps=None):
+        """Train once.
+
+        Args:
+            method (Method): how to scale.
+            seed (int): of weights and data.
+            steps (int, optional): how many. Default: None, those of the task.
+
+        Returns:
+            dict: ``start``, ``skipped`` (the numbers of the skipped steps, from 0), ``steps``, ``looks`` (``step``,
+            ``quality`` and, in FP16, ``loss_scale``, ``ceiling``, ``underflow``) and ``quality`` at the end.
+        """
+        data, network, steps = self.task.data(seed), self._network(method.dtype), steps or self.task.steps
+        training, looks = self._compiled(method.dtype, method.cell), []
+
+        def batches():
+            for step in range(steps):
+                batch = data.batch(step)
+                if step % self.look_every == 0:
+                    looks.append({"step": step, "quality": self.task.quality(network, data)})
+                    if method.dtype == mstype.float16:
+                        looks[-1] |= self._look(batch, training.loss_scale)
+                yield batch
+
+        start = self.recommendation(seed).loss_scale_value if method.start == FOUND else method.start
+        record = training.run(start, self._weights(seed), batches())
+        skipped = [step for step, row in enumerate(record) if row["overflow"]]
+        quality = self.task.quality(network, data)
+        looks.append({"step": steps, "quality": quality})
+        return {"start": start, "steps": steps, "skipped": skipped, "looks": looks, "quality": quality}
+
+    def _new_network(self, dtype):
+        if self.formats is None or dtype != mstype.float16:
+            return self.task.network(dtype, 0)
+        return simulate_formats(self.task.network(mstype.float32, 0), *self.formats)
+
+    def _find(self, seed):
+        """Return what find_loss_scale() says of the weights and the first batches of a seed."""
+        network, data = self._network(mstype.float16), self.task.data(seed)
+        set_weights(network, self._weights(seed))
+        batches = [data.batch(step) for step in range(FIND_BATCHES)]
+        return find_loss_scale(network, batches, gradient_format=self.formats[1] if self.formats else "float16")
+
+    @functools.cached_property
+    def _backward(self):
+        return backward_pass(self._network(mstype.float16))
+
+    def _look(self, batch, scale):
+        """Measure the ceiling of a step to a quarter of a bit, and the share of gradients that underflow."""
+
+        @functools.cache
+        def gradients(exponent):
+            _, each, _ = self._backward(Tensor(2.0**exponent, mstype.float32), *batch)
+            flat = np.concatenate([one.asnumpy().ravel() for one in each])
+            return flat if np.isfinite(flat).all() else None
+
+        exponent = self._last_ceiling
+        while gradients(exponent) is None and exponent > -HIGHEST_EXPONENT:
+            exponent -= 1
+        while gradients(exponent + 1) is not None and exponent < HIGHEST_EXPONENT:
+            exponent += 1
+        self._last_ceiling = exponent
+        reference = gradients(exponent)
+        if reference is None:
+            return {"loss_scale": scale, "ceiling": None, "underflow": None}
+        ceiling = float(exponent)
+        for part in (0.5, 0.25):
+            ceiling += part if gradients(ceiling + part) is not None else 0.0
+        at_scale = gradients(math.log2(scale)) if 0 < scale < math.inf else None
+        underflow = None if at_scale is None else float(np.mean((at_scale == 0) & (reference != 0)))
+        return {"loss_scale": scale, "ceiling": 2.0**ceiling, "underflow": underflow}
+
+
+def put_back(values):
+    """Give Parameters the values they had, from pairs of a Parameter and an array."""
+    for value, array in values:
+        # Of a copy, because a Tensor has the memory of its array. Not by set_data(), which a compiled graph that has
+        # run once does not see for the optimizer's Parameters.
+        ops.assign(value, Tensor(array.copy(), value.dtype))
+
+
+def weights_of(network):
+    return [weight.asnumpy().copy() for weight in network.trainable_params()]
+
+
+def set_weights(network, weights):
+    """Give a network these weights, in the order of its trainable Parameters."""
+    put_back(zip(network.trainable_params(), weights, strict=True))
+
+
+def use_one_thread():
+    """Compute with one thread, so that the same seeds give the same figures. Only before the first graph."""
+    mindspore.set_device("CPU")
+    mindspore.device_context.cpu.op_tuning.threads_num(1)
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
