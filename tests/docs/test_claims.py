@@ -22,7 +22,7 @@ SAID = [
     ("evidence", "from the same start, 2^32, the window of 1000 is better on four tasks", "窗口1000在四个任务上更好"),
     ("formats", "needs loss scaling in FP8 only", "只在FP8中需要损失缩放"),
     ("formats", "need no loss scaling in any of these formats", "在这些格式中都不需要损失缩放"),
-    ("README", "FP16 without scaling was not shown to be worse than FP32", "则未显出不缩放的FP16比FP32差"),
+    ("README", "no difference between FP16 without scaling and FP32", "未观察到不缩放的FP16与FP32有差别"),
 ]
 ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
 GUIDED_FROM = {FROM_FOUND: "ours, guided from the found scale", ADAPTIVE: "ours, guided from 2^32"}
@@ -114,4 +114,4 @@ def test_an_import_makes_the_folder_that_the_page_names_and_no_other(run_python,
     found = re.findall("FOUND (.*)", run_python("-c", code).stdout)
     assert found == ["[]", "['output']"]
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["log"]
-    assert "MindFormers makes it in the current folder when it is imported" in text(page_of("en", "contributing"))
+    assert "MindFormers makes it in the current folder when it is imported" in text(page_of("en", "faq"))

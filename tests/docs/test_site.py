@@ -351,8 +351,8 @@ def test_browser_shows_a_page_without_errors(browse, language):
 SEARCHES = [
     ("en", "exchange_rate", "rule.html"),
     ("en", "AdaptiveLossScaleUpdateCell", "reference/AdaptiveLossScaleUpdateCell.html"),
-    ("en", "upgrade uninstall", "contributing.html"),
-    ("en", "first steps skipped", "contributing.html"),
+    ("en", "upgrade uninstall", "faq.html"),
+    ("en", "first steps skipped", "faq.html"),
     ("en", "resume checkpoint", "resuming.html"),
     ("en", "msrun several machines", "yaml.html"),
     ("en", "BF16", "choose.html"),
