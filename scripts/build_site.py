@@ -99,7 +99,7 @@ PUBLIC = {
 }
 WORDS = {
     "en": {"reference": "API reference", "modules": "All modules", "pages": "Guide", "changes": "Changes"},
-    "zh": {"reference": "API参考", "modules": "全部模块（英文）", "pages": "指南", "changes": "更新记录（英文）"},
+    "zh": {"reference": "API参考", "modules": "全部模块 (英文)", "pages": "指南", "changes": "更新记录 (英文)"},
 }
 
 

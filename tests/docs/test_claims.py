@@ -15,7 +15,7 @@ SAID = [
     ("choose", "no result was shown to be worse", "没有一项结果显出更差"),
     ("evidence", "guided skips fewer steps in every task", "梯度引导在每个任务上跳过的步都更少"),
     ("evidence", "is shown to be worse in none", "没有一个任务显出更差"),
-    ("evidence", "not shown to be better than a fixed 2^16 on any task", "在任何任务上都未观察到自适应缩放优于固定2^16"),
+    ("evidence", "not shown to be better than a fixed 2^16 on any task", "未观察到自适应缩放优于固定2^16"),
     ("evidence", "and was worse on two", "在两个任务上更差"),
     ("evidence", "adaptive scaling is better than a fixed 2^6 and 2^9", "自适应缩放优于固定2^6和2^9"),
     ("evidence", "With 2^16 the results of the seeds are too far apart to say", "固定2^16时各种子的结果相差太大"),
