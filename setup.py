@@ -15,7 +15,7 @@ EXTRAS = {
     "plot": ["matplotlib>=3.8"],
     "tensorboard": ["tensorboardX>=2.5"],
     # The site of scripts/site/build_site.py.
-    "docs": ["Sphinx>=8.1", "myst-parser>=4", "furo>=2024.8", "ipython_pygments_lexers"],
+    "docs": ["Sphinx>=8.1", "myst-parser>=4", "furo>=2024.8", "sphinx-copybutton>=0.5", "ipython_pygments_lexers"],
 }
 
 setup(

@@ -22,6 +22,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
 nitpicky = True
 
@@ -46,6 +47,11 @@ html_sidebars = {
     ]
 }
 html_copy_source = False
+html_search_scorer = str(ROOT / "docs" / "site" / "search_scorer.js")
+# On what is typed in or pasted, without the prompts of an example: not on outputs and diffs.
+copybutton_selector = "div.highlight:not(.highlight-text > *, .highlight-diff > *) > pre"
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 toc_object_entries_show_parents = "hide"
 # The Chinese of the docstrings, all in one file.
 locale_dirs = [str(ROOT / "docs" / "site" / "locale")]

@@ -29,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         metavar="NAME[:PARAMETER=VALUE,...]",
-        help="the rule that the run followed from its first step, as 'adaptive:loss_scale_value=2^32,scale_window=20'; "
-        "with it, a log of every k-th step bounds the number of skipped steps more narrowly",
+        help="the rule that the run followed from its first step, such as "
+        "'adaptive:loss_scale_value=2^32,scale_window=20'; with it, a log of every k-th step bounds the number of "
+        "skipped steps more narrowly",
     )
     parser.add_argument(
         "--plot",

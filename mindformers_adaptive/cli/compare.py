@@ -1,4 +1,4 @@
-"""Replay several policies on traces, and compare what each skips with how far below the ceiling it stays.
+"""Replay several policies on traces, and compare their skipped steps and headroom.
 
 examples:
   adaptive-loss-scale compare output/log/rank_0/info.log

@@ -1,7 +1,7 @@
 """Compare two checkpoints, or the gradients that `probe --gradients` wrote on two devices: the error of each Parameter.
 
 The second file is the reference. The relative error is the norm of the difference, as a multiple of the norm of the
-reference; the worst Parameter comes first. Of a folder the newest checkpoint is taken.
+reference; the worst Parameter comes first. In a folder the newest checkpoint is used.
 
 examples:
   adaptive-loss-scale diff output/checkpoint/rank_0 other/checkpoint/rank_0
@@ -24,9 +24,9 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("first", metavar="FILE", help="a .ckpt or .safetensors file, or a folder of them")
-    parser.add_argument("reference", metavar="REFERENCE", help="likewise, what it is compared with")
+    parser.add_argument("reference", metavar="REFERENCE", help="a file or folder of the same kind, to compare with")
     parser.add_argument(
-        "--modules", nargs="+", default=[], metavar="MODULE", help="only these: names of modules or Parameters, or *"
+        "--modules", nargs="+", default=[], metavar="MODULE", help="show only these modules or Parameters, or *"
     )
     parser.add_argument("--worst", type=integer(1), metavar="N", help="show the N worst only; default: all")
     add_json_argument(parser)

@@ -1,7 +1,7 @@
-"""Show the state of loss scaling that a checkpoint holds: one row a checkpoint, the newest last.
+"""Show the state of loss scaling that a checkpoint holds: one row for each, the newest last.
 
 PATH is a .ckpt or .safetensors file, a folder of them, a folder with rank_0, rank_1, ..., a folder iteration_N of
-MindFormers' `checkpoint:` format, or the folder above it. In the table, '-' is what a checkpoint does not have. The
+MindFormers' `checkpoint:` format, or the folder above it. In the table, '-' marks what a checkpoint does not have. The
 exit code is 1 if no state was found, or PATH cannot be read.
 
 examples:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE.CLASS",
-        help="a rule of your own whose state may be there, as log_max.LogMaxRule; may be given several times",
+        help="a rule of your own whose state may be there, such as log_max.LogMaxRule; may be given several times",
     )
     add_json_argument(parser)
 

@@ -90,8 +90,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
         "bounds allow",
     )
     steps = integer(1, MOST_STEPS)
-    parser.add_argument("--steps", type=steps, default=10_000, help="of a synthetic trace; default: 10000")
-    parser.add_argument("--seed", type=integer(0), default=0, help="of a synthetic trace; default: 0")
+    parser.add_argument("--steps", type=steps, default=10_000, help="length of a synthetic trace; default: 10000")
+    parser.add_argument("--seed", type=integer(0), default=0, help="random seed of a synthetic trace; default: 0")
 
 
 def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[Source]:

@@ -64,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--of",
         choices=KINDS,
         default="gradients",
-        help="of a sweep, or of records of gradients: what to draw; default: gradients",
+        help="what to draw of a sweep, or of records of gradients; default: gradients",
     )
     parser.add_argument(
         "--modules",
         nargs="+",
         default=[],
         metavar="MODULE",
-        help="likewise: draw these, a row for each: names of modules, Parameters or layers, or patterns with *",
+        help="likewise: draw only these modules, Parameters or layers, one row each; a name may have *",
     )
 
 

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="LAYER",
-        help="measure the outputs of these too: names, classes, or patterns with *",
+        help="also measure the outputs of these layers: names, classes, or patterns with *",
     )
     parser.add_argument("--parameters", type=read_scale, metavar="SCALE", help="show each Parameter at this loss scale")
     parser.add_argument("--output", type=_new_file, metavar="FILE", help="write everything to this JSON file")
@@ -71,13 +71,11 @@ def _new_file(text: str) -> str:
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what a sweep over loss scales needs."""
     add_yaml_arguments(parser)
-    parser.add_argument("--train-dataset-dir", help="the data, in place of that in the YAML file")
+    parser.add_argument("--train-dataset-dir", help="the data, instead of that in the YAML file")
     parser.add_argument("--checkpoint", help="a .ckpt or .safetensors file, or a folder of them; default: new weights")
+    parser.add_argument("--batches", type=integer(1), default=4, help="number of training batches; default: 4")
     parser.add_argument(
-        "--batches", type=integer(1), default=4, help="how many batches of the training data; default: 4"
-    )
-    parser.add_argument(
-        "--gradient-format", choices=FORMATS, default="float16", help="of the backward pass; default: float16"
+        "--gradient-format", choices=FORMATS, default="float16", help="format of the gradients; default: float16"
     )
     add_json_argument(parser)
 

@@ -1,4 +1,4 @@
-"""Replay one policy on a trace: what it would have skipped, and how far below the ceiling it would have stayed.
+"""Replay one policy on a trace: the steps that it would have skipped, and its headroom.
 
 examples:
   adaptive-loss-scale simulate --policy adaptive:loss_scale_value=2^20,max_scale_window=500 output/log/rank_0/info.log
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         default="adaptive",
         metavar="NAME[:PARAMETER=VALUE,...]",
-        help=f"one of {', '.join(POLICY_NAMES)}, with its own system's parameters, as guided:exchange_rate=5 or "
+        help=f"one of {', '.join(POLICY_NAMES)}, with its own system's parameters, such as guided:exchange_rate=5 or "
         "metaseq:init_scale=2^16,scale_window=100, or module.Class, a rule of your own; default: adaptive",
     )
     add_trace_arguments(parser, several=False)

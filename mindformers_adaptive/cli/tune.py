@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ARGUMENT=VALUE,VALUE",
-        help="values of an argument of the cell to try, in place of the default ones; may be given several times",
+        help="values of an argument of the cell to try, instead of the default ones; may be given several times",
     )
     parser.add_argument("--rows", type=integer(1), default=10, help="how many configurations to show; default: 10")
     add_json_argument(parser)

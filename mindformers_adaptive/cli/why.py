@@ -33,17 +33,17 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_yaml_arguments(parser)
-    parser.add_argument("--train-dataset-dir", help="the data, in place of that in the YAML file")
+    parser.add_argument("--train-dataset-dir", help="the data, instead of that in the YAML file")
     parser.add_argument(
         "--checkpoint",
         help="a .ckpt or .safetensors file, or a folder of them; default: what the YAML file says to load",
     )
     parser.add_argument(
-        "--loss-scale", type=read_scale, metavar="SCALE", help="of the training; default: the one that it starts from"
+        "--loss-scale", type=read_scale, metavar="SCALE", help="loss scale of the training; default: its initial one"
     )
-    parser.add_argument("--batches", type=integer(1), default=2, help="how many of the training data; default: 2")
+    parser.add_argument("--batches", type=integer(1), default=2, help="number of training batches; default: 2")
     parser.add_argument(
-        "--batch", metavar="FILE", help="a batch that LossScaleMonitor saved, overflow_batch.npz, in place of the data"
+        "--batch", metavar="FILE", help="a batch that LossScaleMonitor saved, overflow_batch.npz, instead of the data"
     )
     parser.add_argument(
         "--plot", type=read_picture, metavar="FILE", help="draw the largest value of each layer, forward and going back"

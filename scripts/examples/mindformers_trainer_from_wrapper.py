@@ -36,8 +36,8 @@ training_args = TrainingArguments(
 )
 model = build_model()
 opt = Momentum(learning_rate=0.1, momentum=0.9, params=model.trainable_params())
-manager = AdaptiveLossScaleUpdateCell(1, 2, 20, 1000, 20)
-train_network = MFTrainOneStepCell(model, opt, scale_sense=manager)
+update_cell = AdaptiveLossScaleUpdateCell(1, 2, 20, 1000, 20)
+train_network = MFTrainOneStepCell(model, opt, scale_sense=update_cell)
 train_network.set_train()
 train_dataset = GeneratorDataset(generator, column_names=["input_ids"]).batch(batch_size=4)
 eval_dataset = GeneratorDataset(generator, column_names=["input_ids"]).batch(batch_size=4)
@@ -50,4 +50,4 @@ text_generation = Trainer(
     eval_dataset=eval_dataset,
 )
 text_generation.train()
-print(manager.state())
+print(update_cell.state())

@@ -20,8 +20,8 @@ training_args = TrainingArguments(
 model = build_model()
 optimizer = nn.Momentum(model.trainable_params(), learning_rate=0.1, momentum=0.9)
 # Windows of 1 to 4 steps, instead of the usual 20 to 1000, so that they change within these few steps.
-manager = AdaptiveLossScaleUpdateCell(2**24, 2, scale_window=1, max_scale_window=4, min_scale_window=1)
-train_network = MFTrainOneStepCell(model, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=manager)
+update_cell = AdaptiveLossScaleUpdateCell(2**24, 2, scale_window=1, max_scale_window=4, min_scale_window=1)
+train_network = MFTrainOneStepCell(model, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=update_cell)
 trainer = Trainer(
     task="text_generation",
     args=training_args,

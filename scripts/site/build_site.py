@@ -38,7 +38,7 @@ TITLES = {
 }
 WORDS = {
     "en": {"reference": "API reference", "modules": "All modules", "pages": "Guide", "changes": "Changes"},
-    "zh": {"reference": "API参考", "modules": "全部模块", "pages": "指南", "changes": "更新记录 (英文)"},
+    "zh": {"reference": "API参考", "modules": "全部模块 (英文)", "pages": "指南", "changes": "更新记录 (英文)"},
 }
 
 
@@ -139,7 +139,7 @@ def notebook(file, folder):
                 parts.append(f"![]({picture})")
             else:
                 text = "".join(output.get("text") or data["text/plain"]).rstrip()
-                parts.append(f"```text\n{text}\n```")
+                parts.append(f"```{{code-block}} text\n:class: output\n\n{text}\n```")
     return "\n\n".join(parts) + "\n"
 
 
@@ -172,7 +172,7 @@ def reference(language, folder):
         lines += [f"   ~{name}" for name in full]
         lines += ["", ".. toctree::", "   :hidden:", "", *(f"   {short_name(name)}" for name in names), ""]
         for name in full:
-            write(folder / f"{short_name(name)}.rst", "\n".join([*title(short_name(name)), *described(name)]))
+            write(folder / f"{short_name(name)}.rst", "\n".join([*title_of_name(short_name(name)), *described(name)]))
     lines += title(words["modules"], "-")
     for room in sorted([PACKAGE / "wrapper.py", *(path.parent for path in PACKAGE.glob("*/__init__.py"))]):
         if room.name != "register_path":
@@ -194,7 +194,7 @@ def room_page(room):
     # Of the lab's presets; in docstrings the word stands for MindSpore's class.
     left_out = ", ".join(sorted({*public, "Parameter"}))
     # In the navigation of every page they would cost more time than all the rest.
-    lines = [":orphan:", "", *title(f"{PACKAGE.name}.{room.stem}")]
+    lines = [":orphan:", "", *title_of_name(f"{PACKAGE.name}.{room.stem}")]
     for file in sorted(room.rglob("*.py")) or [room]:
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if file not in (room, room / "__init__.py"):
@@ -205,6 +205,11 @@ def room_page(room):
 
 def short_name(name):
     return name.rpartition(".")[2]
+
+
+def title_of_name(name):
+    """Return a title of one long word, which the style sheet keeps on one line."""
+    return [".. rst-class:: name", "", *title(name)]
 
 
 def title(text, line="="):

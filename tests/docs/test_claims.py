@@ -16,14 +16,14 @@ SAID = [
     ("choose", "no result was shown to be worse", "没有一项结果显出更差"),
     ("evidence", "guided skips fewer steps in every task", "梯度引导在每个任务上跳过的步都更少"),
     ("evidence", "is shown to be worse in none", "没有一个任务显出更差"),
-    ("evidence", "not shown to be better than a fixed 2^16 on any task", "在任何任务上都未显出比固定2^16更好"),
+    ("evidence", "not shown to be better than a fixed 2^16 on any task", "未观察到自适应缩放优于固定2^16"),
     ("evidence", "and was worse on two", "在两个任务上更差"),
     ("evidence", "adaptive scaling is better than a fixed 2^6 and 2^9", "自适应缩放优于固定2^6和2^9"),
     ("evidence", "With 2^16 the results of the seeds are too far apart to say", "固定2^16时各种子的结果相差太大"),
     ("evidence", "from the same start, 2^32, the window of 1000 is better on four tasks", "窗口1000在四个任务上更好"),
     ("formats", "needs loss scaling in FP8 only", "只在FP8中需要损失缩放"),
     ("formats", "need no loss scaling in any of these formats", "在这些格式中都不需要损失缩放"),
-    ("README", "FP16 without scaling was not shown to be worse than FP32", "则未显出不缩放的FP16比FP32差"),
+    ("README", "no difference between FP16 without scaling and FP32", "未观察到不缩放的FP16与FP32有差别"),
 ]
 ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
 GUIDED_FROM = {FROM_FOUND: "ours, guided from the found scale", ADAPTIVE: "ours, guided from 2^32"}
@@ -115,4 +115,4 @@ def test_an_import_makes_the_folder_that_the_page_names_and_no_other(run_python,
     found = re.findall("FOUND (.*)", run_python("-c", code).stdout)
     assert found == ["[]", "['output']"]
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["log"]
-    assert "MindFormers makes it in the current folder when it is imported" in text(page_of("en", "contributing"))
+    assert "MindFormers makes it in the current folder when it is imported" in text(page_of("en", "faq"))

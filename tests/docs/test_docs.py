@@ -43,7 +43,6 @@ from mindformers_adaptive.cli import program
 from mindformers_adaptive.integration.checks import check_config
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.rules import megatron
-from scripts.site import draw_badges
 from scripts.studies import study
 
 MODULES_OF_THE_TABLE = [mindformers_adaptive, wrapper, megatron, mindspore.train, mindformers]
@@ -66,6 +65,8 @@ def test_python_blocks_run_as_they_stand(run_forked, tmp_path):
         if ".state())" in code:
             # The state is the last that is printed.
             assert re.search(r"\{.*'scale_window': 20, .*'skipped_steps': \d+", printed[-1]), code
+        if "RunRecord(" in code:
+            assert [line for line in printed if "2 (5.0%) were skipped for an overflow" in line], code
         if "compare(" in code:
             assert [line.split("  ")[0] for line in printed if "(mean)" in line] == ["adaptive", "window 100", "torch"]
 
@@ -306,8 +307,16 @@ def test_commands_of_the_program_are_those_of_its_help(monkeypatch):
 
 
 def test_badges_say_what_the_project_says():
-    for file, text in draw_badges.badges().items():
-        assert (ROOT / "docs" / "images" / f"badge_{file}.svg").read_text() == draw_badges.picture(*text)
+    pinned = dict(re.findall(r"^(\w+)==(.+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "setup.py").read_text())
+    said = {"version": mindformers_adaptive.__version__, "python": ", ".join(pythons), "device": "CPU"}
+    said |= {"mindspore": pinned["mindspore"], "mindformers": pinned["mindformers"], "license": "Apache 2.0"}
+    for name, value in said.items():
+        picture = (ROOT / "docs" / "images" / f"badge_{name}.svg").read_text()
+        # What is read aloud, and what is seen.
+        assert picture.partition("</title>")[0].endswith(f": {value}")
+        assert f">{value}</text>" in picture
+    assert re.search(r"Apache License\s+Version 2\.0", (ROOT / "LICENSE").read_text())
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_report_of_the_demo_is_what_the_rule_does_at_its_overflows(tmp_path):
     assert printed[1:-4] == demo.report(record, tmp_path)[2:-3]
     first_applied = bounds[0][1] + 1
     for page, sentence in (
-        ("contributing", "The first {} steps are skipped"),
+        ("faq", "The first {} steps are skipped"),
         ("monitoring", "skips its first {} steps"),
     ):
         assert sentence.format(first_applied - 1) in (ENGLISH_DOCS / f"{page}.md").read_text(encoding="utf-8")

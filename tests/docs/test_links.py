@@ -4,7 +4,7 @@ import re
 
 import pytest
 from conftest import ROOT
-from pages import CHINESE, ENGLISH, anchors, links, name_of, tables
+from pages import CHINESE, ENGLISH, anchors, links, name_of
 
 PAGES = [*ENGLISH, *CHINESE]
 OTHER_PAGES = [ROOT / "CHANGELOG.md"]
@@ -45,15 +45,3 @@ def test_first_page_leads_to_every_other_and_each_leads_back(pages):
 def test_every_picture_is_shown():
     shown = {(page.parent / link).resolve() for page in PAGES for link in links(page)}
     assert set((ROOT / "docs" / "images").iterdir()) <= shown
-
-
-def test_modules_that_the_changelog_moves_are_where_it_says():
-    [modules, _] = tables(ROOT / "CHANGELOG.md")
-    package = ROOT / "mindformers_adaptive"
-    for was, now in modules[2:]:
-        old, new = (
-            [package / name.replace(".", "/") for name in re.findall(r"`([\w.]+)`", cell)] for cell in (was, now)
-        )
-        assert not [path for path in old if path.with_suffix(".py").exists()]
-        assert [path for path in new if not path.with_suffix(".py").exists()] == []
-        assert len(new) == len(old) or "tests/" in now

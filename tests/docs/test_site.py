@@ -193,9 +193,9 @@ def bare(parameter):
     return parameter.replace(annotation=parameter.empty, default=default)
 
 
-def test_reference_is_in_chinese(site):
-    pages = list((site / "zh" / "reference").rglob("*.html"))
-    assert len(pages) > len(PUBLIC) + len(list(build_site.PACKAGE.glob("*/__init__.py")))
+def test_reference_of_public_names_is_in_chinese(site):
+    pages = list((site / "zh" / "reference").glob("*.html"))
+    assert len(pages) == len(PUBLIC) + 1
     assert {page.name: english for page in pages if (english := english_on(page))} == {}
 
 
@@ -352,8 +352,9 @@ def test_browser_shows_a_page_without_errors(browse, language):
 SEARCHES = [
     ("en", "exchange_rate", "rule.html"),
     ("en", "AdaptiveLossScaleUpdateCell", "reference/AdaptiveLossScaleUpdateCell.html"),
-    ("en", "upgrade uninstall", "contributing.html"),
-    ("en", "first steps skipped", "contributing.html"),
+    ("en", "upgrade uninstall", "faq.html"),
+    ("en", "first steps skipped", "faq.html"),
+    ("en", "growth_interval", "compatibility.html"),
     ("en", "resume checkpoint", "resuming.html"),
     ("en", "msrun several machines", "yaml.html"),
     ("en", "BF16", "choose.html"),
@@ -366,7 +367,25 @@ SEARCHES = [
 
 @pytest.mark.parametrize(("language", "words", "page"), SEARCHES)
 def test_search_finds_the_page(browse, language, words, page):
+    assert page in found_pages(browse, language, words)
+
+
+def found_pages(browse, language, words):
+    """The pages that a search finds, in its order."""
     shown, console = browse(f"{language}/search.html?q={urllib.parse.quote(words)}")
-    results = re.search(r'<ul[^>]*class="search".*?</ul>', shown, re.DOTALL)[0]
-    assert page in [link.partition("?")[0].partition("#")[0] for link in re.findall('href="([^"]+)"', results)]
     assert console == []
+    results = re.search(r'<ul[^>]*class="search".*?</ul>', shown, re.DOTALL)[0]
+    return [link.partition("?")[0].partition("#")[0] for link in re.findall('href="([^"]+)"', results)]
+
+
+def test_search_shows_guides_before_symbols_but_for_a_symbol_of_just_this_name(browse):
+    is_guide = ["/" not in page for page in found_pages(browse, "en", "history device")]
+    assert is_guide == sorted(is_guide, reverse=True)
+    assert set(is_guide) == {True, False}
+    assert found_pages(browse, "en", "GuidedRule")[0] == "reference/GuidedRule.html"
+
+
+def test_what_can_be_pasted_has_a_button_to_copy_it_and_outputs_have_none(browse):
+    shown, _ = browse("en/tutorial.html")
+    blocks = re.findall(r'<div class="(output )?highlight-\w+ .*?</pre>(<button class="copybtn)?', shown, re.DOTALL)
+    assert {(bool(is_output), bool(button)) for is_output, button in blocks} == {(True, False), (False, True)}

@@ -59,10 +59,16 @@ def test_bold_type_in_chinese_is_seen_as_such(page):
 
 
 # One thing has one word on the Chinese pages: not the first of these, but the second.
-WORDS = {"启动器": "启动脚本", "警告": "告警", "逐位": "逐比特", "loss scale的上限": "loss scale的最大值"}
+WORDS = {
+    "启动器": "启动脚本",
+    "警告": "告警",
+    "逐位": "逐比特",
+    "loss scale的上限": "loss scale的最大值",
+    "断点(?!续训)": "checkpoint",
+}
 
 
 @pytest.mark.parametrize("page", [*CHINESE, ROOT / "docs/site/locale/zh_CN/LC_MESSAGES/reference.po"], ids=name_of)
 def test_chinese_words_are_the_same_on_every_page(page):
     text = page.read_text(encoding="utf-8")
-    assert [f"{word}: {better}" for word, better in WORDS.items() if word in text] == []
+    assert [f"{word}: {better}" for word, better in WORDS.items() if re.search(word, text)] == []

@@ -177,7 +177,7 @@ def _bad_loss(run: RecordedRun) -> list[Advice]:
             "Look for the layer that makes the loss inf or NaN: 'adaptive-loss-scale why --config FILE' names it, and "
             "tries what could help.",
             f"The loss was inf or NaN in {len(places)} of the {known} steps that show it, the first of them step "
-            f"{first}. It is so before it is scaled: no loss scale can help.",
+            f"{first}. This is the loss before scaling: no loss scale can help.",
             {"steps": len(places), "first_step": first},
         )
     ]
@@ -188,8 +188,8 @@ def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
     steps, window = int(run.step[-1]), math.inf if run.scale_window is None else float(np.nanmin(run.scale_window))
     if run.step[0] != 1 or not steps < window < math.inf or any(change.kind == "raise" for change in changes):
         return []
-    change = f"In {steps} steps rely on the start: take the scale that 'find' says, or a window below {steps} steps."
-    reason = f"The scale rises after {window:g} steps without an overflow, and the run has {steps}: it can only fall."
+    change = f"Start from the scale that 'find' recommends, or take a window below {steps} steps."
+    reason = f"The run ({steps} steps) is shorter than the window ({window:g}): the scale can never rise."
     return [Advice("short run", change, reason, {"steps": steps, "window": int(window)})]
 
 

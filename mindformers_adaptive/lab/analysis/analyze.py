@@ -278,7 +278,7 @@ _WIDTH = 110
 _INDENTED: dict[str, Any] = {"initial_indent": " " * 10, "subsequent_indent": " " * 10}
 
 _JUMP = (
-    "A jump is a change of the scale that no step shows: the run was restarted with another scale, or steps are "
+    "A jump is a change of the scale that no step explains: the run was restarted with another scale, or steps are "
     "missing. In a log that does not state what each step did, it may also be one that no rule with one factor makes: "
     "if the run followed another rule, name it ('analyze --policy', or read_log(rule=...))."
 )
@@ -287,7 +287,7 @@ _JUMP = (
 def _log(log: Mapping[str, Any]) -> list[str]:
     lines = [
         f"Log       {log['name']} ({log['format']}): {log['lines_read']} lines read, {log['lines_used']} used, "
-        f"{log['lines_ignored']} ignored, {len(log['problems'])} of them look like a step's and cannot be read"
+        f"{log['lines_ignored']} ignored, {_counted(len(log['problems']), 'damaged line')}"
     ]
     if log["lines_superseded"]:
         lines.append(
@@ -321,7 +321,7 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         and f"          longest run of known skips: {skipped['longest_run']} "
         f"({as_range(*skipped['longest_run_steps'])})",
         dropped["count"]
-        and f"Dropped   {dropped['count']} without an overflow, for the size of their gradients: {_listed(dropped)}",
+        and f"Dropped   {dropped['count']} without an overflow, because of their gradient norm: {_listed(dropped)}",
         skipped["seconds_lost"] is not None
         and f"Time      {skipped['seconds_lost']:.1f} s lost in {skipped['steps_with_seconds']} skipped step(s) of "
         "known time",
@@ -343,6 +343,10 @@ def _overflowed(known_steps: int, steps_without: int, counts: Mapping[str, int])
     if steps_without:
         lines.append(f"          in {steps_without} of them none did: something else overflowed")
     return lines
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _between(numbers: Mapping[str, Any], name: str = "") -> str:

@@ -114,7 +114,7 @@ def test_what_the_steps_of_a_record_did_is_no_jump_whatever_the_rule(tmp_path):
         ["9", "1 raise", "2^8 -> 2^9"],
     ]
     assert path[6] == ["9", "1 jump", "2^9 -> 2^10"]
-    assert path[7][0].startswith("A jump is a change of the scale that no step shows")
+    assert path[7][0].startswith("A jump is a change of the scale that no step explains")
 
 
 def test_the_window_of_a_raise_is_unknown_where_a_place_is_inferred_or_the_log_began_later():
