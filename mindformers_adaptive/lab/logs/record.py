@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.logs.columns import LogColumns
 from mindformers_adaptive.lab.logs.expansion import expand
@@ -160,6 +161,7 @@ class JsonlReader(Reader):
         """The entries, with one for each gap between them of which the file knows something."""
         step, skipped = entries.array("step"), entries.array("skipped_so_far")
         gaps = np.diff(step, prepend=0) - 1
+        _tell_flags(entries, skipped, gaps)
         room, places, added, counted = _MOST_STEPS - len(step), [], [], [0, 0]
         for place in np.flatnonzero(gaps > 0).tolist():
             gap, entry, stated = int(gaps[place]), entries[place], self._stated(step, place)
@@ -198,6 +200,14 @@ class JsonlReader(Reader):
         while last > before and last in self._missing:
             last = self._missing[last][0] - 1
         return end - max(last, before)
+
+
+def _tell_flags(entries: LogColumns, skipped: NDArray[np.int64], gaps: NDArray[np.int64]) -> None:
+    """Where a line does not name the flag of the one step since the line before, set it by the counts of both."""
+    more = np.diff(skipped, prepend=0)
+    is_counted = (skipped >= 0) & (np.append(0, skipped[:-1]) >= 0) & (more >= 0) & (more <= 1)
+    told = is_counted & (gaps == 0) & (entries.array("overflow") < 0) & ~entries.array("after_restart").astype(bool)
+    entries.array("overflow")[told] = more[told]
 
 
 def _gap(step: int, steps: int, where: str, scale: float, **told: Any) -> LogEntry:

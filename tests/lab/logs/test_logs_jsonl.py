@@ -151,6 +151,14 @@ def test_a_record_of_every_seventh_step_counts_them_all(tmp_path, name, argument
         assert read_log(tmp_path / "record.jsonl", rule=policy).skipped_bounds() == (sum(flags),) * 2
 
 
+def test_a_flag_that_no_line_names_is_told_by_the_counts(tmp_path):
+    flags = (np.random.default_rng(0).random(100) < 0.3).tolist()
+    lines = [{**line, "overflow": None} for line in steps_of(make_policy("adaptive").rule, flags)]
+    for unknown in ({}, {"loss_scale": None}):
+        run = read_log(write_lines(tmp_path / "record.jsonl", [{**line, **unknown} for line in lines]))
+        assert (run.overflow.tolist(), run.skipped_bounds(), run.holds_if) == (flags, (sum(flags),) * 2, "")
+
+
 def test_a_gap_that_nothing_counts_has_bounds(tmp_path):
     lines = with_gaps(steps_of(make_policy("adaptive").rule, [False] * 20 + [True] + [False] * 7), 7, 1)
     run = read_log(write_lines(tmp_path / "record.jsonl", [{**one, "skipped_steps": None} for one in lines]))
