@@ -29,11 +29,16 @@ def test_what_was_written_is_on_the_disk_before_it_replaces_a_file(tmp_path, mon
     assert (target.read_text(), stat.S_IMODE(target.stat().st_mode)) == ("after" * 1000, 0o640)
 
 
+def write_half(target, error):
+    with atomic_write(target) as file:
+        file.write("after")
+        raise error
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_what_fails_halfway_leaves_the_file_as_it_was_and_no_other(tmp_path, error):
     target = tmp_path / "report.txt"
     target.write_text("before")
-    with pytest.raises(error), atomic_write(target) as file:
-        file.write("after")
-        raise error
+    with pytest.raises(error):
+        write_half(target, error)
     assert (target.read_text(), os.listdir(tmp_path)) == ("before", ["report.txt"])

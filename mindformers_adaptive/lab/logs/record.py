@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.logs.columns import LogColumns
-from mindformers_adaptive.lab.logs.expansion import expand
+from mindformers_adaptive.lab.logs.expansion import run_of_entries
 from mindformers_adaptive.lab.logs.reader import (
     LARGEST_STEP,
     LONGEST_INTERVAL,
@@ -153,6 +153,12 @@ class JsonlReader(Reader):
 
     def finish(self) -> Sequence[LogEntry]:
         entries: Any = super().finish()
+        if len(formats := self.entries.gradient_formats) > 1:
+            names = [one if isinstance(one, str) else repr(one)[:80] for one in formats]
+            self.notes.append(
+                f"The lines name several formats of gradients, {', '.join(names)}: the first one is taken for all. "
+                "Read each part from a file of its own."
+            )
         if self._gaps > _GAPS_NAMED:
             self.notes.append(f"{self._gaps} lines in all say that steps were not recorded.")
         return self._with_gaps(entries) if len(entries) else entries
@@ -271,8 +277,7 @@ def run_of_record(lines: Sequence[Mapping[str, Any]]) -> RecordedRun:
             "There must be at least 1 step to draw, but there is none. Let the run take a step, or check that the "
             "file is the record of this run."
         )
-    notes: list[str] = []
-    return RecordedRun("", (), JsonlReader.name, **expand(entries, None, notes), notes=tuple(notes))
+    return run_of_entries(entries, None, JsonlReader.name)
 
 
 def _require_number(name: str, value: object) -> None:
@@ -305,7 +310,7 @@ def _entry_of(record: Mapping[str, Any], where: str) -> LogEntry | None:
         overflowed_parameters=tuple(map(str, names)) if isinstance(names, list) else None,
         dropped_by_norm=record.get("dropped_by_norm") is True,
         loss=_loss(parse_number(record.get("loss")), record.get("loss")),
-        seconds=parse_number(record.get("seconds")),
+        seconds=_seconds(parse_number(record.get("seconds"))),
         largest_gradient=parse_number(record.get("largest_gradient")),
         scale_window=parse_number(record.get("scale_window")),
         gradient_format=record.get("gradient_format"),
@@ -321,3 +326,8 @@ def _number(text: str) -> float:
 def _loss(number: float, given: object) -> float:
     """A loss; inf where it was stated to be NaN, for nan is one that is not known."""
     return math.inf if math.isnan(number) and (isinstance(given, float) or given in ("nan", '"nan"')) else number
+
+
+def _seconds(number: float) -> float:
+    """How long a step took; nan for what no step can have taken."""
+    return number if 0.0 <= number < math.inf else math.nan

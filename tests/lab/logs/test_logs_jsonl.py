@@ -151,6 +151,24 @@ def test_a_record_of_every_seventh_step_counts_them_all(tmp_path, name, argument
         assert read_log(tmp_path / "record.jsonl", rule=policy).skipped_bounds() == (sum(flags),) * 2
 
 
+def test_seconds_that_no_step_can_have_taken_are_unknown(tmp_path):
+    line, seconds = steps_of(make_policy("adaptive").rule, [True] * 4), [-4, math.inf, "long", 2.5]
+    lines = [{**one, "seconds": took} for one, took in zip(line, seconds, strict=True)]
+    run = read_log(write_lines(tmp_path / "record.jsonl", lines))
+    assert (np.isnan(run.seconds).tolist(), run.seconds[3]) == ([True, True, True, False], 2.5)
+
+
+def test_of_several_formats_the_first_is_taken_and_named(tmp_path):
+    lines = steps_of(make_policy("adaptive").rule, [False] * 4)
+    formats = [None, "bfloat16", "bfloat16", "float16"]
+    lines = [{**line, "gradient_format": given} for line, given in zip(lines, formats, strict=True)]
+    run = read_log(write_lines(tmp_path / "record.jsonl", lines[:3]))
+    assert (run.gradient_format.name, run.notes) == ("bfloat16", ())
+    run = read_log(write_lines(tmp_path / "record.jsonl", lines))
+    assert run.gradient_format.name == "bfloat16"
+    assert "several formats of gradients, bfloat16, float16: the first one is taken for all" in run.notes[0]
+
+
 def test_a_flag_that_no_line_names_is_told_by_the_counts(tmp_path):
     flags = (np.random.default_rng(0).random(100) < 0.3).tolist()
     lines = [{**line, "overflow": None} for line in steps_of(make_policy("adaptive").rule, flags)]
