@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from record_checks import missing
 
 from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.logs import record as record_module
 from mindformers_adaptive.lab.logs.record import JsonlReader
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.monitor.record import FIELDS, RunRecord
@@ -220,6 +221,30 @@ def test_a_gap_of_any_length_is_counted_and_no_number_fills_the_memory(tmp_path)
         lines = [first, missing(2, step - 1), {**last, "step": step, "skipped_steps": 300}]
         run = read_log(write_lines(tmp_path / "record.jsonl", lines))
         assert (len(run), run.skipped_steps) == (length, 300 if length > 2 else 1)
+
+
+def test_of_gaps_that_are_more_than_any_training_the_first_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_module, "_MOST_STEPS", 25_000)
+    line, lines, last = steps_of(make_policy("adaptive").rule, [False])[0], [], 0
+    for step in (1, 15_002, 27_003):
+        lines += [{**line, "step": step}] if step == 1 else [missing(last + 1, step - 1), {**line, "step": step}]
+        last = step
+    run = read_log(write_lines(tmp_path / "record.jsonl", lines))
+    assert (len(run), run.step[-2:].tolist()) == (15_003, [15_002, 27_003])
+
+
+def test_after_a_restart_neither_gaps_nor_counts_of_before_are_relied_on(tmp_path):
+    line = steps_of(make_policy("adaptive").rule, [False])[0]
+    uncounted = {**line, "skipped_steps": None}
+    before = [uncounted, missing(2, 5), {**uncounted, "step": 6}]
+    run = read_log(write_lines(tmp_path / "record.jsonl", [*before, {**uncounted, "overflow": True}, before[-1]]))
+    # What lies between was not taken, or has no line for another reason.
+    assert run.step.tolist() == [1, 6]
+    steps = [{**line, "step": step, "overflow": None, "skipped_steps": step // 3} for step in (1, 2, 3)]
+    run = read_log(
+        write_lines(tmp_path / "record.jsonl", [*steps, {**steps[1], "loss_scale": 8.0, "skipped_steps": 1}])
+    )
+    assert (run.step.tolist(), run.position_known.tolist()) == ([1, 2], [True, False])
 
 
 VALUES = st.one_of(
