@@ -86,6 +86,7 @@ WRONG_TYPES = [
 ]
 WRONG_VALUES = [
     ({f"{SCALE_SENSE}.type": "AdaptivLossScaleUpdateCell"}, "'Adaptiv.*mean 'AdaptiveLossScaleUpdateCell'"),
+    ({SCALE_SENSE: {1: 2}}, f"'{SCALE_SENSE}' must be a section whose keys are names, but got "),
     ({TYPE: "MFTrainOneStep"}, "'runner_wrapper.type'.*'MFTrainOneStep'.*'MFTrainOneStepC"),
     ({EPOCHS: 0}, f"'{EPOCHS}' must be at least 1, but got 0"),
     ({EPOCHS: 2**70}, f"'{EPOCHS}' must be at most 2147483647, but got one of 71 bits"),
