@@ -56,7 +56,7 @@ def load_newest(path):
 
     Raises:
         FileNotFoundError: if there is no such path, or no checkpoint in the folder.
-        ValueError: if a file is empty.
+        ValueError: if a file is no checkpoint, or has no Parameters.
     """
     checkpoints = read_checkpoints(path)
     if not checkpoints:
@@ -65,7 +65,23 @@ def load_newest(path):
     files = [newest.path] if newest.path.is_file() else sorted(newest.path.glob("*-model-*.safetensors"))
     loaded = {}
     for file in files:
-        if file.stat().st_size == 0:
-            raise ValueError(f"{str(file)!r} must be a checkpoint, but is empty. Give one that was written to its end.")
-        loaded |= mindspore.load_checkpoint(str(file), format=file.suffix[1:])
+        loaded |= _load(file)
     return newest, loaded
+
+
+def _load(file):
+    if file.suffix not in (".ckpt", ".safetensors"):
+        raise ValueError(
+            f"{str(file)!r} must be a checkpoint, but its name ends neither in .ckpt nor in .safetensors. Give another "
+            "file, or a folder of them."
+        )
+    remedy = "Give one that was written to its end."
+    if file.stat().st_size == 0:
+        raise ValueError(f"{str(file)!r} must be a checkpoint, but is empty. {remedy}")
+    try:
+        return mindspore.load_checkpoint(str(file), format=file.suffix[1:])
+    except Exception as error:
+        # Of several types, and they speak of arguments that nobody gave.
+        raise ValueError(
+            f"{str(file)!r} must be a checkpoint with at least one Parameter, but MindSpore finds none in it. {remedy}"
+        ) from error

@@ -116,7 +116,11 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
         OSError: if there is no such path, or the folder cannot be read.
     """
     all_rules = (*RULES.values(), *rules)
-    root = Path(path).resolve(strict=True)
+    try:
+        root = Path(path).resolve(strict=True)
+    except (RuntimeError, ValueError) as error:
+        # A link to itself, or a name that no file can have.
+        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}: {error}.") from None
     if root.is_file():
         return [_read(root, [root], all_rules)]
     if _is_iteration(root):

@@ -160,8 +160,10 @@ def policy_maker(text: str) -> tuple[str, Callable[[], Policy]]:
         key, equals, value = pair.partition("=")
         if not equals:
             raise UsageError(f"A policy's parameter must have the form NAME=VALUE, but got {pair!r} in {text!r}.")
+        if (key := key.strip()) in parameters:
+            raise UsageError(f"A policy's parameter must be given once, but {key!r} has two values in {text!r}.")
         with wrong_usage(f"{pair!r}: "):
-            parameters[key.strip()] = read_value(value)
+            parameters[key] = read_value(value)
     make = partial(make_policy, name, **parameters)
     with wrong_usage(f"{text!r}: "):
         make()

@@ -9,6 +9,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, print_sources, read_sources
 from mindformers_adaptive.cli.output import (
@@ -60,7 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Search, and print the best settings."""
     policies = list(RULES) if options.policy == "both" else [options.policy]
-    configurations = _configurations(policies, dict(_read_tried(text) for text in options.grid))
+    tried = [_read_tried(text) for text in options.grid]
+    twice = [name for name, count in Counter(name for name, _ in tried).items() if count > 1]
+    if twice:
+        raise UsageError(
+            f"'--grid' must name each argument once, but {twice[0]!r} is there twice. List its values once."
+        )
+    configurations = _configurations(policies, dict(tried))
     sources = read_sources(options, policies)
     runs = [source.run for source in sources if source.run is not None]
     assumptions = {

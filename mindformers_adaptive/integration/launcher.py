@@ -146,7 +146,8 @@ def set_key(config: Any, key: str, value: Any) -> bool:
         bool, whether the key was there before, be it null. Where it was not, it is added, with the sections above it.
 
     Raises:
-        ValueError: if the path leads through something that is neither a section nor a place in a list.
+        ValueError: if the path leads through something that is neither a section nor a place in a list, or a key of
+            a section is no text.
     """
     *sections, last = key.split(".")
     node = config
@@ -157,6 +158,8 @@ def set_key(config: Any, key: str, value: Any) -> bool:
         node = node[place]
     place = _place(node, last, key)
     was_there = isinstance(node, list) or place in node
+    if isinstance(value, dict) and not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{key!r} must be a section whose keys are names, but got {value!r}. Put numbers in quotes.")
     # MindFormers reads the keys of a section as attributes, which a plain dict does not have.
     node[place] = type(config)(**value) if isinstance(value, dict) else value
     return was_there

@@ -114,6 +114,10 @@ class RunRecord:
             # At once, whatever is killed, and on a full disk too.
             os.truncate(self.path, found.kept)
         if found.last_kept:
+            if not found.last_kept.endswith(b"\n"):
+                # As editors leave it.
+                with self.path.open("ab") as file:
+                    file.write(b"\n")
             entry = _parse([found.last_kept])[0]
             self.last_step = _step(entry, "last_step")
             self.last_skipped_steps = entry.get("skipped_steps") if self.last_step == last_step else None
@@ -250,6 +254,9 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _split(content: bytes) -> list[bytes]:
     """Return the whole lines, without what a write that was cut off left after them."""
     *lines, torn = content.split(b"\n")
+    if torn and _is_json(torn):
+        # Whole but for the end of the line, which an editor may leave out.
+        return [*lines, torn]
     while lines and not lines[-1].strip():
         lines.pop()
     if lines and not torn and not _is_json(lines[-1]):
@@ -301,16 +308,16 @@ def _look_through(path: Path, last_step: int) -> _Found:
                 last = step
             elif not line.strip():
                 continue
-            elif broken or not line.endswith(b"\n"):
+            elif broken or not (line.endswith(b"\n") or _is_json(line)):
                 torn = torn or line
                 break
             else:
                 try:
-                    [entry] = _parse([line[:-1]], last, number)
+                    [entry] = _parse([line.removesuffix(b"\n")], last, number)
                     last = _step(entry, "last_step")
                 except ValueError as error:
                     # Only the last line may be what a machine that failed has left.
-                    broken, torn = str(error), line[:-1]
+                    broken, torn = str(error), line.removesuffix(b"\n")
                     continue
             whole = here
             # A line for missing steps that ends later is removed too; append() writes a shorter one.

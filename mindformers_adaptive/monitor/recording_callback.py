@@ -167,7 +167,7 @@ class RecordingCallback(Callback):
 
 def require_choice(name: str, value: _Choice, choices: Collection[_Choice]) -> _Choice:
     """Return an argument that must be one of a few words, or raise ValueError."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"'{name}' must be one of {', '.join(map(repr, choices))}, but got {value!r}.")
     return value
 

@@ -111,6 +111,12 @@ def make_rule(rule: str | type[Rule] | Rule, **arguments: Any) -> Rule:
 
 def _import(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
+    wanted = (
+        f"'rule' must be {', '.join(map(repr, RULES))}, or 'module.Class' of a rule of your own in the current folder "
+        "or on the path of Python, but"
+    )
+    if not all(part.isidentifier() for part in name.split(".")) or not module:
+        raise ValueError(f"{wanted} got {name!r}.")
     here = str(Path.cwd())
     # A program that is started by its name does not look into the current folder.
     sys.path.append(here)
@@ -118,10 +124,7 @@ def _import(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     # Whatever the module raises, SystemExit too.
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"'rule' must be {', '.join(map(repr, RULES))}, or 'module.Class' of a rule of your own in the current "
-            f"folder or on the path of Python, but {name!r} cannot be imported: {error!r}."
-        ) from error
+        raise ValueError(f"{wanted} {name!r} cannot be imported: {error!r}.") from error
     finally:
         sys.path.remove(here)
 

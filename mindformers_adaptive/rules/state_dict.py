@@ -158,9 +158,16 @@ def to_real(name: str, value: Any) -> float:
     number = to_number(value)
     if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(f"'{name}' must be a number, but got {value!r}. Give what state_dict() returned.")
-    return float(number)
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"'{name}' must be a number of float32. Give what state_dict() returned.") from None
 
 
 def to_number(value: Any) -> Any:
-    """Return a tensor of one element, of whatever library, as its number, and a number as it is."""
-    return value.item() if hasattr(value, "item") else value
+    """Return a tensor of one element, of whatever library, as its number, and anything else as it is."""
+    try:
+        return value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):
+        # Of several elements, or of none.
+        return value

@@ -18,6 +18,8 @@ from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOne
 from scripts.ascend.printed_parameters import forget_printed
 
 STEPS, START = 30, 2.0**24
+# In PyNative mode, where each takes long.
+PYNATIVE_STEPS = 5
 WINDOWS = {"max_scale_window": 8, "min_scale_window": 4}
 BATCH, FEATURES, CLASSES = 8, 12, 4
 # Parameters in which MindFormers' cell keeps what its callback prints.

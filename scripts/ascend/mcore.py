@@ -59,13 +59,20 @@ class FlashAttentionScoreOnCpu(nn.Cell):
         return 0, 0, 0, self.matmul(self.cast(self.softmax(scores), query.dtype), value)
 
 
+# The operators that a CPU lacks, and what stands in for them.
+STAND_INS = (
+    (norm, "FusedRMSNorm", norm.RMSNorm),
+    (flash_attention, "FlashAttentionScore", FlashAttentionScoreOnCpu),
+    (rotary_pos_embedding, "Outer", OuterOnCpu),
+    (mint.nn.functional, "embedding", embedding_on_cpu),
+)
+
+
 @contextlib.contextmanager
 def mcore_on_cpu(monkeypatch):
     """Make MindFormers use its mcore classes, with the stand-ins."""
-    monkeypatch.setattr(norm, "FusedRMSNorm", norm.RMSNorm)
-    monkeypatch.setattr(flash_attention, "FlashAttentionScore", FlashAttentionScoreOnCpu)
-    monkeypatch.setattr(rotary_pos_embedding, "Outer", OuterOnCpu)
-    monkeypatch.setattr(mint.nn.functional, "embedding", embedding_on_cpu)
+    for place, operator, stand_in in STAND_INS:
+        monkeypatch.setattr(place, operator, stand_in)
     if MFContextOperator.get_mf_ctx_instance() is None:
         MFContextOperator(MindFormerConfig(run_mode="train", model={"model_config": {}}))
     context = MFContextOperator.get_mf_ctx_instance()

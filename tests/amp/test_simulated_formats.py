@@ -148,6 +148,24 @@ class Batched(nn.Cell):
         return self.product(x, self.weight)
 
 
+class Twice(nn.Cell):
+    """Two products, both of this cell."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = ops.MatMul(), ops.MatMul()
+
+    def construct(self, x):
+        one = Tensor([[1.0]])
+        return self.one(x, one), self.other(x, one)
+
+
+def test_each_product_of_a_cell_computes_in_the_formats(graph_mode):
+    network = simulate_formats(Twice(), "float8_e4m3fn")
+    assert simulated_products(network) == {"Twice": 2}
+    assert [float(product) for product in network(Tensor([[0.3]]))] == [0.3125, 0.3125]
+
+
 @pytest.mark.parametrize(
     ("make_layer", "shape"),
     [

@@ -9,6 +9,7 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from scripts.ascend.control import (
+    PYNATIVE_STEPS,
     STEPS,
     Layers,
     SumAndNumber,
@@ -86,10 +87,10 @@ DROPPING = {"use_clip_grad": True, "use_skip_data_by_global_norm": True, "global
 @pytest.mark.parametrize("feature", [*FEATURES, "dropping by norm"])
 def test_the_same_holds_in_pynative_mode(feature):
     arguments = FEATURES.get(feature, {"build": Layers, **DROPPING})
-    # A search of a few steps, because here each takes long. A loss per token overflows at a lower scale.
+    # A loss per token overflows at a lower scale.
     start = 2.0**13 if feature == "loss per token" else 2.0**18
     with mindspore_mode("pynative"):
-        seen = train_both(**{**arguments, "batches": list(rows(5)), "start": start})
+        seen = train_both(**{**arguments, "batches": list(rows(PYNATIVE_STEPS)), "start": start})
     assert seen.overflows[0]
     assert False in seen.overflows
 

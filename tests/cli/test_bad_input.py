@@ -69,6 +69,13 @@ USAGE = [
     (["compare", *SPIKES, "--policies", "exits.Rule"], "cannot be imported: SystemExit"),
     (["compare", "synthetic:spikes", "--policis", "torch"], "--policis torch. Did you mean --policies?"),
     (["compare", "synthetic:spikes", "--\x1b[31m"], r"unrecognized arguments: --\x1b[31m"),
+    (
+        ["compare", *SPIKES, "--policies", "torch:growth_interval=2,growth_interval=3"],
+        "'growth_interval' has two values",
+    ),
+    (["simulate", *SPIKES, "--policy", "a..b"], "on the path of Python, but got 'a..b'."),
+    (["tune", *SPIKES, "--policy", "fixed"], "on the path of Python, but got 'fixed'."),
+    (["tune", *SPIKES, "--grid", "hysteresis=1", "--grid", "hysteresis=2"], "but 'hysteresis' is there twice"),
     (["tune", *SPIKES, "--rows", "0"], "argument --rows: must be an integer from 1"),
     (["tune", *SPIKES, "--exchange-rate", "nan"], "'exchange_rate' must be"),
     (["tune", *SPIKES, "--grid", "hysteresis=1,2,nan"], "'hysteresis' must be an integer number of overflows"),
@@ -209,3 +216,37 @@ def test_an_empty_checkpoint_is_named_by_diff(run_program, tmp_path, kind):
     code, said = answer(run_program, "diff", str(other), str(other), "--modules", "scale_sens")
     nearest = said.rpartition("nearest names are ")[2].rstrip(".\n").split(", ")
     assert (code, len(nearest)) == (1, len(set(nearest)))
+
+
+def in_safetensors(header):
+    return len(header).to_bytes(8, "little") + header
+
+
+# Files that MindSpore's own reader answers with texts of other arguments, of NumPy and of the system.
+NO_CHECKPOINTS = {
+    "none.safetensors": in_safetensors(b"{}"),
+    "odd.safetensors": in_safetensors(b'{"w":{"dtype":"F32","shape":["a"],"data_offsets":[0,4]}}') + bytes(4),
+    "short.safetensors": in_safetensors(b'{"w":{"dtype":"F32","shape":[],"data_offsets":[0,400]}}'),
+    "junk.safetensors": bytes(range(256)),
+    "junk.ckpt": bytes(range(256)),
+    "none.npz": b"PK",
+}
+
+
+# MindSpore does not close the files that it cannot read.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", NO_CHECKPOINTS)
+def test_what_is_no_checkpoint_is_named_by_diff(run_program, tmp_path, name):
+    (tmp_path / name).write_bytes(NO_CHECKPOINTS[name])
+    code, said = answer(run_program, "diff", tmp_path / name, tmp_path / name)
+    assert code == 1
+    why = "but its name ends neither in" if name.endswith("npz") else "but MindSpore finds none in it"
+    assert re.search(f"{name}' must be a checkpoint.*, {why}", said)
+
+
+@pytest.mark.parametrize("command", ["diff", "inspect"])
+def test_a_path_that_cannot_be_is_no_checkpoint(run_program, tmp_path, command):
+    (tmp_path / "loop.ckpt").symlink_to(tmp_path / "loop.ckpt")
+    for path in (tmp_path / "loop.ckpt", "a\0b"):
+        code, said = answer(run_program, command, *[path] * (1 + (command == "diff")))
+        assert (code, "There is no checkpoint" in said) == (1, True)

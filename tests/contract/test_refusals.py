@@ -121,7 +121,7 @@ def test_an_initial_scale_from_a_checkpoint_is_read_and_not_kept(kind, type_, va
 @pytest.mark.parametrize(
     ("rule", "error", "message"),
     [
-        ("guidd", ValueError, r"'rule' must be 'adaptive', 'guided', or 'module.Class' .* 'guidd' cannot be imported"),
+        ("guidd", ValueError, r"'rule' must be 'adaptive', 'guided', or 'module.Class' .*, but got 'guidd'"),
         ("log_max.Nothing", ValueError, r"'log_max.Nothing' cannot be imported: .*has no attribute 'Nothing'"),
         (
             "log_max.floor",

@@ -284,6 +284,8 @@ def test_a_state_dict_that_cannot_be_used_changes_nothing(kind, owner):
     refused = [
         ({"scale": 0.0}, ValueError, "'scale' 0.0; a loss scale must be finite and above 0"),
         ({"scale": math.nan}, ValueError, "'scale' nan; a loss scale must be finite and above 0"),
+        ({"scale": 10**400}, ValueError, "'scale' must be a number of float32"),
+        ({"scale": np.array([1.0, 2.0])}, TypeError, r"'scale' must be a number, but got array\(\[1., 2.\]\)"),
     ]
     counts = [key for field in (*kind.rule.fields, *STEP_FIELDS) if field.dtype == "int32" for key in field.keys]
     for name in counts:
@@ -291,6 +293,7 @@ def test_a_state_dict_that_cannot_be_used_changes_nothing(kind, owner):
             refused += [
                 ({name: 2.5}, TypeError, f"'{name}' must be an integer, but got 2.5"),
                 ({name: True}, TypeError, f"'{name}' must be an integer, but got True"),
+                ({name: Tensor([1, 2])}, TypeError, f"'{name}' must be an integer, but got Tensor"),
                 ({name: 2**31}, ValueError, f"'{name}' must fit into 32 bits, but got 2147483648"),
                 ({name: 2**40}, ValueError, f"'{name}' must fit into 32 bits, but got 1099511627776"),
                 ({name: -(2**31) - 1}, ValueError, f"'{name}' must fit into 32 bits"),

@@ -64,6 +64,7 @@ WRONG_TYPES = [
     ({DROPS: 1}, f"'{DROPS}' must be True or False, but got 1"),
     ({"monitor_config": {"global_norm_spike_threshold": 3}}, "must be a float, but got 3.*as in 3.0"),
     ({"resume_training": "true"}, "'resume_training' must be True, False or the name .* text 'true'"),
+    ({"resume_training": "false"}, "'resume_training' must be True, False or the name .* text 'false'"),
     ({"resume_training": 5}, "'resume_training' must be True, False or the name .*, but got 5"),
     ({"runner_wrapper": 5}, "'runner_wrapper' must be a section of keys, but got 5"),
     ({"context": "CPU"}, "'context' must be a section of keys, but got 'CPU'"),
@@ -85,6 +86,7 @@ WRONG_TYPES = [
 ]
 WRONG_VALUES = [
     ({f"{SCALE_SENSE}.type": "AdaptivLossScaleUpdateCell"}, "'Adaptiv.*mean 'AdaptiveLossScaleUpdateCell'"),
+    ({SCALE_SENSE: {1: 2}}, f"'{SCALE_SENSE}' must be a section whose keys are names, but got "),
     ({TYPE: "MFTrainOneStep"}, "'runner_wrapper.type'.*'MFTrainOneStep'.*'MFTrainOneStepC"),
     ({EPOCHS: 0}, f"'{EPOCHS}' must be at least 1, but got 0"),
     ({EPOCHS: 2**70}, f"'{EPOCHS}' must be at most 2147483647, but got one of 71 bits"),
@@ -232,6 +234,8 @@ def test_the_launcher_and_trainer_warn_of_float16_without_loss_scaling():
             {"optimizer.type": "AdamWeightDecay"},
             "Its eps is 0 there, and weights with a gradient of 0 become NaN. AdamW",
         ),
+        # The largest eps that float16 rounds to 0.
+        ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 2.0**-25}, "Its eps is 0 there"),
         ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 1e-6}, "second moments. AdamW keeps"),
     ],
 )

@@ -3,7 +3,7 @@
 import mindspore
 import numpy as np
 import pytest
-from conftest import mindspore_mode
+from conftest import ROOT, mindspore_mode
 from mindformers.utils.parameter_register import parameter_register
 from mindspore import Parameter, Tensor, dataset, nn
 from mindspore.train import LambdaCallback, Model
@@ -20,7 +20,7 @@ from mindformers_adaptive.wrapper import (
     GradientGuidedLossScaleUpdateCell,
     MFTrainOneStepCell,
 )
-from scripts.ascend.mcore import FourLosses, build_qwen3, mcore_on_cpu, rows
+from scripts.ascend.mcore import STAND_INS, FourLosses, build_qwen3, mcore_on_cpu, rows
 from scripts.ascend.printed_parameters import LOSSES, forget_printed
 
 START, STEPS = 2.0**24, 30
@@ -28,6 +28,13 @@ WINDOWS = {"max_scale_window": 4, "min_scale_window": 2}
 
 # One worker, because the training is shared.
 pytestmark = pytest.mark.xdist_group("mcore")
+
+
+@pytest.mark.parametrize("page", ["compatibility", "contributing"])
+def test_a_page_says_how_many_operators_have_stand_ins(page):
+    said = " ".join((ROOT / "docs" / "en" / f"{page}.md").read_text(encoding="utf-8").split())
+    number = ["no", "one", "two", "three", "four", "five", "six"][len(STAND_INS)]
+    assert f"{number} operators that a CPU lacks" in said
 
 
 @pytest.fixture(autouse=True, scope="module")

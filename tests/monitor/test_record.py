@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from record_checks import missing
 
 from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.logs.record import run_of_record
 from mindformers_adaptive.monitor import record as record_module
 from mindformers_adaptive.monitor.record import RunRecord, read_record
 from mindformers_adaptive.monitor.run_lock import RunLock
@@ -146,12 +147,22 @@ def test_a_last_line_torn_at_any_place_is_taken_out(path):
     write(path, entries(1, 3))
     whole = path.read_bytes()
     start = whole.rindex(b"\n", 0, -1) + 1
-    for end in range(start, len(whole)):
+    for end in range(start, len(whole) - 1):
         path.write_bytes(whole[:end])
         assert read_record(path) == entries(1, 2)
         notes = write(path, entries(3, 4), last_step=2)
         assert [note.startswith(f"{path} ended in an unfinished line") for note in notes] == [True] * (end > start)
         assert read_record(path) == entries(1, 4)
+
+
+@pytest.mark.parametrize("last_step", [3, 2])
+def test_a_last_line_that_lacks_its_end_only_is_whole(path, last_step):
+    lines = [{**line, "loss_scale": 8.0} for line in entries(1, 5)]
+    write(path, lines[:3], run=5)
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert (read_record(path), len(read_log(path)), len(run_of_record(read_record(path)))) == (lines[:3], 3, 3)
+    assert len(write(path, lines[last_step:], last_step=last_step, run=5)) == (last_step < 3)
+    assert read_record(path) == lines
 
 
 @pytest.mark.parametrize("blank", ["\n", "\n\n", "  \n", "\r\n", " "])

@@ -56,6 +56,7 @@ def test_the_message_says_where_and_what_helps(entry, sentence):
 def test_a_step_whose_own_scale_is_unknown_is_told_with_the_next():
     message = CollapseDetector(2).check(step(2, loss_scale=None))
     assert "the last of them at loss scale 4.0." in message
+    assert "falls no further" not in message
 
 
 def test_a_row_that_goes_on_after_a_resume_has_its_line_too():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.lab.logs.expansion import expand
+from mindformers_adaptive.lab.logs.expansion import run_of_entries
 from mindformers_adaptive.lab.logs.megatron_deepspeed import DeepSpeedReader, MegatronReader
 from mindformers_adaptive.lab.logs.mindformers import MindFormersReader
 from mindformers_adaptive.lab.logs.reader import LogLines, Reader
@@ -76,17 +77,17 @@ def read_log(
             used += 1
         elif name := _format_of_line(text, others):
             foreign[name] += 1
-    is_cut, notes = not lines.complete, list[str]()
+    is_cut = not lines.complete
     entries = reader.finish()
     if not entries:
         raise ValueError(_nothing_found(paths, [reader], lines))
-    steps = expand(entries, rule, notes)
-    if np.isnan(steps["loss_scale"]).all():
+    run = run_of_entries(entries, rule, reader.name)
+    if np.isnan(run.loss_scale).all():
         raise ValueError(
             f"The log must name a loss scale, but none of the {used} lines of steps in {_names(paths)} does. Give a "
             "log of a training with loss scaling."
         )
-    notes += reader.notes
+    notes = [*run.notes, *reader.notes]
     notes += [
         f"{count} line(s) are of another format, {name}, and were ignored; format={name!r} reads them instead."
         for name, count in foreign.items()
@@ -95,16 +96,15 @@ def read_log(
         notes.append(f"{lines.undecodable} line(s) have bytes that are not UTF-8.")
     if is_cut:
         notes.append(f"{lines.where}: the log ends in the middle of a line, or without a newline.")
-    return RecordedRun(
+    return replace(
+        run,
         name=printable(paths[0].name),
         files=tuple(map(str, paths)),
-        log_format=reader.name,
         lines_read=lines.lines_read,
         lines_used=used,
         lines_superseded=reader.superseded,
         notes=tuple(notes),
         problems=tuple(lines.problems),
-        **steps,
     )
 
 

@@ -137,9 +137,13 @@ class LogColumns(Sequence[LogEntry]):
                 noted.pop()
 
     @property
-    def gradient_format(self) -> Any:
-        """The first format of gradients that an entry names; None where none does."""
-        return next((one for _, one in self._formats if one), None)
+    def gradient_formats(self) -> list[Any]:
+        """The different formats of gradients that entries name, in order."""
+        found: list[Any] = []
+        for _, one in self._formats:
+            if one and one not in found:
+                found.append(one)
+        return found
 
     def array(self, name: str) -> NDArray[Any]:
         """Return a field of all entries as an array; nan or -1 where an entry does not have it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,8 +14,9 @@ from mindformers_adaptive.lab.logs.intervals import Interval, bounds_by_rule, in
 from mindformers_adaptive.lab.logs.reader import LogEntry
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
+from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 
-__all__ = ["expand"]
+__all__ = ["run_of_entries"]
 
 _NEAR = 1e-3  # printed scales are rounded
 _LARGEST_START = 2.0**32
@@ -30,22 +30,22 @@ _ANY_RULE = (
 _THIS_RULE = "the run followed {!r} with the arguments given, and went on with its whole state wherever it was resumed."
 
 
-def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -> dict[str, Any]:
-    """Return what the lines of a log tell of its steps.
+def run_of_entries(entries: Sequence[LogEntry], rule: Policy | None, log_format: str) -> RecordedRun:
+    """Return the run that the lines of a log tell of.
 
     Args:
         entries (Sequence[LogEntry]): steps strictly increasing, at least one.
         rule (Policy, optional): the rule that the run followed, with the state before step 1.
-        notes (list[str]): gets a sentence for what had to be inferred, is missing or contradicts itself.
+        log_format (str): of the log.
 
     Returns:
-        dict of arguments for :class:`~mindformers_adaptive.lab.traces.recorded_run.RecordedRun`: all that are about
-        steps.
+        RecordedRun without a name and files, and with notes on what had to be inferred, is missing or contradicts
+        itself.
 
     Raises:
         ValueError: if the lines do not follow the rule.
     """
-    columns = LogColumns.holding(entries)
+    columns, notes = LogColumns.holding(entries), list[str]()
     factor, factor_bound = infer_scale_factor(columns)
     first_scale = math.nan if rule is None else rule.loss_scale
     one_factor = rule is None or rule.moves_by_one_factor
@@ -69,35 +69,41 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
     bounds = np.cumsum(bounds, axis=0)
     if rule is not None and follows:
         bounds = _narrowed(bounds, np.array(bounds_by_rule(rule, intervals, notes)))
-    steps, final = _steps_of(columns, places, intervals, ends, factor, one_factor, notes)
+    loss_scale, overflow, known, final = _steps_of(columns, places, intervals, ends, factor, one_factor, notes)
 
     def at_last_steps(values: ArrayLike) -> NDArray[np.float64] | None:
-        array = np.full(len(steps["overflow"]), math.nan)
+        array = np.full(len(overflow), math.nan)
         array[ends - 1] = values
         return _or_none(array)
 
     scale_window, stated_scale = columns.array("scale_window"), columns.array("loss_scale")
     is_window = (scale_window >= 1) & (scale_window < math.inf)
     has_line = columns.array("has_line").astype(bool)
-    return {
-        "step": np.arange(ends[-1]) + np.repeat(columns.array("step") - ends + 1, counts),
-        **steps,
-        "loss": at_last_steps(columns.array("loss")),
-        "seconds": _or_none(np.repeat(columns.array("seconds"), counts)),
-        "largest_gradient": at_last_steps(columns.array("largest_gradient")),
-        "gradient_format": columns.gradient_format or "float16",
-        "overflowed_parameters": tuple(columns.rare("overflowed_parameters")),
-        "dropped_by_norm": tuple(columns.array("step")[columns.array("dropped_by_norm") == 1].tolist()),
-        "next_loss_scale": at_last_steps(np.where(np.isnan(stated_scale), math.nan, columns.array("next_loss_scale"))),
-        "scale_window": at_last_steps(np.where(is_window, scale_window, math.nan)),
-        "lines": np.column_stack([ends, bounds]),
-        "without_line": None if has_line.all() else _without_line(ends, has_line),
-        "final_loss_scale": final,
-        "scale_factor": factor,
-        "factor_bound": factor_bound,
-        "moves_by_one_factor": one_factor,
-        "holds_if": holds_if,
-    }
+    return RecordedRun(
+        name="",
+        files=(),
+        log_format=log_format,
+        step=np.arange(int(ends[-1])) + np.repeat(columns.array("step") - ends + 1, counts),
+        loss_scale=loss_scale,
+        overflow=overflow,
+        position_known=known,
+        loss=at_last_steps(columns.array("loss")),
+        seconds=_or_none(np.repeat(columns.array("seconds"), counts)),
+        scale_factor=factor,
+        notes=tuple(notes),
+        lines=np.column_stack([ends, bounds]),
+        final_loss_scale=final,
+        factor_bound=factor_bound,
+        largest_gradient=at_last_steps(columns.array("largest_gradient")),
+        overflowed_parameters=tuple(columns.rare("overflowed_parameters")),
+        dropped_by_norm=tuple(columns.array("step")[columns.array("dropped_by_norm") == 1].tolist()),
+        next_loss_scale=at_last_steps(np.where(np.isnan(stated_scale), math.nan, columns.array("next_loss_scale"))),
+        scale_window=at_last_steps(np.where(is_window, scale_window, math.nan)),
+        moves_by_one_factor=one_factor,
+        holds_if=holds_if,
+        gradient_format=next(iter(columns.gradient_formats), "float16"),
+        without_line=None if has_line.all() else _without_line(ends, has_line),
+    )
 
 
 def _says_all(columns: LogColumns) -> NDArray[np.bool_]:
@@ -129,7 +135,7 @@ def _steps_of(
     factor: float,
     one_factor: bool,
     notes: list[str],
-) -> tuple[dict[str, NDArray[Any]], float]:
+) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], float]:
     """The scale, the flag and whether it is known of each step, and the scale after the last."""
     total, scales = int(ends[-1]), columns.array("next_loss_scale")
     overflow, loss_scale, known = np.zeros(total, bool), np.full(total, math.nan), np.full(total, True)
@@ -152,7 +158,7 @@ def _steps_of(
         overflow[row], loss_scale[row], known[row] = flags, path, is_known
         known[row.stop - 1] = is_known or entry.overflow is not None
     final = after if last == len(columns) - 1 else float(scales[-1])
-    return {"loss_scale": loss_scale, "overflow": overflow, "position_known": known}, final
+    return loss_scale, overflow, known, final
 
 
 def _or_none(array: NDArray[np.float64]) -> NDArray[np.float64] | None:

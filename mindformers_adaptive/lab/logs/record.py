@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.logs.columns import LogColumns
-from mindformers_adaptive.lab.logs.expansion import expand
+from mindformers_adaptive.lab.logs.expansion import run_of_entries
 from mindformers_adaptive.lab.logs.reader import (
     LARGEST_STEP,
     LONGEST_INTERVAL,
@@ -152,6 +153,12 @@ class JsonlReader(Reader):
 
     def finish(self) -> Sequence[LogEntry]:
         entries: Any = super().finish()
+        if len(formats := self.entries.gradient_formats) > 1:
+            names = [one if isinstance(one, str) else repr(one)[:80] for one in formats]
+            self.notes.append(
+                f"The lines name several formats of gradients, {', '.join(names)}: the first one is taken for all. "
+                "Read each part from a file of its own."
+            )
         if self._gaps > _GAPS_NAMED:
             self.notes.append(f"{self._gaps} lines in all say that steps were not recorded.")
         return self._with_gaps(entries) if len(entries) else entries
@@ -160,6 +167,7 @@ class JsonlReader(Reader):
         """The entries, with one for each gap between them of which the file knows something."""
         step, skipped = entries.array("step"), entries.array("skipped_so_far")
         gaps = np.diff(step, prepend=0) - 1
+        _tell_flags(entries, skipped, gaps)
         room, places, added, counted = _MOST_STEPS - len(step), [], [], [0, 0]
         for place in np.flatnonzero(gaps > 0).tolist():
             gap, entry, stated = int(gaps[place]), entries[place], self._stated(step, place)
@@ -198,6 +206,14 @@ class JsonlReader(Reader):
         while last > before and last in self._missing:
             last = self._missing[last][0] - 1
         return end - max(last, before)
+
+
+def _tell_flags(entries: LogColumns, skipped: NDArray[np.int64], gaps: NDArray[np.int64]) -> None:
+    """Where a line does not name the flag of the one step since the line before, set it by the counts of both."""
+    more = np.diff(skipped, prepend=0)
+    is_counted = (skipped >= 0) & (np.append(0, skipped[:-1]) >= 0) & (more >= 0) & (more <= 1)
+    told = is_counted & (gaps == 0) & (entries.array("overflow") < 0) & ~entries.array("after_restart").astype(bool)
+    entries.array("overflow")[told] = more[told]
 
 
 def _gap(step: int, steps: int, where: str, scale: float, **told: Any) -> LogEntry:
@@ -261,8 +277,7 @@ def run_of_record(lines: Sequence[Mapping[str, Any]]) -> RecordedRun:
             "There must be at least 1 step to draw, but there is none. Let the run take a step, or check that the "
             "file is the record of this run."
         )
-    notes: list[str] = []
-    return RecordedRun("", (), JsonlReader.name, **expand(entries, None, notes), notes=tuple(notes))
+    return run_of_entries(entries, None, JsonlReader.name)
 
 
 def _require_number(name: str, value: object) -> None:
@@ -295,7 +310,7 @@ def _entry_of(record: Mapping[str, Any], where: str) -> LogEntry | None:
         overflowed_parameters=tuple(map(str, names)) if isinstance(names, list) else None,
         dropped_by_norm=record.get("dropped_by_norm") is True,
         loss=_loss(parse_number(record.get("loss")), record.get("loss")),
-        seconds=parse_number(record.get("seconds")),
+        seconds=_seconds(parse_number(record.get("seconds"))),
         largest_gradient=parse_number(record.get("largest_gradient")),
         scale_window=parse_number(record.get("scale_window")),
         gradient_format=record.get("gradient_format"),
@@ -311,3 +326,8 @@ def _number(text: str) -> float:
 def _loss(number: float, given: object) -> float:
     """A loss; inf where it was stated to be NaN, for nan is one that is not known."""
     return math.inf if math.isnan(number) and (isinstance(given, float) or given in ("nan", '"nan"')) else number
+
+
+def _seconds(number: float) -> float:
+    """How long a step took; nan for what no step can have taken."""
+    return number if 0.0 <= number < math.inf else math.nan

@@ -120,7 +120,13 @@ def just_below(scale: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def require_one_length(what: str, *arrays: NDArray[Any] | None) -> None:
-    """Raise ValueError unless arrays, the first of which is there, have one number for each step."""
+    """Raise TypeError or ValueError unless arrays, the first of which is there, have one number for each step."""
+    for array in arrays:
+        if array is not None and not isinstance(array, np.ndarray):
+            raise TypeError(
+                f"All arrays of the {what} must be NumPy arrays, but got {str(array)[:80]!r} of type "
+                f"{type(array).__name__}. Give numpy.array(...) of it."
+            )
     shapes = {array.shape for array in arrays if array is not None}
     if len(shapes) > 1 or len(min(shapes)) != 1:
         raise ValueError(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from record_checks import missing
 
 from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.logs import record as record_module
 from mindformers_adaptive.lab.logs.record import JsonlReader
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.monitor.record import FIELDS, RunRecord
@@ -151,6 +152,32 @@ def test_a_record_of_every_seventh_step_counts_them_all(tmp_path, name, argument
         assert read_log(tmp_path / "record.jsonl", rule=policy).skipped_bounds() == (sum(flags),) * 2
 
 
+def test_seconds_that_no_step_can_have_taken_are_unknown(tmp_path):
+    line, seconds = steps_of(make_policy("adaptive").rule, [True] * 4), [-4, math.inf, "long", 2.5]
+    lines = [{**one, "seconds": took} for one, took in zip(line, seconds, strict=True)]
+    run = read_log(write_lines(tmp_path / "record.jsonl", lines))
+    assert (np.isnan(run.seconds).tolist(), run.seconds[3]) == ([True, True, True, False], 2.5)
+
+
+def test_of_several_formats_the_first_is_taken_and_named(tmp_path):
+    lines = steps_of(make_policy("adaptive").rule, [False] * 4)
+    formats = [None, "bfloat16", "bfloat16", "float16"]
+    lines = [{**line, "gradient_format": given} for line, given in zip(lines, formats, strict=True)]
+    run = read_log(write_lines(tmp_path / "record.jsonl", lines[:3]))
+    assert (run.gradient_format.name, run.notes) == ("bfloat16", ())
+    run = read_log(write_lines(tmp_path / "record.jsonl", lines))
+    assert run.gradient_format.name == "bfloat16"
+    assert "several formats of gradients, bfloat16, float16: the first one is taken for all" in run.notes[0]
+
+
+def test_a_flag_that_no_line_names_is_told_by_the_counts(tmp_path):
+    flags = (np.random.default_rng(0).random(100) < 0.3).tolist()
+    lines = [{**line, "overflow": None} for line in steps_of(make_policy("adaptive").rule, flags)]
+    for unknown in ({}, {"loss_scale": None}):
+        run = read_log(write_lines(tmp_path / "record.jsonl", [{**line, **unknown} for line in lines]))
+        assert (run.overflow.tolist(), run.skipped_bounds(), run.holds_if) == (flags, (sum(flags),) * 2, "")
+
+
 def test_a_gap_that_nothing_counts_has_bounds(tmp_path):
     lines = with_gaps(steps_of(make_policy("adaptive").rule, [False] * 20 + [True] + [False] * 7), 7, 1)
     run = read_log(write_lines(tmp_path / "record.jsonl", [{**one, "skipped_steps": None} for one in lines]))
@@ -194,6 +221,30 @@ def test_a_gap_of_any_length_is_counted_and_no_number_fills_the_memory(tmp_path)
         lines = [first, missing(2, step - 1), {**last, "step": step, "skipped_steps": 300}]
         run = read_log(write_lines(tmp_path / "record.jsonl", lines))
         assert (len(run), run.skipped_steps) == (length, 300 if length > 2 else 1)
+
+
+def test_of_gaps_that_are_more_than_any_training_the_first_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_module, "_MOST_STEPS", 25_000)
+    line, lines, last = steps_of(make_policy("adaptive").rule, [False])[0], [], 0
+    for step in (1, 15_002, 27_003):
+        lines += [{**line, "step": step}] if step == 1 else [missing(last + 1, step - 1), {**line, "step": step}]
+        last = step
+    run = read_log(write_lines(tmp_path / "record.jsonl", lines))
+    assert (len(run), run.step[-2:].tolist()) == (15_003, [15_002, 27_003])
+
+
+def test_after_a_restart_neither_gaps_nor_counts_of_before_are_relied_on(tmp_path):
+    line = steps_of(make_policy("adaptive").rule, [False])[0]
+    uncounted = {**line, "skipped_steps": None}
+    before = [uncounted, missing(2, 5), {**uncounted, "step": 6}]
+    run = read_log(write_lines(tmp_path / "record.jsonl", [*before, {**uncounted, "overflow": True}, before[-1]]))
+    # What lies between was not taken, or has no line for another reason.
+    assert run.step.tolist() == [1, 6]
+    steps = [{**line, "step": step, "overflow": None, "skipped_steps": step // 3} for step in (1, 2, 3)]
+    run = read_log(
+        write_lines(tmp_path / "record.jsonl", [*steps, {**steps[1], "loss_scale": 8.0, "skipped_steps": 1}])
+    )
+    assert (run.step.tolist(), run.position_known.tolist()) == ([1, 2], [True, False])
 
 
 VALUES = st.one_of(

@@ -52,6 +52,11 @@ def test_certainty_tells_how_much_the_trace_knows(lower_bound, upper_bound, know
     json.dumps(told, allow_nan=False)
 
 
+def test_the_known_share_counts_each_step_of_all_traces():
+    known, unknown = (Trace("log", *np.full((3, steps), 4.0) * [[1], [of], [2]]) for steps, of in ((300, 1), (100, 0)))
+    assert tune([known, unknown], [Configuration.dynamic(500, loss_scale_value=2.0)]).known_share(0) == 0.75
+
+
 def test_certainty_shows_costs_at_the_lowest_and_the_highest_ceilings():
     trace = Trace("log", np.full(1000, 2.0**16), np.full(1000, 2.0**15), np.full(1000, 2.0**20))
     tried = [Configuration.dynamic(9), Configuration.dynamic(99)]

@@ -28,6 +28,12 @@ def test_a_ceiling_outside_its_bounds_is_refused(ceiling, lower_bound, upper_bou
         Trace("log", np.array(ceiling), np.array(lower_bound), np.array(upper_bound))
 
 
+@pytest.mark.parametrize("ceiling", [[8.0], 8.0, "8", True])
+def test_what_is_no_array_is_refused(ceiling):
+    with pytest.raises(TypeError, match=r"All arrays of the trace 'log' must be NumPy arrays, but got .* of type"):
+        Trace("log", ceiling, np.ones(1), np.ones(1))
+
+
 @pytest.mark.parametrize("other", [{"upper_bound": np.full(3, 2.0)}, {"largest_gradient": np.ones(3)}])
 def test_arrays_of_different_lengths_are_refused(other):
     with pytest.raises(ValueError, match=r"All arrays of the trace 'log' must have one number for each step"):

@@ -1,0 +1,44 @@
+"""Files are replaced as a whole or not at all, also where the machine fails right after."""
+
+import os
+import stat
+
+import pytest
+
+from mindformers_adaptive.text.files import atomic_write
+
+
+def test_what_was_written_is_on_the_disk_before_it_replaces_a_file(tmp_path, monkeypatch):
+    target, done = tmp_path / "report.txt", []
+    target.write_text("before")
+    sync, replace = os.fsync, os.replace
+
+    def seen_sync(file):
+        done.append(("synchronized", os.fstat(file).st_size, target.read_text()))
+        sync(file)
+
+    def seen_replace(*names):
+        done.append("replaced")
+        replace(*names)
+
+    monkeypatch.setattr(os, "fsync", seen_sync)
+    monkeypatch.setattr(os, "replace", seen_replace)
+    with atomic_write(target, permissions=0o640) as file:
+        file.write("after" * 1000)
+    assert done == [("synchronized", 5000, "before"), "replaced"]
+    assert (target.read_text(), stat.S_IMODE(target.stat().st_mode)) == ("after" * 1000, 0o640)
+
+
+def write_half(target, error):
+    with atomic_write(target) as file:
+        file.write("after")
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_fails_halfway_leaves_the_file_as_it_was_and_no_other(tmp_path, error):
+    target = tmp_path / "report.txt"
+    target.write_text("before")
+    with pytest.raises(error):
+        write_half(target, error)
+    assert (target.read_text(), os.listdir(tmp_path)) == ("before", ["report.txt"])
