@@ -134,7 +134,6 @@ class AdaptiveRule(Rule):
     counts_clean_steps = True
     mends_missing_state = True
     keeps_bounds = True
-    State = LossScaleState
 
     def __init__(
         self,
@@ -162,6 +161,11 @@ class AdaptiveRule(Rule):
         self.hysteresis = require_integer("hysteresis", hysteresis, 1, remedy, unit="number of overflows")
         self.shrink_from_min_window = require_flag("shrink_from_min_window", shrink_from_min_window)
         self.fixed_state = {} if self.hysteresis > 1 else {"hysteresis_budget": 1}
+
+    @functools.cached_property
+    def State(self) -> Any:  # noqa: N802
+        """type: the NamedTuple of its states, which a subclass may add to."""
+        return LossScaleState if self.state == AdaptiveRule.state else super().State
 
     def first_state(self, loss_scale: float) -> dict[str, int]:
         return {"scale_window": self.ladder[0], "hysteresis_budget": self.hysteresis}

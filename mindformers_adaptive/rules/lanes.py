@@ -134,6 +134,6 @@ def _step_of(rules: Sequence[Any]) -> NumpyStep:
     if len(rules) > 1:
         return lower_to_numpy(first.name, make_program([rule.traced.outputs for rule in rules]))
     if "_single" not in vars(first):
-        first._single = lower_to_numpy(first.name, make_program([first.traced.outputs]))
-    found: NumpyStep = first._single
+        vars(first)["_single"] = lower_to_numpy(first.name, make_program([first.traced.outputs]))
+    found: NumpyStep = vars(first)["_single"]
     return found

@@ -203,10 +203,17 @@ class _Builder:
             return picked if self.nodes[picked].shape == node.shape else None
         return None
 
-    def _simplify_mul(self, node: Node) -> int | None:
+    def _simplify_mul(self, node: Node) -> Node | int | None:
+        """Products of integers wrap around, so constants may be multiplied first, and 1 left out."""
         for one, other in (node.args, node.args[::-1]):
             if self._is(other, 1) and self.nodes[one].shape == node.shape:
                 return one
+            inner = self.nodes[one]
+            known = [arg for arg in inner.args if arg in self.constants] if inner.op == "mul" else []
+            if node.dtype == "int32" and other in self.constants and known and inner.shape == node.shape:
+                [rest] = [arg for arg in inner.args if arg != known[0]]
+                number = self.constant(self.constants[known[0]] * self.constants[other], "int32")
+                return self.add(Node("mul", (rest, number), node.dtype, node.shape))
         return None
 
     def _simplify_div(self, node: Node) -> int | None:

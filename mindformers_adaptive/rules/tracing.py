@@ -79,11 +79,7 @@ def trace_step(rule: Any) -> TracedStep:
     Raises:
         ValueError: if the step does something that cannot be computed in the same way everywhere, or raises an error.
     """
-    before = dict(vars(rule))
     traced = _traced_once(rule)
-    changed = [name for name, value in vars(rule).items() if name != "fields" and before.get(name, rule) is not value]
-    if changed:
-        raise ValueError(_message(rule, f"assigns self.{changed[0]}. Keep in the state what the next step needs"))
     # What depends on more than its arguments, as on the time or on chance, would stay as it was in this one call.
     compared = _compared.setdefault(type(rule), set())
     if traced.shape not in compared:
@@ -98,7 +94,7 @@ _compared: weakref.WeakKeyDictionary[type[Any], set[Any]] = weakref.WeakKeyDicti
 
 
 def _traced_once(rule: Any) -> TracedStep:
-    with Trace(rule.name) as trace:
+    with Trace(rule) as trace:
         before, groups = _state_before(rule)
         names = set(before)
         dtypes = {name: (value.dtype, value.shape) for name, value in before.items() if name not in _COUNTS}
@@ -176,16 +172,22 @@ def _next_scale(rule: Any, after: Mapping[str, Value], before: Mapping[str, Valu
     """Return the loss scale for the next step, within its bounds."""
     if moves_by_bits:
         exponent, (lowest, highest) = after["exponent"], _bounds(rule)
-        if not rule.keeps_bounds:
+        if not _keeps_bounds(rule):
             exponent = minimum(maximum(exponent, lowest), highest)
         return Value("power", (exponent, lowest, highest), "float32", ())
     wanted = after["loss_scale"]
-    if rule.keeps_bounds or wanted is before["loss_scale"]:
+    if _keeps_bounds(rule) or wanted is before["loss_scale"]:
         return wanted
     bounded = minimum(maximum(wanted, rule.min_loss_scale), rule.max_loss_scale)
     # NaN is not equal to itself.
     next_scale: Value = where(wanted == wanted, bounded, before["loss_scale"])
     return next_scale
+
+
+def _keeps_bounds(rule: Any) -> bool:
+    """Whether the step says so itself: that of a subclass may not."""
+    owner = next(owner for owner in (rule, *type(rule).__mro__) if "next_state" in vars(owner))
+    return bool(vars(owner).get("keeps_bounds", False))
 
 
 def _message(rule: Any, problem: str) -> str:
