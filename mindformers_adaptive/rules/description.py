@@ -38,9 +38,9 @@ def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
     Those that ``**bounds`` hands on are the arguments of the next constructor.
 
     Examples:
-        >>> from mindformers_adaptive.rules.guided import GuidedRule
-        >>> list(arguments_of(GuidedRule))[:2]
-        ['exchange_rate', 'scale_factor']
+        >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
+        >>> list(arguments_of(AdaptiveRule))[:2]
+        ['scale_factor', 'max_scale_window']
     """
     found: dict[str, inspect.Parameter] = {}
     for owner in rule_class.__mro__:
@@ -64,9 +64,9 @@ def all_arguments(rule_class: Any) -> dict[str, Any]:
         dict[str, Any], the usual ones first; ``inspect.Parameter.empty`` for an argument without a default.
 
     Examples:
-        >>> from mindformers_adaptive.rules.guided import GuidedRule
-        >>> list(all_arguments(GuidedRule).items())[:3]
-        [('loss_scale_value', 65536.0), ('exchange_rate', 1.0), ('scale_factor', 2)]
+        >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
+        >>> list(all_arguments(AdaptiveRule).items())[:3]
+        [('loss_scale_value', 65536.0), ('scale_factor', 2.0), ('scale_window', None)]
     """
     of_start = inspect.signature(rule_class.start).parameters
     defaults = {name: parameter.default for name, parameter in arguments_of(rule_class).items()}

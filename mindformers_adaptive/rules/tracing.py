@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 import weakref
 from collections.abc import Mapping
@@ -24,13 +25,13 @@ class TracedStep(NamedTuple):
         outputs (Mapping[str, Value]): ``loss_scale``, the fields of the rule, and ``clean_steps`` where the rule counts
             them, after the step.
         moves_by_bits (bool): whether the scale is always a power of two.
-        shape (tuple): what has to be equal for rules to share a program.
+        shape (int): the number of the shape of the trace, which has to be equal for rules to share a program.
         numbers (list): the constants, as they were given.
     """
 
     outputs: Mapping[str, Value]
     moves_by_bits: bool
-    shape: tuple[Any, ...]
+    shape: int
     numbers: list[Any]
 
 
@@ -90,7 +91,11 @@ def trace_step(rule: Any) -> TracedStep:
 
 
 # The shapes of traces of which a second one was the same, by the class of the rule.
-_compared: weakref.WeakKeyDictionary[type[Any], set[Any]] = weakref.WeakKeyDictionary()
+_compared: weakref.WeakKeyDictionary[type[Any], set[int]] = weakref.WeakKeyDictionary()
+
+# Shapes by what they are made of, which takes long to compare.
+_shapes: dict[tuple[Any, ...], int] = {}
+_numbers = itertools.count()
 
 
 def _traced_once(rule: Any) -> TracedStep:
@@ -127,7 +132,8 @@ def _traced_once(rule: Any) -> TracedStep:
             outputs[name] = stack([values[key] for key in keys]) if keys else values[name]
         if rule.counts_clean_steps:
             outputs["clean_steps"] = values["clean_steps"]
-        return TracedStep(outputs, moves_by_bits, shape_of_trace(outputs), trace.numbers)
+        shape = _shapes.setdefault(shape_of_trace(outputs), next(_numbers))
+        return TracedStep(outputs, moves_by_bits, shape, trace.numbers)
 
 
 class _ReadState(State):
