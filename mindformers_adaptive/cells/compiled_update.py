@@ -33,7 +33,10 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
     def __init__(self, rule, start, history_size=0, track_per_parameter=False):
         remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
         history_size = require_integer("history_size", history_size, 0, remedy, most=10**6, unit="number of steps")
-        super().__init__(start.loss_scale, getattr(rule, "scale_factor", 2), getattr(start, "scale_window", 1))
+        factor = getattr(rule, "scale_factor", 2)
+        # That of a user's rule may be anything.
+        factor = factor if isinstance(factor, (int, float)) else 2
+        super().__init__(start.loss_scale, factor, getattr(start, "scale_window", 1))
         self.rule = rule
         self.signals = rule.signals
         self.track_per_parameter = require_flag("track_per_parameter", track_per_parameter)
@@ -49,10 +52,9 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         # Where each input of the step comes from: an attribute, or None for what the update computes first.
         computed = ("loss_scale", "overflow", "since_event")
         self.inputs = tuple((name, None if name in computed else name) for name in step.inputs)
-        self.assigned = tuple(
-            (name, place) for place, name in enumerate(step.outputs) if name not in ("loss_scale", "clean_steps")
-        )
         places = {name: place for place, name in enumerate(step.outputs)}
+        own = {field.name for field in rule.fields}
+        self.assigned = tuple((name, place) for name, place in places.items() if name in own)
         self.place_of_scale, self.place_of_clean = places.get("loss_scale"), places.get("clean_steps")
         self.counts_clean_steps = rule.counts_clean_steps
         self.one = Tensor(1, mstype.int32)

@@ -2,7 +2,7 @@
 
 examples:
   adaptive-loss-scale simulate --policy adaptive:loss_scale_value=2^20,max_scale_window=500 output/log/rank_0/info.log
-  adaptive-loss-scale simulate --policy guided:exchange_rate=5 output/loss_scale_record.jsonl --plot guided.png
+  adaptive-loss-scale simulate --policy dynamic:scale_window=500 output/loss_scale_record.jsonl --plot dynamic.png
   adaptive-loss-scale simulate --policy torch "synthetic:sudden drop" --plot torch.png
 """
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         default="adaptive",
         metavar="NAME[:PARAMETER=VALUE,...]",
-        help=f"one of {', '.join(POLICY_NAMES)}, with its own system's parameters, such as guided:exchange_rate=5 or "
+        help=f"one of {', '.join(POLICY_NAMES)}, with its own system's parameters, as "
         "metaseq:init_scale=2^16,scale_window=100, or module.Class, a rule of your own; default: adaptive",
     )
     add_trace_arguments(parser, several=False)

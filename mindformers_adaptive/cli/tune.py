@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         default="adaptive",
         metavar="NAME",
-        help="whose settings to try: windows, factor and hysteresis of 'adaptive' (the default), exchange_rate of "
-        "'guided', 'both' in one table, or the grid of a rule of your own, 'module.Class'",
+        help=f"whose settings to try: {', '.join(map(repr, RULES))}, 'both' in one table, or 'module.Class', a rule of "
+        "your own; default: adaptive",
     )
     parser.add_argument(
         "--exchange-rate",

@@ -46,7 +46,7 @@ class LossScaleMonitor(RecordingCallback):
     ================================ ===========================================================================
 
     A value is null where it is unknown: the window of another update cell, the largest gradient where the cell does not
-    track it, or the loss of a step inside a sink. ``overflowed_parameters`` needs a gradient-guided cell with
+    track it, or the loss of a step inside a sink. ``overflowed_parameters`` needs a cell with
     ``track_per_parameter=True``, and that the host reads the device right after the step; the log names them too. The
     host reads the device every ``every_n_steps`` steps, or once a sink. If ``history_size`` of the update cell is at
     least as large, the record has every step; otherwise one line counts those that are missing.

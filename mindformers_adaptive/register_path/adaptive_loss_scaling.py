@@ -4,13 +4,11 @@ MindFormers copies this file into ``./modules`` of the working folder and import
 from the installed package: a class defined here would exist twice.
 """
 
-from mindformers_adaptive import (
-    AdaptiveLossScaleUpdateCell,
-    GradientGuidedLossScaleUpdateCell,
-    RuleLossScaleUpdateCell,
-    register,
-)
+import mindformers_adaptive
 
-__all__ = ["AdaptiveLossScaleUpdateCell", "GradientGuidedLossScaleUpdateCell", "RuleLossScaleUpdateCell"]
+mindformers_adaptive.register()
 
-register()
+
+def __getattr__(name):
+    # An update cell, as auto_register names it.
+    return getattr(mindformers_adaptive, name)

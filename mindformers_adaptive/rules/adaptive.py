@@ -30,6 +30,9 @@ COUNTER_LIMIT = 3
 # checkpoints.
 HIDDEN_WINDOW, HIDDEN_INDEX = 1, -1
 
+# What can happen to the window: W clean steps, or an overflow that drops the scale or is tolerated.
+RAISE, DROP, TOLERATE = range(3)
+
 
 class LossScaleState(NamedTuple):
     """The state of the rule between two steps.
@@ -134,7 +137,6 @@ class AdaptiveRule(Rule):
     counts_clean_steps = True
     mends_missing_state = True
     keeps_bounds = True
-    State = LossScaleState
 
     def __init__(
         self,
@@ -162,6 +164,11 @@ class AdaptiveRule(Rule):
         self.hysteresis = require_integer("hysteresis", hysteresis, 1, remedy, unit="number of overflows")
         self.shrink_from_min_window = require_flag("shrink_from_min_window", shrink_from_min_window)
         self.fixed_state = {} if self.hysteresis > 1 else {"hysteresis_budget": 1}
+
+    @functools.cached_property
+    def State(self) -> Any:  # noqa: N802
+        """type: the NamedTuple of its states, which a subclass may add to."""
+        return LossScaleState if self.state == AdaptiveRule.state else super().State
 
     def first_state(self, loss_scale: float) -> dict[str, int]:
         return {"scale_window": self.ladder[0], "hysteresis_budget": self.hysteresis}
@@ -195,7 +202,7 @@ class AdaptiveRule(Rule):
         tolerated = seen.overflow & (spent > 0)
         window, index, growth_num, down_num = tabulate(
             _counters_after(self.ladder, self.shrink_from_min_window),
-            drops=seen.overflow,
+            event=(int32(seen.overflow) + int32(tolerated), RAISE, TOLERATE),
             window_index=(state.window_index, HIDDEN_INDEX, len(self.ladder) - 1),
             growth_num=(state.growth_num, 0, COUNTER_LIMIT),
             down_num=(state.down_num, 0, COUNTER_LIMIT),
@@ -203,11 +210,15 @@ class AdaptiveRule(Rule):
         scaled = state.loss_scale * where(seen.overflow, self.drop_factor, self.scale_factor)
         # A raise beyond the upper bound is left out; only a drop can pass the floor.
         loss_scale = where(scaled <= self.max_loss_scale, maximum(scaled, self.min_loss_scale), state.loss_scale)
-        moved = state.replace(
-            loss_scale=loss_scale, scale_window=window, window_index=index, growth_num=growth_num, down_num=down_num
+        after = state.replace(
+            loss_scale=where(tolerated, state.loss_scale, loss_scale),
+            scale_window=window,
+            window_index=index,
+            growth_num=growth_num,
+            down_num=down_num,
+            clean_steps=0,
+            hysteresis_budget=where(seen.overflow, spent, self.hysteresis),
         )
-        budget = where(seen.overflow, spent, self.hysteresis)
-        after = where(tolerated, state, moved).replace(clean_steps=0, hysteresis_budget=budget)
         return where(seen.overflow | is_full, after, state.replace(clean_steps=clean_steps))
 
     def window_at(self, window_index: int) -> int:
@@ -234,7 +245,7 @@ class AdaptiveRule(Rule):
         if not problems and self._lacks_window(values, restored):
             values["last_overflow_iter"] = values["cur_iter"] - 1
             problems = [
-                "The checkpoint has steps but no window, as one of dynamic or gradient-guided loss scaling: the ladder "
+                "The checkpoint has steps but no window, as one of another rule of loss scaling: the ladder "
                 f"starts afresh at window {values['scale_window']}."
             ]
         return problems
@@ -286,15 +297,15 @@ def _window_at(ladder: tuple[int, ...], window_index: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _counters_after(ladder: tuple[int, ...], shrink_from_min_window: bool) -> Callable[..., tuple[int, ...]]:
-    """Return what a drop or a raise does to the window and the counters, as a function to be tabulated."""
+    """Return what an event does to the window and the counters, as a function to be tabulated."""
 
-    def counters_after(drops: bool, window_index: int, growth_num: int, down_num: int) -> tuple[int, ...]:
-        if drops:
+    def counters_after(event: int, window_index: int, growth_num: int, down_num: int) -> tuple[int, ...]:
+        if event == DROP:
             down_num = min(down_num + 1, COUNTER_LIMIT)
             lowest_to_shrink_from = 0 if shrink_from_min_window else 1
             if down_num == COUNTER_LIMIT and window_index >= lowest_to_shrink_from:
                 window_index, growth_num, down_num = HIDDEN_INDEX, 0, 0
-        else:
+        elif event == RAISE:
             growth_num, down_num = min(growth_num + 1, COUNTER_LIMIT), 0
             if growth_num == COUNTER_LIMIT and window_index < len(ladder) - 1:
                 window_index, growth_num = window_index + 1, 0

@@ -23,9 +23,11 @@ _TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
 _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
 _TAKEN |= {"history", "recorded", "restored", "inv_scale"}
 _TAKEN |= {"scale", "scale_sense", "growth_tracker", "hysteresis_tracker", "loss_scaling_run"}
-_TAKEN |= {"gradient_known", "max_safe_exponent", *SIGNALS, *(field.name for field in STEP_FIELDS)}
+_TAKEN |= {"gradient_known", "max_safe_exponent", "since_event", *SIGNALS, *(field.name for field in STEP_FIELDS)}
 
-_ARGUMENTS_OF_CELLS = {"loss_scale_value", "history_size", "track_per_parameter", "rule"}
+# Of cells, managers and scalers, and of a YAML section, beside those of the rule.
+_ARGUMENTS_OF_CELLS = {"loss_scale_value", "init_loss_scale", "scale_value", "history_size", "track_per_parameter"}
+_ARGUMENTS_OF_CELLS |= {"rule", "type"}
 _BASE = "mindformers_adaptive.rules.rule"
 
 
@@ -36,9 +38,9 @@ def arguments_of(rule_class: Any) -> dict[str, inspect.Parameter]:
     Those that ``**bounds`` hands on are the arguments of the next constructor.
 
     Examples:
-        >>> from mindformers_adaptive.rules.guided import GuidedRule
-        >>> list(arguments_of(GuidedRule))[:2]
-        ['exchange_rate', 'scale_factor']
+        >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
+        >>> list(arguments_of(AdaptiveRule))[:2]
+        ['scale_factor', 'max_scale_window']
     """
     found: dict[str, inspect.Parameter] = {}
     for owner in rule_class.__mro__:
@@ -62,9 +64,9 @@ def all_arguments(rule_class: Any) -> dict[str, Any]:
         dict[str, Any], the usual ones first; ``inspect.Parameter.empty`` for an argument without a default.
 
     Examples:
-        >>> from mindformers_adaptive.rules.guided import GuidedRule
-        >>> list(all_arguments(GuidedRule).items())[:3]
-        [('loss_scale_value', 65536.0), ('exchange_rate', 1.0), ('scale_factor', 2)]
+        >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
+        >>> list(all_arguments(AdaptiveRule).items())[:3]
+        [('loss_scale_value', 65536.0), ('scale_factor', 2.0), ('scale_window', None)]
     """
     of_start = inspect.signature(rule_class.start).parameters
     defaults = {name: parameter.default for name, parameter in arguments_of(rule_class).items()}
@@ -119,6 +121,7 @@ def _check_names(of: str, rule: Any) -> None:
     # The elements of a vector are called so in a state dict.
     vectors = [field for field in rule.fields if field.shape and not field.parts]
     seen = {f"{field.name}_{place}" for field in vectors for place in range(field.shape[0])}
+    seen |= {"clean_steps"} if rule.counts_clean_steps else set()
     parameters = {"loss_scaling_run", "scale_sense", *(field.parameter for field in (*STEP_FIELDS, *SIGNALS.values()))}
     for field in rule.fields:
         if field.parameter in parameters:

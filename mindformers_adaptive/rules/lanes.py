@@ -29,12 +29,12 @@ class Lanes:
         loss_scale (NDArray): float32 of shape (lanes,), for the next step.
 
     Examples:
-        >>> from mindformers_adaptive.rules.guided import GuidedRule
-        >>> rules = [GuidedRule(), GuidedRule(exchange_rate=5)]
+        >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
+        >>> rules = [AdaptiveRule(), AdaptiveRule(scale_factor=4)]
         >>> lanes = Lanes(rules, [rule.start(2.0**20) for rule in rules])
-        >>> lanes.step(np.array([True, False]), np.array([np.nan, 1.0]))
+        >>> lanes.step(np.array([True, True]), np.array([np.nan, np.nan]))
         >>> np.log2(lanes.loss_scale).tolist()
-        [10.0, 10.0]
+        [19.0, 18.0]
     """
 
     def __init__(self, rules: Sequence[Any], states: Sequence[Any]) -> None:
@@ -42,15 +42,18 @@ class Lanes:
         self._rule, self._fields, self._count = rule, rule.fields, len(rules)
         self._step = _step_of(rules)
         # The lanes are the last axis.
+        given = [state._asdict() for state in states]
         self._values = {
-            field.name: np.array([field.value_in(state._asdict()) for state in states], field.dtype).T
-            for field in self._fields
+            field.name: np.array([field.value_in(one) for one in given], field.dtype).T for field in self._fields
         }
         clean = ("clean_steps",) if rule.counts_clean_steps else ()
         for name in (*clean, "skipped_steps", "consecutive_overflows"):
             self._values[name] = np.array([getattr(state, name) for state in states], np.int32)
         self._values["loss_scale"] = np.array([state.loss_scale for state in states], np.float32)
         self._counts_clean, self._shows = rule.counts_clean_steps, "largest_gradient" in self._step.inputs
+        window = [field for field in self._fields if "scale_window" in field.keys]
+        self._window = (window[0].name, window[0].keys.index("scale_window")) if window else None
+        self._is_in_a_row = bool(self._values["consecutive_overflows"].any())
         self._told: set[str] = set()
 
     @property
@@ -60,11 +63,11 @@ class Lanes:
     @property
     def scale_window(self) -> NDArray[np.int32] | None:
         """NDArray, optional: the windows in steps, int32 of shape (lanes,); None for rules without one."""
-        for field in self._fields:
-            if "scale_window" in field.keys:
-                window: NDArray[np.int32] = field.by_key(self._values[field.name])["scale_window"]
-                return window
-        return None
+        if self._window is None:
+            return None
+        name, part = self._window
+        window = self._values[name]
+        return window if window.ndim == 1 else window[part]
 
     def watching(self) -> Any:
         """Return a context in which NumPy does not warn, and this object does of numbers that devices flush to 0."""
@@ -91,15 +94,14 @@ class Lanes:
             gradient = np.asarray(largest_gradient)
             tiny = np.abs(gradient) < SMALLEST_FLOAT32
             values["largest_gradient"] = np.where(tiny, 0.0, gradient).astype(np.float32)
-        after = self._step.function(*[values[name] for name in self._step.inputs])
-        for name, array in zip(self._step.outputs, after, strict=True):
-            values[name] = array if array.shape[-1] == self._count else self._for_all(array)
-        values["skipped_steps"] += overflow
-        values["consecutive_overflows"] += _ONE
-        values["consecutive_overflows"] *= overflow
-
-    def _for_all(self, array: NDArray[Any]) -> NDArray[Any]:
-        return np.array(np.broadcast_to(array, (*array.shape[:-1], self._count)))
+        after = self._step.function(self._count, *map(values.__getitem__, self._step.inputs))
+        values.update(zip(self._step.outputs, after, strict=True))
+        # In most steps nothing overflows.
+        if self._is_in_a_row or np.count_nonzero(overflow):
+            values["skipped_steps"] += overflow
+            values["consecutive_overflows"] += _ONE
+            values["consecutive_overflows"] *= overflow
+            self._is_in_a_row = bool(np.count_nonzero(overflow))
 
     def states(self) -> list[Any]:
         """Return the state of each lane as the rules have it."""
@@ -134,6 +136,6 @@ def _step_of(rules: Sequence[Any]) -> NumpyStep:
     if len(rules) > 1:
         return lower_to_numpy(first.name, make_program([rule.traced.outputs for rule in rules]))
     if "_single" not in vars(first):
-        first._single = lower_to_numpy(first.name, make_program([first.traced.outputs]))
-    found: NumpyStep = first._single
+        vars(first)["_single"] = lower_to_numpy(first.name, make_program([first.traced.outputs]))
+    found: NumpyStep = vars(first)["_single"]
     return found

@@ -22,8 +22,8 @@ class NumpyStep(NamedTuple):
     """A generated function.
 
     Attributes:
-        function (Callable): takes arrays with the lanes as their last axis, and returns a tuple of such arrays; what is
-            the same for all lanes may have one.
+        function (Callable): takes the number of lanes, and arrays with the lanes as their last axis; returns a tuple of
+            such arrays.
         inputs (tuple[str, ...]): the names of what it takes, in order.
         outputs (tuple[str, ...]): the names of what it returns, in order.
     """
@@ -50,18 +50,19 @@ def lower_to_numpy(rule: str, program: Program) -> NumpyStep:
             lines.compute(place, "v")
     results = {name: f"v{place}" for name, place in program.outputs.items()}
     nodes = program.nodes
-    # Each result is an array of its own, which may be changed in place.
-    returned: set[int] = set()
+    # Each result is an array of its own with all lanes, which may be changed in place.
+    inputs = tuple(sorted({nodes[place].extra for place in program.used if nodes[place].op == "input"}))
+    varying, returned = _varying(program), set()
     for name, place in program.outputs.items():
-        if not _is_own(nodes[place], name) or place in returned:
-            results[name] = f"own(v{place}, v{place}.shape[-1])"
+        if not _is_own(nodes[place], name) or place in returned or place not in varying:
+            results[name] = f"own(v{place}, lanes)"
         returned.add(place)
     if flag is not None:
         picked = {name: place for name, place in program.outputs.items() if _is_picked(program, place, flag)}
         for name, place in picked.items():
             otherwise = nodes[place].args[2]
             is_input = nodes[otherwise].op == "input" and nodes[otherwise].extra == name
-            results[name] = f"v{otherwise}" if is_input else f"own(v{otherwise}, len(v{flag}))"
+            results[name] = f"v{otherwise}" if is_input else f"own(v{otherwise}, lanes)"
         for name, result in results.items():
             lines.add(f"r_{name} = {result}")
             results[name] = f"r_{name}"
@@ -71,13 +72,12 @@ def lower_to_numpy(rule: str, program: Program) -> NumpyStep:
         crossing = {arg for place in inner for arg in nodes[place].args if arg not in inside}
         for place in sorted(crossing | {place for place in taken if place not in inside}):
             is_one = place in program.constants and program.constants[place].shape[-1] == 1
-            lines.add(f"    w{place} = v{place}" + ("" if is_one else ".take(places, axis=-1)"))
+            lines.add(f"    w{place} = v{place}" + ("" if is_one else f"[{':, ' * len(nodes[place].shape)}places]"))
         for place in inner:
             lines.compute(place, "w", indent="    ")
         for name, place in picked.items():
             lines.add(f"    r_{name}[{':, ' * len(nodes[place].shape)}places] = w{nodes[place].args[1]}")
-    inputs = tuple(sorted({program.nodes[place].extra for place in program.used if program.nodes[place].op == "input"}))
-    arguments = ", ".join(f"in_{name}" for name in inputs)
+    arguments = ", ".join(["lanes", *(f"in_{name}" for name in inputs)])
     source = "\n".join([f"def step({arguments}):", *lines.text, f"    return ({', '.join(results.values())},)", ""])
     names = {**vars(operations), "own": _own}
     names |= {f"v{place}": array for place, array in program.constants.items()}
@@ -130,7 +130,18 @@ def _branch(program: Program) -> tuple[int | None, list[int]]:
 
 def _is_own(node: Node, name: str) -> bool:
     """Whether what an operation gives is no array of another result, of a constant or of another input."""
-    return node.extra == name if node.op == "input" else node.op not in ("constant", "element")
+    # Lanes make since_event anew for each step.
+    return node.extra in (name, "since_event") if node.op == "input" else node.op not in ("constant", "element")
+
+
+def _varying(program: Program) -> set[int]:
+    """Return the places of what inputs take part in, which has all lanes."""
+    found: set[int] = set()
+    for place in program.used:
+        node = program.nodes[place]
+        if node.op == "input" or not found.isdisjoint(node.args):
+            found.add(place)
+    return found
 
 
 def _own(array: NDArray[Any], lanes: int) -> NDArray[Any]:

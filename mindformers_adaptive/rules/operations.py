@@ -98,7 +98,7 @@ OPERATIONS = {
     ),
     # The place in a table, one vector; the bounds of the places; their strides and the first row in NumPy's table.
     "lookup": Operation(
-        "{1}[..., 0].take((np.minimum(np.maximum({0}, {2}), {3}) * {4}).sum(axis=0) + {5}, axis=0).T",
+        "{1}[..., 0].take(np.add.reduce(np.minimum(np.maximum({0}, {2}), {3}) * {4}, axis=0) + {5}, axis=0).T",
         "ops.gather_nd({table}, ops.minimum(ops.maximum({0}, {2}), {3}){minus_lowest})",
     ),
     # Those that only the package uses: log2 of a power of two and back, and the largest gradient as an exponent.

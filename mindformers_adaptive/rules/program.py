@@ -83,7 +83,7 @@ def make_program(each: Sequence[Mapping[str, Value]], fixed: Mapping[str, int] |
             continue
         args = tuple(places[arg.place] for arg in value.args)
         if value.op == "constant":
-            place = builder.constant(_merged([trace[value.place].extra for trace in traces]), value.dtype)
+            place = builder.constant(_merged(np.array([trace[value.place].extra for trace in traces])), value.dtype)
         elif value.op == "lookup":
             place = builder.lookup(value, args, [trace[value.place].extra for trace in traces])
         elif value.op == "input" and value.extra in fixed:
@@ -116,12 +116,12 @@ def _reachable(roots: list[Value]) -> set[int]:
     return found
 
 
-def _merged(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    """Return constants of one shape with the rules as their last axis, of length 1 where all are equal."""
-    first = np.asarray(arrays[0])
-    if all(first.tobytes() == np.asarray(array).tobytes() for array in arrays[1:]):
-        return first[..., np.newaxis]
-    return np.stack(arrays, axis=-1)
+def _merged(each: NDArray[Any]) -> NDArray[Any]:
+    """Return constants of rules, which are the first axis, with the last one for them, of length 1 where all agree."""
+    # By their bits, because -0.0 is equal to 0.0.
+    bits = each.view(np.uint8).reshape(len(each), -1) if each.ndim > 1 else each.reshape(-1, 1).view(np.uint8)
+    kept = each[:1] if (bits == bits[0]).all() else each
+    return np.ascontiguousarray(np.moveaxis(kept, 0, -1))
 
 
 class _Builder:
@@ -138,25 +138,19 @@ class _Builder:
         return place
 
     def lookup(self, value: Value, args: tuple[int, ...], extras: list[Any]) -> int:
-        """Lay the tables of the rules end to end, and look up a row by its number."""
-        tables, offsets, start = [], [], 0
-        for table, _ in extras:
-            tables.append(table.reshape(-1, table.shape[-1]))
-            offsets.append(start)
-            start += len(tables[-1])
+        """Lay the tables of the rules end to end, each once, and look up a row by its number."""
+        tables = list({id(table): table.reshape(-1, table.shape[-1]) for table, _ in extras}.values())
         if len({table.tobytes() for table in tables}) == 1:
-            tables, offsets = tables[:1], [0] * len(offsets)
+            tables, offsets = tables[:1], [0] * len(extras)
+        else:
+            starts = np.cumsum([0, *map(len, tables)]).tolist()
+            of_table = dict(zip(dict.fromkeys(id(table) for table, _ in extras), starts, strict=False))
+            offsets = [of_table[id(table)] for table, _ in extras]
         sizes = np.array([table.shape[:-1] for table, _ in extras], np.int64)
         strides = np.concatenate([np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1], np.ones((len(extras), 1), np.int64)], 1)
         lowest = np.array([low for _, low in extras], np.int32)
-        bounds = [
-            lowest,
-            lowest + sizes - 1,
-            strides,
-            np.array(offsets)[:, np.newaxis] - (lowest * strides).sum(1)[:, None],
-        ]
-        given = [_merged(list(bound.astype(np.int32))) for bound in bounds]
-        given[3] = given[3][0]
+        bounds = (lowest, lowest + sizes - 1, strides, offsets - (lowest * strides).sum(1))
+        given = [_merged(bound.astype(np.int32)) for bound in bounds]
         rows = np.concatenate(tables)
         extra = (rows.tobytes(), rows.shape, tuple(int(size) for size in sizes[0]))
         extra_places = tuple(self.constant(array, "int32") for array in (rows[..., np.newaxis], *given))
@@ -203,10 +197,17 @@ class _Builder:
             return picked if self.nodes[picked].shape == node.shape else None
         return None
 
-    def _simplify_mul(self, node: Node) -> int | None:
+    def _simplify_mul(self, node: Node) -> Node | int | None:
+        """Products of integers wrap around, so constants may be multiplied first, and 1 left out."""
         for one, other in (node.args, node.args[::-1]):
             if self._is(other, 1) and self.nodes[one].shape == node.shape:
                 return one
+            inner = self.nodes[one]
+            known = [arg for arg in inner.args if arg in self.constants] if inner.op == "mul" else []
+            if node.dtype == "int32" and other in self.constants and known and inner.shape == node.shape:
+                [rest] = [arg for arg in inner.args if arg != known[0]]
+                number = self.constant(self.constants[known[0]] * self.constants[other], "int32")
+                return self.add(Node("mul", (rest, number), node.dtype, node.shape))
         return None
 
     def _simplify_div(self, node: Node) -> int | None:

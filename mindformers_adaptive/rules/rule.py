@@ -17,6 +17,7 @@ from mindformers_adaptive.rules.description import arguments_of, check_descripti
 from mindformers_adaptive.rules.fields import Field, fields_of
 from mindformers_adaptive.rules.formats import Format, find_format
 from mindformers_adaptive.rules.tracing import TracedStep, trace_step
+from mindformers_adaptive.rules.values import RuleError, is_traced_now
 
 __all__ = ["Rule"]
 
@@ -210,7 +211,7 @@ class Rule(metaclass=_Made):
                 f"The first state of the rule {self.name!r} has {', '.join(map(repr, given))}, and its state is "
                 f"{', '.join(values) or 'empty'}. Correct one of the two."
             )
-        return self.State(**{"loss_scale": power, "skipped_steps": 0, "consecutive_overflows": 0, **values})
+        return self.State(**{**dict.fromkeys(self.State._fields, 0), **values, "loss_scale": power})
 
     def step(self, state: Any, overflow: bool, largest_gradient: float | None = None) -> Any:
         """Return the state after a step; ``state`` itself is not changed.
@@ -271,6 +272,16 @@ class Rule(metaclass=_Made):
         if not self.moves_by_bits:
             return loss_scale
         return math.ldexp(1.0, max(math.frexp(loss_scale)[1] - 1, self.min_exponent))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if is_traced_now(self):
+            raise RuleError(f"assigns self.{name}. Keep in the state what the next step needs")
+        if "traced" in vars(self):
+            raise AttributeError(
+                f"The rule {self.name!r} is made, with the step of its present {name!r}. Make another rule with "
+                "another one."
+            )
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         made = ("traced", "State", "fields", "_single")

@@ -185,6 +185,6 @@ def describe_fresh_start(rule: Any, values: Mapping[str, Any]) -> str:
         rule (Rule): the rule.
         values (Mapping[str, Any]): as ``state()`` of the update cell returns it.
     """
-    if "window_index" in values:
+    if "scale_window" in rule.start_arguments:
         return f"with a fresh ladder, at window {values['scale_window']}"
     return f"with a fresh state of {rule.title}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 import weakref
 from collections.abc import Mapping
@@ -24,13 +25,13 @@ class TracedStep(NamedTuple):
         outputs (Mapping[str, Value]): ``loss_scale``, the fields of the rule, and ``clean_steps`` where the rule counts
             them, after the step.
         moves_by_bits (bool): whether the scale is always a power of two.
-        shape (tuple): what has to be equal for rules to share a program.
+        shape (int): the number of the shape of the trace, which has to be equal for rules to share a program.
         numbers (list): the constants, as they were given.
     """
 
     outputs: Mapping[str, Value]
     moves_by_bits: bool
-    shape: tuple[Any, ...]
+    shape: int
     numbers: list[Any]
 
 
@@ -79,11 +80,7 @@ def trace_step(rule: Any) -> TracedStep:
     Raises:
         ValueError: if the step does something that cannot be computed in the same way everywhere, or raises an error.
     """
-    before = dict(vars(rule))
     traced = _traced_once(rule)
-    changed = [name for name, value in vars(rule).items() if name != "fields" and before.get(name, rule) is not value]
-    if changed:
-        raise ValueError(_message(rule, f"assigns self.{changed[0]}. Keep in the state what the next step needs"))
     # What depends on more than its arguments, as on the time or on chance, would stay as it was in this one call.
     compared = _compared.setdefault(type(rule), set())
     if traced.shape not in compared:
@@ -94,11 +91,15 @@ def trace_step(rule: Any) -> TracedStep:
 
 
 # The shapes of traces of which a second one was the same, by the class of the rule.
-_compared: weakref.WeakKeyDictionary[type[Any], set[Any]] = weakref.WeakKeyDictionary()
+_compared: weakref.WeakKeyDictionary[type[Any], set[int]] = weakref.WeakKeyDictionary()
+
+# Shapes by what they are made of, which takes long to compare.
+_shapes: dict[tuple[Any, ...], int] = {}
+_numbers = itertools.count()
 
 
 def _traced_once(rule: Any) -> TracedStep:
-    with Trace(rule.name) as trace:
+    with Trace(rule) as trace:
         before, groups = _state_before(rule)
         names = set(before)
         dtypes = {name: (value.dtype, value.shape) for name, value in before.items() if name not in _COUNTS}
@@ -131,7 +132,8 @@ def _traced_once(rule: Any) -> TracedStep:
             outputs[name] = stack([values[key] for key in keys]) if keys else values[name]
         if rule.counts_clean_steps:
             outputs["clean_steps"] = values["clean_steps"]
-        return TracedStep(outputs, moves_by_bits, shape_of_trace(outputs), trace.numbers)
+        shape = _shapes.setdefault(shape_of_trace(outputs), next(_numbers))
+        return TracedStep(outputs, moves_by_bits, shape, trace.numbers)
 
 
 class _ReadState(State):
@@ -176,16 +178,22 @@ def _next_scale(rule: Any, after: Mapping[str, Value], before: Mapping[str, Valu
     """Return the loss scale for the next step, within its bounds."""
     if moves_by_bits:
         exponent, (lowest, highest) = after["exponent"], _bounds(rule)
-        if not rule.keeps_bounds:
+        if not _keeps_bounds(rule):
             exponent = minimum(maximum(exponent, lowest), highest)
         return Value("power", (exponent, lowest, highest), "float32", ())
     wanted = after["loss_scale"]
-    if rule.keeps_bounds or wanted is before["loss_scale"]:
+    if _keeps_bounds(rule) or wanted is before["loss_scale"]:
         return wanted
     bounded = minimum(maximum(wanted, rule.min_loss_scale), rule.max_loss_scale)
     # NaN is not equal to itself.
     next_scale: Value = where(wanted == wanted, bounded, before["loss_scale"])
     return next_scale
+
+
+def _keeps_bounds(rule: Any) -> bool:
+    """Whether the step says so itself: that of a subclass may not."""
+    owner = next(owner for owner in (rule, *type(rule).__mro__) if "next_state" in vars(owner))
+    return bool(vars(owner).get("keeps_bounds", False))
 
 
 def _message(rule: Any, problem: str) -> str:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32
 
 __all__ = ["RuleError", "Trace", "Value", "arithmetic", "constant", "number_of", "of_one_dtype", "own"]
-__all__ += ["is_line_of_a_rule", "shape_of", "unary"]
+__all__ += ["is_line_of_a_rule", "is_traced_now", "shape_of", "unary"]
 
 # Calls from here, or from the standard library and NumPy, are no lines of a rule.
 _OWN_FILES = {
@@ -40,7 +40,7 @@ class RuleError(ValueError):
         if trace is None:
             super().__init__(f"A value works within next_state only: this {problem}.")
             return
-        super().__init__(f"The step of the rule {trace.rule!r} {problem}{_place()}")
+        super().__init__(f"The step of the rule {trace.rule.name!r} {problem}{_place()}")
         # It counts even where the rule catches it.
         trace.problem = trace.problem or self
 
@@ -49,7 +49,7 @@ class Trace:
     """What a step does: its values, in the order in which they were computed.
 
     Args:
-        rule (str): the name of the rule, for messages.
+        rule (Rule): whose step it is.
 
     Attributes:
         values (list[Value]): the values.
@@ -57,7 +57,7 @@ class Trace:
         problem (RuleError, optional): the first thing that was refused.
     """
 
-    def __init__(self, rule: str) -> None:
+    def __init__(self, rule: Any) -> None:
         self.rule = rule
         self.values: list[Value] = []
         self.numbers: list[Any] = []
@@ -78,6 +78,11 @@ class _Present(threading.local):
 
 
 _present = _Present()
+
+
+def is_traced_now(rule: Any) -> bool:
+    """Return whether the step of a rule is being called with values that record."""
+    return _present.trace is not None and _present.trace.rule is rule
 
 
 class Value:

@@ -35,7 +35,9 @@ from mindformers_adaptive.rules import (
     take,
     where,
 )
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
+from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
 
 SCALAR, INTEGER, VECTOR = {"x": float32}, {"x": int32}, {"x": float32[2]}
@@ -278,9 +280,10 @@ def test_rules_may_be_made_in_several_threads():
 
 
 def test_an_attribute_is_read_when_the_rule_is_made():
-    rules = [Bounded(2), Bounded(8), Bounded(2)]
-    assert scales(rules[0]) == scales(rules[2]) == HALVED
-    rules[0].factor = 4
+    rules = [Bounded(2), Bounded(8)]
+    # Arguments and labels would tell of a step that is not taken.
+    with pytest.raises(AttributeError, match=r"The rule 'bounded' is made, with .* 'factor'. Make another rule"):
+        rules[0].factor = 4
     assert scales(rules[0]) == HALVED != scales(rules[1])
 
 
@@ -531,6 +534,62 @@ def test_a_value_that_is_handed_on_is_that_of_before_the_step(mode):
     for before, after in itertools.pairwise(states):
         assert (after.last, after.before, after.other) == (before.loss_scale, before.last, before.vector)
         assert (after.once_more, after.a, after.further) == (before.before, before.b, before.count)
+
+
+def test_constants_that_the_compiler_multiplies_leave_a_value_that_is_handed_on(graph_mode):
+    # Each product of constants is 1 in 32 bits.
+    before = (lambda a: a * -1 * -1, lambda a: a * 3 * -1431655765, lambda a: 65537 * (-65535 * a))
+    state = {"a": int32} | {f"before_{n}": int32 for n in range(len(before))}
+
+    def step(self, state, seen):
+        found = {f"before_{n}": function(state.a) for n, function in enumerate(before)}
+        return state.replace(a=state.a + 1, **found)
+
+    states = assert_cell_equals(rule_of(step, state=state), steps=3)
+    assert states[-1][1:5] == (3, 2, 2, 2)
+
+
+def test_fields_may_be_called_like_what_other_rules_have(graph_mode):
+    names = ("clean_steps", "window_index", "hysteresis_budget", "growth_num", "scale_window", "steps", "count")
+
+    def step(self, state, seen):
+        return state.replace(**{name: getattr(state, name) + n for n, name in enumerate(names, 1)})
+
+    rule = rule_of(step, state=dict.fromkeys(names, float32))
+    rule = rule_of(step, state={**rule.state, "clean_steps": int32, "scale_window": int32})
+    [*_, last] = assert_cell_equals(rule, steps=3)
+    assert [getattr(last, name) for name in names] == [3 * n for n in range(1, 8)]
+
+
+class FarGuided(GuidedRule):
+    """Goes beyond the bounds, and relies on them."""
+
+    name = "far_guided"
+
+    def next_state(self, state, seen):
+        after = super().next_state(state, seen)
+        return after.replace(exponent=after.exponent + where(seen.overflow, -300, 300))
+
+
+class FarAdaptive(AdaptiveRule):
+    """Likewise, and remembers something more."""
+
+    name = "far_adaptive"
+    state: ClassVar = {**AdaptiveRule.state, "raises": float32}
+
+    def next_state(self, state, seen):
+        after = super().next_state(state, seen)
+        factor = where(seen.overflow, 1e-30, 1e30)
+        return after.replace(loss_scale=after.loss_scale * factor, raises=state.raises + float32(~seen.overflow))
+
+
+@pytest.mark.parametrize(("rule_class", "arguments"), [(FarGuided, {}), (FarAdaptive, {"hysteresis": 2})])
+def test_a_rule_made_from_one_of_this_package_stays_within_its_bounds(graph_mode, rule_class, arguments):
+    rule = rule_class(min_loss_scale=4.0, max_loss_scale=2.0**20, **arguments)
+    states = assert_cell_equals(rule, steps=8, gradients=[1.0, 1e-3])
+    assert {state.loss_scale for state in states} == {4.0, 2.0**20}
+    if rule_class is FarAdaptive:
+        assert states[-1].raises == sum(state.loss_scale > 4 for state in states)
 
 
 def test_raises_without_an_upper_bound_end_at_the_largest_float32(mode):

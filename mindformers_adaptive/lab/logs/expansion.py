@@ -23,9 +23,9 @@ _LARGEST_START = 2.0**32
 
 _ANY_RULE = (
     "the rule moves the scale by one factor, the same all through the log, down at overflows and up at applied steps "
-    "only, and each resume went on with its scale. Guided scaling is no such rule, and one of your own may be none: "
-    "name it ('analyze --policy', or read_log(rule=...)). After a resume with other settings, read each part from a "
-    "log of its own."
+    "only, and each resume went on with its scale. A rule that follows the gradients is none, nor may be one of your "
+    "own: name it ('analyze --policy', or read_log(rule=...)). After a resume with other settings, read each part from "
+    "a log of its own."
 )
 _THIS_RULE = "the run followed {!r} with the arguments given, and went on with its whole state wherever it was resumed."
 

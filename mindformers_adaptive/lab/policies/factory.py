@@ -24,14 +24,13 @@ _STARTS = ("loss_scale", "scale_window", "clean_steps", "overflows")
 def make_policy(name: str | type[Rule], **params: Any) -> Policy:
     """Return a loss-scaling policy by name, with the parameters of the system that it comes from.
 
-    ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``:
-    ``loss_scale_value`` (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the
-    smallest window) and all of :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`. ``guided`` is the one
-    that follows the largest gradients, with ``loss_scale_value`` (default 65536) and all arguments of
-    :class:`~mindformers_adaptive.rules.guided.GuidedRule`. ``module.Class`` is a rule of one's own, see
-    :class:`~mindformers_adaptive.rules.rule.Rule`, with ``loss_scale_value`` (default 65536) and its own
-    arguments. All others are rows of ``PRESETS`` in :mod:`mindformers_adaptive.lab.policies.presets`, each with its
-    source, parameters and defaults; ``fixed`` keeps ``loss_scale`` (default 128.0, as in MindSpore's
+    ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``: ``loss_scale_value``
+    (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the smallest window) and all
+    of :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`. The others of
+    :data:`~mindformers_adaptive.rules.RULES`, and ``module.Class``, a rule of one's own, see
+    :class:`~mindformers_adaptive.rules.rule.Rule`, take ``loss_scale_value`` (default 65536) and their own arguments.
+    All others are rows of ``PRESETS`` in :mod:`mindformers_adaptive.lab.policies.presets`, each with its source,
+    parameters and defaults; ``fixed`` keeps ``loss_scale`` (default 128.0, as in MindSpore's
     ``FixedLossScaleManager``).
 
     Args:
@@ -40,9 +39,8 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
 
     Returns:
         Policy, before its first step. ``step(overflow, largest_gradient=None)`` returns the loss scale for the next
-        step; only ``guided`` and rules of one's own with this signal use the largest gradient, unscaled, of a step that
-        was applied. Where the system would end the training with an error, ``stopped`` is True from then on and the
-        replay goes on.
+        step; only rules with this signal use the largest gradient, unscaled, of a step that was applied. Where the
+        system would end the training with an error, ``stopped`` is True from then on and the replay goes on.
 
     Raises:
         TypeError: if the policy has no such parameter, or a value is not of its type.
@@ -54,9 +52,6 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
         [1024.0, 512.0, 512.0, 1024.0]
         >>> make_policy("adaptive", max_scale_window=1000, min_scale_window=20).scale_window
         20
-        >>> policy = make_policy("guided", loss_scale_value=2.0**32)
-        >>> [policy.step(True), policy.step(True), policy.step(False, largest_gradient=1.0)]
-        [4194304.0, 4096.0, 8.0]
     """
     if isinstance(name, type) or is_rule_name(name):
         own_rule, state = start_rule(name, params)

@@ -34,8 +34,8 @@ class Configuration:
     A ladder of one window is dynamic loss scaling: :meth:`dynamic`.
 
     Args:
-        policy (Union[str, type]): the rule: ``adaptive``, ``guided``, or one of your own as ``module.Class`` or as
-            the class.
+        policy (Union[str, type]): the rule: one of this package by its name, or one of your own as ``module.Class``
+            or as the class.
         **arguments: those of the rule, with its defaults, and ``loss_scale_value``, the initial loss scale (default
             65536, the usual start where the scale is known roughly, as in MindFormers' ``TrainingArguments``).
 
@@ -53,8 +53,8 @@ class Configuration:
     Examples:
         >>> Configuration("adaptive", min_scale_window=50).rule.ladder
         (50, 100, 200, 500, 1000)
-        >>> Configuration("guided", exchange_rate=5).label
-        'guided exchange_rate=5'
+        >>> Configuration("adaptive", min_scale_window=50).label
+        'adaptive 50-1000'
     """
 
     policy: str
