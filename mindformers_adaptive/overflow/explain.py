@@ -162,15 +162,21 @@ def watched_passes(network, done=lambda: None):
                 loss, gradients, _ = backward(Tensor(scale, mstype.float32), *batch)
                 return watch.take(scale, loss, dict(zip(names, gradients, strict=True)))
             except Exception as error:
-                reason = str(error).strip().partition("\n")[0]
                 raise PyNativeError(
                     "The layers of a network are seen in PyNative mode only, where this one fails: "
-                    f"{type(error).__name__}: {reason.rstrip('.')}. Give a network that runs in PyNative mode."
+                    f"{_reason(error)}. Give a network that runs in PyNative mode."
                 ) from error
             finally:
                 done()
 
         yield lambda batches, scale: [run(batch, scale) for batch in batches]
+
+
+def _reason(error):
+    """The line of an error that says what it is; those of MindSpore begin with titles between rules."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = next((line for line in lines if line and not line.startswith("-")), "")
+    return f"{type(error).__name__}: {said.rstrip('.')}"
 
 
 class _Seen:
@@ -266,8 +272,7 @@ def _try_setting(name, build, batches, seen, done):
         with watched_passes(network, done) as passes:
             return _outcome(name, passes, batches[seen.worst], seen)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        return Tried(name, None, None, note=f"could not be tried: {type(error).__name__}: {reason[:100]}")
+        return Tried(name, None, None, note=f"could not be tried: {_reason(error)[:120]}")
 
 
 def _outcome(name, passes, batch, seen):
