@@ -11,7 +11,7 @@ from mindspore.ops.signature import sig_rw
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, Pass, read_values
 
-__all__ = ["Watch", "read_tensor"]
+__all__ = ["Watch", "read_tensor", "replaced_in"]
 
 # Operators of Tensors that Python never sees as a Primitive.
 _METHODS = "add sub mul div matmul pow exp log sqrt rsqrt square reciprocal sum mean prod cumsum var std"
@@ -83,7 +83,7 @@ class Watch:
         for cell in self._cells:
             if getattr(cell, "_recompute_cell", None) is not None:
                 # It would hide the cells inside, which are called again on the way back.
-                self._patches.enter_context(_replaced_in(vars(cell), "_recompute_cell", None))
+                self._patches.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
 
     def __exit__(self, *error):
         self._patches.close()
@@ -248,14 +248,17 @@ class Watch:
 
 
 @contextlib.contextmanager
-def _replaced_in(values, name, value):
-    before = {name: values[name]} if name in values else {}
+def replaced_in(values, name, value):
+    """Put a value into a dict for a while; the order of the others stays."""
+    was_there, before = name in values, values.get(name)
     values[name] = value
     try:
         yield
     finally:
-        del values[name]
-        values.update(before)
+        if was_there:
+            values[name] = before
+        else:
+            del values[name]
 
 
 def _tensors(values):
