@@ -174,7 +174,7 @@ def watched_passes(network, done=lambda: None, graph=False):
                 mode, other = ("graph", "without 'graph'") if graph else ("PyNative", "with 'graph'")
                 raise PyNativeError(
                     f"The layers of this network are to be seen in {mode} mode, where it fails: {_reason(error)}. "
-                    f"Try {other}."
+                    f"Check the shapes and types of the batch, or try {other}."
                 ) from error
             finally:
                 done()
