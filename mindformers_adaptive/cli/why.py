@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch", metavar="FILE", help="a batch that LossScaleMonitor saved, overflow_batch.npz, instead of the data"
     )
     parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="run the passes in graph mode, where layers are seen and operators are not: for what fails op by op",
+    )
+    parser.add_argument(
         "--plot", type=read_picture, metavar="FILE", help="draw the largest value of each layer, forward and going back"
     )
     add_json_argument(parser)
@@ -65,6 +70,7 @@ def run(options: argparse.Namespace) -> None:
                 options.loss_scale,
                 options.batches,
                 batch=options.batch,
+                graph=options.graph,
                 overrides=overrides,
                 progress=progress,
             )

@@ -39,6 +39,7 @@ def why(
     batches=DEFAULT_BATCHES,
     *,
     batch=None,
+    graph=False,
     overrides=None,
     progress=None,
 ):
@@ -57,6 +58,7 @@ def why(
         batches (int): how many batches of the training data. Default: 2.
         batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, in place of the
             training data. Default: None.
+        graph (bool): as in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: False.
         overrides (dict, optional): values by dotted key that replace those of the YAML file. Default: None.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
 
@@ -68,7 +70,7 @@ def why(
         ValueError: if ``batches`` is below 1, the loss scale not above 0, the checkpoint has none of the network's
             weights, or the file has no data.
         FileNotFoundError: if there is no such file, or no checkpoint in the folder.
-        PyNativeError: if the model cannot run in PyNative mode.
+        PyNativeError: if the model cannot run in PyNative mode, or with ``graph`` in graph mode.
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
     saved = None if batch is None else [tuple(map(Tensor, read_batch(batch)))]
@@ -84,7 +86,9 @@ def why(
         )
         for key, value in _worth_trying(network, value_at(written, _SECTION) or {})
     }
-    return explain_overflow(train_step, rows, loss_scale, settings=settings, measured=measured, progress=progress)
+    return explain_overflow(
+        train_step, rows, loss_scale, settings=settings, measured=measured, graph=graph, progress=progress
+    )
 
 
 def _worth_trying(network, section):

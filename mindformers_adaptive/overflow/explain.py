@@ -15,6 +15,7 @@ from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unc
 from mindformers_adaptive.gradients.layers import named_cells
 from mindformers_adaptive.gradients.ranges import batches_of
 from mindformers_adaptive.overflow.explanation import Explanation, Tried
+from mindformers_adaptive.overflow.graph_watch import GraphWatch
 from mindformers_adaptive.overflow.headroom import layer_ranges, weights_beyond
 from mindformers_adaptive.overflow.origin import find_origin
 from mindformers_adaptive.overflow.remedies import in_float32
@@ -42,6 +43,7 @@ def explain_overflow(
     remedies=True,
     settings: Mapping[str, Callable[[], nn.Cell]] | None = None,
     measured="",
+    graph=False,
     progress=None,
 ):
     """Say why a network overflows, in which layer, and what of the things that can be changed helps.
@@ -62,6 +64,8 @@ def explain_overflow(
         settings (dict[str, Callable], optional): what else to try: by what it is called, a function that returns the
             network with it and the same weights. Default: None.
         measured (str): which weights these are, for the text. Default: "".
+        graph (bool): whether the passes are run in graph mode, in which cells are seen and operators are not, for a
+            network that does not run in PyNative mode. Default: False.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
 
     Returns:
@@ -70,7 +74,7 @@ def explain_overflow(
     Raises:
         TypeError: if an argument is not of its type.
         ValueError: if there is no batch or no Parameter to train, or the loss scale is not finite and above 0.
-        PyNativeError: if the network cannot run in PyNative mode.
+        PyNativeError: if the network cannot run in PyNative mode, or with ``graph`` in graph mode.
 
     Examples:
         >>> class Squares(nn.Cell):
@@ -84,6 +88,7 @@ def explain_overflow(
         forward Pow 400.0
     """
     require_flag("remedies", remedies)
+    require_flag("graph", graph)
     loss_scale = _scale_of(network) if loss_scale is None else require_positive("loss_scale", loss_scale)
     count = itertools.count(1)
 
@@ -91,7 +96,7 @@ def explain_overflow(
         if progress is not None:
             progress(next(count))
 
-    with watched_passes(network, done) as passes:
+    with watched_passes(network, done, graph) as passes:
         batches = list(batches_of(batches))
         if not batches:
             raise ValueError("'batches' must hold at least one batch, but is empty. Give a tuple of Tensors.")
@@ -99,10 +104,11 @@ def explain_overflow(
         tried = []
         if remedies and seen.overflow:
             tried += _try_scale(passes, batches, seen)
-            tried += _try_layer(passes, network, batches, seen)
+    if remedies and seen.overflow:
+        tried += _try_layer(network, batches, seen, done, graph)
     weights = _weights_beyond(network) if _computes_in_float16(seen) else None
     for name, build in (settings or {}).items() if seen.overflow else ():
-        tried.append(_try_setting(name, build, batches, seen, done))
+        tried.append(_try_setting(name, build, batches, seen, done, graph))
     return Explanation(
         loss_scale,
         len(batches),
@@ -133,15 +139,16 @@ def _overflow_mode():
 
 
 @contextlib.contextmanager
-def watched_passes(network, done=lambda: None):
+def watched_passes(network, done=lambda: None, graph=False):
     """Yield a function from batches and a loss scale to the passes; everything is restored afterwards.
 
     Args:
         network (Cell): as in :func:`explain_overflow`.
         done (Callable): called after each backward pass.
+        graph (bool): as in :func:`explain_overflow`.
 
     Raises:
-        PyNativeError: if the network cannot run in PyNative mode.
+        PyNativeError: if the network cannot run in the mode.
     """
     inner = network.network if isinstance(network, nn.TrainOneStepCell) else network
     backward = backward_pass(network)
@@ -149,12 +156,14 @@ def watched_passes(network, done=lambda: None):
     # Op by op, MindSpore's threads spin on a CPU while they wait for each other, and a small pass takes many times as
     # long, unless each operator is waited for. Here all are, since their values are read.
     modes = {"mode": mindspore.PYNATIVE_MODE, "pynative_synchronize": True}
+    if graph:
+        modes = {"mode": mindspore.GRAPH_MODE}
     before = {name: mindspore.get_context(name) for name in modes}
     with contextlib.ExitStack() as stack:
         restore_random_state = stack.enter_context(unchanged(network))
         stack.callback(mindspore.set_context, **before)
         mindspore.set_context(**modes)
-        watch = stack.enter_context(Watch(inner, named_cells(inner)))
+        watch = stack.enter_context((GraphWatch if graph else Watch)(inner, named_cells(inner)))
 
         def run(batch, scale):
             restore_random_state()
@@ -162,15 +171,22 @@ def watched_passes(network, done=lambda: None):
                 loss, gradients, _ = backward(Tensor(scale, mstype.float32), *batch)
                 return watch.take(scale, loss, dict(zip(names, gradients, strict=True)))
             except Exception as error:
-                reason = str(error).strip().partition("\n")[0]
+                mode, other = ("graph", "without 'graph'") if graph else ("PyNative", "with 'graph'")
                 raise PyNativeError(
-                    "The layers of a network are seen in PyNative mode only, where this one fails: "
-                    f"{type(error).__name__}: {reason.rstrip('.')}. Give a network that runs in PyNative mode."
+                    f"The layers of this network are to be seen in {mode} mode, where it fails: {_reason(error)}. "
+                    f"Check the shapes and types of the batch, or try {other}."
                 ) from error
             finally:
                 done()
 
         yield lambda batches, scale: [run(batch, scale) for batch in batches]
+
+
+def _reason(error):
+    """The line of an error that says what it is; those of MindSpore begin with titles between rules."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = next((line for line in lines if line and not line.startswith("-")), "")
+    return f"{type(error).__name__}: {said.rstrip('.')}"
 
 
 class _Seen:
@@ -247,7 +263,7 @@ def _lowest(seen):
     return as_power_of_two(min(seen.scales))
 
 
-def _try_layer(passes, network, batches, seen):
+def _try_layer(network, batches, seen, done, graph):
     """The layer that overflows in float32, by what it knows its dtype by."""
     layer = seen.origin.layer
     inner = network.network if isinstance(network, nn.TrainOneStepCell) else network
@@ -257,17 +273,17 @@ def _try_layer(passes, network, batches, seen):
     with in_float32(cell) as changed:
         if not changed:
             return []
-        return [_outcome(f"{layer} in float32 ({changed})", passes, batches[seen.worst], seen)]
+        with watched_passes(network, done, graph) as passes:
+            return [_outcome(f"{layer} in float32 ({changed})", passes, batches[seen.worst], seen)]
 
 
-def _try_setting(name, build, batches, seen, done):
+def _try_setting(name, build, batches, seen, done, graph):
     try:
         network = build()
-        with watched_passes(network, done) as passes:
+        with watched_passes(network, done, graph) as passes:
             return _outcome(name, passes, batches[seen.worst], seen)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        return Tried(name, None, None, note=f"could not be tried: {type(error).__name__}: {reason[:100]}")
+        return Tried(name, None, None, note=f"could not be tried: {_reason(error)[:120]}")
 
 
 def _outcome(name, passes, batch, seen):

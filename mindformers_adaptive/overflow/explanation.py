@@ -106,11 +106,20 @@ class Explanation:
         return self.overflow_mode == "saturation"
 
     @property
+    def swallowed(self) -> str:
+        """str: the first layer with values that are inf or NaN, where the loss and its gradients are finite."""
+        layer = next((one for one in self.layers if one.forward is not None and not one.forward.finite), None)
+        if layer is None or (self.origin is not None and self.origin.phase == "forward"):
+            return ""
+        return f"{layer.layer or 'the network'} ({layer.layer_class}) computes inf or NaN, which the loss does not show"
+
+    @property
     def headline(self) -> str:
         """str: the first line of the text."""
         safe, bad, at = self.safe_scale, self.overflowing_scale, as_power_of_two(self.loss_scale)
+        swallowed = f"; but {self.swallowed}" if self.swallowed else ""
         if bad is None:
-            return f"No overflow at a loss scale of {at}{_up_to(safe, self.loss_scale)}"
+            return f"No overflow at a loss scale of {at}{_up_to(safe, self.loss_scale)}{swallowed}"
         assert self.origin is not None
         where = _place(self.origin)
         if self.origin.hidden:
@@ -122,7 +131,7 @@ class Explanation:
         if not self.overflow:
             return (
                 f"No overflow at a loss scale of {at}{_up_to(safe, self.loss_scale)}; at {as_power_of_two(bad)} the "
-                f"first is going back, {where}"
+                f"first is going back, {where}{swallowed}"
             )
         return (
             f"Overflows going back, at a loss scale of {as_power_of_two(bad)} and not at {as_power_of_two(safe)}: "

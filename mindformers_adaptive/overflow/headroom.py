@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mindformers_adaptive.overflow.readings import CASTS, Call, Pass, Reading
+from mindformers_adaptive.overflow.readings import CASTS, FILLS, Call, Pass, Reading
 from mindformers_adaptive.rules.formats import FLOAT16, Format
 
 __all__ = ["LayerRange", "WeightsBeyond", "layer_ranges", "weights_beyond"]
@@ -59,8 +59,7 @@ def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
         for call in one.calls:
             if not call.operator:
                 classes.setdefault(call.layer, call.kind)
-            cast = call.kind in CASTS and any(value.source in masked for value in call.inputs)
-            if cast or _is_as_large_as_a_constant(call, constant):
+            if _is_masked(call, masked) or _is_as_large_as_a_constant(call, constant):
                 masked.add(call.index)
             elif call.index not in constant:
                 _keep_closest(forward, call.layer, call.outputs)
@@ -83,13 +82,23 @@ def _is_constant(call: Call, place: int, constant: set[int]) -> bool:
     return value.weight is None and not has_gradient and (value.source is None or value.source in constant)
 
 
+def _is_masked(call: Call, masked: set[int]) -> bool:
+    """Whether the values are those of a mask: it puts -inf among them, or they come from where it did."""
+    bad = [value for value in call.inputs if not value.reading.finite]
+    if call.operator and call.kind in FILLS:
+        return not bad
+    from_mask = [value for value in call.inputs if value.source in masked]
+    return bool(from_mask) and (call.kind in CASTS or bool(bad)) and all(value in from_mask for value in bad)
+
+
 def _is_as_large_as_a_constant(call: Call, constant: set[int]) -> bool:
     """Whether a sum is as large as it is by what is added to it, as a mask is to the scores of attention."""
     if not call.operator or not call.kind.startswith(("Add", "Sub")) or len(call.inputs) < 2:
         return False
     largest = max((reading.largest for reading in call.outputs), default=0.0)
     places = [place for place in range(len(call.inputs)) if _is_constant(call, place, constant)]
-    return any(2.0 * call.inputs[place].reading.largest >= largest for place in places)
+    readings = [call.inputs[place].reading for place in places]
+    return any(2.0 * one.largest >= largest or not one.finite for one in readings)
 
 
 def _keep_closest(closest: dict[str, Reading], layer: str, readings: Iterable[Reading]) -> None:

@@ -6,12 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mindformers_adaptive.overflow.readings import CASTS, Call, Gradient, Operand, Pass, Reading, largest_of
+from mindformers_adaptive.overflow.readings import CASTS, FILLS, Call, Gradient, Operand, Pass, Reading, largest_of
 
 __all__ = ["Origin", "find_origin"]
-
-# They put numbers in the place of others, and -inf is what a mask is made of.
-_FILLS = {"MaskedFill", "Select", "Where", "Fill", "FillV2", "Full", "FullLike"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,10 @@ def _forward_origin(one: Pass) -> Origin:
 
 
 def _followed_back(one: Pass, begin: int) -> Origin:
-    """Follow the values that are not finite from a call to where they began."""
+    """Follow the values that are not finite from a call to where they began.
+
+    Where all of them are -inf of a mask, what makes NaN of these is the origin, such as softmax of a row of them.
+    """
     waiting, seen = [begin], {begin}
     found: list[tuple[bool, int, Origin]] = []
     while waiting:
@@ -103,10 +103,23 @@ def _followed_back(one: Pass, begin: int) -> Origin:
                 if not unseen:
                     found.append((True, call.index, _given_to(one, call, value)))
         if not bad and not before:
-            found.append((call.operator and call.kind in _FILLS, call.index, _made_by(one, call)))
+            if not _outputs_bad(call):
+                # What it made was written to later, where nobody saw it.
+                return Origin("forward", None)
+            found.append((call.operator and call.kind in FILLS, call.index, _made_by(one, call)))
         waiting += before - seen
         seen |= before
-    return min(found, key=lambda each: each[:2])[2]
+    is_mask, _, origin = min(found, key=lambda each: each[:2])
+    makers = [one.calls[index] for index in seen if _makes_nan(one.calls[index])] if is_mask else []
+    if makers:
+        maker = min(makers, key=lambda call: (not call.operator, call.index))
+        return dataclasses.replace(_made_by(one, maker), what="output, NaN made of the -inf of a mask")
+    return origin
+
+
+def _makes_nan(call: Call) -> bool:
+    given = [value.reading for value in call.inputs]
+    return not any(reading.has_nan for reading in given) and any(reading.has_nan for reading in call.outputs)
 
 
 def _bad_before(one: Pass, call: Call) -> set[int]:
@@ -166,7 +179,7 @@ def _given_to(one: Pass, call: Call, value: Operand) -> Origin:
     if value.source is not None:
         return Origin("forward", "", one.calls[0].kind, "", "batch", reading)
     around = one.calls[call.parent if call.parent is not None else 0]
-    what = f"a value that it gives to {call.name or call.kind}"
+    what = f"a value that it gives to {_operator(call) or call.name}"
     return Origin("forward", around.layer, around.kind, "", what, reading, largest_of(_inputs(around)))
 
 

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.formats import FORMATS
 
-__all__ = ["CASTS", "Call", "Gradient", "Operand", "Pass", "Reading", "largest_of", "read_values"]
+__all__ = ["CASTS", "FILLS", "Call", "Gradient", "Operand", "Pass", "Reading", "largest_of", "read_values"]
 
 # The names of operators that only change the dtype.
 CASTS = {"Cast", "Astype", "To"}
+# The names of those that put numbers in the place of others, -inf where something is masked.
+FILLS = {"MaskedFill", "Select", "Where", "Fill", "FillV2", "Full", "FullLike"}
 
 # By dtype, the largest finite number; those of 8 bits only ever are values of wider tensors here.
 _LARGEST = {name: FORMATS[name].largest for name in ("float16", "bfloat16")}
@@ -31,6 +33,7 @@ class Reading:
         size (int): number of elements.
         largest (float): the largest finite magnitude; 0.0 if there is none.
         infs_and_nans (int): how many elements are inf or NaN.
+        has_nan (bool): whether one is NaN.
 
     Examples:
         >>> reading = read_values(np.array([1.0, -1024.0, np.inf], np.float16), "float16")
@@ -42,6 +45,7 @@ class Reading:
     size: int
     largest: float
     infs_and_nans: int = 0
+    has_nan: bool = False
 
     @property
     def finite(self) -> bool:
@@ -78,13 +82,13 @@ def read_values(array: NDArray[np.floating[Any]], dtype: str) -> Reading:
     sign = integer.type(1 << (8 * array.dtype.itemsize - 1))
     bits = np.ascontiguousarray(array).reshape(-1).view(integer) & ~sign
     infinite = np.array(np.inf, array.dtype).view(integer)[()]
-    bad = 0
-    if bits.max(initial=0) >= infinite:
+    bad, highest = 0, bits.max(initial=0)
+    if highest >= infinite:
         is_finite = bits < infinite
         bad = bits.size - int(np.count_nonzero(is_finite))
         bits = bits[is_finite]
     largest = np.array(bits.max(initial=0), integer).view(array.dtype)
-    return Reading(dtype, array.size, float(largest), bad)
+    return Reading(dtype, array.size, float(largest), bad, bool(highest > infinite))
 
 
 def largest_of(readings: Iterable[Reading]) -> float | None:

@@ -11,7 +11,7 @@ from mindspore.ops.signature import sig_rw
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, Pass, read_values
 
-__all__ = ["Watch", "read_tensor"]
+__all__ = ["Watch", "read_tensor", "replaced_in"]
 
 # Operators of Tensors that Python never sees as a Primitive.
 _METHODS = "add sub mul div matmul pow exp log sqrt rsqrt square reciprocal sum mean prod cumsum var std"
@@ -19,6 +19,9 @@ _METHODS += " abs neg sigmoid tanh softmax logsumexp maximum minimum clamp clip 
 _METHODS += " astype to tile broadcast_to gather index_select"
 _DUNDERS = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow neg"
 _TENSOR_METHODS = (*_METHODS.split(), *(f"__{name}__" for name in _DUNDERS.split()))
+# They write to the Tensor that they belong to, of which a hook would make another.
+_IN_PLACE = "__setitem__ add_ sub_ mul_ div_ addmm_ exp_ log_ copy_ fill_ masked_fill_ clamp_ index_add_ index_put_"
+_IN_PLACE += " index_copy_ index_fill_ scatter_ scatter_add_"
 
 # They move numbers and make none, forward or going back.
 _MOVES = {"Reshape", "Transpose", "ExpandDims", "Squeeze", "Depend", "Identity", "Load", "Shape", "StopGradient"}
@@ -46,11 +49,11 @@ class Watch:
     """
 
     def __init__(self, network, names: Mapping[str, nn.Cell]):
-        self._network = network
+        self._network, self._cells = network, (network, *names.values())
         self._names = {id(cell): name for name, cell in names.items()} | {id(network): ""}
         self._attributes = {
             (id(cell), id(value)): key
-            for cell in (network, *names.values())
+            for cell in self._cells
             for key, value in (*vars(cell).items(), *vars(cell).get("_primitives", {}).items())
             if isinstance(value, Primitive)
         }
@@ -58,17 +61,29 @@ class Watch:
         self._start()
 
     def __enter__(self):
-        self._patches = contextlib.ExitStack()
+        with contextlib.ExitStack() as self._patches:
+            self._patch_all()
+            self._patches = self._patches.pop_all()
+        return self
+
+    def _patch_all(self):
         self._patch(nn.Cell, "__call__", self._call_cell)
         for kind in {Primitive, *_subclasses(Primitive)}:
             if "__call__" in vars(kind):
                 self._patch(kind, "__call__", self._call_primitive)
-        for name in _TENSOR_METHODS:
-            if hasattr(Tensor, name):
-                self._patch(Tensor, name, functools.partial(self._call_function, _operator_name(name)))
+        for kind in _inner_primitives():
+            name = kind.__name__.removeprefix("_Pyboost").removesuffix("Prim")
+            self._patch(kind, "__call__", functools.partial(self._call_function, name))
+        for names, call in ((_TENSOR_METHODS, self._call_function), (_IN_PLACE.split(), self._call_in_place)):
+            for name in names:
+                if hasattr(Tensor, name):
+                    self._patch(Tensor, name, functools.partial(call, _operator_name(name)))
         for name, function in _functions_of_mint():
             self._patch(_module_of_mint(), name, functools.partial(self._call_function, _operator_name(name), function))
-        return self
+        for cell in self._cells:
+            if getattr(cell, "_recompute_cell", None) is not None:
+                # It would hide the cells inside, which are called again on the way back.
+                self._patches.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
 
     def __exit__(self, *error):
         self._patches.close()
@@ -162,6 +177,21 @@ class Watch:
             self._in_operator = False
         return self._give_out(made, output) if hooked else output
 
+    def _call_in_place(self, name, function, tensor, *args, **kwargs):
+        if not self._stack or self._going_back or self._in_operator:
+            return function(tensor, *args, **kwargs)
+        made = self._begin(self._stack[-1][0].layer, name, True)
+        self._take_in(made, ((tensor, *args), kwargs), None, hooked=False)
+        self._in_operator = True
+        try:
+            output = function(tensor, *args, **kwargs)
+        finally:
+            self._in_operator = False
+        for each in _tensors(tensor):
+            made.outputs.append(read_tensor(each))
+            self._remember(each, made.index)
+        return output
+
     def _begin(self, layer, kind, operator=False, attribute=""):
         parent = self._stack[-1][0].index if self._stack else None
         made = Call(len(self._calls), layer, kind, operator, parent, attribute)
@@ -217,6 +247,20 @@ class Watch:
             self._in_operator = before
 
 
+@contextlib.contextmanager
+def replaced_in(values, name, value):
+    """Put a value into a dict for a while; the order of the others stays."""
+    was_there, before = name in values, values.get(name)
+    values[name] = value
+    try:
+        yield
+    finally:
+        if was_there:
+            values[name] = before
+        else:
+            del values[name]
+
+
 def _tensors(values):
     found = []
     _replaced(values, lambda tensor: found.append(tensor) or tensor)
@@ -243,6 +287,15 @@ def _subclasses(kind):
     for each in kind.__subclasses__():
         yield each
         yield from _subclasses(each)
+
+
+def _inner_primitives():
+    """The classes of operators that are no Primitive to Python, of which functions such as ops.softmax are made."""
+    try:
+        from mindspore.ops.auto_generate import pyboost_inner_prim as module
+    except ImportError:  # before MindSpore 2.3
+        return []
+    return [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
 
 
 def _operator_name(name):

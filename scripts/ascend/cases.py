@@ -101,6 +101,7 @@ _QUICK = (
     "simulated_fp8/adaptive",
     "fixed_scale/adaptive",
     "scaler/guided",
+    "watched/stock",
     "semi_auto_2/guided_each",
     "pipeline_2/rank_0/guided_each",
     "pipeline_2/rank_1/guided_each",
@@ -134,6 +135,7 @@ def _steps():
     yield from _in_each_way("fixed_scale", "fixed_scale_step", (STOCK, ADAPTIVE))
     for setting in ("built", "model", "scaler"):
         yield from _in_each_way(setting, f"{setting}_step", _THREE)
+    yield from _in_each_way("watched", "watched_step", (STOCK,))
     for ranks in (2, 8):
         yield from _in_each_way(f"data_parallel_{ranks}", "plain_step", _THREE, world=World(ranks, mode=_DATA))
     split = World(2, mode=_SEMI_AUTO)

@@ -11,8 +11,11 @@ from mindspore.nn.wrap.cell_wrapper import _VirtualDatasetCell
 
 import mindformers_adaptive
 import mindformers_adaptive.wrapper
+from mindformers_adaptive.gradients.backward import backward_pass
+from mindformers_adaptive.gradients.layers import named_cells
 from mindformers_adaptive.integration.launcher import launch, load_config
 from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
+from mindformers_adaptive.overflow.graph_watch import GraphWatch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -232,6 +235,14 @@ def scaler_step(way):
         return loss
 
     step(*rows())
+
+
+def watched_step(way):
+    """The backward pass of a train step with a cell around each layer that keeps its largest values."""
+    network = Layers()
+    backward = backward_pass(nn.TrainOneStepWithLossScaleCell(network, momentum(network), update_cell(way)))
+    with GraphWatch(network, named_cells(network)):
+        backward.compile(Tensor(START, mindspore.float32), *rows())
 
 
 # Train steps in several processes

@@ -200,3 +200,85 @@ class OwnGradient(nn.Cell):
 
     def bprop(self, x, out, dout):
         return (dout * 4096.0,)
+
+
+class Attention(nn.Cell):
+    """Attention of functions, without a cell for the product, the mask or the softmax."""
+
+    def __init__(self, growth=1.0, mask=None):
+        super().__init__()
+        self.query = nn.Dense(4, 4, Tensor(np.eye(4, dtype=np.float32) * growth), has_bias=False).to_float(HALF)
+        self.key = nn.Dense(4, 4, Tensor(np.eye(4, dtype=np.float32) * growth), has_bias=False).to_float(HALF)
+        self.mask = None if mask is None else Tensor(mask)
+
+    def construct(self, x):
+        query, key = self.query(x), self.key(x)
+        scores = ops.matmul(query, key.swapaxes(-1, -2))
+        if self.mask is not None:
+            scores = scores.masked_fill(self.mask, float("-inf"))
+        return x + ops.matmul(ops.softmax(scores, axis=-1), key).astype(mstype.float32)
+
+
+class Stack(nn.Cell):
+    """Layers one after the other, and the mean of what the last returns."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.CellList(list(layers))
+
+    def construct(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.astype(mstype.float32).mean()
+
+
+class Calls(nn.Cell):
+    """A layer in FP16, and a function of what it returns."""
+
+    def __init__(self, function, growth=1.0, width=4):
+        super().__init__()
+        weight = Tensor(np.eye(width, dtype=np.float32) * growth)
+        self.dense = nn.Dense(width, width, weight, has_bias=False).to_float(HALF)
+        self.function = function
+
+    def construct(self, x):
+        return self.function(self.dense(x))
+
+
+def twice(layer):
+    """Two calls of one layer."""
+    return Stack(layer, layer)
+
+
+def written_in_place(x):
+    x = x * 1
+    x[:, 0] = x[:, 0] * x[:, 0]
+    return x
+
+
+def normed_in_half(x):
+    """The squares overflow, and the reciprocal of inf is 0: the loss shows nothing."""
+    return x * ops.rsqrt((x * x).mean(-1, keep_dims=True) + 1e-6)
+
+
+def smoothed(x):
+    """The logarithm of a softmax in FP16, against smoothed labels."""
+    labels = ops.one_hot(ops.arange(4), 4, Tensor(0.9, HALF), Tensor(0.025, HALF))
+    return -(labels * ops.log(ops.softmax(x, axis=-1))).sum(-1)
+
+
+def recomputed(layer):
+    layer.recompute()
+    return layer
+
+
+class Tied(nn.Cell):
+    """An embedding whose table is the head too."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4, embedding_table=Tensor(np.full((8, 4), size, np.float32)))
+
+    def construct(self, tokens):
+        hidden = self.embedding(tokens).astype(HALF)
+        return ops.matmul(hidden, self.embedding.embedding_table.astype(HALF).T).astype(mstype.float32).mean()

@@ -205,7 +205,7 @@ def test_layers_in_float32_are_put_back():
         (
             [GraphOnly(), [(Tensor(np.ones((1, 4), np.float32)),)]],
             PyNativeError,
-            "this one fails: RuntimeError: a kern",
+            "in PyNative mode, where it fails: RuntimeError: a kern",
         ),
     ],
 )

@@ -11,6 +11,8 @@ from mindspore.ops import auto_generate
 from overflowing import (
     HALF,
     WIDTH,
+    Attention,
+    Calls,
     Convolutions,
     Frozen,
     Functional,
@@ -19,11 +21,18 @@ from overflowing import (
     Recurrent,
     Residuals,
     Shared,
+    Stack,
+    Tied,
     WithOwnGradient,
     llama,
+    normed_in_half,
     planted,
+    recomputed,
+    smoothed,
     tokens,
+    twice,
     values,
+    written_in_place,
 )
 
 from mindformers_adaptive.overflow.explain import explain_overflow
@@ -169,6 +178,85 @@ SMALL = {
     "residual, going back": (Residuals, values(2, 4, scale=0.01), 2.0**16, ("backward", "blocks.0", "")),
     "frozen layer": (Frozen, values(2, 4), 2.0**10, ("backward", "frozen", "MatMul")),
     "shared weight": (Shared, np.full((4, 4), 2.0, np.float32), 2.0**15 * 0.75, ("backward", "left", "")),
+    "attention of functions": (
+        lambda: Stack(Attention(), Attention(300.0)),
+        values(1, 6, 4, scale=2),
+        1,
+        ("forward", "layers.1", "MatMulExt"),
+    ),
+    "softmax of a row that is masked": (
+        lambda: Stack(Attention(), Attention(mask=np.ones((6, 6), bool))),
+        values(1, 6, 4),
+        1,
+        ("forward", "layers.1", "Softmax"),
+    ),
+    "softmax by hand": (
+        lambda: Stack(Calls(lambda x: ops.exp(x) / ops.exp(x).sum(-1, keepdims=True), 4.0)),
+        np.full((2, 4), 3, np.float32),
+        1,
+        ("forward", "layers.0", "Exp"),
+    ),
+    "layer called twice": (
+        lambda: twice(Calls(ops.relu, 300.0)),
+        np.ones((2, 4), np.float32),
+        1,
+        ("forward", "layers.0.dense", "MatMul"),
+    ),
+    "layer called twice, going back": (
+        lambda: twice(Calls(ops.relu, 64.0)),
+        np.full((2, 4), 1e-4, np.float32),
+        2.0**14,
+        ("backward", "layers.0.dense", "MatMul"),
+    ),
+    "recomputed": (
+        lambda: Stack(recomputed(Calls(ops.relu, 300.0))),
+        np.full((2, 4), 300, np.float32),
+        1,
+        ("forward", "layers.0.dense", "MatMul"),
+    ),
+    "recomputed, going back": (
+        lambda: Stack(Calls(ops.relu), recomputed(Calls(ops.relu, 300.0))),
+        np.full((2, 4), 1e-4, np.float32),
+        2.0**14,
+        ("backward", "layers.1.dense", "MatMul"),
+    ),
+    "written in place": (
+        lambda: Stack(Calls(written_in_place)),
+        np.full((2, 4), 300, np.float32),
+        1,
+        ("forward", "layers.0", "Mul"),
+    ),
+    "smoothed labels": (lambda: Stack(Calls(smoothed, 40.0)), values(4, 4), 1, ("forward", "layers.0", "Log")),
+    "square root, going back": (
+        lambda: Stack(Calls(lambda x: ops.sqrt((x * x).sum(-1)))),
+        np.zeros((2, 4), np.float32),
+        1,
+        ("backward", "layers.0", "Sqrt"),
+    ),
+    "zero by zero": (
+        lambda: Stack(Calls(lambda x: x / x.abs().sum(-1, keepdims=True))),
+        np.zeros((2, 4), np.float32),
+        1,
+        ("forward", "layers.0", "Truediv"),
+    ),
+    "depthwise convolution": (
+        lambda: Stack(nn.Conv2d(4, 4, 3, group=4, weight_init="ones").to_float(HALF)),
+        values(2, 4, 5, 5, scale=3e4),
+        1,
+        ("forward", "layers.0", "Conv2D"),
+    ),
+    "layer norm in FP16": (
+        lambda: Stack(nn.LayerNorm((4,), gamma_init=Tensor(np.full(4, 6e4, np.float32))).to_float(HALF)),
+        values(2, 4, scale=30),
+        1,
+        ("forward", "layers.0", "LayerNorm"),
+    ),
+    "head tied to an embedding": (
+        lambda: Tied(200.0),
+        np.arange(8).astype(np.int32),
+        1,
+        ("forward", "", "MatMulExt"),
+    ),
     "mask that is no overflow": (Masked, np.full((4, 4), 60, np.float32), 1, ("forward", "", "BatchMatMul")),
 }
 
@@ -178,3 +266,52 @@ def test_in_small_networks(make, batch, scale, expected):
     mindspore.set_seed(0)
     network = make()
     assert named(network, (Tensor(batch),), scale) == expected
+
+
+def test_what_overflows_only_in_a_later_batch():
+    batches = [(Tensor(np.full((2, 4), value, np.float32)),) for value in (1, 6e4)]
+    with mindspore_mode("pynative"):
+        origin = explain_overflow(Stack(Calls(ops.relu, 3.0)), batches, 1.0, remedies=False).origin
+    assert (origin.phase, origin.layer) == ("forward", "layers.0.dense")
+
+
+def test_values_that_overflow_though_the_loss_is_finite_are_said_to():
+    with mindspore_mode("pynative"):
+        explanation = explain_overflow(Stack(Calls(normed_in_half)), [(Tensor(np.full((2, 4), 300, np.float32)),)], 1.0)
+        masked = Stack(Attention(mask=np.triu(np.ones((6, 6), bool), 1)))
+        without = explain_overflow(masked, [(Tensor(values(1, 6, 4)),)], 1.0)
+    assert not explanation.overflow
+    assert explanation.headline.endswith("layers.0 (Calls) computes inf or NaN, which the loss does not show")
+    # -inf of a mask is meant to be there.
+    assert (without.overflow, without.swallowed) == (False, "")
+
+
+IN_GRAPHS = {
+    "forward": (lambda: Stack(Calls(ops.relu), Calls(ops.relu, 300.0)), np.full((2, 4), 300, np.float32), 1),
+    "backward": (Frozen, values(2, 4), 2.0**10),
+}
+
+
+@pytest.mark.parametrize(("phase", "layer"), [("forward", "layers.1.dense"), ("backward", "frozen")])
+def test_in_graphs_the_layer_is_named_too(phase, layer):
+    make, batch, scale = IN_GRAPHS[phase]
+    mindspore.set_seed(0)
+    network = make()
+    cells = [(name, id(cell)) for name, cell in network.cells_and_names()]
+    with mindspore_mode("graph"):
+        explanation = explain_overflow(network, [(Tensor(batch),)], scale, graph=True, remedies=False)
+    with mindspore_mode("pynative"):
+        op_by_op = explain_overflow(network, [(Tensor(batch),)], scale, remedies=False)
+    origin, other = explanation.origin, op_by_op.origin
+    assert (origin.phase, origin.layer, origin.operator) == (phase, layer, "")
+    assert (other.phase, other.layer, other.what, other.reading.size) == (
+        phase,
+        layer,
+        origin.what,
+        origin.reading.size,
+    )
+    assert (explanation.overflowing_scale, explanation.losses) == (op_by_op.overflowing_scale, op_by_op.losses)
+    seen = {one.layer: one.backward.largest for one in explanation.layers if one.backward}
+    if phase == "backward":
+        assert seen["frozen"] == {one.layer: one.backward.largest for one in op_by_op.layers}["frozen"]
+    assert [(name, id(cell)) for name, cell in network.cells_and_names()] == cells
