@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay.configuration import Configuration
-from mindformers_adaptive.lab.replay.events import EventPath, Overflows, follow
+from mindformers_adaptive.lab.replay.events import EventPath, Overflows, clean_steps_counted, follow
 from mindformers_adaptive.lab.replay.measures import Measures, Tally, measure, overflow_flags, overflows, rows_of
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
@@ -25,6 +25,9 @@ __all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "re
 
 # Scales that are kept until they are measured: enough that NumPy works on long arrays, and few enough for a cache.
 _SCALES_AT_ONCE = 2**16
+
+# So many traces are replayed from event to event, one after the other, in less time than step by step all at once.
+_FEW_TRACES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,8 +291,9 @@ def compare(
         made = [make() for _ in traces]
         rules: list[Any] = [policy.rule for policy in made]
         states = [policy.current for policy in made]
-        # A step of many runs takes about as long as of one.
-        if isinstance(rules[0], Rule) and len({len(trace) for trace in traces}) == 1:
+        # A step of many runs takes about as long as of one, and that of a few longer than from event to event.
+        by_events = len(traces) <= _FEW_TRACES and clean_steps_counted(rules[0], states[0]) is not None
+        if isinstance(rules[0], Rule) and len({len(trace) for trace in traces}) == 1 and not by_events:
             found = (measures for measures, _ in replay_side_by_side(rules, states, traces))
         else:
             found = (replay(policy, trace).measures for policy, trace in zip(made, traces, strict=True))

@@ -67,6 +67,7 @@ class RecordedRun:
             others count it. Default: None, for no step.
 
     Raises:
+        TypeError: if what must be an array is none.
         ValueError: if the arrays do not have one length, or the steps do not increase.
 
     Examples:

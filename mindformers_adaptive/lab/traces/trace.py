@@ -35,6 +35,7 @@ class Trace:
         gradient_format (Format): the format of the gradients. Default: float16.
 
     Raises:
+        TypeError: if what must be an array is none.
         ValueError: if the arrays do not have one length, or a ceiling lies outside its bounds.
 
     Examples:
