@@ -16,9 +16,6 @@ from mindformers_adaptive.rules.checks import require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
 
-# Of the norm of the gradients, in what MindFormers' train-step cells return.
-_PLACE_OF_NORM = 4
-
 
 class LossScaleMonitor(RecordingCallback):
     """Callback that records what loss scaling did in every step.
@@ -43,6 +40,8 @@ class LossScaleMonitor(RecordingCallback):
     ``overflowed_parameters``        only if it can be known: the Parameters whose gradients had an inf or a NaN
     ``dropped_by_norm``              whether MindFormers dropped the step for the size of its gradients, with
                                      ``use_skip_data_by_global_norm``; that is no overflow, and the scale stays
+    ``gradient_norm``                norm of all gradients, unscaled and before clipping, as MindFormers' train-step
+                                     cells return it with ``use_clip_grad``, or in one process with ``local_norm``
     ================================ ===========================================================================
 
     A value is null where it is unknown: the window of another update cell, the largest gradient where the cell does not
@@ -196,9 +195,7 @@ class LossScaleMonitor(RecordingCallback):
     def _note_call(self, run_context):
         params = run_context.original_args()
         self._called_at = self._ahead_of_model + params.cur_step_num
-        outputs = params.net_outputs
-        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        self._seen[self._called_at] = outputs[0], outputs[_PLACE_OF_NORM] if len(outputs) > _PLACE_OF_NORM else None
+        self._seen[self._called_at] = params.net_outputs
 
     def _look_before_saving(self, run_context):
         # A run that is killed goes on after its last checkpoint, so the steps before have to be in the record by then.
@@ -285,9 +282,10 @@ class LossScaleMonitor(RecordingCallback):
         if step != self._called_at:
             seen = {step: seen[self._called_at]}
         for entry in entries:
-            loss, norm = seen.get(entry["step"], (None, None))
-            entry["loss"] = read_loss(loss)
-            entry["dropped_by_norm"] = self._reader.dropped_by_norm(entry["overflow"], norm)
+            outputs = seen.get(entry["step"])
+            entry["loss"] = read_loss(outputs[0] if isinstance(outputs, tuple | list) else outputs)
+            entry["gradient_norm"] = self._reader.gradient_norm(outputs)
+            entry["dropped_by_norm"] = self._reader.dropped_by_norm(entry["overflow"], entry["gradient_norm"])
         self._last_step = step
         return entries
 

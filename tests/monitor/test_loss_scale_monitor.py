@@ -90,7 +90,7 @@ def replay(overflows=OVERFLOWS, **arguments):
         line = {"step": step, "overflow": overflow, "loss_scale": before.loss_scale}
         line |= {"next_loss_scale": state.loss_scale, "scale_window": state.scale_window}
         line |= {name: getattr(state, name) for name in ("window_index", "growth_num", "down_num", "skipped_steps")}
-        lines.append(line | {"largest_gradient": None, "dropped_by_norm": False})
+        lines.append(line | {"largest_gradient": None, "dropped_by_norm": False, "gradient_norm": None})
     return lines
 
 
@@ -323,7 +323,7 @@ def test_with_a_fixed_scale_all_is_recorded_that_there_is(path, scale_sense):
     monitor, network = LossScaleMonitor(path, every_n_steps=2), build(scale_sense)
     train(network, [monitor], [True, False])
     train(network, [monitor], [False, False, True])
-    unknown = dict.fromkeys(FIELDS[5:-1])
+    unknown = dict.fromkeys(FIELDS[5:])
     common = {"loss_scale": 8.0, "next_loss_scale": 8.0, **unknown, "dropped_by_norm": False}
     assert without_loss(read_record(path)) == [
         missing(1, 1),
@@ -511,7 +511,7 @@ def test_every_number_is_a_scalar_for_tensorboard(path, tmp_path):
             line["step"]: float(line[field]) for line in read_record(path) if math.isfinite(line[field])
         }
         for field in FIELDS[1:]
-        if field != "largest_gradient"
+        if field not in ("largest_gradient", "gradient_norm")
     }
     scalars = read_scalars(folder)
     assert scalars.keys() == expected.keys()
@@ -620,6 +620,29 @@ def test_bad_arguments_are_refused(argument, value, error, message):
 def test_a_step_is_dropped_unless_its_norm_is_below_the_threshold(norm, dropped):
     arguments = {"use_clip_grad": True, "use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 8.0}
     reader = StepReader(build(train_step_class=functools.partial(MFTrainOneStepCell, **arguments)))
-    assert reader.dropped_by_norm(False, Tensor([norm], mindspore.float32)) is dropped
-    assert reader.dropped_by_norm(True, Tensor([norm], mindspore.float32)) is False
-    assert reader.dropped_by_norm(None, Tensor([norm], mindspore.float32)) is None
+    assert reader.dropped_by_norm(False, norm) is dropped
+    assert reader.dropped_by_norm(True, norm) is False
+    assert reader.dropped_by_norm(None, norm) is None
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ((0.5, False, 8.0, 0.1, Tensor([3.0], mindspore.float32)), 3.0),
+        ((0.5, False, 8.0, 0.1, Tensor(math.inf, mindspore.float32)), math.inf),
+        # Without clipping there are only the squared norms of each Parameter.
+        ((0.5, False, 8.0, 0.1, None, Tensor([9.0, 16.0], mindspore.float32), (2, 3)), 5.0),
+        ((0.5, False, 8.0, 0.1, None), None),
+        ((0.5, False, 8.0), None),
+        (Tensor(0.5), None),
+    ],
+)
+def test_norm_of_the_gradients_is_what_mindformers_cells_return(outputs, expected):
+    assert StepReader(build(train_step_class=MFTrainOneStepCell)).gradient_norm(outputs) == expected
+    assert StepReader(build()).gradient_norm(outputs) is None
+
+
+def test_squared_norms_of_one_process_are_not_taken_for_those_of_all():
+    reader = StepReader(train_step := build(train_step_class=MFTrainOneStepCell))
+    train_step.is_distributed = True
+    assert reader.gradient_norm((0.5, False, 8.0, 0.1, None, Tensor([9.0], mindspore.float32), (2,))) is None

@@ -85,6 +85,7 @@ def expand(entries: Sequence[LogEntry], rule: Policy | None, notes: list[str]) -
         "loss": at_last_steps(columns.array("loss")),
         "seconds": _or_none(np.repeat(columns.array("seconds"), counts)),
         "largest_gradient": at_last_steps(columns.array("largest_gradient")),
+        "gradient_norm": at_last_steps(columns.array("gradient_norm")),
         "gradient_format": columns.gradient_format or "float16",
         "overflowed_parameters": tuple(columns.rare("overflowed_parameters")),
         "dropped_by_norm": tuple(columns.array("step")[columns.array("dropped_by_norm") == 1].tolist()),
