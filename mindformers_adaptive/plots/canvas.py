@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "Floats"]
+__all__ = ["ALARMING", "CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "Floats"]
 __all__ += ["as_text", "count", "draw_ceiling", "draw_steps", "gather", "headline", "legend_above", "legend_below"]
 __all__ += ["listed", "mark_above", "new_figure", "one_per_column", "percent", "point_marker", "power_of_two"]
 __all__ += [
@@ -42,6 +42,10 @@ MUTED, CONTEXT = "#5f5f5f", "#e3e3e3"
 # Colour and dashes of each of several lines; the dashes change where the colours repeat.
 _COLOURS = (MAIN, WARNING, SECOND, PURPLE, "#e69f00", FAINT)
 LINE_STYLES = tuple((colour, dashes) for dashes in ("solid", "dashed", "dotted", "dashdot") for colour in _COLOURS)
+
+# A share that is lost is no alarm below this: what underflows are the smallest gradients, and `find` calls up to 20 %
+# of the norm of a gradient harmless.
+ALARMING = 0.01
 
 _DOTS_PER_INCH = 120
 _LABEL_SIZE = 10.5
