@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -34,7 +35,7 @@ from mindformers_adaptive.text.files import json_object
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "tell_apart"]
 
 # What GradientRangeMonitor calls its file; the module that says so needs MindSpore.
 _GRADIENTS = "gradient_ranges.jsonl"
@@ -105,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
         elif options.underflow:
             figure = draw_underflow(next(iter(sweeps.values())))
         else:
-            names = _names(sweeps) if len(sweeps) > 1 else dict.fromkeys(sweeps, "")
+            names = tell_apart(sweeps) if len(sweeps) > 1 else dict.fromkeys(sweeps, "")
             named = {names[file]: sweep for file, sweep in sweeps.items()}
             figure = draw_sweeps(named, options.loss_scales, **chosen)
         save(figure, options.picture)
@@ -147,7 +148,7 @@ def _is_gradients(content: Any) -> bool:
 def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
     gradients = {file: one for file, one in read.items() if _is_gradients(one)}
     runs = {file: one for file, one in read.items() if file not in gradients}
-    names = _names(runs or gradients)
+    names = tell_apart(runs or gradients)
     if not runs:
         return draw_gradient_records({names[file]: record for file, record in gradients.items()}, **chosen)
     if len(read) == 1:
@@ -165,16 +166,16 @@ def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
     return draw_runs({names[file]: one for file, one in runs.items()}, measured)
 
 
-def _names(files: Iterable[str]) -> dict[str, str]:
+def tell_apart(files: Iterable[str]) -> dict[str, str]:
     """Return what tells files apart: their paths without the folders and the file name that all of them share.
 
     Examples:
-        >>> _names(["runs/64/record.jsonl", "runs/512/record.jsonl"])
+        >>> tell_apart(["runs/64/record.jsonl", "runs/512/record.jsonl"])
         {'runs/64/record.jsonl': '64', 'runs/512/record.jsonl': '512'}
-        >>> _names(["a/64.jsonl", "a/512.jsonl"])
+        >>> tell_apart(["a/64.jsonl", "a/512.jsonl"])
         {'a/64.jsonl': '64.jsonl', 'a/512.jsonl': '512.jsonl'}
     """
-    paths = {file: Path(file).parts for file in files}
+    paths = {file: Path(os.path.abspath(file)).parts for file in files}
     start = _shared([*paths.values()])
     end = _shared([parts[:start:-1] for parts in paths.values()])
     return {file: "/".join(parts[start : len(parts) - end]) or parts[-1] for file, parts in paths.items()}

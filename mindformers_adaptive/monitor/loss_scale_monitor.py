@@ -9,12 +9,16 @@ from mindformers.tools.logger import logger
 from mindspore.train import ModelCheckpoint
 
 from mindformers_adaptive.monitor import reports
+from mindformers_adaptive.monitor.page_writer import PageWriter
 from mindformers_adaptive.monitor.record import FIELDS
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback, require_choice
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
 from mindformers_adaptive.rules.checks import require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
+
+
+_PAGE = "loss_scale_report.html"
 
 
 class LossScaleMonitor(RecordingCallback):
@@ -74,6 +78,10 @@ class LossScaleMonitor(RecordingCallback):
         explain (bool): whether, at the first collapse, the process that writes says which layer overflows, and what of
             what can be changed helps, by passes in PyNative mode on the batch at hand. The log has the text; beside the
             record, ``overflow_explanation.json`` has everything and ``overflow_batch.npz`` the batch. Default: False.
+        report_every_n_steps (int, optional): every how many steps ``loss_scale_report.html``, beside the record, is
+            written anew and whole, and once more at the end, as ``adaptive-loss-scale report`` writes it. A process of
+            its own does it: if it fails, as without matplotlib, a warning says so and training goes on. Default: None,
+            no page.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -112,12 +120,19 @@ class LossScaleMonitor(RecordingCallback):
         on_write_error="warn",
         all_ranks=False,
         explain=False,
+        report_every_n_steps=None,
     ):
         super().__init__(record_path, tensorboard_dir, all_ranks, on_write_error)
         self._explain = require_flag("explain", explain)
         self._every_n_steps = require_integer(
             "every_n_steps", every_n_steps, 1, "Give 1 or more; 1 looks at every step.", unit="number of steps"
         )
+        self._report_every = report_every_n_steps
+        if report_every_n_steps is not None:
+            require_integer(
+                "report_every_n_steps", report_every_n_steps, 1, "Leave it out for no page.", unit="number of steps"
+            )
+        self._page = None
         self._collapse = reports.CollapseDetector(max_consecutive_overflows)
         self._on_collapse = require_choice("on_collapse", on_collapse, ("warn", "stop", "raise"))
         self._signals = reports.StopSignals(self._report_signal)
@@ -156,6 +171,9 @@ class LossScaleMonitor(RecordingCallback):
             logger.warning("%s", message)
         if self._writes:
             self._signals.install()
+        if self._writes and self._report_every is not None:
+            self._page = PageWriter(self._record.path, self._record.path.with_name(_PAGE))
+            self._page_failed = False
 
     def on_train_step_end(self, run_context):
         """Record the steps since the last look, if it is the turn of this step.
@@ -170,6 +188,8 @@ class LossScaleMonitor(RecordingCallback):
         # A sink may step over a multiple.
         if self._called_at // self._every_n_steps > called_before // self._every_n_steps:
             self._look(run_context)
+        if self._page is not None and self._called_at // self._report_every > called_before // self._report_every:
+            self._warn_of_page(self._page.write())
 
     def on_train_end(self, run_context):
         """Record the steps since the last look.
@@ -183,6 +203,9 @@ class LossScaleMonitor(RecordingCallback):
 
     def _release(self):
         super()._release()
+        page, self._page = self._page, None
+        if page is not None:
+            self._warn_of_page(page.finish())
         self._train_step = None
         self._signals.restore()
         for saver in self._savers:
@@ -191,6 +214,11 @@ class LossScaleMonitor(RecordingCallback):
                 # From then on the method of its class is called again.
                 del saver._check_save_ckpt
         self._savers = []
+
+    def _warn_of_page(self, problem):
+        if problem and not self._page_failed:
+            logger.warning("%s could not be written; training goes on: %s", _PAGE, problem)
+        self._page_failed = self._page_failed or bool(problem)
 
     def _note_call(self, run_context):
         params = run_context.original_args()

@@ -37,6 +37,9 @@ _CEILINGS_UP_TO = 2.0**8
 # A loss that falls to less than one part in so many is drawn on a logarithmic axis.
 _LOG_LOSS_FROM = 50.0
 
+# Norms that go over so many times the smallest are drawn on a logarithmic axis.
+_LOG_NORM_FROM = 10.0
+
 # The loss at the end of a run is the median over this share of its steps.
 _END = 0.05
 
@@ -107,7 +110,9 @@ def draw_runs(
     _use_loss_scale_axis(panels["scale"], [*series.values()])
     if has_norm:
         canvas.style_axes(panels["norm"], y_label="gradient norm")
-        panels["norm"].set_yscale("log")
+        norms = np.concatenate([run.gradient_norm for run in series.values() if run.gradient_norm is not None])
+        if np.nanmax(norms) > _LOG_NORM_FROM * np.nanmin(norms):
+            panels["norm"].set_yscale("log")
     # The ceilings of several runs would hide each other.
     show_ceiling = [run.ceiling is not None for run in series.values()].count(True) == 1
     for place, (name, run) in enumerate(series.items()):

@@ -608,6 +608,7 @@ def test_two_monitors_with_one_path_write_a_file_each_also_after_a_resume(path, 
         ("max_consecutive_overflows", "5", TypeError, "'max_consecutive_overflows' must be an integer number of steps"),
         ("on_collapse", "halt", ValueError, "'on_collapse' must be one of 'warn', 'stop', 'raise', but got 'halt'"),
         ("on_write_error", "stop", ValueError, "'on_write_error' must be one of 'warn', 'raise', but got 'stop'"),
+        ("report_every_n_steps", 0, ValueError, "'report_every_n_steps' must be at least 1, but got 0"),
         ("all_ranks", 1, TypeError, "'all_ranks' must be True or False, but got 1 of type int"),
     ],
 )
@@ -646,3 +647,21 @@ def test_squared_norms_of_one_process_are_not_taken_for_those_of_all():
     reader = StepReader(train_step := build(train_step_class=MFTrainOneStepCell))
     train_step.is_distributed = True
     assert reader.gradient_norm((0.5, False, 8.0, 0.1, None, Tensor([9.0], mindspore.float32), (2,))) is None
+
+
+def test_a_page_is_written_while_a_training_goes_on_and_at_its_end(path):
+    train(build_again(), [LossScaleMonitor(path, report_every_n_steps=2)])
+    page = path.with_name("loss_scale_report.html").read_text(encoding="utf-8")
+    assert f"<dd>{len(OVERFLOWS)} (1 to {len(OVERFLOWS)})</dd>" in page
+    # The last one is not loaded again.
+    assert 'http-equiv="refresh"' not in page
+
+
+def test_a_page_that_cannot_be_written_stops_no_training_and_is_told_once(path, messages, monkeypatch, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('broken on purpose')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    train(build_again(), [LossScaleMonitor(path, report_every_n_steps=1)])
+    assert len(read_record(path)) == len(OVERFLOWS)
+    [told] = [message for message in messages() if "loss_scale_report.html" in message]
+    assert "training goes on: " in told
+    assert "Pictures need matplotlib, which cannot be imported (broken on purpose)" in told

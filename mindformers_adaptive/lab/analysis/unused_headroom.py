@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -46,5 +47,6 @@ def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
 def shown_in_words(shown: dict[str, Any]) -> str:
     """Return what :func:`shown_by_gradients` found as half a sentence."""
     at_least = "at least " if shown["by"] == "norms" else ""
-    scales = f"{at_least}{as_power_of_two(shown['lowest'])} in each, {as_power_of_two(shown['median'])} in the median"
+    lowest, median = (as_power_of_two(2.0 ** math.floor(math.log2(shown[name]))) for name in ("lowest", "median"))
+    scales = f"{at_least}{lowest} in each, {median} in the median"
     return f"the {shown['by']} of {shown['steps']} applied step(s) allowed {scales}"

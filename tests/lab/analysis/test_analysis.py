@@ -458,8 +458,8 @@ def test_a_run_that_never_rose_is_told_what_its_gradients_show():
     steps, scale = np.arange(1, 41), np.full(40, 64.0)
     largest, norms = np.linspace(2.0**-9, 2.0**-8, 40), np.linspace(0.25, 1.0, 40)
     for gradients, lowest, words in (
-        ({"largest_gradient": largest}, 2**23, "largest gradients of 40 applied step(s) allowed 2^24 in each"),
-        ({"gradient_norm": norms}, 2**15, "norms of 40 applied step(s) allowed at least 2^16 in each"),
+        ({"largest_gradient": largest}, 2**23, "largest gradients of 40 applied step(s) allowed 2^23 in each"),
+        ({"gradient_norm": norms}, 2**15, "norms of 40 applied step(s) allowed at least 2^15 in each"),
     ):
         found = analyze(RecordedRun("run", (), "jsonl", steps, scale, flags, ~flags, **gradients))
         [advice] = found.advice
