@@ -332,7 +332,7 @@ def test_subnormal_numbers_are_drawn_where_no_other_scale_was_measured(runs):
 
 def test_loss_that_breaks_comes_last_in_the_title(runs):
     runs["512"][-1]["loss"] = math.nan
-    assert title(draw_runs(runs)).startswith("Loss at the end: 3.00 (64), not finite (512)")
+    assert title(draw_runs(runs)).startswith("Loss at the end: 3.00 (64), inf or NaN (512)")
 
 
 def test_logs_and_records_are_drawn_together(runs):
