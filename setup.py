@@ -45,7 +45,7 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["mindformers_adaptive", "mindformers_adaptive.*"]),
-    package_data={"": ["*.pyi"], "mindformers_adaptive": ["py.typed"]},
+    package_data={"": ["*.pyi"], "mindformers_adaptive": ["py.typed", "report/page.html"]},
     # Neither MindSpore nor MindFormers: the lab and most of the program need none of them.
     install_requires=["numpy>=1.21", "pyyaml>=6", "tqdm>=4.60"],
     entry_points={"console_scripts": ["adaptive-loss-scale=mindformers_adaptive.cli.program:main"]},

@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "integration": {"text", "rules", "wrapper", "cells", "checkpoint", "gradients", "monitor", "overflow"},
     "plots": {"text", "rules", "gradients", "monitor", "overflow"}
     | {"lab.traces", "lab.policies", "lab.logs", "lab.replay"},
-    "cli": {"", "text", "rules", "checkpoint", "gradients", "monitor", "integration", "plots"}
+    "report": {"text", "monitor", "plots", "lab.traces", "lab.logs", "lab.analysis"},
+    "cli": {"", "report", "text", "rules", "checkpoint", "gradients", "monitor", "integration", "plots"}
     | {f"lab.{room}" for room in ("traces", "policies", "logs", "replay", "analysis")},
     "__main__": {"cli"},
     "register_path": {""},

@@ -7,6 +7,7 @@ examples:
   adaptive-loss-scale plot ranges.json histograms.png --loss-scales 64 512
   adaptive-loss-scale plot ranges.json underflow.png --underflow
   adaptive-loss-scale plot output/gradient_ranges.jsonl weights.png --of weights --modules model.layers.0 lm_head
+  adaptive-loss-scale plot step_700.json step_800.json norm.png --of weights --modules model.norm_out --axis linear
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -26,14 +28,14 @@ from mindformers_adaptive.lab.logs.record import JsonlReader, run_of_record
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records, is_gradient_record
-from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
+from mindformers_adaptive.plots.gradients import AXES, draw_sweeps, draw_underflow
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.text.files import json_object
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "tell_apart"]
 
 # What GradientRangeMonitor calls its file; the module that says so needs MindSpore.
 _GRADIENTS = "gradient_ranges.jsonl"
@@ -45,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sources",
         nargs="+",
         metavar="FILE",
-        help="records of LossScaleMonitor or training logs, records of GradientRangeMonitor, or one file that "
-        "'probe --output' wrote. Several runs are drawn side by side, with the gradients whose records are given in "
-        f"the same order or lie beside the runs as {_GRADIENTS}",
+        help="records of LossScaleMonitor or training logs, records of GradientRangeMonitor, or files that "
+        "'probe --output' wrote. Several of a kind are drawn side by side, runs with the gradients whose records are "
+        f"given in the same order or lie beside the runs as {_GRADIENTS}",
     )
     parser.add_argument("picture", type=read_picture, metavar="PICTURE", help="the .png or .svg file to write")
     parser.add_argument(
@@ -67,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to draw of a sweep, or of records of gradients; default: gradients",
     )
     parser.add_argument(
+        "--axis",
+        choices=AXES,
+        default=AXES[0],
+        help="likewise: magnitudes by powers of two, or values with their signs on a linear axis; default: log2",
+    )
+    parser.add_argument(
         "--modules",
         nargs="+",
         default=[],
@@ -78,23 +86,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Draw the files as what they are."""
     read = {source: _read(source) for source in options.sources}
-    sweeps = [one for one in read.values() if isinstance(one, dict)]
+    sweeps = {file: one for file, one in read.items() if isinstance(one, dict)}
     if not sweeps and (options.loss_scales or options.underflow):
         raise UsageError("arguments --loss-scales and --underflow are for what 'probe --output' wrote")
-    chosen = {"kind": options.of, "modules": options.modules}
-    if chosen != {"kind": "gradients", "modules": []} and (
+    chosen = {"kind": options.of, "modules": options.modules, "axis": options.axis}
+    if chosen != {"kind": "gradients", "modules": [], "axis": AXES[0]} and (
         options.underflow or not all(isinstance(one, dict) or _is_gradients(one) for one in read.values())
     ):
-        raise UsageError("arguments --of and --modules are for sweeps and records of gradients, without --underflow")
-    if sweeps and len(read) > 1:
-        raise UsageError("a file that 'probe --output' wrote is drawn alone, but several files are given")
+        raise UsageError(
+            "arguments --of, --modules and --axis are for sweeps and records of gradients, without --underflow"
+        )
+    if sweeps and len(sweeps) < len(read):
+        raise UsageError("files that 'probe --output' wrote are drawn without others, but other files are given too")
+    if options.underflow and len(sweeps) > 1:
+        raise UsageError("argument --underflow is for one file that 'probe --output' wrote, but several are given")
     try:
         if not sweeps:
             figure = _draw_runs(read, chosen)
         elif options.underflow:
-            figure = draw_underflow(sweeps[0])
+            figure = draw_underflow(next(iter(sweeps.values())))
         else:
-            figure = draw_histograms(sweeps[0], options.loss_scales, **chosen)
+            names = tell_apart(sweeps) if len(sweeps) > 1 else dict.fromkeys(sweeps, "")
+            named = {names[file]: sweep for file, sweep in sweeps.items()}
+            figure = draw_sweeps(named, options.loss_scales, **chosen)
         save(figure, options.picture)
     except ArithmeticError as error:
         raise ValueError(
@@ -134,7 +148,7 @@ def _is_gradients(content: Any) -> bool:
 def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
     gradients = {file: one for file, one in read.items() if _is_gradients(one)}
     runs = {file: one for file, one in read.items() if file not in gradients}
-    names = _names(runs or gradients)
+    names = tell_apart(runs or gradients)
     if not runs:
         return draw_gradient_records({names[file]: record for file, record in gradients.items()}, **chosen)
     if len(read) == 1:
@@ -152,16 +166,16 @@ def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
     return draw_runs({names[file]: one for file, one in runs.items()}, measured)
 
 
-def _names(files: Iterable[str]) -> dict[str, str]:
+def tell_apart(files: Iterable[str]) -> dict[str, str]:
     """Return what tells files apart: their paths without the folders and the file name that all of them share.
 
     Examples:
-        >>> _names(["runs/64/record.jsonl", "runs/512/record.jsonl"])
+        >>> tell_apart(["runs/64/record.jsonl", "runs/512/record.jsonl"])
         {'runs/64/record.jsonl': '64', 'runs/512/record.jsonl': '512'}
-        >>> _names(["a/64.jsonl", "a/512.jsonl"])
+        >>> tell_apart(["a/64.jsonl", "a/512.jsonl"])
         {'a/64.jsonl': '64.jsonl', 'a/512.jsonl': '512.jsonl'}
     """
-    paths = {file: Path(file).parts for file in files}
+    paths = {file: Path(os.path.abspath(file)).parts for file in files}
     start = _shared([*paths.values()])
     end = _shared([parts[:start:-1] for parts in paths.values()])
     return {file: "/".join(parts[start : len(parts) - end]) or parts[-1] for file, parts in paths.items()}

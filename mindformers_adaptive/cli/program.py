@@ -32,6 +32,7 @@ COMMANDS = {
     "tune": "find the settings that would have cost least on traces",
     "diff": "compare two checkpoints, or the gradients of two devices, by Parameter (needs MindSpore)",
     "plot": "draw the record of a run or a sweep over loss scales",
+    "report": "write one HTML page for a run or several: what happened, pictures, advice",
     "megatron": "turn Megatron-LM's arguments into a scale_sense section",
     "versions": "print what a bug report needs",
 }

@@ -83,8 +83,8 @@ def run(options: argparse.Namespace) -> None:
             assumptions=assumptions,
             progress=progress,
         )
-    content = {"rows": tuning.rows(options.rows), "certainty": tuning.certainty()}
-    content["scale_sense"] = tuning.recommended.scale_sense()
+    content: dict[str, object] = {"rows": tuning.rows(options.rows), "certainty": tuning.certainty()}
+    content["scale_sense"] = tuning.settings_to_paste
     print_sources(options, sources, content, tuning.text(options.rows))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.gradients.groups import group_parameters, parameter_group
+from mindformers_adaptive.gradients.signed import SignedHistogram, merge_signed, read_signed, signed_histogram
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.text.files import atomic_write, json_text
 from mindformers_adaptive.text.table import align, as_power_of_two
@@ -332,6 +333,8 @@ class ArrayStatistics:
         lost (float, optional): the norm of the difference to the reference; None without a reference, and for an array
             that is not finite.
         reference_norm (float): the norm of the reference, in the unit of ``lost``.
+        signed (SignedHistogram, optional): of the values with their signs; None where it was not measured, or none is
+            finite.
     """
 
     size: int
@@ -344,6 +347,7 @@ class ArrayStatistics:
     underflowed: int | None = None
     lost: float | None = None
     reference_norm: float = 0.0
+    signed: SignedHistogram | None = None
 
     @property
     def lost_share(self) -> float | None:
@@ -366,9 +370,11 @@ class ArrayStatistics:
         return count / self.size if self.size else 0.0
 
     def divided_by(self, divisor: float) -> ArrayStatistics:
-        """Return the statistics of the array divided by a positive number, without the histogram."""
+        """Return the statistics of the array divided by a positive number, without the histogram of magnitudes."""
         smallest = None if self.smallest is None else self.smallest / divisor
-        return replace(self, largest=self.largest / divisor, smallest=smallest, norm=self.norm / divisor, histogram={})
+        divided = replace(self, largest=self.largest / divisor, smallest=smallest, norm=self.norm / divisor)
+        signed = None if self.signed is None else self.signed.divided_by(divisor)
+        return replace(divided, histogram={}, signed=signed)
 
     def to_dict(self) -> dict[str, object]:
         """Return all but what is lost, as JSON can hold it, and the counts as shares too."""
@@ -389,6 +395,7 @@ class ArrayStatistics:
             TypeError: if there is no size.
         """
         known = {one.name: content[one.name] for one in fields(cls) if one.name in content}
+        known["signed"] = read_signed(content.get("signed"))
         return cls(**{**known, "histogram": {int(exponent): n for exponent, n in content["histogram"].items()}})
 
 
@@ -450,6 +457,7 @@ def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
         underflowed=sum(underflows) if len(underflows) == len(parts) else None,
         lost=math.hypot(*lost) if len(lost) == len(parts) else None,
         reference_norm=math.hypot(*(part.reference_norm for part in parts)),
+        signed=merge_signed(part.signed for part in parts),
     )
 
 
@@ -472,4 +480,5 @@ def _piece_statistics(piece: _Floats, expected: _Floats | None, unit: float) -> 
         underflowed=None if expected is None else int(np.count_nonzero((piece == 0) & (expected != 0))),
         lost=float(np.linalg.norm(piece - expected)) / unit if is_finite and expected is not None else None,
         reference_norm=0.0 if expected is None else float(np.linalg.norm(expected)) / unit,
+        signed=signed_histogram(piece),
     )

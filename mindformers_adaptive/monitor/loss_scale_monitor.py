@@ -9,6 +9,7 @@ from mindformers.tools.logger import logger
 from mindspore.train import ModelCheckpoint
 
 from mindformers_adaptive.monitor import reports
+from mindformers_adaptive.monitor.page_writer import PageWriter
 from mindformers_adaptive.monitor.record import FIELDS
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback, require_choice
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
@@ -16,8 +17,8 @@ from mindformers_adaptive.rules.checks import require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
 
-# Of the norm of the gradients, in what MindFormers' train-step cells return.
-_PLACE_OF_NORM = 4
+
+_PAGE = "loss_scale_report.html"
 
 
 class LossScaleMonitor(RecordingCallback):
@@ -43,6 +44,8 @@ class LossScaleMonitor(RecordingCallback):
     ``overflowed_parameters``        only if it can be known: the Parameters whose gradients had an inf or a NaN
     ``dropped_by_norm``              whether MindFormers dropped the step for the size of its gradients, with
                                      ``use_skip_data_by_global_norm``; that is no overflow, and the scale stays
+    ``gradient_norm``                norm of all gradients, unscaled and before clipping, as MindFormers' train-step
+                                     cells return it with ``use_clip_grad``, or in one process with ``local_norm``
     ================================ ===========================================================================
 
     A value is null where it is unknown: the window of another update cell, the largest gradient where the cell does not
@@ -75,6 +78,10 @@ class LossScaleMonitor(RecordingCallback):
         explain (bool): whether, at the first collapse, the process that writes says which layer overflows, and what of
             what can be changed helps, by passes in PyNative mode on the batch at hand. The log has the text; beside the
             record, ``overflow_explanation.json`` has everything and ``overflow_batch.npz`` the batch. Default: False.
+        report_every_n_steps (int, optional): every how many steps ``loss_scale_report.html``, beside the record, is
+            written anew and whole, and once more at the end, as ``adaptive-loss-scale report`` writes it. A process of
+            its own does it: if it fails, as without matplotlib, a warning says so and training goes on. Default: None,
+            no page.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -113,12 +120,19 @@ class LossScaleMonitor(RecordingCallback):
         on_write_error="warn",
         all_ranks=False,
         explain=False,
+        report_every_n_steps=None,
     ):
         super().__init__(record_path, tensorboard_dir, all_ranks, on_write_error)
         self._explain = require_flag("explain", explain)
         self._every_n_steps = require_integer(
             "every_n_steps", every_n_steps, 1, "Give 1 or more; 1 looks at every step.", unit="number of steps"
         )
+        self._report_every = report_every_n_steps
+        if report_every_n_steps is not None:
+            require_integer(
+                "report_every_n_steps", report_every_n_steps, 1, "Leave it out for no page.", unit="number of steps"
+            )
+        self._page = None
         self._collapse = reports.CollapseDetector(max_consecutive_overflows)
         self._on_collapse = require_choice("on_collapse", on_collapse, ("warn", "stop", "raise"))
         self._signals = reports.StopSignals(self._report_signal)
@@ -157,6 +171,9 @@ class LossScaleMonitor(RecordingCallback):
             logger.warning("%s", message)
         if self._writes:
             self._signals.install()
+        if self._writes and self._report_every is not None:
+            self._page = PageWriter(self._record.path, self._record.path.with_name(_PAGE))
+            self._page_failed = False
 
     def on_train_step_end(self, run_context):
         """Record the steps since the last look, if it is the turn of this step.
@@ -171,6 +188,8 @@ class LossScaleMonitor(RecordingCallback):
         # A sink may step over a multiple.
         if self._called_at // self._every_n_steps > called_before // self._every_n_steps:
             self._look(run_context)
+        if self._page is not None and self._called_at // self._report_every > called_before // self._report_every:
+            self._warn_of_page(self._page.write())
 
     def on_train_end(self, run_context):
         """Record the steps since the last look.
@@ -184,6 +203,9 @@ class LossScaleMonitor(RecordingCallback):
 
     def _release(self):
         super()._release()
+        page, self._page = self._page, None
+        if page is not None:
+            self._warn_of_page(page.finish())
         self._train_step = None
         self._signals.restore()
         for saver in self._savers:
@@ -193,12 +215,15 @@ class LossScaleMonitor(RecordingCallback):
                 del saver._check_save_ckpt
         self._savers = []
 
+    def _warn_of_page(self, problem):
+        if problem and not self._page_failed:
+            logger.warning("%s could not be written; training goes on: %s", _PAGE, problem)
+        self._page_failed = self._page_failed or bool(problem)
+
     def _note_call(self, run_context):
         params = run_context.original_args()
         self._called_at = self._ahead_of_model + params.cur_step_num
-        outputs = params.net_outputs
-        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        self._seen[self._called_at] = outputs[0], outputs[_PLACE_OF_NORM] if len(outputs) > _PLACE_OF_NORM else None
+        self._seen[self._called_at] = params.net_outputs
 
     def _look_before_saving(self, run_context):
         # A run that is killed goes on after its last checkpoint, so the steps before have to be in the record by then.
@@ -285,9 +310,10 @@ class LossScaleMonitor(RecordingCallback):
         if step != self._called_at:
             seen = {step: seen[self._called_at]}
         for entry in entries:
-            loss, norm = seen.get(entry["step"], (None, None))
-            entry["loss"] = read_loss(loss)
-            entry["dropped_by_norm"] = self._reader.dropped_by_norm(entry["overflow"], norm)
+            outputs = seen.get(entry["step"])
+            entry["loss"] = read_loss(outputs[0] if isinstance(outputs, tuple | list) else outputs)
+            entry["gradient_norm"] = self._reader.gradient_norm(outputs)
+            entry["dropped_by_norm"] = self._reader.dropped_by_norm(entry["overflow"], entry["gradient_norm"])
         self._last_step = step
         return entries
 

@@ -18,7 +18,7 @@ __all__ = ["FIELDS", "RunRecord", "new_run", "read_record"]
 
 # Fields of one record line; null means unknown. From scale_window to skipped_steps, values are those after the step.
 FIELDS: tuple[str, ...] = ("step", "loss", "overflow", "loss_scale", "next_loss_scale", *AdaptiveRule.recorded)
-FIELDS += ("skipped_steps", "largest_gradient", "dropped_by_norm")
+FIELDS += ("skipped_steps", "largest_gradient", "dropped_by_norm", "gradient_norm")
 
 # As this package writes a line of a step. Others, and those for missing steps, are left to the parser of JSON, which
 # takes twice as long.

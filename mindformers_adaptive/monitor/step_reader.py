@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+from mindformers.wrapper import MFPipelineWithLossScaleCell, MFTrainOneStepCell
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.gradients.backward import to_numpy
@@ -17,6 +19,9 @@ __all__ = ["StepReader", "find_train_step", "last_step_before", "read_loss", "re
 _OF_WINDOW = ("scale_window", "window_index")
 # What some update cells lack.
 _UNKNOWN = dict.fromkeys((*AdaptiveRule.recorded, "largest_gradient"))
+
+# In what MindFormers' train-step cells return, of the norm of the gradients and the squared ones of the Parameters.
+_PLACE_OF_NORM, _PLACE_OF_SQUARES = 4, 5
 
 # Update cells from here count their steps.
 _COUNTING = ("mindspore", "mindformers", "mindformers_adaptive")
@@ -148,21 +153,38 @@ class StepReader:
         self._loss_scale = entries[-1]["next_loss_scale"]
         return entries
 
-    def dropped_by_norm(self, overflow: bool | None, norm: Any) -> bool | None:
-        """Return whether MindFormers dropped a step for the size of its gradients; None if unknown.
+    def gradient_norm(self, outputs: Any) -> float | None:
+        """Return the norm of the gradients, unscaled and before clipping; None if the cell does not return it.
 
         Waits for the device.
 
         Args:
+            outputs (object): of the train-step cell.
+        """
+        if not isinstance(self._train_step, MFTrainOneStepCell | MFPipelineWithLossScaleCell):
+            return None
+        outputs = outputs if isinstance(outputs, tuple | list) else ()
+        norm, squares = (outputs[at] if len(outputs) > at else None for at in (_PLACE_OF_NORM, _PLACE_OF_SQUARES))
+        if isinstance(norm, Tensor) and norm.size == 1:
+            return float(norm.asnumpy().item())
+        # Those of one process are all there are only where there is no other.
+        if isinstance(squares, Tensor) and not self._train_step.is_distributed:
+            return math.sqrt(np.sum(squares.asnumpy(), dtype=np.float64))
+        return None
+
+    def dropped_by_norm(self, overflow: bool | None, norm: float | None) -> bool | None:
+        """Return whether MindFormers dropped a step for the size of its gradients; None if unknown.
+
+        Args:
             overflow (bool, optional): whether the step overflowed, and was skipped for that.
-            norm (Tensor, optional): of the step's gradients, float32 of shape () or (1,).
+            norm (float, optional): of the step's gradients.
         """
         if overflow or not getattr(self._train_step, "use_skip_data_by_global_norm", False):
             return False
-        if overflow is None or not isinstance(norm, Tensor):
+        if overflow is None or norm is None:
             return None
         # As in the graph, where a NaN is not below the threshold either.
-        return not float(norm.asnumpy().item()) < self._train_step.global_norm_spike_threshold
+        return not norm < self._train_step.global_norm_spike_threshold
 
     def _read_last(self, step: int, count: int, outputs: Any) -> dict[str, Any]:
         state = self._state()

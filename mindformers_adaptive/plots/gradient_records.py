@@ -16,7 +16,7 @@ from mindformers_adaptive.gradients.report import GradientRanges
 from mindformers_adaptive.gradients.selection import select
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
-from mindformers_adaptive.plots.gradients import group_for, wrapped
+from mindformers_adaptive.plots.gradients import group_for, require_signed, wrapped
 from mindformers_adaptive.rules.formats import Format
 
 __all__ = ["GradientSeries", "GroupSeries", "draw_gradient_records", "is_gradient_record", "series_of_gradients"]
@@ -46,8 +46,8 @@ class GroupSeries(NamedTuple):
 
     Attributes:
         bands (NDArray): of shape (5, steps): 5, 25, 50, 75 and 95 % of the gradients that are not 0 have a magnitude
-            below 2 to this power, without the loss scale. As measured at the highest loss scale that did not overflow;
-            nan if every one did.
+            below 2 to this power, without the loss scale. As measured at the loss scale of the training or, where that
+            overflowed or is not known, at the highest that did not; nan if every one did.
         largest (NDArray): of shape (steps,), likewise the exponent of the largest magnitude.
         underflowed (NDArray): of shape (steps,), the share of the gradients that underflows at the loss scale of the
             training; nan where that is not known.
@@ -90,19 +90,22 @@ def draw_gradient_records(
     group: Callable[[str], str | None] = parameter_group,
     kind: str = "gradients",
     modules: Sequence[str] = (),
+    axis: str = "log2",
 ) -> Figure:
     """Draw where the gradients lie over the steps of a run: a row for each group of Parameters, a column for each run.
 
-    Magnitudes are without the loss scale. Bands hold 50 and 90 % of the gradients that are not 0, as measured at the
-    highest loss scale that did not overflow. Shades show what the format loses at the loss scale of the training:
-    gradients in them underflow to 0, are subnormal, or overflow. Weights, and outputs of layers, have no shades.
+    Magnitudes are without the loss scale. Bands hold 50 and 90 % of the gradients that are not 0, as the training had
+    them at its loss scale, and in a step that overflowed there, at the highest scale that did not. Shades show what the
+    format loses at the loss scale of the training: gradients in them underflow to 0, are subnormal, or overflow.
+    Weights, and outputs of layers, have no shades, nor has a linear axis.
 
     Args:
         records (Mapping[str, Sequence[Mapping]]): by the runs' names the lines of ``GradientRangeMonitor``'s record, as
             :func:`mindformers_adaptive.monitor.record.read_record` returns them; at least one.
         group (Callable): from a Parameter's name to its group, or None for its first component. Default:
             :func:`mindformers_adaptive.gradients.groups.parameter_group`.
-        kind (str), modules (Sequence[str]): as in :func:`~mindformers_adaptive.plots.gradients.draw_histograms`.
+        kind (str), modules (Sequence[str]), axis (str): as in
+            :func:`~mindformers_adaptive.plots.gradients.draw_sweeps`.
 
     Returns:
         Figure, at least 1200 pixels wide; the title says what each run loses at worst, and of weights and outputs how
@@ -120,28 +123,32 @@ def draw_gradient_records(
         >>> draw_gradient_records({"a.jsonl": [line]}).get_suptitle()
         'At most 40 % of the gradients underflow and 10 % are subnormal at loss scale $2^{6}$'
     """
-    runs = {name: series_of_gradients(record, group, kind, modules) for name, record in records.items()}
+    runs = {name: series_of_gradients(record, group, kind, modules, axis) for name, record in records.items()}
     rows = list(dict.fromkeys(row for run in runs.values() for row in run.groups))
     figure = canvas.new_figure(max(10.0, 5.0 * len(runs)), 2.0 + 1.7 * len(rows))
-    panels = figure.subplots(len(rows), len(runs), sharex="col", sharey=True, squeeze=False)
-    panels[0, 0].set_ylim(*_limits([*runs.values()]))
+    is_linear = axis == "linear"
+    panels = figure.subplots(len(rows), len(runs), sharex="col", sharey="row" if is_linear else True, squeeze=False)
+    if not is_linear:
+        panels[0, 0].set_ylim(*_limits([*runs.values()]))
     for column, (name, run) in zip(panels.T, runs.items(), strict=True):
         for axes, row in zip(column, rows, strict=True):
             canvas.style_axes(axes)
-            _shade_limits(axes, run)
+            if not is_linear:
+                _shade_limits(axes, run)
             if row in run.groups:
-                _draw_group(axes, run, run.groups[row], kind)
+                _draw_group(axes, run, run.groups[row], kind, "" if is_linear else ", ".join(_worst(run.groups[row])))
         if len(runs) > 1:
             column[0].set_title(canvas.as_text(name), loc="left", fontsize=11, color=canvas.MUTED)
         canvas.use_step_axis(column[-1], run.step[0], run.step[-1])
     for axes, row in zip(panels[:, 0], rows, strict=True):
-        axes.set_ylabel(f"{wrapped(row)}\nmagnitude", fontsize=10.5)
-        axes.locator_params(axis="y", integer=True)
-        axes.yaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:g}}}$")
+        axes.set_ylabel(f"{wrapped(row)}\n{'value' if is_linear else 'magnitude'}", fontsize=10.5)
+        if not is_linear:
+            axes.locator_params(axis="y", integer=True)
+            axes.yaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:g}}}$")
     handles = {handle.get_label(): handle for axes in panels.flat for handle in axes.get_legend_handles_labels()[0]}
     canvas.legend_below(figure, list(handles.values()))
     figure.align_ylabels()
-    canvas.headline(figure, _finding(runs) if kind == "gradients" else _drift(runs, kind))
+    canvas.headline(figure, _finding(runs) if kind == "gradients" and not is_linear else _drift(runs, kind, axis))
     return figure
 
 
@@ -173,7 +180,7 @@ def _shade_limits(axes: Axes, run: GradientSeries) -> None:
             axes.stairs(high, edges, baseline=low, fill=True, color=colour, label=label, gid=label, zorder=0.5)
 
 
-def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries, kind: str) -> None:
+def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries, kind: str, worst: str) -> None:
     low, lower, median, upper, high = group.bands
     axes.fill_between(run.step, low, high, color=canvas.MAIN, alpha=0.2, linewidth=0, label=f"90 % of the {kind}")
     axes.fill_between(run.step, lower, upper, color=canvas.MAIN, alpha=0.4, linewidth=0, label="50 %")
@@ -181,7 +188,6 @@ def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries, kind: str) 
     axes.plot(run.step, median, color=canvas.MAIN, linewidth=1.6, marker=marker, label="median", gid="median")
     axes.plot(run.step, group.largest, color=canvas.MUTED, linewidth=0.9, marker=marker, label="largest", gid="largest")
     canvas.mark_above(axes, run.step[run.overflow], canvas.WARNING, "overflowed", "overflowed")
-    worst = ", ".join(_worst(group))
     axes.set_title(worst and f"at most {worst}", loc="right", fontsize=10, color=canvas.MUTED, pad=3)
 
 
@@ -204,20 +210,27 @@ def _finding(runs: Mapping[str, GradientSeries]) -> str:
             finding = f"{run.overflow.sum():,} of {canvas.count(len(run.step), 'measured step')} overflowed"
             finding += f", in the others {lost}" if worst else ""
         findings.append(f"{canvas.as_text(name)}: {finding}" if len(runs) > 1 else finding[0].upper() + finding[1:])
-    return "; ".join(findings).replace(" %", " % of the gradients", 1)
+    known = [share for run in runs.values() for share in (run.overall.underflowed, run.overall.subnormal)]
+    most = max((float(np.nanmax(share)) for share in known if np.isfinite(share).any()), default=math.nan)
+    calm = most < canvas.ALARMING and not any(run.overflow.any() for run in runs.values())
+    prefix = "Hardly anything is lost: " if calm else ""
+    told = "; ".join(findings).replace(" %", " % of the gradients", 1)
+    return prefix + (told[0].lower() + told[1:] if calm and len(runs) == 1 else told)
 
 
-def _drift(runs: Mapping[str, GradientSeries], kind: str) -> str:
-    """Say where the median magnitude of weights or outputs went."""
+def _drift(runs: Mapping[str, GradientSeries], kind: str, axis: str) -> str:
+    """Say where the median of weights or outputs went."""
+    is_linear = axis == "linear"
     findings = []
     for name, run in runs.items():
         step, median = run.step, run.overall.bands[2]
         known = np.flatnonzero(np.isfinite(median))
         places = sorted({*known[:1], *known[-1:]})
-        ends = [f"{canvas.power_of_two(2.0 ** median[place])} at step {step[place]:,.0f}" for place in places]
+        values = [f"{value:.4g}" if is_linear else canvas.power_of_two(2.0**value) for value in median[places].tolist()]
+        ends = [f"{value} at step {step[place]:,.0f}" for value, place in zip(values, places, strict=True)]
         prefix = f"{canvas.as_text(name)}: " if len(runs) > 1 else ""
         findings.append(prefix + (", ".join(ends) or "not known"))
-    return f"Median magnitude of the {kind}: {'; '.join(findings)}"
+    return f"Median{'' if is_linear else ' magnitude'} of the {kind}: {'; '.join(findings)}"
 
 
 def series_of_gradients(
@@ -225,17 +238,19 @@ def series_of_gradients(
     group: Callable[[str], str | None],
     kind: str = "gradients",
     modules: Sequence[str] = (),
+    axis: str = "log2",
 ) -> GradientSeries:
     """Return the series of a record of gradients.
 
     Args:
         record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.monitor.record.read_record` returns them.
         group (Callable): from a Parameter's name to its group, or None.
-        kind (str), modules (Sequence[str]): as in :func:`~mindformers_adaptive.plots.gradients.draw_histograms`.
+        kind (str), modules (Sequence[str]), axis (str): as in
+            :func:`~mindformers_adaptive.plots.gradients.draw_sweeps`; on a linear axis bands and largest are values.
 
     Raises:
         TypeError: if a line is not a sweep over loss scales.
-        ValueError: if there is no line with gradients.
+        ValueError: if there is no line with gradients, or for a linear axis none with the signs of the values.
     """
     lines = [line for line in record if "missing_steps" not in line]
     if not lines:
@@ -248,7 +263,7 @@ def series_of_gradients(
     # What the loss scale does not touch has none.
     scales = [line.get("loss_scale") if kind == "gradients" else None for line in lines]
     measured = list(zip(sweeps, scales, strict=True))
-    rows = [_rows(sweep, scale, group) for sweep, scale in measured]
+    rows = [_rows(sweep, scale, group, axis) for sweep, scale in measured]
     groups = {}
     for kind in dict.fromkeys(chain(*rows)):
         # In some steps a group may be absent.
@@ -264,16 +279,21 @@ def series_of_gradients(
     )
 
 
-def _rows(ranges: GradientRanges, loss_scale: Any, group: Callable[[str], str | None]) -> dict[str, list[float]]:
+def _rows(
+    ranges: GradientRanges, loss_scale: Any, group: Callable[[str], str | None], axis: str
+) -> dict[str, list[float]]:
     """Return by group bands, largest, underflowed and subnormal in one step."""
     fits = ranges.fitting_scales
-    best = (fits or ranges.loss_scales)[-1]
+    best = loss_scale if loss_scale in fits else (fits or ranges.loss_scales)[-1]
     at_best = {**ranges.groups(best, group), _ALL: ranges.overall(best)}
     at_training = {**ranges.groups(loss_scale, group), _ALL: ranges.overall(loss_scale)} if loss_scale in fits else {}
     rows = {}
     for kind, counts in at_best.items():
         rows[kind] = row = [math.nan] * _COLUMNS
-        if fits and counts.histogram:
+        if fits and axis == "linear":
+            signed = require_signed(counts).divided_by(best)
+            row[:-2] = [*signed.quantiles(_QUANTILES), signed.highest]
+        elif fits and counts.histogram:
             exponents, numbers = np.array(sorted(counts.histogram.items())).T
             edges = np.append(exponents[0], exponents + 1)
             below = np.append(0, np.cumsum(numbers)) / numbers.sum()

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mindformers_adaptive.gradients.groups import parameter_group
 from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges
 from mindformers_adaptive.gradients.selection import group_of_modules, select
+from mindformers_adaptive.gradients.signed import SignedHistogram
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.rules.formats import Format
 
-__all__ = ["draw_histograms", "draw_underflow", "group_for", "wrapped"]
+__all__ = ["AXES", "draw_histograms", "draw_sweeps", "draw_underflow", "group_for", "require_signed", "wrapped"]
+
+AXES = ("log2", "linear")
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,29 +79,127 @@ def draw_histograms(
         >>> draw_histograms({"loss_scales": [at_64], "batches": [{}]}, [64]).get_suptitle()
         'At loss scale $2^{6}$, 40 % of the gradients underflow and 10 % are subnormal'
     """
-    ranges = select(GradientRanges.from_dict(sweep), kind, modules)
-    group = group_for(modules, ranges) or group
-    tried, of_gradients = ranges.loss_scales, kind == "gradients"
-    chosen = (of_gradients and loss_scales) or sorted({tried[0], (ranges.fitting_scales or tried)[-1]})
-    columns = [ranges.groups(scale, group) for scale in chosen]
-    figure = canvas.new_figure(max(10.0, 4.2 * len(chosen)), 2.0 + 1.5 * len(columns[0]))
-    panels = figure.subplots(len(columns[0]), len(chosen), sharex=True, sharey="row", squeeze=False)
-    for row, name in zip(panels, columns[0], strict=True):
-        drawn = zip(row, columns, strict=True)
-        bars = [_draw_histogram(axes, counts[name], ranges.gradient_format, of_gradients) for axes, counts in drawn]
+    return draw_sweeps({"": sweep}, loss_scales, group, kind, modules)
+
+
+class _Column(NamedTuple):
+    """A sweep at one of its loss scales: its name, the sweep, the scale, and what each row shows."""
+
+    name: str
+    ranges: GradientRanges
+    scale: float
+    rows: dict[str, ArrayStatistics]
+
+
+def draw_sweeps(
+    sweeps: Mapping[str, Mapping[str, Any]],
+    loss_scales: Sequence[float] | None = None,
+    group: Callable[[str], str | None] = parameter_group,
+    kind: str = "gradients",
+    modules: Sequence[str] = (),
+    axis: str = "log2",
+) -> Figure:
+    """Draw several sweeps side by side as :func:`draw_histograms` draws one: checkpoints, runs or devices.
+
+    Args:
+        sweeps (Mapping[str, Mapping]): by name; a single one may have the name "".
+        loss_scales (Sequence[float], optional): of each sweep. Default: None, of several sweeps the highest of each
+            that did not overflow.
+        group (Callable), kind (str), modules (Sequence[str]): as there.
+        axis (str): "log2", of magnitudes, or "linear", of values with their signs and without the loss scale. Default:
+            "log2".
+
+    Returns:
+        Figure, a row for each group and a column for each sweep and loss scale.
+
+    Raises:
+        ImportError: if matplotlib is missing.
+        TypeError: if one is not a sweep.
+        ValueError: as there, and for a linear axis, if a sweep was measured without signs.
+    """
+    of_gradients, columns = kind == "gradients", list[_Column]()
+    for name, sweep in sweeps.items():
+        ranges = select(GradientRanges.from_dict(sweep), kind, modules)
+        own, tried = group_for(modules, ranges) or group, ranges.loss_scales
+        highest = (ranges.fitting_scales or tried)[-1]
+        chosen = (of_gradients and loss_scales) or sorted({highest, *tried[: len(sweeps) == 1 and axis == "log2"]})
+        columns += [_Column(name, ranges, scale, ranges.groups(scale, own)) for scale in chosen]
+    rows = list(dict.fromkeys(row for column in columns for row in column.rows))
+    figure = canvas.new_figure(max(10.0, 4.2 * len(columns)), 2.0 + 1.5 * len(rows))
+    share: Any = {"sharex": "row", "sharey": "row"} if axis == "linear" else {"sharex": True, "sharey": "row"}
+    panels = figure.subplots(len(rows), len(columns), squeeze=False, **share)
+    for row, name in zip(panels, rows, strict=True):
         row[0].set_ylabel(f"{wrapped(name)}\nshare, %", fontsize=10.5)
+        bars = [1.0]
+        for axes, column in zip(row, columns, strict=True):
+            counts = column.rows.get(name)
+            if counts is None:
+                canvas.say_instead(axes, "not in this one")
+            elif axis == "linear":
+                bars.append(_draw_signed(axes, counts, column.scale if of_gradients else 1.0))
+            else:
+                bars.append(_draw_histogram(axes, counts, column.ranges.gradient_format, of_gradients).max())
         # Room above the bars for the text.
-        row[0].set_ylim(0, (np.max(bars) or 1.0) * 1.45)
-    for axes, scale in zip(panels[0], chosen, strict=True):
-        title = f"loss scale {canvas.power_of_two(scale)} = {scale:,.10g}" if of_gradients else kind
+        row[0].set_ylim(0, max(bars[1:], default=0.0) * 1.45 or 1.0)
+    for axes, column in zip(panels[0], columns, strict=True):
+        scale = f"loss scale {canvas.power_of_two(column.scale)} = {column.scale:,.10g}" if of_gradients else kind
+        title = f"{canvas.as_text(column.name)}: {scale}" if column.name else scale
         axes.set_title(title, loc="left", fontsize=11, color=canvas.MUTED)
+    what = "gradient" if of_gradients else "value"
+    magnitude = "magnitude of gradient times loss scale, log2" if of_gradients else "magnitude, log2"
     for axes in panels[-1]:
-        magnitude = "magnitude of gradient times loss scale, log2" if of_gradients else "magnitude, log2"
-        axes.set_xlabel(magnitude, fontsize=10.5)
+        axes.set_xlabel(f"{what}, with its sign" if axis == "linear" else magnitude, fontsize=10.5)
     canvas.legend_below(figure, panels[0, 0].get_legend_handles_labels()[0])
     figure.align_ylabels()
-    canvas.headline(figure, _histogram_finding(ranges, chosen) if of_gradients else _values_finding(ranges, kind))
+    canvas.headline(figure, _signed_finding(columns, kind) if axis == "linear" else _finding(columns, kind))
     return figure
+
+
+def _draw_signed(axes: Axes, counts: ArrayStatistics, scale: float) -> float:
+    """Draw the values with their signs, divided by a scale, and return the height of the highest bar in percent."""
+    canvas.style_axes(axes)
+    signed = require_signed(counts).divided_by(scale)
+    shares = 100.0 * np.array(signed.counts) / max(counts.size, 1)
+    axes.stairs(
+        shares, signed.edges, fill=True, color=canvas.MAIN, alpha=0.8, label="share of the values", gid="signed"
+    )
+    low, middle, high = signed.quantiles((0.05, 0.5, 0.95))
+    axes.axvline(middle, color=canvas.WARNING, linewidth=1.2, label="median", gid="median")
+    axes.axvspan(low, high, color=canvas.CONTEXT, zorder=0.5, linewidth=0, label="90 %", gid="90 %")
+    text = f"{signed.lowest:.3g} to {signed.highest:.3g}"
+    axes.text(0.01, 0.97, text, transform=axes.transAxes, va="top", fontsize=10, color=canvas.MUTED, gid="range")
+    return float(shares.max())
+
+
+def require_signed(counts: ArrayStatistics) -> SignedHistogram:
+    """Return the histogram of the values with their signs, or raise ValueError where it was not measured."""
+    if counts.signed is None:
+        raise ValueError(
+            "'axis' must be 'log2' for what was measured without the signs of the values, or has no finite one, but "
+            "got 'linear'. Measure again, or leave it out."
+        )
+    return counts.signed
+
+
+def _signed_finding(columns: Sequence[_Column], kind: str) -> str:
+    findings = []
+    for name, ranges, scale, _ in columns:
+        signed = require_signed(ranges.overall(scale)).divided_by(scale if kind == "gradients" else 1.0)
+        low, high = signed.quantiles((0.05, 0.95))
+        at_scale = f" at {canvas.power_of_two(scale)}" if kind == "gradients" else ""
+        findings.append(f"{low:.3g} to {high:.3g}{at_scale}{f' ({canvas.as_text(name)})' if name else ''}")
+    return f"90 % of the {kind} lie from {'; '.join(findings)}"
+
+
+def _finding(columns: Sequence[_Column], kind: str) -> str:
+    findings = []
+    for ranges in dict.fromkeys(id(column.ranges) for column in columns):
+        of_one = [column for column in columns if id(column.ranges) == ranges]
+        [name, sweep, *_] = of_one[0]
+        scales = [column.scale for column in of_one]
+        told = _histogram_finding(sweep, scales) if kind == "gradients" else _values_finding(sweep, kind)
+        findings.append(f"{canvas.as_text(name)}: {told[0].lower()}{told[1:]}" if name else told)
+    return "; ".join(findings)
 
 
 def draw_underflow(sweep: Mapping[str, Any], group: Callable[[str], str | None] = parameter_group) -> Figure:
@@ -195,7 +296,7 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format
         text = f"0: {canvas.percent(counts.share(counts.zeros))}, subnormal or below {coarse}"
     if counts.infs_and_nans:
         text, colour = f"inf or NaN {inf_or_nan}", _DARK_PURPLE
-    elif counts.underflowed:
+    elif (counts.share(counts.underflowed) or 0.0) >= canvas.ALARMING:
         colour = canvas.WARNING
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     axes.text(0.01, 0.97, text, transform=axes.transAxes, va="top", fontsize=10, color=colour, bbox=box, gid="lost")

@@ -1,4 +1,4 @@
-"""The picture of one run or several: loss, loss scale with the skipped steps marked, scale window or underflow."""
+"""The picture of one run or several: loss, norm, loss scale with the skipped steps marked, window or underflow."""
 
 from __future__ import annotations
 
@@ -37,8 +37,14 @@ _CEILINGS_UP_TO = 2.0**8
 # A loss that falls to less than one part in so many is drawn on a logarithmic axis.
 _LOG_LOSS_FROM = 50.0
 
+# Norms that go over so many times the smallest are drawn on a logarithmic axis.
+_LOG_NORM_FROM = 10.0
+
 # The loss at the end of a run is the median over this share of its steps.
 _END = 0.05
+
+# The title of several runs has their norms where these are so many times each other.
+_NORMS_APART = 1.5
 
 # Of more runs the title names the best and the worst.
 _MOST_NAMED = 4
@@ -48,12 +54,12 @@ def draw_runs(
     runs: Mapping[str, RecordedRun | Sequence[Mapping[str, object]]],
     gradients: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> Figure:
-    """Draw runs over the same steps: loss, loss scale with the skipped steps marked, and underflow.
+    """Draw runs over the same steps: loss, norm of the gradients, loss scale with the skipped steps marked, underflow.
 
-    Two runs have a panel with the difference of their losses too, where both have the loss of a step.
-    A single run without gradients is drawn in more detail: with the loss of each step, its scale window where the
-    record has one, and the steps that are missing in the record shaded, unless most are missing. Where the record of
-    just one run has largest gradients, the loss scales above the ceiling that they show are shaded.
+    The norm has a panel where a run has it. Two runs have a panel with the difference of their losses too, where both
+    have the loss of a step. A single run without gradients is drawn in more detail: with the loss of each step, its
+    scale window where the record has one, and the steps that are missing in the record shaded, unless most are missing.
+    Where the record of just one run has largest gradients, the loss scales above the ceiling that they show are shaded.
 
     Args:
         runs (Mapping): by name the record of each run, as :func:`mindformers_adaptive.monitor.record.read_record`
@@ -63,7 +69,7 @@ def draw_runs(
             None, no panel for the underflow.
 
     Returns:
-        Figure of two to four panels over the same steps, 1200 pixels wide; the title says how many steps a single run
+        Figure of two to five panels over the same steps, 1200 pixels wide; the title says how many steps a single run
         skipped, and of several it compares the losses at the end and what underflows.
 
     Raises:
@@ -91,39 +97,54 @@ def draw_runs(
     [run, *_] = series.values()
     window = run.scale_window if alone else None
     apart = _loss_difference(*series.values()) if len(series) == 2 else None
-    heights = [3.0, 3.0] + [2.2] * (window is not None or apart is not None) + [3.0] * bool(measured)
-    figure = canvas.new_figure(10, 6 + 0.85 * sum(heights[2:]))
-    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    heights = {"loss": 3.0, "norm": 2.2, "scale": 3.0, "window": 2.2, "difference": 2.2, "underflow": 3.0}
+    has_norm = any(run.gradient_norm is not None for run in series.values())
+    shown = {"norm": has_norm, "window": window is not None, "difference": apart is not None, "underflow": measured}
+    heights = {name: height for name, height in heights.items() if shown.get(name, True)}
+    figure = canvas.new_figure(10, 0.9 + 0.85 * sum(heights.values()))
+    panels = figure.subplot_mosaic([[name] for name in heights], sharex=True, height_ratios=[*heights.values()])
     lines: dict[str, dict[str, Any]] = {}
     for name, (colour, dashes) in zip(series, itertools.cycle(canvas.LINE_STYLES), strict=False):
         lines[name] = {"color": colour, "linestyle": dashes, "linewidth": 1.6}
-    _use_loss_axis(panels[0], [*series.values()])
-    _use_loss_scale_axis(panels[1], [*series.values()])
+    _use_loss_axis(panels["loss"], [*series.values()])
+    _use_loss_scale_axis(panels["scale"], [*series.values()])
+    if has_norm:
+        canvas.style_axes(panels["norm"], y_label="gradient norm")
+        norms = np.concatenate([run.gradient_norm for run in series.values() if run.gradient_norm is not None])
+        if np.nanmax(norms) > _LOG_NORM_FROM * np.nanmin(norms):
+            panels["norm"].set_yscale("log")
     # The ceilings of several runs would hide each other.
     show_ceiling = [run.ceiling is not None for run in series.values()].count(True) == 1
     for place, (name, run) in enumerate(series.items()):
         prefix, mark = ("", canvas.WARNING) if alone else (f"{canvas.as_text(name)}: ", lines[name]["color"])
-        _draw_loss(panels[0], run, prefix, lines[name], mark)
+        _draw_values(panels["loss"], run, run.loss, "loss", prefix, lines[name])
+        broken = run.step[np.isinf(run.loss)]
+        label = f"{prefix}inf or NaN ({len(broken):,})"
+        canvas.mark_above(panels["loss"], canvas.one_per_column(broken), mark, label, "broken loss")
+        if run.gradient_norm is not None:
+            _draw_values(panels["norm"], run, run.gradient_norm, "norm", prefix, lines[name])
         if show_ceiling and run.ceiling is not None:
             known = np.isfinite(run.ceiling)
-            canvas.draw_ceiling(panels[1], run.step[known], run.ceiling[known], prefix + "ceiling that gradients show")
-        _draw_loss_scale(panels[1], run, prefix, lines[name], mark, height=0.96 - 0.07 * place)
+            label = prefix + "ceiling that gradients show"
+            canvas.draw_ceiling(panels["scale"], run.step[known], run.ceiling[known], label)
+        _draw_loss_scale(panels["scale"], run, prefix, lines[name], mark, height=0.96 - 0.07 * place)
     if window is not None:
-        _draw_window(panels[2], run, window)
+        _draw_window(panels["window"], run, window)
     if apart is not None:
-        _draw_difference(panels[2], apart, *map(canvas.as_text, series))
+        _draw_difference(panels["difference"], apart, *map(canvas.as_text, series))
     if measured:
-        _draw_underflow(panels[-1], measured, lines)
-    for axes in panels:
+        _draw_underflow(panels["underflow"], measured, lines)
+    for axes in panels.values():
         if alone and len(run.gaps):
             spans = [(first - 0.5, last - first + 1) for first, last in run.gaps]
             style: dict[str, Any] = {"color": canvas.CONTEXT, "label": "not recorded", "gid": "gaps"}
             axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), **style)
         canvas.legend_above(axes)
     first, last = min(run.first_step for run in series.values()), max(run.last_step for run in series.values())
-    canvas.use_step_axis(panels[-1], first, last)
+    [*_, lowest] = panels.values()
+    canvas.use_step_axis(lowest, first, last)
     if alone and len(run.step) < run.span:
-        panels[-1].set_xlabel(f"step ({len(run.step):,} recorded)")
+        lowest.set_xlabel(f"step ({len(run.step):,} recorded)")
     figure.align_ylabels()
     name = "".join(f"{canvas.as_text(name)}: " for name in series if name)
     canvas.headline(figure, name + run.finding() if alone else _comparison(series, measured))
@@ -140,24 +161,21 @@ def _use_loss_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
         axes.set_yscale("log")
 
 
-def _draw_loss(axes: Axes, run: RunSeries, prefix: str, line: Mapping[str, Any], mark: str) -> None:
-    """Draw the loss of a run, of many steps the medians; without a prefix, for a single run, that of each step too."""
+def _draw_values(axes: Axes, run: RunSeries, of_steps: Floats, what: str, prefix: str, line: Mapping[str, Any]) -> None:
+    """Draw values of a run, of many steps the medians; without a prefix, for a single run, that of each step too."""
     # A log may have the loss of some steps only: lines break at gaps, not at each of the other steps.
-    known = np.isfinite(run.loss)
-    step, loss, label, gid = run.step[known], run.loss[known], "loss", "loss"
-    if len(loss) >= _SMOOTH_FROM:
+    known = np.isfinite(of_steps)
+    step, values, label, gid = run.step[known], of_steps[known], what, what
+    if len(values) >= _SMOOTH_FROM:
         if not prefix:
-            faint: dict[str, Any] = {**line, "alpha": 0.35, "linewidth": 0.8, "label": "loss of a step", "gid": "loss"}
-            axes.plot(*canvas.thinned(*run.broken(step, loss)), **faint)
-        blocks = min(len(loss) // 10, _MEDIANS)
-        label, gid = f"median of {len(loss) // blocks:,} steps", "median loss"
-        step, _, loss, _ = canvas.gather(step, loss, blocks)
-    if len(loss):
-        marker = canvas.point_marker(len(loss))
-        axes.plot(*run.broken(step, loss), marker=marker, label=prefix + label, gid=prefix + gid, **line)
-    broken = run.step[np.isinf(run.loss)]
-    label = f"{prefix}inf or NaN ({len(broken):,})"
-    canvas.mark_above(axes, canvas.one_per_column(broken), mark, label, "broken loss")
+            faint: dict[str, Any] = {**line, "alpha": 0.35, "linewidth": 0.8, "label": f"{what} of a step", "gid": what}
+            axes.plot(*canvas.thinned(*run.broken(step, values)), **faint)
+        blocks = min(len(values) // 10, _MEDIANS)
+        label, gid = f"median of {len(values) // blocks:,} steps", f"median {what}"
+        step, _, values, _ = canvas.gather(step, values, blocks)
+    if len(values):
+        marker = canvas.point_marker(len(values))
+        axes.plot(*run.broken(step, values), marker=marker, label=prefix + label, gid=prefix + gid, **line)
 
 
 def _use_loss_scale_axis(axes: Axes, runs: Sequence[RunSeries]) -> None:
@@ -264,14 +282,22 @@ def _comparison(runs: Mapping[str, RunSeries], gradients: Mapping[str, GradientS
     losses = {name: _end_loss(run, last) for name, run in runs.items()}
     order = sorted(runs, key=lambda name: np.nan_to_num(losses[name], nan=math.inf))
     end = "at the end" if all(run.last_step == last for run in runs.values()) else f"at step {last:,}"
-    words = {"inf": "not finite", "nan": "not known"}
+    words = {"inf": "inf or NaN", "nan": "not known"}
     ends = _listed({name: words.get(str(losses[name]), f"{losses[name]:.2f}") for name in order})
     what, shares = _lost(gradients)
     most = {name: share[np.isfinite(share)] for name, share in shares.items()}
     known = {name: canvas.percent(float(most[name].max())) for name in order if name in most and len(most[name])}
+    finding = f"Loss {end}: {ends}; skipped steps: {_listed({name: f'{runs[name].skipped:,}' for name in order})}"
     if known:
-        return f"Loss {end}: {ends}; {what} at most {_listed(known)}"
-    return f"Loss {end}: {ends}; skipped steps: {_listed({name: f'{runs[name].skipped:,}' for name in order})}"
+        finding = f"Loss {end}: {ends}; {what} at most {_listed(known)}"
+    bad = {name: canvas.count(np.isinf(runs[name].loss).sum(), "step") for name in order if losses[name] < math.inf}
+    bad = {name: steps for name, steps in bad.items() if not steps.startswith("0 ")}
+    finding += f"; loss inf or NaN in {_listed(bad)}" if bad else ""
+    norms = {name: runs[name].gradient_norm for name in order}
+    middle = {name: float(np.nanmedian(norm)) for name, norm in norms.items() if norm is not None}
+    if len(middle) < 2 or max(middle.values()) < _NORMS_APART * min(middle.values()):
+        return finding
+    return f"{finding}; median norm: {_listed({name: f'{norm:.2g}' for name, norm in middle.items()})}"
 
 
 def _end_loss(run: RunSeries, last: int) -> float:
@@ -288,6 +314,9 @@ def _listed(values: Mapping[str, str]) -> str:
 # A scale has settled if it stays within a factor of 4 in 95 % of the last half of at least 40 steps, and moves there
 # both ways or not at all: it tries the next power of two, and falls back. Single outliers do not count.
 _SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
+
+# So many skipped steps in a row at the lowest scale are a collapse, as for `analyze`.
+_COLLAPSED_FROM = 10
 
 # With more gaps than that for each step, the record is one of single steps; no line would be left between its gaps.
 _GAPS_PER_STEP = 0.1
@@ -309,6 +338,8 @@ class RunSeries(NamedTuple):
             ones included, where the record tells, else of those in ``step``.
         ceiling (NDArray, optional): float64, what the largest gradient of the step shows of its ceiling; nan where it
             is not known, None where it never is.
+        gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where it is not known or
+            not above 0 or the step was skipped, None where it is never known.
     """
 
     step: Floats
@@ -321,6 +352,7 @@ class RunSeries(NamedTuple):
     skipped: int
     counted: int
     ceiling: Floats | None
+    gradient_norm: Floats | None
 
     @property
     def span(self) -> int:
@@ -349,18 +381,21 @@ class RunSeries(NamedTuple):
         number = "None of" if self.skipped == 0 else f"{self.skipped:,} of"
         if self.skipped == self.counted > 1:
             number = "All"
-        path = _path(self.scales[~np.isnan(self.scales)])
+        applied = np.flatnonzero(~self.overflow)
+        path = _path(self.scales[~np.isnan(self.scales)], len(self.step) - (applied[-1] + 1 if len(applied) else 0))
         below = "" if self.ceiling is None else _headroom(self.scales[:-1], self.ceiling)
         bad = self.step[np.isinf(self.loss)]
         loss = f"; loss inf or NaN in {count(len(bad), 'step')}, first {bad[0]:.0f}" if len(bad) else ""
         return "".join([f"{number} {whole} skipped", loss, path and f"; loss scale {path}", below and f", {below}"])
 
 
-def _path(known: Floats) -> str:
+def _path(known: Floats, skipped_at_the_end: int) -> str:
     """Say where a loss scale went; "" if it is not known."""
     if not len(known):
         return ""
     first, last = known[0], known[-1]
+    if skipped_at_the_end >= _COLLAPSED_FROM and (known[-_COLLAPSED_FROM:] == known.min()).all():
+        return f"collapsed at the floor, {power_of_two(last)}: the last {skipped_at_the_end:,} steps were all skipped"
     if known.min() == known.max():
         return f"stayed at {power_of_two(last)}"
     half = known[len(known) // 2 :]
@@ -403,7 +438,9 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     at = np.full(len(run), True) if run.without_line is None else ~run.without_line
     [fewest, most], unknown = run.skipped_bounds(), np.full(len(run), np.nan)
     gradients = run.applied_gradients()
-    loss, window, shown = (unknown if one is None else one for one in (run.loss, run.scale_window, gradients))
+    optional = (run.loss, run.scale_window, gradients, run.gradient_norm)
+    loss, window, shown, norm = (unknown if one is None else one for one in optional)
+    norm = np.where((norm > 0) & (norm < np.inf) & ~run.overflow, norm, np.nan)[at]
     ceiling = shown_ceilings(shown[at], run.gradient_format)
     has_ceiling = not np.isnan(ceiling).all()
     scales = np.append(run.loss_scale[at], run.final_loss_scale)
@@ -422,4 +459,5 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
         skipped=fewest if counts_all else int(run.overflow[at].sum()),
         counted=len(run) if counts_all else int(at.sum()),
         ceiling=ceiling if has_ceiling else None,
+        gradient_norm=None if np.isnan(norm).all() else norm,
     )

@@ -1,5 +1,7 @@
 """Traps of MindFormers' own monitor and of dropping steps by their norm, in trainings that overflow at their start."""
 
+import math
+
 import mindformers.core.callback
 import numpy as np
 import pytest
@@ -107,6 +109,12 @@ def test_steps_dropped_by_norm_are_in_record_and_analysis_and_leave_the_scale_al
     lines = read_record("record.jsonl")
     assert [line["step"] for line in lines if line["dropped_by_norm"]] == dropped
     assert {line["dropped_by_norm"] for line in lines} == {True, False}
+    # The gradient of each of 4 elements is the value of the step.
+    applied = [
+        (line["gradient_norm"], value) for line, value in zip(lines, values, strict=True) if not line["overflow"]
+    ]
+    assert [norm for norm, _ in applied] == [2 * value for _, value in applied]
+    assert not any(math.isfinite(line["gradient_norm"]) for line in lines if line["overflow"])
     assert [line["step"] for line in lines if line["overflow"]] == [*range(1, OVERFLOWS_AT_START + 1), overflowed_again]
     # A dropped step is clean to the rule: the 20th since the overflows raises the scale, at which the spike overflows.
     rule = AdaptiveRule()

@@ -90,7 +90,7 @@ def replay(overflows=OVERFLOWS, **arguments):
         line = {"step": step, "overflow": overflow, "loss_scale": before.loss_scale}
         line |= {"next_loss_scale": state.loss_scale, "scale_window": state.scale_window}
         line |= {name: getattr(state, name) for name in ("window_index", "growth_num", "down_num", "skipped_steps")}
-        lines.append(line | {"largest_gradient": None, "dropped_by_norm": False})
+        lines.append(line | {"largest_gradient": None, "dropped_by_norm": False, "gradient_norm": None})
     return lines
 
 
@@ -323,7 +323,7 @@ def test_with_a_fixed_scale_all_is_recorded_that_there_is(path, scale_sense):
     monitor, network = LossScaleMonitor(path, every_n_steps=2), build(scale_sense)
     train(network, [monitor], [True, False])
     train(network, [monitor], [False, False, True])
-    unknown = dict.fromkeys(FIELDS[5:-1])
+    unknown = dict.fromkeys(FIELDS[5:])
     common = {"loss_scale": 8.0, "next_loss_scale": 8.0, **unknown, "dropped_by_norm": False}
     assert without_loss(read_record(path)) == [
         missing(1, 1),
@@ -511,7 +511,7 @@ def test_every_number_is_a_scalar_for_tensorboard(path, tmp_path):
             line["step"]: float(line[field]) for line in read_record(path) if math.isfinite(line[field])
         }
         for field in FIELDS[1:]
-        if field != "largest_gradient"
+        if field not in ("largest_gradient", "gradient_norm")
     }
     scalars = read_scalars(folder)
     assert scalars.keys() == expected.keys()
@@ -608,6 +608,7 @@ def test_two_monitors_with_one_path_write_a_file_each_also_after_a_resume(path, 
         ("max_consecutive_overflows", "5", TypeError, "'max_consecutive_overflows' must be an integer number of steps"),
         ("on_collapse", "halt", ValueError, "'on_collapse' must be one of 'warn', 'stop', 'raise', but got 'halt'"),
         ("on_write_error", "stop", ValueError, "'on_write_error' must be one of 'warn', 'raise', but got 'stop'"),
+        ("report_every_n_steps", 0, ValueError, "'report_every_n_steps' must be at least 1, but got 0"),
         ("all_ranks", 1, TypeError, "'all_ranks' must be True or False, but got 1 of type int"),
     ],
 )
@@ -620,6 +621,47 @@ def test_bad_arguments_are_refused(argument, value, error, message):
 def test_a_step_is_dropped_unless_its_norm_is_below_the_threshold(norm, dropped):
     arguments = {"use_clip_grad": True, "use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 8.0}
     reader = StepReader(build(train_step_class=functools.partial(MFTrainOneStepCell, **arguments)))
-    assert reader.dropped_by_norm(False, Tensor([norm], mindspore.float32)) is dropped
-    assert reader.dropped_by_norm(True, Tensor([norm], mindspore.float32)) is False
-    assert reader.dropped_by_norm(None, Tensor([norm], mindspore.float32)) is None
+    assert reader.dropped_by_norm(False, norm) is dropped
+    assert reader.dropped_by_norm(True, norm) is False
+    assert reader.dropped_by_norm(None, norm) is None
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ((0.5, False, 8.0, 0.1, Tensor([3.0], mindspore.float32)), 3.0),
+        ((0.5, False, 8.0, 0.1, Tensor(math.inf, mindspore.float32)), math.inf),
+        # Without clipping there are only the squared norms of each Parameter.
+        ((0.5, False, 8.0, 0.1, None, Tensor([9.0, 16.0], mindspore.float32), (2, 3)), 5.0),
+        ((0.5, False, 8.0, 0.1, None), None),
+        ((0.5, False, 8.0), None),
+        (Tensor(0.5), None),
+    ],
+)
+def test_norm_of_the_gradients_is_what_mindformers_cells_return(outputs, expected):
+    assert StepReader(build(train_step_class=MFTrainOneStepCell)).gradient_norm(outputs) == expected
+    assert StepReader(build()).gradient_norm(outputs) is None
+
+
+def test_squared_norms_of_one_process_are_not_taken_for_those_of_all():
+    reader = StepReader(train_step := build(train_step_class=MFTrainOneStepCell))
+    train_step.is_distributed = True
+    assert reader.gradient_norm((0.5, False, 8.0, 0.1, None, Tensor([9.0], mindspore.float32), (2,))) is None
+
+
+def test_a_page_is_written_while_a_training_goes_on_and_at_its_end(path):
+    train(build_again(), [LossScaleMonitor(path, report_every_n_steps=2)])
+    page = path.with_name("loss_scale_report.html").read_text(encoding="utf-8")
+    assert f"<dd>{len(OVERFLOWS)} (1 to {len(OVERFLOWS)})</dd>" in page
+    # The last one is not loaded again.
+    assert 'http-equiv="refresh"' not in page
+
+
+def test_a_page_that_cannot_be_written_stops_no_training_and_is_told_once(path, messages, monkeypatch, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('broken on purpose')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    train(build_again(), [LossScaleMonitor(path, report_every_n_steps=1)])
+    assert len(read_record(path)) == len(OVERFLOWS)
+    [told] = [message for message in messages() if "loss_scale_report.html" in message]
+    assert "training goes on: " in told
+    assert "Pictures need matplotlib, which cannot be imported (broken on purpose)" in told

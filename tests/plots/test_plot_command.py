@@ -7,7 +7,7 @@ from records import gradient_line, record_of
 
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records
-from mindformers_adaptive.plots.gradients import draw_histograms
+from mindformers_adaptive.plots.gradients import draw_histograms, draw_sweeps
 from mindformers_adaptive.plots.runs import draw_runs
 
 RUNS = {"64": record_of([64.0] * 21), "512": record_of([512.0] * 21, [7])}
@@ -108,7 +108,7 @@ def test_sweep_is_drawn_alone(plot, tmp_path):
     for files in (["sweep.json", "64/loss_scale_record.jsonl"], ["64/loss_scale_record.jsonl", "sweep.json"]):
         code, picture, printed = plot(*files, "none.png")
         assert (code, picture) == (2, None)
-        assert "a file that 'probe --output' wrote is drawn alone, but several files are given" in printed
+        assert "are drawn without others, but other files are given" in printed
     code, _, printed = plot("64/gradient_ranges.jsonl", "none.png", "--underflow")
     assert code == 2
     assert "--loss-scales and --underflow are for what 'probe --output' wrote" in printed
@@ -134,4 +134,18 @@ def test_weights_outputs_and_modules_are_drawn(plot, tmp_path, picture_of):
     for arguments in (["64/loss_scale_record.jsonl"], ["sweep.json", "--underflow"]):
         code, picture, printed = plot(*arguments, "none.png", "--of", "weights")
         assert (code, picture) == (2, None)
-        assert "arguments --of and --modules are for sweeps and records of gradients" in printed
+        assert "arguments --of, --modules and --axis are for sweeps and records of gradients" in printed
+
+
+def test_several_sweeps_are_one_picture_with_a_column_each(plot, tmp_path, picture_of):
+    sweeps = {name: {key: GRADIENTS[name][1][key] for key in ("weights", "loss_scales")} for name in RUNS}
+    for name, sweep in sweeps.items():
+        (tmp_path / f"step_{name}.json").write_text(json.dumps(sweep))
+    files = ["step_64.json", "step_512.json"]
+    named = {f"step_{name}.json": sweep for name, sweep in sweeps.items()}
+    code, picture, _ = plot(*files, "out.png", "--of", "weights", "--modules", "lm_head", "--axis", "linear")
+    assert (code, picture) == (0, picture_of(draw_sweeps(named, kind="weights", modules=["lm_head"], axis="linear")))
+    assert plot(*files, "all.png")[:2] == (0, picture_of(draw_sweeps(named)))
+    code, picture, printed = plot(*files, "none.png", "--underflow")
+    assert (code, picture) == (2, None)
+    assert "--underflow is for one file" in printed

@@ -1,6 +1,8 @@
 """The picture of gradients over the steps shows where they lie, and what FP16 loses at the scale of the training."""
 
+import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -23,11 +25,13 @@ def test_bands_hold_the_shares_of_the_gradients_that_they_say(record):
     series = series_of_gradients(record, lambda name: name)
     for place, step in enumerate(STEPS):
         for name in NAMES:
-            gradients = np.abs(in_fp16(step, REFERENCE)[name].astype(np.float64)) / REFERENCE
+            # What the training had; where that overflowed, what fitted.
+            scale = 64.0 if STEPS[step] == 64.0 else REFERENCE
+            gradients = np.abs(in_fp16(step, scale)[name].astype(np.float64)) / scale
             nonzero = gradients[gradients > 0]
             expected = np.log2(np.quantile(nonzero, [0.05, 0.25, 0.5, 0.75, 0.95]))
             # Histograms count by powers of two; within one, gradients are taken to be spread evenly.
-            np.testing.assert_allclose(series.groups[name].bands[:, place], expected, atol=0.2)
+            np.testing.assert_allclose(series.groups[name].bands[:, place], expected, atol=0.25)
             assert series.groups[name].largest[place] == pytest.approx(np.log2(nonzero.max()))
 
 
@@ -110,7 +114,7 @@ def test_steps_without_gradients_above_0_break_the_line():
     nothing = GradientRanges({"a": zeros}, ((ScaleRanges(64.0, 1.0, {"a": zeros}),),)).to_dict()
     record = [{"step": 1, "loss_scale": 64.0, **nothing}]
     assert np.isnan(series_of_gradients(record, lambda name: name).groups["a"].bands).all()
-    assert title(draw_gradient_records({"run": record})).startswith("At most 0 % of the gradients")
+    assert title(draw_gradient_records({"run": record})).startswith("Hardly anything is lost: at most 0 %")
 
 
 def test_missing_steps_are_no_steps(record):
@@ -192,3 +196,34 @@ def test_modules_have_a_row_each_and_nothing_else_is_drawn(values):
 def test_what_is_not_there_is_not_drawn(record, how, message):
     with pytest.raises(ValueError, match=message):
         draw_gradient_records({"run": record}, **how)
+
+
+def test_values_with_their_signs_show_a_drift_of_weights_around_1():
+    def record_around(*middles):
+        return [
+            line_of(step, weights={"norm.gamma": np.linspace(middle - 0.01, middle + 0.01, 999)}, outputs={})
+            for step, middle in enumerate(middles, start=1)
+        ]
+
+    runs = {"a": record_around(1.0, 1.001), "b": record_around(1.0, 1.008)}
+    figure = draw_gradient_records(runs, kind="weights", modules=["norm.gamma"], axis="linear")
+    assert [axes.get_ylabel() for axes in figure.axes] == ["norm.gamma\nvalue", ""]
+    for axes, last in zip(figure.axes, (1.001, 1.008), strict=True):
+        assert points(axes, "median")[1] == pytest.approx([1.0, last], abs=4e-4)
+        assert points(axes, "largest")[1] == pytest.approx([1.01, last + 0.01])
+        assert axes.get_yscale() == "linear"
+    assert re.fullmatch(r"Median of the weights: a: 1\S* at step 1, 1.001 at step 2; b: .*", title(figure))
+
+
+def test_gradients_on_a_linear_axis_are_those_without_the_loss_scale(record):
+    series = series_of_gradients(record, lambda name: name, axis="linear")
+    at_64 = in_fp16(10, 64.0)[NAMES[2]].astype(np.float64) / 64.0
+    np.testing.assert_allclose(
+        series.groups[NAMES[2]].bands[:, 0], np.quantile(at_64, [0.05, 0.25, 0.5, 0.75, 0.95]), atol=np.ptp(at_64) / 64
+    )
+
+
+def test_a_linear_axis_needs_what_was_measured_with_signs(record):
+    old = json.loads(json.dumps(record).replace('"signed"', '"unknown"'))
+    with pytest.raises(ValueError, match="'axis' must be 'log2' for what was measured without the signs"):
+        draw_gradient_records({"run": old}, axis="linear")

@@ -7,7 +7,7 @@ from records import NAMES, gradient_line, in_fp16
 
 from mindformers_adaptive.gradients.groups import group_parameters, parameter_group
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
-from mindformers_adaptive.plots.gradients import draw_histograms, draw_underflow
+from mindformers_adaptive.plots.gradients import draw_histograms, draw_sweeps, draw_underflow
 
 SCALES = (1.0, 64.0, 512.0, 2.0**30)
 
@@ -203,3 +203,28 @@ def test_weights_and_outputs_have_one_column_and_no_scale():
     [axes] = draw_histograms(sweep.to_dict(), kind="outputs").axes
     assert (axes.get_ylabel(), axes.get_title("left")) == ("output\nshare, %", "outputs")
     assert bars(axes) == {-30: 50, -2: 50}
+
+
+def test_several_sweeps_share_their_axes_and_a_row_that_one_lacks_says_so():
+    def sweep_of(**weights):
+        statistics = {name: array_statistics(values) for name, values in weights.items()}
+        return GradientRanges(statistics, ((ScaleRanges(8.0, 1.0, statistics),),)).to_dict()
+
+    both = {"gpu": sweep_of(norm=[0.99, 1.01], wq=[-1.0, 2.0]), "npu": sweep_of(norm=[0.9, 1.2])}
+    figure = draw_sweeps(both, group=lambda name: name, kind="weights", axis="linear")
+    norm_of_gpu, norm_of_npu, wq_of_gpu, none = figure.axes
+    assert norm_of_gpu.get_xlim() == norm_of_npu.get_xlim() != wq_of_gpu.get_xlim()
+    assert norm_of_gpu.get_ylim() == norm_of_npu.get_ylim()
+    assert artist(norm_of_npu, "range").get_text() == "0.9 to 1.2"
+    assert [axes.get_title("left") for axes in figure.axes[:2]] == ["gpu: weights", "npu: weights"]
+    assert [text.get_text() for text in none.texts] == ["not in this one"]
+    values, edges, _ = artist(wq_of_gpu, "signed").get_data()
+    assert (values.sum(), edges[0], edges[-1]) == (100.0, -1.0, 2.0)
+
+
+def test_columns_of_several_sweeps_are_at_the_highest_scale_that_fits_each(sweep):
+    figure = draw_sweeps({"a": sweep, "b": sweep})
+    titles = {axes.get_title("left") for axes in figure.axes} - {""}
+    highest = GradientRanges.from_dict(sweep).fitting_scales[-1]
+    assert {one.rpartition(" = ")[2] for one in titles} == {f"{highest:,.10g}"}
+    assert title(figure).startswith("a: at loss scale ")

@@ -332,7 +332,7 @@ def test_subnormal_numbers_are_drawn_where_no_other_scale_was_measured(runs):
 
 def test_loss_that_breaks_comes_last_in_the_title(runs):
     runs["512"][-1]["loss"] = math.nan
-    assert title(draw_runs(runs)).startswith("Loss at the end: 3.00 (64), not finite (512)")
+    assert title(draw_runs(runs)).startswith("Loss at the end: 3.00 (64), inf or NaN (512)")
 
 
 def test_logs_and_records_are_drawn_together(runs):
@@ -408,3 +408,41 @@ def test_without_a_step_of_both_or_with_a_third_run_there_is_no_difference(runs)
     line = {"loss": 1.0, "overflow": False, "loss_scale": 8.0, "next_loss_scale": 8.0}
     figure = draw_runs({name: [{**line, "step": step} for step in steps] for name, steps in runs.items()})
     assert len(figure.axes) == 2
+
+
+def test_norms_of_several_runs_lie_over_each_other_without_those_of_skipped_steps():
+    few = record_of([8.0] * 5, [2], gradient_norm=[0.5, NAN, 0.25, None])
+    many = record_of([8.0] * 5, gradient_norm=[5.0, 4.0, 3.0, math.inf])
+    figure = draw_runs({"1 device": few, "4 devices": many})
+    loss, norm, scale, _ = figure.axes
+    assert (norm.get_ylabel(), norm.get_yscale()) == ("gradient norm", "log")
+    assert points(norm, "1 device: norm") == ([1, 3], [0.5, 0.25])
+    assert points(norm, "4 devices: norm") == ([1, 2, 3], [5.0, 4.0, 3.0])
+    assert (loss.get_ylabel(), scale.get_ylabel()) == ("loss, unscaled", "loss scale, log2")
+    assert title(figure).endswith(
+        "skipped steps: 1 (1 device), 0 (4 devices); median norm: 0.38 (1 device), 4 (4 devices)"
+    )
+
+
+def test_a_run_whose_norm_nobody_knows_has_no_panel_for_it():
+    labels = [axes.get_ylabel() for axes in draw_one(record_of([8.0] * 3, gradient_norm=[None, NAN])).axes]
+    assert labels == ["loss, unscaled", "loss scale, log2", "scale window, steps"]
+
+
+def test_a_scale_that_is_skipped_to_the_end_at_its_floor_has_collapsed_and_not_settled():
+    scales = [2.0**place for place in range(6, 0, -1)] + [1.0] * 41
+    finding = title(draw_one(record_of(scales, range(3, 47))))
+    assert (
+        finding
+        == "44 of 46 steps skipped; loss scale collapsed at the floor, $2^{0}$: the last 44 steps were all skipped"
+    )
+    # One that got out of it has not.
+    assert "settled at $2^{0}$" in title(draw_one(record_of(scales, range(3, 46))))
+
+
+def test_losses_that_were_nan_are_named_of_several_runs_too():
+    good, bad = record_of([8.0] * 41), record_of([8.0] * 41)
+    bad[4]["loss"] = bad[5]["loss"] = NAN
+    assert "; loss inf or NaN in 2 steps (bad)" in title(draw_runs({"good": good, "bad": bad}))
+    bad[-1]["loss"] = bad[-2]["loss"] = NAN
+    assert "inf or NaN (bad)" in title(draw_runs({"good": good, "bad": bad}))

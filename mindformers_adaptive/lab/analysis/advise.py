@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.analysis.scale_path import Change
+from mindformers_adaptive.lab.analysis.unused_headroom import shown_by_gradients, shown_in_words
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.configuration import Configuration, grid
 from mindformers_adaptive.lab.replay.measures import (
@@ -43,6 +44,9 @@ _TOLERABLE = 2.0
 
 # Where Megatron-LM, DeepSpeed and MindFormers start by default.
 _LARGEST_START = 2.0**32
+
+# A scale that lies so many bits below what the gradients allow is far below; find() leaves a margin of 2.
+_FAR_BELOW = 3
 
 # A scale held if it bore as many consecutive clean steps as MindFormers' smallest window.
 _HELD = DEFAULT_MIN_SCALE_WINDOW
@@ -91,7 +95,9 @@ def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[l
     recorded, usable = _measured(trace, scale), scale[(scale >= 1.0) & (scale <= LARGEST_LOSS_SCALE)]
     # Of a rule that follows the gradients nothing is said: it has neither window nor hysteresis.
     follows_gradients = run.largest_gradient is not None
-    advice = [*_bad_loss(run), *collapse, *start, *([] if follows_gradients else _short_run(run, changes))]
+    never_rose = [] if start or collapse else _never_rose(run, scale, changes)
+    advice = [*_bad_loss(run), *collapse, *start, *never_rose]
+    advice += [] if follows_gradients else _short_run(run, changes)
     if collapse or follows_gradients or not len(usable):
         return advice, None
     if not start:
@@ -191,6 +197,23 @@ def _short_run(run: RecordedRun, changes: Sequence[Change]) -> list[Advice]:
     change = f"Start from the scale that 'find' recommends, or take a window below {steps} steps."
     reason = f"The run ({steps} steps) is shorter than the window ({window:g}): the scale can never rise."
     return [Advice("short run", change, reason, {"steps": steps, "window": int(window)})]
+
+
+def _never_rose(run: RecordedRun, scale: NDArray[np.float64], changes: Sequence[Change]) -> list[Advice]:
+    """The advice to start higher, where a scale that never rose stayed far below what the gradients allowed."""
+    shown, highest = shown_by_gradients(run), float(scale.max())
+    if shown is None or any(change.kind in ("raise", "rise", "overflow rise") for change in changes):
+        return []
+    better = 2.0 ** math.floor(math.log2(shown["lowest"]))
+    if not SMALLEST_LOSS_SCALE <= highest * 2.0**_FAR_BELOW <= better <= LARGEST_LOSS_SCALE:
+        return []
+    bits = math.log2(shown["lowest"] / highest)
+    change = f"{_start_at(better, highest)} Or let it rise: a fixed scale does not, nor one whose window is longer."
+    reason = (
+        f"The scale never rose above {as_power_of_two(highest)}, and {shown_in_words(shown)}: {bits:.1f} bits more, as "
+        "far as these gradients show. What is between the layers may overflow earlier."
+    )
+    return [Advice("start higher", change, reason, {**shown, "bits": bits}, {"loss_scale_value": better})]
 
 
 def _start(run: RecordedRun, trace: Trace) -> tuple[list[Advice], NDArray[np.float64]]:

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.analysis.advise import Advice, advise
 from mindformers_adaptive.lab.analysis.scale_path import Phase, as_range, changes_of, path_lines, phases
+from mindformers_adaptive.lab.analysis.unused_headroom import shown_by_gradients, shown_in_words
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, measure, require_steps
@@ -63,8 +64,8 @@ class Analysis:
 
         Returns:
             dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``dropped_by_norm``,
-            ``start_up``, ``loss_scale`` (with ``phases``), ``overflowed_parameters``, ``outcomes``, ``advice``,
-            ``scale_sense`` (the YAML section as text) and ``certainty``, see
+            ``start_up``, ``loss_scale`` (with ``phases``), ``shown_by_gradients``, ``overflowed_parameters``,
+            ``outcomes``, ``advice``, ``scale_sense`` (the YAML section as text) and ``certainty``, see
             :meth:`~mindformers_adaptive.lab.replay.tune.Tuning.certainty`. ``overflowed_parameters`` has
             ``known_steps``, of how many skipped steps they are known, ``steps_without``, in how many of those no
             gradient of a Parameter overflowed, and ``counts``, in how many each did, by name, the most frequent first.
@@ -88,6 +89,7 @@ class Analysis:
                 **_bounded("skipped_in_first_steps", *run.skipped_bounds(min(_START_UP, len(run)))),
             },
             "loss_scale": {**_scales(run), "phases": [phase._asdict() for phase in self.phases]},
+            "shown_by_gradients": shown_by_gradients(run),
             "overflowed_parameters": _overflowed_parameters(run),
             "outcomes": list(self.outcomes),
             "advice": [dataclasses.asdict(advice) for advice in self.advice],
@@ -300,6 +302,7 @@ def _log(log: Mapping[str, Any]) -> list[str]:
 
 def _steps(analysis: Mapping[str, Any]) -> list[str]:
     steps, skipped, start, scale = (analysis[key] for key in ("steps", "skipped", "start_up", "loss_scale"))
+    shown = analysis["shown_by_gradients"]
     dropped = analysis["dropped_by_norm"]
     share = f"{skipped['at_least'] / steps['count']:.1%}"
     if skipped["count"] is None:
@@ -326,6 +329,7 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         and f"Time      {skipped['seconds_lost']:.1f} s lost in {skipped['steps_with_seconds']} skipped step(s) of "
         "known time",
         f"Scale     {first} at first, {final} at the end; between {smallest} and {largest}",
+        shown and textwrap.fill(f"Gradients {shown_in_words(shown)}", _WIDTH, subsequent_indent=" " * 10),
     ]
     return list(filter(None, lines))
 

@@ -17,7 +17,8 @@ __all__ = ["LogColumns"]
 # What most lines have: fields of LogEntry, their type, and what stands for None. Others are kept for the lines that
 # have them.
 _TYPES = {"step": "q", "steps": "q", "skipped_so_far": "q", "overflow": "b", "dropped_by_norm": "b"}
-_TYPES |= dict.fromkeys(("next_loss_scale", "loss_scale", "loss", "largest_gradient", "scale_window"), "d")
+_TYPES |= dict.fromkeys(("next_loss_scale", "loss_scale", "loss", "largest_gradient"), "d")
+_TYPES |= dict.fromkeys(("scale_window", "gradient_norm"), "d")
 _NONE = -1
 
 _DEFAULTS = LogEntry._field_defaults
@@ -105,6 +106,7 @@ class LogColumns(Sequence[LogEntry]):
         add[7](others[3])
         add[8](others[4])
         add[9](others[5])
+        add[10](others[6])
         if not self._files or self._files[-1][1] is not file:
             self._files.append((len(self._where), file))
         self._where.append(number)

@@ -17,6 +17,7 @@ from mindformers_adaptive.lab.logs.reader import (
     LogEntry,
     Overflow,
     Reader,
+    parse_loss,
     parse_number,
     parse_scale,
 )
@@ -36,6 +37,7 @@ _ITERATION = re.compile(r"iteration\s+(\d{1,16})/\s*\d+\s*\|")
 _LOSS_SCALE = re.compile(r"loss scale:?\s*([-+.\w]+)\s*\|")
 _SKIPPED = re.compile(r"number of skipped iterations:?\s*(\d{1,16})\s*\|")
 _LOSS = re.compile(r"lm loss:?\s*([-+.\w]+)\s*\|")
+_NORM = re.compile(r"grad norm:?\s*([-+.\w]+)\s*\|")
 _ELAPSED = re.compile(r"elapsed time per iteration \((ms|s)\):?\s*([\d.]+)\s*\|")
 
 # Fields that only Megatron-DeepSpeed prints; there the engine skips the step, and the number printed stays 0.
@@ -201,12 +203,13 @@ def _parse_iteration(text: str, where: str, complete: bool) -> LogEntry | None:
         return None
     if skips == 0 and _COUNT_STAYS_ZERO.search(text):
         skips = None
-    loss, elapsed = _LOSS.search(text), _ELAPSED.search(text)
+    loss, elapsed, norm = (pattern.search(text) for pattern in (_LOSS, _ELAPSED, _NORM))
     return LogEntry(
         int(iteration[1]),
         where,
         next_loss_scale=scale,
         skips=skips,
-        loss=parse_number(loss and loss[1]),
+        loss=parse_loss(loss and loss[1]),
         seconds=parse_number(elapsed and elapsed[2]) / (1000.0 if elapsed and elapsed[1] == "ms" else 1.0),
+        gradient_norm=parse_number(norm and norm[1]),
     )

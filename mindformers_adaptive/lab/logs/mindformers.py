@@ -8,7 +8,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mindformers_adaptive.lab.logs.reader import LARGEST_STEP, LogEntry, LogLines, Reader, parse_number, parse_scale
+from mindformers_adaptive.lab.logs.reader import (
+    LARGEST_STEP,
+    LogEntry,
+    LogLines,
+    Reader,
+    parse_loss,
+    parse_number,
+    parse_scale,
+)
 
 __all__ = ["MindFormersReader"]
 
@@ -23,6 +31,7 @@ _WITHOUT_SCALE = re.compile(r"\{ step:\[\s*(\d{1,16})/\s*\d+\],.*?\bloss:\s*([-+
 # Other monitors name a step too, but go on without a comma: "step:[ 5/ 10] local_norm: 0.5".
 _OTHER_MONITOR = re.compile(r"step:\[\s*\d+/\s*\d+\]\s+\w")
 _WHOLE_SCALE = re.compile(r"[.e]|inf|nan|unavailable")
+_NORM = re.compile(r"(?:global|grad)_norm:\s*\[?\s*([-+.\w]+)\s*\]?(?=,|\s*$)")
 _START = "Epoch:["
 
 
@@ -71,7 +80,8 @@ def _parse_without_scale(text: str, where: str) -> LogEntry | None:
     match = _WITHOUT_SCALE.search(text)
     if match is None or int(match[1]) > LARGEST_STEP:
         return None
-    return LogEntry(int(match[1]), where, loss=parse_number(match[2]))
+    norm = _NORM.search(text)
+    return LogEntry(int(match[1]), where, loss=parse_loss(match[2]), gradient_norm=parse_number(norm and norm[1]))
 
 
 def _parse(text: str, where: str, complete: bool) -> LogEntry | None:
@@ -86,12 +96,14 @@ def _parse(text: str, where: str, complete: bool) -> LogEntry | None:
     step = max(epoch - 1, 0) * steps_per_epoch + int(match[2])
     if scale is None or step > LARGEST_STEP:
         return None
+    norm = _NORM.search(text) if complete else None
     return LogEntry(
         step,
         where,
         next_loss_scale=float(np.float32(scale)),
         overflow=None if match[6] is None else match[6] == "True",
-        loss=parse_number(match[4]),
+        loss=parse_loss(match[4]),
         # Up to 0.7 the time is that of the whole call, which in sink mode is more than one step.
         seconds=parse_number(match[5]) / 1000.0 if "per_step_time" in text else math.nan,
+        gradient_norm=parse_number(norm and norm[1]),
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 __all__ = ["LARGEST_STEP", "LONGEST_INTERVAL", "LogEntry", "LogLines", "Overflow", "Reader"]
-__all__ += ["parse_number", "parse_scale"]
+__all__ += ["parse_loss", "parse_number", "parse_scale"]
 
 # A line that would stand for more steps than this is taken for one after a gap.
 LONGEST_INTERVAL = 10_000
@@ -113,6 +113,16 @@ def parse_number(value: object) -> float:
         return math.nan
 
 
+def parse_loss(printed: str | None) -> float:
+    """Return a loss that was printed; inf for one that was NaN, for nan is a loss that is not known.
+
+    Examples:
+        >>> parse_loss("2.5"), parse_loss("nan"), parse_loss("unavailable"), parse_loss(None)
+        (2.5, inf, nan, nan)
+    """
+    return math.inf if printed is not None and printed.strip("+-").lower() == "nan" else parse_number(printed)
+
+
 def parse_scale(value: object) -> float | None:
     """Return a loss scale that was printed, or one of JSON; None for what is no number that a loss scale can be.
 
@@ -156,6 +166,7 @@ class LogEntry(NamedTuple):
         largest_gradient (float): the largest absolute gradient of the step, unscaled; nan where the line does not say.
         overflowed_parameters (tuple[str, ...], optional): whose gradients overflowed; None where that is not known.
         dropped_by_norm (bool): whether the step was dropped for the size of its gradients, which is no overflow.
+        gradient_norm (float): the norm of all gradients of the step, unscaled; nan where the line does not say.
         scale_window (float): the window after the step, in steps; nan where the line does not say.
         gradient_format (object): the format of the gradients, by its name or numbers; None where the line does not say.
         after_restart (bool): whether the run was restarted between the line before and this one.
@@ -181,6 +192,7 @@ class LogEntry(NamedTuple):
     overflowed_parameters: tuple[str, ...] | None = None
     dropped_by_norm: bool = False
     scale_window: float = math.nan
+    gradient_norm: float = math.nan
     gradient_format: Any = None
     after_restart: bool = False
     skipped_so_far: int | None = None

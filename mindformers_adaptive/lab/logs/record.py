@@ -34,11 +34,13 @@ _LINE = re.compile(
     rf'\{{(?:"run": \d+, )?"step": (\d{{1,15}}), "loss": {_NUMBER}, "overflow": {_FLAG}, "loss_scale": {_NUMBER}, '
     rf'"next_loss_scale": {_NUMBER}, "scale_window": {_NUMBER}, "window_index": (?:-?\d+|null), '
     rf'"growth_num": {_COUNT}, "down_num": {_COUNT}, "skipped_steps": (\d{{1,15}}|null), '
-    rf'"largest_gradient": {_NUMBER}, "dropped_by_norm": {_FLAG}((?:, "\w+": {_OTHER})*?)'
+    rf'"largest_gradient": {_NUMBER}, "dropped_by_norm": {_FLAG}'
+    rf'(?:, "gradient_norm": {_NUMBER})?((?:, "\w+": {_OTHER})*?)'
     rf'(?:, "gradient_format": "([^"\\]*)")?\}}'
 )
 # Keys that are read, and that no line has twice.
 _READ = "step loss overflow loss_scale next_loss_scale scale_window skipped_steps largest_gradient dropped_by_norm"
+_READ += " gradient_norm"
 _READ += " seconds gradient_format overflowed_parameters missing_steps"
 _READ_AT_THE_END = re.compile("|".join(f'"{name}"' for name in _READ.split()))
 _FLAGS = {"true": 1, "false": 0, "null": -1}
@@ -71,8 +73,9 @@ class JsonlReader(Reader):
     """Reads {"step": 1, "overflow": false, "loss_scale": 65536.0, "next_loss_scale": 65536.0, ...}.
 
     ``step``, ``overflow`` and ``loss_scale`` (used in the step) must be there, the last two may be null;
-    ``next_loss_scale``, ``loss``, ``seconds``, ``scale_window``, ``largest_gradient``, ``gradient_format``,
-    ``overflowed_parameters`` and ``dropped_by_norm`` are used where they are, and other keys are ignored.
+    ``next_loss_scale``, ``loss``, ``seconds``, ``scale_window``, ``largest_gradient``, ``gradient_norm``,
+    ``gradient_format``, ``overflowed_parameters`` and ``dropped_by_norm`` are used where they are, and other keys are
+    ignored.
     {"missing_steps": 3, "first_step": 5, "last_step": 7} says that steps were not recorded. Where the lines count
     ``skipped_steps``, it is known how many of those were skipped.
     """
@@ -106,7 +109,8 @@ class JsonlReader(Reader):
 
     def _take_own(self, line: tuple[str, ...], lines: LogLines) -> bool:
         """Take a line that this package wrote; False where it has to be looked at more closely."""
-        step, loss, overflow, scale, after, window, skipped, gradient, dropped, others, gradient_format = line
+        step, loss, overflow, scale, after, window, skipped, gradient, dropped, norm, *rest = line
+        others, gradient_format = rest
         if (number := int(step)) <= self.entries.last_step or (others and _READ_AT_THE_END.search(others)):
             return False
         try:
@@ -115,6 +119,7 @@ class JsonlReader(Reader):
             # Of the rest only a few are different, or most are null.
             seen = math.nan if gradient == "null" else _number(gradient)
             scale_window = self._numbers[window]
+            gradient_norm = math.nan if norm is None else _number(norm)
         except ValueError:
             return False
         if loss_scale is None or next_scale is None:
@@ -133,6 +138,7 @@ class JsonlReader(Reader):
             math.inf if loss == '"nan"' else lost,
             seen,
             scale_window,
+            gradient_norm,
         )
         return True
 
@@ -313,6 +319,7 @@ def _entry_of(record: Mapping[str, Any], where: str) -> LogEntry | None:
         seconds=_seconds(parse_number(record.get("seconds"))),
         largest_gradient=parse_number(record.get("largest_gradient")),
         scale_window=parse_number(record.get("scale_window")),
+        gradient_norm=parse_number(record.get("gradient_norm")),
         gradient_format=record.get("gradient_format"),
         skipped_so_far=skipped if is_count else None,
     )

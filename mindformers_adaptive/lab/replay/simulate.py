@@ -19,7 +19,7 @@ from mindformers_adaptive.lab.replay.measures import Measures, Tally, measure, o
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.text.table import text_table
+from mindformers_adaptive.text.table import as_power_of_two, text_table
 
 __all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "replay", "replay_side_by_side", "sweep"]
 
@@ -195,10 +195,12 @@ class Comparison:
     Attributes:
         traces (tuple[str, ...]): the names of the traces.
         measures (dict[str, tuple[Measures, ...]]): for each policy its measures on each trace.
+        starts (dict[str, float]): for each policy the loss scale that it starts from.
     """
 
     traces: tuple[str, ...]
     measures: dict[str, tuple[Measures, ...]]
+    starts: dict[str, float]
 
     def means(self) -> dict[str, dict[str, float | None]]:
         """Return for each policy the mean of each measure over the traces that have it, by name."""
@@ -221,12 +223,13 @@ class Comparison:
         """Return a row for each policy and trace and, with several traces, one for the mean; ready for JSON.
 
         Returns:
-            list[dict], with ``policy``, ``trace`` (None in a row of means), ``on_front`` (of the Pareto front of
-            the means) and all names of :class:`~mindformers_adaptive.lab.replay.measures.Measures`.
+            list[dict], with ``policy``, ``start``, the loss scale that it starts from, ``trace`` (None in a row of
+            means), ``on_front`` (of the Pareto front of the means) and all names of
+            :class:`~mindformers_adaptive.lab.replay.measures.Measures`.
         """
         front, means, rows = self.pareto_front(), self.means(), []
         for policy, on_traces in self.measures.items():
-            head = {"policy": policy, "on_front": policy in front}
+            head = {"policy": policy, "start": self.starts[policy], "on_front": policy in front}
             named = [(name, measures.as_dict()) for name, measures in zip(self.traces, on_traces, strict=True)]
             rows += [{**head, "trace": name, **measures} for name, measures in named]
             if len(self.traces) > 1:
@@ -240,7 +243,12 @@ class Comparison:
             each_trace (bool): with a row for each trace; with several traces there are rows of means in any case.
         """
         rows = [
-            {**row, "trace": row["trace"] or "(mean)", "front": "*" if row["on_front"] else ""}
+            {
+                **row,
+                "start": as_power_of_two(row["start"]),
+                "trace": row["trace"] or "(mean)",
+                "front": "*" if row["on_front"] else "",
+            }
             for row in self.rows()
             if each_trace or len(self.traces) == 1 or row["trace"] is None
         ]
@@ -252,7 +260,7 @@ class Comparison:
             if field.name != "headroom_regret"
             and (field.name in ("skipped", "headroom_lost", "known_share") or any(row[field.name] for row in rows))
         ]
-        return text_table(["policy", "trace", "front", *names], rows)
+        return text_table(["policy", "start", "trace", "front", *names], rows)
 
 
 def compare(
@@ -264,7 +272,8 @@ def compare(
     """Replay each policy on each trace.
 
     Args:
-        policies (Mapping): by name, what makes the policy in its first state. It is called once for each trace.
+        policies (Mapping): by name, what makes the policy in its first state. It is called once for each trace, and
+            once for its start.
         traces (Sequence[Trace]): at least one.
         progress (Callable, optional): called with the number of replays done; there are policies * traces.
             Default: None.
@@ -303,7 +312,8 @@ def compare(
                 progress(next(numbers))
 
     names = tuple(trace.name for trace in traces)
-    return Comparison(names, {name: tuple(measured(make)) for name, make in policies.items()})
+    starts = {name: float(make().loss_scale) for name, make in policies.items()}
+    return Comparison(names, {name: tuple(measured(make)) for name, make in policies.items()}, starts)
 
 
 def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:

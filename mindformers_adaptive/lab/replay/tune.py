@@ -24,6 +24,10 @@ __all__ = ["Tuning", "tune"]
 # below the first, most of what was counted was assumed.
 _LIKELY_FROM = 0.5
 _KNOWN_FROM = 0.9
+_NO_SETTINGS = (
+    "No settings to paste: what is known of the traces does not carry any. Give more of them, or records with largest "
+    "gradients, as the guided cell writes; 'find' names a start for any training.\n"
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ class Tuning:
         assumed = {name: costs[list(places)] for name, costs in self.assumed.items()}
         tried = tuple(self.configurations[place] for place in places)
         return replace(self, configurations=tried, sweeps=sweeps, costs=self.costs[list(places)], assumed=assumed)
+
+    @property
+    def settings_to_paste(self) -> str | None:
+        """The recommended configuration as a section of YAML; None where it is a guess."""
+        return None if self.known_share(self.best) < _LIKELY_FROM else self.recommended.scale_sense()
 
     def known_share(self, place: int) -> float:
         """Return the share of a configuration's steps whose outcome the traces know, over all traces."""
@@ -137,7 +146,7 @@ class Tuning:
             "",
             text_table(names, marked_rows),
             "",
-            self.recommended.scale_sense(),
+            self.settings_to_paste or _NO_SETTINGS,
             f"How sure: {certainty['verdict']}. The traces know the outcome of {certainty['known_share']:.1%} of the "
             "recommended configuration's steps; of the others it is assumed.",
             f"Its cost on the traces: {certainty['cost']['smallest']:.2f} to {certainty['cost']['largest']:.2f}.",

@@ -50,6 +50,8 @@ class RecordedRun:
         lines_superseded (int): used lines that speak of steps that later lines speak of otherwise.
         largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute gradient of the step,
             unscaled, nan where the log does not say; None where it never does.
+        gradient_norm (NDArray, optional): float64 of shape (steps,), the norm of all gradients of the step, unscaled,
+            nan where the log does not say; None where it never does.
         overflowed_parameters (tuple[tuple[str, ...], ...]): for each skipped step of which it is known, the Parameters
             whose gradients overflowed.
         dropped_by_norm (tuple[int, ...]): numbers of the steps that did not overflow and were dropped all the same, for
@@ -104,10 +106,12 @@ class RecordedRun:
     holds_if: str = ""
     gradient_format: Any = FLOAT16
     without_line: Flags | None = None
+    gradient_norm: Floats | None = None
 
     def __post_init__(self) -> None:
         arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]
         arrays += [self.largest_gradient, self.next_loss_scale, self.scale_window, self.without_line]
+        arrays += [self.gradient_norm]
         require_one_length(f"run {self.name!r}", *arrays)
         object.__setattr__(self, "gradient_format", find_format(self.gradient_format))
         if (np.diff(self.step) <= 0).any():

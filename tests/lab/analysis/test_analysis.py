@@ -451,3 +451,24 @@ def test_the_window_of_a_record_is_read(tmp_path):
     assert np.isnan(run.scale_window).tolist() == [True] * 2 + [False] * 23
     assert run.scale_window[-1] == 1000
     assert rules(run) == ["short run"]
+
+
+def test_a_run_that_never_rose_is_told_what_its_gradients_show():
+    flags = np.full(40, False)
+    steps, scale = np.arange(1, 41), np.full(40, 64.0)
+    largest, norms = np.linspace(2.0**-9, 2.0**-8, 40), np.linspace(0.25, 1.0, 40)
+    for gradients, lowest, words in (
+        ({"largest_gradient": largest}, 2**23, "largest gradients of 40 applied step(s) allowed 2^23 in each"),
+        ({"gradient_norm": norms}, 2**15, "norms of 40 applied step(s) allowed at least 2^15 in each"),
+    ):
+        found = analyze(RecordedRun("run", (), "jsonl", steps, scale, flags, ~flags, **gradients))
+        [advice] = found.advice
+        assert (advice.rule, advice.settings) == ("start higher", {"loss_scale_value": lowest})
+        assert f"Start at 2^{lowest.bit_length() - 1} (loss_scale_value: {lowest}) instead of 2^6." in advice.change
+        assert "The scale never rose above 2^6" in advice.reason
+        assert words in found.text().replace("\n          ", " ")
+    assert analyze(RecordedRun("run", (), "jsonl", steps, scale, flags, ~flags)).advice == ()
+    # Near what the gradients allow there is nothing to change.
+    near = analyze(RecordedRun("run", (), "jsonl", steps, scale * 256, flags, ~flags, gradient_norm=norms))
+    assert near.advice == ()
+    assert near.to_dict()["shown_by_gradients"]["lowest"] == 65504.0

@@ -64,6 +64,17 @@ def test_numbers_that_json_has_no_sign_for_may_be_text_or_absent(tmp_path):
     assert run.to_trace("lower_bound").upper_bound.tolist() == [float("inf")]
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_norms_of_the_gradients_are_read(tmp_path, is_own):
+    lines = []
+    for step, norm in enumerate((0.5, math.nan, None), start=1):
+        values = dict.fromkeys(FIELDS) | {"step": step, "loss": 2.5, "overflow": False, "dropped_by_norm": False}
+        values |= {"loss_scale": 8.0, "next_loss_scale": 8.0, "gradient_norm": norm}
+        # Another order of the keys is left to the parser of JSON.
+        lines.append(json_text(values if is_own else dict(reversed(values.items()))) + "\n")
+    np.testing.assert_array_equal(read(tmp_path, *lines).gradient_norm, [0.5, np.nan, np.nan])
+
+
 def test_largest_gradients_and_the_parameters_that_overflowed_are_read(tmp_path):
     lines = [
         record(1, True, 2048.0, largest_gradient="inf", overflowed_parameters=["wq", "wk"]),

@@ -1,5 +1,6 @@
 """The lines of Megatron-LM, Megatron-DeepSpeed and DeepSpeed: their variants, wrong counts, ranks, and hysteresis."""
 
+import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.logs import read_log
@@ -53,6 +54,12 @@ def test_the_line_of_each_variant_is_read(tmp_path, text):
     run = read(tmp_path, text)
     assert (run.log_format, run.step[0], run.problems) == ("megatron", 1, ())
     assert (run.loss[0], run.seconds[0]) == (2.5, 1.25)
+
+
+def test_norms_of_megatron_and_megatron_deepspeed_are_read_and_deepspeed_alone_prints_none(tmp_path):
+    run = read(tmp_path, line(1, 32768.0, 1).replace("16.999", "nan"), line(2, 32768.0, end=ONLY_MEGATRON_DEEPSPEED))
+    np.testing.assert_array_equal(run.gradient_norm, [np.nan, 16.999])
+    assert read(tmp_path, attempt(65536, 32768), progress(10, 1)).gradient_norm is None
 
 
 def test_one_line_an_iteration_tells_of_each_step(tmp_path):

@@ -110,6 +110,17 @@ def test_lines_of_other_monitors_and_progress_bars_are_ignored_and_no_problems(t
     assert (run.lines_used, run.lines_ignored, run.problems) == (1, 2, ())
 
 
+@pytest.mark.parametrize(("printed", "norm"), [("[1.5]", 1.5), ("1.5", 1.5), ("[nan]", np.nan), ("None", np.nan)])
+def test_the_norm_of_the_gradients_is_read(tmp_path, printed, norm):
+    run = read(tmp_path, line(1, "False", 1024.0), line(2, "False", 1024.0).replace("[1.5]", printed))
+    np.testing.assert_array_equal(run.gradient_norm, [1.5, norm])
+
+
+def test_a_loss_that_is_nan_is_known_to_be_so(tmp_path):
+    run = read(tmp_path, line(1, "False", 1024.0), line(2, "True", 512.0).replace("4.155150", "nan"))
+    assert np.isinf(run.loss).tolist() == [False, True]
+
+
 def test_a_trainer_that_prints_no_scale_is_refused(tmp_path):
     pynative = (
         "- INFO - { step:[    1/  100], consumed_samples: 8, global_batch_size: 8, loss:   4.155150, "

@@ -80,11 +80,13 @@ def test_pareto_front_of_a_comparison_leaves_out_what_another_beats_in_both():
 def test_comparison_as_text_marks_the_front_and_aligns_its_columns():
     found = compare({"one": fixed(1.0), "sixteen": fixed(16.0)}, [Trace.exact(name, [16.0] * 4) for name in "ab"])
     lines = found.text().splitlines()
-    assert [line.split()[:3] for line in lines[-3:]] == [
-        ["sixteen", "a", "*"],
-        ["sixteen", "b", "*"],
-        ["sixteen", "(mean)", "*"],
+    # Each with the scale that it starts from, without which they cannot be compared.
+    assert [line.split()[:4] for line in lines[-3:]] == [
+        ["sixteen", "2^4", "a", "*"],
+        ["sixteen", "2^4", "b", "*"],
+        ["sixteen", "2^4", "(mean)", "*"],
     ]
+    assert {row["policy"]: row["start"] for row in found.rows()} == {"one": 1.0, "sixteen": 16.0}
     assert "*" not in lines[-6]
     ends = {line.rindex(cell) + len(cell) for line, cell in zip(lines[-6:], ["1.00"] * 6, strict=True)}
     assert len(ends) == 1

@@ -103,6 +103,8 @@ def test_text_shows_other_assumptions_where_they_matter():
     trace = Trace("log", np.full(1000, 2.0**16), np.full(1000, 1.5 * 2.0**15), np.full(1000, 2.0**20))
     text = tune([trace], [Configuration.dynamic(9)]).text()
     assert "How sure: a guess." in text
+    # What is a guess is nothing to paste.
+    assert ("scale_sense:" in text, "No settings to paste: " in text) == (False, True)
     assert "With the lowest possible ceilings: " in text
     assert "With the highest possible ceilings: " in text
 

@@ -1,0 +1,49 @@
+"""Write one HTML page for a run, or for several side by side: what happened, pictures, what to change, versions.
+
+The page is a single file: nothing is loaded from elsewhere. It is dark or light as the browser is. The gradients whose
+record lies beside that of a run are drawn too.
+
+examples:
+  adaptive-loss-scale report output --output report.html
+  adaptive-loss-scale report run_64 run_512 --output both.html
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from mindformers_adaptive.cli.output import UsageError, integer, print_text
+from mindformers_adaptive.cli.plot import tell_apart
+from mindformers_adaptive.cli.versions import short
+from mindformers_adaptive.report.runs import record_in, write_report
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="the output folder of a run, its loss_scale_record.jsonl, or its log"
+    )
+    parser.add_argument("--output", type=_page, required=True, metavar="FILE", help="the .html file to write")
+    parser.add_argument(
+        "--refresh-every",
+        type=integer(1),
+        metavar="SECONDS",
+        help="let the browser load the page again, of a training that goes on",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the page."""
+    given = list(dict.fromkeys(options.runs))
+    names = tell_apart(given)
+    records = {names[source]: record_in(source) for source in given}
+    write_report(records, options.output, short(), options.refresh_every)
+    print_text(f"written: {options.output}")
+
+
+def _page(text: str) -> str:
+    if not text.lower().endswith((".html", ".htm")):
+        raise UsageError(f"must name a file that ends in .html, but got {text!r}")
+    return text

@@ -1,0 +1,96 @@
+"""Histograms of values with their signs: equal bins from the lowest value to the highest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["SignedHistogram", "merge_signed", "read_signed", "signed_histogram"]
+
+# Fine enough for a picture, and a line of a record stays small.
+_BINS = 64
+
+
+class SignedHistogram(NamedTuple):
+    """How many values lie in each of some equal bins, without those that are inf or NaN.
+
+    Attributes:
+        lowest (float), highest (float): the ends of all bins.
+        counts (tuple[int, ...]): by bin.
+    """
+
+    lowest: float
+    highest: float
+    counts: tuple[int, ...]
+
+    @property
+    def edges(self) -> NDArray[np.float64]:
+        """The edges of the bins; values that are all the same lie in a bin of some width."""
+        low, high = self.lowest, self.highest
+        if not high > low:
+            low, high = np.nextafter(low, -np.inf), np.nextafter(high, np.inf)
+        return np.linspace(low, high, len(self.counts) + 1)
+
+    def divided_by(self, divisor: float) -> SignedHistogram:
+        """Return the histogram of the values divided by a positive number."""
+        return self._replace(lowest=self.lowest / divisor, highest=self.highest / divisor)
+
+    def quantiles(self, shares: Sequence[float]) -> NDArray[np.float64]:
+        """Return the values below which these shares of all lie, taken to be spread evenly within each bin.
+
+        Examples:
+            >>> signed_histogram(np.linspace(-1.0, 3.0, 10001)).quantiles([0.25, 0.5]).round(2).tolist()
+            [0.0, 1.0]
+        """
+        below = np.append(0, np.cumsum(self.counts)) / max(sum(self.counts), 1)
+        return np.clip(np.interp(shares, below, self.edges), self.lowest, self.highest)
+
+
+def signed_histogram(values: ArrayLike) -> SignedHistogram | None:
+    """Return the histogram of values; None where none is finite.
+
+    Args:
+        values (ArrayLike): of any shape and any real dtype.
+
+    Examples:
+        >>> found = signed_histogram([-1.0, 1.0, 1.0, float("inf")])
+        >>> found.lowest, found.highest, found.counts[0], found.counts[-1]
+        (-1.0, 1.0, 1, 2)
+    """
+    array = np.asarray(values, np.float64).reshape(-1)
+    finite = array[np.isfinite(array)]
+    if not finite.size:
+        return None
+    empty = SignedHistogram(float(finite.min()), float(finite.max()), (0,) * _BINS)
+    return empty._replace(counts=tuple(np.histogram(finite, empty.edges)[0].tolist()))
+
+
+def merge_signed(histograms: Iterable[SignedHistogram | None]) -> SignedHistogram | None:
+    """Return the histogram of several arrays together, to within the width of their bins; None where none has one.
+
+    Examples:
+        >>> merge_signed([signed_histogram([-1.0]), None, signed_histogram([1.0, 1.0])]).counts[-1]
+        2
+    """
+    parts = [one for one in histograms if one is not None]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    lowest, highest = min(one.lowest for one in parts), max(one.highest for one in parts)
+    together = SignedHistogram(lowest, highest, (0,) * _BINS)
+    # How many lie below each edge, rounded there, so that none is lost.
+    below = np.zeros(_BINS + 1)
+    for one in parts:
+        edges = one.edges
+        # What is at the ends of a part stays within those of all.
+        edges[[0, -1]] = one.lowest, max(one.highest, edges[-2])
+        below += np.interp(together.edges, edges, np.append(0, np.cumsum(one.counts)))
+    below[-1] = sum(sum(one.counts) for one in parts)
+    return together._replace(counts=tuple(np.diff(np.rint(below)).astype(int).tolist()))
+
+
+def read_signed(content: Any) -> SignedHistogram | None:
+    """Return the histogram that a JSON file holds, as a list of its fields; None where it has none."""
+    return None if content is None else SignedHistogram(float(content[0]), float(content[1]), tuple(content[2]))
