@@ -85,8 +85,8 @@ class MFTrainOneStepCell(PerTokenTrainStep, mindformers.wrapper.MFTrainOneStepCe
         max_grad_norm (float): the norm to which they are clipped. Default: 1.0.
         scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell; or a fixed loss scale, as a Tensor of shape ()
             or (1,). Default: 1.0.
-        *others, **kwargs: all other arguments of the stock cell, such as ``local_norm`` and
-            ``use_skip_data_by_global_norm``.
+        *others: those after it of the stock cell, by position.
+        **kwargs: all other arguments of the stock cell, such as ``local_norm`` and ``use_skip_data_by_global_norm``.
 
     Inputs:
         - **\\*inputs** (Tensor) - what the model takes.
@@ -144,7 +144,8 @@ class MFPipelineWithLossScaleCell(PerTokenTrainStep, mindformers.wrapper.MFPipel
         scale_sense (Union[nn.Cell, int, float, Tensor]): an update cell; or a fixed loss scale, as a Tensor of shape ()
             or (1,). Default: 1.0.
         micro_batch_num (int): into how many micro batches a batch is cut. Default: 1.
-        *others, **kwargs: all other arguments of the stock cell.
+        *others: those after it of the stock cell, by position.
+        **kwargs: all other arguments of the stock cell.
 
     Inputs:
         - **\\*inputs** (Tensor) - what the model takes.
