@@ -426,7 +426,7 @@ def test_a_run_shorter_than_its_window_is_told_so():
     [advice] = analyze(short_run(25, 1000)).advice
     assert (advice.rule, advice.figures) == ("short run", {"steps": 25, "window": 1000})
     assert "a window below 25 steps" in advice.change
-    assert "after 1000 steps without an overflow, and the run has 25" in advice.reason
+    assert "The run (25 steps) is shorter than the window (1000)" in advice.reason
 
 
 @pytest.mark.parametrize(
