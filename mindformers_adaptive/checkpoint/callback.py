@@ -13,7 +13,7 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.update_cell import RUN, RuleUpdateCell
 from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
 
-__all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]
+__all__ = ["CheckpointMonitor", "CommonInfo", "CommonInfoWithLossScale", "restores_sidecar"]
 
 # MindFormers before 1.7 has no `checkpoint:` format.
 _CommonInfo = getattr(stock, "CommonInfo", object)
@@ -45,7 +45,7 @@ class CheckpointMonitor(stock.CheckpointMonitor):
         update_cell = getattr(cb_params.network, "loss_scaling_manager", None)
         if isinstance(update_cell, RuleUpdateCell):
             # MindFormers saves it as common.json, into the folder of this step, before it calls the step complete.
-            self.common_info = _CommonInfoWithLossScale(cb_params.network)
+            self.common_info = CommonInfoWithLossScale(cb_params.network)
         if self._config.async_save:
             if self._complete_folders is None:
                 # What MindFormers would call at the end of a save is called by _finish_async_save.
@@ -115,7 +115,7 @@ def _warn_of_failed_save(problem):
     )
 
 
-class _CommonInfoWithLossScale(_CommonInfo):
+class CommonInfoWithLossScale(_CommonInfo):
     """What MindFormers saves as ``common.json``; it saves all attributes, so this one keeps its own in a slot."""
 
     __slots__ = ("_train_step",)

@@ -10,7 +10,7 @@ from mindspore import nn
 
 from mindformers_adaptive.cells.update_cell import RUN
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.checkpoint.callback import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
+from mindformers_adaptive.checkpoint.callback import CommonInfo, CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
 
 # MindFormers before 1.7 has no `checkpoint:` format.
@@ -24,7 +24,7 @@ def step():
 
 def test_the_sidecar_is_written_with_common_json_which_stays_as_mindformers_writes_it(step, tmp_path):
     step(*Dense.batch(overflow=True))
-    info = _CommonInfoWithLossScale(step)
+    info = CommonInfoWithLossScale(step)
     info.step_num = 1
     info.save_common(str(tmp_path / "common.json"))
     state = step.loss_scaling_manager.state()
