@@ -1,8 +1,8 @@
 """Train with MindFormers' PyNative trainer in two processes, started by ``msrun`` with a folder as the argument.
 
-Only the second process gets an inf, in step 3. Beside the stand-ins of ``pynative_runs`` there are two: the group of
-processes is that of a CPU, for which MindFormers has no name, and gradients are added up by an all-reduce where the real
-library does it in the backward pass, or stay in the process that has them, as those of weights that are shared out do.
+Only the second process gets an inf, in step 3. There are two stand-ins beside those of ``pynative_runs``. The group of
+processes is that of a CPU, which MindFormers does not ask for. Gradients are added up by an all-reduce, as the real
+library does in the backward pass; or they stay in the process that has them, as those of weights that are shared out do.
 """
 
 import pickle
