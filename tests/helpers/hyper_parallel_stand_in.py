@@ -1,7 +1,7 @@
 """Stand-ins with which MindFormers' PyNative trainer runs on a CPU without hyper-parallel.
 
 They stand for what is not there to test with, and nothing else: the names of hyper-parallel, which appear empty when
-they are imported; ``Tensor.backward`` and ``Parameter.grad``, by MindSpore's own ``run_backward``; and two kernels that
+they are imported; ``Tensor.backward`` and ``Parameter.grad``, by MindSpore's own ``run_backward``; and three kernels that
 a CPU lacks, by operations that it has. The trainer, its callbacks, its checkpoints and its optimizer are MindFormers'.
 """
 
@@ -75,4 +75,5 @@ def _complete_mindspore():
 
     autograd.enable_mindspore_backward_compat = enable
     mindspore.mint.stack = lambda tensors, dim=0: ops.stack(tensors, dim)
+    mindspore.mint.ones_like = ops.ones_like
     mindspore.mint.addcmul = lambda x, one, other, value=1: x + value * one * other

@@ -16,7 +16,9 @@ from pathlib import Path
 import hyper_parallel_stand_in
 import mindspore
 import numpy as np
+import yaml
 from mindspore import Tensor, amp, dataset, nn
+from mindspore.mindrecord import FileWriter
 
 hyper_parallel_stand_in.install()
 mindspore.set_context(mode=mindspore.PYNATIVE_MODE, device_target="CPU")
@@ -29,7 +31,9 @@ from mindformers.pynative.optimizer.adamw import AdamW  # noqa: E402
 from mindformers.pynative.trainer.trainer import Trainer as StockTrainer  # noqa: E402
 from mindformers.pynative.trainer.trainer import _no_grad  # noqa: E402
 from mindformers.pynative.transformers.moe.moe_utils import _MoEAuxLossAutoScaler  # noqa: E402
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister  # noqa: E402
 
+from mindformers_adaptive.cli.program import main as main_of_program  # noqa: E402
 from mindformers_adaptive.pynative_trainer.trainer import make_scaler, trainer_class  # noqa: E402
 
 STEPS, BATCH, FEATURES = 16, 8, 8
@@ -231,11 +235,45 @@ def mul_in_place():
         Tensor.mul_ = stock
 
 
+class Built(Model):
+    """The model as MindFormers builds it from a YAML file: without memory at first."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def init_states(self):
+        """Make the weights."""
+        for parameter, other in zip(self.get_parameters(), Model().get_parameters(), strict=True):
+            parameter.set_data(Tensor(other.asnumpy()))
+
+
+def launch(folder):
+    """Train with the program, from a YAML file alone."""
+    MindFormerRegister.register_cls(Config, MindFormerModuleType.CONFIG, legacy=False, search_names="small")
+    MindFormerRegister.register_cls(Built, MindFormerModuleType.MODELS, legacy=False, search_names="Built")
+    samples = make_data(64).create_dict_iterator(output_numpy=True)
+    columns = {name: {"type": "float32", "shape": [size]} for name, size in (("features", FEATURES), ("target", 1))}
+    writer = FileWriter(str(folder / "samples.mindrecord"))
+    writer.add_schema(columns)
+    [batch] = samples
+    writer.write_raw_data([{name: batch[name][place] for name in columns} for place in range(64)])
+    writer.commit()
+    config = make_config(folder, ADAPTIVE)
+    config["model"]["architectures"] = "Built"
+    loader = {"type": "MindDataset", "dataset_files": str(folder / "samples.mindrecord"), "column_names": [*columns]}
+    config["train_dataset"] = {"dataloader": loader, "num_parallel_workers": 1}
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return main_of_program(["train", "--config", str(folder / "run.yaml"), "--options", "training.steps=8"])
+
+
 def main(folder, task):
     """Take the trainings of a task, and write what was seen of them to a file of its name."""
     folder = Path(folder)
     if task == "killed":
         train(folder / "killed", ADAPTIVE, callbacks=[Kill(10)])
+    elif task == "launched":
+        (folder / task).mkdir()
+        sys.exit(launch(folder / task))
     if task == "resumed":
         found = {"resumed": train(folder / "killed", ADAPTIVE, load_path=str(folder / "killed" / "checkpoint"))}
     else:

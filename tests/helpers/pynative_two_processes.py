@@ -2,7 +2,7 @@
 
 Only the second process gets an inf, in step 3. There are two stand-ins beside those of ``pynative_runs``. The group of
 processes is that of a CPU, which MindFormers does not ask for. Gradients are added up by an all-reduce, as the real
-library does in the backward pass; or they stay in the process that has them, as those of weights that are shared out do.
+library does in the backward pass, or they stay in their process, as those of weights that are shared out do.
 """
 
 import pickle

@@ -147,3 +147,11 @@ def test_a_run_that_is_killed_takes_the_same_steps_after_a_resume(seen, folder):
     assert_same_weights(resumed, seen["adaptive"])
     whole, record = (read_record(folder / name / "record.jsonl") for name in ("adaptive", "killed"))
     assert [line | {"run": 0} for line in record] == [line | {"run": 0} for line in whole]
+
+
+def test_the_program_starts_the_trainer_with_a_file(seen, folder):
+    printed = run(folder, "launched")
+    assert "Loss scaling is recorded in" in printed
+    record = read_record(folder / "launched" / "record.jsonl")
+    assert [line["step"] for line in record] == [*range(1, 9)]
+    assert sum(line["overflow"] for line in record) >= 5
