@@ -2,7 +2,7 @@
 
 They stand for what is not there to test with, and nothing else: the names of hyper-parallel, which appear empty when
 they are imported; ``Tensor.backward`` and ``Parameter.grad``, by MindSpore's own ``run_backward``; and three kernels
-that a CPU lacks, by operations that it has. The trainer, its callbacks, its checkpoints and its optimizer are MindFormers'.
+that a CPU lacks, by operations that it has. Trainer, callbacks, checkpoints and optimizer are MindFormers' own.
 """
 
 import importlib.abc

@@ -36,7 +36,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister 
 from mindformers_adaptive.cli.program import main as main_of_program  # noqa: E402
 from mindformers_adaptive.pynative_trainer.trainer import make_scaler, trainer_class  # noqa: E402
 
-STEPS, BATCH, FEATURES = 16, 8, 8
+STEPS, BATCH, FEATURES, SAMPLES = 16, 8, 8, 160
 ADAPTIVE = {"type": "AdaptiveLossScale", "loss_scale_value": 2.0**22, "min_scale_window": 2, "max_scale_window": 4}
 GUIDED = {"type": "GradientGuidedLossScaleUpdateCell", "loss_scale_value": 2.0**22}
 OWN = {"type": "RuleLossScaleUpdateCell", "rule": "own_rules.Plain", "loss_scale_value": 2.0**20}
@@ -91,9 +91,12 @@ class Model(PreTrainedModel):
 
 
 def make_data(batch=BATCH):
-    """64 samples, always in the same order."""
+    """Samples for all steps, always in the same order.
+
+    After a resume MindFormers would begin a second epoch where the first one was resumed.
+    """
     generator = np.random.default_rng(1)
-    features = generator.normal(size=(64, FEATURES)).astype(np.float32)
+    features = generator.normal(size=(SAMPLES, FEATURES)).astype(np.float32)
     target = features[:, :1] * 2 - features[:, 1:2]
     pairs = list(zip(features, target, strict=True))
     return dataset.GeneratorDataset(pairs, ["features", "target"], shuffle=False).batch(batch)
@@ -251,12 +254,12 @@ def launch(folder):
     """Train with the program, from a YAML file alone."""
     MindFormerRegister.register_cls(Config, MindFormerModuleType.CONFIG, legacy=False, search_names="small")
     MindFormerRegister.register_cls(Built, MindFormerModuleType.MODELS, legacy=False, search_names="Built")
-    samples = make_data(64).create_dict_iterator(output_numpy=True)
+    samples = make_data(SAMPLES).create_dict_iterator(output_numpy=True)
     columns = {name: {"type": "float32", "shape": [size]} for name, size in (("features", FEATURES), ("target", 1))}
     writer = FileWriter(str(folder / "samples.mindrecord"))
     writer.add_schema(columns)
     [batch] = samples
-    writer.write_raw_data([{name: batch[name][place] for name in columns} for place in range(64)])
+    writer.write_raw_data([{name: batch[name][place] for name in columns} for place in range(SAMPLES)])
     writer.commit()
     config = make_config(folder, ADAPTIVE)
     config["model"]["architectures"] = "Built"

@@ -37,6 +37,6 @@ def test_without_a_state_scaling_starts_afresh_and_says_so(tmp_path, content, me
 def test_the_state_of_another_rule_leaves_its_scale_only(tmp_path):
     write_sidecar(tmp_path, 256.0, AdaptiveLossScaler(2.0**10).state())
     scaler = GradientGuidedLossScaler(2.0**20)
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="state|Loss scaling|guided"):
         restore(scaler, tmp_path)
     assert scaler.state()["loss_scale"] == 256.0
