@@ -195,8 +195,7 @@ class LossScaledTraining:
     def _optimizer_update(self):
         optimizer = self.optimizer
         with stock_trainer()._no_grad():
-            gradients = self._unscale(optimizer.parameters)
-            if gradients and self._decide(gradients):
+            if self._decide(self._unscale(optimizer.parameters)):
                 self.optimizer = _NoUpdate(optimizer)
         try:
             return super()._optimizer_update()
@@ -210,15 +209,17 @@ class LossScaledTraining:
 
         found = [gradient for gradient in map(get_grad, parameters) if gradient is not None]
         local = [each.to_local() if hasattr(each, "to_local") else each for each in found]
-        for gradient, unscaled in zip(local, self.scaler.unscale(tuple(local)), strict=True):
+        unscaled = self.scaler.unscale(tuple(local)) if local else ()
+        for gradient, divided in zip(local, unscaled, strict=True):
             # Not by mul_(), which changes nothing on a CPU.
-            gradient.copy_(unscaled)
+            gradient.copy_(divided)
         return tuple(local)
 
     def _decide(self, gradients):
         """Return whether the step overflowed in any process, after the scaler has taken it."""
-        overflow, largest = not bool(amp.all_finite(gradients)), 0.0
-        if self.scaler.rule.signals:
+        # A process without gradients decides with the others.
+        overflow, largest = bool(gradients) and not bool(amp.all_finite(gradients)), 0.0
+        if gradients and self.scaler.rule.signals:
             each = [ops.cast(gradient, mstype.float32).abs().max() for gradient in gradients]
             largest = math.inf if overflow else float(ops.stack(each).max())
         if self.enable_parallel:

@@ -14,7 +14,7 @@ from mindformers_adaptive.pynative_trainer.section import (
     read_config,
     read_section,
 )
-from mindformers_adaptive.pynative_trainer.trainer import make_scaler, stock_trainer
+from mindformers_adaptive.pynative_trainer.trainer import LossScaledTraining, make_scaler, stock_trainer
 
 ADAPTIVE = {"type": "AdaptiveLossScale", "loss_scale_value": 4096, "scale_window": 20}
 
@@ -168,6 +168,25 @@ def test_what_does_not_go_with_the_section_is_refused(config, message):
     check_config(config, None)
     with pytest.raises(ValueError, match=message):
         check_config(config, ADAPTIVE)
+
+
+@pytest.mark.parametrize(
+    ("config", "scaler", "error", "message"),
+    [
+        (
+            {"training": {}},
+            None,
+            ValueError,
+            "'training.loss_scale' in 'config' or from 'loss_scaler', but got neither",
+        ),
+        ({"training": {"loss_scale": 1.0}}, AdaptiveLossScaler(2.0), ValueError, "but got both. Give one of them"),
+        ({"training": {}}, 1024, TypeError, "'loss_scaler' must be a loss scaler of this package, but got int. Give"),
+        ({"training": {"loss_scale": "x"}}, None, TypeError, "'training.loss_scale' must be a section or a number"),
+    ],
+)
+def test_the_trainer_checks_where_its_scale_comes_from_before_anything_is_built(config, scaler, error, message):
+    with pytest.raises(error, match=message):
+        LossScaledTraining(config, loss_scaler=scaler)
 
 
 @pytest.fixture
