@@ -32,7 +32,9 @@ MAY_IMPORT = {
     "lab.logs": {"text", "lab.traces", "lab.policies"},
     "lab.replay": {"text", "public_names", "rules", "lab.traces", "lab.policies"},
     "lab.analysis": {"text", "rules", "lab.traces", "lab.policies", "lab.replay"},
-    "integration": {"text", "rules", "wrapper", "cells", "checkpoint", "gradients", "monitor", "overflow"},
+    "pynative_trainer": {"text", "rules", "amp", "checkpoint", "monitor"},
+    "integration": {"text", "rules", "wrapper", "cells", "checkpoint", "gradients", "monitor", "overflow"}
+    | {"pynative_trainer"},
     "plots": {"text", "rules", "gradients", "monitor", "overflow"}
     | {"lab.traces", "lab.policies", "lab.logs", "lab.replay"},
     "report": {"text", "monitor", "plots", "lab.traces", "lab.logs", "lab.analysis"},

@@ -14,7 +14,7 @@ from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.rules.state_dict import RUN, run_in
 
-__all__ = ["CheckpointMonitor", "CommonInfo", "restores_sidecar"]
+__all__ = ["CheckpointMonitor", "CommonInfo", "CommonInfoWithLossScale", "restores_sidecar"]
 
 # MindFormers before 1.7 has no `checkpoint:` format.
 _CommonInfo = getattr(stock, "CommonInfo", object)
@@ -46,7 +46,7 @@ class CheckpointMonitor(stock.CheckpointMonitor):
         update_cell = getattr(cb_params.network, "loss_scaling_manager", None)
         if isinstance(update_cell, RuleUpdateCell):
             # MindFormers saves it as common.json, into the folder of this step, before it calls the step complete.
-            self.common_info = _CommonInfoWithLossScale(cb_params.network)
+            self.common_info = CommonInfoWithLossScale(cb_params.network)
         if self._config.async_save:
             if self._complete_folders is None:
                 # What MindFormers would call at the end of a save is called by _finish_async_save.
@@ -116,7 +116,7 @@ def _warn_of_failed_save(problem):
     )
 
 
-class _CommonInfoWithLossScale(_CommonInfo):
+class CommonInfoWithLossScale(_CommonInfo):
     """What MindFormers saves as ``common.json``; it saves all attributes, so this one keeps its own in a slot."""
 
     __slots__ = ("_train_step",)

@@ -1,6 +1,7 @@
 """Train, fine-tune, evaluate or predict with MindFormers and adaptive loss scaling.
 
-The options are those of MindFormers' run_mindformer.py; each sets a key of the YAML file.
+The options are those of MindFormers' run_mindformer.py; each sets a key of the YAML file. A file with a section
+'training' goes to MindFormers' PyNative trainer, any other to its graph-mode trainer.
 
 examples:
   adaptive-loss-scale train --config my.yaml --epochs 1 --train-dataset-dir my_data
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.cli.output import UsageError, integer, read_value, wrong_usage
-from mindformers_adaptive.integration import launcher
+from mindformers_adaptive.integration import launcher, pynative_launcher
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.description import all_arguments
 
@@ -38,11 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the task; an error that stops a training is printed with its traceback."""
-    config = launcher.load_config(options.config, read_overrides(options), options.register_path, may_add=OPTION_KEYS)
+    overrides = read_overrides(options)
+    is_pynative = pynative_launcher.is_for(options.config, overrides.get("context.mode"))
+    task = pynative_launcher if is_pynative else launcher
+    config: Any = task.load_config(options.config, overrides, options.register_path, may_add=OPTION_KEYS)
     try:
-        launcher.launch(config)
+        task.launch(config)
     except Exception as error:
-        if not launcher.had_begun(error):
+        if not task.had_begun(error):
             raise
         # Nobody wants to repeat a long training to learn where it failed.
         traceback.print_exc()
@@ -121,8 +125,8 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
         "mode",
         "context.mode",
         integer(0, 1),
-        "0 compiles the train step as a graph, 1 runs it op by op (PyNative); in MindFormers' own run_mindformer.py "
-        "1 is another trainer, which has no loss scaling and ignores runner_wrapper",
+        "0 compiles the train step as a graph, 1 runs it op by op (PyNative); a file with a section 'training' is for "
+        "MindFormers' PyNative trainer, which needs 1",
     ),
     ("device-target", "context.device_target", str, "Ascend, GPU or CPU"),
     ("device-id", "context.device_id", integer(0), "which device of this machine"),

@@ -13,6 +13,7 @@ from typing import Any
 from mindformers_adaptive.integration.checks import check_config, check_sections
 from mindformers_adaptive.integration.cpu_checks import check_cpu
 from mindformers_adaptive.integration.keys import value_at
+from mindformers_adaptive.pynative_trainer.section import is_for_pynative_trainer
 from mindformers_adaptive.text.untrusted import parse_yaml
 
 __all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "had_begun", "launch", "load_config", "require_yaml_file", "set_key"]
@@ -122,6 +123,11 @@ def _check_files(path: str) -> None:
             raise TypeError(
                 f"{file} must hold keys of MindFormers, but holds {str(content)[:80]!r}. Write lines such as 'seed: 0' "
                 "and 'runner_config:'."
+            )
+        if is_for_pynative_trainer(content):
+            raise ValueError(
+                f"{file} must be for MindFormers' graph-mode trainer here, but has 'training' of its PyNative trainer. "
+                "Of this project's commands only 'adaptive-loss-scale train' takes it."
             )
         try:
             check_sections(content)

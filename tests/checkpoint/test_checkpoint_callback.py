@@ -9,7 +9,7 @@ from dense_network import Dense
 from mindspore import nn
 
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
-from mindformers_adaptive.checkpoint.callback import CommonInfo, _CommonInfoWithLossScale, restores_sidecar
+from mindformers_adaptive.checkpoint.callback import CommonInfo, CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
 from mindformers_adaptive.rules.state_dict import RUN
 
@@ -24,7 +24,7 @@ def step():
 
 def test_the_sidecar_is_written_with_common_json_which_stays_as_mindformers_writes_it(step, tmp_path):
     step(*Dense.batch(overflow=True))
-    info = _CommonInfoWithLossScale(step)
+    info = CommonInfoWithLossScale(step)
     info.step_num = 1
     info.save_common(str(tmp_path / "common.json"))
     state = step.loss_scaling_manager.state()

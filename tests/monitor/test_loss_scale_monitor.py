@@ -18,7 +18,7 @@ from mindspore.train import Callback, CheckpointConfig, LambdaCallback, Model, M
 from record_checks import missing
 from versions import NEEDS_SECTION
 
-from mindformers_adaptive.checkpoint.callback import CheckpointMonitor, _CommonInfoWithLossScale, restores_sidecar
+from mindformers_adaptive.checkpoint.callback import CheckpointMonitor, CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.checkpoint.reader import read_sidecar
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
@@ -262,7 +262,7 @@ def test_a_run_goes_on_in_a_record_that_a_later_run_has_put_aside(path, tmp_path
 def save(network, folder, form):
     """Save a train step as MindSpore does, as the state alone, or as MindFormers does without optimizer state."""
     if form == "sidecar":
-        _CommonInfoWithLossScale(network).save_common(str(folder / "common.json"))
+        CommonInfoWithLossScale(network).save_common(str(folder / "common.json"))
     elif form == "state_dict":
         (folder / "state.json").write_text(json.dumps(network.loss_scaling_manager.state_dict()))
     else:

@@ -1,0 +1,1 @@
+"""Loss scaling in MindFormers' PyNative trainer, ``mindformers.pynative.trainer``."""

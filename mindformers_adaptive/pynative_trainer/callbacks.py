@@ -1,0 +1,101 @@
+"""The monitors of loss scaling as callbacks of MindFormers' PyNative trainer."""
+
+from mindspore.train import ModelCheckpoint, RunContext
+from mindspore.train.callback import _InternalCallbackParam
+
+from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+
+__all__ = ["ConnectedMonitor", "connect", "release"]
+
+
+def connect(callbacks, train_step):
+    """Return callbacks of the trainer with the monitors among them connected to it.
+
+    Args:
+        callbacks (list): of the trainer, :class:`LossScaleMonitor` among them.
+        train_step (object): has the loss scale as ``scale_sense`` and the update cell as ``loss_scaling_manager``.
+
+    Returns:
+        list, in the order of ``callbacks``, but the monitors before what saves checkpoints, so that no checkpoint is
+        ahead of a record; and a :class:`CollapseWatch`.
+    """
+    savers = [callback for callback in callbacks if hasattr(callback, "save_path")]
+    monitors = [callback for callback in callbacks if isinstance(callback, LossScaleMonitor)]
+    connected = [ConnectedMonitor(one, train_step, monitors, savers) for one in (*monitors, CollapseWatch())]
+    others = [callback for callback in callbacks if callback not in monitors]
+    first_saver = next((place for place, callback in enumerate(others) if callback in savers), len(others))
+    return [*others[:first_saver], *connected, *others[first_saver:]]
+
+
+def release(callbacks):
+    """Close what the connected monitors among the callbacks have opened, however the training ended."""
+    for callback in callbacks:
+        if isinstance(callback, ConnectedMonitor):
+            callback.close()
+
+
+class _Saver(ModelCheckpoint):
+    """What a monitor looks up in a callback that saves checkpoints, to say how to resume."""
+
+    use_legacy_format = False
+
+    def __init__(self, directory):
+        self.directory = directory
+
+
+class ConnectedMonitor:
+    """A callback of ``mindspore.train.Model`` that sees the steps of MindFormers' PyNative trainer.
+
+    Args:
+        monitor (Callback): the callback.
+        train_step (object): as of :func:`connect`.
+        monitors (list): all monitors of the training.
+        savers (list): the callbacks that save checkpoints.
+
+    Raises:
+        ValueError: if the monitor is to explain a collapse, which needs a network of the graph-mode trainer.
+    """
+
+    def __init__(self, monitor, train_step, monitors, savers):
+        if getattr(monitor, "_explain", False):
+            raise ValueError(
+                "'explain' of LossScaleMonitor must be False with the PyNative trainer, but is True: the passes that "
+                "explain a collapse need a train-step cell. Leave it out."
+            )
+        self.monitor = monitor
+        params = _InternalCallbackParam()
+        listed = [*monitors, *(_Saver(saver.save_path) for saver in savers)]
+        params.update(train_network=train_step, network=None, list_callback=listed, dataset_sink_mode=False)
+        self._params, self._context, self._is_open = params, RunContext(params), False
+
+    def on_train_begin(self, args, state, **kwargs):
+        """Tell the monitor where the training begins."""
+        self._params.update(cur_step_num=state.global_step, epoch_num=1, batch_num=state.max_steps)
+        if args.checkpoint.load_path:
+            self.monitor.resumed_from = "checkpoint.load_path", args.checkpoint.load_path
+        self._is_open = True
+        self.monitor.__enter__()
+        self.monitor.on_train_begin(self._context)
+
+    def on_step_end(self, args, state, loss=None, grad_norm=None, **kwargs):
+        """Tell the monitor of a step, and end the training if the monitor asks for it."""
+        self._params.update(cur_step_num=state.global_step, net_outputs=(loss, None, None, None, grad_norm))
+        self.monitor.on_train_step_end(self._context)
+        if self._context.get_stop_requested():
+            state.max_steps = state.global_step
+
+    def on_train_end(self, args, state, **kwargs):
+        """Tell the monitor that the training has ended."""
+        self.monitor.on_train_end(self._context)
+
+    def close(self):
+        """Close what the monitor has opened; calling it again does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self.monitor.__exit__(None, None, None)
+
+    def on_begin(self, args, state, **kwargs):
+        """Do nothing, as in all that the monitors do not look at."""
+
+    on_end = on_epoch_begin = on_epoch_end = on_step_begin = on_begin
