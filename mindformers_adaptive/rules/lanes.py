@@ -41,20 +41,28 @@ class Lanes:
         rule = rules[0]
         self._rule, self._fields, self._count = rule, rule.fields, len(rules)
         self._step = _step_of(rules)
-        # The lanes are the last axis.
-        given = [state._asdict() for state in states]
-        self._values = {
-            field.name: np.array([field.value_in(one) for one in given], field.dtype).T for field in self._fields
-        }
-        clean = ("clean_steps",) if rule.counts_clean_steps else ()
-        for name in (*clean, "skipped_steps", "consecutive_overflows"):
-            self._values[name] = np.array([getattr(state, name) for state in states], np.int32)
-        self._values["loss_scale"] = np.array([state.loss_scale for state in states], np.float32)
+        self._values = self._arrays(states)
         self._counts_clean, self._shows = rule.counts_clean_steps, "largest_gradient" in self._step.inputs
         window = [field for field in self._fields if "scale_window" in field.keys]
         self._window = (window[0].name, window[0].keys.index("scale_window")) if window else None
         self._is_in_a_row = bool(self._values["consecutive_overflows"].any())
         self._told: set[str] = set()
+
+    def _arrays(self, states: Sequence[Any]) -> dict[str, NDArray[Any]]:
+        """Return states by field; the lanes are the last axis."""
+        given = [state._asdict() for state in states]
+        arrays = {field.name: np.array([field.value_in(one) for one in given], field.dtype).T for field in self._fields}
+        clean = ("clean_steps",) if self._rule.counts_clean_steps else ()
+        for name in (*clean, "skipped_steps", "consecutive_overflows"):
+            arrays[name] = np.array([one[name] for one in given], np.int32)
+        return {**arrays, "loss_scale": np.array([one["loss_scale"] for one in given], np.float32)}
+
+    def put(self, states: Sequence[Any], places: NDArray[np.int64]) -> None:
+        """Go on from other states in some lanes."""
+        for name, array in self._arrays(states).items():
+            whole = self._values[name] = self._values[name].copy()
+            whole[..., places] = array
+        self._is_in_a_row = True
 
     @property
     def loss_scale(self) -> NDArray[np.float32]:
@@ -103,14 +111,14 @@ class Lanes:
             values["consecutive_overflows"] *= overflow
             self._is_in_a_row = bool(np.count_nonzero(overflow))
 
-    def states(self) -> list[Any]:
-        """Return the state of each lane as the rules have it."""
-        columns = {}
+    def states(self, places: NDArray[np.int64] | None = None) -> list[Any]:
+        """Return the state of each lane, or of some, as the rules have it."""
+        columns, lanes = {}, slice(None) if places is None else places
         for name in ("loss_scale", "skipped_steps", "consecutive_overflows", "clean_steps"):
             if name in self._values:
-                columns[name] = self._values[name].tolist()
+                columns[name] = self._values[name][lanes].tolist()
         for field in self._fields:
-            array = self._values[field.name]
+            array = self._values[field.name][..., lanes]
             if field.dtype == "float32" and (np.abs(array[array != 0]) < SMALLEST_FLOAT32).any():
                 self._notice("underflow", 0)
             is_vector = field.shape and not field.parts
@@ -133,7 +141,7 @@ def _step_of(rules: Sequence[Any]) -> NumpyStep:
     first = rules[0]
     if any(rule.traced.shape != first.traced.shape for rule in rules[1:]):
         raise ValueError("'rules' must have equal traced.shape, but they have not. Group them by it, as sweep() does.")
-    if len(rules) > 1:
+    if any(rule is not first for rule in rules[1:]):
         return lower_to_numpy(first.name, make_program([rule.traced.outputs for rule in rules]))
     if "_single" not in vars(first):
         vars(first)["_single"] = lower_to_numpy(first.name, make_program([first.traced.outputs]))

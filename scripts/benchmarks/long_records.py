@@ -19,6 +19,7 @@ import numpy as np
 
 from mindformers_adaptive.monitor.record import FIELDS
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.lanes import Lanes
 from scripts.studies.reporting import ROOT, add_json_option, positive, table, versions, write_json
 
 PROGRAM = "import sys; from mindformers_adaptive.cli.program import main; sys.argv[0] = 'program'; sys.exit(main())"
@@ -30,7 +31,9 @@ record = RunRecord(sys.argv[1])
 record.resume(int(sys.argv[2]) - 10, 7)
 record.close()
 """
-WRITE = "import sys; from benchmark_long import write_record; write_record(sys.argv[1], int(sys.argv[2]))"
+WRITE = (
+    "import sys; from scripts.benchmarks.long_records import write_record; write_record(sys.argv[1], int(sys.argv[2]))"
+)
 WINDOWS = [f"dynamic:scale_window={window}" for window in (20, 200, 1000)]
 JSON = "JSON alone"
 
@@ -56,13 +59,15 @@ def write_record(path, steps):
         wander.append(level)
     ceilings = np.exp2(18 + np.array(wander) - 6 * (random.random(steps) < 0.001)).tolist()
     losses, rule = random.uniform(2, 3, steps).tolist(), AdaptiveRule()
-    state = rule.start(2.0**16)
-    with open(path, "w", encoding="utf-8") as file:
+    lanes, unknown = Lanes([rule], [rule.start(2.0**16)]), dict.fromkeys(("largest_gradient", "gradient_norm"))
+    with open(path, "w", encoding="utf-8") as file, lanes.watching():
         for step, (ceiling, loss) in enumerate(zip(ceilings, losses, strict=True), start=1):
-            before, overflow = state.loss_scale, state.loss_scale > ceiling
-            state = rule.step(state, overflow)
+            before = float(lanes.loss_scale[0])
+            overflow = before > ceiling
+            lanes.advance(np.array([overflow]), np.array([np.nan]))
+            [state] = lanes.states()
             told = {"step": step, "loss": loss, "overflow": overflow, "loss_scale": before, "dropped_by_norm": False}
-            told |= {"next_loss_scale": state.loss_scale, "largest_gradient": None}
+            told |= {"next_loss_scale": state.loss_scale, **unknown}
             line = {name: told[name] if name in told else getattr(state, name) for name in FIELDS}
             file.write(json.dumps({"run": 7, **line} if step == 1 else line) + "\n")
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.replay.configuration import Configuration
-from mindformers_adaptive.lab.replay.events import EventPath, Overflows, follow_each
+from mindformers_adaptive.lab.replay.events import EventPath, Overflows, Walk, follow_each
 from mindformers_adaptive.lab.replay.measures import (
     LARGEST_LOSS_SCALE,
     SMALLEST_LOSS_SCALE,
@@ -61,11 +61,14 @@ def replay_by_events(configurations: Sequence[Configuration], trace: Trace) -> l
         settings = {name: value for name, value in one.arguments.items() if name != "loss_scale_value"}
         of_rule[tuple(settings.items())].append(place)
     found: list[Any] = [None] * len(configurations)
+    walks = []
     for places in of_rule.values():
-        starts = [configurations[place].start for place in places]
-        paths = follow_each(configurations[places[0]].rule, starts, overflows)
-        for place, path in zip(places, paths, strict=True):
-            found[place] = measures.of(path), path.final_state
+
+        def done(at: int, path: EventPath, places: Sequence[int] = tuple(places)) -> None:
+            found[places[at]] = measures.of(path), path.final_state
+
+        walks.append(Walk(configurations[places[0]].rule, [configurations[place].start for place in places], done))
+    follow_each(walks, overflows)
     return found
 
 

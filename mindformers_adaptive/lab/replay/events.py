@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,16 +19,15 @@ from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
 from mindformers_adaptive.lab.policies.factory import FixedRule
 from mindformers_adaptive.lab.replay.measures import overflow_flags
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.lanes import Lanes
+from mindformers_adaptive.rules.rule import Rule
 
-__all__ = ["EventPath", "Overflows", "clean_steps_counted", "follow", "follow_each"]
+__all__ = ["EventPath", "Overflows", "Walk", "clean_steps_counted", "follow", "follow_each"]
 
 # More states, and places of the overflows of more scales, are not kept: a scale factor that is no power of two may lead
 # to ever new ones.
 _MOST_STATES, _MOST_BYTES = 20_000, 64_000_000
 _BLOCK = 1024
-
-# So many states of a rule are checked before it is taken at its word.
-_CHECKED = 50
 
 # The lowest bits of a number say which run it is of; no run has events below 0.
 _RUNS, _NOWHERE = 20, -1
@@ -173,20 +173,61 @@ class _Search:
 class _Event:
     """A state that a rule comes to at an event, and where it goes from there."""
 
-    __slots__ = ("after_clean", "after_full", "at_once", "counted", "following", "number", "one_more", "state")
+    __slots__ = (
+        "after_clean",
+        "after_full",
+        "at_once",
+        "counted",
+        "following",
+        "number",
+        "one_more",
+        "state",
+        "states",
+    )
 
-    def __init__(self, rule: Any, state: Any, counted: int, following: Any, number: int) -> None:
+    def __init__(self, state: Any, counted: int, following: Any, number: int) -> None:
         self.state, self.counted, self.following, self.number = state, counted, following, number
         # The events after an overflow at once, after one that follows clean steps, and after a full window; found when
         # they are needed.
         self.at_once = self.after_clean = self.after_full = None
-        self.one_more = rule.step(state, False) if counted > 0 else state
+        # Their states, by name.
+        self.states = dict[str, Any]()
+        # A first clean step may do more than the others, but hardly ever does.
+        counts = counted > 0 and hasattr(state, "clean_steps")
+        self.one_more = state._replace(clean_steps=state.clean_steps + 1) if counts else state
 
     def after(self, clean_steps: int) -> Any:
         """Return the state after so many clean steps that are only counted."""
         if clean_steps == 0 or not hasattr(self.state, "clean_steps"):
             return self.state
         return self.one_more._replace(clean_steps=self.one_more.clean_steps + clean_steps - 1)
+
+    def asked(self) -> list[Any]:
+        """Return the states of which ``_OVERFLOWS`` says what the next step does, for :meth:`settle`."""
+        last = self.counted
+        return [self.state, *map(self.after, (0, min(1, last), last, max(last - 1, 0), last))]
+
+    def settle(self, after: Sequence[Any], steps: int) -> bool:
+        """Take the states after these steps; False if they have to be asked for again.
+
+        Raises:
+            LookupError: if the rule does more than count.
+        """
+        one_more, at_once, after_clean, after_full, counted, after_last = after
+        if self.counted > 0 and one_more != self.one_more:
+            self.one_more = one_more
+            return False
+        self.states = {"at_once": at_once, "after_clean": after_clean, "after_full": after_full}
+        if 0 < self.counted < steps:
+            counts = _without_counters(counted) == _without_counters(self.after(self.counted))
+            if not counts or after_clean != after_last:
+                raise LookupError(_MORE)
+        return True
+
+
+# What each of the states of an event is asked for: whether the step from there overflows.
+_OVERFLOWS = (False, True, True, False, False, True)
+_MORE = "this rule does more than count"
 
 
 class _Graph:
@@ -198,19 +239,17 @@ class _Graph:
         self._by_state: dict[Any, _Event] = {}
         self._columns: dict[str, NDArray[np.float64]] = {}
 
-    def event(self, state: Any) -> _Event:
-        """Return the event at a state, one object for each; LookupError if the rule does more than count there."""
+    def event(self, state: Any) -> Generator[_Event, None, _Event]:
+        """Return the event at a state, one object for each; yields one that has to be settled."""
         state = _without_counters(state)
         if state not in self._by_state:
             counted = clean_steps_counted(self.rule, state)
             if counted is None:
-                raise LookupError("this rule does more than count")
+                raise LookupError(_MORE)
             if len(self._by_state) >= _MOST_STATES:
                 self._by_state.clear()
-            following = self.overflows.following(float(state.loss_scale))
-            event = _Event(self.rule, state, counted, following, len(self.events))
-            if len(self.events) < _CHECKED:
-                self._check(event)
+            event = _Event(state, counted, self.overflows.following(float(state.loss_scale)), len(self.events))
+            yield event
             self.events.append(event)
             self._by_state[state] = event
         return self._by_state[state]
@@ -222,23 +261,13 @@ class _Graph:
         self._columns[name] = np.append(known, new) if new else known
         return self._columns[name]
 
-    def _check(self, event: _Event) -> None:
-        """See that a rule does what was foretold of it; others are taken step by step."""
-        last = event.counted
-        if not 0 < last < self.overflows.steps:
-            return
-        counts = _without_counters(self.rule.step(event.after(last - 1), False)) == _without_counters(event.after(last))
-        if not counts or self.rule.step(event.after(1), True) != self.rule.step(event.after(last), True):
-            raise LookupError("this rule does more than count")
-
-    def next_event(self, event: _Event, name: str) -> _Event:
+    def next_event(self, event: _Event, name: str) -> Generator[_Event, None, _Event]:
         """Return the event that follows one, and keep it there."""
-        clean = {"at_once": 0, "after_clean": 1, "after_full": event.counted}[name]
-        found = self.event(self.rule.step(event.after(clean), name != "after_full"))
+        found = yield from self.event(event.states.pop(name))
         setattr(event, name, found)
         return found
 
-    def follow(self, start: Any, seen: dict[int, int]) -> tuple[_Run, int | None, int]:
+    def follow(self, start: Any, seen: dict[int, int]) -> Generator[_Event, None, tuple[_Run, int | None, int]]:
         """Return what the rule does from a state on, up to where it comes to an event of another run.
 
         Args:
@@ -246,10 +275,11 @@ class _Graph:
             seen (dict): by step the number of the event that another run comes to there, and which run it is, in one.
 
         Returns:
-            tuple of the run; the other one, None for none; and the step from which on they are one.
+            tuple of the run; the other one, None for none; and the step from which on they are one. Yields events that
+            have to be settled.
         """
         steps, places, numbers, skipped = self.overflows.steps, list[int](), list[int](), list[int]()
-        event, step, other = self.event(start), 0, None
+        event, step, other = (yield from self.event(start)), 0, None
         while True:
             if seen.get(step, _NOWHERE) >> _RUNS == event.number:
                 other = seen[step] & ~(-1 << _RUNS)
@@ -260,16 +290,16 @@ class _Graph:
             if overflow > full:
                 if full >= steps:
                     break
-                event = event.after_full or self.next_event(event, "after_full")
+                event = event.after_full or (yield from self.next_event(event, "after_full"))
                 step = full + 1
                 continue
             if overflow >= steps:
                 break
             skipped.append(overflow)
             if overflow == step:
-                event = event.at_once or self.next_event(event, "at_once")
+                event = event.at_once or (yield from self.next_event(event, "at_once"))
             else:
-                event = event.after_clean or self.next_event(event, "after_clean")
+                event = event.after_clean or (yield from self.next_event(event, "after_clean"))
             step = overflow + 1
         return _Run(*(np.array(row, np.int64) for row in (places, numbers, skipped))), other, step
 
@@ -301,29 +331,91 @@ def follow(rule: Any, start: Any, overflows: Overflows) -> EventPath | None:
         start (NamedTuple): its state before the first step.
         overflows (Overflows): of the trace's ceilings, at least one step.
     """
+    found: list[EventPath] = []
     try:
-        [path] = follow_each(rule, [start], overflows)
+        follow_each([Walk(rule, [start], lambda _, path: found.append(path))], overflows)
     except LookupError:
         return None
-    return path
+    return found[0]
 
 
-def follow_each(rule: Any, starts: Sequence[Any], overflows: Overflows) -> Iterator[EventPath]:
-    """Yield what a rule does on a trace from each of several states; where they come together, that is found once.
+class Walk(NamedTuple):
+    """What :func:`follow_each` is to do with a rule.
+
+    Attributes:
+        rule (AdaptiveRule, DynamicRule or FixedRule): the rule.
+        starts (Sequence[NamedTuple]): its states before the first step; where they come together is found once.
+        done (Callable): gets the place of a start and its EventPath, as soon as it is found.
+    """
+
+    rule: Any
+    starts: Sequence[Any]
+    done: Callable[[int, EventPath], object]
+
+
+def follow_each(walks: Sequence[Walk], overflows: Overflows) -> None:
+    """Find what rules do on a trace; what they do at events is asked of all of them together.
+
+    Args:
+        walks (Sequence[Walk]): for each rule its starts.
+        overflows (Overflows): of the trace's ceilings, at least one step.
 
     Raises:
-        LookupError: if the rule has to be taken step by step.
+        LookupError: if a rule has to be taken step by step.
     """
-    if clean_steps_counted(rule, starts[0]) is None:
-        raise LookupError("this rule does more than count")
-    graph, runs, seen = _Graph(rule, overflows), list[_Run](), dict[int, int]()
-    for start in starts:
-        run, other, step = graph.follow(start, seen)
-        if len(starts) > 1:
+    groups: defaultdict[Any, list[Walk]] = defaultdict(list)
+    for walk in walks:
+        groups[walk.rule.traced.shape if isinstance(walk.rule, Rule) else id(walk)].append(walk)
+    for group in groups.values():
+        take_steps = _Steps(group)
+        ways = [_follow_starts(walk, overflows) for walk in group]
+        waiting = {place: event for place, way in enumerate(ways) if (event := next(way, None))}
+        while waiting:
+            after = take_steps({place: event.asked() for place, event in waiting.items()})
+            for place, event in list(waiting.items()):
+                if event.settle(after[place], overflows.steps):
+                    following = next(ways[place], None)
+                    waiting |= {place: following} if following else {}
+                    if following is None:
+                        del waiting[place]
+
+
+def _follow_starts(walk: Walk, overflows: Overflows) -> Iterator[_Event]:
+    """Follow a rule from each of its starts; yields events that have to be settled."""
+    graph, runs, seen = _Graph(walk.rule, overflows), list[_Run](), dict[int, int]()
+    for place, start in enumerate(walk.starts):
+        run, other, step = yield from graph.follow(start, seen)
+        if len(walk.starts) > 1:
             seen.update(zip(run.places.tolist(), (run.numbers << _RUNS | len(runs)).tolist(), strict=True))
         run = run if other is None else run.joined(runs[other], step)
         runs.append(run)
-        yield _path_of(graph, run, start)
+        walk.done(place, _path_of(graph, run, start))
+
+
+class _Steps:
+    """Takes the steps that events ask for: of traced rules, which compute the same, all in one call."""
+
+    def __init__(self, walks: Sequence[Walk]) -> None:
+        self._rules, self._lanes = [walk.rule for walk in walks], None
+        if isinstance(self._rules[0], Rule):
+            rules = [rule for rule in self._rules for _ in _OVERFLOWS]
+            self._lanes = Lanes(rules, [walk.starts[0] for walk in walks for _ in _OVERFLOWS])
+            self._overflow = np.tile(_OVERFLOWS, len(walks))
+            self._unknown = np.full(len(rules), np.nan)
+
+    def __call__(self, asked: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
+        """Return the states after the steps, by the place of the rule."""
+        if self._lanes is None:
+            return {
+                place: [self._rules[place].step(*one) for one in zip(states, _OVERFLOWS, strict=True)]
+                for place, states in asked.items()
+            }
+        width = len(_OVERFLOWS)
+        places = np.concatenate([np.arange(width) + width * place for place in asked])
+        self._lanes.put([state for states in asked.values() for state in states], places)
+        self._lanes.step(self._overflow, self._unknown)
+        after = self._lanes.states(places)
+        return {place: after[at * width : (at + 1) * width] for at, place in enumerate(asked)}
 
 
 def _path_of(graph: _Graph, run: _Run, start: Any) -> EventPath:

@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.policies.presets import PRESETS
 from mindformers_adaptive.lab.replay import events
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.event_measures import pays_for, replay_by_events
-from mindformers_adaptive.lab.replay.events import Overflows, clean_steps_counted, follow, follow_each
+from mindformers_adaptive.lab.replay.events import Overflows, Walk, clean_steps_counted, follow, follow_each
 from mindformers_adaptive.lab.replay.measures import overflows
 from mindformers_adaptive.lab.replay.simulate import replay, sweep
 from mindformers_adaptive.lab.traces.trace import Trace
@@ -139,15 +139,19 @@ class Restless(AdaptiveRule):
         return super().step(state, overflow)._replace(loss_scale=state.loss_scale * 1.5)
 
 
-def test_a_rule_that_does_more_than_was_foretold_is_taken_step_by_step(monkeypatch):
+def test_a_rule_made_from_another_is_taken_step_by_step():
     rule = Restless()
     assert follow(rule, rule.start(8.0), Overflows(np.full(50, 2.0**20))) is None
-    # Also where it passes for the rule that it is made from.
-    monkeypatch.setattr(AdaptiveRule, "step", Restless.step)
-    monkeypatch.setattr(Restless, "step", AdaptiveRule.step)
-    monkeypatch.setattr(AdaptiveRule, "step", lambda self, state, overflow, _=None: state._replace(clean_steps=0))
-    own = AdaptiveRule()
-    assert follow(own, own.start(8.0), Overflows(np.full(50, 2.0**20))) is None
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "dynamic"])
+def test_a_rule_that_does_more_than_was_foretold_is_noticed(monkeypatch, policy):
+    own = make_policy(policy)
+    monkeypatch.setattr(
+        "mindformers_adaptive.lab.replay.events.clean_steps_counted",
+        lambda rule, state: clean_steps_counted(rule, state) + 1,
+    )
+    assert follow(own.rule, own.current, Overflows(np.full(5000, 2.0**20))) is None
 
 
 @settings(max_examples=60)
@@ -155,7 +159,10 @@ def test_a_rule_that_does_more_than_was_foretold_is_taken_step_by_step(monkeypat
 def test_starts_that_come_together_are_those_of_each_alone(arguments, trace, exponents):
     rule = make_policy("adaptive", **arguments).rule
     starts = [rule.start(2.0**exponent) for exponent in exponents]
-    for start, path in zip(starts, follow_each(rule, starts, Overflows(trace)), strict=True):
+    paths = {}
+    follow_each([Walk(rule, starts, paths.__setitem__)], Overflows(trace))
+    for place, start in enumerate(starts):
+        path = paths[place]
         states, flags = by_steps(rule, start, trace)
         assert path.skipped.tolist() == np.flatnonzero(flags).tolist()
         assert path.each_step(path.loss_scale, len(trace)).tolist() == [float(state.loss_scale) for state in states]
