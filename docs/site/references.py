@@ -11,6 +11,11 @@ from sphinx.locale import _
 from sphinx.util.inspect import stringify_signature
 from sphinx.util.nodes import make_refnode
 
+from mindformers_adaptive.public_names import PUBLIC
+
+# By its short name, where users find a public name.
+_PUBLIC = {name.rpartition(".")[2]: (f"mindformers_adaptive.{name}",) for group in PUBLIC.values() for name in group}
+
 
 def resolve(app, env, node, content):
     """Return the link of a name; the name alone for a type of another library; None, a warning, for a wrong role."""
@@ -20,8 +25,9 @@ def resolve(app, env, node, content):
     # has it by the module that users import it from.
     objects = env.domains.python_domain.objects
     target = node["reftarget"]
-    for name in (target, target.rpartition(".")[2]):
-        found = {entry.docname: full for full, entry in objects.items() if full.endswith(f".{name}")}
+    short = target.rpartition(".")[2]
+    for name in (target, *_PUBLIC.get(short, ()), short):
+        found = {entry.docname: full for full, entry in objects.items() if f".{full}".endswith(f".{name}")}
         if len(found) == 1:
             [(page, full)] = found.items()
             return make_refnode(app.builder, node["refdoc"], page, objects[full].node_id, [content], full)
