@@ -132,14 +132,14 @@ class LossScaleTrainStep:
         return self.stock_overflow_status(status, compute_output)
 
     def get_own_overflow_status(self, status, compute_output):
-        """As the detection of a user's subclass, beside which the largest gradient is measured.
+        """Return what the detection of a user's subclass returns; the largest gradient is measured beside it.
 
         Args:
-            status (Tensor): as of :meth:`get_overflow_status`.
-            compute_output (tuple[Tensor]): likewise.
+            status (Tensor): what the stock detection needs, of any shape; not used on CPU.
+            compute_output (tuple[Tensor]): the gradients, of any shapes and floating-point dtypes.
 
         Returns:
-            Tensor, likewise.
+            Tensor, bool of shape ().
         """
         self.measure_largest_gradient(compute_output)
         return self.own_overflow_status(status, compute_output)

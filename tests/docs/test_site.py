@@ -65,11 +65,11 @@ def described_by(name):
 RAISE_NOTHING = (
     "LossScaleState",
     "enable_loss_scale_on_cpu",
-    "gradients.recommendation.LossScaleRecommendation",
-    "gradients.recommendation.Verdict",
-    "gradients.report.GradientRanges",
-    "monitor.record.RunRecord",
-    "overflow.explanation.Explanation",
+    "gradients.LossScaleRecommendation",
+    "gradients.Verdict",
+    "gradients.GradientRanges",
+    "monitor.RunRecord",
+    "overflow.Explanation",
     "register",
     "wrapper.NoLossScaleUpdateCell",
 )
