@@ -25,6 +25,7 @@ from scripts.benchmarks.paired_timing import (
     typical_times,
     with_error,
 )
+from scripts.benchmarks.scales import measure_scales, scales_table
 from scripts.benchmarks.sweep import measure_sweep, sweep_tables
 from scripts.studies.reporting import (
     add_json_option,
@@ -35,8 +36,10 @@ from scripts.studies.reporting import (
     write_json,
 )
 
-# Low enough for the adaptive cell to raise it for many rounds without an overflow, whose step would be shorter.
-START = 2.0**6
+# Fits from the first step on, and is where the demo's scale comes to rest.
+START = 2.0**14
+# That of whole steps, which all stay at that scale; no measurement fills it.
+LARGE_WINDOW = 1000
 # With a window of 20 clean steps, one overflow in 25 steps keeps every scale within float32, the stock cells' too.
 STEPS_PER_OVERFLOW = 25
 
@@ -61,7 +64,7 @@ GRADIENTS = f"adaptive, GradientRangeMonitor every {LOOK_EVERY} steps"
 QUICK_STEPS = (DYNAMIC, ADAPTIVE, MONITOR)
 STEPS = ("no scaling", "fixed", DYNAMIC, MINDFORMERS, ADAPTIVE, MONITOR, HISTORY, GUIDED)
 # Whole steps differ by more than these updates cost, so they are also measured alone, so many in a round.
-UPDATES, UPDATE_CALLS = (DYNAMIC, MINDFORMERS, ADAPTIVE, GUIDED), {"graph": 200, "PyNative": 10}
+UPDATES, UPDATE_CALLS = (DYNAMIC, MINDFORMERS, ADAPTIVE, GUIDED), 200
 FORWARD, BACKWARD = "forward", "forward and backward"
 
 SPREAD = "train steps with the same cell, standard deviation"
@@ -88,24 +91,22 @@ def main():
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    each_copy = "steps of each copy in graph mode"
     update = add_command(commands, measure_update, "one update of the loss scale, by each update cell", 5, 50)
     update.add_argument("--mode", choices=("graph", "PyNative"), default="graph", help="MindSpore's (default: graph)")
     update.add_argument("--calls", type=positive, default=100, help="updates a copy makes in a round (default: 100)")
-    step = add_command(commands, measure_step, "a train step of the demo's model", 4, 20, each_copy)
-    step.add_argument("--pynative-rounds", type=positive, default=4, help="in PyNative mode (default: 4)")
+    add_command(commands, measure_step, "a train step of the demo's model, in graph mode", 4, 20)
     add_command(commands, measure_detection, "what it takes to see an overflow in 5 million gradients", 4, 25)
     add_command(commands, measure_sweep, "the lab's sweep, against the rule in plain Python", 2, 3)
     return parser.parse_args()
 
 
-def add_command(commands, measure, about, copies, rounds, of_rounds="calls of each copy"):
+def add_command(commands, measure, about, copies, rounds):
     name = measure.__name__.removeprefix("measure_")
     command = commands.add_parser(name, help=about, description=f"Measure {about}.")
     command.set_defaults(measure=measure)
     about_copies = f"times each way is built; fewer need less memory (default: {copies})"
     command.add_argument("--copies", type=positive, default=copies, help=about_copies)
-    command.add_argument("--rounds", type=positive, default=rounds, help=f"{of_rounds} (default: {rounds})")
+    command.add_argument("--rounds", type=positive, default=rounds, help=f"calls of each copy (default: {rounds})")
     command.add_argument("--quick", action="store_true", help="2 copies, 3 rounds, small sizes: a test of this script")
     add_json_option(command)
     return command
@@ -160,7 +161,8 @@ def make_updates(name, calls):
     return update
 
 
-def make_update_cell(name):
+def make_update_cell(name, held=False):
+    """Return an update cell; one that is held does all that it does, and leaves the scale where it is."""
     from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
     from mindspore import nn, ops
 
@@ -174,14 +176,16 @@ def make_update_cell(name):
         def get_loss_scale(self):
             return START
 
-    adaptive = partial(wrapper.AdaptiveLossScaleUpdateCell, START, 2, 20)
-    guided = partial(wrapper.GradientGuidedLossScaleUpdateCell, START)
+    bounds = {"min_loss_scale": START, "max_loss_scale": START} if held else {}
+    window = LARGE_WINDOW if held else 20
+    adaptive = partial(wrapper.AdaptiveLossScaleUpdateCell, START, 2, 20, **bounds)
+    guided = partial(wrapper.GradientGuidedLossScaleUpdateCell, START, **bounds)
     cells = {
         EMPTY: EmptyUpdateCell,
         "no scaling": wrapper.NoLossScaleUpdateCell,
         "fixed": lambda: nn.FixedLossScaleUpdateCell(START),
-        DYNAMIC: lambda: nn.DynamicLossScaleUpdateCell(START, 2, 20),
-        MINDFORMERS: lambda: MindFormersUpdateCell(START, 2, 20),
+        DYNAMIC: lambda: nn.DynamicLossScaleUpdateCell(START, 2, window),
+        MINDFORMERS: lambda: MindFormersUpdateCell(START, 2, window),
         HYSTERESIS: lambda: adaptive(hysteresis=2),
         HISTORY: lambda: adaptive(history_size=100),
         GUIDED: guided,
@@ -205,29 +209,26 @@ def update_tables(result):
 
 
 def measure_step(arguments):
-    """Return by mode the times of train steps, of their parts, and of updates alone."""
+    """Return the times of train steps, of their parts, and of updates alone; and of one pass by loss scale."""
     from scripts.studies.worth_tasks import SMALL_TASKS, Llama
 
     task = SMALL_TASKS["damped"] if arguments.quick else Llama(steps=10_000)
     names = (*(QUICK_STEPS if arguments.quick else STEPS), GRADIENTS)
-    rounds_by_mode = {"graph": arguments.rounds}
-    if not arguments.quick:
-        rounds_by_mode["PyNative"] = arguments.pynative_rounds
-    times, spreads, updates = {}, {}, {}
-    for mode, rounds in rounds_by_mode.items():
-        print(f"{mode} mode", file=sys.stderr, flush=True)
-        set_mode(mode)
-        with tempfile.TemporaryDirectory() as folder:
-            taken = take_turns(ways_of_a_step(task, names, mode, folder), arguments.copies, rounds)
-        times[mode] = typical_times(taken)
-        spreads[mode] = spread_percent(taken) if arguments.copies > 1 else math.nan
-        ways = {name: partial(make_updates, name, UPDATE_CALLS[mode]) for name in UPDATES}
-        updates[mode] = compare(ways, arguments.copies, rounds)
-    task = f"{task.name}, {task.about}"
-    return {"task": task, "rounds": rounds_by_mode, "times": times, "spreads": spreads, "updates": updates}
+    set_mode("graph")
+    with tempfile.TemporaryDirectory() as folder:
+        taken = take_turns(ways_of_a_step(task, names, folder), arguments.copies, arguments.rounds)
+    updates = {name: partial(make_updates, name, UPDATE_CALLS) for name in UPDATES}
+    return {
+        "task": f"{task.name}, {task.about}",
+        "loss_scale": START,
+        "times": typical_times(taken),
+        "spread": spread_percent(taken) if arguments.copies > 1 else math.nan,
+        "updates": compare(updates, arguments.copies, arguments.rounds),
+        "scales": measure_scales(task, arguments),
+    }
 
 
-def ways_of_a_step(task, names, mode, folder):
+def ways_of_a_step(task, names, folder):
     """Return by name what builds a train step, a part of one, or a look of GradientRangeMonitor."""
     from mindspore import Tensor
     from mindspore import dtype as mstype
@@ -236,28 +237,36 @@ def ways_of_a_step(task, names, mode, folder):
 
     network, batch = task.network(mstype.float16, 0), task.data(0).batch
     ways = {name: partial(make_step, task, network, batch, name, folder) for name in names}
-    if mode == "graph":
-        scale = Tensor(START, mstype.float32)
+    scale = Tensor(START, mstype.float32)
 
-        def make_backward():
-            backward = backward_pass(network)
-            return lambda count: backward(scale, *batch(count))[1][0].asnumpy()
+    def make_backward():
+        backward = backward_pass(network)
+        return lambda count: backward(scale, *batch(count))[1][0].asnumpy()
 
-        ways[FORWARD] = lambda: lambda count: network(*batch(count)).asnumpy()
-        ways[BACKWARD] = make_backward
-    return ways
+    return ways | {FORWARD: lambda: lambda count: network(*batch(count)).asnumpy(), BACKWARD: make_backward}
 
 
 def make_step(task, network, batch, name, folder):
     """Return a function that takes a train step, with its callback if it has one, or only looks at the gradients."""
+    from mindspore import Tensor
+    from mindspore import dtype as mstype
     from mindspore.train.callback import RunContext
     from mindspore.train.model import _InternalCallbackParam
 
     from mindformers_adaptive import GradientRangeMonitor, LossScaleMonitor
 
-    train_step = task.train_step(network, make_update_cell(name))
+    train_step = task.train_step(network, make_update_cell(name, held=True))
+    if name == "no scaling":
+        # The scale is 1 otherwise, and the same pass takes longer there.
+        train_step.set_sense_scale(Tensor(START, mstype.float32))
+
+    def plain_step(count):
+        train_step(*batch(count))[0].asnumpy()
+        if (loss_scale := train_step.scale_sense.asnumpy().item()) != START:
+            raise RuntimeError(f"{name} must stay at a loss scale of {START:g}, but went to {loss_scale:g}")
+
     if name not in (MONITOR, GRADIENTS):
-        return lambda count: train_step(*batch(count))[0].asnumpy()
+        return plain_step
     # The callbacks lock their records, so each has a folder of its own.
     record = Path(tempfile.mkdtemp(dir=folder), "record.jsonl")
     callback = LossScaleMonitor(record) if name == MONITOR else GradientRangeMonitor(1, record_path=record)
@@ -281,17 +290,15 @@ def make_step(task, network, batch, name, folder):
 
 def step_tables(result):
     times = result["times"]
-    modes = [f"{mode} mode" for mode in times]
-    names = [name for name in times["graph"] if name not in (FORWARD, BACKWARD)]
-    extra = [[name, *(extra_cost(of_mode, name) for of_mode in times.values())] for name in names]
-    extra.append([SPREAD, *(f"{spread:.1f}" for spread in result["spreads"].values())])
-    forward, both = (ratio(times["graph"], name, DYNAMIC)[0] for name in (FORWARD, BACKWARD))
+    names = [name for name in times if name not in (FORWARD, BACKWARD)]
+    extra = [*([name, extra_cost(times, name)] for name in names), [SPREAD, f"{result['spread']:.1f}"]]
+    forward, both = (ratio(times, name, DYNAMIC)[0] for name in (FORWARD, BACKWARD))
     parts = {FORWARD: forward, "backward": both - forward, "detection, clipping, optimizer, scaling": 1.0 - both}
-    shares = [[name, *(f"{update_share(result, mode, name):.2%}" for mode in times)] for name in UPDATES[1:]]
     return {
-        "extra": [["way of scaling", *modes], *extra],
+        "extra": [["way of scaling", "extra time, percent"], *extra],
+        "scales": scales_table(result["scales"], result["loss_scale"]),
         "parts": [["part", "share"], *([name, f"{share:.0%}"] for name, share in parts.items())],
-        "updates": [["update cell", *modes], *shares],
+        "updates": [["update cell", "share"], *([name, f"{update_share(result, name):.2%}"] for name in UPDATES[1:])],
     }
 
 
@@ -305,10 +312,10 @@ def extra_cost(times, name):
     return ("+" if percent >= 0 else "") + with_error(percent, 100.0 * error, 1)
 
 
-def update_share(result, mode, name):
+def update_share(result, name):
     """Return what an update takes above one of the dynamic cell, as a share of the whole step."""
-    extra = time_above(result["updates"][mode], name, DYNAMIC)[0] / UPDATE_CALLS[mode]
-    return extra / time_above(result["times"][mode], DYNAMIC)[0]
+    extra = time_above(result["updates"], name, DYNAMIC)[0] / UPDATE_CALLS
+    return extra / time_above(result["times"], DYNAMIC)[0]
 
 
 # The detection
@@ -384,7 +391,8 @@ def detection_tables(result):
 TABLES = {"update": update_tables, "step": step_tables, "detection": detection_tables, "sweep": sweep_tables}
 CAPTIONS = {
     "cells": "An update; ratio: time above the empty call, MindFormers' cell = 1, ± its standard error:",
-    "extra": f"Extra time of a step against {DYNAMIC} cell, in percent, ± its standard error:",
+    "extra": f"Extra time of a step at 2^14 against {DYNAMIC} cell, in percent, ± its standard error:",
+    "scales": "The same backward pass by loss scale: time against that at 2^14, and shares of the weights' gradients:",
     "parts": "Where the time of a step goes in graph mode, as a share of the whole step:",
     "updates": f"An update alone above one of {DYNAMIC} cell, as a share of the whole step:",
     "passes": f"Overflow detection as a multiple of a plain pass over the same bytes ({PLAIN}), ± its standard error:",

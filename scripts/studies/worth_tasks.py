@@ -20,7 +20,6 @@ from mindformers_adaptive.wrapper import MFTrainOneStepCell, NoLossScaleUpdateCe
 from scripts.demo.prepare_corpus import cut_into_samples, read_standard_library
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny_llama_cpu_fp16.yaml"
-HELD_OUT_BATCHES = 8
 LORA = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ".*w[qkvo]"}
 
 POINTS = 1024
@@ -269,6 +268,7 @@ class Llama(Task):
 
     name = "the demo's Llama"
     look_every = 30
+    held_out_batches = 8
 
     def __init__(self, steps, **changes):
         self.steps = steps
@@ -291,9 +291,10 @@ class Llama(Task):
         """Return the Data of this seed; the last part of the text is held out, the same for all seeds."""
         size = self.model["batch_size"]
         samples = mixed(cut_into_samples(self.text(), self.model["seq_length"] + 1))
-        samples, held_out = np.split(samples, [-HELD_OUT_BATCHES * size])
+        samples, held_out = np.split(samples, [-self.held_out_batches * size])
         order = np.random.default_rng(seed).permutation(len(samples))
-        return Data(batches([samples], order, size), [(Tensor(rows),) for rows in np.split(held_out, HELD_OUT_BATCHES)])
+        held_out = np.split(held_out, self.held_out_batches)
+        return Data(batches([samples], order, size), [(Tensor(rows),) for rows in held_out])
 
     text = staticmethod(read_standard_library)
 

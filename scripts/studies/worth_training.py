@@ -96,25 +96,32 @@ class CompiledTraining:
 
     def run(self, loss_scale, weights, batches):
         """Train from this initial scale and these weights; return the record as ``LossScaleMonitor`` writes it."""
+        self.begin(loss_scale, weights)
+        return list(self.go_on(batches))
+
+    def begin(self, loss_scale, weights):
+        """Put all Parameters back, with this initial scale and these weights."""
         put_back(self.initial)
         set_weights(self.network, weights)
-        manager, record = self.train_step.loss_scaling_manager, []
+        manager = self.train_step.loss_scaling_manager
         fresh = (value.asnumpy() for value in self.make_cell(loss_scale).get_parameters())
         put_back(zip(manager.get_parameters(), fresh, strict=True))
         ops.assign(self.train_step.scale_sense, Tensor(loss_scale, mstype.float32))
         if self.train_step._fixed_scale is not None:
             # Otherwise it would be taken for the scale of a checkpoint.
             self.train_step._fixed_scale = loss_scale
-        gradient = getattr(manager, "largest_gradient", None)
-        for step, batch in enumerate(batches, start=1):
+
+    def go_on(self, batches, first=1):
+        """Train from where the Parameters are; yield the record of each step, of which the first has this number."""
+        gradient = getattr(self.train_step.loss_scaling_manager, "largest_gradient", None)
+        for step, batch in enumerate(batches, start=first):
             scale = self.loss_scale
             loss, overflow = self.train_step(*batch)[:2]
-            record.append(
+            yield (
                 {"step": step, "loss": float(loss), "overflow": bool(overflow)}
                 | {"loss_scale": scale, "next_loss_scale": self.loss_scale}
                 | {"largest_gradient": None if gradient is None else float(gradient)}
             )
-        return record
 
     @property
     def loss_scale(self):
@@ -163,12 +170,12 @@ class Trainings:
         self.formats = formats
         # Each is made once: networks by dtype, compiled trainings also by update cell, the others by seed.
         self._network = functools.cache(self._new_network)
-        self._compiled = functools.cache(
+        self.compiled = functools.cache(
             lambda dtype, cell: CompiledTraining(self._network(dtype), task.train_step, cell)
         )
         self._weights = functools.cache(lambda seed: weights_of(task.network(mstype.float32, seed)))
         self.recommendation = functools.cache(self._find)
-        self._last_ceiling = 20
+        self.last_ceiling = 20
 
     def run(self, method, seed, steps=None):
         """Train once.
@@ -183,7 +190,7 @@ class Trainings:
             ``quality`` and, in FP16, ``loss_scale``, ``ceiling``, ``underflow``) and ``quality`` at the end.
         """
         data, network, steps = self.task.data(seed), self._network(method.dtype), steps or self.task.steps
-        training, looks = self._compiled(method.dtype, method.cell), []
+        training, looks = self.compiled(method.dtype, method.cell), []
 
         def batches():
             for step in range(steps):
@@ -191,7 +198,7 @@ class Trainings:
                 if step % self.look_every == 0:
                     looks.append({"step": step, "quality": self.task.quality(network, data)})
                     if method.dtype == mstype.float16:
-                        looks[-1] |= self._look(batch, training.loss_scale)
+                        looks[-1] |= self.look(batch, training.loss_scale)
                 yield batch
 
         start = self.recommendation(seed).loss_scale_value if method.start == FOUND else method.start
@@ -217,7 +224,7 @@ class Trainings:
     def _backward(self):
         return backward_pass(self._network(mstype.float16))
 
-    def _look(self, batch, scale):
+    def look(self, batch, scale):
         """Measure the ceiling of a step to a quarter of a bit, and the share of gradients that underflow."""
 
         @functools.cache
@@ -226,12 +233,12 @@ class Trainings:
             flat = np.concatenate([one.asnumpy().ravel() for one in each])
             return flat if np.isfinite(flat).all() else None
 
-        exponent = self._last_ceiling
+        exponent = self.last_ceiling
         while gradients(exponent) is None and exponent > -HIGHEST_EXPONENT:
             exponent -= 1
         while gradients(exponent + 1) is not None and exponent < HIGHEST_EXPONENT:
             exponent += 1
-        self._last_ceiling = exponent
+        self.last_ceiling = exponent
         reference = gradients(exponent)
         if reference is None:
             return {"loss_scale": scale, "ceiling": None, "underflow": None}

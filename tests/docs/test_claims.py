@@ -6,9 +6,16 @@ import pytest
 from conftest import ROOT
 from pages import figure
 
+from mindformers_adaptive.rules.formats import FLOAT16
+from mindformers_adaptive.rules.guided import GuidedRule
 from scripts.ascend.control import PYNATIVE_STEPS, STEPS
 from scripts.studies import worth_report
 
+RECOMMENDED = (
+    "Take adaptive scaling, unless skipped steps are expensive or the ceiling moves far: then take gradient-guided "
+    "scaling.",
+    "跳过的步代价很大或上限变动很大时",
+)
 # By page what it says, in English and in Chinese.
 SAID = [
     ("evidence", "kind by kind it is better in both in the random walk only", "它只在随机游走上两项都更优"),
@@ -25,6 +32,9 @@ SAID = [
     ("formats", "needs loss scaling in FP8 only", "只在FP8中需要损失缩放"),
     ("formats", "need no loss scaling in any of these formats", "在这些格式中都不需要损失缩放"),
     ("README", "no difference between FP16 without scaling and FP32", "未观察到不缩放的FP16与FP32有差别"),
+    *((page, *RECOMMENDED) for page in ("README", "choose", "rule")),
+    ("choose", "from 65536, where the ceiling is just there, to 512", "从65536出发、上限也恰好在此时"),
+    ("choose", "doubles in steps 3, 7, 15, 31, 62, 124 and 249", "在第3、7、15、31、62、124、249步翻倍"),
 ]
 ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
 GUIDED_FROM = {FROM_FOUND: "ours, guided from the found scale", ADAPTIVE: "ours, guided from 2^32"}
@@ -80,6 +90,17 @@ def test_the_trainings_bear_out_who_is_better():
         assert "moving" in tasks_by_winner(FROM_FOUND, fixed)[FROM_FOUND]
     assert len(tasks_by_winner(ADAPTIVE, MEGATRON)[MEGATRON]) == 4
     assert tasks_by_winner("FP16, no scaling", "FP32")["-"] == NEEDS_NONE
+
+
+def test_the_first_steps_of_the_guided_rule_are_those_of_the_page():
+    rule = GuidedRule()
+    state, scales = rule.start(2.0**16), []
+    for _ in range(300):
+        scales.append(state.loss_scale)
+        state = rule.step(state, False, largest_gradient=FLOAT16.largest / 2.0**16)
+    changes = [step for step in range(2, 301) if scales[step - 1] != scales[step - 2]]
+    assert (scales[1], changes) == (512.0, [2, 3, 7, 15, 31, 62, 124, 249])
+    assert scales[-1] == 2.0**16
 
 
 def test_numbers_of_steps_are_those_of_the_tests():

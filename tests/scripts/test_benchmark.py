@@ -12,6 +12,7 @@ from pages import figure
 from mindformers_adaptive.lab.logs import read_log
 from scripts.benchmarks import costs as benchmark
 from scripts.benchmarks import long_records as benchmark_long
+from scripts.benchmarks import scales as benchmark_scales
 from scripts.benchmarks import sweep as benchmark_sweep
 from scripts.benchmarks.costs import ADAPTIVE, CELLS, DYNAMIC, EMPTY, GRADIENTS, MINDFORMERS
 from scripts.benchmarks.paired_timing import ratio, spread_percent, take_turns, time_above, typical_times
@@ -107,14 +108,21 @@ def test_update_prints_each_cell_with_the_kernels_of_the_page(run_forked, tmp_pa
 def test_step_prints_ways_parts_and_updates(run_forked, tmp_path):
     printed, result = run_quickly(run_forked, tmp_path, "step")
     names = [*benchmark.QUICK_STEPS, GRADIENTS]
-    assert list(result["times"]["graph"]) == [*names, "forward", "forward and backward"]
-    extra = dict(lines_of(printed, "| way of scaling | graph mode |"))
+    assert list(result["times"]) == [*names, "forward", "forward and backward"]
+    extra = dict(lines_of(printed, "| way of scaling | extra time, percent |"))
     assert list(extra) == [*names, benchmark.SPREAD]
     assert extra.pop(DYNAMIC) == "0"
     assert re.fullmatch(r"\d+\.\d", extra.pop(benchmark.SPREAD))
     assert all(re.fullmatch(r"[+-]\d+\.\d ± \d+\.\d", cell) for cell in extra.values())
     assert len(lines_of(printed, "| part | share |")) == 3
-    assert [row[0] for row in lines_of(printed, "| update cell | graph mode |")] == list(benchmark.UPDATES[1:])
+    assert [row[0] for row in lines_of(printed, "| update cell | share |")] == list(benchmark.UPDATES[1:])
+    scales = lines_of(printed, "| loss scale | time | subnormal gradients | gradients that are 0 |")
+    assert [row[0] for row in scales] == [f"2^{exponent}" for exponent in benchmark_scales.EXPONENTS]
+    assert {row[0]: row[1] for row in scales}["2^14"] == "1.00 ± 0.00"
+    # At 1 all gradients of this network are 0, and from there fewer at each scale.
+    zero = [shares["zero"] for shares in result["scales"]["shares"].values()]
+    assert zero[0] > 0.99
+    assert zero == sorted(zero, reverse=True)
 
 
 def test_detection_is_compared_with_a_plain_pass(run_forked, tmp_path):

@@ -1,0 +1,287 @@
+"""Train the demo's model for 5,000 steps in FP32, and in FP16 by each way of scaling, and compare what comes of it.
+
+    python -m scripts.studies.long_training [--seeds N] [--processes N] [--json FILE]
+
+A run goes on in pieces, each in a process of its own, from a checkpoint of the train-step cell: what is stopped goes on
+where it was when this is started again. What a run showed is written to docs/figures/long_training/ once all of its
+steps are taken, and is not trained again; with ``--results FOLDER`` all of it is, into that folder. Prints Markdown,
+and draws docs/images/long_training.svg. All ways of one seed have the same weights and data.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from mindformers_adaptive.plots.canvas import (
+    CONTEXT,
+    MAIN,
+    MUTED,
+    SECOND,
+    WARNING,
+    headline,
+    new_figure,
+    save,
+    style_axes,
+)
+from scripts.studies.reporting import ROOT, add_json_option, output_to_stderr, positive, table, versions, write_json
+from scripts.studies.worth_report import interval, mean, mean_and_interval, over_looks, skipped_at_the_start
+
+RESULTS = ROOT / "docs" / "figures" / "long_training"
+UNFINISHED = ROOT / "output" / "long_training"
+PICTURE = "docs/images/long_training.svg"
+
+# The keys of the ways, and what the tables call them.
+WAYS = {
+    "fp32": "FP32",
+    "none": "FP16, no scaling",
+    "fixed": "fixed 2^10",
+    "dynamic": "MindSpore's dynamic, window 1000",
+    "adaptive": "adaptive",
+    "guided": "guided",
+}
+# Of all ways that move: what a YAML file of MindFormers usually has.
+START = 2.0**16
+STEPS, SEEDS, PIECE = 5000, 3, 2500
+# A sample of the demo has 128 bytes; a step of these takes a third of the time.
+LLAMA = {"seq_length": 32}
+LOOK_EVERY, SAVE_EVERY, HELD_OUT_BATCHES = 250, 500, 32
+
+
+def main():
+    arguments = parse_arguments()
+    if arguments.piece_of:
+        with output_to_stderr():
+            train_piece(*arguments.piece_of.split(":"), arguments)
+        return
+    places = list(itertools.product(range(arguments.seeds), arguments.ways))
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        # The seed comes first, so that what is there early has all ways of one seed.
+        list(pool.map(lambda place: finish_run(place[1], place[0], arguments), places))
+    runs = whole_runs(arguments.results, arguments.steps)
+    result = {"steps": arguments.steps, "ways": {way: list(map(summary, each)) for way, each in runs.items()}}
+    print("MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode".format(**versions()))
+    print("\n" + "\n".join(table(tables(result)["ways"])))
+    print(f"\nDrawn: {os.path.relpath(save(draw(runs), arguments.picture))}")
+    write_json(arguments.json, {**versions(), **result})
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
+    parser.add_argument("--seeds", type=positive, default=SEEDS, help=f"of weights and data (default: {SEEDS})")
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"of each run (default: {STEPS})")
+    parser.add_argument("--piece", type=positive, default=PIECE, help=f"steps of a process (default: {PIECE})")
+    parser.add_argument("--processes", type=positive, default=1, help="that train at the same time (default: 1)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where whole runs are kept")
+    parser.add_argument("--unfinished", type=Path, default=UNFINISHED, help="where checkpoints are kept")
+    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
+    parser.add_argument("--piece-of", metavar="WAY:SEED", help="only take the steps of one process in this run")
+    add_json_option(parser)
+    return parser.parse_args()
+
+
+def finish_run(way, seed, arguments):
+    """Take what is left of the steps of a run, each piece in a process of its own."""
+    command = [sys.executable, __file__, "--piece-of", f"{way}:{seed}"]
+    for name in ("steps", "piece", "results", "unfinished"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    while not file_of(arguments.results, way, seed).exists():
+        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+
+
+def file_of(folder, way, seed):
+    return folder / f"{way}_{seed}.json"
+
+
+def train_piece(way, seed, arguments):
+    """Take the next ``--piece`` steps of a run; write its result if these are the last."""
+    from scripts.studies.worth_training import use_one_thread
+
+    use_one_thread()
+    seed, kept = int(seed), file_of(arguments.unfinished, way, int(seed))
+    training = LongTraining(way, seed, arguments.steps, kept)
+    end = min((training.step // arguments.piece + 1) * arguments.piece, arguments.steps)
+    training.go_on(end)
+    if end == arguments.steps:
+        arguments.results.mkdir(parents=True, exist_ok=True)
+        write_json(file_of(arguments.results, way, seed), training.seen)
+        training.forget()
+
+
+class LongTraining:
+    """A run, from its start or from where its last process stopped.
+
+    Args:
+        way (str): a key of ``WAYS``.
+        seed (int): of weights and data.
+        steps (int): for which the learning rate is planned.
+        kept (Path): what is written of it every ``SAVE_EVERY`` steps and at the end of a piece, beside a checkpoint.
+        look_every (int): after how many steps it is looked at.
+        **changes: values of the model's section in the YAML file, beside those of ``LLAMA``.
+
+    Attributes:
+        seen (dict): the ``way``, the ``seed``, ``steps``; ``skipped``, the numbers of the skipped steps, from 0;
+            ``scales``, pairs of a step and log2 of the scale from there on; ``losses``, means of the applied steps
+            between looks; and ``looks``, as ``worth_training.Trainings.run`` has them.
+    """
+
+    def __init__(self, way, seed, steps, kept, look_every=LOOK_EVERY, **changes):
+        from scripts.studies.worth_tasks import Llama
+        from scripts.studies.worth_training import Trainings, weights_of
+
+        self.kept, self.look_every = kept, look_every
+        task = Llama(steps, **LLAMA | changes)
+        task.held_out_batches = HELD_OUT_BATCHES
+        self.method, self.trainings, self.data = method_of(way), Trainings(task, look_every), task.data(seed)
+        self.compiled = self.trainings.compiled(self.method.dtype, self.method.cell)
+        self.settings = {"way": way, "seed": seed, "steps": steps, **LLAMA, **changes}
+        self.seen = {**self.settings, "skipped": [], "scales": [], "losses": [], "looks": []}
+        self.step, self.losses = 0, []
+        self.compiled.begin(self.method.start, weights_of(task.network(self.method.dtype, seed)))
+        if kept.exists():
+            self._restore()
+
+    def go_on(self, end):
+        """Train until so many steps are taken."""
+        batches = map(self.data.batch, range(self.step, end))
+        for row in self.compiled.go_on(map(self._looked, batches)):
+            exponent = math.log2(row["loss_scale"])
+            if not self.seen["scales"] or self.seen["scales"][-1][1] != exponent:
+                self.seen["scales"].append([self.step, exponent])
+            if row["overflow"]:
+                self.seen["skipped"].append(self.step)
+            else:
+                self.losses.append(row["loss"])
+            self.step += 1
+            if self.step == self.settings["steps"]:
+                self._looked(self.data.batch(self.step))
+            if self.step % SAVE_EVERY == 0 or self.step == end:
+                self._keep()
+
+    def _looked(self, batch):
+        """Return the batch of the next step, after a look at what is trained so far where one is due."""
+        if self.step % self.look_every == 0 or self.step == self.settings["steps"]:
+            look = {"step": self.step, "quality": self.trainings.task.quality(self.compiled.network, self.data)}
+            if self.settings["way"] != "fp32":
+                look |= self.trainings.look(batch, self.compiled.loss_scale)
+            self.seen["looks"].append(look)
+            if self.step:
+                self.seen["losses"].append(float(np.mean(self.losses)) if self.losses else None)
+            self.losses.clear()
+        return batch
+
+    def _keep(self):
+        """Write a checkpoint, and then what names it, so that one that is not whole is never read."""
+        from mindspore import save_checkpoint
+
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint = self._checkpoint(self.step)
+        save_checkpoint(self.compiled.train_step, str(checkpoint))
+        state = {"step": self.step, "losses": self.losses, "last_ceiling": self.trainings.last_ceiling}
+        write_json(self.kept, {**state, "seen": self.seen})
+        for other in set(self.kept.parent.glob(f"{self.kept.stem}-*.ckpt")) - {checkpoint}:
+            other.unlink()
+
+    def _restore(self):
+        from mindspore import load_checkpoint, load_param_into_net
+
+        kept = json.loads(self.kept.read_text(encoding="utf-8"))
+        of_kept = {name: kept["seen"].get(name) for name in self.settings}
+        if of_kept != self.settings:
+            raise ValueError(
+                f"{self.kept} must be of a run with {self.settings}, but got one with {of_kept}. Remove it, or give "
+                "another --unfinished."
+            )
+        self.step, self.losses, self.seen = kept["step"], kept["losses"], kept["seen"]
+        self.trainings.last_ceiling = kept["last_ceiling"]
+        checkpoint = load_checkpoint(str(self._checkpoint(self.step)))
+        missing, unknown = load_param_into_net(self.compiled.train_step, checkpoint, strict_load=True)
+        if missing or unknown:
+            raise ValueError(f"the checkpoint of {self.kept} must have all Parameters, but got none of {missing}")
+
+    def _checkpoint(self, step):
+        return self.kept.with_name(f"{self.kept.stem}-{step}.ckpt")
+
+    def forget(self):
+        """Remove what was kept to go on."""
+        self._checkpoint(self.step).unlink()
+        self.kept.unlink()
+
+
+def method_of(way):
+    from scripts.studies.worth_training import FP32, GUIDED, METHODS, OURS, UNSCALED, Method, dynamic, fixed
+
+    by_name = {method.name: method for method in METHODS}
+    if way in ("fp32", "none"):
+        return by_name[FP32 if way == "fp32" else UNSCALED]
+    if way == "fixed":
+        return fixed(2.0**10)
+    cell = {"dynamic": dynamic(1000), "adaptive": by_name[OURS], "guided": by_name[GUIDED]}[way].cell
+    return Method(WAYS[way], cell, START)
+
+
+def whole_runs(folder, steps):
+    """Return what the whole runs of a folder showed, lists by way with the seeds in order."""
+    runs = {}
+    for way in WAYS:
+        each = (json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"{way}_*.json")))
+        if of_way := [run for run in each if run["steps"] == steps]:
+            runs[way] = of_way
+    return runs
+
+
+def summary(run):
+    """Return what a table says of a run."""
+    at_start = skipped_at_the_start(run["skipped"], run["steps"])
+    return {
+        "seed": run["seed"],
+        "skipped_at_start": at_start,
+        "skipped_later": len(run["skipped"]) - at_start,
+        "headroom_lost": over_looks(run, lambda look: math.log2(look["ceiling"] / look["loss_scale"])),
+        "quality": run["looks"][-1]["quality"],
+    }
+
+
+def tables(result):
+    """Return the table of a result by its name, as a list of rows with the columns first."""
+    columns = ["way of scaling", "seeds", "skipped at the start", "skipped later", "headroom lost, bits"]
+    rows = [[*columns, "loss on held-out text", "more than FP32's"]]
+    fp32 = {run["seed"]: run["quality"] for run in result["ways"].get("fp32", [])}
+    for way, runs in result["ways"].items():
+        counts = (", ".join(str(run[name]) for run in runs) for name in ("skipped_at_start", "skipped_later"))
+        more = [run["quality"] - fp32[run["seed"]] for run in runs if run["seed"] in fp32]
+        shown = interval(mean_and_interval(np.array(more)), 4) if len(more) > 1 and way != "fp32" else "-"
+        quality = f"{np.mean([run['quality'] for run in runs]):.4f}"
+        rows.append([WAYS[way], str(len(runs)), *counts, mean(runs, "headroom_lost", 1), quality, shown])
+    return {"ways": rows}
+
+
+def draw(runs):
+    """Above the loss on held-out text over the steps, below the scale, of the first seed of each way."""
+    figure = new_figure(9, 5.6)
+    headline(figure, f"The demo's model: loss on held-out text, and loss scale, of {len(runs)} ways of scaling")
+    losses, scales = figure.subplots(2, sharex=True)
+    for way, color in zip(runs, itertools.cycle((MUTED, WARNING, CONTEXT, SECOND, MAIN, "black")), strict=False):
+        run = runs[way][0]
+        steps, qualities = zip(*((look["step"], look["quality"]) for look in run["looks"]), strict=True)
+        losses.plot(steps, qualities, color=color, label=WAYS[way], linewidth=1.2)
+        if way != "fp32":
+            starts, exponents = zip(*run["scales"], strict=True)
+            ends = [*starts[1:], run["steps"]]
+            scales.stairs(exponents, [*starts, ends[-1]], baseline=None, color=color, linewidth=1.2)
+    style_axes(losses, y_label="loss on held-out text")
+    style_axes(scales, x_label="step", y_label="log2 of the loss scale")
+    losses.legend(fontsize=9, ncols=2, frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    main()

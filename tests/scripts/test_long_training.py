@@ -1,0 +1,89 @@
+"""The long training: resumed it is what it is uninterrupted, and its table and picture say what its runs showed."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import mindspore_mode
+
+from scripts.studies import long_training
+from scripts.studies.long_training import LongTraining
+
+SMALL = {"look_every": 4, "hidden_size": 32, "num_layers": 1}
+STEPS = 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_graph_mode():
+    with mindspore_mode("graph"):
+        yield
+
+
+def parameters_of(training):
+    return {value.name: value.asnumpy() for value in training.compiled.train_step.get_parameters()}
+
+
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(tmp_path):
+    whole = LongTraining("guided", 0, STEPS, tmp_path / "whole.json", **SMALL)
+    whole.go_on(5)
+    shutil.copytree(tmp_path, tmp_path / "stopped")
+    whole.go_on(STEPS)
+    resumed = LongTraining("guided", 0, STEPS, tmp_path / "stopped" / "whole.json", **SMALL)
+    assert resumed.step == 5
+    resumed.go_on(STEPS)
+    assert resumed.seen == whole.seen
+    assert [look["step"] for look in resumed.seen["looks"]] == [0, 4, 8, 10]
+    expected, found = parameters_of(whole), parameters_of(resumed)
+    assert {"scale_sense", "guided_counts", "global_step"} <= set(found)
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    # Of what was kept only the last is left, and in the end nothing.
+    assert sorted(file.name for file in (tmp_path / "stopped").iterdir()) == ["whole-10.ckpt", "whole.json"]
+    resumed.forget()
+    assert list((tmp_path / "stopped").iterdir()) == []
+    with pytest.raises(ValueError, match=r"must be of a run with .*'seed': 1.*Remove it, or give another --unfinished"):
+        LongTraining("guided", 1, STEPS, tmp_path / "whole.json", **SMALL)
+
+
+def run(way, seed, qualities, skipped=(), ceiling=None):
+    looks = [{"step": step, "quality": quality} for step, quality in zip((0, 50, 100), qualities, strict=True)]
+    if ceiling is not None:
+        looks = [{**look, "loss_scale": 2.0**10, "ceiling": 2.0**ceiling, "underflow": 0.0} for look in looks]
+    return {"way": way, "seed": seed, "steps": 100, "skipped": list(skipped), "scales": [[0, 10.0]], "looks": looks}
+
+
+def test_table_says_what_whole_runs_showed(tmp_path):
+    runs = [run("fp32", seed, (5.5, 3.0, 2.0 + seed)) for seed in (0, 1)]
+    runs += [run("adaptive", seed, (5.5, 3.0, 2.5 + seed), skipped=(0, 1, 60), ceiling=13) for seed in (0, 1)]
+    runs.append({**run("adaptive", 2, (5.5, 3.0, 9.0)), "steps": 50})
+    for each in runs:
+        long_training.file_of(tmp_path, each["way"], each["seed"]).write_text(json.dumps(each))
+    found = long_training.whole_runs(tmp_path, 100)
+    result = {"steps": 100, "ways": {way: list(map(long_training.summary, each)) for way, each in found.items()}}
+    assert long_training.tables(result)["ways"][1:] == [
+        ["FP32", "2", "0, 0", "0, 0", "-", "2.5000", "-"],
+        ["adaptive", "2", "2, 2", "1, 1", "3.0", "3.0000", "+0.5000 ± 0.0000"],
+    ]
+    losses, scales = long_training.draw(found).axes
+    assert [line.get_label() for line in losses.lines] == ["FP32", "adaptive"]
+    assert len(scales.patches) == 1
+
+
+def test_what_is_whole_is_not_trained_again(tmp_path, monkeypatch):
+    kept = {"steps": 100, "piece": 50, "results": tmp_path, "unfinished": tmp_path / "unfinished"}
+    arguments = type("Arguments", (), kept)
+    commands = []
+
+    def train(command, **_):
+        commands.append(command)
+        # The second piece is the last.
+        if len(commands) == 2:
+            long_training.file_of(tmp_path, "fixed", 1).write_text("{}")
+
+    monkeypatch.setattr(long_training.subprocess, "run", train)
+    long_training.finish_run("fixed", 1, arguments)
+    assert [command[2:4] for command in commands] == [["--piece-of", "fixed:1"]] * 2
+    long_training.finish_run("fixed", 1, arguments)
+    assert len(commands) == 2
