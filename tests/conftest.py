@@ -26,6 +26,9 @@ PROGRAM = ROOT / "mindformers_adaptive" / "__main__.py"
 # Folders of tests that build MindFormers' trainers in their own process.
 TRAINERS = [ROOT / "tests" / name for name in ("checkpoint", "gradients", "integration")]
 
+# Programs that change MindSpore where they are imported, as pytest would do to look for examples in them.
+collect_ignore = ["helpers/pynative_runs.py", "helpers/pynative_two_processes.py"]
+
 # A test, or the setup of a fixture, that takes longer hangs; and one that is marked as slow. Busy machines are slow.
 SECONDS, SLOW_SECONDS = 900, 1800
 

@@ -127,7 +127,7 @@ def test_stand_ins_are_made_once(tmp_path):
 
 
 def run(*arguments):
-    command = [sys.executable, ROOT / "scripts" / "ascend" / "compile_for_ascend.py", *arguments]
+    command = [sys.executable, "-m", "scripts.ascend.compile_for_ascend", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
