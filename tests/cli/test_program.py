@@ -236,7 +236,7 @@ def test_a_policy_that_takes_gradients_for_another_format_is_a_warning(run_progr
     assert code == 0
     assert f"record.jsonl are in float8_e4m3fn: there 'guided' needs {right}, or it takes them for float16." in error
     assert run_program("simulate", "--policy", f"guided:{right}", guided_record)[::2] == (0, "")
-    known = ("--grid", right, "exchange_rate=1,2", "--", guided_record)
+    known = ("--grid", right, "--grid", "exchange_rate=1,2", "--", guided_record)
     code, tuned, _ = run_program("tune", "--policy", "guided", *known)
     assert (code, 'gradient_format: "float8_e4m3fn"' in tuned) == (0, True), tuned
 
