@@ -38,14 +38,16 @@ def draw_differences(series: Series, group: Callable[[str], str | None] = parame
     steps, errors = np.array([*series], np.float64), by_group(series, group)
     drawn = {name: np.where(np.isfinite(values), values, np.nan) for name, values in errors.items()}
     above = np.concatenate([values[values > 0] for values in drawn.values()])
-    # Logarithmic, with a place for 0 below the smallest error.
-    axes.set_yscale("symlog", linthresh=float(above.min(initial=1.0)), linscale=0.3)
+    axes.set_yscale("log")
+    if any((values == 0).any() for values in drawn.values()):
+        # With a place for 0 below the smallest error.
+        axes.set_yscale("symlog", linthresh=float(above.min(initial=1.0)), linscale=0.3)
+        axes.set_ylim(bottom=0)
     for (name, values), (colour, dashes) in zip(drawn.items(), canvas.LINE_STYLES, strict=False):
         style: dict[str, Any] = {"color": colour, "linestyle": dashes, "marker": "o", "linewidth": 1.6}
         if name == "all":
             style |= {"color": "black", "linestyle": "solid", "linewidth": 2.4, "zorder": 1.9}
         axes.plot(steps, values, label=canvas.as_text(name), gid=name, **style)
-    axes.set_ylim(bottom=0)
     canvas.use_step_axis(axes, steps[0], steps[-1])
     canvas.legend_above(axes)
     canvas.headline(figure, canvas.as_text(parting(series)).partition(". ")[0])

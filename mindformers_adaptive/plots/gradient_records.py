@@ -219,18 +219,23 @@ def _finding(runs: Mapping[str, GradientSeries]) -> str:
 
 
 def _drift(runs: Mapping[str, GradientSeries], kind: str, axis: str) -> str:
-    """Say where the median of weights or outputs went."""
+    """Say where the median of weights or outputs went, or between which values gradients lay."""
     is_linear = axis == "linear"
     findings = []
     for name, run in runs.items():
         step, median = run.step, run.overall.bands[2]
         known = np.flatnonzero(np.isfinite(median))
         places = sorted({*known[:1], *known[-1:]})
-        values = [f"{value:.4g}" if is_linear else canvas.power_of_two(2.0**value) for value in median[places].tolist()]
+        if is_linear and kind == "gradients":
+            values = [f"{low:.2g} to {high:.2g}" for low, high in run.overall.bands[::4, places].T]
+        else:
+            as_text = "{:.4g}".format if is_linear else lambda exponent: canvas.power_of_two(2.0**exponent)
+            values = [as_text(value) for value in median[places].tolist()]
         ends = [f"{value} at step {step[place]:,.0f}" for value, place in zip(values, places, strict=True)]
         prefix = f"{canvas.as_text(name)}: " if len(runs) > 1 else ""
         findings.append(prefix + (", ".join(ends) or "not known"))
-    return f"Median{'' if is_linear else ' magnitude'} of the {kind}: {'; '.join(findings)}"
+    what = "90 %" if is_linear and kind == "gradients" else "Median" if is_linear else "Median magnitude"
+    return f"{what} of the {kind}: {'; '.join(findings)}"
 
 
 def series_of_gradients(

@@ -166,6 +166,7 @@ def _draw_signed(axes: Axes, counts: ArrayStatistics, scale: float) -> float:
     low, middle, high = signed.quantiles((0.05, 0.5, 0.95))
     axes.axvline(middle, color=canvas.WARNING, linewidth=1.2, label="median", gid="median")
     axes.axvspan(low, high, color=canvas.CONTEXT, zorder=0.5, linewidth=0, label="90 %", gid="90 %")
+    axes.locator_params(axis="x", nbins=4)
     text = f"{signed.lowest:.3g} to {signed.highest:.3g}"
     axes.text(0.01, 0.97, text, transform=axes.transAxes, va="top", fontsize=10, color=canvas.MUTED, gid="range")
     return float(shares.max())

@@ -223,6 +223,13 @@ def test_gradients_on_a_linear_axis_are_those_without_the_loss_scale(record):
     )
 
 
+def test_the_title_of_gradients_on_a_linear_axis_says_between_which_values_they_lie(record):
+    figure = draw_gradient_records({"run": record[:2]}, axis="linear")
+    low, high = series_of_gradients(record[:2], lambda name: name, axis="linear").overall.bands[[0, 4], 1]
+    assert title(figure).startswith("90 % of the gradients: ")
+    assert title(figure).endswith(f", {low:.2g} to {high:.2g} at step 20")
+
+
 def test_a_linear_axis_needs_what_was_measured_with_signs(record):
     old = json.loads(json.dumps(record).replace('"signed"', '"unknown"'))
     with pytest.raises(ValueError, match="'axis' must be 'log2' for what was measured without the signs"):
