@@ -145,7 +145,7 @@ class StepReader:
         if entries[-1]["overflow"] and self.names_parameters:
             entries[-1]["overflowed_parameters"] = self._update_cell.overflowed_parameters()
         if self.measures_gradients:
-            told = {"gradient_format": self._update_cell.rule.gradient_format.given}
+            told = {"gradient_format": self._update_cell.rule.gradient_format.to_config()}
             entries = [entry | told for entry in entries]
         if "skipped_steps" in self._parameters:
             entries = [entry | {"skipped_steps": entry["skipped_steps"] + self._skipped_by_others} for entry in entries]
