@@ -130,6 +130,9 @@ class Format:
             rounding (str): as in :class:`Format`. Default: "even".
             name (str, optional): its name. Default: None, such as "e5m2".
 
+        Returns:
+            Format.
+
         Raises:
             TypeError: if a number of bits is no integer.
             ValueError: if a number of bits is out of its range, or ``overflow`` or ``rounding`` is none of these.
