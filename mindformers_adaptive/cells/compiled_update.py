@@ -43,7 +43,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         for name, value in (("history_size", history_size), ("track_per_parameter", track_per_parameter)):
             if value:
                 refuse_kept_graphs(name, value)
-        self.each_largest = None
+        self.largest_per_parameter = None
         self.has_signal = not self.signals
         # As a Tensor, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
         self.step_limit = Tensor(STEP_LIMIT, mstype.int32)
@@ -144,9 +144,14 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         if not self.track_per_parameter:
             return
         self.parameter_names = tuple(names)
-        largest = Parameter(Tensor(np.zeros(len(names)), mstype.float32), name="each_largest", requires_grad=False)
+        largest = Parameter(
+            Tensor(np.zeros(len(names)), mstype.float32), name="largest_per_parameter", requires_grad=False
+        )
         # Not through nn.Cell, which would put it into every checkpoint.
-        object.__setattr__(self, "each_largest", largest)
+        object.__setattr__(self, "largest_per_parameter", largest)
+
+    # Its name of before; without a docstring it is not in the reference.
+    each_largest = property(lambda self: self.largest_per_parameter)
 
     def overflowed_parameters(self):
         """Return the names of the Parameters whose gradients had an inf or a NaN in the last step.
@@ -155,9 +160,9 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             list[str], in the order of the Parameters; empty without ``track_per_parameter=True``. Reading waits for
             the device.
         """
-        if self.each_largest is None:
+        if self.largest_per_parameter is None:
             return []
-        largest = self.each_largest.asnumpy()
+        largest = self.largest_per_parameter.asnumpy()
         return [name for name, value in zip(self.parameter_names, largest, strict=True) if not math.isfinite(value)]
 
     def recent_steps(self, since=0):

@@ -41,7 +41,7 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
             and 1000 is used. Default: 1000, MindFormers'.
         min_scale_window (int): the smallest window, in steps. Default: 20, MindFormers'.
         min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
-        max_loss_scale (float, optional): the cap of the loss scale. Default: None, the largest finite float32.
+        max_loss_scale (float, optional): the upper bound of the loss scale. Default: None, the largest finite float32.
         hysteresis (int): how many overflows it takes to drop the scale; a raise starts the count anew, as in
             Megatron-LM. Default: 1, which tolerates none.
         shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.
@@ -121,7 +121,7 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
     =============================== ========================= ===================================================
     ``guided_counts``               ``counts``                int32 of shape (7,), the rule's integers
     ``guided_levels``               ``levels``                float32 of shape (3,), weight, low and level
-    ``guided_overflow_rate``        ``overflow_rate``         float32 of shape (16,), the record of overflow rates
+    ``guided_overflow_rate``        ``overflow_rate``         float32 of shape (16,), the overflow histogram
     ``largest_gradient``            ``largest_gradient``      float32 of shape (), that of the last step
     ``current_iterator_step``       ``cur_iter``              int32 of shape (), number of the next step, from 1
     ``last_overflow_iterator_step`` ``last_overflow_iter``    int32 of shape (), step of the last overflow or raise
@@ -137,7 +137,8 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
         exchange_rate (float): skipped steps in 1000 that a bit of headroom is worth, 0.001 to 1000. The larger, the
             closer the scale is to the ceiling. Default: 1.0, what a fixed window of 1000 pays.
         min_loss_scale (float): the floor of the loss scale. Default: 1.0, as in ``nn.DynamicLossScaleUpdateCell``.
-        max_loss_scale (float, optional): the cap of the loss scale. Default: None, the largest power of two in float32.
+        max_loss_scale (float, optional): the upper bound of the loss scale. Default: None, the largest power of two in
+            float32.
         gradient_format (Union[str, dict, Format]): the format of the gradients, as in
             :class:`~mindformers_adaptive.rules.guided.GuidedRule`. Default: "float16".
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0, as in

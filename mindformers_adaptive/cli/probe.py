@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> None:
 
         save_arrays(options.gradients, {name: each / len(ranges.batches) for name, each in sums.items()})
     if options.plot:
-        save(draw_histograms(ranges.to_dict()), options.plot)
+        save(draw_histograms(ranges), options.plot)
 
 
 def sweep(options: argparse.Namespace, loss_scales, layers=(), observe=None):  # type: ignore[no-untyped-def]

@@ -24,7 +24,7 @@ __all__ = [
     "gradient_ranges",
 ]
 
-# 16-fold each.
+# Every fourth power of two.
 DEFAULT_LOSS_SCALES = recommendation.EVERY_POWER[::4]
 
 # Losses of the same network and batch differ by the order of their sums only.

@@ -95,7 +95,7 @@ class Verdict:
         Returns:
             dict[str, object], by the names of the attributes, with ``is_harmful``.
         """
-        return {**vars(self), "gradient_format": self.gradient_format.given, "is_harmful": self.is_harmful}
+        return {**vars(self), "gradient_format": self.gradient_format.to_config(), "is_harmful": self.is_harmful}
 
 
 def judge(ranges: GradientRanges, loss_scale: float) -> Verdict:
@@ -254,7 +254,7 @@ class LossScaleRecommendation:
         nested = ("ranges", "verdicts", "lost_updates")
         plain = {name: value for name, value in vars(self).items() if name not in nested}
         plain["lost_updates"] = vars(self.lost_updates) if self.lost_updates else None
-        plain["gradient_format"] = self.ranges.gradient_format.given
+        plain["gradient_format"] = self.ranges.gradient_format.to_config()
         plain["measured"] = self.ranges.measured
         return {**plain, "verdicts": [verdict.to_dict() for verdict in self.verdicts], "yaml": self.yaml}
 

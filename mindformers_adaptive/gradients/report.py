@@ -167,7 +167,7 @@ class GradientRanges:
         """
         return {
             **({"measured": self.measured} if self.measured else {}),
-            "gradient_format": self.gradient_format.given,
+            "gradient_format": self.gradient_format.to_config(),
             "weights": {
                 "overall": merge_statistics(self.weights.values()).to_dict(),
                 "parameters": {name: each.to_dict() for name, each in self.weights.items()},

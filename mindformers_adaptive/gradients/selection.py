@@ -1,4 +1,4 @@
-"""What of a sweep is shown: its gradients, its weights or the outputs of layers, of all modules or of some."""
+"""Select kind and modules of a sweep: its gradients, weights or outputs of layers, of all modules or of some."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class RunRecord:
         try:
             found = _look_through(self.path, last_step)
         except ValueError as error:
-            return [*notes, f"{self.path} is no record of steps, {error}: it is kept as {self._move_aside()}."]
+            return [*notes, f"{self.path} is no run record, {error}: it is kept as {self._move_aside()}."]
         if last_step == 0 and found.last_step:
             return [*notes, f"{self.path} has the steps of an earlier run: it is kept as {self._move_aside()}."]
         if found.torn:
@@ -248,7 +248,7 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         return _parse(_split(Path(path).read_bytes()))
     except ValueError as error:
-        raise ValueError(f"{path} is no record of steps: {error}") from error
+        raise ValueError(f"{path} is no run record: {error}") from error
 
 
 def _split(content: bytes) -> list[bytes]:

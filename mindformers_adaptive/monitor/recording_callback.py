@@ -26,7 +26,7 @@ _Choice = TypeVar("_Choice")
 
 _FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room on the disk, or give")
 _READ_ONLY = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow this user to write there, or give")
-# What can be done beside giving another path.
+# Remedy by errno, beside another path.
 _REMEDIES = _FULL | _READ_ONLY
 
 

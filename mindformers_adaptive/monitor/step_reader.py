@@ -103,7 +103,7 @@ class StepReader:
         self._parameters = {field.name: parameter for field, parameter in self._fields}
         self.measures_gradients = "largest_gradient" in self._parameters
         self.counts_overflows = "consecutive_overflows" in self._state()
-        self.names_parameters = getattr(self._update_cell, "each_largest", None) is not None
+        self.names_parameters = getattr(self._update_cell, "largest_per_parameter", None) is not None
         self.window = tuple(map(self._state().get, _OF_WINDOW))
         self._loss_scale = self._read_loss_scale()
         self._skipped_steps: int | None = 0
@@ -145,7 +145,7 @@ class StepReader:
         if entries[-1]["overflow"] and self.names_parameters:
             entries[-1]["overflowed_parameters"] = self._update_cell.overflowed_parameters()
         if self.measures_gradients:
-            told = {"gradient_format": self._update_cell.rule.gradient_format.given}
+            told = {"gradient_format": self._update_cell.rule.gradient_format.to_config()}
             entries = [entry | told for entry in entries]
         if "skipped_steps" in self._parameters:
             entries = [entry | {"skipped_steps": entry["skipped_steps"] + self._skipped_by_others} for entry in entries]

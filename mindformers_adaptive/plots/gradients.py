@@ -40,7 +40,7 @@ _DARK_PURPLE = "#9b3f76"
 
 
 def draw_histograms(
-    sweep: Mapping[str, Any],
+    sweep: GradientRanges | Mapping[str, Any],
     loss_scales: Sequence[float] | None = None,
     group: Callable[[str], str | None] = parameter_group,
     kind: str = "gradients",
@@ -56,7 +56,7 @@ def draw_histograms(
     2^20 on, count in the last bars.
 
     Args:
-        sweep (Mapping): what ``GradientRanges.to_dict()`` returns, or its JSON file holds.
+        sweep (Union[GradientRanges, Mapping]): the sweep, or what its JSON file holds.
         loss_scales (Sequence[float], optional): scales of the sweep. Default: None, the lowest and the highest that did
             not overflow.
         group (Callable): from a Parameter's name to its group, or None for its first component. Default:
@@ -92,7 +92,7 @@ class _Column(NamedTuple):
 
 
 def draw_sweeps(
-    sweeps: Mapping[str, Mapping[str, Any]],
+    sweeps: Mapping[str, GradientRanges | Mapping[str, Any]],
     loss_scales: Sequence[float] | None = None,
     group: Callable[[str], str | None] = parameter_group,
     kind: str = "gradients",
@@ -102,7 +102,7 @@ def draw_sweeps(
     """Draw several sweeps side by side as :func:`draw_histograms` draws one: checkpoints, runs or devices.
 
     Args:
-        sweeps (Mapping[str, Mapping]): by name; a single one may have the name "".
+        sweeps (Mapping[str, Union[GradientRanges, Mapping]]): by name; a single one may have the name "".
         loss_scales (Sequence[float], optional): of each sweep. Default: None, of several sweeps the highest of each
             that did not overflow.
         group (Callable), kind (str), modules (Sequence[str]): as there.
@@ -119,7 +119,7 @@ def draw_sweeps(
     """
     of_gradients, columns = kind == "gradients", list[_Column]()
     for name, sweep in sweeps.items():
-        ranges = select(GradientRanges.from_dict(sweep), kind, modules)
+        ranges = select(_read(sweep), kind, modules)
         own, tried = group_for(modules, ranges) or group, ranges.loss_scales
         highest = (ranges.fitting_scales or tried)[-1]
         chosen = (of_gradients and loss_scales) or sorted({highest, *tried[: len(sweeps) == 1 and axis == "log2"]})
@@ -153,6 +153,10 @@ def draw_sweeps(
     figure.align_ylabels()
     canvas.headline(figure, _signed_finding(columns, kind) if axis == "linear" else _finding(columns, kind))
     return figure
+
+
+def _read(sweep: GradientRanges | Mapping[str, Any]) -> GradientRanges:
+    return sweep if isinstance(sweep, GradientRanges) else GradientRanges.from_dict(sweep)
 
 
 def _draw_signed(axes: Axes, counts: ArrayStatistics, scale: float) -> float:
@@ -203,13 +207,15 @@ def _finding(columns: Sequence[_Column], kind: str) -> str:
     return "; ".join(findings)
 
 
-def draw_underflow(sweep: Mapping[str, Any], group: Callable[[str], str | None] = parameter_group) -> Figure:
+def draw_underflow(
+    sweep: GradientRanges | Mapping[str, Any], group: Callable[[str], str | None] = parameter_group
+) -> Figure:
     """Draw the share of gradients that underflow at each loss scale, for each group of Parameters and for all.
 
     Scales at which a batch overflowed are shaded; there the share that underflows is not known.
 
     Args:
-        sweep (Mapping): as in :func:`draw_histograms`.
+        sweep (Union[GradientRanges, Mapping]): as in :func:`draw_histograms`.
         group (Callable): likewise.
 
     Returns:
@@ -219,7 +225,7 @@ def draw_underflow(sweep: Mapping[str, Any], group: Callable[[str], str | None] 
         ImportError: if matplotlib is missing.
         TypeError: if ``sweep`` is not a sweep.
     """
-    ranges = GradientRanges.from_dict(sweep)
+    ranges = _read(sweep)
     scales = np.array(ranges.loss_scales)
     counts = [{**ranges.groups(scale, group), "all": ranges.overall(scale)} for scale in ranges.loss_scales]
     figure = canvas.new_figure(10, 5.5)

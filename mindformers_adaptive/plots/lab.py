@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures
 from mindformers_adaptive.lab.replay.simulate import Comparison, Replay, pareto_front
-from mindformers_adaptive.lab.traces.gradients import shown_ceilings
+from mindformers_adaptive.lab.traces.gradients import implied_ceilings
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
@@ -84,7 +84,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
 def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> None:
     """Shade where steps overflow, and fit the axis to all scales and to the ceilings that FP32 can hold."""
     gradients = np.full(len(trace), np.nan) if trace.largest_gradient is None else trace.largest_gradient
-    shown = shown_ceilings(gradients, trace.gradient_format)
+    shown = implied_ceilings(gradients, trace.gradient_format)
     scales = np.concatenate([trace.ceiling, shown, *(result.loss_scale for result in replays.values())])
     scales = scales[(scales >= SMALLEST_LOSS_SCALE) & (scales <= LARGEST_LOSS_SCALE)]
     canvas.use_power_of_two_axis(axes, scales.min(), scales.max())

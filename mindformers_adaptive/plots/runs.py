@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.logs.record import run_of_record
-from mindformers_adaptive.lab.traces.gradients import shown_ceilings
+from mindformers_adaptive.lab.traces.gradients import implied_ceilings
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats, count, power_of_two
@@ -441,7 +441,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     optional = (run.loss, run.scale_window, gradients, run.gradient_norm)
     loss, window, shown, norm = (unknown if one is None else one for one in optional)
     norm = np.where((norm > 0) & (norm < np.inf) & ~run.overflow, norm, np.nan)[at]
-    ceiling = shown_ceilings(shown[at], run.gradient_format)
+    ceiling = implied_ceilings(shown[at], run.gradient_format)
     has_ceiling = not np.isnan(ceiling).all()
     scales = np.append(run.loss_scale[at], run.final_loss_scale)
     if np.isnan(scales[-1]):

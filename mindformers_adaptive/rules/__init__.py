@@ -133,6 +133,6 @@ def __getattr__(name: str) -> Any:
     if name in ("TextRule", "Field"):
         raise ImportError(
             f"mindformers_adaptive.rules has no {name} any more: a rule is a Rule, with a dict as its state and its "
-            "text as the method next_state. See docs/en/own_rule.md."
+            "step as the method next_state. See docs/en/own_rule.md."
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -86,8 +86,8 @@ class AdaptiveRule(Rule):
             :func:`~mindformers_adaptive.rules.ladder.window_ladder`. Default: 1000, MindFormers'.
         min_scale_window (int): the smallest window in steps. Default: 20, MindFormers'.
         min_loss_scale (float): the floor of the scale, above 0. Default: 1.0, MindSpore's.
-        max_loss_scale (float, optional): the cap of the scale; a raise that would pass it leaves the scale as it is.
-            Default: None, the largest finite float32.
+        max_loss_scale (float, optional): the upper bound of the scale; a raise that would pass it leaves the scale as
+            it is. Default: None, the largest finite float32.
         hysteresis (int): how many overflows it takes to drop the scale; a raise starts the count anew, as in
             Megatron-LM. Default: 1, which tolerates none, as in MindSpore.
         shrink_from_min_window (bool): whether three drops lead to the hidden window from the smallest window too.

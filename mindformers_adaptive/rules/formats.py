@@ -70,6 +70,8 @@ class Format:
         >>> small = Format("mine", largest=28.0, smallest_normal=0.25, smallest_subnormal=0.0625)
         >>> small.quantum(4), small.quantum(-3), small.title
         (4.0, 0.0625, 'mine')
+        >>> Format.from_bits(exponent=3, mantissa=2, overflow="saturate").largest
+        28.0
     """
 
     name: str
@@ -113,10 +115,54 @@ class Format:
         """
         return math.log2(self.smallest_subnormal), math.log2(self.smallest_normal), math.log2(self.largest)
 
-    @property
-    def given(self) -> Any:
-        """Union[str, dict]: its name or its numbers by name, as :func:`find_format` takes it and JSON can hold it."""
+    @classmethod
+    def from_bits(
+        cls, exponent: int, mantissa: int, overflow: str = "inf", rounding: str = "even", name: str | None = None
+    ) -> Format:
+        """Return the format with a sign, so many bits of exponent, biased as in IEEE 754, and so many of mantissa.
+
+        Args:
+            exponent (int): bits of the exponent, 2 to 8.
+            mantissa (int): bits of the mantissa without the leading one, 1 to 23.
+            overflow (str): as in :class:`Format`, and with it what the highest exponent is for: "inf", for inf and NaN,
+                as in IEEE 754; "nan", for numbers and one NaN, as in E4M3 of OCP; "saturate", for numbers only, as in
+                E2M1, E2M3 and E3M2 of OCP. The last two need an exponent of at most 7 bits. Default: "inf".
+            rounding (str): as in :class:`Format`. Default: "even".
+            name (str, optional): its name. Default: None, such as "e5m2".
+
+        Returns:
+            Format.
+
+        Raises:
+            TypeError: if a number of bits is no integer.
+            ValueError: if a number of bits is out of its range, or ``overflow`` or ``rounding`` is none of these.
+
+        Examples:
+            >>> Format.from_bits(exponent=5, mantissa=2).largest
+            57344.0
+        """
+        is_ieee = overflow == "inf"
+        remedy = "FP8 E5M2 has 5 and 2, float16 5 and 10, bfloat16 8 and 7."
+        require_integer("exponent", exponent, 2, remedy, most=8 if is_ieee else 7, unit="number of bits")
+        require_integer("mantissa", mantissa, 1, remedy, most=23, unit="number of bits")
+        bias = 2 ** (exponent - 1) - 1
+        # What the mantissa of the largest number lacks to 2, in its last place.
+        lacking = 2 if overflow == "nan" else 1
+        largest = (2.0 - lacking * 2.0**-mantissa) * 2.0 ** (bias if is_ieee else bias + 1)
+        normal = 2.0 ** (1 - bias)
+        title = name or f"e{exponent}m{mantissa}"
+        return cls(title, largest, normal, normal * 2.0**-mantissa, overflow, rounding)
+
+    def to_config(self) -> str | dict[str, Any]:
+        """Return its name or its numbers by name, as :func:`find_format` takes it and JSON can hold it.
+
+        Returns:
+            Union[str, dict].
+        """
         return self.name if FORMATS.get(self.name) == self else dataclasses.asdict(self)
+
+    # Its name of before; without a docstring it is not in the reference.
+    given = property(lambda self: self.to_config())
 
     def quantum(self, exponent: int) -> float:
         """Return how far neighbouring numbers of the format are apart.
@@ -136,14 +182,14 @@ class Format:
 
 # The numbers are those of ml_dtypes, which the tests compare; of hifloat8, those of its definition, and the rounding is
 # that of CANN's conversion from float32, which has no rounding to even.
-FLOAT16 = Format("float16", 65504.0, 2.0**-14, 2.0**-24)
+FLOAT16 = Format.from_bits(5, 10, name="float16")
 FORMATS = {
     one.name: one
     for one in (
         FLOAT16,
-        Format("bfloat16", (2.0 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133),
-        Format("float8_e5m2", 57344.0, 2.0**-14, 2.0**-16),
-        Format("float8_e4m3fn", 448.0, 2.0**-6, 2.0**-9, overflow="nan"),
+        Format.from_bits(8, 7, name="bfloat16"),
+        Format.from_bits(5, 2, name="float8_e5m2"),
+        Format.from_bits(4, 3, overflow="nan", name="float8_e4m3fn"),
         Format(
             "hifloat8",
             *(2.0**15, 2.0**-15, 2.0**-22),

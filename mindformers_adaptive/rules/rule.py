@@ -42,7 +42,7 @@ class Rule(metaclass=_Made):
     """A rule of loss scaling: a state, and an ordinary function that says what a step does to it.
 
     A subclass has :meth:`next_state`, which is called once when the rule is made, with values that record what is done
-    to them. From the record come one NumPy function and the graph of the update cell. It may have :meth:`first_state`,
+    to them. From that come one NumPy function and the graph of the update cell. It may have :meth:`first_state`,
     and a constructor that keeps each argument as an attribute of the same name.
 
     Attributes:

@@ -1,1 +1,1 @@
-"""What the package prints and writes: tables, loss scales as powers of two, JSON, and atomic writes of files."""
+"""Text that comes in and goes out: files, JSON, YAML, tables, loss scales as powers of two, what to install."""

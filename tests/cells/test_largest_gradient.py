@@ -27,9 +27,9 @@ class Pass(nn.Cell):
         self.update_cell = update_cell
         update_cell.declare_signal(["first", "second"])
         self.measure = LargestGradient(update_cell, is_divided=is_divided)
-        if update_cell.each_largest is not None:
+        if update_cell.largest_per_parameter is not None:
             # Only for the export, which takes no Parameter that belongs to no cell.
-            self.insert_param_to_cell("each_largest", update_cell.each_largest)
+            self.insert_param_to_cell("largest_per_parameter", update_cell.largest_per_parameter)
 
     def construct(self, first, second):
         return self.measure((first, second))
@@ -56,12 +56,16 @@ def test_with_pipeline_stages_each_gradient_comes_to_its_place(mode):
     for gradients in (([3.0, -4.0], [2.0]), ([1.0, np.nan], [-5.0]), ([0.5], [np.inf, 1.0])):
         gradients = [Tensor(gradient, mindspore.float32) for gradient in gradients]
         overflows = [bool(one(*gradients)) for one in (step, Pass(plain, is_divided=False))]
-        assert overflows == [not np.isfinite(plain.each_largest.asnumpy()).all()] * 2
-        np.testing.assert_array_equal(cell.each_largest.asnumpy(), plain.each_largest.asnumpy())
+        assert overflows == [not np.isfinite(plain.largest_per_parameter.asnumpy()).all()] * 2
+        np.testing.assert_array_equal(cell.largest_per_parameter.asnumpy(), plain.largest_per_parameter.asnumpy())
         assert (
-            cell.state()["largest_gradient"] == plain.state()["largest_gradient"] == plain.each_largest.asnumpy().max()
+            cell.state()["largest_gradient"]
+            == plain.state()["largest_gradient"]
+            == plain.largest_per_parameter.asnumpy().max()
         )
     assert step.measure.in_stages
+    # The name of before.
+    assert cell.each_largest is cell.largest_per_parameter
 
 
 @pytest.mark.parametrize("train_step_class", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
@@ -93,7 +97,7 @@ def test_with_a_loss_per_token_the_gradient_that_overflows_is_measured(mode, cli
     _, overflow, *_ = step(Tensor(inputs))
     assert not bool(overflow)
     assert cell.state()["largest_gradient"] == pytest.approx(largest, rel=1e-2)
-    assert float(cell.each_largest.asnumpy()[0]) == cell.state()["largest_gradient"]
+    assert float(cell.largest_per_parameter.asnumpy()[0]) == cell.state()["largest_gradient"]
 
 
 class WithItsOwnDetection(TrainOneStepWithLossScaleCell):

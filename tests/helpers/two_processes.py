@@ -54,7 +54,7 @@ def five_steps(step):
             names = update_cell.overflowed_parameters()
             record[-1] |= {"largest": update_cell.state()["largest_gradient"], "overflowed": names}
     seen = {"steps": record, "state": update_cell.state(), "weight": weight_of(step).tolist()}
-    # MindSpore exports no Parameter that belongs to no cell, as each_largest.
+    # MindSpore exports no Parameter that belongs to no cell, as largest_per_parameter.
     if isinstance(update_cell, AdaptiveLossScaleUpdateCell):
         graph = export_graph(step, Tensor(features), Tensor(np.zeros((2, 3), np.float32)))
         seen["collectives"] = graph.collectives

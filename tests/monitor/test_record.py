@@ -130,7 +130,7 @@ def test_a_file_that_is_no_record_is_kept_under_another_name(path, last_step):
     for number, content in ((1, "no json\n{}\n"), (2, '{"step": 2}\n{"step": 1}\n'), (3, '{"step": "1"}\n')):
         path.write_text(content)
         [note] = write(path, entries(last_step + 1, 4), last_step=last_step)
-        assert note.startswith(f"{path} is no record of steps, line ")
+        assert note.startswith(f"{path} is no run record, line ")
         assert note.endswith(f": it is kept as record.jsonl.{number}.")
         assert path.with_name(f"record.jsonl.{number}").read_text() == content
         assert read_record(path) == entries(last_step + 1, 4)
@@ -188,7 +188,7 @@ def test_empty_lines_between_steps_are_no_steps(path):
     with pytest.raises(ValueError, match="line 7 is b'no step'"):
         read_record(path)
     [note] = write(path, entries(5, 5), last_step=4)
-    assert "is no record of steps, line 7 is b'no step'" in note
+    assert "is no run record, line 7 is b'no step'" in note
 
 
 def test_any_lines_are_continued_as_the_parser_of_json_has_them(path, monkeypatch):
@@ -228,7 +228,7 @@ def test_a_last_line_of_zeros_is_taken_out(path):
 )
 def test_reading_what_is_no_record_names_the_line(path, content, message):
     path.write_text(content)
-    with pytest.raises(ValueError, match=f"record.jsonl is no record of steps: {message}"):
+    with pytest.raises(ValueError, match=f"record.jsonl is no run record: {message}"):
         read_record(path)
 
 

@@ -1,5 +1,7 @@
 """The pictures of a sweep show exactly what FP16 did to the gradients, group by group and scale by scale."""
 
+import json
+
 import numpy as np
 import pytest
 from drawn import artist, artists, legend, points, title
@@ -7,6 +9,7 @@ from records import NAMES, gradient_line, in_fp16
 
 from mindformers_adaptive.gradients.groups import group_parameters, parameter_group
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
+from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms, draw_sweeps, draw_underflow
 
 SCALES = (1.0, 64.0, 512.0, 2.0**30)
@@ -90,13 +93,13 @@ def test_lowest_and_highest_scale_without_overflow_are_compared_by_default(sweep
 def test_gradients_beyond_fp16_count_at_the_ends():
     found = array_statistics([2.0**-100, 2.0**-40, 1.0, 2.0**90], np.ones(4))
     ranges = GradientRanges({"a": found}, ((ScaleRanges(1.0, 1.0, {"a": found}),),))
-    assert bars(draw_histograms(ranges.to_dict()).axes[0]) == {-30: 50.0, 0: 25.0, 19: 25.0}
+    assert bars(draw_histograms(ranges).axes[0]) == {-30: 50.0, 0: 25.0, 19: 25.0}
 
 
 def test_subnormals_are_those_below_the_smallest_normal_number():
     found = array_statistics([2.0**-25, 2.0**-15, 1.99 * 2.0**-15, 2.0**-14, 1.0], np.ones(5))
     ranges = GradientRanges({"a": found}, ((ScaleRanges(1.0, 1.0, {"a": found}),),))
-    axes = draw_histograms(ranges.to_dict()).axes[0]
+    axes = draw_histograms(ranges).axes[0]
     assert artist(axes, "lost").get_text() == "underflow 0 %, subnormal 60 %"
     colours = {round(bar.get_x()): bar.get_facecolor() for bar in axes.patches}
     assert colours[-25] == colours[-15] != colours[-14] == colours[0]
@@ -187,6 +190,21 @@ def test_small_groups_of_many_are_gathered():
 def test_groups_can_be_ones_own(sweep):
     figure = draw_histograms(sweep, [64], group=lambda name: name.split(".")[0])
     assert [axes.get_ylabel() for axes in figure.axes] == ["layers\nshare, %", "lm_head\nshare, %"]
+
+
+def test_a_sweep_of_several_batches_is_drawn_as_its_file_is(tmp_path):
+    def at(step, scale):
+        reference = in_fp16(step, 512.0) if scale <= 512 else {}
+        gradients = in_fp16(step, scale).items()
+        counts = {name: array_statistics(each, reference.get(name), scale / 512) for name, each in gradients}
+        return ScaleRanges(scale, 1.0, counts)
+
+    batches = tuple(tuple(at(step, scale) for scale in SCALES) for step in (1, 2))
+    sweep = GradientRanges({name: array_statistics([1.0, 2.0**-20]) for name in NAMES}, batches)
+    file = json.loads(json.dumps(sweep.to_dict()))
+    for draw in (draw_histograms, draw_underflow, lambda one: draw_histograms(one, kind="weights", modules=NAMES[:1])):
+        drawn, expected = (save(draw(one), tmp_path / "picture.png").read_bytes() for one in (sweep, file))
+        assert drawn == expected
 
 
 def test_weights_and_outputs_have_one_column_and_no_scale():

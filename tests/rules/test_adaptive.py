@@ -70,7 +70,7 @@ def test_three_drops_from_the_smallest_window_lead_to_the_hidden_one_only_if_ask
 def test_floor_and_cap():
     rule = AdaptiveRule(**LADDER_2_3_4, scale_factor=3, min_loss_scale=100.0, max_loss_scale=2000.0)
     assert replay(rule, rule.start(1024.0), "!!!").loss_scale == 100.0
-    # A raise that would pass the cap leaves the scale where it is, and still counts as a raise.
+    # A raise that would pass the upper bound leaves the scale where it is, and still counts as a raise.
     state = replay(rule, rule.start(1024.0), "..")
     assert (state.loss_scale, state.growth_num) == (1024.0, 1)
 

@@ -34,6 +34,57 @@ def test_numbers_are_those_of_ml_dtypes(name):
     assert repr(beyond) == one.overflow
 
 
+@pytest.mark.parametrize(
+    ("name", "exponent", "mantissa", "overflow"),
+    [
+        ("float16", 5, 10, "inf"),
+        ("bfloat16", 8, 7, "inf"),
+        ("float32", 8, 23, "inf"),
+        ("float8_e5m2", 5, 2, "inf"),
+        ("float8_e4m3", 4, 3, "inf"),
+        ("float8_e3m4", 3, 4, "inf"),
+        ("float8_e4m3fn", 4, 3, "nan"),
+        ("float6_e3m2fn", 3, 2, "saturate"),
+        ("float6_e2m3fn", 2, 3, "saturate"),
+        ("float4_e2m1fn", 2, 1, "saturate"),
+    ],
+)
+def test_a_format_by_its_bits_has_the_numbers_of_ml_dtypes(name, exponent, mantissa, overflow):
+    info = ml_dtypes.finfo(getattr(ml_dtypes, name, name))
+    one = Format.from_bits(exponent, mantissa, overflow)
+    assert (one.name, one.overflow) == (f"e{exponent}m{mantissa}", overflow)
+    assert one.largest == float(info.max)
+    assert one.smallest_normal == float(info.smallest_normal)
+    assert one.smallest_subnormal == float(info.smallest_subnormal)
+    if exponent + mantissa < 8:
+        codes = np.arange(2 ** (exponent + mantissa), dtype=np.uint8).view(getattr(ml_dtypes, name)).astype(np.float64)
+        assert numbers_of(one) == codes[np.isfinite(codes) & (codes > 0)].tolist()
+    if name in FORMATS:
+        assert Format.from_bits(exponent, mantissa, overflow, name=name) == FORMATS[name]
+
+
+@pytest.mark.parametrize(
+    ("bits", "error", "message"),
+    [
+        ({"exponent": 1}, ValueError, "'exponent' must be at least 2, but got 1"),
+        ({"exponent": 9}, ValueError, "'exponent' must be at most 8, but got 9"),
+        ({"exponent": 8, "overflow": "nan"}, ValueError, "'exponent' must be at most 7, but got 8"),
+        ({"exponent": 5.0}, TypeError, "'exponent' must be an integer"),
+        ({"mantissa": 0}, ValueError, "'mantissa' must be at least 1, but got 0.* FP8 E5M2 has 5 and 2"),
+        ({"mantissa": 24}, ValueError, "'mantissa' must be at most 23, but got 24"),
+        ({"overflow": "wrap"}, ValueError, "'overflow' must be one of"),
+        ({"name": 5}, TypeError, "'name' must be text, but got 5"),
+    ],
+)
+def test_bits_that_are_none_of_a_format_are_refused(bits, error, message):
+    with pytest.raises(error, match=message):
+        Format.from_bits(**{"exponent": 5, "mantissa": 2, **bits})
+
+
+def test_bits_and_numbers_give_the_same_format():
+    assert Format.from_bits(exponent=3, mantissa=2, overflow="saturate", name="mine") == Format(**OWN)
+
+
 def test_hifloat8_has_the_numbers_of_its_codes():
     assert len(set(numbers_of_hifloat8())) == 126
     assert numbers_of(FORMATS["hifloat8"]) == numbers_of_hifloat8()
@@ -41,8 +92,10 @@ def test_hifloat8_has_the_numbers_of_its_codes():
 
 @pytest.mark.parametrize("one", [*FORMATS.values(), Format(**OWN), Format(**{**OWN, "name": "float16"})])
 def test_what_is_written_for_a_format_is_read_as_the_same(one):
-    assert find_format(json.loads(json.dumps(one.given))) == find_format(one) == one
-    assert (one.given == one.name) is (one in FORMATS.values())
+    assert find_format(json.loads(json.dumps(one.to_config()))) == find_format(one) == one
+    assert (one.to_config() == one.name) is (one in FORMATS.values())
+    # The name of before.
+    assert one.given == one.to_config()
 
 
 @pytest.mark.parametrize(

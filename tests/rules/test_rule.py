@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import itertools
 import math
@@ -50,6 +51,19 @@ def rule_of(next_state, *, state=None, first=MappingProxyType({}), signals=(), *
     if first != {}:
         names["first_state"] = lambda self, loss_scale: first
     return type("Own", (Rule,), names)(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "said"),
+    [
+        ("mindformers_adaptive", "TextRule", "see mindformers_adaptive.Rule"),
+        ("mindformers_adaptive.rules", "TextRule", "its step as the method next_state. See docs/en/own_rule.md"),
+        ("mindformers_adaptive.rules", "Field", "a dict as its state"),
+    ],
+)
+def test_a_name_of_before_says_what_is_there_instead(package, name, said):
+    with pytest.raises(ImportError, match=f"{package} has no {name} any more: .*{said}"):
+        getattr(importlib.import_module(package), name)
 
 
 def run(rule, flags=FLAGS, loss_scale=2.0**16, gradients=(None,) * 99):

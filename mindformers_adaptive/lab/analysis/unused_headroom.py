@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.lab.traces.gradients import shown_ceilings
+from mindformers_adaptive.lab.traces.gradients import implied_ceilings
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.text.table import as_power_of_two
 
@@ -36,7 +36,7 @@ def shown_by_gradients(run: RecordedRun) -> dict[str, Any] | None:
     for name, gradients in (("largest gradients", run.largest_gradient), ("norms", run.gradient_norm)):
         if gradients is None:
             continue
-        ceilings = shown_ceilings(np.where(run.overflow, np.nan, gradients), run.gradient_format)
+        ceilings = implied_ceilings(np.where(run.overflow, np.nan, gradients), run.gradient_format)
         known = ceilings[np.isfinite(ceilings)]
         if len(known):
             extremes = {"lowest": float(known.min()), "median": float(np.median(known))}

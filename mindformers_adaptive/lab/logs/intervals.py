@@ -9,13 +9,13 @@ after its last step and, in MindFormers' logs, the flag of that step. From two s
   window is 1, a tolerated overflow (hysteresis) leaves the scale as it is, and so does one at the floor.
 
 This holds for every rule that changes the scale by one factor and at most once a step: the adaptive one, MindSpore's
-and MindFormers' cells, Megatron-LM's, with any window, hysteresis, floor and cap. It does not for a rule that follows
-the gradients, which has to be given, nor where a run was resumed with another factor or without its scale; so what
-bounds rest on is said beside them. The factor is the one between lines that are one step apart. Where no lines are, the
-bounds are those of the largest factor of which all scales are powers, times a constant; one change need not fit,
-because the scale may have hit a floor of up to 2^14. The guess is 2, where it fits. A printed number of skipped steps
-is exact, unless a fall of the scale shows that the log does not count them. A single line may stand for all steps up to
-its own.
+and MindFormers' cells, Megatron-LM's, with any window, hysteresis, floor and upper bound. It does not for a rule that
+follows the gradients, which has to be given, nor where a run was resumed with another factor or without its scale; so
+what bounds rest on is said beside them. The factor is the one between lines that are one step apart. Where no lines
+are, the bounds are those of the largest factor of which all scales are powers, times a constant; one change need not
+fit, because the scale may have hit a floor of up to 2^14. The guess is 2, where it fits. A printed number of skipped
+steps is exact, unless a fall of the scale shows that the log does not count them. A single line may stand for all steps
+up to its own.
 
 Where the rule of the run is given, every sequence of flags by which it leads to the scales of the log is followed, and
 the bounds are the fewest and the most overflows among them.

@@ -95,7 +95,7 @@ class JsonlReader(Reader):
     def parse(cls, text: str, where: str, complete: bool) -> Iterator[LogEntry | str]:
         if '"step"' in text or '"missing_steps"' in text:
             yield _entry_of(json_object(text), where) or (
-                "looks like a step's record, but is no JSON object with step, overflow and loss_scale"
+                "looks like a step's line, but is no JSON object with step, overflow and loss_scale"
             )
 
     def take(self, text: str, lines: LogLines) -> bool:
@@ -300,7 +300,7 @@ def _entry_of(record: Mapping[str, Any], where: str) -> LogEntry | None:
     step, overflow, loss_scale = record.get("step"), record.get("overflow"), parse_scale(record.get("loss_scale"))
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
         return None
-    # null is what could not be known; another value that is none, or no value at all, is a torn record.
+    # null is what could not be known; another value that is none, or no value at all, is a torn line.
     unknown = {key for key in ("overflow", "loss_scale") if key in record and record[key] is None}
     if not (isinstance(overflow, bool) or "overflow" in unknown) or not (loss_scale or "loss_scale" in unknown):
         return None

@@ -68,10 +68,10 @@ class DynamicRule:
 
         overflow:  clean_steps = 0, overflows += 1
                    if overflows >= tolerance, or overflows / steps_since_change >= tolerated_share:
-                       loss_scale = max(loss_scale * backoff_factor, floor)                  (a drop)
+                       loss_scale = max(loss_scale * backoff_factor, floor)                         (a drop)
         clean:     clean_steps += 1
                    if clean_steps == scale_window:
-                       clean_steps = 0, loss_scale = min(loss_scale * growth_factor, cap)    (a raise)
+                       clean_steps = 0, loss_scale = min(loss_scale * growth_factor, upper_bound)   (a raise)
 
     With a window that follows the scale, a drop also divides it: scale_window = int(scale_window / growth_factor), at
     least 1. A raise multiplies it, comes after each multiple of scale_window, and leaves the count of clean steps.
@@ -83,7 +83,7 @@ class DynamicRule:
             ``growth_factor``, which rounds differently.
         reciprocal (bool): with no ``backoff_factor``, a drop multiplies by the rounded 1 / ``growth_factor``.
         floor (float): the smallest scale of a drop.
-        cap (float): the largest scale of a raise.
+        upper_bound (float): the largest scale of a raise.
         stays_finite (bool): whether a raise that would leave the finite float32 numbers is left out.
         clean_steps_before (int): the count of clean steps at the start and after an overflow; -1 where the first one
             is none of the ``scale_window``.
@@ -104,7 +104,7 @@ class DynamicRule:
     backoff_factor: float | None = None
     reciprocal: bool = False
     floor: float = 0.0
-    cap: float = math.inf
+    upper_bound: float = math.inf
     stays_finite: bool = False
     clean_steps_before: int = 0
     tolerance: int = 1
@@ -126,7 +126,7 @@ class DynamicRule:
     ) -> DynamicState:
         """Return the state before the first step."""
         before = self.clean_steps_before if clean_steps is None else clean_steps
-        return DynamicState(min(self.arithmetic.scale(loss_scale), self.cap), scale_window, before, overflows)
+        return DynamicState(min(self.arithmetic.scale(loss_scale), self.upper_bound), scale_window, before, overflows)
 
     def step(self, state: DynamicState, overflow: bool, largest_gradient: float | None = None) -> DynamicState:
         """Return the state after a step that overflowed or was clean; ``state`` itself is not changed."""
@@ -158,7 +158,8 @@ class DynamicRule:
             overflows = 0
         if clean_steps % window == 0 if self.window_follows else clean_steps == window:
             raised = self.arithmetic.scale(loss_scale * self.arithmetic.factor(self.growth_factor))
-            loss_scale = loss_scale if self.stays_finite and math.isinf(to_float32(raised)) else min(raised, self.cap)
+            if not self.stays_finite or math.isfinite(to_float32(raised)):
+                loss_scale = min(raised, self.upper_bound)
             steps, overflows = 0, overflows if self.tolerated_share is not None else 0
             if self.window_follows:
                 window *= self.growth_factor

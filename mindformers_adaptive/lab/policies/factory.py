@@ -123,7 +123,7 @@ def _did_you_mean(word: object, known: Collection[str]) -> str:
 def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
     named = {parameter.sets: own for own, parameter in preset.parameters.items()}
     floor = values[named["floor"]] if "floor" in named else None
-    for upper in ("cap", "loss_scale"):
+    for upper in ("upper_bound", "loss_scale"):
         if floor is not None and upper in named and values[named[upper]] < floor:
             raise ValueError(
                 f"'{named[upper]}' must be at least '{named['floor']}' ({floor}), but got {values[named[upper]]}. "

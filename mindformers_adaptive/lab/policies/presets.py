@@ -168,7 +168,7 @@ PRESETS: dict[str, Preset] = {
             "scale_factor": Parameter(None, 2.0, _factor_above_one),
             "scale_window": _window(2000),
             "min_loss_scale": _optional_floor,
-            "max_loss_scale": Parameter("cap", 2.0**24, _positive),
+            "max_loss_scale": Parameter("upper_bound", 2.0**24, _positive),
         },
         {"arithmetic": FLOAT64, "growth_factor": 2.0},
     ),

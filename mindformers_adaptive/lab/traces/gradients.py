@@ -26,7 +26,7 @@ __all__ = [
     "independent_ceiling",
     "random_of",
 ]
-__all__ += ["shown_ceilings", "with_gradients"]
+__all__ += ["implied_ceilings", "with_gradients"]
 
 # (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
 # everything else frozen, batch 64), the same with no memory, with batch 1, and where only the first of fourteen layers
@@ -42,10 +42,10 @@ _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
 _OWN_SPREAD = 0.05
 
 
-def shown_ceilings(
+def implied_ceilings(
     largest_gradient: ArrayLike, gradient_format: str | Mapping[str, Any] | Format = FLOAT16
 ) -> NDArray[np.float64]:
-    """Return the ceilings that largest gradients show: largest / largest_gradient, and nan where one shows nothing.
+    """Return the ceilings that largest gradients imply: largest / largest_gradient, and nan where one shows nothing.
 
     Args:
         largest_gradient (ArrayLike): absolute values, unscaled, of any shape. 0, what is not a normal float32 number,
@@ -53,7 +53,7 @@ def shown_ceilings(
         gradient_format (Union[str, Mapping, Format]): the format whose largest number that is. Default: float16.
 
     Examples:
-        >>> shown_ceilings([1.0, 65504.0, 0.0, float("inf")]).tolist()
+        >>> implied_ceilings([1.0, 65504.0, 0.0, float("inf")]).tolist()
         [65504.0, 1.0, nan, nan]
     """
     gradients = np.asarray(largest_gradient, np.float64)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.traces.gradients import shown_ceilings
+from mindformers_adaptive.lab.traces.gradients import implied_ceilings
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs, just_below, require_one_length
 from mindformers_adaptive.rules.formats import FLOAT16, find_format
 
@@ -177,7 +177,7 @@ class RecordedRun:
         if self.largest_gradient is None:
             return None
         gradients = np.where(~self.overflow & self.position_known, self.largest_gradient, np.nan)
-        return None if np.isnan(shown_ceilings(gradients)).all() else np.where(np.isinf(gradients), np.nan, gradients)
+        return None if np.isnan(implied_ceilings(gradients)).all() else np.where(np.isinf(gradients), np.nan, gradients)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -234,7 +234,7 @@ class RecordedRun:
         below[last] = np.where(self.overflow[last], np.nan_to_num(after * bound, nan=np.inf), np.inf)
         gradients = self.applied_gradients()
         if assume == "gradients" and gradients is not None:
-            ceiling = _by_gradients(scale, self.overflow, shown_ceilings(gradients, self.gradient_format))
+            ceiling = _by_gradients(scale, self.overflow, implied_ceilings(gradients, self.gradient_format))
         else:
             assumed = {"lower_bound": _lower, "upper_bound": _upper}.get(assume, _interpolated)
             ceiling = assumed(scale, self.overflow, self.scale_factor)

@@ -336,7 +336,7 @@ def test_problems_of_a_log_are_shown_with_their_line(tmp_path):
     log = tmp_path / "run.jsonl"
     log.write_text('{"step": 1, "overflow": false, "loss_scale": 8}\n{"step": 2, "overflow": fal\n')
     found = analyze(read_log(log))
-    assert f"{log}:2: looks like a step's record" in found.text()
+    assert f"{log}:2: looks like a step's line" in found.text()
     assert (found.to_dict()["log"]["lines_used"], found.to_dict()["log"]["lines_ignored"]) == (1, 1)
 
 

@@ -53,7 +53,7 @@ def test_a_line_that_is_no_record_is_a_problem_with_its_place(tmp_path, torn):
     run = read(tmp_path, record(1), torn, record(3))
     assert (run.step.tolist(), run.lines_used, run.lines_ignored) == ([1, 3], 2, 1)
     assert len(run.problems) == 1
-    assert "loss_scale.jsonl:2: looks like a step's record" in run.problems[0]
+    assert "loss_scale.jsonl:2: looks like a step's line" in run.problems[0]
 
 
 def test_numbers_that_json_has_no_sign_for_may_be_text_or_absent(tmp_path):

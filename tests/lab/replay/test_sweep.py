@@ -47,7 +47,7 @@ CEILINGS = st.one_of(st.sampled_from([0.0, math.inf, 1e39]), st.floats(-3.0, 24.
 
 @st.composite
 def traces(draw):
-    """Runs of equal ceilings, so that there is time to fall to the floor and to climb to the cap.
+    """Runs of equal ceilings, so that there is time to fall to the floor and to climb to the upper bound.
 
     The bounds are powers of two, as in the log of a run with a factor of 2, and half of them are unknown.
     """
