@@ -114,7 +114,8 @@ def test_passes_leave_the_network_alone_and_are_told_of(mode):
     # Without dropout, both are the same.
     [of_outputs] = select(ranges, "activation_gradients").batches
     assert of_outputs[0].parameters["dropout"] == of_outputs[0].parameters["norm"]
-    assert of_outputs[0].loss == pytest.approx(ranges.batches[0][0].loss)
+    # A compiled graph rounds in other places.
+    assert of_outputs[0].loss == pytest.approx(ranges.batches[0][0].loss, rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["pynative"], indirect=True)
