@@ -26,6 +26,7 @@ from mindformers_adaptive.cli.output import (
 )
 from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
 from mindformers_adaptive.gradients.recommendation import judge, table_of_groups
+from mindformers_adaptive.gradients.selection import select
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms
 from mindformers_adaptive.rules.formats import FORMATS
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="LAYER",
-        help="also measure the outputs of these layers: names, classes, or patterns with *",
+        help="also measure the outputs of these layers and the gradients of these: names, classes, or patterns with *",
     )
     parser.add_argument("--parameters", type=read_scale, metavar="SCALE", help="show each Parameter at this loss scale")
     parser.add_argument("--output", type=_new_file, metavar="FILE", help="write everything to this JSON file")
@@ -107,6 +108,9 @@ def run(options: argparse.Namespace) -> None:
             yield ranges.table(parameters_at)
         if options.layers:
             yield ranges.output_table()
+        if options.layers and any(one.parameters for one in ranges.activation_gradients[0]):
+            scale = parameters_at or (ranges.fitting_scales or scales)[-1]
+            yield f"gradients of these outputs\n{select(ranges, 'activation_gradients').table(scale)}"
 
     print_result(options, ranges.to_dict, lambda: "\n\n".join(tables()))
     if options.output:
@@ -125,7 +129,8 @@ def sweep(options: argparse.Namespace, loss_scales, layers=(), observe=None):  #
     with contextlib.redirect_stdout(sys.stderr):
         from mindformers_adaptive.integration.training_probe import probe
 
-        with progress_bar(options.batches * len(loss_scales), "backward passes") as progress:
+        passes = options.batches * len(loss_scales) * (2 if layers else 1)
+        with progress_bar(passes, "backward passes") as progress:
             return probe(
                 options.config,
                 options.checkpoint,

@@ -1,4 +1,4 @@
-"""The layers of a network by name, and what they return."""
+"""The layers of a network by name, what they return, and the gradients of that."""
 
 import contextlib
 import difflib
@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 import mindspore
-from mindspore import Tensor, nn
+import numpy as np
+from mindspore import Tensor, nn, ops
 
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.gradients.report import array_statistics, merge_statistics
@@ -20,9 +21,9 @@ class LayerOutputsError(RuntimeError):
 
 
 class LayerOutputs:
-    """Measures the outputs of layers, by a forward pass in PyNative mode.
+    """Measures the outputs of layers, by a forward pass in PyNative mode, and their gradients, by a backward pass.
 
-    In graph mode, too, this one pass is in PyNative mode, where Python sees what a layer returns; the compiled graphs
+    In graph mode, too, these passes are in PyNative mode, where Python sees what a layer returns; the compiled graphs
     of the training stay as they are. The outputs do not depend on the loss scale. Layers are in the order of execution.
 
     Args:
@@ -76,39 +77,86 @@ class LayerOutputs:
         """
         if not self._layers:
             return {}
-        parts = {name: [] for name in self._layers}
-        executed = {}
+        parts = {}
 
-        def measured(name, construct):
-            def construct_and_measure(*args, **kwargs):
-                executed.setdefault(name)
-                output = construct(*args, **kwargs)
-                for tensor in output if isinstance(output, tuple | list) else [output]:
-                    if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                        array = to_numpy(tensor)
-                        parts[name].append(array_statistics(array))
-                        if observe is not None:
-                            observe(name, array)
-                return output
+        def measure(name, tensor):
+            array = to_numpy(tensor)
+            parts[name].append(array_statistics(array))
+            if observe is not None:
+                observe(name, array)
+            return tensor
 
-            return construct_and_measure
+        with self._watched(lambda name: parts.setdefault(name, []), measure, "outputs", "forward"):
+            self._network(*batch)
+        # Lists of cells have a name too, and run nothing.
+        shown = [*parts, *(name for name in self._layers if name in self._named and name not in parts)]
+        return {name: merge_statistics(parts.get(name, [])) for name in shown}
+
+    def gradients(self, backward):
+        """Run a backward pass, and look at the gradients of the outputs.
+
+        Args:
+            backward (Callable): runs the pass, of the network that was given.
+
+        Returns:
+            tuple[object, dict[str, NDArray]], what ``backward`` returned, and by layer the gradients of all its outputs
+            of floating point and of all its calls, one after the other. Layers that the pass does not reach have none.
+
+        Raises:
+            LayerOutputsError: if the network cannot run in PyNative mode.
+        """
+        places = {}
+
+        def hook(name, tensor):
+            place = len(places[name])
+            places[name].append(None)
+
+            def keep(gradients):
+                places[name][place] = to_numpy(gradients[0]).reshape(-1)
+
+            return ops.HookBackward(keep)(tensor)
+
+        with self._watched(lambda name: places.setdefault(name, []), hook, "activation gradients", "backward"):
+            returned = backward()
+        reached = {name: [array for array in arrays if array is not None] for name, arrays in places.items()}
+        return returned, {name: np.concatenate(arrays) for name, arrays in reached.items() if arrays}
+
+    @contextlib.contextmanager
+    def _watched(self, enter, see, what, way):
+        """In PyNative mode, let a function see each call of a layer, and another replace each of its outputs."""
+        names = {id(cell): name for name, cell in self._layers.items()}
+        call = nn.Cell.__call__
+
+        def call_and_see(cell, *args, **kwargs):
+            if (name := names.get(id(cell))) is None:
+                return call(cell, *args, **kwargs)
+            enter(name)
+            output = call(cell, *args, **kwargs)
+            if type(output) in (tuple, list):
+                return type(output)([replaced(name, value) for value in output])
+            return replaced(name, output)
+
+        def replaced(name, value):
+            return see(name, value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
         with contextlib.ExitStack() as stack:
             stack.callback(mindspore.set_context, mode=mindspore.get_context("mode"))
             mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-            for name, cell in self._layers.items():
-                # Not by a hook of MindSpore: after one, it compiles every graph again, and dropout draws anew.
-                vars(cell)["construct"] = measured(name, cell.construct)
-                stack.callback(vars(cell).pop, "construct")
+            # Not by a hook of MindSpore: after one, it compiles every graph again, and dropout draws anew. Nor from
+            # inside of a cell, where one with a bprop of its own has no gradients.
+            stack.callback(setattr, nn.Cell, "__call__", call)
+            nn.Cell.__call__ = call_and_see
+            for _, cell in self._network.cells_and_names():
+                if getattr(cell, "_recompute_cell", None) is not None:
+                    # It would call the cells inside again on the way back.
+                    stack.callback(vars(cell).__setitem__, "_recompute_cell", cell._recompute_cell)
+                    vars(cell)["_recompute_cell"] = None
             try:
-                self._network(*batch)
+                yield
             except Exception as error:
                 raise LayerOutputsError(
-                    f"The outputs of 'layers' need a forward pass in PyNative mode, where the network fails: {error}."
+                    f"The {what} of 'layers' need a {way} pass in PyNative mode, where the network fails: {error}."
                 ) from error
-        # Lists of cells have a name too, and run nothing.
-        shown = [*executed, *(name for name in parts if name in self._named and name not in executed)]
-        return {name: merge_statistics(parts[name]) for name in shown}
 
 
 def _is_called(wanted, name, class_name):

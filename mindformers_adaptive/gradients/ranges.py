@@ -1,5 +1,6 @@
 """Runs the backward pass of a network at several loss scales, without changing the network."""
 
+import functools
 import itertools
 import warnings
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
-from mindformers_adaptive.gradients.layers import LayerOutputs
+from mindformers_adaptive.gradients.layers import LayerOutputs, checked_layers
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics, merge_statistics
 from mindformers_adaptive.rules.checks import require_positive
 from mindformers_adaptive.rules.formats import find_format
@@ -57,8 +58,9 @@ def gradient_ranges(
             dtypes that the network takes; or several, an iterable of such tuples, like
             ``dataset.create_tuple_iterator(num_epochs=1)``. NumPy arrays are accepted.
         loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
-        layers (Iterable[str]): cells of the network whose outputs are measured too, by name or by the name of their
-            class; see :class:`mindformers_adaptive.gradients.layers.LayerOutputs`. Default: none.
+        layers (Iterable[str]): cells of the network whose outputs are measured too, and the gradients of these at each
+            scale, by name or by the name of their class; see
+            :class:`mindformers_adaptive.gradients.layers.LayerOutputs`. Default: none.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
         observe (Callable, optional): called after each backward pass with the loss scale and a dict from Parameter
             name to gradient, a NumPy array, as the optimizer takes it. Default: None.
@@ -159,10 +161,20 @@ class GradientSweep:
         self._network = network
         self._format = find_format(gradient_format)
         self._backward = backward_pass(network)
-        self._layer_outputs = LayerOutputs(network, layers)
+        layers = checked_layers(layers)
+        self._layer_outputs = LayerOutputs(network, layers) if layers else None
         self.weights = tuple(self._backward.weights)
 
-    def __call__(self, inputs, loss_scales=DEFAULT_LOSS_SCALES, *, progress=None, observe=None, observe_output=None):
+    def __call__(
+        self,
+        inputs,
+        loss_scales=DEFAULT_LOSS_SCALES,
+        *,
+        progress=None,
+        observe=None,
+        observe_output=None,
+        observe_output_gradients=None,
+    ):
         """Return what :func:`gradient_ranges` returns.
 
         Args:
@@ -171,45 +183,65 @@ class GradientSweep:
                 Parameter name to gradient, a NumPy array, divided as the train-step cell does. Default: None.
             observe_output (Callable, optional): called with the name and the output of each layer, a NumPy array.
                 Default: None.
+            observe_output_gradients (Callable, optional): like ``observe``, with the gradients of the outputs by layer.
+                Default: None.
         """
         scales, ranges, passes = checked_loss_scales(loss_scales), [], itertools.count(1)
-        outputs = []
+        outputs, of_outputs = [], []
 
-        def observe_pass(scale, divisor, gradients):
-            if observe is not None:
-                observe(scale, {name: array / np.float32(divisor) for name, array in gradients.items()})
-            if progress is not None:
-                progress(next(passes))
+        def observed_by(observe):
+            def observe_pass(scale, divisor, gradients):
+                if observe is not None:
+                    observe(scale, {name: array / np.float32(divisor) for name, array in gradients.items()})
+                if progress is not None:
+                    progress(next(passes))
+
+            return observe_pass
 
         with unchanged(self._network) as restore_random_state:
             for batch in batches_of(inputs):
-                ranges.append(self._sweep(batch, scales, restore_random_state, observe_pass))
-                outputs.append(self._layer_outputs(batch, observe_output))
+                run = functools.partial(_sweep, batch, scales, restore_random_state)
+                ranges.append(run(self._weight_gradients, observed_by(observe)))
+                _warn_if_random(ranges[-1])
+                if self._layer_outputs:
+                    outputs.append(self._layer_outputs(batch, observe_output))
+                    of_outputs.append(run(self._output_gradients, observed_by(observe_output_gradients)))
         if not ranges:
             raise ValueError("'inputs' must hold at least one batch, but is empty. Give a tuple of Tensors.")
         weights = {weight.name: array_statistics(to_numpy(weight)) for weight in self.weights}
-        merged = {name: merge_statistics(part[name] for part in outputs) for name in outputs[0]}
+        # A batch may run other layers than the one before.
+        called = dict.fromkeys(itertools.chain(*outputs))
+        merged = {name: merge_statistics(part[name] for part in outputs if name in part) for name in called}
         in_float16 = tuple(weight.name for weight in self.weights if weight.dtype == mstype.float16)
-        return GradientRanges(weights, tuple(ranges), merged, self._format, in_float16)
+        return GradientRanges(
+            weights, tuple(ranges), merged, self._format, in_float16, activation_gradients=tuple(of_outputs)
+        )
 
-    def _sweep(self, batch, scales, restore_random_state, observe):
-        at_scales, reference, reference_scale = [], {}, 1.0
-        # Downwards: the first scale that does not overflow is the reference for all below it.
-        for scale in reversed(scales):
-            restore_random_state()
-            loss, gradients, divisor = self._backward(Tensor(scale, mstype.float32), *batch)
-            gradients = {w.name: to_numpy(gradient) for w, gradient in zip(self.weights, gradients, strict=True)}
-            factor = float(to_numpy(divisor).mean())
-            if not reference and len(scales) > 1 and all(np.isfinite(array).all() for array in gradients.values()):
-                reference, reference_scale = gradients, scale
-            statistics = {
-                name: array_statistics(array, reference.get(name), scale / reference_scale, scale * factor)
-                for name, array in gradients.items()
-            }
-            at_scales.insert(0, ScaleRanges(scale, float(to_numpy(loss).mean()), statistics, factor))
-            observe(scale, scale * factor, gradients)
-        _warn_if_random(at_scales)
-        return tuple(at_scales)
+    def _weight_gradients(self, scale, batch):
+        loss, gradients, divisor = self._backward(scale, *batch)
+        return loss, {w.name: to_numpy(each) for w, each in zip(self.weights, gradients, strict=True)}, divisor
+
+    def _output_gradients(self, scale, batch):
+        (loss, _, divisor), gradients = self._layer_outputs.gradients(lambda: self._backward(scale, *batch))
+        return loss, gradients, divisor
+
+
+def _sweep(batch, scales, restore_random_state, backward, observe):
+    at_scales, reference, reference_scale = [], {}, 1.0
+    # Downwards: the first scale that does not overflow is the reference for all below it.
+    for scale in reversed(scales):
+        restore_random_state()
+        loss, gradients, divisor = backward(Tensor(scale, mstype.float32), batch)
+        factor = float(to_numpy(divisor).mean())
+        if not reference and len(scales) > 1 and all(np.isfinite(array).all() for array in gradients.values()):
+            reference, reference_scale = gradients, scale
+        statistics = {
+            name: array_statistics(array, reference.get(name), scale / reference_scale, scale * factor)
+            for name, array in gradients.items()
+        }
+        at_scales.insert(0, ScaleRanges(scale, float(to_numpy(loss).mean()), statistics, factor))
+        observe(scale, scale * factor, gradients)
+    return tuple(at_scales)
 
 
 def _warn_if_random(at_scales):

@@ -63,6 +63,8 @@ class GradientRanges:
         gradient_format (Format): the format of the gradients in the backward pass. Default: float16.
         float16_weights (tuple[str, ...]): the names of the weights that are kept in float16. Default: none.
         measured (str): which weights these are, in words. Default: "", those that the network had.
+        activation_gradients (tuple[tuple[ScaleRanges, ...], ...]): as ``batches``, the gradients of the outputs of
+            these layers, by their names. Default: none.
 
     Examples:
         >>> at_1 = ScaleRanges(1.0, loss=0.5, parameters={"weight": array_statistics([0.0, 0.25])})
@@ -78,6 +80,7 @@ class GradientRanges:
     gradient_format: Format = FLOAT16
     float16_weights: tuple[str, ...] = ()
     measured: str = ""
+    activation_gradients: tuple[tuple[ScaleRanges, ...], ...] = ()
 
     @property
     def loss_scales(self) -> tuple[float, ...]:
@@ -101,7 +104,10 @@ class GradientRanges:
             ValueError: if the sweep does not have the scale.
         """
         at_scale = [one.unscaled() if unscaled else one for one in self._at(loss_scale)]
-        merged = {name: merge_statistics(one.parameters[name] for one in at_scale) for name in at_scale[0].parameters}
+        names = dict.fromkeys(name for one in at_scale for name in one.parameters)
+        merged = {
+            name: merge_statistics(one.parameters[name] for one in at_scale if name in one.parameters) for name in names
+        }
         return {name: replace(each, norm=each.norm / math.sqrt(len(at_scale))) for name, each in merged.items()}
 
     def overall(self, loss_scale: float, unscaled: bool = False) -> ArrayStatistics:
@@ -162,8 +168,8 @@ class GradientRanges:
         """Return everything as dicts, lists and numbers.
 
         Returns:
-            dict[str, object], with ``gradient_format``, ``weights``, ``loss_scales``, ``batches`` and ``outputs``, and
-            with ``measured`` where it is known.
+            dict[str, object], with ``gradient_format``, ``weights``, ``loss_scales``, ``batches``, ``outputs`` and
+            ``activation_gradients``, and with ``measured`` where it is known.
         """
         return {
             **({"measured": self.measured} if self.measured else {}),
@@ -172,15 +178,7 @@ class GradientRanges:
                 "overall": merge_statistics(self.weights.values()).to_dict(),
                 "parameters": {name: each.to_dict() for name, each in self.weights.items()},
             },
-            "loss_scales": [
-                {
-                    "loss_scale": scale,
-                    "overflowed_batches": self.overflowed_batches(scale),
-                    "overall": _with_lost_share(self.overall(scale)),
-                    "parameters": {name: _with_lost_share(each) for name, each in self.parameters(scale).items()},
-                }
-                for scale in self.loss_scales
-            ],
+            "loss_scales": self._scales_to_dicts("parameters"),
             "batches": [
                 {
                     "reference_loss_scale": max((one.loss_scale for one in batch if not one.overflow), default=None),
@@ -192,7 +190,19 @@ class GradientRanges:
                 for batch in self.batches
             ],
             "outputs": {name: statistics.to_dict() for name, statistics in self.outputs.items()},
+            "activation_gradients": replace(self, batches=self.activation_gradients)._scales_to_dicts("layers"),
         }
+
+    def _scales_to_dicts(self, key: str) -> list[dict[str, object]]:
+        return [
+            {
+                "loss_scale": scale,
+                "overflowed_batches": self.overflowed_batches(scale),
+                "overall": _with_lost_share(self.overall(scale)),
+                key: {name: _with_lost_share(each) for name, each in self.parameters(scale).items()},
+            }
+            for scale in (self.loss_scales if self.batches else ())
+        ]
 
     @classmethod
     def from_dict(cls, sweep: Mapping[str, Any]) -> GradientRanges:
@@ -213,16 +223,14 @@ class GradientRanges:
             1
         """
         try:
-            at_scales = [
-                ScaleRanges(float(one["loss_scale"]), math.nan, _read(one["parameters"]))
-                for one in sweep["loss_scales"]
-            ]
+            at_scales = _read_scales(sweep["loss_scales"], "parameters")
             if not at_scales:
                 raise ValueError("no loss scale")
-            at_scales.sort(key=lambda one: one.loss_scale)
             weights = sweep.get("weights", {"parameters": {}})["parameters"]
             gradient_format = find_format(sweep.get("gradient_format", FLOAT16))
-            return cls(_read(weights), (tuple(at_scales),), _read(sweep.get("outputs", {})), gradient_format)
+            of_outputs = _read_scales(sweep.get("activation_gradients", []), "layers")
+            read = cls(_read(weights), (at_scales,), _read(sweep.get("outputs", {})), gradient_format)
+            return replace(read, activation_gradients=(of_outputs,) if of_outputs else ())
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TypeError(
                 "'sweep' must be what GradientRanges.to_dict() returns, with at least 1 loss scale, but got "
@@ -291,6 +299,11 @@ def _with_lost_share(statistics: ArrayStatistics) -> dict[str, object]:
 
 def _read(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, ArrayStatistics]:
     return {name: ArrayStatistics.from_dict(each) for name, each in statistics.items()}
+
+
+def _read_scales(at_scales: Iterable[Mapping[str, Any]], key: str) -> tuple[ScaleRanges, ...]:
+    read = [ScaleRanges(float(one["loss_scale"]), math.nan, _read(one[key])) for one in at_scales]
+    return tuple(sorted(read, key=lambda one: one.loss_scale))
 
 
 _COLUMNS = ("largest", "smallest", "norm", "zeros", "underflowed", "inf/nan", "lost")

@@ -1,4 +1,4 @@
-"""Select kind and modules of a sweep: its gradients, weights or outputs of layers, of all modules or of some."""
+"""Select kind and modules of a sweep: gradients of weights or activations, weights, outputs; all modules or some."""
 
 from __future__ import annotations
 
@@ -11,30 +11,35 @@ from fnmatch import fnmatchcase
 from mindformers_adaptive.gradients.groups import MOST_GROUPS
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 
-__all__ = ["KINDS", "group_of_modules", "select"]
+__all__ = ["KINDS", "SCALED", "group_of_modules", "select"]
 
-KINDS = ("gradients", "weights", "outputs")
+KINDS = ("gradients", "weights", "outputs", "activation_gradients")
+
+# What the loss scale multiplies.
+SCALED = ("gradients", "activation_gradients")
 
 
 def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[str] = ()) -> GradientRanges:
-    """Return a sweep with its weights or outputs in place of the gradients, and of some modules only.
+    """Return a sweep with another kind in place of the gradients, and of some modules only.
 
     Weights and outputs do not depend on the loss scale: their sweep has the scale 1, and no more.
 
     Args:
         ranges (GradientRanges): the sweep.
-        kind (str): "gradients", "weights" or "outputs". Default: "gradients".
+        kind (str): "gradients", "weights", "outputs" or "activation_gradients", those of the outputs of layers.
+            Default: "gradients".
         modules (Sequence[str]): as in :func:`group_of_modules`. Default: none, which are all.
 
     Raises:
         ValueError: if there is nothing of this kind, or no such module.
     """
     if kind != "gradients":
-        values = ranges.weights if kind == "weights" else ranges.outputs
-        if not values:
+        values = getattr(ranges, kind)
+        if not values or (kind in SCALED and not values[0][0].parameters):
             measured = "" if kind == "weights" else ": name layers when you measure, 'layers' or --layers"
-            raise ValueError(f"There are no {kind} to draw{measured}. Draw the gradients, or measure again.")
-        ranges = replace(ranges, batches=((ScaleRanges(1.0, math.nan, values),),))
+            what = kind.replace("_", " ")
+            raise ValueError(f"There are no {what} to draw{measured}. Draw the gradients, or measure again.")
+        ranges = replace(ranges, batches=values if kind in SCALED else ((ScaleRanges(1.0, math.nan, values),),))
     if not modules:
         return ranges
     if len(modules) > MOST_GROUPS:

@@ -50,10 +50,10 @@ def probe(
         batches (int): how many batches of the training data. Default: 4.
         overrides (dict, optional): values by dotted key that replace those of the YAML file, ``{"seed": 1}``. Default:
             None.
-        layers (Iterable[str]): layers whose outputs are measured too, by name or by the name of their class. Default:
-            none.
+        layers (Iterable[str]): layers whose outputs, and the gradients of these, are measured too, by name or by the
+            name of their class. Default: none.
         progress (Callable, optional): called with the number of backward passes done; there are
-            ``batches * len(loss_scales)``. Default: None.
+            ``batches * len(loss_scales)``, and with ``layers`` twice as many. Default: None.
         observe (Callable, optional): called with the loss scale and the gradients of each pass, as there. Default:
             None.
         gradient_format (Union[str, dict, Format]): the format of the gradients in the backward pass, as in

@@ -1,6 +1,8 @@
 """``GradientRangeMonitor``: the ranges of gradients and weights during training, as JSON lines and for TensorBoard."""
 
+import functools
 import math
+from dataclasses import replace
 
 from mindformers.tools.logger import logger
 from mindspore import nn
@@ -38,6 +40,7 @@ class GradientRangeMonitor(RecordingCallback):
     ``gradients/infs_and_nans_share``         share that is inf or NaN; the other values ignore these
     ``gradients/underflowed_share``           share that is 0 only at this scale; with ``loss_scales``
     ``LAYER/output``, ``LAYER/output/norm``   histogram and norm of the output of a layer; with ``layers``
+    ``LAYER/output/grad``, with ``/norm``     histogram and norm of the gradient of that output; with ``layers``
     ========================================= ==================================================================
 
     In data-sink mode the host does not see the batches: there the monitor warns once and does nothing.
@@ -53,8 +56,9 @@ class GradientRangeMonitor(RecordingCallback):
             with one, its folder is used. Default: None, no histograms without that section.
         all_ranks (bool): whether every process writes, each into files with its rank in the name, or only the first;
             all of them run the passes. Default: False, because with data parallel training the weights are the same.
-        layers (Iterable[str], optional): layers whose outputs are measured too, by name or by the name of their class,
-            by a forward pass in PyNative mode. Default: None, no layer.
+        layers (Iterable[str], optional): layers whose outputs, and the gradients of these, are measured too, by name or
+            by the name of their class, by a forward pass and a backward pass for each loss scale in PyNative mode.
+            Default: None, no layer.
         gradient_format (Union[str, dict]): the format of the gradients in the backward pass, which the record names
             and pictures show: "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "hifloat8", or the numbers of
             another, see :class:`~mindformers_adaptive.rules.formats.Format`. Default: "float16".
@@ -135,17 +139,19 @@ class GradientRangeMonitor(RecordingCallback):
         self._sweep = self._train_step = None
 
     def _measure(self, step, batch, loss_scale):
-        def observe(scale, gradients):
+        def observe(scale, gradients, of=""):
             if scale == loss_scale:
                 for name, gradient in gradients.items():
-                    self._add_histogram(f"{name}/grad", gradient, step)
+                    self._add_histogram(f"{name}{of}/grad", gradient, step)
 
         def observe_output(name, output):
             self._add_histogram(f"{name}/output", output, step)
 
         scales = [loss_scale, *self._loss_scales]
+        observers = {"observe_output": observe_output}
+        observers["observe_output_gradients"] = functools.partial(observe, of="/output")
         try:
-            ranges = self._sweep(batch, scales, observe=observe, observe_output=observe_output)
+            ranges = self._sweep(batch, scales, observe=observe, **observers)
         except LayerOutputsError as error:
             self._warn_once(f"{error} GradientRangeMonitor goes on without 'layers'.")
             self._sweep = GradientSweep(self._train_step, gradient_format=self._format)
@@ -181,8 +187,11 @@ def _loss_scale(train_step):
 
 
 def _scalars(ranges, loss_scale):
-    gradients = ranges.parameters(loss_scale, unscaled=True)
-    for suffix, group in (("", ranges.weights), ("/grad", gradients), ("/output", ranges.outputs)):
+    measured = {"": ranges.weights, "/grad": ranges.parameters(loss_scale, unscaled=True), "/output": ranges.outputs}
+    if ranges.activation_gradients:
+        of_outputs = replace(ranges, batches=ranges.activation_gradients)
+        measured["/output/grad"] = of_outputs.parameters(loss_scale, unscaled=True)
+    for suffix, group in measured.items():
         for name, statistics in group.items():
             yield f"{name}{suffix}/norm", statistics.norm
     overall = ranges.overall(loss_scale, unscaled=True)

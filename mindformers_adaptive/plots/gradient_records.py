@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.gradients.groups import parameter_group
 from mindformers_adaptive.gradients.report import GradientRanges
-from mindformers_adaptive.gradients.selection import select
+from mindformers_adaptive.gradients.selection import SCALED, select
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.plots.gradients import group_for, require_signed, wrapped
@@ -148,7 +148,7 @@ def draw_gradient_records(
     handles = {handle.get_label(): handle for axes in panels.flat for handle in axes.get_legend_handles_labels()[0]}
     canvas.legend_below(figure, list(handles.values()))
     figure.align_ylabels()
-    canvas.headline(figure, _finding(runs) if kind == "gradients" and not is_linear else _drift(runs, kind, axis))
+    canvas.headline(figure, _finding(runs, kind) if kind in SCALED and not is_linear else _drift(runs, kind, axis))
     return figure
 
 
@@ -182,7 +182,9 @@ def _shade_limits(axes: Axes, run: GradientSeries) -> None:
 
 def _draw_group(axes: Axes, run: GradientSeries, group: GroupSeries, kind: str, worst: str) -> None:
     low, lower, median, upper, high = group.bands
-    axes.fill_between(run.step, low, high, color=canvas.MAIN, alpha=0.2, linewidth=0, label=f"90 % of the {kind}")
+    axes.fill_between(
+        run.step, low, high, color=canvas.MAIN, alpha=0.2, linewidth=0, label=f"90 % of the {kind.replace('_', ' ')}"
+    )
     axes.fill_between(run.step, lower, upper, color=canvas.MAIN, alpha=0.4, linewidth=0, label="50 %")
     marker = canvas.point_marker(len(run.step))
     axes.plot(run.step, median, color=canvas.MAIN, linewidth=1.6, marker=marker, label="median", gid="median")
@@ -199,7 +201,7 @@ def _worst(group: GroupSeries) -> list[str]:
     ]
 
 
-def _finding(runs: Mapping[str, GradientSeries]) -> str:
+def _finding(runs: Mapping[str, GradientSeries], kind: str) -> str:
     findings = []
     for name, run in runs.items():
         worst, applied = _worst(run.overall), run.loss_scale[~run.overflow & np.isfinite(run.loss_scale)]
@@ -214,7 +216,7 @@ def _finding(runs: Mapping[str, GradientSeries]) -> str:
     most = max((float(np.nanmax(share)) for share in known if np.isfinite(share).any()), default=math.nan)
     calm = most < canvas.ALARMING and not any(run.overflow.any() for run in runs.values())
     prefix = "Hardly anything is lost: " if calm else ""
-    told = "; ".join(findings).replace(" %", " % of the gradients", 1)
+    told = "; ".join(findings).replace(" %", f" % of the {kind.replace('_', ' ')}", 1)
     return prefix + (told[0].lower() + told[1:] if calm and len(runs) == 1 else told)
 
 
@@ -235,7 +237,7 @@ def _drift(runs: Mapping[str, GradientSeries], kind: str, axis: str) -> str:
         prefix = f"{canvas.as_text(name)}: " if len(runs) > 1 else ""
         findings.append(prefix + (", ".join(ends) or "not known"))
     what = "90 %" if is_linear and kind == "gradients" else "Median" if is_linear else "Median magnitude"
-    return f"{what} of the {kind}: {'; '.join(findings)}"
+    return f"{what} of the {kind.replace('_', ' ')}: {'; '.join(findings)}"
 
 
 def series_of_gradients(
@@ -266,7 +268,7 @@ def series_of_gradients(
     sweeps = [select(GradientRanges.from_dict(line), kind, modules) for line in lines]
     group = functools.cache(group_for(modules, sweeps[0]) or group)
     # What the loss scale does not touch has none.
-    scales = [line.get("loss_scale") if kind == "gradients" else None for line in lines]
+    scales = [line.get("loss_scale") if kind in SCALED else None for line in lines]
     measured = list(zip(sweeps, scales, strict=True))
     rows = [_rows(sweep, scale, group, axis) for sweep, scale in measured]
     groups = {}

@@ -11,7 +11,7 @@ import numpy as np
 
 from mindformers_adaptive.gradients.groups import parameter_group
 from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges
-from mindformers_adaptive.gradients.selection import group_of_modules, select
+from mindformers_adaptive.gradients.selection import SCALED, group_of_modules, select
 from mindformers_adaptive.gradients.signed import SignedHistogram
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
@@ -61,7 +61,8 @@ def draw_histograms(
             not overflow.
         group (Callable): from a Parameter's name to its group, or None for its first component. Default:
             :func:`mindformers_adaptive.gradients.groups.parameter_group`.
-        kind (str): "gradients", "weights" or "outputs", those of layers. Default: "gradients".
+        kind (str): "gradients", "weights", "outputs", those of layers, or "activation_gradients", those of the outputs
+            of layers. Default: "gradients".
         modules (Sequence[str]): draw these, a row for each, see
             :func:`mindformers_adaptive.gradients.selection.group_of_modules`. Default: none, the groups.
 
@@ -117,7 +118,7 @@ def draw_sweeps(
         TypeError: if one is not a sweep.
         ValueError: as there, and for a linear axis, if a sweep was measured without signs.
     """
-    of_gradients, columns = kind == "gradients", list[_Column]()
+    of_gradients, columns = kind in SCALED, list[_Column]()
     for name, sweep in sweeps.items():
         ranges = select(_read(sweep), kind, modules)
         own, tried = group_for(modules, ranges) or group, ranges.loss_scales
@@ -145,8 +146,8 @@ def draw_sweeps(
         scale = f"loss scale {canvas.power_of_two(column.scale)} = {column.scale:,.10g}" if of_gradients else kind
         title = f"{canvas.as_text(column.name)}: {scale}" if column.name else scale
         axes.set_title(title, loc="left", fontsize=11, color=canvas.MUTED)
-    what = "gradient" if of_gradients else "value"
-    magnitude = "magnitude of gradient times loss scale, log2" if of_gradients else "magnitude, log2"
+    what = kind[:-1].replace("_", " ") if of_gradients else "value"
+    magnitude = f"magnitude of {what} times loss scale, log2" if of_gradients else "magnitude, log2"
     for axes in panels[-1]:
         axes.set_xlabel(f"{what}, with its sign" if axis == "linear" else magnitude, fontsize=10.5)
     canvas.legend_below(figure, panels[0, 0].get_legend_handles_labels()[0])
@@ -189,11 +190,11 @@ def require_signed(counts: ArrayStatistics) -> SignedHistogram:
 def _signed_finding(columns: Sequence[_Column], kind: str) -> str:
     findings = []
     for name, ranges, scale, _ in columns:
-        signed = require_signed(ranges.overall(scale)).divided_by(scale if kind == "gradients" else 1.0)
+        signed = require_signed(ranges.overall(scale)).divided_by(scale if kind in SCALED else 1.0)
         low, high = signed.quantiles((0.05, 0.95))
-        at_scale = f" at {canvas.power_of_two(scale)}" if kind == "gradients" else ""
+        at_scale = f" at {canvas.power_of_two(scale)}" if kind in SCALED else ""
         findings.append(f"{low:.3g} to {high:.3g}{at_scale}{f' ({canvas.as_text(name)})' if name else ''}")
-    return f"90 % of the {kind} lie from {'; '.join(findings)}"
+    return f"90 % of the {kind.replace('_', ' ')} lie from {'; '.join(findings)}"
 
 
 def _finding(columns: Sequence[_Column], kind: str) -> str:
@@ -202,7 +203,7 @@ def _finding(columns: Sequence[_Column], kind: str) -> str:
         of_one = [column for column in columns if id(column.ranges) == ranges]
         [name, sweep, *_] = of_one[0]
         scales = [column.scale for column in of_one]
-        told = _histogram_finding(sweep, scales) if kind == "gradients" else _values_finding(sweep, kind)
+        told = _histogram_finding(sweep, scales, kind) if kind in SCALED else _values_finding(sweep, kind)
         findings.append(f"{canvas.as_text(name)}: {told[0].lower()}{told[1:]}" if name else told)
     return "; ".join(findings)
 
@@ -310,7 +311,7 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format
     return shares
 
 
-def _histogram_finding(ranges: GradientRanges, scales: Iterable[float]) -> str:
+def _histogram_finding(ranges: GradientRanges, scales: Iterable[float], kind: str) -> str:
     findings = []
     for scale in scales:
         counts = ranges.overall(scale)
@@ -321,7 +322,7 @@ def _histogram_finding(ranges: GradientRanges, scales: Iterable[float]) -> str:
         elif counts.underflowed is not None:
             lost = f"{underflow} underflow and {lost}"
         findings.append(f"at {canvas.power_of_two(scale)}, {lost}")
-    first = findings[0].replace("at ", "At loss scale ", 1).replace(" %", " % of the gradients", 1)
+    first = findings[0].replace("at ", "At loss scale ", 1).replace(" %", f" % of the {kind.replace('_', ' ')}", 1)
     return "; ".join([first, *findings[1:]])
 
 

@@ -2,6 +2,7 @@
 
 The figures of docs/en/monitoring.md are drawn from it, in tests/plots/test_figures_of_runs.py. The runs are real ones,
 of configs/tiny_llama_cpu_fp16.yaml with a hidden size of 32; some Parameters and steps of them are left out.
+Those of gradient_ranges.jsonl have 32 tokens a sample, and ``layers: ["*.feed_forward"]``.
 """
 
 import json
@@ -28,6 +29,8 @@ def main(run, out):
 
 def text(sweep):
     """A sweep with some of its Parameters, as JSON."""
+    for part in sweep.get("activation_gradients", []):
+        del part["overall"]
     for part in (sweep["weights"], *sweep["loss_scales"]):
         del part["overall"]
         part["parameters"] = {

@@ -121,14 +121,24 @@ def test_scale_found_for_a_loss_per_token_trains_and_norms_are_those_that_mindfo
 def test_gradients_are_written_as_the_optimizer_takes_them_and_compared(corpus, run_program):
     training = ["probe", "--config", CONFIG, "--train-dataset-dir", corpus, "--batches", "2"]
     model = ["--options", *(f"{key}={value}" for key, value in SMALL_MODEL.items())]
-    for scale in (12, 14):
+    layers = {12: ["--layers", "*.feed_forward", "--output", "ranges.json"], 14: []}
+    for scale in layers:
         sweep = ["--loss-scales", f"2^{scale}", "--gradients", f"{scale}.safetensors"]
-        assert run_program(*training, *sweep, *model)[0] == 0
+        code, printed, _ = run_program(*training, *sweep, *layers[scale], *model)
+        assert code == 0
+        assert ("\ngradients of these outputs\nat 2^12" in printed) == (scale == 12)
     [*rows, _, equal] = run_program("diff", "12.safetensors", "14.safetensors")[1].splitlines()
     assert equal.endswith("Parameters are equal.")
     assert {"model.tok_embeddings.embedding_weight", "lm_head.weight"} < {row.split()[0] for row in rows[1:]}
     # Rounding of subnormal numbers at the lower scale, and no factor between the scales.
     assert 0 < float(rows[1].split()[-2]) < 0.01
+    [at_scale] = json.loads(Path("ranges.json").read_text())["activation_gradients"]
+    # 2 batches of 8 samples of 32 tokens, and a hidden size of 32.
+    assert {name: each["size"] for name, each in at_scale["layers"].items()} == {
+        "model.layers.0.feed_forward": 2 * 8 * 32 * 32
+    }
+    drawn = run_program("plot", "ranges.json", "x.png", "--of", "activation_gradients", "--modules", "*.feed_forward")
+    assert drawn[0] == 0, drawn[2]
     refused = run_program(*training, "--loss-scales", "1", "2", "--gradients", "x.safetensors", *model)
     assert refused[0] == 2
     assert "one loss scale" in refused[2]

@@ -1,5 +1,7 @@
 """``GradientRangeMonitor``: what it writes is true, and the training takes no notice of it."""
 
+import json
+
 import mindspore
 import numpy as np
 import pytest
@@ -82,7 +84,8 @@ def test_record_is_of_the_weights_and_the_batch_of_the_step(graph_mode, tmp_path
     # Ones, less a quarter of the first gradients.
     assert second["weights"]["parameters"]["weight"]["largest"] == 0.75
     expected = gradient_ranges(HalfPrecisionSum(2), x[:1], [1, 2**10, 2**14], gradient_format="float8_e5m2").to_dict()
-    assert first == {"step": 1, "loss_scale": 2**10, **expected}
+    # JSON has lists for tuples.
+    assert first == json.loads(json.dumps({"step": 1, "loss_scale": 2**10, **expected}))
 
 
 @NEEDS_LOSS_PER_TOKEN
@@ -120,6 +123,12 @@ def test_outputs_of_layers_have_the_names_of_their_parameters_in_the_record_and_
     events = read_scalars(tmp_path)
     assert events[f"{name}/output/norm"][2] == pytest.approx(output["norm"])
     assert events[f"{name}/output"][2].num == 8
+    # MSELoss is a mean of 8 squares, so the gradient of an output is a quarter of it.
+    [at_scale] = line["activation_gradients"]
+    assert (at_scale["loss_scale"], [*at_scale["layers"]]) == (1, ["0"])
+    assert at_scale["layers"]["0"]["norm"] == pytest.approx(output["norm"] / 4)
+    assert events[f"{name}/output/grad/norm"][2] == pytest.approx(output["norm"] / 4)
+    assert events[f"{name}/output/grad"][2].num == 8
 
 
 def test_layers_that_cannot_be_measured_do_not_stop_the_training(graph_mode, tmp_path, mindformers_log):
@@ -127,7 +136,7 @@ def test_layers_that_cannot_be_measured_do_not_stop_the_training(graph_mode, tmp
     step = TrainOneStepWithLossScaleCell(network, nn.SGD(network.trainable_params(), 0.1), Tensor(4.0, mstype.float32))
     lines = watch(tmp_path, step, dataset.NumpySlicesDataset(np.ones((3, 4), np.float32)).batch(1), layers=["Dense"])
     assert mindformers_log.text.count("a kernel is missing. GradientRangeMonitor goes on without 'layers'.") == 1
-    assert [line["outputs"] for line in lines] == [{}] * 3
+    assert [(line["outputs"], line["activation_gradients"]) for line in lines] == [({}, [])] * 3
 
 
 def test_a_resumed_run_has_each_step_once(graph_mode, tmp_path):

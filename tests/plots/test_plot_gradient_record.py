@@ -173,6 +173,27 @@ def test_weights_and_outputs_are_drawn_without_a_scale_and_its_limits(values):
     ]
 
 
+def test_gradients_of_outputs_are_drawn_over_the_steps_without_the_scale_and_with_its_limits():
+    random = np.random.default_rng(1).normal(0, 1, 1000)
+    lines = []
+    for step, scale in ((10, 64.0), (20, 128.0)):
+        at_scale = [ScaleRanges(scale, 1.0, {"lm_head": array_statistics(scale * random)})]
+        at_scale.append(ScaleRanges(1024.0, 1.0, {"lm_head": array_statistics([np.inf, *random])}))
+        sweep = GradientRanges({}, (tuple(at_scale),), activation_gradients=(tuple(at_scale),))
+        lines.append({"step": step, "loss_scale": scale if step == 10 else 1024.0, **sweep.to_dict()})
+    figure = draw_gradient_records({"run": lines}, kind="activation_gradients")
+    [axes] = figure.axes
+    first, second = points(axes, "median")[1]
+    assert first == pytest.approx(second)
+    assert 2**first == pytest.approx(np.median(np.abs(random)), rel=0.1)
+    assert len(artists(axes, "overflowed")) == len(artists(axes, "overflows")) == 1
+    assert (
+        title(figure)
+        == "1 of 2 measured steps overflowed, in the others at most " + title(figure).partition("most ")[2]
+    )
+    assert "of the activation gradients" in title(figure)
+
+
 def test_modules_have_a_row_each_and_nothing_else_is_drawn(values):
     modules = ["layers.1.attention", NAMES[0]]
     figure = draw_gradient_records({"run": values}, kind="weights", modules=modules)
@@ -191,6 +212,7 @@ def test_modules_have_a_row_each_and_nothing_else_is_drawn(values):
         ({"modules": ["layers.0.atention"]}, "'layers.0.atention' is not. The nearest names are layers.0.attention"),
         ({"modules": ["*"] * 7}, "'modules' must be at most 6, one a row, but got 7"),
         ({"kind": "outputs"}, "There are no outputs to draw: name layers when you measure"),
+        ({"kind": "activation_gradients"}, "There are no activation gradients to draw: name layers when you measure"),
     ],
 )
 def test_what_is_not_there_is_not_drawn(record, how, message):

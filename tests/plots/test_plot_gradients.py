@@ -223,6 +223,31 @@ def test_weights_and_outputs_have_one_column_and_no_scale():
     assert bars(axes) == {-30: 50, -2: 50}
 
 
+def test_gradients_of_outputs_are_drawn_at_the_scale_at_which_they_were_measured(sweep):
+    layers = {"layers.0.attention": array_statistics([0.25, 0.0, 0.0, -8.0], reference=[1.0, 1.0, 0.0, -8.0])}
+    weights = {NAMES[0]: array_statistics([1.0])}
+    scales = ScaleRanges(64.0, 1.0, layers), ScaleRanges(128.0, 1.0, {"layers.0.attention": array_statistics([np.inf])})
+    measured = GradientRanges({}, ((ScaleRanges(64.0, 1.0, weights),),), activation_gradients=(scales,)).to_dict()
+    figure = draw_histograms(measured, kind="activation_gradients")
+    [axes] = figure.axes
+    assert bars(axes) == {-33: 25, -2: 25, 3: 25}
+    assert axes.get_xlabel() == "magnitude of activation gradient times loss scale, log2"
+    assert title(figure).startswith("At loss scale $2^{6}$, 25 % of the activation gradients underflow")
+    assert [
+        axes.get_title("left") for axes in draw_histograms(measured, [64, 128], kind="activation_gradients").axes
+    ] == [
+        "loss scale $2^{6}$ = 64",
+        "loss scale $2^{7}$ = 128",
+    ]
+    figure = draw_sweeps({"": measured}, kind="activation_gradients", axis="linear")
+    assert artist(figure.axes[0], "range").get_text() == "-0.125 to 0.00391"
+    assert title(figure).startswith("90 % of the activation gradients lie from -0.12")
+    with pytest.raises(
+        ValueError, match="no activation gradients to draw: name layers when you measure, 'layers' or --la"
+    ):
+        draw_histograms(sweep, kind="activation_gradients")
+
+
 def test_several_sweeps_share_their_axes_and_a_row_that_one_lacks_says_so():
     def sweep_of(**weights):
         statistics = {name: array_statistics(values) for name, values in weights.items()}

@@ -1,0 +1,152 @@
+"""Gradients of the outputs of layers: those that calculus gives, at each loss scale, and nothing changed by it."""
+
+import mindspore
+import numpy as np
+import pytest
+from fp16_networks import GraphOnly, OnlyLoss, Twice, WithStateAndDropout, rows
+from mindspore import Tensor, nn
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.gradients.layers import LayerOutputs, LayerOutputsError
+from mindformers_adaptive.gradients.ranges import GradientSweep, gradient_ranges
+from mindformers_adaptive.gradients.report import GradientRanges, array_statistics
+from mindformers_adaptive.gradients.selection import select
+
+X = np.array([[2.0**-12, 0.0, 1.0, 0.0]], np.float32)
+
+
+def test_gradients_are_those_of_calculus_in_their_own_dtype_in_the_order_of_execution(mode):
+    before = mindspore.get_context("mode")
+    seen = {}
+    sweep = GradientSweep(Twice(), ["pair", "shared", "*Dense"])
+    ranges = sweep(
+        [(Tensor(X),)], [2, 64], observe_output_gradients=lambda scale, arrays: seen.setdefault(scale, arrays)
+    )
+    # The loss is the sum of pair(shared(shared(x))), and every weight is 1: a product with them multiplies by 4.
+    expected = {"shared": [16.0] * 4 + [4.0] * 4, "pair": [1.0] * 4, "pair.dense": [1.0] * 4}
+    for scale in (2, 64):
+        found = select(ranges, "activation_gradients").parameters(scale)
+        assert list(found) == list(seen[scale]) == list(expected)
+        for name, gradient in expected.items():
+            np.testing.assert_array_equal(seen[scale][name], gradient)
+            assert found[name].histogram == array_statistics(scale * np.array(gradient)).histogram
+            assert (found[name].underflowed, found[name].size) == (0, len(gradient))
+    assert mindspore.get_context("mode") == before
+
+
+def test_what_fp16_loses_of_them_is_told_at_each_scale():
+    network = OnlyFactor()
+    x = np.array([[2.0**-20, 2.0**-3, 0.0]], np.float32)
+    ranges = gradient_ranges(network, Tensor(x), [1, 2**8, 2**24], layers=["half"])
+    of_outputs = select(ranges, "activation_gradients")
+    # The gradient of the output is x times 2^-8: 2^-28 is 0 in FP16, and 2^-11 times 2^24 does not fit, nor does 2^-28.
+    lowest, middle, highest = (of_outputs.parameters(scale)["half"] for scale in (1, 2**8, 2**24))
+    assert (lowest.underflowed, lowest.zeros, lowest.largest) == (1, 2, 2.0**-11)
+    assert (middle.underflowed, middle.zeros, middle.smallest) == (0, 1, 2.0**-20)
+    assert (highest.underflowed, highest.infs_and_nans) == (None, 3 - highest.zeros - len(highest.histogram))
+    assert highest.infs_and_nans > 0
+    assert of_outputs.fitting_scales == (1, 2**8)
+    assert of_outputs.parameters(2**8, unscaled=True)["half"].largest == 2.0**-11
+    read = GradientRanges.from_dict(ranges.to_dict())
+    assert select(read, "activation_gradients").overall(1.0).underflowed == 1
+    assert read.to_dict()["activation_gradients"][0]["layers"]["half"]["underflowed_share"] == 1 / 3
+
+
+class OnlyFactor(nn.Cell):
+    """The gradient of the output of ``half``, in FP16, is x / 2^8."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Dense(3, 3, "ones", has_bias=False)
+        self.half = Half()
+
+    def construct(self, x):
+        return (self.half(self.first(x)) * x.astype(mstype.float16)).astype(mstype.float32).sum() * 2.0**-8
+
+
+class Half(nn.Cell):
+    def construct(self, x):
+        return x.astype(mstype.float16)
+
+
+def test_cells_with_a_bprop_of_their_own_have_them_and_frozen_ones_before_all_weights_have_none():
+    network = nn.SequentialCell(nn.Dense(4, 4, has_bias=False), nn.ReLU(), Tripled(), nn.Dense(4, 4, "ones"), Sum())
+    for weight in network[0].get_parameters():
+        weight.requires_grad = False
+    names = ["0", "1", "2", "3"]
+    ranges = gradient_ranges(network, Tensor(X), [4], layers=names)
+    assert list(ranges.outputs) == names
+    assert list(ranges.to_dict()["activation_gradients"][0]["layers"]) == ["3"]
+    network[0].weight.requires_grad = True
+    unscaled = select(gradient_ranges(network, Tensor(X), [4], layers=names), "activation_gradients")
+    assert {name: each.largest for name, each in unscaled.parameters(4, unscaled=True).items()} == {
+        **{"0": 12 if (network[0](Tensor(X)).asnumpy() > 0).any() else 0, "1": 12, "2": 4, "3": 1}
+    }
+
+
+class Tripled(nn.Cell):
+    def construct(self, x):
+        return 3 * x
+
+    def bprop(self, x, out, dout):
+        return (3 * dout,)
+
+
+class Sum(nn.Cell):
+    def construct(self, x):
+        return x.sum()
+
+
+def test_passes_leave_the_network_alone_and_are_told_of(mode):
+    mindspore.set_seed(1)
+    network = OnlyLoss(WithStateAndDropout())
+    call, told = nn.Cell.__call__, []
+    before = {value.name: value.asnumpy().tobytes() for value in network.get_parameters()}
+    states = [(cell.training, cell.phase, cell.requires_grad) for _, cell in network.cells_and_names()]
+    random = [np.array(state) for state in mindspore.get_rng_state()]
+    ranges = gradient_ranges(network, rows(), [1, 2**10], layers=["*"], progress=told.append)
+    assert told == [1, 2, 3, 4]
+    assert {value.name: value.asnumpy().tobytes() for value in network.get_parameters()} == before
+    assert [(cell.training, cell.phase, cell.requires_grad) for _, cell in network.cells_and_names()] == states
+    assert all(np.array_equal(a, b) for a, b in zip(random, mindspore.get_rng_state(), strict=True))
+    assert nn.Cell.__call__ is call
+    assert not any("construct" in vars(cell) for _, cell in network.cells_and_names())
+    # Without dropout, both are the same.
+    [of_outputs] = select(ranges, "activation_gradients").batches
+    assert of_outputs[0].parameters["dropout"] == of_outputs[0].parameters["norm"]
+    # A compiled graph rounds in other places.
+    assert of_outputs[0].loss == pytest.approx(ranges.batches[0][0].loss, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["pynative"], indirect=True)
+def test_recomputed_layers_are_measured_once(mode):
+    network = Twice()
+    plain = select(gradient_ranges(network, Tensor(X), [8], layers=["*"]), "activation_gradients").parameters(8)
+    network.pair.recompute()
+    kept = network.pair._recompute_cell
+    again = select(gradient_ranges(network, Tensor(X), [8], layers=["*"]), "activation_gradients").parameters(8)
+    assert again == plain
+    assert network.pair._recompute_cell is kept is not None
+
+
+def test_without_layers_there_are_none_and_it_is_said_how_to_measure_them(graph_mode):
+    ranges = gradient_ranges(GraphOnly(), Tensor(X), [1])
+    content = ranges.to_dict()
+    assert (ranges.activation_gradients, content.pop("activation_gradients")) == ((), [])
+    # A file of before.
+    for old in (ranges, GradientRanges.from_dict(content)):
+        with pytest.raises(ValueError, match="no activation gradients to draw: name layers when you measure, 'layers'"):
+            select(old, "activation_gradients")
+
+
+def test_a_network_without_a_backward_pass_in_pynative_mode_is_reported(graph_mode):
+    network, call = nn.SequentialCell(nn.Dense(4, 4), Sum()), nn.Cell.__call__
+
+    def fail():
+        network(Tensor(X))
+        raise RuntimeError("a kernel is missing")
+
+    message = "activation gradients of 'layers' need a backward pass in PyNative mode, where .* a kernel is missing"
+    with pytest.raises(LayerOutputsError, match=message):
+        LayerOutputs(network, ["Dense"]).gradients(fail)
+    assert (mindspore.get_context("mode"), nn.Cell.__call__) == (mindspore.GRAPH_MODE, call)
