@@ -30,8 +30,11 @@ def test_bands_hold_the_shares_of_the_gradients_that_they_say(record):
             gradients = np.abs(in_fp16(step, scale)[name].astype(np.float64)) / scale
             nonzero = gradients[gradients > 0]
             expected = np.log2(np.quantile(nonzero, [0.05, 0.25, 0.5, 0.75, 0.95]))
-            # Histograms count by powers of two; within one, gradients are taken to be spread evenly.
-            np.testing.assert_allclose(series.groups[name].bands[:, place], expected, atol=0.25)
+            # Histograms count by powers of two; within one, gradients are taken to be spread evenly. Of the smallest
+            # subnormal numbers there is one in a power of two, or there are two.
+            few = expected < np.log2(2.0**-22 / scale)
+            error = np.abs(series.groups[name].bands[:, place] - expected)
+            assert (error <= np.where(few, 1.0, 0.25)).all(), (name, step, error)
             assert series.groups[name].largest[place] == pytest.approx(np.log2(nonzero.max()))
 
 
