@@ -217,11 +217,12 @@ class PerTokenTrainStep(LossScaleTrainStep):
         """As :meth:`grads_for_legacy`, for the other models of MindFormers.
 
         Args:
-            scaling_sens (Tensor): as there.
-            *inputs (Tensor): as there.
+            scaling_sens (Tensor): the loss scale, float32 of shape ().
+            *inputs (Tensor): those of the network, of any shapes.
 
         Returns:
-            tuple[Tensor, tuple[Tensor], Tensor], as there.
+            tuple[Tensor, tuple[Tensor], Tensor], as of the stock cell, the loss, the gradients, of the shapes of the
+            weights, and their divisor beside the loss scale, of one element.
         """
         return self._keep_divisor(*self.stock_grads_for_mcore(scaling_sens, *inputs))
 

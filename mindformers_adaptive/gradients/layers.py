@@ -100,7 +100,8 @@ class LayerOutputs:
 
         Returns:
             tuple[object, dict[str, NDArray]], what ``backward`` returned, and by layer the gradients of all its outputs
-            of floating point and of all its calls, one after the other. Layers that the pass does not reach have none.
+            of floating point and of all its calls, one after the other, of shape (elements,). Layers that the pass does
+            not reach have none.
 
         Raises:
             LayerOutputsError: if the network cannot run in PyNative mode.
