@@ -20,7 +20,7 @@ from mindformers_adaptive.public_names import PUBLIC
 
 PACKAGE_FILES = {
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.py", "*.pyi", "py.typed")
+    for pattern in ("*.py", "*.pyi", "*.html", "py.typed")
     for path in (ROOT / "mindformers_adaptive").rglob(pattern)
 }
 SAMPLES = ROOT / "tests" / "lab" / "samples"
