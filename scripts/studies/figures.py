@@ -56,7 +56,7 @@ FIGURES = {
     "formats": Figure(f"python -m {FORMATS}", FORMATS),
     "update": Figure(f"python -m {COSTS} update", COSTS),
     "update_pynative": Figure(f"python -m {COSTS} update --mode PyNative --rounds 20 --calls 20", COSTS),
-    "step": Figure(f"python -m {COSTS} step --copies 2 --rounds 10", COSTS),
+    "step": Figure(f"python -m {COSTS} step --copies 2 --rounds 6", COSTS),
     "detection": Figure(f"python -m {COSTS} detection", COSTS),
     "sweep": Figure(f"python -m {COSTS} sweep", COSTS),
     "ascend_dry_run": Figure("python -m scripts.ascend.compile_for_ascend --all", "scripts.ascend.program"),
