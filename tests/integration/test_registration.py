@@ -58,11 +58,16 @@ def test_register_alone_replaces_each_stock_class_under_all_its_names(run_python
 
 
 @pytest.mark.parametrize("name", ["MFPipelineWithLossScaleCell", "MFTrainOneStepCell", "TrainOneStepWithLossScaleCell"])
-def test_a_wrapper_is_a_subclass_of_the_stock_one_with_the_same_signature(name):
+def test_a_wrapper_is_a_subclass_of_the_stock_one_with_the_same_arguments(name):
     ours, stock = getattr(wrapper, name), STOCK[name]
     assert issubclass(ours, stock)
     assert ours is not stock
-    assert inspect.signature(ours) == inspect.signature(stock)
+    # Others, which differ between versions of MindFormers, are handed on.
+    written = [
+        it for it in inspect.signature(ours).parameters.values() if it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD)
+    ]
+    of_stock = list(inspect.signature(stock).parameters.values())
+    assert [(it.name, it.default) for it in written] == [(it.name, it.default) for it in of_stock[: len(written)]]
     assert inspect.signature(ours.construct) == inspect.signature(stock.construct)
 
 
