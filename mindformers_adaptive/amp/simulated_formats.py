@@ -49,9 +49,14 @@ class _Rounding(nn.Cell):
 
     def add_flags(self, **flags):
         """Compute in float32, whatever the cells around compute in."""
+        dtypes = {"fp16": mstype.float16, "bf16": mstype.bfloat16, "fp32": mstype.float32}
+        # What they make of the numbers that come in: MindSpore converts these in graph mode only.
+        self.dtype_around = next((dtype for flag, dtype in dtypes.items() if flags.get(flag)), None)
         return super().add_flags(**{**flags, "fp16": False, "bf16": False, "fp32": True})
 
     def construct(self, x):
+        if self.dtype_around is not None:
+            x = ops.cast(x, self.dtype_around)
         given = ops.cast(x, mstype.float32)
         if self.converts:
             return ops.cast(ops.cast(given, mstype.bfloat16), mstype.float32)
@@ -182,7 +187,7 @@ def simulate_formats(network, forward=None, gradients=None, layers=None):
             for key in products:
                 # It computes in what `to_float` made the cell compute in.
                 flags = {flag: getattr(cell, flag, False) for flag in ("fp16", "bf16", "fp32")}
-                product = _Product(getattr(cell, key), forward, gradients).add_flags(**flags)
+                product = _Product(getattr(cell, key), forward, gradients).add_flags_recursive(**flags)
                 # A primitive stands in two places, neither of which is that of a cell.
                 del vars(cell)[key], cell._primitives[key]
                 setattr(cell, key, product)

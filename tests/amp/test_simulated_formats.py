@@ -122,7 +122,8 @@ def test_layers_that_compute_in_fp16_see_what_the_formats_leave(mode, order):
         "simulated": lambda network: simulate_formats(network, "float8_e4m3fn", "float8_e5m2"),
         "in FP16": lambda network: network.to_float(mstype.float16),
     }
-    simulated = nn.Dense(3, 4)
+    # In the middle between two numbers of the format once it is in FP16, and not before.
+    simulated = nn.Dense(3, 4, weight_init=Tensor(np.full((4, 3), 0.13281262, np.float32)))
     for step in order:
         simulated = steps[step](simulated)
     x, sens = (NUMBERS.normal(0, 3, shape).astype(np.float16).astype(np.float32) for shape in ((5, 3), (5, 4)))
