@@ -9,7 +9,7 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.graph_form import GraphStep
 from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs
 from mindformers_adaptive.rules.checks import require_flag, require_integer
-from mindformers_adaptive.rules.fields import STEP_FIELDS, STEP_LIMIT
+from mindformers_adaptive.rules.fields import STEP_FIELDS
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 
 __all__ = ["CompiledUpdateCell", "tensor_of"]
@@ -45,8 +45,6 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
                 refuse_kept_graphs(name, value)
         self.largest_per_parameter = None
         self.has_signal = not self.signals
-        # As a Tensor, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
-        self.step_limit = Tensor(STEP_LIMIT, mstype.int32)
         step = GraphStep(rule)
         self.step_function = step.function
         # Where each input of the step comes from: an attribute, or None for what the update computes first.
@@ -57,6 +55,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.assigned = tuple((name, place) for name, place in places.items() if name in own)
         self.place_of_scale, self.place_of_clean = places.get("loss_scale"), places.get("clean_steps")
         self.counts_clean_steps = rule.counts_clean_steps
+        # As a Tensor, because a Python number in the graph becomes a primitive of its own (Muls) or a cast.
         self.one = Tensor(1, mstype.int32)
         self.keeps_history = history_size > 0
         if self.keeps_history:
@@ -96,31 +95,27 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         after = self.step_function(*given)
         next_loss_scale = loss_scale if self.place_of_scale is None else after[self.place_of_scale]
 
-        # At the limit the steps are no longer counted, and where clean steps are, the last event moves back instead.
-        is_counted = ops.less(self.cur_iter, self.step_limit)
-        counted = ops.cast(is_counted, mstype.int32)
         overflowed = ops.cast(overflow, mstype.int32)
-        counted_overflow = overflowed * counted
-        in_a_row = (self.consecutive_overflows + counted) * overflowed
+        in_a_row = (self.consecutive_overflows + self.one) * overflowed
         if self.keeps_history:
             # Before the assignments, because the step's loss scale and number are read from Parameters.
-            self._remember(loss_scale, next_loss_scale, overflowed, counted_overflow, in_a_row, after)
+            self._remember(loss_scale, next_loss_scale, overflowed, in_a_row, after)
         if self.counts_clean_steps:
-            last_event = self.cur_iter - after[self.place_of_clean] - (self.one - counted)
+            last_event = self.cur_iter - after[self.place_of_clean]
         else:
             is_event = self.logic_or(overflow, ops.less(loss_scale, next_loss_scale))
-            last_event = self.select(self.logic_and(is_event, is_counted), self.cur_iter, self.last_overflow_iter)
+            last_event = self.select(is_event, self.cur_iter, self.last_overflow_iter)
         if self.place_of_scale is not None:
             ops.assign(loss_scale, next_loss_scale)
         for name, place in self.assigned:
             ops.assign(getattr(self, name), after[place])
         ops.assign(self.last_overflow_iter, last_event)
         ops.assign(self.consecutive_overflows, in_a_row)
-        ops.assign_add(self.cur_iter, counted)
-        ops.assign_add(self.skipped_steps, counted_overflow)
+        ops.assign_add(self.cur_iter, self.one)
+        ops.assign_add(self.skipped_steps, overflowed)
         return overflow
 
-    def _remember(self, loss_scale, next_loss_scale, overflowed, counted_overflow, in_a_row, after):
+    def _remember(self, loss_scale, next_loss_scale, overflowed, in_a_row, after):
         counts, floats = (overflowed,), ()
         for name, place, part, is_count in self.recorded:
             value = getattr(self, name) if place is None else after[place]
@@ -129,7 +124,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
                 counts = (*counts, value)
             else:
                 floats = (*floats, value)
-        counts = (*counts, self.skipped_steps + counted_overflow, in_a_row)
+        counts = (*counts, self.skipped_steps + overflowed, in_a_row)
         for name in self.signals:
             floats = (*floats, getattr(self, name))
         self.history(loss_scale, next_loss_scale, self.cur_iter, counts, floats)

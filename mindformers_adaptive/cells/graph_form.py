@@ -1,5 +1,6 @@
 """The step of a rule as one straight function that MindSpore compiles."""
 
+import collections
 import itertools
 import sys
 import types
@@ -42,9 +43,14 @@ class GraphStep:
         self._program, self._names, self._lines = program, _names(), []
         nodes = program.nodes
         self._copies = {place for name, place in program.outputs.items() if nodes[place].op == "input"}
-        for place in program.used:
-            self._compute(place)
         changed = {name: place for name, place in program.outputs.items() if nodes[place].extra != name}
+        together = self._picked_together(changed.values())
+        elements = {nodes[place].args[1] for place in together}
+        for place in program.used:
+            if place not in together and place not in elements:
+                self._compute(place)
+        if together:
+            self._pick_together(together)
         self.inputs = tuple(sorted({nodes[place].extra for place in program.used if nodes[place].op == "input"}))
         self.outputs = tuple(changed)
         results = "".join(f"v{place}{'_copy' if place in self._copies else ''}, " for place in changed.values())
@@ -61,6 +67,30 @@ class GraphStep:
         vars(module).update(self._names)
         self.function = make_function(rule.name, source, vars(module))
         sys.modules[module.__name__] = module
+
+    def _picked_together(self, results):
+        """Return the results that are each an element of a vector or something else, as one flag says for all."""
+        nodes, groups = self._program.nodes, collections.defaultdict(list)
+        for place in results:
+            if nodes[place].op == "where" and nodes[nodes[place].args[1]].op == "element":
+                flag, element, _ = nodes[place].args
+                groups[flag, nodes[element].args[0]].append(place)
+        for (_, vector), places in groups.items():
+            elements = [nodes[place].args[1] for place in places]
+            others = {arg for place in self._program.used if place not in places for arg in nodes[place].args}
+            is_whole = [nodes[element].extra for element in elements] == list(range(*nodes[vector].shape))
+            if is_whole and others.isdisjoint([*elements, *places]):
+                return places
+        return []
+
+    def _pick_together(self, places):
+        """Pick between two vectors, which takes fewer kernels than to pick between their elements."""
+        nodes = self._program.nodes
+        flag, vector = nodes[places[0]].args[0], nodes[nodes[places[0]].args[1]].args[0]
+        others = "".join(f"v{nodes[place].args[2]}, " for place in places)
+        self._add(f"picked = ops.unstack(ops.select(v{flag}, v{vector}, ops.stack(({others}))))")
+        for element, place in enumerate(places):
+            self._add(f"v{place} = picked[{element}]")
 
     def _add(self, line):
         self._lines.append(f"    {line}")

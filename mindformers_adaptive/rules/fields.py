@@ -9,7 +9,8 @@ from mindformers_adaptive.rules.functions import DType
 
 __all__ = ["SIGNALS", "STEP_FIELDS", "STEP_LIMIT", "Field", "fields_of", "kept_fields"]
 
-# Steps are counted up to here: about 34 years at a step a second, and far from where int32 would wrap.
+# The most steps that a saved state may have, about 34 years at a step a second. No process takes as many again, after
+# which int32 would wrap; so the graph of an update needs no limit.
 STEP_LIMIT = 2**30
 
 

@@ -18,7 +18,7 @@ from mindformers_adaptive import RuleLossScaleUpdateCell
 from mindformers_adaptive.rules.lanes import Lanes
 from scripts.random_rules.writer import write_rule
 
-__all__ = ["RandomRule", "compare", "make_rule", "numpy_runs"]
+__all__ = ["RandomRule", "compare", "make_rule", "numpy_runs", "states_of_cells"]
 
 # Gradients of a step: ordinary ones, and all that shows nothing.
 GRADIENTS = (0.25, 3.0, 1e-3, 777.0, 0.0, 1e-40, np.inf, np.nan)
@@ -55,7 +55,7 @@ def make_rule(seed: int, folder: Path) -> RandomRule:
     return RandomRule(seed, path, rules, module.FIRST_LOSS_SCALE)
 
 
-def compare(random_rules, steps):
+def compare(random_rules, steps, of_cells=None):
     """Take steps in all ways, and return for each rule "same", "noticed", or what differs.
 
     A rule is noticed when it computes a number nearer to 0 than 2^-126, and warns of it: devices may differ there.
@@ -63,6 +63,7 @@ def compare(random_rules, steps):
     Args:
         random_rules (list[RandomRule]): share a graph in each mode of MindSpore, and the steps.
         steps (int): how many.
+        of_cells (dict, optional): what :func:`states_of_cells` returned for them. Default: None, they take the steps.
     """
     results, runs = [], []
     for one in random_rules:
@@ -72,13 +73,19 @@ def compare(random_rules, steps):
             found = lane_differences(runs[-1])
         others = [str(warning.message) for warning in caught if "nearer to 0 than 2^-126" not in str(warning.message)]
         results.append("; ".join(others + found) or ("noticed" if caught else "same"))
-    for mode in ("graph", "pynative"):
-        for place, states in enumerate(cell_runs(random_rules, runs[0][0].path, mode)):
+    for mode, of_rules in (of_cells or states_of_cells(random_rules, steps)).items():
+        for place, states in enumerate(of_rules):
             found = [differences(*pair) for pair in zip(states, runs[place][0].states[1:], strict=True)]
             first = next((number for number, one in enumerate(found) if one), None)
             if first is not None and results[place] != "noticed":
                 results[place] = f"{results[place]}; {mode}, step {first + 1}: {found[first]}".removeprefix("same; ")
     return results
+
+
+def states_of_cells(random_rules, steps):
+    """Return by mode of MindSpore for each rule the states of its update cell after each step."""
+    path = path_of(random_rules[0].seed // 100, 0, steps)
+    return {mode: cell_runs(random_rules, path, mode) for mode in ("graph", "pynative")}
 
 
 class Run(NamedTuple):
@@ -99,12 +106,17 @@ def numpy_runs(random_rule, steps, paths):
     """
     rules, runs = random_rule.rules, []
     for lane, rule in enumerate([*rules, rules[0], rules[0]]):
-        numbers, states = random.Random(f"{paths} {lane}"), [rule.start(random_rule.loss_scale)]
-        path = [(numbers.random() < 0.2, numbers.choice(GRADIENTS)) for _ in range(steps)]
+        path, states = path_of(paths, lane, steps), [rule.start(random_rule.loss_scale)]
         for overflow, gradient in path:
             states.append(rule.step(states[-1], overflow, gradient))
         runs.append(Run(rule, path, states))
     return runs
+
+
+def path_of(paths, lane, steps):
+    """Return the steps of a lane, each with its overflow and its largest gradient."""
+    numbers = random.Random(f"{paths} {lane}")
+    return [(numbers.random() < 0.2, numbers.choice(GRADIENTS)) for _ in range(steps)]
 
 
 def lane_differences(runs):
