@@ -95,7 +95,6 @@ def _in_each_way(setting, function, ways=WAYS, **options):
 _QUICK = (
     "step/910A/guided",
     "step/910B/adaptive",
-    "step/910B/guided",
     "mf_step/guided_each",
     "per_token/guided",
     "simulated_fp8/adaptive",
@@ -103,7 +102,6 @@ _QUICK = (
     "scaler/guided",
     "watched/stock",
     "semi_auto_2/guided_each",
-    "pipeline_2/rank_0/guided_each",
     "pipeline_2/rank_1/guided_each",
 )
 

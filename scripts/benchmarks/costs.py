@@ -217,13 +217,15 @@ def measure_step(arguments):
     set_mode("graph")
     with tempfile.TemporaryDirectory() as folder:
         taken = take_turns(ways_of_a_step(task, names, folder), arguments.copies, arguments.rounds)
-    updates = {name: partial(make_updates, name, UPDATE_CALLS) for name in UPDATES}
+    calls = 5 if arguments.quick else UPDATE_CALLS
+    updates = {name: partial(make_updates, name, calls) for name in UPDATES}
     return {
         "task": f"{task.name}, {task.about}",
         "loss_scale": START,
         "times": typical_times(taken),
         "spread": spread_percent(taken) if arguments.copies > 1 else math.nan,
         "updates": compare(updates, arguments.copies, arguments.rounds),
+        "update_calls": calls,
         "scales": measure_scales(task, arguments),
     }
 
@@ -314,7 +316,7 @@ def extra_cost(times, name):
 
 def update_share(result, name):
     """Return what an update takes above one of the dynamic cell, as a share of the whole step."""
-    extra = time_above(result["updates"], name, DYNAMIC)[0] / UPDATE_CALLS
+    extra = time_above(result["updates"], name, DYNAMIC)[0] / result.get("update_calls", UPDATE_CALLS)
     return extra / time_above(result["times"], DYNAMIC)[0]
 
 

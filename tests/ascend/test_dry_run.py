@@ -75,13 +75,13 @@ def count(result, operator):
     return sum(kernels.get(operator, 0) for kernels in result["kernels"].values())
 
 
-@pytest.mark.parametrize("name", ["step/910A/guided", "step/910B/guided", "mf_step/guided_each", "per_token/guided"])
+@pytest.mark.parametrize("name", ["step/910A/guided", "mf_step/guided_each", "per_token/guided"])
 def test_the_largest_gradient_of_each_of_the_four_weights_is_measured_beside_the_stock_detection(results, name):
     assert count(results[name], "ReduceMax") >= 4
     assert count(results[name], "AllFinite" if "910A" not in name else "NPUGetFloatStatusV2") == 1
 
 
-@pytest.mark.parametrize("name", ["semi_auto_2/guided_each", *(f"pipeline_2/rank_{n}/guided_each" for n in range(2))])
+@pytest.mark.parametrize("name", ["semi_auto_2/guided_each", "pipeline_2/rank_1/guided_each"])
 def test_the_largest_gradients_are_those_of_all_slices_and_stages(results, name):
     collectives = results[name]["collectives"]
     # The four of the network, float32.

@@ -100,7 +100,7 @@ def traces_with_gradients():
     return [*made, *hidden, *own, silent, dataclasses.replace(made[3], largest_gradient=now_and_then)]
 
 
-@pytest.mark.parametrize(("rate", "scale"), [(1.0, 2.0**32), (50.0, 1.0), (1000.0, 2.0**20)])
+@pytest.mark.parametrize(("rate", "scale"), [(1.0, 2.0**32), (1000.0, 1.0)])
 def test_every_lane_may_have_a_trace_of_its_own(rate, scale):
     lanes = traces_with_gradients()
     tried = [Configuration("guided", loss_scale_value=scale, exchange_rate=rate)] * len(lanes)
