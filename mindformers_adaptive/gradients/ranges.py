@@ -12,7 +12,8 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
 from mindformers_adaptive.gradients.layers import LayerOutputs, checked_layers
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics, merge_statistics
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 from mindformers_adaptive.rules.checks import require_positive
 from mindformers_adaptive.rules.formats import find_format
 
