@@ -13,7 +13,7 @@ from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
-__all__ = ["AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler", "multiply_in_float32"]
+__all__ = ["SCALERS", "AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler", "multiply_in_float32"]
 
 _map = ops.HyperMap()
 
@@ -271,3 +271,7 @@ class GradientGuidedLossScaler(RuleLossScaler):
 
     def __init__(self, scale_value, scale_factor=2, **arguments):
         super().__init__(GuidedRule(scale_factor=scale_factor, **arguments), scale_value)
+
+
+# By rule the scalers that have its arguments in their signature.
+SCALERS = {AdaptiveRule: AdaptiveLossScaler, GuidedRule: GradientGuidedLossScaler}
