@@ -48,14 +48,8 @@ class GraphStep:
         self.inputs = tuple(sorted({nodes[place].extra for place in program.used if nodes[place].op == "input"}))
         self.outputs = tuple(changed)
         results = "".join(f"v{place}{'_copy' if place in self._copies else ''}, " for place in changed.values())
-        source = "\n".join(
-            [
-                f"def step({', '.join(f'in_{name}' for name in self.inputs)}):",
-                *self._lines,
-                f"    return ({results})",
-                "",
-            ]
-        )
+        head = f"def step({', '.join(f'in_{name}' for name in self.inputs)}):"
+        source = "\n".join([head, *self._lines, f"    return ({results})", ""])
         # MindSpore looks names up in the module that a function says it is from.
         module = types.ModuleType(f"mindformers_adaptive_step_{next(_numbers)}")
         vars(module).update(self._names)

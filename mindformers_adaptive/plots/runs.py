@@ -245,14 +245,8 @@ def _draw_difference(axes: Axes, apart: tuple[Floats, Floats], first: str, secon
     canvas.style_axes(axes, title=f"loss of {second} less that of {first}", y_label="difference")
     step, values = apart
     faint = len(values) >= _SMOOTH_FROM
-    style: dict[str, Any] = {"color": canvas.MUTED, "marker": canvas.point_marker(len(values))}
-    axes.plot(
-        *thinned(step, values),
-        gid="difference",
-        linewidth=0.8 if faint else 1.6,
-        alpha=0.35 if faint else 1.0,
-        **style,
-    )
+    style: dict[str, Any] = {"color": canvas.MUTED, "marker": canvas.point_marker(len(values)), "gid": "difference"}
+    axes.plot(*thinned(step, values), linewidth=0.8 if faint else 1.6, alpha=0.35 if faint else 1.0, **style)
     if faint:
         middle, _, median, _ = gather(step, values, min(len(values) // 10, _MEDIANS))
         axes.plot(middle, median, color=canvas.MUTED, linewidth=1.6, gid="median difference")

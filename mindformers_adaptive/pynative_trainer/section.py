@@ -19,8 +19,7 @@ __all__ = ["SECTION", "check_config", "is_for_pynative_trainer", "read_config", 
 
 SECTION = "training.loss_scale"
 
-# Sections that only one of MindFormers' two trainers reads.
-_PYNATIVE = ("training", "parallelism", "lr_scheduler")
+# Sections that only the graph-mode one of MindFormers' two trainers reads.
 _GRAPH = ("runner_config", "runner_wrapper", "parallel_config", "lr_schedule", "trainer")
 _TYPES = f"{', '.join(rule.cell for rule in RULES.values())}, or RuleLossScaleUpdateCell with a 'rule'"
 _FLOAT16, _BFLOAT16 = ("float16", "fp16"), ("bfloat16", "bf16")
