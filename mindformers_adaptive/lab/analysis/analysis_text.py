@@ -32,9 +32,10 @@ def analysis_text(analysis: Mapping[str, Any]) -> str:
 
 
 def _log(log: Mapping[str, Any]) -> list[str]:
+    damaged = f"{len(log['problems'])} damaged line{'' if len(log['problems']) == 1 else 's'}"
     lines = [
         f"Log       {log['name']} ({log['format']}): {log['lines_read']} lines read, {log['lines_used']} used, "
-        f"{log['lines_ignored']} ignored, {_counted(len(log['problems']), 'damaged line')}"
+        f"{log['lines_ignored']} ignored, {damaged}"
     ]
     if log["lines_superseded"]:
         lines.append(
@@ -92,10 +93,6 @@ def _overflowed(known_steps: int, steps_without: int, counts: Mapping[str, int])
     if steps_without:
         lines.append(f"          in {steps_without} of them none did: something else overflowed")
     return lines
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _between(numbers: Mapping[str, Any], name: str = "") -> str:
