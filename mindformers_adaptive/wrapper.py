@@ -19,15 +19,8 @@ from mindformers_adaptive.cells.update_cells import (
     RuleLossScaleUpdateCell,
 )
 
-__all__ = [
-    "AdaptiveLossScaleUpdateCell",
-    "GradientGuidedLossScaleUpdateCell",
-    "MFPipelineWithLossScaleCell",
-    "MFTrainOneStepCell",
-    "NoLossScaleUpdateCell",
-    "RuleLossScaleUpdateCell",
-    "TrainOneStepWithLossScaleCell",
-]
+__all__ = ["AdaptiveLossScaleUpdateCell", "GradientGuidedLossScaleUpdateCell", "MFPipelineWithLossScaleCell"]
+__all__ += ["MFTrainOneStepCell", "NoLossScaleUpdateCell", "RuleLossScaleUpdateCell", "TrainOneStepWithLossScaleCell"]
 
 
 class TrainOneStepWithLossScaleCell(LossScaleTrainStep, nn.TrainOneStepWithLossScaleCell):

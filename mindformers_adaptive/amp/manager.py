@@ -8,11 +8,7 @@ from typing import Any
 
 from mindspore import amp, context
 
-from mindformers_adaptive.cells.update_cells import (
-    AdaptiveLossScaleUpdateCell,
-    GradientGuidedLossScaleUpdateCell,
-    RuleLossScaleUpdateCell,
-)
+from mindformers_adaptive.cells import update_cells
 from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
@@ -54,7 +50,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         1024.0
     """
 
-    cell_class: Any = RuleLossScaleUpdateCell
+    cell_class: Any = update_cells.RuleLossScaleUpdateCell
 
     def __init__(
         self, rule: Any, init_loss_scale: float = 2**24, *, track_per_parameter: bool = False, **arguments: Any
@@ -224,7 +220,7 @@ class AdaptiveLossScaleManager(RuleLossScaleManager):
         65536.0
     """
 
-    cell_class = AdaptiveLossScaleUpdateCell
+    cell_class = update_cells.AdaptiveLossScaleUpdateCell
 
     def __init__(
         self,
@@ -272,7 +268,7 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
         65536.0
     """
 
-    cell_class = GradientGuidedLossScaleUpdateCell
+    cell_class = update_cells.GradientGuidedLossScaleUpdateCell
 
     def __init__(
         self,

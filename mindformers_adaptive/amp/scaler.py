@@ -3,17 +3,13 @@
 from mindspore import Parameter, Tensor, amp, jit, ops
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.cells import update_cells
 from mindformers_adaptive.cells.detection import LargestGradient
-from mindformers_adaptive.cells.update_cells import (
-    AdaptiveLossScaleUpdateCell,
-    GradientGuidedLossScaleUpdateCell,
-    RuleLossScaleUpdateCell,
-)
 from mindformers_adaptive.rules import make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
-__all__ = ["AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler", "multiply_in_float32"]
+__all__ = ["SCALERS", "AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler", "multiply_in_float32"]
 
 _map = ops.HyperMap()
 
@@ -63,7 +59,7 @@ class RuleLossScaler(amp.LossScaler):
         2048.0
     """
 
-    cell_class = RuleLossScaleUpdateCell
+    cell_class = update_cells.RuleLossScaleUpdateCell
 
     def __init__(self, rule, scale_value, **arguments):
         rule = make_rule(rule, **arguments)
@@ -216,7 +212,7 @@ class AdaptiveLossScaler(RuleLossScaler):
         (False, 32768.0)
     """
 
-    cell_class = AdaptiveLossScaleUpdateCell
+    cell_class = update_cells.AdaptiveLossScaleUpdateCell
 
     def __init__(self, scale_value, scale_factor=2, scale_window=None, *windows, **arguments):
         rule = AdaptiveRule(scale_factor, *windows, **arguments)
@@ -267,7 +263,11 @@ class GradientGuidedLossScaler(RuleLossScaler):
         (False, 64.0)
     """
 
-    cell_class = GradientGuidedLossScaleUpdateCell
+    cell_class = update_cells.GradientGuidedLossScaleUpdateCell
 
     def __init__(self, scale_value, scale_factor=2, **arguments):
         super().__init__(GuidedRule(scale_factor=scale_factor, **arguments), scale_value)
+
+
+# By rule the scalers that have its arguments in their signature.
+SCALERS = {AdaptiveRule: AdaptiveLossScaler, GuidedRule: GradientGuidedLossScaler}

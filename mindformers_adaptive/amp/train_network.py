@@ -6,11 +6,7 @@ import mindspore.train.amp
 from mindspore import Tensor, amp, context, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.amp.manager import (
-    AdaptiveLossScaleManager,
-    RuleLossScaleManager,
-    warn_of_window_as_factor,
-)
+from mindformers_adaptive.amp.manager import AdaptiveLossScaleManager, RuleLossScaleManager, warn_of_window_as_factor
 from mindformers_adaptive.amp.scaler import multiply_in_float32
 from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
 from mindformers_adaptive.rules.checks import require_positive

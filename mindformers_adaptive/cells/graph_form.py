@@ -9,15 +9,9 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.rules import operations
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.generated import make_function
-from mindformers_adaptive.rules.operations import (
-    SMALLEST_AS_INT32,
-    UNSHOWN,
-    largest_int32_of_float32,
-    operation_of,
-    possible_exponents,
-)
 from mindformers_adaptive.rules.program import make_program
 
 __all__ = ["GraphStep"]
@@ -54,14 +48,8 @@ class GraphStep:
         self.inputs = tuple(sorted({nodes[place].extra for place in program.used if nodes[place].op == "input"}))
         self.outputs = tuple(changed)
         results = "".join(f"v{place}{'_copy' if place in self._copies else ''}, " for place in changed.values())
-        source = "\n".join(
-            [
-                f"def step({', '.join(f'in_{name}' for name in self.inputs)}):",
-                *self._lines,
-                f"    return ({results})",
-                "",
-            ]
-        )
+        head = f"def step({', '.join(f'in_{name}' for name in self.inputs)}):"
+        source = "\n".join([head, *self._lines, f"    return ({results})", ""])
         # MindSpore looks names up in the module that a function says it is from.
         module = types.ModuleType(f"mindformers_adaptive_step_{next(_numbers)}")
         vars(module).update(self._names)
@@ -124,15 +112,15 @@ class GraphStep:
         if node.op == "max_safe_exponent":
             # A gradient that is at most so many of these shows that exponent: inf and NaN none, 0 all of them.
             largest = float(known[2][0])
-            exponents = possible_exponents(largest)
+            exponents = operations.possible_exponents(largest)
             fits_at = [min(largest * 2.0**-n, LARGEST_FLOAT32) for n in exponents]
             self._constant("fits_at", np.float32([*fits_at, np.nextafter(np.float32(SMALLEST_FLOAT32), np.float32(0))]))
-            self._constant("exponents", np.int32([UNSHOWN, *exponents, UNSHOWN]))
+            self._constant("exponents", np.int32([operations.UNSHOWN, *exponents, operations.UNSHOWN]))
         if (other := self._folded(node)) is not None:
             self._add(f"v{place} = {other}")
             return
         dtype = self._program.nodes[node.args[0]].dtype
-        self._add(f"v{place} = " + operation_of(node.op, dtype, known).mindspore.format(*args, **extra))
+        self._add(f"v{place} = " + operations.operation_of(node.op, dtype, known).mindspore.format(*args, **extra))
 
     def _folded(self, node):
         """Return another expression with the same bits for what the compiler would change, or None."""
@@ -164,6 +152,6 @@ def _names():
         "NONE": Tensor(0, mstype.int32),
         "NAN": Tensor(np.nan, mstype.float32),
         "INF": Tensor(np.inf, mstype.float32),
-        "SMALLEST_AS_INT32": Tensor(SMALLEST_AS_INT32),
-        "LARGEST_AS_INT32": Tensor(largest_int32_of_float32),
+        "SMALLEST_AS_INT32": Tensor(operations.SMALLEST_AS_INT32),
+        "LARGEST_AS_INT32": Tensor(operations.largest_int32_of_float32),
     }

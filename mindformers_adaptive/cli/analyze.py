@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 from mindformers_adaptive.cli.lab_arguments import policy_maker
-from mindformers_adaptive.cli.output import add_json_argument, print_result, progress_bar, read_picture
+from mindformers_adaptive.cli.output import add_output_arguments, print_result, progress_bar
 from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import FORMATS, read_log
 from mindformers_adaptive.plots.canvas import save
@@ -33,13 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "'adaptive:loss_scale_value=2^32,scale_window=20'; with it, a log of every k-th step bounds the number of "
         "skipped steps more narrowly",
     )
-    parser.add_argument(
-        "--plot",
-        type=read_picture,
-        metavar="FILE",
-        help="draw loss, loss scale and skipped steps to this PNG or SVG file",
-    )
-    add_json_argument(parser)
+    add_output_arguments(parser, "draw loss, loss scale and skipped steps to this PNG or SVG file")
 
 
 def run(options: argparse.Namespace) -> None:

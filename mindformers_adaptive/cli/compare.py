@@ -12,7 +12,7 @@ import argparse
 from functools import partial
 
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, print_sources, read_sources
-from mindformers_adaptive.cli.output import add_json_argument, progress_bar, read_picture
+from mindformers_adaptive.cli.output import add_output_arguments, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.replay.simulate import compare, replay
 from mindformers_adaptive.plots.canvas import save
@@ -47,13 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"gradients; all names: {', '.join(POLICY_NAMES)}, or module.Class, a rule of your own",
     )
     parser.add_argument("--each-trace", action="store_true", help="show each trace, not only the means of several")
-    parser.add_argument(
-        "--plot",
-        type=read_picture,
-        metavar="FILE",
-        help="draw ceiling, scales and skips, or the Pareto front, to a file",
-    )
-    add_json_argument(parser)
+    add_output_arguments(parser, "draw ceiling, scales and skips, or the Pareto front, to a file")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from mindformers_adaptive.cli.output import UsageError, add_json_argument, integer, print_result, read_picture
+from mindformers_adaptive.cli.output import UsageError, add_output_arguments, integer, print_result
 from mindformers_adaptive.gradients.difference import (
     ArrayDifference,
     by_group,
@@ -43,10 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--worst", type=integer(1), metavar="N", help="show the N worst only; default: all")
     parser.add_argument("--series", action="store_true", help="compare two folders of checkpoints step by step")
-    parser.add_argument(
-        "--plot", type=read_picture, metavar="FILE", help="with --series: draw the error of each group over the steps"
-    )
-    add_json_argument(parser)
+    add_output_arguments(parser, "with --series: draw the error of each group over the steps")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 from mindformers_adaptive.checkpoint.report import build_report, report_text, why_no_state
-from mindformers_adaptive.cli.output import UsageError, add_json_argument, print_result, wrong_usage
+from mindformers_adaptive.cli.output import UsageError, add_output_arguments, print_result, wrong_usage
 from mindformers_adaptive.rules import find_rule
 
 __all__ = ["add_arguments", "run"]
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE.CLASS",
         help="a rule of your own whose state may be there, such as log_max.LogMaxRule; may be given several times",
     )
-    add_json_argument(parser)
+    add_output_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> None:

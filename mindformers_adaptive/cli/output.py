@@ -16,7 +16,7 @@ from mindformers_adaptive.rules.checks import LARGEST_INT32, require_positive
 from mindformers_adaptive.text.files import json_text
 from mindformers_adaptive.text.untrusted import parse_yaml, printable
 
-__all__ = ["UsageError", "add_json_argument", "integer", "print_result", "print_text", "progress_bar"]
+__all__ = ["UsageError", "add_output_arguments", "integer", "print_result", "print_text", "progress_bar"]
 __all__ += ["read_picture", "read_scale", "read_value", "wrong_usage"]
 
 
@@ -69,8 +69,10 @@ def read_picture(text: str) -> str:
         return str(require_picture(text))
 
 
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--json``."""
+def add_output_arguments(parser: argparse.ArgumentParser, picture: str = "") -> None:
+    """Declare ``--json`` and, with what its help says of the picture, ``--plot``."""
+    if picture:
+        parser.add_argument("--plot", type=read_picture, metavar="FILE", help=picture)
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
 
 

@@ -30,15 +30,13 @@ from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records, is_gradient_record
 from mindformers_adaptive.plots.gradients import AXES, draw_sweeps, draw_underflow
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.report.runs import GRADIENTS, gradients_beside
 from mindformers_adaptive.text.files import json_object
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["add_arguments", "run", "tell_apart"]
-
-# What GradientRangeMonitor calls its file; the module that says so needs MindSpore.
-_GRADIENTS = "gradient_ranges.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="records of LossScaleMonitor or training logs, records of GradientRangeMonitor, or files that "
         "'probe --output' wrote. Several of a kind are drawn side by side, runs with the gradients whose records are "
-        f"given in the same order or lie beside the runs as {_GRADIENTS}",
+        f"given in the same order or lie beside the runs as {GRADIENTS}",
     )
     parser.add_argument("picture", type=read_picture, metavar="PICTURE", help="the .png or .svg file to write")
     parser.add_argument(
@@ -155,10 +153,7 @@ def _draw_runs(read: Mapping[str, Any], chosen: Mapping[str, Any]) -> Figure:
         [only] = runs.values()
         return draw_runs({"" if only.log_format == JsonlReader.name else only.name: only})
     if not gradients:
-        beside = {file: Path(file).with_name(_GRADIENTS) for file in runs}
-        # Several runs in one folder may share what lies there.
-        alone = {file: path for file, path in beside.items() if [*beside.values()].count(path) == 1 and path.is_file()}
-        measured = {names[file]: read_record(path) for file, path in alone.items()}
+        measured = gradients_beside({names[file]: file for file in runs})
     elif len(gradients) == len(runs):
         measured = dict(zip(names.values(), gradients.values(), strict=True))
     else:

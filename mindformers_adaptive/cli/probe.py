@@ -17,11 +17,10 @@ from typing import Any
 
 from mindformers_adaptive.cli.output import (
     UsageError,
-    add_json_argument,
+    add_output_arguments,
     integer,
     print_result,
     progress_bar,
-    read_picture,
     read_scale,
 )
 from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
@@ -36,7 +35,7 @@ __all__ = ["add_arguments", "add_sweep_arguments", "run", "sweep"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_sweep_arguments(parser)
+    add_sweep_arguments(parser, "draw histograms at the lowest and the highest scale that fits; 'plot' has more")
     parser.add_argument("--loss-scales", nargs="+", type=read_scale, metavar="SCALE", help="default: 2^0 2^4 ... 2^32")
     parser.add_argument(
         "--layers",
@@ -54,12 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the gradients as the optimizer takes them, the mean of the batches, to this .safetensors file, "
         "for 'diff'; with a single loss scale",
     )
-    parser.add_argument(
-        "--plot",
-        type=read_picture,
-        metavar="FILE",
-        help="draw histograms at the lowest and the highest scale that fits; 'plot' has more",
-    )
 
 
 def _new_file(text: str) -> str:
@@ -69,8 +62,8 @@ def _new_file(text: str) -> str:
     return text
 
 
-def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what a sweep over loss scales needs."""
+def add_sweep_arguments(parser: argparse.ArgumentParser, picture: str = "") -> None:
+    """Declare what a sweep over loss scales needs, and what it puts out; see ``add_output_arguments``."""
     add_yaml_arguments(parser)
     parser.add_argument("--train-dataset-dir", help="the data, instead of that in the YAML file")
     parser.add_argument("--checkpoint", help="a .ckpt or .safetensors file, or a folder of them; default: new weights")
@@ -78,7 +71,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gradient-format", choices=FORMATS, default="float16", help="format of the gradients; default: float16"
     )
-    add_json_argument(parser)
+    add_output_arguments(parser, picture)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ import argparse
 from typing import Any
 
 from mindformers_adaptive.cli.lab_arguments import Source, add_trace_arguments, policy_maker, read_sources
-from mindformers_adaptive.cli.output import add_json_argument, print_result, progress_bar, read_picture
+from mindformers_adaptive.cli.output import add_output_arguments, print_result, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES
 from mindformers_adaptive.lab.replay.simulate import replay
 from mindformers_adaptive.plots.canvas import save
@@ -31,13 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "metaseq:init_scale=2^16,scale_window=100, or module.Class, a rule of your own; default: adaptive",
     )
     add_trace_arguments(parser, several=False)
-    parser.add_argument(
-        "--plot",
-        type=read_picture,
-        metavar="FILE",
-        help="draw ceiling, scale and skipped steps to this PNG or SVG file",
-    )
-    add_json_argument(parser)
+    add_output_arguments(parser, "draw ceiling, scale and skipped steps to this PNG or SVG file")
 
 
 def run(options: argparse.Namespace) -> None:

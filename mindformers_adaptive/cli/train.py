@@ -147,12 +147,7 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("num-samples", launcher.NUM_SAMPLES, integer(0), "use only so many samples of the training and evaluation data"),
     ("do-eval", "do_eval", _true_or_false, "evaluate while training"),
     ("load-checkpoint", "load_checkpoint", str, "checkpoint to load, a file or a folder"),
-    (
-        "resume-training",
-        "resume_training",
-        _true_or_false_or_name,
-        "resume from the last checkpoint or this file",
-    ),
+    ("resume-training", "resume_training", _true_or_false_or_name, "resume from the last checkpoint or this file"),
     ("auto-trans-ckpt", "auto_trans_ckpt", _true_or_false, "rearrange the checkpoint for this parallel setting"),
     ("transform-process-num", "transform_process_num", integer(1), "processes that rearrange the checkpoint"),
     ("src-strategy-path-or-dir", "src_strategy_path_or_dir", str, "strategy that the checkpoint was written under"),

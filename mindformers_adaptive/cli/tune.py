@@ -14,7 +14,7 @@ from collections import Counter
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, print_sources, read_sources
 from mindformers_adaptive.cli.output import (
     UsageError,
-    add_json_argument,
+    add_output_arguments,
     integer,
     progress_bar,
     read_value,
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="values of an argument of the cell to try, instead of the default ones; may be given several times",
     )
     parser.add_argument("--rows", type=integer(1), default=10, help="how many configurations to show; default: 10")
-    add_json_argument(parser)
+    add_output_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> None:

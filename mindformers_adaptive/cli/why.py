@@ -15,14 +15,7 @@ import argparse
 import contextlib
 import sys
 
-from mindformers_adaptive.cli.output import (
-    add_json_argument,
-    integer,
-    print_result,
-    progress_bar,
-    read_picture,
-    read_scale,
-)
+from mindformers_adaptive.cli.output import add_output_arguments, integer, print_result, progress_bar, read_scale
 from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.layers import draw_layers
@@ -50,10 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the passes in graph mode, where layers are seen and operators are not: for what fails op by op",
     )
-    parser.add_argument(
-        "--plot", type=read_picture, metavar="FILE", help="draw the largest value of each layer, forward and going back"
-    )
-    add_json_argument(parser)
+    add_output_arguments(parser, "draw the largest value of each layer, forward and going back")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -82,13 +82,14 @@ def _compare(name: str, array: NDArray[np.floating[Any]], reference: NDArray[np.
     with np.errstate(invalid="ignore"):
         apart = first - second
     error, largest = float(np.linalg.norm(apart)), float(np.abs(apart).max(initial=0.0))
+    relative = _relative(error, reference_norm)
     if not math.isfinite(norm + reference_norm):
         relative = largest = math.nan
-    elif reference_norm > 0:
-        relative = error / reference_norm
-    else:
-        relative = math.inf if error > 0 else 0.0
     return ArrayDifference(name, array.size, norm, reference_norm, relative, largest, error)
+
+
+def _relative(error: float, norm: float) -> float:
+    return error / norm if norm > 0 else math.inf if error > 0 else 0.0
 
 
 def difference_table(differences: list[ArrayDifference]) -> str:
@@ -125,9 +126,7 @@ def _together(differences: list[ArrayDifference]) -> float:
     """The relative error of several Parameters as of one."""
     error = math.hypot(*(one.error for one in differences))
     norm = math.hypot(*(one.reference_norm for one in differences))
-    if not math.isfinite(error + norm):
-        return math.nan
-    return error / norm if norm > 0 else math.inf if error > 0 else 0.0
+    return _relative(error, norm) if math.isfinite(error + norm) else math.nan
 
 
 def parting(series: Series) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.gradients.report import array_statistics, merge_statistics
+from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 
 __all__ = ["LayerOutputs", "LayerOutputsError", "checked_layers", "named_cells"]
 

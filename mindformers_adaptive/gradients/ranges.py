@@ -12,18 +12,13 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
 from mindformers_adaptive.gradients.layers import LayerOutputs, checked_layers
-from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics, merge_statistics
+from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 from mindformers_adaptive.rules.checks import require_positive
 from mindformers_adaptive.rules.formats import find_format
 
-__all__ = [
-    "DEFAULT_LOSS_SCALES",
-    "GradientSweep",
-    "batches_of",
-    "checked_loss_scales",
-    "find_loss_scale",
-    "gradient_ranges",
-]
+__all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "batches_of", "checked_loss_scales", "find_loss_scale"]
+__all__ += ["gradient_ranges"]
 
 # Every fourth power of two.
 DEFAULT_LOSS_SCALES = recommendation.EVERY_POWER[::4]
@@ -88,15 +83,7 @@ def gradient_ranges(
     return sweep(inputs, loss_scales, progress=progress, observe=observe)
 
 
-def find_loss_scale(
-    network,
-    batches,
-    margin=None,
-    *,
-    progress=None,
-    gradient_format="float16",
-    learning_rate=None,
-):
+def find_loss_scale(network, batches, margin=None, *, progress=None, gradient_format="float16", learning_rate=None):
     """Find the loss scale from which to start the training of a network.
 
     :func:`gradient_ranges` tries every power of two from 2^0 to 2^32.

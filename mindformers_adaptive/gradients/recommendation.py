@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges
+from mindformers_adaptive.gradients.report import GradientRanges
+from mindformers_adaptive.gradients.statistics import ArrayStatistics
 from mindformers_adaptive.gradients.updates import LostUpdates, lost_updates
 from mindformers_adaptive.rules.checks import require_integer, require_positive
 from mindformers_adaptive.rules.formats import FLOAT16, Format
@@ -45,7 +46,7 @@ class Verdict:
     """What a loss scale loses of the gradients, and whether that is too much.
 
     A share is the norm of what is lost, by underflow and by the coarseness of subnormal numbers, divided by the norm
-    of the gradient; see :attr:`mindformers_adaptive.gradients.report.ArrayStatistics.lost_share`.
+    of the gradient; see :attr:`mindformers_adaptive.gradients.statistics.ArrayStatistics.lost_share`.
 
     Attributes:
         loss_scale (float): the scale that is judged.
@@ -162,7 +163,8 @@ class LossScaleRecommendation:
             float16, or the learning rate is not known.
 
     Examples:
-        >>> from mindformers_adaptive.gradients.report import ScaleRanges, array_statistics
+        >>> from mindformers_adaptive.gradients.report import ScaleRanges
+        >>> from mindformers_adaptive.gradients.statistics import array_statistics
         >>> exact = [0.5, 0.25]
         >>> def at(scale):
         ...     scaled = [scale * gradient for gradient in exact]

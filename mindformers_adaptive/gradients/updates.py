@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mindformers_adaptive.gradients.report import ArrayStatistics
+from mindformers_adaptive.gradients.statistics import ArrayStatistics
 from mindformers_adaptive.rules.formats import FLOAT16
 
 __all__ = ["LostUpdates", "lost_updates"]
@@ -47,7 +47,7 @@ def lost_updates(weights: Mapping[str, ArrayStatistics], learning_rate: float) -
         LostUpdates, or None without weights.
 
     Examples:
-        >>> from mindformers_adaptive.gradients.report import array_statistics
+        >>> from mindformers_adaptive.gradients.statistics import array_statistics
         >>> lost_updates({"norm": array_statistics([1.0, 0.5, 0.25])}, learning_rate=2.0**-12).share
         0.3333333333333333
     """

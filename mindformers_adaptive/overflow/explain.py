@@ -210,6 +210,10 @@ class _Seen:
         return self.scales[self.loss_scale]
 
     @property
+    def safe(self):
+        return max((scale for scale, overflow in self.scales.items() if not overflow), default=0.0)
+
+    @property
     def forward(self):
         return self.origin is not None and self.origin.phase == "forward"
 
@@ -250,17 +254,13 @@ def _try_scale(passes, batches, seen):
     """A lower loss scale, which is tried at the largest that the gradients seen allow."""
     if seen.forward:
         return [Tried("a lower loss_scale_value", None, None, note="no help: it overflows before the loss is scaled")]
-    if not any(not overflow for overflow in seen.scales.values()):
-        return [Tried("a lower loss_scale_value", None, None, note=f"it overflows at {_lowest(seen)} too")]
+    if not seen.safe:
+        lowest = as_power_of_two(min(seen.scales))
+        return [Tried("a lower loss_scale_value", None, None, note=f"it overflows at {lowest} too")]
     limit = min(_limit(seen.closest), seen.loss_scale / 2)
     if limit not in seen.scales:
         seen.note(passes(batches, limit))
-    safe = max(scale for scale, overflow in seen.scales.items() if not overflow)
-    return [Tried(f"loss_scale_value: {safe:.10g}", safe, None, helps=True)]
-
-
-def _lowest(seen):
-    return as_power_of_two(min(seen.scales))
+    return [Tried(f"loss_scale_value: {seen.safe:.10g}", seen.safe, None, helps=True)]
 
 
 def _try_layer(network, batches, seen, done, graph):
@@ -294,9 +294,7 @@ def _outcome(name, passes, batch, seen):
     limit = min(_limit(changed.closest), _HIGHEST)
     if limit not in changed.scales and limit > 1.0:
         changed.note(passes([batch], limit))
-    safe = max(scale for scale, overflow in changed.scales.items() if not overflow)
-    before = max((scale for scale, overflow in seen.scales.items() if not overflow), default=0.0)
-    return Tried(name, safe, helps=seen.forward or safe >= 2 * before)
+    return Tried(name, changed.safe, helps=seen.forward or changed.safe >= 2 * seen.safe)
 
 
 def _computes_in_float16(seen):

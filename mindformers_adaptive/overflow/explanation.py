@@ -169,10 +169,8 @@ class Explanation:
                 f"  {reading.infs_and_nans:,} of {reading.size:,} elements are inf or NaN, the others up to "
                 f"{reading.largest:.5g}; the largest number of {reading.dtype} is {reading.limit:.5g}"
             )
-        sizes = {"largest value that goes in": origin.largest_input, "largest weight": origin.largest_weight}
-        if origin.source:
-            sizes = {f"largest value that goes in, from {origin.source},": origin.largest_input, **sizes}
-            del sizes["largest value that goes in"]
+        source = f", from {origin.source}," if origin.source else ""
+        sizes = {f"largest value that goes in{source}": origin.largest_input, "largest weight": origin.largest_weight}
         known = [f"{name} {size:.5g}" for name, size in sizes.items() if size is not None]
         return [*lines, f"  {', '.join(known)}"] if known else lines
 
@@ -220,26 +218,19 @@ class Explanation:
             dict[str, object], by the names of the attributes, with ``headline``, ``overflow``, ``safe_scale`` and
             ``overflowing_scale``.
         """
+        told = ("headline", "loss_scale", "batches", "overflow", "safe_scale", "overflowing_scale", "layers_scale")
         return {
-            "headline": self.headline,
-            "loss_scale": self.loss_scale,
-            "batches": self.batches,
+            **{name: getattr(self, name) for name in (*told, "measured", "overflow_mode")},
             "losses": list(self.losses),
-            "overflow": self.overflow,
-            "safe_scale": self.safe_scale,
-            "overflowing_scale": self.overflowing_scale,
             "scales": [{"loss_scale": scale, "overflow": bad} for scale, bad in sorted(self.scales.items())],
             "origin": None if self.origin is None else self.origin.to_dict(),
             "weights": None
             if self.weights is None
             else {**vars(self.weights), "weight_format": self.weights.weight_format.name},
-            "layers_scale": self.layers_scale,
             "layers": [one.to_dict() for one in self.layers],
             "tried": [
                 {**vars(one), "origin": None if one.origin is None else one.origin.to_dict()} for one in self.tried
             ],
-            "measured": self.measured,
-            "overflow_mode": self.overflow_mode,
         }
 
 

@@ -180,7 +180,8 @@ def _given_to(one: Pass, call: Call, value: Operand) -> Origin:
         return Origin("forward", "", one.calls[0].kind, "", "batch", reading)
     around = one.calls[call.parent if call.parent is not None else 0]
     what = f"a value that it gives to {_operator(call) or call.name}"
-    return Origin("forward", around.layer, around.kind, "", what, reading, largest_of(_inputs(around)))
+    largest = largest_of(value.reading for value in around.inputs)
+    return Origin("forward", around.layer, around.kind, "", what, reading, largest)
 
 
 def _backward_origin(one: Pass) -> Origin:
@@ -194,24 +195,14 @@ def _backward_origin(one: Pass) -> Origin:
             return dataclasses.replace(_followed_back(one, index), hidden=True)
     name = next(name for name, reading in one.weights.items() if not reading.finite)
     users = [call for call in one.calls if any(value.weight == name for value in call.inputs)]
-    if len({call.layer for call in users}) > 1:
-        layers = " and ".join(dict.fromkeys(call.layer for call in users))
-        what = f"sum of the gradients that {layers} give to a weight that they share"
-        last = users[0]
-        return Origin(
-            "backward",
-            last.layer,
-            _class_of(one, last),
-            "",
-            what,
-            one.weights[name],
-            _largest_given(users),
-            weight=name,
-        )
-    if users:
-        what = "gradient of a weight"
-        return Origin("backward", users[0].layer, _class_of(one, users[0]), "", what, one.weights[name], weight=name)
-    return Origin("backward", None, what="gradient of a weight", reading=one.weights[name], weight=name)
+    what, given = "gradient of a weight", None
+    if not users:
+        return Origin("backward", None, what=what, reading=one.weights[name], weight=name)
+    if len(layers := dict.fromkeys(call.layer for call in users)) > 1:
+        what = f"sum of the gradients that {' and '.join(layers)} give to a weight that they share"
+        given = largest_of(each.reading for call in users for each in call.gradients if not each.of_output)
+    last = users[0]
+    return Origin("backward", last.layer, _class_of(one, last), "", what, one.weights[name], given, weight=name)
 
 
 def _gradient_origin(one: Pass, call: Call, gradient: Gradient) -> Origin:
@@ -269,14 +260,6 @@ def _uses(one: Pass, call: Call) -> Iterator[Reading]:
         for each in other.gradients:
             if not each.of_output and other.inputs[each.place].source == call.index:
                 yield each.reading
-
-
-def _inputs(call: Call) -> Iterator[Reading]:
-    return (value.reading for value in call.inputs)
-
-
-def _largest_given(users: list[Call]) -> float | None:
-    return largest_of(each.reading for call in users for each in call.gradients if not each.of_output)
 
 
 def _largest_weight(one: Pass, call: Call) -> float | None:

@@ -1,4 +1,4 @@
-"""What all pictures share: matplotlib loaded on first use, one style, thinned lines, files written whole."""
+"""What all pictures share: matplotlib loaded on first use, one style, files written whole."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
+from mindformers_adaptive.plots.points import Floats, gather
 from mindformers_adaptive.text.files import atomic_write
 from mindformers_adaptive.text.untrusted import printable
 
@@ -21,31 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["ALARMING", "CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "Floats"]
-__all__ += ["as_text", "count", "draw_ceiling", "draw_steps", "gather", "headline", "legend_above", "legend_below"]
-__all__ += [
-    "listed",
-    "mark_above",
-    "narrower",
-    "new_figure",
-    "one_per_column",
-    "percent",
-    "point_marker",
-    "power_of_two",
-]
-__all__ += [
-    "power_of_two",
-    "require_picture",
-    "save",
-    "say_instead",
-    "style_axes",
-    "thinned",
-    "use_percent_axis",
-    "use_power_of_two_axis",
-    "use_step_axis",
-    "write_svg",
-]
-
-Floats = NDArray[np.float64]
+__all__ += ["as_text", "count", "draw_ceiling", "draw_steps", "headline", "legend_above", "legend_below", "listed"]
+__all__ += ["mark_above", "narrower", "new_figure", "percent", "point_marker", "power_of_two", "require_picture"]
+__all__ += ["save", "say_instead", "style_axes", "use_percent_axis", "use_power_of_two_axis", "use_step_axis"]
+__all__ += ["write_svg"]
 
 # The colours of Okabe and Ito, https://jfly.uni-koeln.de/color, which people with colour blindness can distinguish.
 MAIN, SECOND, WARNING = "#0072b2", "#009e73", "#d55e00"
@@ -62,13 +41,6 @@ ALARMING = 0.01
 
 _DOTS_PER_INCH = 120
 _LABEL_SIZE = 10.5
-
-# About twice the pixels of a panel that is 1200 dots wide.
-_COLUMNS = 2000
-
-# Lines of more points are drawn by those that can be seen.
-_MANY_POINTS = 50_000
-
 
 _width_factor: ContextVar[float] = ContextVar("width_factor", default=1.0)
 
@@ -118,12 +90,13 @@ def narrower(factor: float) -> Iterator[None]:
         _width_factor.reset(token)
 
 
-def write_svg(figure: Figure, file: IO[bytes]) -> None:
-    """Write a picture as SVG without a background; it changes only where the picture does."""
+def write_svg(figure: Figure, file: IO[bytes], transparent: bool = True) -> None:
+    """Write a picture as SVG, without a background or with its own."""
     from matplotlib import rc_context
 
+    # Without dates and random names it changes only where the picture does.
     with rc_context({"svg.hashsalt": "mindformers_adaptive", "svg.fonttype": "path"}):
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(file, format="svg", transparent=transparent, metadata={"Date": None})
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
@@ -147,18 +120,13 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
         >>> save(figure, Path(folder, "empty.png")).name
         'empty.png'
     """
-    from matplotlib import rc_context
-
     target = require_picture(path)
-    ending = target.suffix.lower()
     target.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Date": None} if ending == ".svg" else None
-    # Without dates and random names an SVG changes only where the picture does.
-    with (
-        rc_context({"svg.hashsalt": "mindformers_adaptive", "svg.fonttype": "path"}),
-        atomic_write(target, "wb") as picture,
-    ):
-        figure.savefig(picture, format=ending[1:], dpi=_DOTS_PER_INCH, metadata=metadata)
+    with atomic_write(target, "wb") as picture:
+        if target.suffix.lower() == ".svg":
+            write_svg(figure, picture, transparent=False)
+        else:
+            figure.savefig(picture, format="png", dpi=_DOTS_PER_INCH)
     return target
 
 
@@ -274,83 +242,6 @@ def draw_ceiling(axes: Axes, step: Floats, ceiling: Floats, label: str) -> None:
     x, edge = draw_steps(axes, step, np.clip(ceiling, bottom, top), opacity=0.15, **style)
     drawn: Literal["post"] | None = "post" if len(x) == len(step) else None
     axes.fill_between(x, edge, top, step=drawn, color=CONTEXT, linewidth=0, label="overflows", gid="overflows")
-
-
-def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> Floats:
-    """Return the places of the marks to draw: the first in each column of the panel.
-
-    Args:
-        x (ArrayLike): of shape (marks,), increasing.
-        columns (int): into how many the range of x is cut. Default: 2000.
-
-    Returns:
-        NDArray, float64, increasing: all of them up to ``columns`` marks.
-
-    Examples:
-        >>> one_per_column([0, 1, 2, 99], columns=2).tolist()
-        [0.0, 99.0]
-    """
-    across = np.asarray(x, np.float64)
-    if len(across) <= columns:
-        return across
-    column = np.floor((across - across[0]) / np.ptp(across) * columns)
-    return across[np.unique(column, return_index=True)[1]]
-
-
-def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Gather the points of a line into blocks; their medians show it without its noise.
-
-    Args:
-        x (ArrayLike): of shape (points,), increasing.
-        y (ArrayLike): of shape (points,); inf and nan do not count.
-        blocks (int): how many, of equal numbers of points to within one; at most as many as there are points.
-
-    Returns:
-        tuple of four float64 arrays of shape (blocks,): the middle of each block in x, and the lowest, the median and
-        the highest y in it, nan where a block has no finite number.
-
-    Examples:
-        >>> middle, _, median, highest = gather([1, 2, 3, 4, 5, 6], [1, 2, 900, 5, float("nan"), 7], 2)
-        >>> middle.tolist(), median.tolist(), highest.tolist()
-        ([2.0, 5.0], [2.0, 6.0], [900.0, 7.0])
-    """
-    rows = []
-    for block in np.array_split(np.column_stack([x, y]), blocks):
-        across, values = block.T
-        finite = values[np.isfinite(values)]
-        extremes = (finite.min(), np.median(finite), finite.max()) if len(finite) else (math.nan,) * 3
-        rows.append(((across[0] + across[-1]) / 2, *extremes))
-    middle, lowest, median, highest = np.array(rows, np.float64).T
-    return middle, lowest, median, highest
-
-
-def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return the points of a line that can be seen: of many in one column the first, the lowest, the highest, the last.
-
-    Args:
-        x (NDArray): float64 of shape (points,), increasing.
-        y (NDArray): float64 of shape (points,); of several nan in a column the first is kept, which breaks the line.
-
-    Returns:
-        tuple of both, all points of a line of up to 50,000.
-
-    Examples:
-        >>> x = np.arange(1e6)
-        >>> few = thinned(x, np.sin(x))
-        >>> len(few[0]) <= 4 * 2000, bool(few[1].max() == np.sin(x).max())
-        (True, True)
-    """
-    if len(x) <= _MANY_POINTS:
-        return x, y
-    kept: list[int] = []
-    for block in np.array_split(np.arange(len(x)), _COLUMNS):
-        first, values = int(block[0]), y[block[0] : block[-1] + 1]
-        known = ~np.isnan(values)
-        places = {0, len(values) - 1} | ({int(np.argmin(known))} if not known.all() else set())
-        if known.any():
-            places |= {int(np.nanargmin(values)), int(np.nanargmax(values))}
-        kept += [first + place for place in sorted(places)]
-    return x[kept], y[kept]
 
 
 def power_of_two(value: float) -> str:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mindformers_adaptive.gradients.groups import parameter_group
-from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges
+from mindformers_adaptive.gradients.report import GradientRanges
 from mindformers_adaptive.gradients.selection import SCALED, group_of_modules, select
 from mindformers_adaptive.gradients.signed import SignedHistogram
+from mindformers_adaptive.gradients.statistics import ArrayStatistics
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.rules.formats import Format

@@ -17,6 +17,7 @@ from mindformers_adaptive.lab.traces.gradients import implied_ceilings
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
+from mindformers_adaptive.plots.points import one_per_column
 
 __all__ = ["draw_comparison", "draw_pareto_front", "draw_replays"]
 
@@ -67,7 +68,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
         width = 1.2 + 2.6 * (1 - (row + 1) / len(replays))
         line: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": width, "gid": name}
         canvas.draw_steps(upper, steps, result.loss_scale, label=canvas.as_text(name), **line)
-        skipped = canvas.one_per_column(np.flatnonzero(result.overflow) + 1)
+        skipped = one_per_column(np.flatnonzero(result.overflow) + 1)
         style: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 11, "markeredgewidth": 1.0}
         lower.plot(skipped, np.full(len(skipped), row), color=colour, gid=name, **style)
     names = [f"{canvas.as_text(name)} ({result.measures.skipped:,})" for name, result in replays.items()]

@@ -5,19 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.logs.record import run_of_record
-from mindformers_adaptive.lab.traces.gradients import implied_ceilings
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 from mindformers_adaptive.plots import canvas
-from mindformers_adaptive.plots.canvas import Floats, count, power_of_two
+from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.plots.gradient_records import GradientSeries, series_of_gradients
+from mindformers_adaptive.plots.points import gather, one_per_column, thinned
+from mindformers_adaptive.plots.run_series import RunSeries, series_of
 
-__all__ = ["RunSeries", "draw_runs", "series_of"]
+__all__ = ["draw_runs"]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,7 +119,7 @@ def draw_runs(
         _draw_values(panels["loss"], run, run.loss, "loss", prefix, lines[name])
         broken = run.step[np.isinf(run.loss)]
         label = f"{prefix}inf or NaN ({len(broken):,})"
-        canvas.mark_above(panels["loss"], canvas.one_per_column(broken), mark, label, "broken loss")
+        canvas.mark_above(panels["loss"], one_per_column(broken), mark, label, "broken loss")
         if run.gradient_norm is not None:
             _draw_values(panels["norm"], run, run.gradient_norm, "norm", prefix, lines[name])
         if show_ceiling and run.ceiling is not None:
@@ -169,10 +168,10 @@ def _draw_values(axes: Axes, run: RunSeries, of_steps: Floats, what: str, prefix
     if len(values) >= _SMOOTH_FROM:
         if not prefix:
             faint: dict[str, Any] = {**line, "alpha": 0.35, "linewidth": 0.8, "label": f"{what} of a step", "gid": what}
-            axes.plot(*canvas.thinned(*run.broken(step, values)), **faint)
+            axes.plot(*thinned(*run.broken(step, values)), **faint)
         blocks = min(len(values) // 10, _MEDIANS)
         label, gid = f"median of {len(values) // blocks:,} steps", f"median {what}"
-        step, _, values, _ = canvas.gather(step, values, blocks)
+        step, _, values, _ = gather(step, values, blocks)
     if len(values):
         marker = canvas.point_marker(len(values))
         axes.plot(*run.broken(step, values), marker=marker, label=prefix + label, gid=prefix + gid, **line)
@@ -197,7 +196,7 @@ def _draw_loss_scale(
 ) -> None:
     """Draw the loss scale of a run, and mark its skipped steps; many of them as a strip at a height of the panel."""
     steps = np.append(run.step, run.last_step + 1)
-    axes.step(*canvas.thinned(*run.broken(steps, run.scales)), where="post", gid=prefix + "loss scale", **line)
+    axes.step(*thinned(*run.broken(steps, run.scales)), where="post", gid=prefix + "loss scale", **line)
     recorded = int(run.overflow.sum())
     of_all = "" if recorded == run.skipped else f" of {run.skipped:,} recorded"
     label = f"{prefix}skipped step ({recorded:,}{of_all})"
@@ -208,7 +207,7 @@ def _draw_loss_scale(
         axes.plot(step, y, marker="x", markersize=6, markeredgewidth=1.4, zorder=3, **style)
     else:
         # So many crosses would hide the line: a strip shows where they are dense.
-        step = canvas.one_per_column(step)
+        step = one_per_column(step)
         style.update(marker="|", markersize=9, markeredgewidth=0.6, transform=axes.get_xaxis_transform())
         axes.plot(step, np.full(len(step), height), **style)
 
@@ -218,7 +217,7 @@ def _draw_window(axes: Axes, run: RunSeries, scale_window: Floats) -> None:
     canvas.style_axes(axes, title=f"scale window: clean steps before {what} is raised", y_label="scale window, steps")
     style: dict[str, Any] = {"color": canvas.SECOND, "linewidth": 1.6, "gid": "scale window"}
     marker = canvas.point_marker(len(scale_window))
-    axes.step(*canvas.thinned(*run.broken(run.step, scale_window)), where="post", marker=marker, **style)
+    axes.step(*thinned(*run.broken(run.step, scale_window)), where="post", marker=marker, **style)
     windows = np.unique(scale_window[np.isfinite(scale_window)])
     # From the largest down, those windows have a label that have room for it.
     room = np.log(windows[-1] / windows[0]) / 8
@@ -246,16 +245,10 @@ def _draw_difference(axes: Axes, apart: tuple[Floats, Floats], first: str, secon
     canvas.style_axes(axes, title=f"loss of {second} less that of {first}", y_label="difference")
     step, values = apart
     faint = len(values) >= _SMOOTH_FROM
-    style: dict[str, Any] = {"color": canvas.MUTED, "marker": canvas.point_marker(len(values))}
-    axes.plot(
-        *canvas.thinned(step, values),
-        gid="difference",
-        linewidth=0.8 if faint else 1.6,
-        alpha=0.35 if faint else 1.0,
-        **style,
-    )
+    style: dict[str, Any] = {"color": canvas.MUTED, "marker": canvas.point_marker(len(values)), "gid": "difference"}
+    axes.plot(*thinned(step, values), linewidth=0.8 if faint else 1.6, alpha=0.35 if faint else 1.0, **style)
     if faint:
-        middle, _, median, _ = canvas.gather(step, values, min(len(values) // 10, _MEDIANS))
+        middle, _, median, _ = gather(step, values, min(len(values) // 10, _MEDIANS))
         axes.plot(middle, median, color=canvas.MUTED, linewidth=1.6, gid="median difference")
     axes.axhline(0.0, color="black", linewidth=0.8)
 
@@ -309,155 +302,3 @@ def _end_loss(run: RunSeries, last: int) -> float:
 def _listed(values: Mapping[str, str]) -> str:
     named = [f"{value} ({canvas.as_text(name)})" for name, value in values.items()]
     return ", ".join(named if len(named) <= _MOST_NAMED else [named[0], "...", named[-1]])
-
-
-# A scale has settled if it stays within a factor of 4 in 95 % of the last half of at least 40 steps, and moves there
-# both ways or not at all: it tries the next power of two, and falls back. Single outliers do not count.
-_SETTLED_WITHIN, _SETTLED_SHARE, _SETTLED_FROM = 4.0, 0.95, 40
-
-# So many skipped steps in a row at the lowest scale are a collapse, as for `analyze`.
-_COLLAPSED_FROM = 10
-
-# With more gaps than that for each step, the record is one of single steps; no line would be left between its gaps.
-_GAPS_PER_STEP = 0.1
-
-
-class RunSeries(NamedTuple):
-    """The recorded steps of a run; the arrays have the shape (steps,).
-
-    Attributes:
-        step (NDArray): float64, increasing.
-        loss (NDArray): float64; nan where it is not known, inf where it was inf or NaN.
-        overflow (NDArray): bool, whether the step is known to have been skipped.
-        scales (NDArray): float64 of shape (steps + 1,), the scales used in the steps and the one after the last; nan
-            where none above 0 is known.
-        scale_window (NDArray, optional): float64, the window after the step; None where no window is known, and where
-            the scale follows the gradients and the window of its limit never moves.
-        first_step (int), last_step (int): where the record begins and ends; those steps may be missing in it.
-        skipped (int), counted (int): how many of how many steps were skipped: of the steps 1 to ``last_step``, missing
-            ones included, where the record tells, else of those in ``step``.
-        ceiling (NDArray, optional): float64, what the largest gradient of the step shows of its ceiling; nan where it
-            is not known, None where it never is.
-        gradient_norm (NDArray, optional): float64, the norm of all gradients of the step; nan where it is not known or
-            not above 0 or the step was skipped, None where it is never known.
-    """
-
-    step: Floats
-    loss: Floats
-    scales: Floats
-    overflow: NDArray[np.bool_]
-    scale_window: Floats | None
-    first_step: int
-    last_step: int
-    skipped: int
-    counted: int
-    ceiling: Floats | None
-    gradient_norm: Floats | None
-
-    @property
-    def span(self) -> int:
-        """How many steps there are from the first to the last, missing ones included."""
-        return self.last_step - self.first_step + 1
-
-    @property
-    def gaps(self) -> NDArray[np.float64]:
-        """First and last step of each gap, shape (gaps, 2); no gaps if the record is one of single steps."""
-        first = np.append(self.first_step - 1, self.step) + 1
-        last = np.append(self.step, self.last_step + 1) - 1
-        gaps = np.column_stack([first, last])[first <= last]
-        return gaps[:0] if len(gaps) > _GAPS_PER_STEP * len(self.step) else gaps
-
-    def broken(self, x: Floats, y: Floats) -> tuple[Floats, Floats]:
-        """Return the points of a line outside the gaps, with a nan that breaks the line at the start of each gap."""
-        first, last = self.gaps.T
-        outside = np.searchsorted(first, x, "right") == np.searchsorted(last, x)
-        x, y = x[outside], y[outside]
-        places = np.searchsorted(x, first)
-        return np.insert(x, places, first), np.insert(y, places, np.nan)
-
-    def finding(self) -> str:
-        """Return in one sentence how many steps were skipped and where the loss scale went."""
-        whole = count(self.counted, "step" if self.counted == self.span else "recorded step")
-        number = "None of" if self.skipped == 0 else f"{self.skipped:,} of"
-        if self.skipped == self.counted > 1:
-            number = "All"
-        applied = np.flatnonzero(~self.overflow)
-        path = _path(self.scales[~np.isnan(self.scales)], len(self.step) - (applied[-1] + 1 if len(applied) else 0))
-        below = "" if self.ceiling is None else _headroom(self.scales[:-1], self.ceiling)
-        bad = self.step[np.isinf(self.loss)]
-        loss = f"; loss inf or NaN in {count(len(bad), 'step')}, first {bad[0]:.0f}" if len(bad) else ""
-        return "".join([f"{number} {whole} skipped", loss, path and f"; loss scale {path}", below and f", {below}"])
-
-
-def _path(known: Floats, skipped_at_the_end: int) -> str:
-    """Say where a loss scale went; "" if it is not known."""
-    if not len(known):
-        return ""
-    first, last = known[0], known[-1]
-    if skipped_at_the_end >= _COLLAPSED_FROM and (known[-_COLLAPSED_FROM:] == known.min()).all():
-        return f"collapsed at the floor, {power_of_two(last)}: the last {skipped_at_the_end:,} steps were all skipped"
-    if known.min() == known.max():
-        return f"stayed at {power_of_two(last)}"
-    half = known[len(known) // 2 :]
-    recent, outside = np.sort(half), int(len(half) * (1 - _SETTLED_SHARE) / 2)
-    low, high = recent[outside], recent[-1 - outside]
-    drifts = (np.diff(half) > 0).any() != (np.diff(half) < 0).any()
-    if len(known) >= _SETTLED_FROM and high <= _SETTLED_WITHIN * low and not drifts:
-        return "settled at " + " to ".join(map(power_of_two, sorted({low, high})))
-    if first == last:
-        return f"ended where it began, at {power_of_two(last)}"
-    return f"{'rose' if last > first else 'fell'} from {power_of_two(first)} to {power_of_two(last)}"
-
-
-def _headroom(loss_scale: Floats, ceiling: Floats) -> str:
-    """Say how far scales were below the ceilings that the gradients show; "" where nothing is known."""
-    bits = np.log2(ceiling / loss_scale)
-    bits = bits[np.isfinite(bits)]
-    if not len(bits):
-        return ""
-    middle = float(np.median(bits))
-    if abs(middle) < 0.05:
-        return "at the ceiling"
-    return f"{abs(middle):.1f} bits {'below' if middle > 0 else 'above'} the ceiling"
-
-
-def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
-    """Return the series of a run.
-
-    Args:
-        run (RecordedRun or Sequence[Mapping]): the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it, or
-            the lines that :func:`mindformers_adaptive.monitor.record.read_record` returns.
-
-    Raises:
-        TypeError: if a line is not a mapping, or a value is neither a number nor None.
-        ValueError: if there is no step, or the record is not one of loss scales.
-    """
-    run = run if isinstance(run, RecordedRun) else run_of_record(run)
-    if not len(run):
-        raise ValueError("There must be at least 1 step to draw, but there is none. Let the run take a step.")
-    at = np.full(len(run), True) if run.without_line is None else ~run.without_line
-    [fewest, most], unknown = run.skipped_bounds(), np.full(len(run), np.nan)
-    gradients = run.applied_gradients()
-    optional = (run.loss, run.scale_window, gradients, run.gradient_norm)
-    loss, window, shown, norm = (unknown if one is None else one for one in optional)
-    norm = np.where((norm > 0) & (norm < np.inf) & ~run.overflow, norm, np.nan)[at]
-    ceiling = implied_ceilings(shown[at], run.gradient_format)
-    has_ceiling = not np.isnan(ceiling).all()
-    scales = np.append(run.loss_scale[at], run.final_loss_scale)
-    if np.isnan(scales[-1]):
-        scales[-1] = scales[-2]
-    # Those without a line count too where others count them.
-    counts_all = fewest == most and run.step[0] == 1 and run.step[-1] == len(run)
-    return RunSeries(
-        step=run.step[at].astype(np.float64),
-        loss=loss[at],
-        scales=np.where((scales > 0) & np.isfinite(scales), scales, np.nan),
-        overflow=run.overflow[at],
-        scale_window=window[at] if len(np.unique(window[np.isfinite(window)])) > has_ceiling else None,
-        first_step=int(run.step[0]),
-        last_step=int(run.step[-1]),
-        skipped=fewest if counts_all else int(run.overflow[at].sum()),
-        counted=len(run) if counts_all else int(at.sum()),
-        ceiling=ceiling if has_ceiling else None,
-        gradient_norm=None if np.isnan(norm).all() else norm,
-    )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.rules import find_rule, make_rule, rule_of_cell
+from mindformers_adaptive.rules import RULES, find_rule, make_rule, rule_of_cell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import require_positive
 from mindformers_adaptive.rules.description import all_arguments
@@ -19,10 +19,9 @@ __all__ = ["SECTION", "check_config", "is_for_pynative_trainer", "read_config", 
 
 SECTION = "training.loss_scale"
 
-# Sections that only one of MindFormers' two trainers reads.
-_PYNATIVE = ("training", "parallelism", "lr_scheduler")
+# Sections that only the graph-mode one of MindFormers' two trainers reads.
 _GRAPH = ("runner_config", "runner_wrapper", "parallel_config", "lr_schedule", "trainer")
-_TYPES = "AdaptiveLossScale, GradientGuidedLossScaleUpdateCell, or RuleLossScaleUpdateCell with a 'rule'"
+_TYPES = f"{', '.join(rule.cell for rule in RULES.values())}, or RuleLossScaleUpdateCell with a 'rule'"
 _FLOAT16, _BFLOAT16 = ("float16", "fp16"), ("bfloat16", "bf16")
 
 

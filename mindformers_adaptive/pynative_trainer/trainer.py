@@ -8,18 +8,14 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, amp, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.amp.scaler import AdaptiveLossScaler, GradientGuidedLossScaler, RuleLossScaler
+from mindformers_adaptive.amp.scaler import SCALERS, RuleLossScaler
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.pynative_trainer.callbacks import connect, release
 from mindformers_adaptive.pynative_trainer.section import SECTION, check_config, read_config, read_section
 from mindformers_adaptive.pynative_trainer.state import restore, take_down
-from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["LossScaledTraining", "make_scaler", "stock_trainer", "trainer_class"]
-
-_SCALERS = {AdaptiveRule: AdaptiveLossScaler, GuidedRule: GradientGuidedLossScaler}
 
 
 def make_scaler(section):
@@ -40,8 +36,8 @@ def make_scaler(section):
     """
     arguments = read_section(section)
     rule, loss_scale = arguments.pop("rule"), arguments.pop("loss_scale_value")
-    if rule in _SCALERS:
-        return _SCALERS[rule](loss_scale, **arguments)
+    if rule in SCALERS:
+        return SCALERS[rule](loss_scale, **arguments)
     return RuleLossScaler(rule, loss_scale, **arguments)
 
 

@@ -20,7 +20,7 @@ from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.report.page import RunTold, picture, render
 from mindformers_adaptive.text.files import atomic_write
 
-__all__ = ["GRADIENTS", "RECORD", "record_in", "write_report"]
+__all__ = ["GRADIENTS", "RECORD", "gradients_beside", "record_in", "write_report"]
 
 # What the monitors call their files; the modules that say so need MindSpore.
 RECORD, GRADIENTS = "loss_scale_record.jsonl", "gradient_ranges.jsonl"
@@ -74,11 +74,7 @@ def write_report(
         ValueError: if a file is no record or log, or has no step.
     """
     runs = {name: read_log(path) for name, path in records.items()}
-    beside = {name: Path(path).with_name(GRADIENTS) for name, path in records.items()}
-    # Runs in one folder may share what lies there.
-    own = {name: path for name, path in beside.items() if [*beside.values()].count(path) == 1 and path.is_file()}
-    gradients = {name: read_record(path) for name, path in own.items()}
-    gradients = {name: record for name, record in gradients.items() if record}
+    gradients = {name: record for name, record in gradients_beside(records).items() if record}
     drawn = dict(zip([""] if len(runs) == 1 else runs, runs.values(), strict=True))
     figures = [picture(lambda: draw_runs(drawn), "Loss and loss scale")]
     if gradients:
@@ -91,6 +87,14 @@ def write_report(
     with atomic_write(target) as file:
         file.write(page)
     return target
+
+
+def gradients_beside(records: Mapping[str, str | os.PathLike[str]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the records of gradients that lie beside those of runs, by the names of these, where there is one."""
+    beside = {name: Path(path).with_name(GRADIENTS) for name, path in records.items()}
+    # Runs in one folder may share what lies there.
+    own = {name: path for name, path in beside.items() if [*beside.values()].count(path) == 1 and path.is_file()}
+    return {name: read_record(path) for name, path in own.items()}
 
 
 def _told(name: str, source: str, run: RecordedRun) -> RunTold:

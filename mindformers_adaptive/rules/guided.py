@@ -14,14 +14,14 @@ from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["NUM_BINS", "GuidedRule"]
 
-# How many powers of two the record of overflow rates looks at.
+# How many powers of two the overflow histogram looks at.
 NUM_BINS = 16
 
 # By how much an overflow lowers log2 of the scale. A drop too far costs one step of headroom, because the next applied
 # step shows where the ceiling is.
 DROP = 10
 
-# The record starts as if so many steps had been seen, with an overflow rate that halves from bin to bin.
+# The histogram starts as if so many steps had been seen, with an overflow rate that halves from bin to bin.
 PRIOR_STEPS = 2
 
 # ``low`` goes down at once to what a step shows, and up by this part of the way and so many bits more.
@@ -51,7 +51,7 @@ WINDOW_FACTOR = 8
 LARGEST_WINDOWS = WINDOW_FACTOR**2
 
 # In place of the cheapest bin while no gradient has shown anything: only the limit counts.
-NO_CAP = -1024
+NOTHING_SHOWN = -1024
 
 # ``low`` before a gradient has shown anything, in bits; ``level`` is as far on the other side.
 UNSEEN = 1024.0
@@ -74,9 +74,9 @@ class GuidedRule(Rule):
     its largest gradient, unscaled, times the scale must not pass the largest number of the gradients' format, in FP16
     65504. Two things decide the next scale, and the lower one wins:
 
-    - the *cap*, from what the gradients showed. A record keeps, for 16 powers of two around their usual level, the
-      share of recent steps that would have overflowed there. The cap is the scale that costs least: skipped steps in
-      1000, and ``exchange_rate`` more for each bit of headroom given away.
+    - the *cheapest scale*, from what the gradients showed. An overflow histogram keeps, for 16 powers of two around
+      their usual level, the share of recent steps that would have overflowed there. The cheapest scale is the one
+      that costs least: skipped steps in 1000, and ``exchange_rate`` more for each bit of headroom given away.
     - the *limit*, from overflows that the gradients do not explain: the scale overflowed, and the next applied step
       shows that the same scale would have been fine. Once may be a spike: it costs its step, and nothing else changes.
       Within a tenth of the patience after other trouble or a rise it is a limit, as where activation gradients overflow
@@ -102,20 +102,21 @@ class GuidedRule(Rule):
           after overflows that are explained: low = level = shown - 6; limit -= 1
           else: low = min(shown, low + (shown - low) / 4 + 0.1875)
                 level = max(level + (shown - level) * 9 / 256, low - 0.5625)
-          base: moved, by whole bits and no more than it takes, to level - 1.25 ... level + 1.25; record and limit keep
-                their places and so move along
+          base: moved, by whole bits and no more than it takes, to level - 1.25 ... level + 1.25; histogram and limit
+                keep their places and so move along
           fall:                                    limit = base + 1 - first + overflows in the row; contradictions -= 2,
                                                    at least 0; window = 8 * window, at most 32 P, if trial, else P / 2;
                                                    trial = False
           else if bound and clean_steps + 1 >= window:  limit -= 1; trial = True       (one bit up)
                                                    window = P / 2 if it was a trial already
-          cap = the smallest k with the least P * overflow_rate[k] + k
-          e = base + 1 - max(cap, limit), within the bounds
+          cheapest = the smallest k with the least P * overflow_rate[k] + k
+          e = base + 1 - max(cheapest, limit), within the bounds
           clean_steps = 0 after overflows or where e rises, else clean_steps + 1
         start:     overflow_rate[k] = 2^-(k + 1), weight = 1 / 3, window = P / 2, base + 1 = e
 
     A largest gradient that is 0, not finite, below the normal float32 numbers or None shows nothing: that step counts
-    as clean and explains no overflow, and only the limit can change. Until a gradient shows something there is no cap.
+    as clean and explains no overflow, and only the limit can change. Until a gradient shows something there is no
+    cheapest scale.
 
     Args:
         exchange_rate (float): skipped steps in 1000 that a bit of headroom is worth, 0.001 to 1000; the larger, the
@@ -124,7 +125,8 @@ class GuidedRule(Rule):
         scale_factor (float): 2, and nothing else: the scale moves by whole bits. It is here because the other cells
             take it. Default: 2.
         min_loss_scale (float): the floor of the scale, above 0. Default: 1.0, MindSpore's.
-        max_loss_scale (float, optional): the cap of the scale. Default: None, the largest power of two in float32.
+        max_loss_scale (float, optional): the upper bound of the scale. Default: None, the largest power of two
+            in float32.
         gradient_format (Union[str, Mapping, Format]): the format of the gradients: "float16", "bfloat16",
             "float8_e5m2", "float8_e4m3fn", "hifloat8", or the numbers of another, see
             :class:`~mindformers_adaptive.rules.formats.Format`. Default: "float16".
@@ -215,7 +217,7 @@ class GuidedRule(Rule):
         limit = where(fresh, 0, state.limit)
         bound = exponent == base + 1 - limit
 
-        # Record, low and level; all of them stay as they are where nothing is shown.
+        # Histogram, low and level; all of them stay as they are where nothing is shown.
         bits = where(shown == 0, NEARLY_ZERO, float32(shown))
         middle = float32(base)
         # Counted from ``low`` where that is below ``base``: a step that goes on with a fall is no surprise.
@@ -252,8 +254,8 @@ class GuidedRule(Rule):
         # The cheapest bin, within the limit and the bounds.
         state = where(seen.gradient_known, moved, state)
         cheapest = argmin(state.overflow_rate * self.patience + [float(place) for place in range(NUM_BINS)])
-        cap = where(unseen, where(seen.gradient_known, cheapest, NO_CAP), cheapest)
-        following = where(seen.overflow, exponent - DROP, base + 1 - maximum(cap, limit))
+        cheapest = where(unseen, where(seen.gradient_known, cheapest, NOTHING_SHOWN), cheapest)
+        following = where(seen.overflow, exponent - DROP, base + 1 - maximum(cheapest, limit))
         following = minimum(maximum(following, self.min_exponent), self.max_exponent)
         starts_anew = after_overflow | (following > exponent)
         applied = state.replace(
@@ -297,5 +299,5 @@ class GuidedRule(Rule):
             return []
         return [
             f"The checkpoint has a state of {self.title} with another 'exchange_rate' than {self.exchange_rate:g}: "
-            f"{', '.join(changes)}, and the record of overflow rates is kept."
+            f"{', '.join(changes)}, and the overflow histogram is kept."
         ]

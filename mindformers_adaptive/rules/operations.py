@@ -15,16 +15,8 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 
-__all__ = [
-    "OPERATIONS",
-    "UNSHOWN",
-    "Operation",
-    "fold",
-    "largest_int32_of_float32",
-    "operation_of",
-    "possible_exponents",
-]
-__all__ += ["safe_exponents"]
+__all__ = ["OPERATIONS", "UNSHOWN", "Operation", "fold", "largest_int32_of_float32", "operation_of"]
+__all__ += ["possible_exponents", "safe_exponents"]
 
 Array = NDArray[Any]
 

@@ -185,20 +185,7 @@ def _function(name):
 
 
 def _compile(source, target, *options):
-    command = [
-        "gcc",
-        "-shared",
-        "-fPIC",
-        "-O1",
-        "-w",
-        "-fno-builtin",
-        "-x",
-        "c",
-        "-",
-        "-o",
-        str(target),
-        *options,
-    ]
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-w", "-fno-builtin", "-x", "c", "-", "-o", str(target), *options]
     compiled = subprocess.run(command, input=source, capture_output=True, text=True)
     if compiled.returncode != 0:
         raise RuntimeError(f"gcc could not compile the stand-ins: {compiled.stderr[-1000:]}")

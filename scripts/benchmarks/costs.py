@@ -27,14 +27,7 @@ from scripts.benchmarks.paired_timing import (
 )
 from scripts.benchmarks.scales import measure_scales, scales_table
 from scripts.benchmarks.sweep import measure_sweep, sweep_tables
-from scripts.studies.reporting import (
-    add_json_option,
-    output_to_stderr,
-    positive,
-    versions,
-    with_captions,
-    write_json,
-)
+from scripts.studies.reporting import add_json_option, output_to_stderr, positive, versions, with_captions, write_json
 
 # Fits from the first step on, and is where the demo's scale comes to rest.
 START = 2.0**14

@@ -21,9 +21,8 @@ import numpy as np
 
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, SECOND, headline, new_figure, save, style_axes
 from scripts.studies import reporting
-from scripts.studies.worth_report import FP32, LOWEST, interval, mean_and_interval
+from scripts.studies.worth_report import FP32, LOWEST, interval, mean_and_interval, mean_quality
 
-ROOT = Path(__file__).resolve().parents[2]
 PICTURE = "docs/images/quality_by_format.svg"
 
 # What the matrices of a training are in, and what the gradients are in; FP16 is the device's own.
@@ -71,7 +70,7 @@ def main():
     parser.add_argument("--add", action="store_true", help="to what the file of --json has")
     parser.add_argument("--again", metavar="NAME", help="with --add: train methods again that have this in their names")
     reporting.add_json_option(parser)
-    parser.add_argument("--picture", type=Path, default=ROOT / PICTURE, help=f"file (default: {PICTURE})")
+    parser.add_argument("--picture", type=Path, default=reporting.ROOT / PICTURE, help=f"file (default: {PICTURE})")
     arguments = parser.parse_args()
     if arguments.add and arguments.json is None:
         parser.error("--add needs --json")
@@ -158,10 +157,6 @@ def found(recommendation):
 
 def qualities(runs):
     return np.array([run["quality"] for run in runs])
-
-
-def mean_quality(runs):
-    return float(np.mean(qualities(runs)))
 
 
 def less_best_fixed(task, runs, method):

@@ -20,23 +20,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mindformers_adaptive.plots.canvas import (
-    CONTEXT,
-    MAIN,
-    MUTED,
-    SECOND,
-    WARNING,
-    headline,
-    new_figure,
-    save,
-    style_axes,
-)
+from mindformers_adaptive.plots import canvas
 from scripts.studies.reporting import ROOT, add_json_option, output_to_stderr, positive, table, versions, write_json
 from scripts.studies.worth_report import interval, mean, mean_and_interval, over_looks, skipped_at_the_start
 
 RESULTS = ROOT / "docs" / "figures" / "long_training"
 UNFINISHED = ROOT / "output" / "long_training"
 PICTURE = "docs/images/long_training.svg"
+_COLOURS = (canvas.MUTED, canvas.WARNING, canvas.CONTEXT, canvas.SECOND, canvas.MAIN, "black")
 
 # The keys of the ways, and what the tables call them.
 WAYS = {
@@ -69,7 +60,7 @@ def main():
     result = {"steps": arguments.steps, "ways": {way: list(map(summary, each)) for way, each in runs.items()}}
     print("MindSpore {mindspore}, MindFormers {mindformers}, CPU, graph mode".format(**versions()))
     print("\n" + "\n".join(table(tables(result)["ways"])))
-    print(f"\nDrawn: {os.path.relpath(save(draw(runs), arguments.picture))}")
+    print(f"\nDrawn: {os.path.relpath(canvas.save(draw(runs), arguments.picture))}")
     write_json(arguments.json, {**versions(), **result})
 
 
@@ -266,10 +257,10 @@ def tables(result):
 
 def draw(runs):
     """Above the loss on held-out text over the steps, below the scale, of the first seed of each way."""
-    figure = new_figure(9, 5.6)
-    headline(figure, f"The demo's model: loss on held-out text, and loss scale, of {len(runs)} ways of scaling")
+    figure = canvas.new_figure(9, 5.6)
+    canvas.headline(figure, f"The demo's model: loss on held-out text, and loss scale, of {len(runs)} ways of scaling")
     losses, scales = figure.subplots(2, sharex=True)
-    for way, color in zip(runs, itertools.cycle((MUTED, WARNING, CONTEXT, SECOND, MAIN, "black")), strict=False):
+    for way, color in zip(runs, itertools.cycle(_COLOURS), strict=False):
         run = runs[way][0]
         steps, qualities = zip(*((look["step"], look["quality"]) for look in run["looks"]), strict=True)
         losses.plot(steps, qualities, color=color, label=WAYS[way], linewidth=1.2)
@@ -277,8 +268,8 @@ def draw(runs):
             starts, exponents = zip(*run["scales"], strict=True)
             ends = [*starts[1:], run["steps"]]
             scales.stairs(exponents, [*starts, ends[-1]], baseline=None, color=color, linewidth=1.2)
-    style_axes(losses, y_label="loss on held-out text")
-    style_axes(scales, x_label="step", y_label="log2 of the loss scale")
+    canvas.style_axes(losses, y_label="loss on held-out text")
+    canvas.style_axes(scales, x_label="step", y_label="log2 of the loss scale")
     losses.legend(fontsize=9, ncols=2, frameon=False)
     return figure
 

@@ -29,6 +29,7 @@ from scripts.studies.worth_report import (
     UNSCALED,
     draw,
     figures,
+    mean_quality,
     over_looks,
     tables,
 )
@@ -117,10 +118,6 @@ def sweep(trainings, runs, exponents, steps=None):
         swept["skipped"].append(float(np.mean([len(run["skipped"]) / run["steps"] for run in at_scale])))
     swept["found"] = [float(np.log2(run["start"])) for run in runs["ours"]]
     return swept | {key: mean_quality(each) for key, each in runs.items()}
-
-
-def mean_quality(runs):
-    return float(np.mean([run["quality"] for run in runs]))
 
 
 def report(result):

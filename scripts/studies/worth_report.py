@@ -123,6 +123,10 @@ def mean(runs, key, digits, factor=1.0, unit=""):
     return f"{factor * np.mean(values):.{digits}f}{unit}" if values else "-"
 
 
+def mean_quality(runs):
+    return float(np.mean([run["quality"] for run in runs]))
+
+
 def pair_table(task):
     """What one method has more than another: paired differences with their intervals."""
     rows = [["of", "less that of", task["measure"], "better", "skipped steps", "fewer skipped"]]

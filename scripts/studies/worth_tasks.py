@@ -179,9 +179,7 @@ class Regression(Task):
 
 SMALL_TASKS = {
     "damped": Regression(
-        "damped output",
-        "an output that is multiplied by 3e-3, as by a small residual factor",
-        factors=(3e-3,),
+        "damped output", "an output that is multiplied by 3e-3, as by a small residual factor", factors=(3e-3,)
     ),
     "zero": Regression(
         "zero-initialised last layer",

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from mindformers_adaptive.gradients import report as statistics
-from mindformers_adaptive.gradients.report import array_statistics, merge_statistics
+from mindformers_adaptive.gradients import statistics
+from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 
 ARRAYS = st.sampled_from(["float16", "float32"]).flatmap(
     lambda dtype: arrays(dtype, st.integers(0, 30), elements=st.floats(width=int(dtype[-2:])))

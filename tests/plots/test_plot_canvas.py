@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from mindformers_adaptive.plots.canvas import (
     as_text,
-    gather,
     headline,
     new_figure,
-    one_per_column,
     percent,
     save,
 )
+from mindformers_adaptive.plots.points import gather, one_per_column
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf]), min_size=1, max_size=300)
 ROW = {"step": 1, "overflow": False, "loss_scale": 2.0, "next_loss_scale": 2.0}

@@ -13,7 +13,8 @@ from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.traces.synthetic import synthetic_trace
 from mindformers_adaptive.monitor.record import RunRecord, read_record
-from mindformers_adaptive.plots.runs import draw_runs, series_of
+from mindformers_adaptive.plots.run_series import series_of
+from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 NAN = math.nan

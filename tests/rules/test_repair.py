@@ -153,7 +153,7 @@ def test_another_exchange_rate_keeps_the_guided_record_and_is_named(exchange_rat
     told = ", ".join(f"{name} {old:g} becomes {new:g}" for name, (old, new) in changes.items())
     assert problems == [
         f"The checkpoint has a state of gradient-guided scaling with another 'exchange_rate' than {exchange_rate:g}: "
-        f"{told}, and the record of overflow rates is kept."
+        f"{told}, and the overflow histogram is kept."
     ] * bool(changes)
     # It goes on at once from what it has seen.
     assert rule.step(from_values(rule, state.loss_scale, repaired), False, 2.0**-3).base == state.base

@@ -40,8 +40,7 @@ _LINE = re.compile(
 )
 # Keys that are read, and that no line has twice.
 _READ = "step loss overflow loss_scale next_loss_scale scale_window skipped_steps largest_gradient dropped_by_norm"
-_READ += " gradient_norm"
-_READ += " seconds gradient_format overflowed_parameters missing_steps"
+_READ += " gradient_norm seconds gradient_format overflowed_parameters missing_steps"
 _READ_AT_THE_END = re.compile("|".join(f'"{name}"' for name in _READ.split()))
 _FLAGS = {"true": 1, "false": 0, "null": -1}
 _WORDS = {"null": math.nan, '"nan"': math.nan, '"inf"': math.inf, '"-inf"': -math.inf}

@@ -97,11 +97,7 @@ def _fairseq(scale: float, window: int, smallest: Parameter, **constants: Any) -
 
 PRESETS: dict[str, Preset] = {
     # MindSpore amp.FixedLossScaleManager; the name 'loss_scale_value': nn.FixedLossScaleUpdateCell.
-    "fixed": Preset(
-        {"loss_scale": _scale(128.0)},
-        {},
-        aliases={"loss_scale_value": "loss_scale"},
-    ),
+    "fixed": Preset({"loss_scale": _scale(128.0)}, {}, aliases={"loss_scale_value": "loss_scale"}),
     # facebookresearch/metaseq optim.dynamic_loss_scaler.DynamicLossScaler.
     "metaseq": _fairseq(4.0, 256, Parameter("keeps_below", 2.0**-5, _not_negative), window_follows=True),
     # MindSpore nn.DynamicLossScaleUpdateCell; defaults and the name 'init_loss_scale': DynamicLossScaleManager.

@@ -11,13 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.replay.configuration import Configuration
-from mindformers_adaptive.lab.replay.events import EventPath, Overflows, Walk, follow_each
-from mindformers_adaptive.lab.replay.measures import (
-    LARGEST_LOSS_SCALE,
-    SMALLEST_LOSS_SCALE,
-    Measures,
-    require_steps,
-)
+from mindformers_adaptive.lab.replay.events import EventPath, Walk, follow_each
+from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures, require_steps
+from mindformers_adaptive.lab.replay.overflow_places import Overflows
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 

@@ -14,8 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay.configuration import Configuration
-from mindformers_adaptive.lab.replay.events import EventPath, Overflows, clean_steps_counted, follow
+from mindformers_adaptive.lab.replay.events import EventPath, clean_steps_counted, follow
 from mindformers_adaptive.lab.replay.measures import Measures, Tally, measure, overflow_flags, overflows, rows_of
+from mindformers_adaptive.lab.replay.overflow_places import Overflows
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.rule import Rule

@@ -15,6 +15,7 @@ from mindformers_adaptive.lab.replay.event_measures import pays_for, replay_by_e
 from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE, cost
 from mindformers_adaptive.lab.replay.simulate import SweepResult, pareto_front, sweep
 from mindformers_adaptive.lab.traces.trace import Trace, just_below
+from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.checks import require_number
 from mindformers_adaptive.text.table import text_table
 
@@ -24,9 +25,10 @@ __all__ = ["Tuning", "tune"]
 # below the first, most of what was counted was assumed.
 _LIKELY_FROM = 0.5
 _KNOWN_FROM = 0.9
+_FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.signals)
 _NO_SETTINGS = (
     "No settings to paste: what is known of the traces does not carry any. Give more of them, or records with largest "
-    "gradients, as the guided cell writes; 'find' names a start for any training.\n"
+    f"gradients, as {_FOLLOWING} writes them; 'find' names a start for any training.\n"
 )
 
 

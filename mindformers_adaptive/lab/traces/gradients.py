@@ -18,15 +18,8 @@ from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32,
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.text.untrusted import printable
 
-__all__ = [
-    "INDEPENDENT_CEILINGS",
-    "MOST_STEPS",
-    "checked_steps",
-    "from_gradient_ranges",
-    "independent_ceiling",
-    "random_of",
-]
-__all__ += ["implied_ceilings", "with_gradients"]
+__all__ = ["INDEPENDENT_CEILINGS", "MOST_STEPS", "checked_steps", "from_gradient_ranges", "implied_ceilings"]
+__all__ += ["independent_ceiling", "random_of", "with_gradients"]
 
 # (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
 # everything else frozen, batch 64), the same with no memory, with batch 1, and where only the first of fourteen layers

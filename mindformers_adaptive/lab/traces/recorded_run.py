@@ -110,9 +110,8 @@ class RecordedRun:
 
     def __post_init__(self) -> None:
         arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]
-        arrays += [self.largest_gradient, self.next_loss_scale, self.scale_window, self.without_line]
-        arrays += [self.gradient_norm]
-        require_one_length(f"run {self.name!r}", *arrays)
+        arrays += [self.largest_gradient, self.gradient_norm, self.next_loss_scale, self.scale_window]
+        require_one_length(f"run {self.name!r}", *arrays, self.without_line)
         object.__setattr__(self, "gradient_format", find_format(self.gradient_format))
         if (np.diff(self.step) <= 0).any():
             raise ValueError(f"The steps of the run {self.name!r} must increase. Give each step once, in order.")

@@ -11,11 +11,12 @@ from hypothesis.extra import numpy as arrays
 
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.policies.presets import PRESETS
-from mindformers_adaptive.lab.replay import events
+from mindformers_adaptive.lab.replay import events, overflow_places
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.event_measures import pays_for, replay_by_events
-from mindformers_adaptive.lab.replay.events import Overflows, Walk, clean_steps_counted, follow, follow_each
-from mindformers_adaptive.lab.replay.measures import overflows
+from mindformers_adaptive.lab.replay.events import Walk, clean_steps_counted, follow, follow_each
+from mindformers_adaptive.lab.replay.measures import overflow_flags, overflows
+from mindformers_adaptive.lab.replay.overflow_places import Overflows
 from mindformers_adaptive.lab.replay.simulate import replay, sweep
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -89,14 +90,14 @@ def test_the_adaptive_rule_is_followed_to_the_last_bit(arguments, trace, before)
 @given(adaptive(), ceilings())
 def test_what_does_not_fit_into_memory_is_searched_for(room, monkeypatch_module, arguments, trace):
     bytes_of = {"tables": 10**6, "rows": 0, "search": 0}[room]
-    monkeypatch_module.setattr(events, "_MOST_BYTES", bytes_of)
-    monkeypatch_module.setattr(events, "_BLOCK", 7)
+    monkeypatch_module.setattr(overflow_places, "_MOST_BYTES", bytes_of)
+    monkeypatch_module.setattr(overflow_places, "_BLOCK", 7)
     monkeypatch_module.setattr(events, "_MOST_STATES", 3 if room == "search" else 1000)
     if room == "rows":
         made = Overflows(trace)
         made._room_for_runs = 10**6
         for scale in (0.5, 2.0**16, 2.0**30):
-            found, table = made.following(scale), events._next(events.overflow_flags(np.asarray(scale), trace))
+            found, table = made.following(scale), overflow_places._next(overflow_flags(np.asarray(scale), trace))
             assert [found[step] for step in range(len(trace) + 1)] == table.tolist()
     policy = make_policy("adaptive", **arguments)
     assert_is_by_steps(policy.rule, policy.current, trace)

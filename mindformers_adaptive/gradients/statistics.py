@@ -1,0 +1,193 @@
+"""The magnitudes of an array, or of several together: counts, extremes, norm, histogram and what was lost."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mindformers_adaptive.gradients.signed import SignedHistogram, merge_signed, read_signed, signed_histogram
+from mindformers_adaptive.rules.formats import FLOAT16, Format
+
+__all__ = ["ArrayStatistics", "array_statistics", "merge_statistics"]
+
+_Floats = NDArray[np.float64]
+
+# An array is read in pieces of this many elements, so that the float64 copies stay small.
+_PIECE = 2**20
+
+# Of the smallest subnormal of float64.
+_LOWEST_EXPONENT = -1074
+
+
+@dataclass(frozen=True)
+class ArrayStatistics:
+    """The magnitudes of one array, or of several together.
+
+    Attributes:
+        size (int): number of elements.
+        zeros (int): how many of them are exactly 0.
+        infs_and_nans (int): how many of them are inf or NaN; the attributes below ignore these.
+        largest (float): the largest magnitude; 0.0 if there is none.
+        smallest (float, optional): the smallest magnitude above 0; None if there is none.
+        norm (float): the square root of the sum of the squares, in float64.
+        histogram (dict[int, int]): how many magnitudes lie in [2^e, 2^(e+1)), by exponent e; in increasing order,
+            without empty ones. Those of FP16 lie between e = -24 and e = 15.
+        underflowed (int, optional): how many elements are 0 here and not 0 in the reference; None without a reference.
+        lost (float, optional): the norm of the difference to the reference; None without a reference, and for an array
+            that is not finite.
+        reference_norm (float): the norm of the reference, in the unit of ``lost``.
+        signed (SignedHistogram, optional): of the values with their signs; None where it was not measured, or none is
+            finite.
+    """
+
+    size: int
+    zeros: int = 0
+    infs_and_nans: int = 0
+    largest: float = 0.0
+    smallest: float | None = None
+    norm: float = 0.0
+    histogram: dict[int, int] = field(default_factory=dict)
+    underflowed: int | None = None
+    lost: float | None = None
+    reference_norm: float = 0.0
+    signed: SignedHistogram | None = None
+
+    @property
+    def lost_share(self) -> float | None:
+        """The norm of what underflow and the coarseness of subnormal numbers lost, as a share of the norm.
+
+        0 is nothing, 1 is everything, and what is rounded wrongly in several layers can be more than there is; None
+        where it is not known, or where all of the reference is 0.
+        """
+        return self.lost / self.reference_norm if self.lost is not None and self.reference_norm > 0 else None
+
+    def subnormal_share(self, gradient_format: Format = FLOAT16) -> float:
+        """Return the share of elements below the smallest normal number of a format, without those that are 0."""
+        _, normal, _ = gradient_format.exponents
+        return self.share(sum(number for exponent, number in self.histogram.items() if exponent < normal)) or 0.0
+
+    def share(self, count: int | None) -> float | None:
+        """Return a count as a share of all elements, between 0 and 1; None for None, and 0.0 for an empty array."""
+        if count is None:
+            return None
+        return count / self.size if self.size else 0.0
+
+    def divided_by(self, divisor: float) -> ArrayStatistics:
+        """Return the statistics of the array divided by a positive number, without the histogram of magnitudes."""
+        smallest = None if self.smallest is None else self.smallest / divisor
+        divided = replace(self, largest=self.largest / divisor, smallest=smallest, norm=self.norm / divisor)
+        signed = None if self.signed is None else self.signed.divided_by(divisor)
+        return replace(divided, histogram={}, signed=signed)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return all but what is lost, as JSON can hold it, and the counts as shares too."""
+        plain = {name: value for name, value in vars(self).items() if name not in ("lost", "reference_norm")}
+        counts = {"zeros": self.zeros, "underflowed": self.underflowed, "infs_and_nans": self.infs_and_nans}
+        return {
+            **plain,
+            **{f"{name}_share": self.share(count) for name, count in counts.items()},
+            "histogram": {str(exponent): count for exponent, count in self.histogram.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> ArrayStatistics:
+        """Return the statistics that :meth:`to_dict` returned, or that a JSON file holds.
+
+        Raises:
+            KeyError: if there is no histogram.
+            TypeError: if there is no size.
+        """
+        known = {one.name: content[one.name] for one in fields(cls) if one.name in content}
+        known["signed"] = read_signed(content.get("signed"))
+        return cls(**{**known, "histogram": {int(exponent): n for exponent, n in content["histogram"].items()}})
+
+
+def array_statistics(
+    array: ArrayLike, reference: ArrayLike | None = None, ratio: float = 1.0, unit: float = 1.0
+) -> ArrayStatistics:
+    """Return the statistics of an array.
+
+    Args:
+        array (ArrayLike): of any shape and any real dtype.
+        reference (ArrayLike, optional): finite, of the same shape, to count what underflowed and to measure what is
+            lost. Default: None, these are not known.
+        ratio (float): what the array would be as a multiple of the reference if nothing were lost. Default: 1.
+        unit (float): what ``lost`` and ``reference_norm`` are divided by. Default: 1.
+
+    Examples:
+        >>> statistics = array_statistics([0.0, -0.25, 3.0, float("inf")])
+        >>> statistics.largest, statistics.smallest, statistics.zeros, statistics.infs_and_nans, statistics.histogram
+        (3.0, 0.25, 1, 1, {-2: 1, 1: 1})
+        >>> statistics = array_statistics([0.0, 1.0], reference=[6.0, 2.0], ratio=0.5)
+        >>> statistics.underflowed, statistics.lost
+        (1, 3.0)
+    """
+    flat, expected = np.asarray(array).reshape(-1), None if reference is None else np.asarray(reference).reshape(-1)
+    pieces = []
+    for start in range(0, max(flat.size, 1), _PIECE):
+        piece = slice(start, start + _PIECE)
+        at_best = None if expected is None else ratio * expected[piece].astype(np.float64)
+        pieces.append(_piece_statistics(flat[piece].astype(np.float64), at_best, unit))
+    return merge_statistics(pieces)
+
+
+def merge_statistics(statistics: Iterable[ArrayStatistics]) -> ArrayStatistics:
+    """Return the statistics of several arrays as if they were one.
+
+    Args:
+        statistics (Iterable[ArrayStatistics]): one for each array; where ``underflowed`` or ``lost`` is None in any of
+            them, it is None.
+
+    Examples:
+        >>> together = merge_statistics([array_statistics([3.0, 0.0]), array_statistics([4.0])])
+        >>> together.norm, together.size, together.histogram
+        (5.0, 3, {1: 1, 2: 1})
+    """
+    parts = list(statistics)
+    histogram: Counter[int] = Counter()
+    for part in parts:
+        histogram.update(part.histogram)
+    underflows = [part.underflowed for part in parts if part.underflowed is not None]
+    lost = [part.lost for part in parts if part.lost is not None]
+    return ArrayStatistics(
+        size=sum(part.size for part in parts),
+        zeros=sum(part.zeros for part in parts),
+        infs_and_nans=sum(part.infs_and_nans for part in parts),
+        largest=max((part.largest for part in parts), default=0.0),
+        smallest=min((part.smallest for part in parts if part.smallest is not None), default=None),
+        norm=math.hypot(*(part.norm for part in parts)),
+        histogram=dict(sorted(histogram.items())),
+        underflowed=sum(underflows) if len(underflows) == len(parts) else None,
+        lost=math.hypot(*lost) if len(lost) == len(parts) else None,
+        reference_norm=math.hypot(*(part.reference_norm for part in parts)),
+        signed=merge_signed(part.signed for part in parts),
+    )
+
+
+def _piece_statistics(piece: _Floats, expected: _Floats | None, unit: float) -> ArrayStatistics:
+    # float64 holds the squares and every subnormal of float32.
+    magnitudes = np.abs(piece)
+    finite = magnitudes[np.isfinite(magnitudes)]
+    nonzero = finite[finite > 0]
+    # The mantissa of frexp lies in [0.5, 1), so its exponents are one higher.
+    counts = np.bincount(np.frexp(nonzero)[1] - _LOWEST_EXPONENT - 1)
+    is_finite = finite.size == piece.size
+    return ArrayStatistics(
+        size=piece.size,
+        zeros=finite.size - nonzero.size,
+        infs_and_nans=piece.size - finite.size,
+        largest=float(nonzero.max(initial=0.0)),
+        smallest=float(nonzero.min()) if nonzero.size else None,
+        norm=float(np.sqrt(np.sum(np.square(nonzero)))),
+        histogram={int(place) + _LOWEST_EXPONENT: int(counts[place]) for place in np.flatnonzero(counts)},
+        underflowed=None if expected is None else int(np.count_nonzero((piece == 0) & (expected != 0))),
+        lost=float(np.linalg.norm(piece - expected)) / unit if is_finite and expected is not None else None,
+        reference_norm=0.0 if expected is None else float(np.linalg.norm(expected)) / unit,
+        signed=signed_histogram(piece),
+    )

@@ -1,0 +1,95 @@
+"""The points of a line or a row of marks that can be seen: of many, those that say the same."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["Floats", "gather", "one_per_column", "thinned"]
+
+Floats = NDArray[np.float64]
+
+# About twice the pixels of a panel that is 1200 dots wide.
+_COLUMNS = 2000
+
+# Lines of more points are drawn by those that can be seen.
+_MANY_POINTS = 50_000
+
+
+def one_per_column(x: ArrayLike, columns: int = _COLUMNS) -> Floats:
+    """Return the places of the marks to draw: the first in each column of the panel.
+
+    Args:
+        x (ArrayLike): of shape (marks,), increasing.
+        columns (int): into how many the range of x is cut. Default: 2000.
+
+    Returns:
+        NDArray, float64, increasing: all of them up to ``columns`` marks.
+
+    Examples:
+        >>> one_per_column([0, 1, 2, 99], columns=2).tolist()
+        [0.0, 99.0]
+    """
+    across = np.asarray(x, np.float64)
+    if len(across) <= columns:
+        return across
+    column = np.floor((across - across[0]) / np.ptp(across) * columns)
+    return across[np.unique(column, return_index=True)[1]]
+
+
+def gather(x: ArrayLike, y: ArrayLike, blocks: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Gather the points of a line into blocks; their medians show it without its noise.
+
+    Args:
+        x (ArrayLike): of shape (points,), increasing.
+        y (ArrayLike): of shape (points,); inf and nan do not count.
+        blocks (int): how many, of equal numbers of points to within one; at most as many as there are points.
+
+    Returns:
+        tuple of four float64 arrays of shape (blocks,): the middle of each block in x, and the lowest, the median and
+        the highest y in it, nan where a block has no finite number.
+
+    Examples:
+        >>> middle, _, median, highest = gather([1, 2, 3, 4, 5, 6], [1, 2, 900, 5, float("nan"), 7], 2)
+        >>> middle.tolist(), median.tolist(), highest.tolist()
+        ([2.0, 5.0], [2.0, 6.0], [900.0, 7.0])
+    """
+    rows = []
+    for block in np.array_split(np.column_stack([x, y]), blocks):
+        across, values = block.T
+        finite = values[np.isfinite(values)]
+        extremes = (finite.min(), np.median(finite), finite.max()) if len(finite) else (math.nan,) * 3
+        rows.append(((across[0] + across[-1]) / 2, *extremes))
+    middle, lowest, median, highest = np.array(rows, np.float64).T
+    return middle, lowest, median, highest
+
+
+def thinned(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """Return the points of a line that can be seen: of many in one column the first, the lowest, the highest, the last.
+
+    Args:
+        x (NDArray): float64 of shape (points,), increasing.
+        y (NDArray): float64 of shape (points,); of several nan in a column the first is kept, which breaks the line.
+
+    Returns:
+        tuple of both, all points of a line of up to 50,000.
+
+    Examples:
+        >>> x = np.arange(1e6)
+        >>> few = thinned(x, np.sin(x))
+        >>> len(few[0]) <= 4 * 2000, bool(few[1].max() == np.sin(x).max())
+        (True, True)
+    """
+    if len(x) <= _MANY_POINTS:
+        return x, y
+    kept: list[int] = []
+    for block in np.array_split(np.arange(len(x)), _COLUMNS):
+        first, values = int(block[0]), y[block[0] : block[-1] + 1]
+        known = ~np.isnan(values)
+        places = {0, len(values) - 1} | ({int(np.argmin(known))} if not known.all() else set())
+        if known.any():
+            places |= {int(np.nanargmin(values)), int(np.nanargmax(values))}
+        kept += [first + place for place in sorted(places)]
+    return x[kept], y[kept]
