@@ -115,28 +115,20 @@ class _Event:
     def asked(self) -> list[Any]:
         """Return the states of which ``_OVERFLOWS`` says what the next step does, for :meth:`settle`."""
         last = self.counted
-        return [self.state, *map(self.after, (0, min(1, last), last, max(last - 1, 0), last))]
+        return [self.state, *map(self.after, (0, min(1, last), last))]
 
-    def settle(self, after: Sequence[Any], steps: int) -> bool:
-        """Take the states after these steps; False if they have to be asked for again.
-
-        Raises:
-            LookupError: if the rule does more than count.
-        """
-        one_more, at_once, after_clean, after_full, counted, after_last = after
+    def settle(self, after: Sequence[Any]) -> bool:
+        """Take the states after these steps; False if they have to be asked for again."""
+        one_more, at_once, after_clean, after_full = after
         if self.counted > 0 and one_more != self.one_more:
             self.one_more = one_more
             return False
         self.states = {"at_once": at_once, "after_clean": after_clean, "after_full": after_full}
-        if 0 < self.counted < steps:
-            counts = _without_counters(counted) == _without_counters(self.after(self.counted))
-            if not counts or after_clean != after_last:
-                raise LookupError(_MORE)
         return True
 
 
 # What each of the states of an event is asked for: whether the step from there overflows.
-_OVERFLOWS = (False, True, True, False, False, True)
+_OVERFLOWS = (False, True, True, False)
 _MORE = "this rule does more than count"
 
 
@@ -191,7 +183,7 @@ class _Graph:
         steps, places, numbers, skipped = self.overflows.steps, list[int](), list[int](), list[int]()
         event, step, other = (yield from self.event(start)), 0, None
         while True:
-            if seen.get(step, _NOWHERE) >> _RUNS == event.number:
+            if seen and seen.get(step, _NOWHERE) >> _RUNS == event.number:
                 other = seen[step] & ~(-1 << _RUNS)
                 break
             places.append(step)
@@ -283,7 +275,7 @@ def follow_each(walks: Sequence[Walk], overflows: Overflows) -> None:
         while waiting:
             after = take_steps({place: event.asked() for place, event in waiting.items()})
             for place, event in list(waiting.items()):
-                if event.settle(after[place], overflows.steps):
+                if event.settle(after[place]):
                     following = next(ways[place], None)
                     waiting |= {place: following} if following else {}
                     if following is None:
