@@ -244,6 +244,13 @@ def test_of_gaps_that_are_more_than_any_training_the_first_are_counted(tmp_path,
     assert (len(run), run.step[-2:].tolist()) == (15_003, [15_002, 27_003])
 
 
+def test_steps_that_nothing_tells_of_are_named(tmp_path):
+    run = read(tmp_path, record(1), record(2), record(5, next_loss_scale=2048.0), record(6, loss_scale=2048.0))
+    assert run.step.tolist() == [1, 2, 5, 6]
+    [note] = run.notes
+    assert "2 step(s) before this line, 3 to 4, are not in the log" in note
+
+
 def test_after_a_restart_neither_gaps_nor_counts_of_before_are_relied_on(tmp_path):
     line = steps_of(make_policy("adaptive").rule, [False])[0]
     uncounted = {**line, "skipped_steps": None}
