@@ -74,6 +74,15 @@ def test_steps_that_are_taken_again_are_replaced(path, run):
     assert kept == ([] if run else [entries(21, 27)])
 
 
+def test_steps_that_are_kept_aside_are_kept_whole_however_many_they_are(path):
+    # More than is copied at once.
+    later = [{"step": step, "overflowed_parameters": ["w" * 2**19] * 2} for step in (2, 3)]
+    write(path, [{"step": 1}, *later])
+    write(path, last_step=1)
+    assert read_record(path) == [{"step": 1}]
+    assert read_record(path.with_name("record.jsonl.1")) == later
+
+
 def test_the_first_line_has_the_number_of_the_run_whatever_is_cut(path):
     write(path, [{"step": 3}], entries(4, 9), run=5)
     lines = path.read_text().splitlines()

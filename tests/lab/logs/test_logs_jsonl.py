@@ -65,14 +65,17 @@ def test_numbers_that_json_has_no_sign_for_may_be_text_or_absent(tmp_path):
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_norms_of_the_gradients_are_read(tmp_path, is_own):
+def test_norms_of_the_gradients_and_losses_are_read(tmp_path, is_own):
     lines = []
     for step, norm in enumerate((0.5, math.nan, None), start=1):
-        values = dict.fromkeys(FIELDS) | {"step": step, "loss": 2.5, "overflow": False, "dropped_by_norm": False}
+        values = dict.fromkeys(FIELDS) | {"step": step, "loss": norm, "overflow": False, "dropped_by_norm": False}
         values |= {"loss_scale": 8.0, "next_loss_scale": 8.0, "gradient_norm": norm}
         # Another order of the keys is left to the parser of JSON.
         lines.append(json_text(values if is_own else dict(reversed(values.items()))) + "\n")
-    np.testing.assert_array_equal(read(tmp_path, *lines).gradient_norm, [0.5, np.nan, np.nan])
+    run = read(tmp_path, *lines)
+    np.testing.assert_array_equal(run.gradient_norm, [0.5, np.nan, np.nan])
+    # A loss that was NaN is not one that nobody knows.
+    np.testing.assert_array_equal(run.loss, [0.5, np.inf, np.nan])
 
 
 def test_largest_gradients_and_the_parameters_that_overflowed_are_read(tmp_path):
