@@ -347,6 +347,14 @@ def test_of_two_runs_from_one_checkpoint_each_goes_on_in_its_own_record(path):
     assert (read_record(path), read_record(own)) == ([*entries(1, 5), {"step": 6}], entries(6, 9))
 
 
+def test_a_run_whose_record_was_kept_under_another_name_goes_on_in_that(path):
+    write(path, entries(1, 4), run=7)
+    write(path, entries(1, 6), run=9)
+    assert write(path, entries(5, 5), last_step=4, run=7) == []
+    assert read_record(path) == entries(1, 6)
+    assert read_record(path.with_name("record.jsonl.1")) == entries(1, 5)
+
+
 def test_the_lock_of_a_killed_run_does_not_count(path):
     with holder(path) as killed:
         pass

@@ -254,6 +254,17 @@ def test_steps_that_nothing_tells_of_are_named(tmp_path):
     assert "2 step(s) before this line, 3 to 4, are not in the log" in note
 
 
+def test_after_a_restart_notes_name_the_file_that_a_line_is_in(tmp_path):
+    rule = make_policy("adaptive").rule
+    attempt, later = (
+        [{**line, "skipped_steps": None} for line in steps_of(rule, [False] * 9, start)] for start in (8.0, 4.0)
+    )
+    first = write_lines(tmp_path / "a.jsonl", attempt[:5])
+    second = write_lines(tmp_path / "b.jsonl", [*attempt[5:7], later[3], *later[7:]])
+    [gap] = [note for note in read_log([first, second]).notes if "are not in the log" in note]
+    assert gap.startswith(f"{second}:4: 3 step(s) before this line, 5 to 7,")
+
+
 def test_after_a_restart_neither_gaps_nor_counts_of_before_are_relied_on(tmp_path):
     line = steps_of(make_policy("adaptive").rule, [False])[0]
     uncounted = {**line, "skipped_steps": None}
