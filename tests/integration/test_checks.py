@@ -362,6 +362,8 @@ REFUSED_ON_CPU = [
     ({**PARALLEL, "parallel.parallel_mode": "auto_parallel"}, "parallel_mode' must be 0 .*, but is auto_parallel"),
     ({**PARALLEL, "parallel_config.pipeline_stage": 2}, "'parallel_config.pipeline_stage' must be 1, but is 2"),
     ({**PARALLEL, "parallel_config.model_parallel": 4}, "'parallel_config.model_parallel' must be 1, but is 4"),
+    ({**PARALLEL, "parallel_config.context_parallel": 2}, "'parallel_config.context_parallel' must be 1, but is 2"),
+    ({**PARALLEL, "parallel_config.expert_parallel": 2}, "'parallel_config.expert_parallel' must be 1, but is 2"),
     (
         {**PARALLEL, "parallel_config.data_parallel": 2, "checkpoint.save_path": "saved"},
         "'checkpoint' must be left out with several processes: .* CheckpointMonitor saves",
