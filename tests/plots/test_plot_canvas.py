@@ -16,6 +16,7 @@ from mindformers_adaptive.plots.canvas import (
     one_per_column,
     percent,
     save,
+    thinned,
 )
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf]), min_size=1, max_size=300)
@@ -132,3 +133,12 @@ def test_blocks_have_the_extremes_and_medians_of_their_points(values, data):
     assert start == len(values)
     assert len(sizes) == blocks
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_line_of_many_points_keeps_its_single_extremes():
+    y = np.zeros(200_000)
+    y[[12_345, 123_456]] = 1.0, -1.0
+    x, kept = thinned(np.arange(200_000.0), y)
+    assert len(x) < 10_000
+    assert (x[kept.argmax()], x[kept.argmin()]) == (12_345, 123_456)
+    assert (kept.max(), kept.min()) == (1.0, -1.0)
