@@ -1,46 +1,28 @@
-"""Sentences of the pages are borne out by the figures, by the tests and by the package."""
+"""Sentences of the pages are borne out by the data of the figures and by the package; both languages have them."""
 
+import functools
+import importlib
+import inspect
 import re
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from pages import figure
 
+from mindformers_adaptive.public_names import PUBLIC
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.guided import GuidedRule
 from scripts.ascend.control import PYNATIVE_STEPS, STEPS
-from scripts.studies import worth_report
+from scripts.studies import formats_training, worth_report
 
-RECOMMENDED = (
-    "Take adaptive scaling, unless skipped steps are expensive or the ceiling moves far: then take gradient-guided "
-    "scaling.",
-    "跳过的步代价很大或上限变动很大时",
-)
-# By page what it says, in English and in Chinese.
-SAID = [
-    ("evidence", "kind by kind it is better in both in the random walk only", "它只在随机游走上两项都更优"),
-    ("choose", "a fixed window of 100 skips fewer steps and loses less headroom", "固定窗口100跳过的步更少"),
-    ("choose", "it skipped fewer steps than adaptive scaling in each of our", "它跳过的步都比自适应缩放少"),
-    ("choose", "no result was shown to be worse", "没有一项结果显出更差"),
-    ("evidence", "guided skips fewer steps in every task", "梯度引导在每个任务上跳过的步都更少"),
-    ("evidence", "is shown to be worse in none", "没有一个任务显出更差"),
-    ("evidence", "not shown to be better than a fixed 2^16 on any task", "未观察到自适应缩放优于固定2^16"),
-    ("evidence", "and was worse on two", "在两个任务上更差"),
-    ("evidence", "adaptive scaling is better than a fixed 2^6 and 2^9", "自适应缩放优于固定2^6和2^9"),
-    ("evidence", "With 2^16 the results of the seeds are too far apart to say", "固定2^16时各种子的结果相差太大"),
-    ("evidence", "from the same start, 2^32, the window of 1000 is better on four tasks", "窗口1000在四个任务上更好"),
-    ("formats", "needs loss scaling in FP8 only", "只在FP8中需要损失缩放"),
-    ("formats", "need no loss scaling in any of these formats", "在这些格式中都不需要损失缩放"),
-    ("README", "no difference between FP16 without scaling and FP32", "未观察到不缩放的FP16与FP32有差别"),
-    *((page, *RECOMMENDED) for page in ("README", "choose", "rule")),
-    ("choose", "from 65536, where the ceiling is just there, to 512", "从65536出发、上限也恰好在此时"),
-    ("choose", "doubles in steps 3, 7, 15, 31, 62, 124 and 249", "在第3、7、15、31、62、124、249步翻倍"),
-]
 ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
 GUIDED_FROM = {FROM_FOUND: "ours, guided from the found scale", ADAPTIVE: "ours, guided from 2^32"}
 MEGATRON = "Megatron-LM's, window 1000, hysteresis 2"
+UNSCALED, FIXED = "FP16, no scaling", "fixed 2^16"
 # Where nothing is lost without scaling.
 NEEDS_NONE = {"llama", "lora", "digits"}
+FP8 = "FP8, E4M3 and E5M2"
 
 
 def text(page):
@@ -55,19 +37,6 @@ def page_of(language, name):
     return ROOT / "docs" / language / f"{name}.md"
 
 
-@pytest.mark.parametrize(("name", "english", "in_chinese"), SAID)
-def test_a_page_has_the_sentence_in_both_languages(name, english, in_chinese):
-    assert english in text(page_of("en", name))
-    assert in_chinese in text(page_of("zh", name))
-
-
-def test_the_study_bears_out_what_is_said_of_the_window_of_100():
-    study = figure("study")["same"]
-    adaptive, fixed = study["adaptive 20-1000"], study["dynamic 100"]
-    better = {kind: [fixed[kind][what] < adaptive[kind][what] for what in fixed[kind]] for kind in fixed}
-    assert {kind for kind, both in better.items() if all(both)} == {"mean", "random walk"}
-
-
 def tasks_by_winner(first, second, measure=worth_report.quality_of):
     """By winner the tasks on which the interval of the difference tells one; "-" for those on which it does not."""
     found = {first: set(), second: set(), "-": set()}
@@ -79,47 +48,204 @@ def tasks_by_winner(first, second, measure=worth_report.quality_of):
     return found
 
 
-def test_the_trainings_bear_out_who_is_better():
-    for adaptive, guided in GUIDED_FROM.items():
-        assert tasks_by_winner(guided, adaptive)[adaptive] == set()
-        assert tasks_by_winner(guided, adaptive, worth_report.skipped_of)[guided] == set(figure("worth")["tasks"])
-    against_fixed = tasks_by_winner(FROM_FOUND, "fixed 2^16")
-    assert (len(against_fixed[FROM_FOUND]), len(against_fixed["fixed 2^16"])) == (0, 2)
-    assert "moving" in against_fixed["-"]
-    for fixed in ("fixed 2^6", "fixed 2^9"):
-        assert "moving" in tasks_by_winner(FROM_FOUND, fixed)[FROM_FOUND]
-    assert len(tasks_by_winner(ADAPTIVE, MEGATRON)[MEGATRON]) == 4
-    assert tasks_by_winner("FP16, no scaling", "FP32")["-"] == NEEDS_NONE
+def better_in(kind):
+    """In which measures a fixed window of 100 is better than the adaptive rule, on a kind of trace or in the mean."""
+    study = figure("study")["same"]
+    fixed, adaptive = study["dynamic 100"][kind], study["adaptive 20-1000"][kind]
+    return [fixed[what] < adaptive[what] for what in fixed]
 
 
-def test_the_first_steps_of_the_guided_rule_are_those_of_the_page():
+def window_of_100_is_better_in_both():
+    return {kind for kind in figure("study")["same"]["dynamic 100"] if all(better_in(kind))}
+
+
+def guided_skips_fewer_steps_everywhere():
+    every = set(figure("worth")["tasks"])
+    return all(
+        tasks_by_winner(guided, adaptive, worth_report.skipped_of)[guided] == every
+        for adaptive, guided in GUIDED_FROM.items()
+    )
+
+
+def guided_is_worse_nowhere():
+    return not any(tasks_by_winner(guided, adaptive)[adaptive] for adaptive, guided in GUIDED_FROM.items())
+
+
+def worse_without_scaling(key):
+    """The formats in which a task without loss scaling is shown to be worse than at the best fixed scale."""
+    task = figure("formats")["tasks"][key]
+    less = {
+        name: worth_report.mean_and_interval(
+            formats_training.less_best_fixed(task, one["runs"], formats_training.UNSCALED)
+        )
+        for name, one in task["formats"].items()
+    }
+    return {name for name, (middle, half) in less.items() if middle < -half}
+
+
+@functools.cache
+def scales_of_the_guided_rule_at_its_ceiling():
+    """The scales of 300 steps that start at a ceiling that stays where it is."""
     rule = GuidedRule()
     state, scales = rule.start(2.0**16), []
     for _ in range(300):
         scales.append(state.loss_scale)
         state = rule.step(state, False, largest_gradient=FLOAT16.largest / 2.0**16)
-    changes = [step for step in range(2, 301) if scales[step - 1] != scales[step - 2]]
-    assert (scales[1], changes) == (512.0, [2, 3, 7, 15, 31, 62, 124, 249])
-    assert scales[-1] == 2.0**16
+    return np.array(scales)
 
 
-def test_numbers_of_steps_are_those_of_the_tests():
-    said = f"for {STEPS} steps in graph mode and {PYNATIVE_STEPS} in PyNative mode"
-    assert said in text(page_of("en", "compatibility"))
+def doublings():
+    scales = scales_of_the_guided_rule_at_its_ceiling()
+    # Steps count from 1, and the second is the fall.
+    return (np.flatnonzero(scales[1:] == 2 * scales[:-1]) + 2).tolist()
 
 
-def source(path):
-    return (ROOT / path).read_text(encoding="utf-8")
+def start_and_next():
+    return [int(scale) for scale in scales_of_the_guided_rule_at_its_ceiling()[:2]]
 
 
-def test_nothing_is_said_to_run_on_a_gpu():
-    assert "| GPU | not run, and nothing was checked |" in source("README.md")
-    files = [*(ROOT / "mindformers_adaptive").rglob("*.py"), ROOT / "setup.py", ROOT / "pyproject.toml"]
-    platforms = [
-        line for file in files for line in source(file).splitlines() if "``CPU``" in line or "description=" in line
+# By what has to hold of the data, the pages that say so, and what they say in English and in Chinese.
+SAID = {
+    "a window of 100 is better in both in the random walk": (
+        lambda: window_of_100_is_better_in_both() - {"mean"} == {"random walk"},
+        [("evidence", "kind by kind it is better in both in the random walk only", "它只在随机游走上两项都更优")],
+    ),
+    "a window of 100 is better in the mean": (
+        lambda: all(better_in("mean")),
+        [("choose", "a fixed window of 100 skips fewer steps and loses less headroom", "固定窗口100跳过的步更少")],
+    ),
+    "guided skips fewer steps": (
+        guided_skips_fewer_steps_everywhere,
+        [
+            ("choose", "it skipped fewer steps than adaptive scaling in each of our", "它跳过的步都比自适应缩放少"),
+            ("evidence", "guided skips fewer steps in every task", "梯度引导在每个任务上跳过的步都更少"),
+        ],
+    ),
+    "guided is not shown to be worse": (
+        guided_is_worse_nowhere,
+        [
+            ("choose", "no result was shown to be worse", "没有一项结果显出更差"),
+            ("evidence", "is shown to be worse in none", "没有一个任务显出更差"),
+        ],
+    ),
+    "adaptive is not better than 2^16": (
+        lambda: [len(tasks_by_winner(FROM_FOUND, FIXED)[who]) for who in (FROM_FOUND, FIXED)] == [0, 2],
+        [
+            (
+                "evidence",
+                "not shown to be better than a fixed 2^16 on any task",
+                "未观察到自适应缩放优于固定2^16",
+            ),
+            ("evidence", "and was worse on two", "在两个任务上更差"),
+        ],
+    ),
+    "the seeds of a fixed 2^16 are too far apart": (
+        lambda: "moving" in tasks_by_winner(FROM_FOUND, FIXED)["-"],
+        [
+            (
+                "evidence",
+                "With 2^16 the results of the seeds are too far apart to say",
+                "固定2^16时各种子的结果相差太大",
+            )
+        ],
+    ),
+    "adaptive is better than low fixed scales": (
+        lambda: all("moving" in tasks_by_winner(FROM_FOUND, f"fixed 2^{at}")[FROM_FOUND] for at in (6, 9)),
+        [("evidence", "adaptive scaling is better than a fixed 2^6 and 2^9", "自适应缩放优于固定2^6和2^9")],
+    ),
+    "a window of 1000 is better on four tasks": (
+        lambda: len(tasks_by_winner(ADAPTIVE, MEGATRON)[MEGATRON]) == 4,
+        [
+            (
+                "evidence",
+                "from the same start, 2^32, the window of 1000 is better on four tasks",
+                "窗口1000在四个任务上更好",
+            )
+        ],
+    ),
+    "LoRA needs scaling in FP8 only": (
+        lambda: worse_without_scaling("lora") == {FP8},
+        [("formats", "needs loss scaling in FP8 only", "只在FP8中需要损失缩放")],
+    ),
+    "the digits need no scaling": (
+        lambda: worse_without_scaling("digits") == set(),
+        [("formats", "need no loss scaling in any of these formats", "在这些格式中都不需要损失缩放")],
+    ),
+    "FP16 without scaling is as FP32 where nothing is lost": (
+        lambda: tasks_by_winner(UNSCALED, "FP32")["-"] == NEEDS_NONE,
+        [("README", "no difference between FP16 without scaling and FP32", "未观察到不缩放的FP16与FP32有差别")],
+    ),
+    # Guided costs less where skipped steps count, and is worse nowhere.
+    "what is recommended": (
+        lambda: guided_skips_fewer_steps_everywhere() and guided_is_worse_nowhere(),
+        [
+            (
+                page,
+                "Take adaptive scaling, unless skipped steps are expensive or the ceiling moves far: then take "
+                "gradient-guided scaling.",
+                "跳过的步代价很大或上限变动很大时",
+            )
+            for page in ("README", "choose", "rule")
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("claim", SAID)
+def test_the_data_bear_out_what_the_pages_say_in_both_languages(claim):
+    holds, said = SAID[claim]
+    assert holds()
+    for name, english, in_chinese in said:
+        assert english in text(page_of("en", name))
+        assert in_chinese in text(page_of("zh", name))
+
+
+def numbers_in(language, name, pattern):
+    """The numbers in the only place of a page that a pattern finds."""
+    [found] = re.findall(pattern, text(page_of(language, name)))
+    return [int(number) for number in re.findall(r"\d+", " ".join(found) if isinstance(found, tuple) else found)]
+
+
+@pytest.mark.parametrize(
+    ("language", "start", "steps"),
+    [
+        ("en", r"from (\d+), where the ceiling is just there, to (\d+)", r"doubles in steps ([\d, and]+\d)"),
+        ("zh", r"从(\d+)出发、上限也恰好在此时.降到(\d+)", r"第([\d、]+)步翻倍"),
+    ],
+    ids=["en", "zh"],
+)
+def test_the_first_steps_of_the_guided_rule_are_those_of_the_page(language, start, steps):
+    assert numbers_in(language, "choose", start) == start_and_next()
+    assert numbers_in(language, "choose", steps) == doublings()
+    assert scales_of_the_guided_rule_at_its_ceiling()[-1] == 2.0**16
+
+
+@pytest.mark.parametrize(
+    ("language", "steps"),
+    [
+        ("en", r"for (\d+) steps in graph mode and (\d+) in PyNative mode"),
+        ("zh", r"图模式(\d+)步.PyNative模式(\d+)步"),
+    ],
+    ids=["en", "zh"],
+)
+def test_numbers_of_steps_are_those_that_trainings_take(language, steps):
+    assert numbers_in(language, "compatibility", steps) == [STEPS, PYNATIVE_STEPS]
+
+
+def test_platforms_of_the_public_names_are_those_that_were_run_or_compiled_for():
+    places = {name: module for names in PUBLIC.values() for name, module in names.items()}
+    public = {
+        name: getattr(importlib.import_module(f"mindformers_adaptive.{module}"), name.rpartition(".")[2])
+        for name, module in places.items()
+    }
+    lists = [
+        re.search(r"Supported Platforms:\s+((?:``\w+`` ?)+)", inspect.getdoc(one) or "") for one in public.values()
     ]
-    assert len(platforms) > 10
-    assert [line for line in platforms if "GPU" in line] == []
+    named = [set(re.findall(r"\w+", found[1])) for found in lists if found]
+    assert len(named) > 10
+    assert set().union(*named) == {"Ascend", "CPU"}
+    [gpu] = re.findall(r"^\| GPU \|(.*)\|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert "not run" in gpu
 
 
 def test_an_import_makes_the_folder_that_the_page_names_and_no_other(run_python, tmp_path):

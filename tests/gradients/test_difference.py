@@ -11,7 +11,7 @@ from drawn import points, title
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.checkpoint.arrays import save_arrays
+from mindformers_adaptive.checkpoint.arrays import by_step, save_arrays
 from mindformers_adaptive.gradients.difference import compare_arrays
 from mindformers_adaptive.plots.differences import draw_differences
 
@@ -135,6 +135,13 @@ def test_two_series_are_compared_step_by_step(folders, run_program):
     assert Path("parting.svg").read_text().startswith("<?xml")
     content = json.loads(run_program("diff", *folders, "--series", "--json", "--modules", "norm")[1])
     assert (content["steps"], content["relative_error"]) == ([2, 4, 6], {"norm": [0.0] * 3, "all": [0.0] * 3})
+
+
+def test_of_a_step_that_several_ranks_have_saved_the_first_is_compared(tmp_path):
+    for rank in (10, 2, 0):
+        (folder := tmp_path / f"rank_{rank}").mkdir()
+        save_arrays(folder / "net-1_8.safetensors", REFERENCE)
+    assert {step: path.parent.name for step, path in by_step(tmp_path).items()} == {8: "rank_0"}
 
 
 def test_two_series_are_drawn_with_a_line_for_each_group():

@@ -4,19 +4,29 @@ import struct
 
 
 def read_scalars(folder):
-    """Return {tag: {step: value}} of the event files in a folder, which are records with a length and two checksums."""
+    """Return {tag: {step: value}} of the event files in a folder."""
+    scalars = {}
+    for event in _events(folder):
+        for value in event.summary.value:
+            found = value.histo if value.HasField("histo") else value.simple_value
+            scalars.setdefault(value.tag, {})[event.step] = found
+    return scalars
+
+
+def read_starts(folder):
+    """Return the steps from which on TensorBoard is told to leave out what earlier runs have written."""
+    return [event.step for event in _events(folder) if event.HasField("session_log")]
+
+
+def _events(folder):
     # Not at the top: MindSpore has to be imported before protobuf is, and chooses how that runs.
     import mindspore  # noqa: F401
     from tensorboardX.proto.event_pb2 import Event
 
-    scalars = {}
     for file in folder.glob("events.*"):
         content, start = file.read_bytes(), 0
+        # Records with a length and two checksums.
         while start < len(content):
             (length,) = struct.unpack_from("<Q", content, start)
-            event = Event.FromString(content[start + 12 : start + 12 + length])
+            yield Event.FromString(content[start + 12 : start + 12 + length])
             start += length + 16
-            for value in event.summary.value:
-                found = value.histo if value.HasField("histo") else value.simple_value
-                scalars.setdefault(value.tag, {})[event.step] = found
-    return scalars

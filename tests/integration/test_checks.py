@@ -43,6 +43,8 @@ EVERY, RULE = "callbacks.2.every_n_steps", "RuleLossScaleUpdateCell"
 DYNAMIC, RANGES = {**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, {"type": "GradientRangeMonitor"}
 DROPS, PER_TOKEN = "use_skip_data_by_global_norm", "calculate_per_token_loss"
 STOPS = {"monitor_config": {"monitor_on": True, "check_for_global_norm": True}}
+HEALTH = {"global_norm_spike_threshold": 3.0}
+STOPS_BY_HEALTH = {"monitor_config": {"monitor_on": True, "health_checkpoint": HEALTH}}
 # changes of the YAML file, and the message
 WRONG_TYPES = [
     ({"runner_wrapper.use_clip_gard": True}, "MFTrainOneStepCell takes, but got 'use_clip_gard'.*'use_clip_g"),
@@ -112,6 +114,7 @@ WRONG_VALUES = [
     ({NORM: -1}, f"'{NORM}' must be a finite number above 0.* but got -1"),
     ({DROPS: True, CLIP: False}, f"'{DROPS}' must come with 'runner_wrapper.use_clip_grad: True'"),
     ({DROPS: True, **STOPS}, f"'{DROPS}' must not be True beside 'monitor_config.check_for_global_norm'"),
+    ({DROPS: True, **STOPS_BY_HEALTH}, "beside 'monitor_config.health_checkpoint.global_norm_spike_threshold'"),
 ]
 MISTAKES = [
     *(pytest.param(changes, TypeError, message, id=next(iter(changes))) for changes, message in WRONG_TYPES),
@@ -141,6 +144,8 @@ def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message)
         {"resume_training": "last.ckpt"},
         {"run_mode": "predict", "runner_config.epochs": 0},
         {DROPS: True, "monitor_config": {"global_norm_spike_threshold": 3.0}},
+        # What the section of the cell says outweighs what the top says.
+        {DROPS: True, f"runner_wrapper.{DROPS}": False, CLIP: False},
         # The demo has 8 * 128 tokens a batch.
         {PER_TOKEN: True, f"{SCALE_SENSE}.loss_scale_value": 2**22},
         {PER_TOKEN: True, "resume_training": True},
@@ -357,6 +362,8 @@ REFUSED_ON_CPU = [
     ({**PARALLEL, "parallel.parallel_mode": "auto_parallel"}, "parallel_mode' must be 0 .*, but is auto_parallel"),
     ({**PARALLEL, "parallel_config.pipeline_stage": 2}, "'parallel_config.pipeline_stage' must be 1, but is 2"),
     ({**PARALLEL, "parallel_config.model_parallel": 4}, "'parallel_config.model_parallel' must be 1, but is 4"),
+    ({**PARALLEL, "parallel_config.context_parallel": 2}, "'parallel_config.context_parallel' must be 1, but is 2"),
+    ({**PARALLEL, "parallel_config.expert_parallel": 2}, "'parallel_config.expert_parallel' must be 1, but is 2"),
     (
         {**PARALLEL, "parallel_config.data_parallel": 2, "checkpoint.save_path": "saved"},
         "'checkpoint' must be left out with several processes: .* CheckpointMonitor saves",

@@ -9,7 +9,7 @@ import mindspore
 import numpy as np
 import pytest
 from dense_network import Dense, batches
-from event_files import read_scalars
+from event_files import read_scalars, read_starts
 from mindformers.trainer import base_trainer
 from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindformers.wrapper import MFTrainOneStepCell as StockMFTrainOneStepCell
@@ -513,6 +513,8 @@ def test_every_number_is_a_scalar_for_tensorboard(path, tmp_path):
         for field in FIELDS[1:]
         if field not in ("largest_gradient", "gradient_norm")
     }
+    # What an earlier run has left in the folder is not mixed with this one.
+    assert read_starts(folder) == [1]
     scalars = read_scalars(folder)
     assert scalars.keys() == expected.keys()
     for tag, values in expected.items():

@@ -74,6 +74,15 @@ def test_steps_that_are_taken_again_are_replaced(path, run):
     assert kept == ([] if run else [entries(21, 27)])
 
 
+def test_steps_that_are_kept_aside_are_kept_whole_however_many_they_are(path):
+    # More than is copied at once.
+    later = [{"step": step, "overflowed_parameters": ["w" * 2**19] * 2} for step in (2, 3)]
+    write(path, [{"step": 1}, *later])
+    write(path, last_step=1)
+    assert read_record(path) == [{"step": 1}]
+    assert read_record(path.with_name("record.jsonl.1")) == later
+
+
 def test_the_first_line_has_the_number_of_the_run_whatever_is_cut(path):
     write(path, [{"step": 3}], entries(4, 9), run=5)
     lines = path.read_text().splitlines()
@@ -336,6 +345,14 @@ def test_of_two_runs_from_one_checkpoint_each_goes_on_in_its_own_record(path):
         f"{own} went on to step 8: the steps after 7 are taken out, because the run takes them again."
     ]
     assert (read_record(path), read_record(own)) == ([*entries(1, 5), {"step": 6}], entries(6, 9))
+
+
+def test_a_run_whose_record_was_kept_under_another_name_goes_on_in_that(path):
+    write(path, entries(1, 4), run=7)
+    write(path, entries(1, 6), run=9)
+    assert write(path, entries(5, 5), last_step=4, run=7) == []
+    assert read_record(path) == entries(1, 6)
+    assert read_record(path.with_name("record.jsonl.1")) == entries(1, 5)
 
 
 def test_the_lock_of_a_killed_run_does_not_count(path):

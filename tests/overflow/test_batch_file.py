@@ -31,6 +31,12 @@ def train(steps, **arguments):
     return train_step
 
 
+def test_columns_keep_their_order_however_many_they_are(tmp_path):
+    # As text, column_10 would come before column_2.
+    save_batch(tmp_path / "batch.npz", [np.full(2, place) for place in range(12)])
+    assert [column[0] for column in read_batch(tmp_path / "batch.npz")] == list(range(12))
+
+
 def test_a_collapse_is_explained_once_at_its_batch_and_weights(mindformers_log, tmp_path):
     train_step = train(7, explain=True)
     told = [line for line in mindformers_log.text.splitlines() if "Why it overflows" in line]

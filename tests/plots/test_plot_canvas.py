@@ -14,6 +14,7 @@ from mindformers_adaptive.plots.canvas import (
     new_figure,
     percent,
     save,
+    thinned,
 )
 from mindformers_adaptive.plots.points import gather, one_per_column
 
@@ -131,3 +132,12 @@ def test_blocks_have_the_extremes_and_medians_of_their_points(values, data):
     assert start == len(values)
     assert len(sizes) == blocks
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_line_of_many_points_keeps_its_single_extremes():
+    y = np.zeros(200_000)
+    y[[12_345, 123_456]] = 1.0, -1.0
+    x, kept = thinned(np.arange(200_000.0), y)
+    assert len(x) < 10_000
+    assert (x[kept.argmax()], x[kept.argmin()]) == (12_345, 123_456)
+    assert (kept.max(), kept.min()) == (1.0, -1.0)

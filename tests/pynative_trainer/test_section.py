@@ -131,6 +131,7 @@ def test_what_holds_no_keys_is_refused(config, error):
         ),
         ({"model": {"compute_dtype": "fp16"}}, None, "is fp16, .* the loss is not scaled"),
         ({"model": {"compute_dtype": "bfloat16"}}, ADAPTIVE, "is bfloat16, .* needs no loss scaling"),
+        ({"model": {"compute_dtype": "bf16"}}, ADAPTIVE, "is bf16, .* needs no loss scaling"),
     ],
 )
 def test_a_format_that_does_not_fit_the_section_is_warned_of(config, section, message):

@@ -59,6 +59,17 @@ def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path)
     assert 'http-equiv="refresh"' not in page
 
 
+def test_runs_in_one_folder_share_no_gradients_and_a_broken_loss_is_counted(page_of, tmp_path):
+    record = [{**line, "loss": "nan" if line["step"] == 4 else 2.5} for line in RECORD[:5]]
+    write(tmp_path / "run", record, GRADIENTS)
+    other = tmp_path / "run" / "other.jsonl"
+    other.write_text((tmp_path / "run" / "loss_scale_record.jsonl").read_text())
+    page = page_of(tmp_path / "run" / "loss_scale_record.jsonl", other)
+    # Whose they are is not known.
+    assert "Gradients by group of Parameters" not in page
+    assert page.count("2.5 at first, 2.5 at the end; inf or NaN in 1 step(s), first 4") == 2
+
+
 def test_nothing_is_loaded_from_elsewhere(page_of, tmp_path):
     page = page_of(write(tmp_path / "a"), write(tmp_path / "b"))
     addresses = re.findall(r"""(?:src|srcset|href|url)\s*[=(]\s*["']?([^"')\s]{1,40})""", page)

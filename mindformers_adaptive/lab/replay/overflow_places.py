@@ -31,8 +31,7 @@ class Overflows:
         self._tables: dict[float, Any] = {}
         self._room, self._room_for_runs = _MOST_BYTES, _MOST_BYTES
         starts = np.arange(0, self.steps, _BLOCK)
-        # A NaN overflows at each scale, as it is nowhere above it.
-        self._lowest = np.minimum.reduceat(np.nan_to_num(ceiling, nan=0.0), starts) if self.steps else ceiling
+        self._lowest = np.minimum.reduceat(ceiling, starts) if self.steps else ceiling
         self._never: Any = None
 
     def following(self, loss_scale: float) -> Any:

@@ -65,14 +65,17 @@ def test_numbers_that_json_has_no_sign_for_may_be_text_or_absent(tmp_path):
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_norms_of_the_gradients_are_read(tmp_path, is_own):
+def test_norms_of_the_gradients_and_losses_are_read(tmp_path, is_own):
     lines = []
     for step, norm in enumerate((0.5, math.nan, None), start=1):
-        values = dict.fromkeys(FIELDS) | {"step": step, "loss": 2.5, "overflow": False, "dropped_by_norm": False}
+        values = dict.fromkeys(FIELDS) | {"step": step, "loss": norm, "overflow": False, "dropped_by_norm": False}
         values |= {"loss_scale": 8.0, "next_loss_scale": 8.0, "gradient_norm": norm}
         # Another order of the keys is left to the parser of JSON.
         lines.append(json_text(values if is_own else dict(reversed(values.items()))) + "\n")
-    np.testing.assert_array_equal(read(tmp_path, *lines).gradient_norm, [0.5, np.nan, np.nan])
+    run = read(tmp_path, *lines)
+    np.testing.assert_array_equal(run.gradient_norm, [0.5, np.nan, np.nan])
+    # A loss that was NaN is not one that nobody knows.
+    np.testing.assert_array_equal(run.loss, [0.5, np.inf, np.nan])
 
 
 def test_largest_gradients_and_the_parameters_that_overflowed_are_read(tmp_path):
@@ -242,6 +245,24 @@ def test_of_gaps_that_are_more_than_any_training_the_first_are_counted(tmp_path,
         last = step
     run = read_log(write_lines(tmp_path / "record.jsonl", lines))
     assert (len(run), run.step[-2:].tolist()) == (15_003, [15_002, 27_003])
+
+
+def test_steps_that_nothing_tells_of_are_named(tmp_path):
+    run = read(tmp_path, record(1), record(2), record(5, next_loss_scale=2048.0), record(6, loss_scale=2048.0))
+    assert run.step.tolist() == [1, 2, 5, 6]
+    [note] = run.notes
+    assert "2 step(s) before this line, 3 to 4, are not in the log" in note
+
+
+def test_after_a_restart_notes_name_the_file_that_a_line_is_in(tmp_path):
+    rule = make_policy("adaptive").rule
+    attempt, later = (
+        [{**line, "skipped_steps": None} for line in steps_of(rule, [False] * 9, start)] for start in (8.0, 4.0)
+    )
+    first = write_lines(tmp_path / "a.jsonl", attempt[:5])
+    second = write_lines(tmp_path / "b.jsonl", [*attempt[5:7], later[3], *later[7:]])
+    [gap] = [note for note in read_log([first, second]).notes if "are not in the log" in note]
+    assert gap.startswith(f"{second}:4: 3 step(s) before this line, 5 to 7,")
 
 
 def test_after_a_restart_neither_gaps_nor_counts_of_before_are_relied_on(tmp_path):

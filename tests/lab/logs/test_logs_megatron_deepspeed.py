@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.policies import make_policy
 
 HEAD = "[2023-02-28 20:08:24,113] [INFO] "
 ONLY_MEGATRON_DEEPSPEED = " samples per second: 1.886 | TFLOPs: 78.46 |"
@@ -82,6 +83,13 @@ def test_a_falling_scale_outweighs_a_count_of_0_and_no_count_is_relied_on_then(t
 def test_with_right_counts_intervals_without_skips_are_known_to_be_applied(tmp_path):
     run = read(tmp_path, line(10, 1024.0), line(20, 256.0, 2), line(30, 256.0))
     assert run.position_known.tolist() == [True] * 10 + [False] * 10 + [True] * 10
+
+
+def test_counts_of_the_log_stand_where_the_rule_that_is_named_allows_others(tmp_path):
+    # With a hysteresis of 1, one fall in ten steps is one skipped step; the run had one of 2.
+    (tmp_path / "run.log").write_text(line(1, 65536.0) + line(11, 32768.0, skipped=2), encoding="utf-8")
+    rule = make_policy("megatron", initial_scale=65536.0, hysteresis=1)
+    assert read_log(tmp_path / "run.log", rule=rule).skipped_bounds() == (2, 2)
 
 
 def test_the_0_of_megatron_deepspeed_says_nothing(tmp_path):

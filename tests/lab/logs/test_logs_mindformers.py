@@ -110,6 +110,13 @@ def test_lines_of_other_monitors_and_progress_bars_are_ignored_and_no_problems(t
     assert (run.lines_used, run.lines_ignored, run.problems) == (1, 2, ())
 
 
+@pytest.mark.parametrize("shortened", ["[1", "1."])
+def test_a_norm_that_a_cut_may_have_shortened_is_not_used(tmp_path, shortened):
+    cut = line(2, False, 8.0).partition("[1.5]")[0] + shortened
+    run = read(tmp_path, line(1, False, 8.0), cut)
+    np.testing.assert_array_equal(run.gradient_norm, [1.5, np.nan])
+
+
 @pytest.mark.parametrize(("printed", "norm"), [("[1.5]", 1.5), ("1.5", 1.5), ("[nan]", np.nan), ("None", np.nan)])
 def test_the_norm_of_the_gradients_is_read(tmp_path, printed, norm):
     run = read(tmp_path, line(1, "False", 1024.0), line(2, "False", 1024.0).replace("[1.5]", printed))

@@ -145,16 +145,6 @@ def test_a_rule_made_from_another_is_taken_step_by_step():
     assert follow(rule, rule.start(8.0), Overflows(np.full(50, 2.0**20))) is None
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "dynamic"])
-def test_a_rule_that_does_more_than_was_foretold_is_noticed(monkeypatch, policy):
-    own = make_policy(policy)
-    monkeypatch.setattr(
-        "mindformers_adaptive.lab.replay.events.clean_steps_counted",
-        lambda rule, state: clean_steps_counted(rule, state) + 1,
-    )
-    assert follow(own.rule, own.current, Overflows(np.full(5000, 2.0**20))) is None
-
-
 @settings(max_examples=60)
 @given(adaptive(), ceilings(), st.lists(st.integers(0, 32), min_size=1, max_size=5))
 def test_starts_that_come_together_are_those_of_each_alone(arguments, trace, exponents):

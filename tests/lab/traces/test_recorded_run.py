@@ -135,9 +135,10 @@ def test_gradients_that_show_more_than_what_overflowed_are_lowered_by_it():
 
 
 def test_the_trace_has_the_gradients_of_applied_steps_only():
-    gradients = np.array([np.inf, 2.0, 0.0, np.nan, 8.0])
-    trace = run_of([8, 4, 4, 4, 4], "!...!", known=[True] * 5, largest_gradient=gradients).to_trace()
-    np.testing.assert_array_equal(trace.largest_gradient, [np.nan, 2.0, 0.0, np.nan, np.nan])
+    # One that is inf in an applied step is none that a policy can be given.
+    gradients = np.array([np.inf, 2.0, 0.0, np.nan, np.inf, 8.0])
+    trace = run_of([8, 4, 4, 4, 4, 4], "!....!", known=[True] * 6, largest_gradient=gradients).to_trace()
+    np.testing.assert_array_equal(trace.largest_gradient, [np.nan, 2.0, 0.0, np.nan, np.nan, np.nan])
 
 
 @pytest.mark.parametrize("gradients", [None, np.full(2, np.nan), np.zeros(2), np.array([np.inf, 1e-300])])
