@@ -45,15 +45,16 @@ class Overflows:
 
     def _made(self, loss_scale: float) -> Any:
         flags = overflow_flags(np.asarray(loss_scale), self._ceiling)
-        if flags.all():
+        count = np.count_nonzero(flags)
+        if count == self.steps:
             return range(self.steps + 1)
-        if not flags.any() and self._never is not None:
+        if not count and self._never is not None:
             return self._never
         size = 4 * self.steps
         if self._room >= size:
             self._room -= size
             table = _next(flags)
-            self._never = self._never if flags.any() else table
+            self._never = self._never if count else table
             return table
         runs = _Runs(flags)
         if self._room_for_runs >= (size := 8 * len(runs.starts)):
@@ -63,11 +64,9 @@ class Overflows:
 
 
 def _next(flags: NDArray[np.bool_]) -> array[int]:
-    steps = len(flags)
-    places = np.full(steps + 1, steps, np.int32)
-    places[:-1][flags] = np.flatnonzero(flags)
+    places = np.append(np.flatnonzero(flags), len(flags)).astype(np.int32)
     result = array("i")
-    result.frombytes(np.minimum.accumulate(places[::-1])[::-1].tobytes())
+    result.frombytes(memoryview(np.repeat(places, np.diff(places, prepend=-1))).cast("B"))
     return result
 
 
