@@ -66,7 +66,7 @@ class Overflows:
 def _next(flags: NDArray[np.bool_]) -> array[int]:
     places = np.append(np.flatnonzero(flags), len(flags)).astype(np.int32)
     result = array("i")
-    result.frombytes(memoryview(np.repeat(places, np.diff(places, prepend=-1))).cast("B"))
+    result.frombytes(np.repeat(places, np.diff(places, prepend=-1)).tobytes())
     return result
 
 
