@@ -95,6 +95,7 @@ def _in_each_way(setting, function, ways=WAYS, **options):
 _QUICK = (
     "step/910A/guided",
     "step/910B/adaptive",
+    "step/910B/guided",
     "mf_step/guided_each",
     "per_token/guided",
     "simulated_fp8/adaptive",

@@ -75,7 +75,7 @@ def count(result, operator):
     return sum(kernels.get(operator, 0) for kernels in result["kernels"].values())
 
 
-@pytest.mark.parametrize("name", ["step/910A/guided", "mf_step/guided_each", "per_token/guided"])
+@pytest.mark.parametrize("name", ["step/910A/guided", "step/910B/guided", "mf_step/guided_each", "per_token/guided"])
 def test_the_largest_gradient_of_each_of_the_four_weights_is_measured_beside_the_stock_detection(results, name):
     assert count(results[name], "ReduceMax") >= 4
     assert count(results[name], "AllFinite" if "910A" not in name else "NPUGetFloatStatusV2") == 1
