@@ -61,8 +61,10 @@ def lower_to_numpy(rule: str, program: Program) -> NumpyStep:
         picked = {name: place for name, place in program.outputs.items() if _is_picked(program, place, flag)}
         for name, place in picked.items():
             otherwise = nodes[place].args[2]
-            is_input = nodes[otherwise].op == "input" and nodes[otherwise].extra == name
-            results[name] = f"v{otherwise}" if is_input else f"own(v{otherwise}, lanes)"
+            # Lanes make since_event anew for each step, and clean_steps are what it is for.
+            is_made = name == "clean_steps" and nodes[otherwise].extra == "since_event" and otherwise not in returned
+            is_own = nodes[otherwise].op == "input" and (nodes[otherwise].extra == name or is_made)
+            results[name] = f"v{otherwise}" if is_own else f"own(v{otherwise}, lanes)"
         for name, result in results.items():
             lines.add(f"r_{name} = {result}")
             results[name] = f"r_{name}"
