@@ -26,6 +26,10 @@ PROGRAM = ROOT / "mindformers_adaptive" / "__main__.py"
 # Folders of tests that build MindFormers' trainers in their own process.
 TRAINERS = [ROOT / "tests" / name for name in ("checkpoint", "gradients", "integration")]
 
+# Groups of tests that train in several processes; the first does so nowhere else.
+IN_OTHER_PROCESSES = "several processes"
+SEVERAL_PROCESSES = (IN_OTHER_PROCESSES, "two processes and the pipeline", "rule resume")
+
 # Programs that change MindSpore where they are imported, as pytest would do to look for examples in them.
 collect_ignore = ["helpers/pynative_runs.py", "helpers/pynative_two_processes.py"]
 
@@ -49,14 +53,21 @@ def pytest_collection_modifyitems(config, items):
     """Bring the tests into the order in which workers take them.
 
     Those that build MindFormers' trainers come last, because these leave settings in their process that change how
-    later graphs compile. Before that the largest groups come first, so that none is left over at the end. Tests of a
-    group go to one worker: they share runs, and would make them once in each.
+    later graphs compile. Otherwise what takes longest comes first, so that it is not left over at the end: groups that
+    train in several processes, and then those with most tests. Tests of a group go to one worker: they share runs, and
+    would make them once in each.
     """
     grouped = [item for item in items if item.get_closest_marker("xdist_group")]
     if getattr(config.option, "loadgroup", False) and any("@" not in item.nodeid for item in grouped):
         raise pytest.UsageError("This pytest-xdist cannot group the tests of this pytest: see requirements.txt")
     sizes = collections.Counter(group_of(item) for item in items)
-    items.sort(key=lambda item: (any(folder in item.path.parents for folder in TRAINERS), -sizes[group_of(item)]))
+    items.sort(
+        key=lambda item: (
+            group_of(item) != IN_OTHER_PROCESSES and any(folder in item.path.parents for folder in TRAINERS),
+            group_of(item) not in SEVERAL_PROCESSES,
+            -sizes[group_of(item)],
+        )
+    )
     for item in items:
         if item.name == "mindformers_adaptive.integration.trainer.Trainer":
             # Not before: other tests do without MindFormers.

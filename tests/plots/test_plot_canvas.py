@@ -14,9 +14,8 @@ from mindformers_adaptive.plots.canvas import (
     new_figure,
     percent,
     save,
-    thinned,
 )
-from mindformers_adaptive.plots.points import gather, one_per_column
+from mindformers_adaptive.plots.points import gather, one_per_column, thinned
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf]), min_size=1, max_size=300)
 ROW = {"step": 1, "overflow": False, "loss_scale": 2.0, "next_loss_scale": 2.0}
