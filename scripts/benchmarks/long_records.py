@@ -98,8 +98,9 @@ def measure(lengths):
     return found
 
 
-def rows_of(found, lengths):
-    """Return the rows of the table, the names of the columns first."""
+def tables(result):
+    """Return the table of a result by its name, as a list of rows with the columns first."""
+    found, lengths = result["found"], result["steps"]
     growth = f"times as long, {lengths[0]:,} to {lengths[-1]:,} steps"
     rows = [["command", *(f"{steps:,} steps, s" for steps in lengths), growth, f"times {JSON}", "MB"]]
     alone = found[JSON][-1][0]
@@ -107,7 +108,7 @@ def rows_of(found, lengths):
         seconds = [one for one, _ in measured]
         ratios = f"{seconds[-1] / seconds[0]:.0f}", f"{seconds[-1] / alone:.1f}"
         rows.append([name, *(f"{one:.2f}" for one in seconds), *ratios, f"{measured[-1][1]:.0f}"])
-    return rows
+    return {"commands": rows}
 
 
 def main():
@@ -115,10 +116,9 @@ def main():
     parser.add_argument("--steps", nargs="+", type=positive, default=[10_000, 100_000, 1_000_000])
     add_json_option(parser)
     arguments = parser.parse_args()
-    found = measure(arguments.steps)
-    print("\n".join(table(rows_of(found, arguments.steps))))
-    if arguments.json:
-        write_json(arguments.json, {"steps": arguments.steps, "found": found, "versions": versions()})
+    result = {**versions(), "steps": arguments.steps, "found": measure(arguments.steps)}
+    print("\n".join(table(tables(result)["commands"])))
+    write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

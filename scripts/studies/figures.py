@@ -59,6 +59,7 @@ FIGURES = {
     "step": Figure(f"python -m {COSTS} step --copies 2 --rounds 6", COSTS),
     "detection": Figure(f"python -m {COSTS} detection", COSTS),
     "sweep": Figure(f"python -m {COSTS} sweep", COSTS),
+    "long_records": Figure("python -m scripts.benchmarks.long_records", "scripts.benchmarks.long_records"),
     "ascend_dry_run": Figure("python -m scripts.ascend.compile_for_ascend --all", "scripts.ascend.program"),
     "versions": Figure("bash scripts/versions/version_table.sh"),
     "lenet5": Figure("python scripts/examples/lenet5_managers.py", begins="LeNet5"),
