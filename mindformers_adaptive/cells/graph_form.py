@@ -65,7 +65,9 @@ class GraphStep:
                 groups[flag, nodes[element].args[0]].append(place)
         for (_, vector), places in groups.items():
             elements = [nodes[place].args[1] for place in places]
-            others = {arg for place in self._program.used if place not in places for arg in nodes[place].args}
+            # What the pick itself takes, and what all else does: none of it may be picked.
+            others = {arg for place in places for arg in (nodes[place].args[0], nodes[place].args[2])}
+            others |= {arg for place in self._program.used if place not in places for arg in nodes[place].args}
             is_whole = [nodes[element].extra for element in elements] == list(range(*nodes[vector].shape))
             if is_whole and others.isdisjoint([*elements, *places]):
                 return places

@@ -399,6 +399,29 @@ class OfPlaces(Rule):
         return state.replace(**results)
 
 
+class Nested(Rule):
+    """Picks elements of a vector by one flag, where one of the results is what another falls back to."""
+
+    name = title = "nested"
+    state = {"pair": int32[2], "first": int32, "second": int32}  # noqa: RUF012
+
+    def first_state(self, loss_scale):
+        return {"pair": (5, 7), "first": 1, "second": 2}
+
+    def next_state(self, state, seen):
+        first = rules.where(seen.overflow, state.pair[0], state.first)
+        return state.replace(first=first, second=rules.where(seen.overflow, state.pair[1], first))
+
+
+def test_a_result_may_be_what_another_falls_back_to(graph_mode):
+    rule = Nested()
+    owned, state = Owned(RuleLossScaleUpdateCell(1.0, rule)), rule.start(1.0)
+    for overflow in (False, True, False):
+        owned.step(overflow)
+        state = rule.step(state, overflow)
+        assert owned.update_cell.rule_state() == state
+
+
 def test_vectors_are_reduced_and_taken_from_in_one_way():
     rule = OfPlaces()
     cases = [(vector, index) for vector in VECTORS for index in INDICES]
