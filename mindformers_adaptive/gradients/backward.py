@@ -7,6 +7,7 @@ import mindspore
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
+from mindspore.common.api import _pynative_executor
 
 __all__ = ["backward_pass", "to_numpy", "unchanged"]
 
@@ -90,6 +91,8 @@ class _OfOneLoss(nn.Cell):
 def unchanged(network):
     """Put a network into training mode without dropout, and restore everything afterwards.
 
+    What a pass that raised an exception has left open in MindSpore is closed, before the first pass and after one here.
+
     Args:
         network (Cell): as in :func:`backward_pass`.
 
@@ -122,8 +125,12 @@ def unchanged(network):
         # MindSpore and MindFormers have several classes of this name. One with cells inside is a network.
         if "Dropout" in type(cell).__name__ and not cell.cells():
             cell.set_train(False)
+    _close_failed_pass()
     try:
         yield restore_random_state
+    except BaseException:
+        _close_failed_pass()
+        raise
     finally:
         for cell, training, phase in modes:
             cell.add_flags(training=training)
@@ -132,6 +139,15 @@ def unchanged(network):
             if not np.array_equal(to_numpy(value), before, equal_nan=before.dtype.kind == "f"):
                 value.set_data(Tensor(before, value.dtype))
         restore_random_state()
+
+
+def _close_failed_pass():
+    """In PyNative mode, MindSpore goes on recording after an exception.
+
+    The next backward pass would count as a part of the failed one and be recorded, which not every operator can be, and
+    cells would cast their inputs as the failed cell did.
+    """
+    _pynative_executor.clear_res()
 
 
 def to_numpy(tensor):

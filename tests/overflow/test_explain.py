@@ -6,10 +6,11 @@ import math
 import mindspore
 import numpy as np
 import pytest
+from conftest import mindspore_mode
 from fp16_networks import GraphOnly, rows, seeded_train_step
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
-from overflowing import HALF, Frozen, Functional, Masked, Residuals, llama, planted, tokens, values
+from overflowing import HALF, Frozen, Functional, Masked, Residuals, Stack, llama, planted, tokens, values
 
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
 from mindformers_adaptive.overflow.explain import PyNativeError, explain_overflow, watched_passes
@@ -213,6 +214,40 @@ def test_bad_input_is_refused(graph_mode, arguments, error, message):
     with pytest.raises(error, match=message):
         explain_overflow(*arguments)
     assert mindspore.get_context("mode") == mindspore.GRAPH_MODE
+
+
+class _Failing(nn.Cell):
+    """A cell that casts its inputs to FP16 and raises, after a number of calls."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.dense = nn.Dense(4, 4)
+        self.to_float(HALF)
+        self._calls = calls
+
+    def construct(self, x):
+        self._calls -= 1
+        if self._calls < 0:
+            raise LookupError("planted")
+        return self.dense(x).sum()
+
+
+@pytest.mark.parametrize("explained", [True, False], ids=["explained before", "trained before"])
+def test_a_pass_that_failed_before_leaves_nothing_behind(explained):
+    """MindSpore goes on recording after an exception, and cannot record the backward pass of a LayerNorm."""
+    batch = (Tensor(values(2, 4)),)
+    with mindspore_mode("pynative"):
+        # The first pass is not recorded.
+        failing = _Failing(1 if explained else 0)
+        with pytest.raises((PyNativeError, LookupError), match="planted"):
+            if explained:
+                explain_overflow(failing, [batch], 1.0)
+            else:
+                mindspore.value_and_grad(failing, None, failing.trainable_params())(*batch)
+        network = Stack(nn.Dense(4, 4), nn.LayerNorm((4,), gamma_init=Tensor(np.full(4, 6e4, np.float32))), nn.ReLU())
+        explanation = explain_overflow(network, [batch], 2.0**16)
+        assert explanation.origin is None
+        assert network.layers[0](*batch).dtype == mstype.float32
 
 
 def test_functions_of_mint_are_seen():
