@@ -125,7 +125,8 @@ def unchanged(network):
         # MindSpore and MindFormers have several classes of this name. One with cells inside is a network.
         if "Dropout" in type(cell).__name__ and not cell.cells():
             cell.set_train(False)
-    _close_failed_pass()
+    if _pynative_executor.grad_flag():
+        _close_failed_pass()
     try:
         yield restore_random_state
     except BaseException:
@@ -145,7 +146,7 @@ def _close_failed_pass():
     """In PyNative mode, MindSpore goes on recording after an exception.
 
     The next backward pass would count as a part of the failed one and be recorded, which not every operator can be, and
-    cells would cast their inputs as the failed cell did.
+    cells would cast their inputs as the failed cell did. Dropout begins its random numbers again.
     """
     _pynative_executor.clear_res()
 

@@ -72,11 +72,12 @@ def read_log(
     reader = _READERS[_find_format(paths) if format is None else _require_format(format)]()
     others = [name for name in FORMATS if name not in (reader.name, *reader.printed_with)]
     lines, used, foreign = LogLines(paths), 0, Counter[str]()
-    for text in lines:
+    for text in reader.left_over(lines):
         if reader.take(text, lines):
             used += 1
         elif name := _format_of_line(text, others):
             foreign[name] += 1
+    used += reader.taken_together
     is_cut = not lines.complete
     entries = reader.finish()
     if not entries:

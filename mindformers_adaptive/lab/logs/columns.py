@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,6 @@ class LogColumns(Sequence[LogEntry]):
     def __init__(self) -> None:
         self.of: dict[str, Any] = {name: array(code) for name, code in _TYPES.items()}
         self.sparse: dict[int, dict[str, Any]] = {}
-        self._add = [column.append for column in self.of.values()]
         self._where: list[str | int] = []
         self._files: list[tuple[int, str]] = []
         self._formats: list[tuple[int, Any]] = []
@@ -83,33 +82,25 @@ class LogColumns(Sequence[LogEntry]):
             return where
         return f"{next(file for first, file in reversed(self._files) if first <= place)}:{where}"
 
-    def append_line(self, file: str, number: int, step: int, skipped: int, overflow: int, *others: float) -> None:
-        """Add an entry of one step that has nothing rare.
+    def append_lines(
+        self, file: str, number: int, columns: Mapping[str, Sequence[Any]], formats: Sequence[str]
+    ) -> None:
+        """Add entries of one step each that have nothing rare.
 
         Args:
-            file (str): the file that it is in.
-            number (int): its line there.
-            step (int): its column.
-            skipped (int): likewise.
-            overflow (int): likewise.
-            *others (float): the other columns, in their order.
+            file (str): the file that they are in.
+            number (int): the line of the first one there; the others follow.
+            columns (Mapping[str, Sequence]): the columns but ``steps``.
+            formats (Sequence[str]): of the gradients of each; "" where it is not named.
         """
-        add = self._add
-        add[0](step)
-        add[1](1)
-        add[2](skipped)
-        add[3](overflow)
-        # One after the other: a loop would take twice as long, for each of a million lines.
-        add[4](others[0])
-        add[5](others[1])
-        add[6](others[2])
-        add[7](others[3])
-        add[8](others[4])
-        add[9](others[5])
-        add[10](others[6])
         if not self._files or self._files[-1][1] is not file:
             self._files.append((len(self._where), file))
-        self._where.append(number)
+        for place, one in enumerate(formats, start=len(self._where)):
+            if one:
+                self._note_format(one, place)
+        for name, column in self.of.items():
+            column.extend([1] * len(formats) if name == "steps" else columns[name])
+        self._where.extend(range(number, number + len(formats)))
 
     def append(self, entry: LogEntry) -> None:
         """Add an entry."""
@@ -120,13 +111,14 @@ class LogColumns(Sequence[LogEntry]):
         rare = {name: getattr(entry, name) for name in _SPARSE if getattr(entry, name) is not _DEFAULTS[name]}
         if rare := {name: value for name, value in rare.items() if value == value}:
             self.sparse[place] = rare
-        self.note_format(entry.gradient_format)
+        if entry.gradient_format is not None:
+            self._note_format(entry.gradient_format, place)
         self._where.append(entry.where)
 
-    def note_format(self, gradient_format: Any) -> None:
-        """Keep the format of the gradients of the entry that is about to be added, where it is another one."""
-        if gradient_format is not None and (not self._formats or self._formats[-1][1] != gradient_format):
-            self._formats.append((len(self), gradient_format))
+    def _note_format(self, gradient_format: Any, place: int) -> None:
+        """Keep the format of the gradients of an entry, where it is another one than before."""
+        if not self._formats or self._formats[-1][1] != gradient_format:
+            self._formats.append((place, gradient_format))
 
     def pop(self) -> None:
         """Take off the last entry."""

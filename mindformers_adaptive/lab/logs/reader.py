@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import itertools
 import math
 import re
 from abc import ABC, abstractmethod
@@ -20,6 +21,9 @@ LONGEST_INTERVAL = 10_000
 
 # A larger step number is a torn or mixed line, not a step; 2^53 is also where float64 stops counting.
 LARGEST_STEP = 2**53
+
+# So many lines are handed out at a time.
+_BLOCK = 4096
 
 # Lines of several ranks may come out of order by a few steps. A run that goes back by more was restarted.
 _RANKS_APART = 8
@@ -64,19 +68,35 @@ class LogLines:
         return f"{self.file}:{self.number}" if self.file else ""
 
     def __iter__(self) -> Iterator[str]:
+        for block in self.blocks():
+            yield from self.texts(block)
+
+    def blocks(self) -> Iterator[list[bytes]]:
+        """Hand out many lines at a time, each for :meth:`texts` or :meth:`pass_over`."""
         for path in self.paths:
             try:
                 with open(path, "rb") as file:
-                    self.file = str(path)
-                    for self.number, raw in enumerate(_in_utf_8(file), start=1):
-                        yield self._text(raw)
+                    self.file, self.number = str(path), 0
+                    raw_lines = _in_utf_8(file)
+                    while block := list(itertools.islice(raw_lines, _BLOCK)):
+                        yield block
             except OSError as error:
                 reason = f"The log must be a file that can be read, but: {error.strerror}. Check the path"
                 raise OSError(error.errno, reason, str(path)) from error
 
+    def pass_over(self, block: Sequence[bytes]) -> None:
+        """Count the lines of a block as handed out."""
+        self.lines_read += len(block)
+        self.number += len(block)
+        self.complete = block[-1].endswith(b"\n")
+
+    def texts(self, block: Sequence[bytes]) -> Iterator[str]:
+        """Hand out the lines of a block, one by one."""
+        for raw in block:
+            self.pass_over((raw,))
+            yield self._text(raw)
+
     def _text(self, raw: bytes) -> str:
-        self.lines_read += 1
-        self.complete = raw.endswith(b"\n")
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError:
@@ -210,6 +230,7 @@ class Reader(ABC):
         looked_for (str): what a line of a step looks like, for messages.
         printed_with (tuple[str, ...]): formats whose lines belong among those of this one.
         entries (Sequence[LogEntry]): the lines that name a step; steps strictly increasing.
+        taken_together (int): lines that :meth:`left_over` took.
         merged (int): lines that said of a step what another line had said.
         merged_with_other_loss (int): those of them whose loss is another one.
         superseded (int): lines on steps that a later line says something else of.
@@ -222,7 +243,7 @@ class Reader(ABC):
 
     def __init__(self) -> None:
         self.entries: Any = []
-        self.merged = self.merged_with_other_loss = self.superseded = 0
+        self.taken_together = self.merged = self.merged_with_other_loss = self.superseded = 0
         self.notes: list[str] = []
         self._restarts: list[str] = []
 
@@ -241,6 +262,10 @@ class Reader(ABC):
     def is_step_line(cls, text: str) -> bool:
         """Whether a line is one that shows the format."""
         return any(isinstance(said, LogEntry) for said in cls.parse(text, "", True))
+
+    def left_over(self, lines: LogLines) -> Iterator[str]:
+        """Take those lines that can be taken many at a time, and hand out the others for :meth:`take`."""
+        yield from lines
 
     def take(self, text: str, lines: LogLines) -> bool:
         """Take a line; return whether it was used."""

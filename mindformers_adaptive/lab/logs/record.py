@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -27,23 +28,29 @@ from mindformers_adaptive.text.files import json_object
 __all__ = ["JsonlReader", "run_of_record"]
 
 # As this package writes a line of a step. Other lines, and other orders of the keys, are left to the parser of JSON,
-# which takes three times as long.
+# which takes several times as long.
 _NUMBER, _FLAG = r'(-?\d[-+.\deE]*|null|"(?:nan|-?inf)")', "(true|false|null)"
-_COUNT, _OTHER = r"(?:\d+|null)", r'(?:-?\d[-+.\deE]*|null|true|false|"[^"\\]*")'
-_LINE = re.compile(
-    rf'\{{(?:"run": \d+, )?"step": (\d{{1,15}}), "loss": {_NUMBER}, "overflow": {_FLAG}, "loss_scale": {_NUMBER}, '
+_COUNT, _OTHER = r"(?:\d+|null)", r'(?:-?\d[-+.\deE]*|null|true|false|"[^"\\\n]*")'
+_LINES = re.compile(
+    rf'^\{{(?:"run": \d+, )?"step": (\d{{1,15}}), "loss": {_NUMBER}, "overflow": {_FLAG}, "loss_scale": {_NUMBER}, '
     rf'"next_loss_scale": {_NUMBER}, "scale_window": {_NUMBER}, "window_index": (?:-?\d+|null), '
     rf'"growth_num": {_COUNT}, "down_num": {_COUNT}, "skipped_steps": (\d{{1,15}}|null), '
     rf'"largest_gradient": {_NUMBER}, "dropped_by_norm": {_FLAG}'
     rf'(?:, "gradient_norm": {_NUMBER})?((?:, "\w+": {_OTHER})*?)'
-    rf'(?:, "gradient_format": "([^"\\]*)")?\}}'
+    rf'(?:, "gradient_format": "([^"\\\n]*)")?\}}\n',
+    re.MULTILINE,
 )
 # Keys that are read, and that no line has twice.
 _READ = "step loss overflow loss_scale next_loss_scale scale_window skipped_steps largest_gradient dropped_by_norm"
 _READ += " gradient_norm seconds gradient_format overflowed_parameters missing_steps"
 _READ_AT_THE_END = re.compile("|".join(f'"{name}"' for name in _READ.split()))
 _FLAGS = {"true": 1, "false": 0, "null": -1}
-_WORDS = {"null": math.nan, '"nan"': math.nan, '"inf"': math.inf, '"-inf"': -math.inf}
+_WORDS = {"": math.nan, "null": math.nan, '"nan"': math.nan, '"inf"': math.inf, '"-inf"': -math.inf}
+# A loss that is NaN is known.
+_LOSSES = {**_WORDS, '"nan"': math.inf}
+
+# Of so many lines, one that has to be looked at more closely is not looked for.
+_FEW_LINES = 8
 
 # Lines for steps that were not recorded get a note each, up to so many.
 _GAPS_NAMED = 3
@@ -97,48 +104,59 @@ class JsonlReader(Reader):
                 "looks like a step's line, but is no JSON object with step, overflow and loss_scale"
             )
 
+    def left_over(self, lines: LogLines) -> Iterator[str]:
+        for block in lines.blocks():
+            yield from self._left_of(block, lines)
+
+    def _left_of(self, block: Sequence[bytes], lines: LogLines) -> Iterator[str]:
+        if self._take_own(block, lines):
+            self.taken_together += len(block)
+            lines.pass_over(block)
+        elif len(block) <= _FEW_LINES:
+            yield from lines.texts(block)
+        else:
+            half = len(block) // 2
+            yield from self._left_of(block[:half], lines)
+            yield from self._left_of(block[half:], lines)
+
     def take(self, text: str, lines: LogLines) -> bool:
-        if (line := _LINE.fullmatch(text)) is not None and self._take_own(line.groups(), lines):
-            return True
         record = json_object(text) if '"missing_steps"' in text else {}
         if "missing_steps" not in record:
             return super().take(text, lines)
         self.take_gap(record, lines.where)
         return True
 
-    def _take_own(self, line: tuple[str, ...], lines: LogLines) -> bool:
-        """Take a line that this package wrote; False where it has to be looked at more closely."""
-        step, loss, overflow, scale, after, window, skipped, gradient, dropped, norm, *rest = line
-        others, gradient_format = rest
-        if (number := int(step)) <= self.entries.last_step or (others and _READ_AT_THE_END.search(others)):
-            return False
+    def _take_own(self, block: Sequence[bytes], lines: LogLines) -> bool:
+        """Take lines that this package wrote; False, with none taken, where one has to be looked at more closely."""
         try:
-            loss_scale, next_scale = self._scales[scale], self._scales[after]
-            lost = _WORDS[loss] if loss in _WORDS else float(loss)
-            # Of the rest only a few are different, or most are null.
-            seen = math.nan if gradient == "null" else _number(gradient)
-            scale_window = self._numbers[window]
-            gradient_norm = math.nan if norm is None else _number(norm)
+            found = _LINES.findall(b"".join(block).decode("utf-8"))
+            if len(found) != len(block):
+                return False
+            step, loss, overflow, scale, after, window, skipped, gradient, dropped, norm, others, formats = zip(
+                *found, strict=True
+            )
+            columns: dict[str, list[Any]] = {
+                "step": list(map(int, step)),
+                "skipped_so_far": [-1 if text == "null" else int(text) for text in skipped],
+                "overflow": [_FLAGS[text] for text in overflow],
+                "dropped_by_norm": [text == "true" for text in dropped],
+                "next_loss_scale": [self._scales[text] for text in after],
+                "loss_scale": [self._scales[text] for text in scale],
+                "loss": [_LOSSES[text] if text in _LOSSES else float(text) for text in loss],
+                "largest_gradient": [_WORDS[text] if text in _WORDS else float(text) for text in gradient],
+                "scale_window": [self._numbers[text] for text in window],
+                "gradient_norm": [_WORDS[text] if text in _WORDS else float(text) for text in norm],
+            }
         except ValueError:
             return False
-        if loss_scale is None or next_scale is None:
+        steps = [self.entries.last_step, *columns["step"]]
+        if not all(map(operator.lt, steps, columns["step"])):
             return False
-        if gradient_format is not None:
-            self.entries.note_format(gradient_format)
-        self.entries.append_line(
-            lines.file,
-            lines.number,
-            number,
-            -1 if skipped == "null" else int(skipped),
-            _FLAGS[overflow],
-            dropped == "true",
-            next_scale,
-            loss_scale,
-            math.inf if loss == '"nan"' else lost,
-            seen,
-            scale_window,
-            gradient_norm,
-        )
+        if None in columns["loss_scale"] or None in columns["next_loss_scale"]:
+            return False
+        if any(map(_READ_AT_THE_END.search, filter(None, others))):
+            return False
+        self.entries.append_lines(lines.file, lines.number + 1, columns, formats)
         return True
 
     def add(self, entry: LogEntry) -> bool:
