@@ -7,7 +7,7 @@ import mindspore
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore.common.api import _pynative_executor
+from mindspore.nn.cell import _pynative_executor
 
 __all__ = ["backward_pass", "to_numpy", "unchanged"]
 

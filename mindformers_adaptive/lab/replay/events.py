@@ -28,6 +28,9 @@ _MOST_STATES = 20_000
 # The lowest bits of a number say which run it is of; no run has events below 0.
 _RUNS, _NOWHERE = 20, -1
 
+# So many rules are followed at a time: fewer take longer, more take memory for the states that each comes to.
+_TOGETHER = 32
+
 # What a rule counts without using it.
 _COUNTERS = ("skipped_steps", "consecutive_overflows")
 
@@ -268,7 +271,7 @@ def follow_each(walks: Sequence[Walk], overflows: Overflows) -> None:
     groups: defaultdict[Any, list[Walk]] = defaultdict(list)
     for walk in walks:
         groups[walk.rule.traced.shape if isinstance(walk.rule, Rule) else id(walk)].append(walk)
-    for group in groups.values():
+    for group in (walks[at : at + _TOGETHER] for walks in groups.values() for at in range(0, len(walks), _TOGETHER)):
         take_steps = _Steps(group)
         ways = [_follow_starts(walk, overflows) for walk in group]
         waiting = {place: event for place, way in enumerate(ways) if (event := next(way, None))}
