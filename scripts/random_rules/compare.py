@@ -137,8 +137,12 @@ def _lane_differences(runs, way):
 
 def cell_runs(random_rules, path, mode):
     """Return for each rule the states of its update cell in a mode of MindSpore after each step of a path."""
-    before = mindspore.get_context("mode")
-    mindspore.set_context(mode=mindspore.GRAPH_MODE if mode == "graph" else mindspore.PYNATIVE_MODE)
+    context = {"mode": mindspore.GRAPH_MODE}
+    if mode == "pynative":
+        # Otherwise MindSpore's threads spin while they wait for each other, and a step takes many times as long.
+        context = {"mode": mindspore.PYNATIVE_MODE, "pynative_synchronize": True}
+    before = {name: mindspore.get_context(name) for name in context}
+    mindspore.set_context(**context)
     try:
         shared = _SharedGraph(random_rules)
         runs = [[] for _ in random_rules]
@@ -147,7 +151,7 @@ def cell_runs(random_rules, path, mode):
             for run, cell in zip(runs, shared.update_cells, strict=True):
                 run.append(cell.state())
     finally:
-        mindspore.set_context(mode=before)
+        mindspore.set_context(**before)
     return runs
 
 

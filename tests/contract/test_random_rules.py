@@ -9,7 +9,7 @@ from scripts.random_rules.compare import compare, make_rule, numpy_runs, states_
 
 STEPS = 40
 # Rules that share a graph, and how many there are of them.
-TOGETHER, SHARED = 5, 9
+TOGETHER, SHARED = 5, 8
 
 
 def made(seeds, folder):

@@ -20,7 +20,7 @@ from mindformers_adaptive.rules.ladder import window_ladder
 
 # Sums in another order: their last digits may differ.
 INEXACT = {"headroom_lost", "headroom_regret", "seconds_lost"}
-STEPS = 600
+STEPS = 400
 
 
 @st.composite
@@ -61,7 +61,7 @@ def traces(draw):
     return Trace("random", ceiling, lower_bound, upper_bound, seconds=seconds)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(tried=st.lists(configurations(), min_size=1, max_size=6), trace=traces(), small=st.booleans())
 def test_sweep_equals_the_adaptive_rule(tried, trace, small):
     with pytest.MonkeyPatch.context() as patch:
