@@ -172,6 +172,11 @@ class _Graph:
         setattr(event, name, found)
         return found
 
+    def close(self) -> None:
+        """Forget what follows events: they lead to each other in circles, which Python would keep for long."""
+        for event in self.events:
+            event.at_once = event.after_clean = event.after_full = None
+
     def follow(self, start: Any, seen: dict[int, int]) -> Generator[_Event, None, tuple[_Run, int | None, int]]:
         """Return what the rule does from a state on, up to where it comes to an event of another run.
 
@@ -184,13 +189,14 @@ class _Graph:
             have to be settled.
         """
         steps, places, numbers, skipped = self.overflows.steps, list[int](), list[int](), list[int]()
+        add_place, add_number = places.append, numbers.append
         event, step, other = (yield from self.event(start)), 0, None
         while True:
             if seen and seen.get(step, _NOWHERE) >> _RUNS == event.number:
                 other = seen[step] & ~(-1 << _RUNS)
                 break
-            places.append(step)
-            numbers.append(event.number)
+            add_place(step)
+            add_number(event.number)
             overflow, full = event.following[step], step + event.counted
             if overflow > full:
                 if full >= steps:
@@ -295,6 +301,7 @@ def _follow_starts(walk: Walk, overflows: Overflows) -> Iterator[_Event]:
         run = run if other is None else run.joined(runs[other], step)
         runs.append(run)
         walk.done(place, _path_of(graph, run, start))
+    graph.close()
 
 
 class _Steps:
