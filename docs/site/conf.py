@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import chinese
+import made_once
 import mathml
 import references
 import search
@@ -72,6 +73,7 @@ autodoc_default_options = {
     "exclude-members": "State",
 }
 autodoc_typehints = "none"
+autodoc_use_type_comments = False
 autosummary_generate = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -83,6 +85,7 @@ napoleon_custom_sections = ["Inputs", "Outputs", "Supported Platforms"]
 
 def setup(app):
     chinese.setup(app)
+    made_once.setup(app)
     mathml.setup(app)
     references.setup(app)
     search.setup(app)

@@ -1,5 +1,6 @@
 """What autodoc shows of the package: names that it does not find by itself, signatures, and which members."""
 
+import functools
 import inspect
 import re
 import sys
@@ -27,12 +28,22 @@ def resolve(app, env, node, content):
     target = node["reftarget"]
     short = target.rpartition(".")[2]
     for name in (target, *_PUBLIC.get(short, ()), short):
-        found = {entry.docname: full for full, entry in objects.items() if f".{full}".endswith(f".{name}")}
+        known = names_by_last_word(env).get(name.rpartition(".")[2], [])
+        found = {objects[full].docname: full for full in known if f".{full}".endswith(f".{name}")}
         if len(found) == 1:
             [(page, full)] = found.items()
             return make_refnode(app.builder, node["refdoc"], page, objects[full].node_id, [content], full)
     # What a docstring's Args and Raises call a type is not a role.
     return None if isinstance(content, nodes.literal) else content
+
+
+@functools.lru_cache(maxsize=1)
+def names_by_last_word(env):
+    """Return the full names of all that is described by their last words; only when all pages have been read."""
+    names = {}
+    for full in env.domains.python_domain.objects:
+        names.setdefault(full.rpartition(".")[2], []).append(full)
+    return names
 
 
 def signature_of(app, what, name, obj, options, signature, return_annotation):

@@ -68,9 +68,11 @@ def pairs(number, length):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rule", choices=("adaptive", "guided"), default="adaptive")
-    rule = parser.parse_args().rule
+    parser.add_argument("--layers", type=int, help="of the model (default: those of the YAML file)")
+    arguments = parser.parse_args()
     init_context(use_parallel=False, context_config=ContextConfig(mode=0, device_target="CPU", device_id=0))
     model = MindFormerConfig(str(CONFIG)).model
+    model.model_config.num_layers = arguments.layers or model.model_config.num_layers
     mindspore.set_seed(0)
     log_probability = AnswerLogProbability(build_network(model))
     batch_size, length = model.model_config.batch_size, model.model_config.seq_length + 1
@@ -83,7 +85,7 @@ def main():
     network = PreferenceLoss(log_probability)
     optimizer = nn.AdamWeightDecay(network.trainable_params(), learning_rate=1e-4)
     train_network = MFTrainOneStepCell(
-        network, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=make_update_cell(rule)
+        network, optimizer, use_clip_grad=True, max_grad_norm=1.0, scale_sense=make_update_cell(arguments.rule)
     )
     Model(train_network.set_train()).train(1, dataset, callbacks=[StepTable()], dataset_sink_mode=False)
 

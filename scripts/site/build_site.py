@@ -9,6 +9,7 @@ API reference has a page for each public name and one for each room of the packa
 
 import argparse
 import base64
+import gc
 import json
 import re
 import shutil
@@ -46,6 +47,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="the folder of the site, which is replaced")
     output = parser.parse_args().output
+    # Most objects that are made are kept to the end, and would be looked through again and again.
+    gc.disable()
     # For conf.py.
     sys.path.insert(0, str(DOCS / "site"))
     with tempfile.TemporaryDirectory() as folder:
@@ -56,6 +59,7 @@ def main():
             options += ["-D", f"language={'zh_CN' if language == 'zh' else language}"]
             if status := build_main([*map(str, options), str(source), str(built)]):
                 return status
+            gc.collect()
         shutil.copy(DOCS / "site" / "index.html", Path(folder, "site"))
         shutil.rmtree(output, ignore_errors=True)
         shutil.move(Path(folder, "site"), output)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import PROGRAM, ROOT
 
 import mindformers_adaptive
 from mindformers_adaptive.cli import versions
@@ -281,14 +281,14 @@ def test_megatron_prints_the_section(run_program):
 
 
 @pytest.mark.slow
-def test_find_and_probe_print_json_alone_and_agree(run_python, corpus, tmp_path):
-    model = ["model.model_config.seq_length=32", "model.model_config.hidden_size=32"]
+def test_find_and_probe_print_json_alone_and_agree(run_python, run_forked, corpus, tmp_path):
+    model = [f"model.model_config.{key}" for key in ("seq_length=32", "hidden_size=32", "num_layers=1")]
     common = ["--config", ROOT / "configs" / "tiny_llama_cpu_fp16.yaml", "--train_dataset_dir", corpus, "--batches", 1]
     common += ["--gradient-format", "hifloat8", "--options", *model]
     found = json.loads(run_python("-m", "mindformers_adaptive", "find", "--json", *common).stdout)
     scales = ["1", "2^12", str(int(found["ceiling"])), str(int(2 * found["ceiling"]))]
     sweep = ["--loss-scales", *scales, "--output", "ranges.json"]
-    ranges = json.loads(run_python("-m", "mindformers_adaptive", "probe", "--json", *common, *sweep).stdout)
+    ranges = json.loads(run_forked(PROGRAM, "probe", "--json", *common, *sweep).stdout)
     assert json.loads((tmp_path / "ranges.json").read_text()) == ranges
     assert [row["overflowed_batches"] for row in ranges["loss_scales"]] == [0, 0, 0, 1]
     assert found["loss_scale_value"] == found["ceiling"] / 2 ** found["margin"]

@@ -7,6 +7,7 @@ import html.parser
 import http.server
 import importlib
 import inspect
+import json
 import math
 import re
 import shutil
@@ -304,40 +305,89 @@ def test_the_site_shows_methods(site):
 # In a browser
 
 
+# Shows one page after the other in a frame, and its HTML as text when it is there, and what it searched for is found.
+# One start of a browser takes longer than to open a page.
+TOGETHER = """<!DOCTYPE html><meta charset="utf-8"><body><script>
+const open = ([address, ...others]) => {
+  const frame = document.createElement("iframe");
+  const look = () => {
+    const summary = frame.contentDocument.querySelector(".search-summary");
+    if (address.includes("search.html") && !(summary && summary.textContent.trim())) return setTimeout(look, 50);
+    const shown = document.createElement("pre");
+    shown.textContent = frame.contentDocument.documentElement.outerHTML;
+    frame.replaceWith(shown);
+    if (others.length) open(others);
+  };
+  frame.onload = () => setTimeout(look, 50);
+  frame.src = address;
+  document.body.append(frame);
+};
+open(ADDRESSES);
+</script></body>
+"""
+
+
 @pytest.fixture(scope="module")
 def browse(site):
-    """A function that opens a page in Chromium, and returns what it shows as HTML and what its console says."""
+    """A function that returns what Chromium shows of a page as HTML, and what its console says of all pages."""
     chromium = shutil.which("chromium") or pytest.skip("There is no chromium: apt-get install chromium")
-    handler = functools.partial(QuietHandler, directory=site)
+    addresses = [page_of_rule(language) for language in LANGUAGES] + [TUTORIAL]
+    addresses += [search_for(language, words) for language, words, _ in SEARCHES]
+    addresses += [search_for("en", words) for words in SYMBOLS]
+    together = TOGETHER.replace("ADDRESSES", json.dumps(addresses))
+    handler = functools.partial(Handler, directory=site, together=together)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--enable-logging=stderr",
-            "--virtual-time-budget=5000",
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+        # Time stands still while a page is loaded.
+        options += [
+            "--virtual-time-budget=100000",
+            "--dump-dom",
+            f"http://127.0.0.1:{server.server_port}{Handler.PATH}",
         ]
-
-        def open_page(address):
-            address = f"http://127.0.0.1:{server.server_port}/{address}"
-            shown = subprocess.run(
-                [chromium, *options, "--dump-dom", address], capture_output=True, text=True, check=True
-            )
-            return shown.stdout, [line for line in shown.stderr.splitlines() if ":CONSOLE" in line]
-
-        yield open_page
+        opened = subprocess.run([chromium, *options], capture_output=True, text=True, check=True)
         server.shutdown()
+    pages = map(html.unescape, re.findall("<pre>(.*?)</pre>", opened.stdout, re.DOTALL))
+    shown = dict(zip(addresses, pages, strict=True))
+    console = [line for line in opened.stderr.splitlines() if ":CONSOLE" in line]
+    return lambda address: (shown[address], console)
 
 
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
+class Handler(http.server.SimpleHTTPRequestHandler):
+    PATH = "/together.html"
+
+    def __init__(self, *arguments, together, **options):
+        self.together = together.encode()
+        super().__init__(*arguments, **options)
+
+    def do_GET(self):
+        if self.path != self.PATH:
+            super().do_GET()
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(self.together)))
+        self.end_headers()
+        self.wfile.write(self.together)
+
     def log_message(self, *_):
         pass
 
 
+TUTORIAL = "en/tutorial.html"
+
+
+def page_of_rule(language):
+    return f"{language}/reference/GuidedRule.html"
+
+
+def search_for(language, words):
+    return f"{language}/search.html?q={urllib.parse.quote(words)}"
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_browser_shows_a_page_without_errors(browse, language):
-    shown, console = browse(f"{language}/reference/GuidedRule.html")
+    shown, console = browse(page_of_rule(language))
     assert console == []
     [other] = set(LANGUAGES) - {language}
     for text in (
@@ -363,6 +413,8 @@ SEARCHES = [
     ("zh", "断点续训", "resuming.html"),
     ("zh", "梯度引导", "rule.html"),
 ]
+# What guides and symbols have, and the name of a symbol.
+SYMBOLS = ("history device", "GuidedRule")
 
 
 @pytest.mark.parametrize(("language", "words", "page"), SEARCHES)
@@ -372,20 +424,21 @@ def test_search_finds_the_page(browse, language, words, page):
 
 def found_pages(browse, language, words):
     """The pages that a search finds, in its order."""
-    shown, console = browse(f"{language}/search.html?q={urllib.parse.quote(words)}")
+    shown, console = browse(search_for(language, words))
     assert console == []
     results = re.search(r'<ul[^>]*class="search".*?</ul>', shown, re.DOTALL)[0]
     return [link.partition("?")[0].partition("#")[0] for link in re.findall('href="([^"]+)"', results)]
 
 
 def test_search_shows_guides_before_symbols_but_for_a_symbol_of_just_this_name(browse):
-    is_guide = ["/" not in page for page in found_pages(browse, "en", "history device")]
+    both, symbol = SYMBOLS
+    is_guide = ["/" not in page for page in found_pages(browse, "en", both)]
     assert is_guide == sorted(is_guide, reverse=True)
     assert set(is_guide) == {True, False}
-    assert found_pages(browse, "en", "GuidedRule")[0] == "reference/GuidedRule.html"
+    assert found_pages(browse, "en", symbol)[0] == "reference/GuidedRule.html"
 
 
 def test_what_can_be_pasted_has_a_button_to_copy_it_and_outputs_have_none(browse):
-    shown, _ = browse("en/tutorial.html")
+    shown, _ = browse(TUTORIAL)
     blocks = re.findall(r'<div class="(output )?highlight-\w+ .*?</pre>(<button class="copybtn)?', shown, re.DOTALL)
     assert {(bool(is_output), bool(button)) for is_output, button in blocks} == {(True, False), (False, True)}

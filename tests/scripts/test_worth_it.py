@@ -1,5 +1,6 @@
 """The comparison on real training: what it trains, what it counts, and what loss scaling is worth on one task."""
 
+import functools
 import json
 import math
 
@@ -37,8 +38,14 @@ def trainings():
         yield Trainings(SMALL_TASKS["damped"], look_every=1000)
 
 
-def test_without_scaling_the_damped_output_is_not_learned_and_with_it_as_in_fp32(trainings):
-    runs = {name: trainings.run(METHOD[name], seed=0) for name in (FP32, OURS, GUIDED)}
+@pytest.fixture(scope="module")
+def run_of_seed_0(trainings):
+    """A function that trains once by a method, as all tests of it are shown."""
+    return functools.cache(lambda name: trainings.run(METHOD[name], seed=0))
+
+
+def test_without_scaling_the_damped_output_is_not_learned_and_with_it_as_in_fp32(trainings, run_of_seed_0):
+    runs = {name: run_of_seed_0(name) for name in (FP32, OURS, GUIDED)}
     scale_1 = trainings.run(fixed(1.0), seed=0)
     assert scale_1["skipped"] == []
     assert scale_1["quality"] <= runs[FP32]["quality"] - 0.5
@@ -105,10 +112,10 @@ def test_a_method_is_better_only_where_the_interval_does_not_reach_0():
     assert worth.winner(of_qualities([0.5, 0.5], [0.5, 0.5]), "a", "b") == "-"
 
 
-def test_training_of_one_seed_is_that_of_the_page(trainings):
+def test_training_of_one_seed_is_that_of_the_page(run_of_seed_0):
     task = figure("worth")["tasks"]["damped"]
     for name, skips in ((FP32, 0), (GUIDED, 2)):
-        run, shown = trainings.run(METHOD[name], seed=0), task["runs"][name][0]
+        run, shown = run_of_seed_0(name), task["runs"][name][0]
         assert run["start"] == shown["start"]
         assert len(run["skipped"]) == pytest.approx(shown["skipped_at_start"] + shown["skipped_later"], abs=skips)
         assert run["quality"] == pytest.approx(shown["quality"], abs=0.02)
@@ -172,9 +179,9 @@ def test_digits_are_learned_and_the_held_out_ones_are_the_same_for_all_seeds(tra
 
 
 @pytest.mark.slow
-def test_quick_run_prints_tables_and_draws(run_python, tmp_path):
+def test_quick_run_prints_tables_and_draws(run_forked, tmp_path):
     arguments = ["--quick", "--tasks", "damped", "--json", "worth.json", "--picture", "worth.svg"]
-    printed = run_python(ROOT / "scripts" / "studies" / "worth_it.py", *arguments).stdout
+    printed = run_forked(ROOT / "scripts" / "studies" / "worth_it.py", *arguments).stdout
     result = json.loads((tmp_path / "worth.json").read_text())
     task = result["tasks"]["damped"]
     assert (task["steps"], list(task["runs"])) == (30, [FP32, UNSCALED, OURS])
@@ -186,6 +193,6 @@ def test_quick_run_prints_tables_and_draws(run_python, tmp_path):
     assert (tmp_path / "worth.svg").read_text().startswith("<?xml")
 
 
-def test_file_that_cannot_be_written_is_refused_before_anything_is_trained(run_python):
-    finished = run_python(ROOT / "scripts" / "studies" / "worth_it.py", "--json", "missing/a.json", expect_exit=2)
+def test_file_that_cannot_be_written_is_refused_before_anything_is_trained(run_forked):
+    finished = run_forked(ROOT / "scripts" / "studies" / "worth_it.py", "--json", "missing/a.json", expect_exit=2)
     assert "there is no folder 'missing'" in finished.stderr
