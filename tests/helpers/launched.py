@@ -104,7 +104,8 @@ class ForkedCluster:
         shared = {"MS_WORKER_NUM": str(processes), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port())}
         environment = {**environment, **shared}
         as_scheduler = {**environment, "MS_ROLE": "MS_SCHED"}
-        self._scheduler = ForkedRun(command, cwd, as_scheduler, outputs[0].with_name("scheduler.log"))
+        script = str(Path(__file__).with_name("scheduler.py"))
+        self._scheduler = ForkedRun([script], cwd, as_scheduler, outputs[0].with_name("scheduler.log"))
         self._workers = []
         for rank, output in enumerate(outputs):
             of_worker = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank), "RANK_ID": str(rank)}

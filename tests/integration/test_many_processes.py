@@ -18,7 +18,7 @@ from mindformers_adaptive.rules.state_dict import RUN
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
 
 PLANTED_FOLDER = ROOT / "tests" / "helpers" / "planted"
-STEPS, PLANTED, SAVED_EVERY = 100, {30, 31, 60, 61, 62, 90}, 50
+STEPS, PLANTED, SAVED_EVERY = 32, {12, 13, 20, 21, 22, 28}, 16
 FORM = LegacyFormat("ckpt")
 
 
@@ -82,7 +82,7 @@ def two_processes(four_processes, long_corpus, tmp_path_factory):
     """A finished run of two processes, 4 steps long, that went on from a checkpoint of the four."""
     output = shutil.copytree(four_processes, tmp_path_factory.mktemp("two") / "output")
     ranges = {"type": "GradientRangeMonitor", "every_n_steps": 2, "all_ranks": True}
-    options = {"callbacks": as_option([*callbacks_that_save(every=200), ranges])}
+    options = {"callbacks": as_option([*callbacks_that_save(every=2 * STEPS), ranges])}
     options |= FORM.resume_options(output, resume_training=f"tiny_llama_rank_0-1_{SAVED_EVERY}.ckpt")
     # A step of two processes has half the samples, so that MindFormers counts twice as many steps before the resume.
     return TrainingRun(output, long_corpus, options, 2 * SAVED_EVERY + 4, processes=2).wait(), output

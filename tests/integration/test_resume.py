@@ -93,12 +93,14 @@ def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
     options = form.save_options(output, every=1 if in_a_save else SAVED_AT, keep=3)
     in_this = {"compiled": compiled(last, processes, form.optimizer_state)}
     if (form, processes) == KILLED_IN_PART:
-        in_this |= {"environment": {"MS_NODE_TIMEOUT": "8"}, "by_msrun": True}
+        in_this |= {"environment": {"MS_NODE_TIMEOUT": "8"}}
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
         # It is killed in or after a save, and has not ended by then.
         held = last - UNTAKEN if in_a_save else SAVED_AT + 4
         how = in_this | {"hold_after": None if kill == kills else held - resumed_from}
+        # It is msrun that ends the first process.
+        how |= {"by_msrun": (form, processes) == KILLED_IN_PART and kill < kills}
         with TrainingRun(output, long_corpus, options | resume, last, processes, **how) as run:
             if kill == kills:
                 run.wait()
