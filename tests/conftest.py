@@ -30,8 +30,8 @@ TRAINERS = [ROOT / "tests" / name for name in ("checkpoint", "gradients", "integ
 IN_OTHER_PROCESSES = "several processes"
 SEVERAL_PROCESSES = (IN_OTHER_PROCESSES, "two processes and the pipeline", "rule resume")
 
-# Programs that change MindSpore where they are imported, as pytest would do to look for examples in them.
-collect_ignore = ["helpers/pynative_runs.py", "helpers/pynative_two_processes.py"]
+# Programs that change MindSpore, or run, where they are imported, as pytest would do to look for examples in them.
+collect_ignore = ["helpers/pynative_runs.py", "helpers/pynative_two_processes.py", "helpers/scheduler.py"]
 
 # A test, or the setup of a fixture, that takes longer hangs; and one that is marked as slow. Busy machines are slow.
 SECONDS, SLOW_SECONDS = 900, 1800

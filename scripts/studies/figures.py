@@ -48,11 +48,14 @@ class Figure:
 
 FIND = "adaptive-loss-scale find --config configs/tiny_llama_cpu_fp16.yaml --train-dataset-dir output/corpus"
 COSTS, STUDY = "scripts.benchmarks.costs", "scripts.studies.study"
+LONG = "scripts.studies.long_training"
 GUIDED, FORMATS = "scripts.studies.guided_training", "scripts.studies.formats_training"
 FIGURES = {
     "study": Figure(f"python -m {STUDY}", STUDY),
     "worth": Figure("python -m scripts.studies.worth_it", "scripts.studies.worth_report"),
     "guided_training": Figure(f"python -m {GUIDED} --picture docs/images/guided_training.png", GUIDED),
+    # Runs that docs/figures/long_training/ holds already are not trained again.
+    "long_training": Figure(f"python -m {LONG} --seeds 1", LONG),
     "formats": Figure(f"python -m {FORMATS}", FORMATS),
     "update": Figure(f"python -m {COSTS} update", COSTS),
     "update_pynative": Figure(f"python -m {COSTS} update --mode PyNative --rounds 20 --calls 20", COSTS),
