@@ -143,10 +143,10 @@ def unchanged(network):
 
 
 def _close_failed_pass():
-    """In PyNative mode, MindSpore goes on recording after an exception.
+    """Make MindSpore forget a pass that raised an exception in PyNative mode, of which it goes on recording.
 
     The next backward pass would count as a part of the failed one and be recorded, which not every operator can be, and
-    cells would cast their inputs as the failed cell did. Dropout begins its random numbers again.
+    cells would cast their inputs as the failed cell did. It also makes dropout begin its random numbers again.
     """
     _pynative_executor.clear_res()
 

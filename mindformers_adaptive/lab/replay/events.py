@@ -189,14 +189,13 @@ class _Graph:
             have to be settled.
         """
         steps, places, numbers, skipped = self.overflows.steps, list[int](), list[int](), list[int]()
-        add_place, add_number = places.append, numbers.append
         event, step, other = (yield from self.event(start)), 0, None
         while True:
             if seen and seen.get(step, _NOWHERE) >> _RUNS == event.number:
                 other = seen[step] & ~(-1 << _RUNS)
                 break
-            add_place(step)
-            add_number(event.number)
+            places.append(step)
+            numbers.append(event.number)
             overflow, full = event.following[step], step + event.counted
             if overflow > full:
                 if full >= steps:
