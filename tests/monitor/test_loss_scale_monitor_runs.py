@@ -74,8 +74,8 @@ def test_a_run_that_is_killed_then_stopped_and_resumed_twice_has_one_record_with
     options |= {"runner_wrapper.scale_sense.history_size": 3}
 
     with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as killed:
-        # It looks at every third step, and before each save: next after step 10, which is saved, at step 12. The lines of
-        # a look are written one by one.
+        # It looks at every third step, and before each save: next after step 10, which is saved, at step 12. Its lines
+        # are written one by one.
         killed.wait_until(lambda: record.exists() and len(read_record(record)) >= 12)
     saved, before = form.newest_complete(output), read_record(record)
     assert (saved, [line["step"] for line in before]) == (SAVED_EVERY, list(range(1, 13)))
