@@ -81,11 +81,12 @@ def parse_arguments():
 
 def finish_run(way, seed, arguments):
     """Take what is left of the steps of a run, each piece in a process of its own."""
-    command = [sys.executable, __file__, "--piece-of", f"{way}:{seed}"]
-    for name in ("steps", "piece", "results", "unfinished"):
-        command += [f"--{name}", str(getattr(arguments, name))]
+    command = [sys.executable, "-m", "scripts.studies.long_training", "--piece-of", f"{way}:{seed}"]
+    command += ["--steps", str(arguments.steps), "--piece", str(arguments.piece)]
+    for name in ("results", "unfinished"):
+        command += [f"--{name}", str(getattr(arguments, name).absolute())]
     while not file_of(arguments.results, way, seed).exists():
-        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True)
 
 
 def file_of(folder, way, seed):
