@@ -68,7 +68,7 @@ def run_of_entries(entries: Sequence[LogEntry], rule: Policy | None, log_format:
     bounds[places] = np.reshape([(interval.fewest, interval.most) for interval in intervals], (-1, 2))
     bounds = np.cumsum(bounds, axis=0)
     if rule is not None and follows:
-        bounds = _narrowed(bounds, np.array(bounds_by_rule(rule, intervals, notes)))
+        bounds = _narrowed(bounds, np.array(bounds_by_rule(rule, intervals, notes)), entries, rule.name, notes)
     loss_scale, overflow, known, final = _steps_of(columns, places, intervals, ends, factor, one_factor, notes)
 
     def at_last_steps(values: ArrayLike) -> NDArray[np.float64] | None:
@@ -116,10 +116,25 @@ def _says_all(columns: LogColumns) -> NDArray[np.bool_]:
     return says_all
 
 
-def _narrowed(stated: NDArray[np.int64], followed: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The bounds that follow from a rule, within those that the log states; these where the two contradict."""
+def _narrowed(
+    stated: NDArray[np.int64], followed: NDArray[np.int64], entries: Sequence[LogEntry], rule: str, notes: list[str]
+) -> NDArray[np.int64]:
+    """The bounds that follow from a rule, within those that the log states; these, with a note, on a contradiction."""
     fewest, most = np.maximum(stated[:, 0], followed[:, 0]), np.minimum(stated[:, 1], followed[:, 1])
+    contradicts = np.flatnonzero(fewest > most)
+    if len(contradicts):
+        first = int(contradicts[0])
+        by_log, by_rule = (_range_text(*bounds[first].tolist()) for bounds in (stated, followed))
+        notes.append(
+            f"{entries[first].where}: by the log {by_log} steps were skipped up to here, by the rule {rule!r} "
+            f"{by_rule}. The log counts, here and on {len(contradicts)} line(s) in all; the run may have followed "
+            "another rule."
+        )
     return np.where((fewest <= most)[:, np.newaxis], np.column_stack([fewest, most]), stated)
+
+
+def _range_text(fewest: int, most: int) -> str:
+    return f"{fewest}" if fewest == most else f"{fewest} to {most}"
 
 
 def _without_line(ends: NDArray[np.int64], has_line: NDArray[np.bool_]) -> NDArray[np.bool_]:

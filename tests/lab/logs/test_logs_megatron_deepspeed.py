@@ -89,7 +89,12 @@ def test_counts_of_the_log_stand_where_the_rule_that_is_named_allows_others(tmp_
     # With a hysteresis of 1, one fall in ten steps is one skipped step; the run had one of 2.
     (tmp_path / "run.log").write_text(line(1, 65536.0) + line(11, 32768.0, skipped=2), encoding="utf-8")
     rule = make_policy("megatron", initial_scale=65536.0, hysteresis=1)
-    assert read_log(tmp_path / "run.log", rule=rule).skipped_bounds() == (2, 2)
+    run = read_log(tmp_path / "run.log", rule=rule)
+    assert run.skipped_bounds() == (2, 2)
+    [note] = [note for note in run.notes if "by the rule" in note]
+    assert "run.log:2: by the log 2 steps were skipped up to here, by the rule 'megatron' 1. The log counts" in note
+    run = read_log(tmp_path / "run.log", rule=make_policy("megatron", initial_scale=65536.0, hysteresis=2))
+    assert not [note for note in run.notes if "by the rule" in note]
 
 
 def test_the_0_of_megatron_deepspeed_says_nothing(tmp_path):
