@@ -345,7 +345,7 @@ def _windows(
 ) -> tuple[list[Advice], Tuning | None]:
     """Judge larger windows than the largest of the run, smaller ones, and those on both sides of it."""
     tried = _configurations(settings)
-    all_tried = tune([trace], tried)
+    all_tried = tune([trace], tried, assumptions={})
     costs = all_tried.costs[:, 0] * len(trace) / 1000.0
     rules = np.array([_direction(one, largest) for one in tried])
     # Other windows have to save as much as usual settings pay: one skipped step in 1000, see cost().
@@ -355,7 +355,7 @@ def _windows(
     saved = _lost(recorded) - cheapest[rule]
     if saved <= worth:
         return [], None
-    tuning = all_tried.among(np.flatnonzero(rules == rule).tolist())
+    tuning = all_tried.among(np.flatnonzero(rules == rule).tolist()).assuming()
     after = tuning.sweeps[0].measures[tuning.best]
     smallest_of_best, largest_of_best = _windows_of(tuning.recommended)
     reason = (

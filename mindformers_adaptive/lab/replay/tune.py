@@ -73,6 +73,32 @@ class Tuning:
         tried = tuple(self.configurations[place] for place in places)
         return replace(self, configurations=tried, sweeps=sweeps, costs=self.costs[list(places)], assumed=assumed)
 
+    def assuming(
+        self,
+        assumptions: Mapping[str, Sequence[Trace]] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Tuning:
+        """Return this with the costs under other assumptions about the ceilings; see :func:`tune`."""
+        if assumptions is None:
+            assumptions = {
+                "the lowest possible ceilings": [replace(one, ceiling=one.lower_bound) for one in self.traces],
+                "the highest possible ceilings": [
+                    replace(one, ceiling=just_below(one.upper_bound)) for one in self.traces
+                ],
+            }
+        numbers = itertools.count(1)
+
+        def swept(others: Sequence[Trace]) -> Iterator[SweepResult]:
+            for place, trace in enumerate(others):
+                # What is known is not swept twice.
+                is_known = np.array_equal(self.traces[place].ceiling, trace.ceiling)
+                yield self.sweeps[place] if is_known else _swept(self.configurations, trace)
+                if progress is not None:
+                    progress(next(numbers))
+
+        assumed = {name: _costs(swept(others), self.exchange_rate) for name, others in assumptions.items()}
+        return replace(self, assumed=assumed)
+
     @property
     def settings_to_paste(self) -> str | None:
         """The recommended configuration as a section of YAML; None where it is a guess."""
@@ -230,28 +256,18 @@ def tune(
     if len(traces) == 0:
         raise ValueError("'traces' must have at least 1 trace, but got none. There is nothing to tune on.")
     tried = grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations
-    numbers = itertools.count(1)
+    done = progress or (lambda _: None)
+    sweeps = []
+    for trace in traces:
+        sweeps.append(_swept(tried, trace))
+        done(len(sweeps))
+    found = Tuning(tuple(traces), tuple(tried), tuple(sweeps), rate, _costs(sweeps, rate), {})
+    return found.assuming(assumptions, lambda others: done(len(sweeps) + others))
 
-    def swept(others: Sequence[Trace], known: Sequence[SweepResult] = ()) -> Iterator[SweepResult]:
-        for place, trace in enumerate(others):
-            # What is known is not swept twice.
-            is_known = known and np.array_equal(traces[place].ceiling, trace.ceiling)
-            yield known[place] if is_known else _swept(tried, trace)
-            if progress is not None:
-                progress(next(numbers))
 
-    def costs_on(results: Iterable[SweepResult]) -> NDArray[np.float64]:
-        return np.array([[cost(one, rate) for one in result.measures] for result in results]).T
-
-    sweeps = tuple(swept(traces))
-    if assumptions is None:
-        assumptions = {
-            "the lowest possible ceilings": [replace(one, ceiling=one.lower_bound) for one in traces],
-            "the highest possible ceilings": [replace(one, ceiling=just_below(one.upper_bound)) for one in traces],
-        }
-
-    assumed = {name: costs_on(swept(others, sweeps)) for name, others in assumptions.items()}
-    return Tuning(tuple(traces), tuple(tried), sweeps, rate, costs_on(sweeps), assumed)
+def _costs(sweeps: Iterable[SweepResult], exchange_rate: float) -> NDArray[np.float64]:
+    """The costs of configurations, float64 of shape (configurations, traces)."""
+    return np.array([[cost(one, exchange_rate) for one in result.measures] for result in sweeps]).T
 
 
 def _swept(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
