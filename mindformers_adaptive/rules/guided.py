@@ -26,13 +26,13 @@ PRIOR_STEPS = 2
 
 # ``low`` goes down at once to what a step shows, and up by this part of the way and so many bits more.
 LOW_SHARE = 2.0**-2
-LOW_STEP = 0.1875
+LOW_STEP = 0.15625
 
 # The part of the way that ``level`` goes to what a step shows: a mean over about 28 steps.
 LEVEL_SHARE = 9 / 256
 
 # ``level`` stays within so many bits below ``low``: the quick way back from a regime of large gradients.
-CLIMB = 0.5625
+CLIMB = 0.625
 
 # How far, in bits, ``base`` may be from ``level``.
 REACH = 1.25
@@ -46,9 +46,20 @@ CAREFUL = 6.0
 CONTRADICTIONS_PER_BIT = 2
 MOST_CONTRADICTIONS = 6
 
-# A trial of the limit that failed makes its window so many times larger, at most twice.
-WINDOW_FACTOR = 8
-LARGEST_WINDOWS = WINDOW_FACTOR**2
+# Two overflows in less than this part of the patience are no two spikes; nor is one so soon after a rise.
+TROUBLE_SHARE = 12
+
+# After a trial of the limit that failed, the window is so many times the smallest one. A checkpoint may have one of up
+# to 64 times: earlier versions got there in two trials.
+WINDOW_FACTOR = 32
+LARGEST_WINDOWS = 64
+
+# What the limit does, in ``trial``: it moves with ``base``, or is being tried one bit higher; likewise with an anchor.
+MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED = 0, 1, -1, -2
+
+# A limit with an anchor stays where it is while a step shows less than so many bits above and below ``level``. Farther
+# away a new regime begins.
+HELD_ABOVE, HELD_BELOW = 1.5, 2.0
 
 # In place of the cheapest bin while no gradient has shown anything: only the limit counts.
 NOTHING_SHOWN = -1024
@@ -79,9 +90,11 @@ class GuidedRule(Rule):
       that costs least: skipped steps in 1000, and ``exchange_rate`` more for each bit of headroom given away.
     - the *limit*, from overflows that the gradients do not explain: the scale overflowed, and the next applied step
       shows that the same scale would have been fine. Once may be a spike: it costs its step, and nothing else changes.
-      Within a tenth of the patience after other trouble or a rise it is a limit, as where activation gradients overflow
-      first. The limit is tried again after a window of clean steps, which grows where trials fail: there the rule is
-      adaptive scaling.
+      Within a twelfth of the patience after other trouble or a rise it is a limit, as where activation gradients
+      overflow first. A new limit has an *anchor*: it stays where it is, whatever the gradients show. Trouble that no
+      trial led to takes the anchor away, so that the limit moves with what they show, and such trouble again sets it
+      anew. The limit is tried one bit higher after a window of clean steps, a longer one after a trial that failed;
+      where that holds, or an overflow is explained, the anchor goes too.
 
     With :math:`e = \log_2 s` of the scale :math:`s`, the patience :math:`P = 1000 / exchange\_rate` steps, and
     float32 arithmetic throughout:
@@ -90,25 +103,26 @@ class GuidedRule(Rule):
 
         overflow:  e -= 10; first = e before the first of a row
         applied:   shown = the largest integer with largest_gradient * 2^shown <= largest number
-          e > shown + contradictions // 2:  contradictions += 1, at most 6             (the gradients show too little)
           shown += contradictions // 2
+          e > shown:  contradictions += 1, at most 6                                   (the gradients show too little)
           explained = shown < first
-          fall = overflows just before, not explained, and clean_steps < P / 10
+          fall = overflows just before, not explained, and clean_steps < P / 12
           the first step that shows something: base = shown, limit = 0
           bound = the limit decided the scale: e == base + 1 - limit
           not after overflows, for each bin k, with the scale 2^(base + 1 - k):
             overflow_rate[k] += ([min(base, low) + 1 - k > shown] - overflow_rate[k]) * weight
             weight = max(1 / P, weight / (1 + weight))
-          after overflows that are explained: low = level = shown - 6; limit -= 1
-          else: low = min(shown, low + (shown - low) / 4 + 0.1875)
-                level = max(level + (shown - level) * 9 / 256, low - 0.5625)
+          after overflows that are explained: low = level = shown - 6; limit -= 1; trial = anchor = False
+          else: low = min(shown, low + (shown - low) / 4 + 0.15625)
+                level = max(level + (shown - level) * 9 / 256, low - 0.625)
           base: moved, by whole bits and no more than it takes, to level - 1.25 ... level + 1.25; histogram and limit
-                keep their places and so move along
-          fall:                                    limit = base + 1 - first + overflows in the row; contradictions -= 2,
-                                                   at least 0; window = 8 * window, at most 32 P, if trial, else P / 2;
+                keep their places and so move along, but not a limit with an anchor while level, before this step, is
+                less than 1.5 below and 2 above what is shown
+          fall:                                    limit = base + 1 - first + overflows in the row; contradictions = 0;
+                                                   window = 16 P if trial, else P / 2; anchor = (anchor == trial);
                                                    trial = False
-          else if bound and clean_steps + 1 >= window:  limit -= 1; trial = True       (one bit up)
-                                                   window = P / 2 if it was a trial already
+          else if bound and clean_steps + 1 >= window:  limit -= 1; window = P / 2     (one bit up)
+                                                   no anchor if trial already; trial = True
           cheapest = the smallest k with the least P * overflow_rate[k] + k
           e = base + 1 - max(cheapest, limit), within the bounds
           clean_steps = 0 after overflows or where e rises, else clean_steps + 1
@@ -206,19 +220,20 @@ class GuidedRule(Rule):
         after_overflow = state.consecutive_overflows > 0
 
         # What the gradients show.
-        too_high = exponent > seen.max_safe_exponent + state.contradictions // CONTRADICTIONS_PER_BIT
-        contradictions = minimum(state.contradictions + int32(seen.gradient_known & too_high), MOST_CONTRADICTIONS)
-        shown = seen.max_safe_exponent + contradictions // CONTRADICTIONS_PER_BIT
+        shown = seen.max_safe_exponent + state.contradictions // CONTRADICTIONS_PER_BIT
+        too_little = seen.gradient_known & (exponent > shown)
+        contradictions = minimum(state.contradictions + int32(too_little), MOST_CONTRADICTIONS)
         explained = seen.gradient_known & (shown < state.first_exponent)
-        fall = after_overflow & (state.clean_steps < self.patience // 10) & ~explained
+        fall = where(explained, False, after_overflow & (state.clean_steps < self.patience // TROUBLE_SHARE))
         unseen = state.low == UNSEEN
         fresh = seen.gradient_known & unseen
         base = where(fresh, shown, state.base)
         limit = where(fresh, 0, state.limit)
-        bound = exponent == base + 1 - limit
+        limited = base + 1 - limit
+        bound = exponent == limited
 
         # Histogram, low and level; all of them stay as they are where nothing is shown.
-        bits = where(shown == 0, NEARLY_ZERO, float32(shown))
+        bits = float32(shown) + NEARLY_ZERO
         middle = float32(base)
         # Counted from ``low`` where that is below ``base``: a step that goes on with a fall is no surprise.
         below_base = [float(place - 1) for place in range(NUM_BINS)]
@@ -241,15 +256,24 @@ class GuidedRule(Rule):
             seen.gradient_known, int32(minimum(maximum(middle, ceil(level - REACH)), floor(level + REACH))), base
         )
 
-        # The limit falls, is tried one bit higher, or eased: overflows that the gradients explain ease it, because
-        # without them it would have been tried. At 0 and below it is none.
-        window, trial = state.scale_window, state.trial > 0
+        # The limit moves with base, or is held where it is; it falls, is tried one bit higher, or eased: overflows that
+        # the gradients explain ease it, because without them it would have been tried. At 0 and below it is none.
+        trial, anchored = abs(state.trial) == 1, state.trial < 0
+        above = bits - state.level
+        held = anchored & (above < HELD_ABOVE) & (above > -HELD_BELOW)
+        limit = where(held, base + 1 - limited, limit)
+        window = state.scale_window
         higher = bound & (clean >= window)
-        after_fall = where(trial, minimum(window * WINDOW_FACTOR, self.largest_window), self.smallest_window)
-        window = where(fall, after_fall, where(higher & trial, self.smallest_window, window))
+        after_fall = where(trial, WINDOW_FACTOR * self.smallest_window, self.smallest_window)
+        window = where(fall, after_fall, where(higher, self.smallest_window, window))
         first_below = base + 1 - state.first_exponent + state.consecutive_overflows
         limit = where(fall, first_below, limit - int32(higher | careful))
-        contradictions = where(fall, maximum(contradictions - CONTRADICTIONS_PER_BIT, 0), contradictions)
+        contradictions = where(fall, 0, contradictions)
+
+        # A fall that no trial led to is one of base's: what moves with base had better be held, what is held moved.
+        tried = where(state.trial == ANCHORED, ANCHORED_TRIAL, TRIAL)
+        unchanged = where(careful, MOVING, state.trial)
+        trial = where(fall, where(anchored == trial, ANCHORED, MOVING), where(higher, tried, unchanged))
 
         # The cheapest bin, within the limit and the bounds.
         state = where(seen.gradient_known, moved, state)
@@ -262,7 +286,7 @@ class GuidedRule(Rule):
             scale_window=window,
             base=base,
             limit=limit,
-            trial=where(fall, 0, int32(trial | higher)),
+            trial=trial,
             clean_steps=where(starts_anew, 0, minimum(clean, self.largest_window)),
             contradictions=contradictions,
             # The scale of the next step is that of the first overflow, if it overflows.
@@ -281,7 +305,7 @@ class GuidedRule(Rule):
             and 0 <= values["contradictions"] <= MOST_CONTRADICTIONS
             and all(abs(values[name]) <= _LARGEST_EXPONENT for name in ("base", "first_exponent"))
             and -STEP_LIMIT <= values["limit"] <= _LARGEST_EXPONENT
-            and values["trial"] in (0, 1)
+            and values["trial"] in (MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED)
         )
         return None if sound else f"The checkpoint has a state of {self.title} that this cell cannot have"
 

@@ -21,6 +21,10 @@ def max_safe_exponent(largest_gradient):
     return int(exponent) if known else None
 
 
+# Whether the limit is being tried, and whether it has an anchor.
+TRIALS = {0: (False, False), 1: (True, False), -1: (True, True), -2: (False, True)}
+
+
 class ReadableGuided:
     """The rule for an exchange rate, with a scale from ``2**lowest`` to ``2**highest``."""
 
@@ -45,18 +49,19 @@ class ReadableGuided:
             )
         shown, contradictions = max_safe_exponent(largest_gradient), state.contradictions
         if shown is not None:
-            if exponent > shown + contradictions // 2:
-                contradictions = min(contradictions + 1, 6)
             shown += contradictions // 2
+            if exponent > shown:
+                contradictions = min(contradictions + 1, 6)
         after = state.consecutive_overflows > 0
         explained = shown is not None and shown < state.first_exponent
-        fall = after and not explained and state.clean_steps < self.patience // 10
+        fall = after and not explained and state.clean_steps < self.patience // 12
         base, limit, weight = state.base, state.limit, np.float32(state.weight)
         low, level, rates = np.float32(state.low), np.float32(state.level), np.array(state.overflow_rate, np.float32)
         unseen = low == UNSEEN
         if unseen and shown is not None:
             base, limit = shown, 0
         bound = exponent == base + 1 - limit
+        trial, anchored = TRIALS[state.trial]
         if shown is not None:
             if not after:
                 overflowed = (min(np.float32(base), low) - (PLACES - 1) > bits_of(shown)).astype(np.float32)
@@ -65,24 +70,30 @@ class ReadableGuided:
             if after and explained:
                 low = level = bits_of(shown) - np.float32(6)
             else:
-                low = min(bits_of(shown), low + (bits_of(shown) - low) * np.float32(1 / 4) + np.float32(3 / 16))
-                level = max(level + (bits_of(shown) - level) * np.float32(9 / 256), low - np.float32(9 / 16))
-            base = min(max(base, math.ceil(level - np.float32(1.25))), math.floor(level + np.float32(1.25)))
-        window, trial = state.scale_window, state.trial
+                low = min(bits_of(shown), low + (bits_of(shown) - low) * np.float32(1 / 4) + np.float32(5 / 32))
+                level = max(level + (bits_of(shown) - level) * np.float32(9 / 256), low - np.float32(5 / 8))
+            moved = min(max(base, math.ceil(level - np.float32(1.25))), math.floor(level + np.float32(1.25)))
+            if anchored and -2 < bits_of(shown) - np.float32(state.level) < 1.5:
+                limit += moved - base
+            base = moved
+        window = state.scale_window
         if fall:
             limit = base + 1 - state.first_exponent + state.consecutive_overflows
-            contradictions = max(contradictions - 2, 0)
-            window = min(8 * window, 64 * self.small) if trial else self.small
-            trial = 0
+            contradictions = 0
+            window = 32 * self.small if trial else self.small
+            trial, anchored = False, anchored == trial
         elif bound and state.clean_steps + 1 >= window:
-            limit, window, trial = limit - 1, self.small if trial else window, 1
+            limit, window = limit - 1, self.small
+            trial, anchored = True, anchored and not trial
         elif after and explained:
             limit -= 1
+            trial = anchored = False
         # Until a gradient has shown something, only the limit counts.
         cheapest = -1024 if unseen and shown is None else int(np.argmin(rates * np.float32(self.patience) + PLACES))
         following = min(max(base + 1 - max(cheapest, limit), self.lowest), self.highest)
         clean = 0 if after or following > exponent else min(state.clean_steps + 1, 64 * self.small)
-        counts = (window, base, limit, trial, clean, contradictions, following)
+        mode = next(mode for mode, flags in TRIALS.items() if flags == (trial, anchored))
+        counts = (window, base, limit, mode, clean, contradictions, following)
         seen = (float(weight), float(low), float(level), tuple(rates.tolist()))
         return State(2.0**following, *counts, *seen, state.skipped_steps, 0)
 

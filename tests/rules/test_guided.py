@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from readable_guided import ReadableGuided
 
 from mindformers_adaptive.rules.formats import FLOAT16, FORMATS
-from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.guided import ANCHORED, ANCHORED_TRIAL, MOVING, TRIAL, GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.operations import possible_exponents, safe_exponents
 from mindformers_adaptive.rules.saved_state import to_values
 
-# A patience of 100 steps: trouble is recent for 10, windows are 50, 400 and 3200.
+# A patience of 100 steps: trouble is recent for 8, windows are 50 and 1600.
 RULE = GuidedRule(exchange_rate=10)
 
 
@@ -93,6 +93,7 @@ def test_text_equals_the_form_with_branches_at_every_step(start):
         assert lanes.states() == states
         seen |= {(state.trial, state.contradictions > 0, state.limit > 0, state.low == 1024) for state in states}
     assert len(seen) >= 8
+    assert {trial for trial, *_ in seen} == {0, 1, -1, -2}
 
 
 @pytest.mark.parametrize("value", [None, 0.0, -1.0, 2.0**-127, math.inf, math.nan, 1e39])
@@ -179,9 +180,9 @@ def limited():
     return run(RULE, settled(), ["!", 18, "!", 18])
 
 
-def test_two_unexplained_overflows_close_together_set_a_limit():
+def test_two_unexplained_overflows_close_together_set_a_limit_with_an_anchor():
     state = limited()
-    assert (bits_of(state), state.limit, state.trial) == (17, state.base + 1 - 17, 0)
+    assert (bits_of(state), state.limit, state.trial) == (17, state.base + 1 - 17, ANCHORED)
     assert (state.scale_window, state.clean_steps) == (50, 0)
     apart = run(RULE, settled(), ["!", *[18] * 12, "!", 18])
     assert (bits_of(apart), apart.limit) == (18, 0)
@@ -190,17 +191,38 @@ def test_two_unexplained_overflows_close_together_set_a_limit():
     assert (bits_of(row), row.limit) == (15, row.base + 1 - 15)
 
 
-def test_a_trial_that_fails_makes_the_window_larger_up_to_64_times():
-    state, windows = limited(), []
-    for _ in range(4):
+def test_a_trial_that_fails_makes_the_window_32_times_larger_and_leaves_the_anchor():
+    state = limited()
+    for _ in range(3):
         state = run(RULE, state, [18] * (state.scale_window - state.clean_steps))
-        assert (bits_of(state), state.trial) == (18, 1)
+        assert (bits_of(state), state.trial, state.scale_window) == (18, ANCHORED_TRIAL, 50)
         state = run(RULE, state, ["!", 18])
-        assert (bits_of(state), state.trial, state.clean_steps) == (17, 0, 0)
-        windows.append(state.scale_window)
-    assert windows == [400, 3200, 3200, 3200]
-    # A fall that no trial brought about makes it small again.
-    assert run(RULE, state, ["!", 18]).scale_window == 50
+        assert (bits_of(state), state.trial, state.clean_steps) == (17, ANCHORED, 0)
+        assert state.scale_window == 1600
+    # A fall that no trial brought about makes it small again, and takes the anchor away; the next one sets it again.
+    state = run(RULE, state, ["!", 18])
+    assert (state.scale_window, state.trial) == (50, MOVING)
+    assert run(RULE, state, ["!", 18]).trial == ANCHORED
+
+
+def test_a_limit_moves_with_base_but_one_with_an_anchor_stays_where_it_is():
+    anchored = limited()
+    moving = run(RULE, anchored, ["!", 18])
+    for state, follows in ((anchored, 0), (moving, 1)):
+        after = run(RULE, state, [*[19] * 20, *[20] * 20])
+        assert after.base == state.base + 1
+        assert bits_of(after) == bits_of(state) + follows
+    # What shows much more or less than usual begins a new regime, and the limit moves.
+    after = run(RULE, anchored, [22] * 40)
+    assert bits_of(after) == bits_of(anchored) + after.base - anchored.base > bits_of(anchored) + 2
+
+
+def test_a_higher_limit_that_holds_and_an_explained_overflow_take_the_anchor_away():
+    trial = run(RULE, limited(), [18] * 50)
+    assert run(RULE, trial, [18] * 49).trial == ANCHORED_TRIAL
+    assert run(RULE, trial, [18] * 50).trial == TRIAL
+    explained = run(RULE, limited(), ["!", 12])
+    assert explained.trial == MOVING
 
 
 def test_it_learns_that_gradients_show_too_little():
@@ -221,11 +243,11 @@ def test_without_gradients_it_is_adaptive_scaling():
     state = run(RULE, RULE.start(2.0**10), [None] * 49)
     assert (bits_of(state), state.low, state.clean_steps) == (10, 1024.0, 49)
     state = run(RULE, state, [None])
-    assert (bits_of(state), state.trial) == (11, 1)
+    assert (bits_of(state), state.trial) == (11, TRIAL)
     state = run(RULE, state, [None] * 100)
     assert bits_of(state) == 13
     fallen = run(RULE, state, ["!", None])
-    assert (bits_of(fallen), fallen.scale_window, fallen.trial) == (12, 400, 0)
+    assert (bits_of(fallen), fallen.scale_window, fallen.trial) == (12, 1600, MOVING)
     # As soon as something is shown, that decides.
     shown = run(RULE, fallen, [20])
     assert (shown.limit, shown.base, shown.low) == (0, 20, 20.0)
@@ -257,7 +279,7 @@ def test_state_stays_within_its_bounds(rule, events):
         assert rule.min_loss_scale <= after.loss_scale <= rule.max_loss_scale
         assert math.frexp(after.loss_scale)[0] == 0.5
         assert all(2.0**-100 <= rate <= 1.0 for rate in after.overflow_rate)
-        assert after.low == 1024 or after.low - 9 / 16 <= after.level
+        assert after.low == 1024 or after.low - 5 / 8 <= after.level
         assert after.low == 1024 or abs(after.base - after.level) <= 1.25
         assert after.skipped_steps == state.skipped_steps + (event == "!")
         assert after.consecutive_overflows == (state.consecutive_overflows + 1 if event == "!" else 0)
