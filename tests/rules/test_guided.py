@@ -214,7 +214,7 @@ def test_a_limit_moves_with_base_but_one_with_an_anchor_stays_where_it_is():
         assert bits_of(after) == bits_of(state) + follows
     # What shows much more or less than usual begins a new regime, and the limit moves.
     after = run(RULE, anchored, [22] * 40)
-    assert bits_of(after) == bits_of(anchored) + after.base - anchored.base > bits_of(anchored) + 2
+    assert bits_of(after) >= bits_of(anchored) + 2
 
 
 def test_a_higher_limit_that_holds_and_an_explained_overflow_take_the_anchor_away():
