@@ -26,13 +26,13 @@ PRIOR_STEPS = 2
 
 # ``low`` goes down at once to what a step shows, and up by this part of the way and so many bits more.
 LOW_SHARE = 2.0**-2
-LOW_STEP = 0.15625
+LOW_STEP = 0.1875
 
 # The part of the way that ``level`` goes to what a step shows: a mean over about 28 steps.
 LEVEL_SHARE = 9 / 256
 
 # ``level`` stays within so many bits below ``low``: the quick way back from a regime of large gradients.
-CLIMB = 0.625
+CLIMB = 0.5625
 
 # How far, in bits, ``base`` may be from ``level``.
 REACH = 1.25
@@ -57,9 +57,9 @@ LARGEST_WINDOWS = 64
 # What the limit does, in ``trial``: it moves with ``base``, or is being tried one bit higher; likewise with an anchor.
 MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED = 0, 1, -1, -2
 
-# A limit with an anchor stays where it is while a step shows less than so many bits above and below ``level``. Farther
-# away a new regime begins.
-HELD_ABOVE, HELD_BELOW = 1.5, 2.0
+# A limit with an anchor moves all the same in a new regime: where ``low`` pulls ``level`` up by so many bits in a step,
+# and where a step shows so many bits less than ``level``.
+PULLED, BELOW = 0.25, 2.0
 
 # In place of the cheapest bin while no gradient has shown anything: only the limit counts.
 NOTHING_SHOWN = -1024
@@ -113,11 +113,12 @@ class GuidedRule(Rule):
             overflow_rate[k] += ([min(base, low) + 1 - k > shown] - overflow_rate[k]) * weight
             weight = max(1 / P, weight / (1 + weight))
           after overflows that are explained: low = level = shown - 6; limit -= 1; trial = anchor = False
-          else: low = min(shown, low + (shown - low) / 4 + 0.15625)
-                level = max(level + (shown - level) * 9 / 256, low - 0.625)
+          else: low = min(shown, low + (shown - low) / 4 + 0.1875)
+                mean = level + (shown - level) * 9 / 256
+                level = max(mean, low - 0.5625)
           base: moved, by whole bits and no more than it takes, to level - 1.25 ... level + 1.25; histogram and limit
-                keep their places and so move along, but not a limit with an anchor while level, before this step, is
-                less than 1.5 below and 2 above what is shown
+                keep their places and so move along, but not a limit with an anchor, unless low - 0.5625 is 0.25 or
+                more above mean, or shown is 2 or more below level before this step
           fall:                                    limit = base + 1 - first + overflows in the row; contradictions = 0;
                                                    window = 16 P if trial, else P / 2; anchor = (anchor == trial);
                                                    trial = False
@@ -243,7 +244,8 @@ class GuidedRule(Rule):
         moved_weight = maximum(weight / (1 + weight), 1 / self.patience)
         careful = after_overflow & explained
         low = minimum(bits, state.low + (bits - state.low) * LOW_SHARE + LOW_STEP)
-        level = maximum(state.level + (bits - state.level) * LEVEL_SHARE, low - CLIMB)
+        mean, lowest_level = state.level + (bits - state.level) * LEVEL_SHARE, low - CLIMB
+        level = maximum(mean, lowest_level)
         low, level = where(careful, bits - CAREFUL, low), where(careful, bits - CAREFUL, level)
         # What follows an overflow is no surprise, and is not counted.
         moved = state.replace(
@@ -259,8 +261,7 @@ class GuidedRule(Rule):
         # The limit moves with base, or is held where it is; it falls, is tried one bit higher, or eased: overflows that
         # the gradients explain ease it, because without them it would have been tried. At 0 and below it is none.
         trial, anchored = abs(state.trial) == 1, state.trial < 0
-        above = bits - state.level
-        held = anchored & (above < HELD_ABOVE) & (above > -HELD_BELOW)
+        held = anchored & (lowest_level < mean + PULLED) & (bits - state.level > -BELOW)
         limit = where(held, base + 1 - limited, limit)
         window = state.scale_window
         higher = bound & (clean >= window)

@@ -67,13 +67,16 @@ class ReadableGuided:
                 overflowed = (min(np.float32(base), low) - (PLACES - 1) > bits_of(shown)).astype(np.float32)
                 rates = np.maximum(rates + (overflowed - rates) * weight, NEARLY_ZERO)
                 weight = max(np.float32(1 / self.patience), weight / (np.float32(1) + weight))
+            mean = level + (bits_of(shown) - level) * np.float32(9 / 256)
+            climbed = min(bits_of(shown), low + (bits_of(shown) - low) * np.float32(1 / 4) + np.float32(3 / 16))
+            lowest_level = climbed - np.float32(9 / 16)
             if after and explained:
                 low = level = bits_of(shown) - np.float32(6)
             else:
-                low = min(bits_of(shown), low + (bits_of(shown) - low) * np.float32(1 / 4) + np.float32(5 / 32))
-                level = max(level + (bits_of(shown) - level) * np.float32(9 / 256), low - np.float32(5 / 8))
+                low, level = climbed, max(mean, lowest_level)
             moved = min(max(base, math.ceil(level - np.float32(1.25))), math.floor(level + np.float32(1.25)))
-            if anchored and -2 < bits_of(shown) - np.float32(state.level) < 1.5:
+            is_new = lowest_level >= mean + np.float32(0.25) or bits_of(shown) - np.float32(state.level) <= -2
+            if anchored and not is_new:
                 limit += moved - base
             base = moved
         window = state.scale_window
