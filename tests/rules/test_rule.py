@@ -256,6 +256,13 @@ def test_step_is_any_function_of_python_that_computes_with_values(next_state):
     assert scales(rule_of(next_state)) == HALVED
 
 
+def test_a_pick_between_equal_numbers_by_a_vector_of_flags_is_a_vector():
+    def step(self, state, seen):
+        return state.replace(x=where(state.x < 1, state.loss_scale, state.loss_scale))
+
+    assert run(rule_of(step, state=VECTOR), [False])[0].x == (2.0**16,) * 2
+
+
 @dataclasses.dataclass
 class Dated(Rule):
     """A dataclass, which cannot be hashed, with a rule of its own within."""
@@ -425,6 +432,25 @@ def test_lanes_of_rules_that_compute_otherwise_are_refused():
         Lanes(rules, [rule.start(2.0) for rule in rules]).step(np.array([False] * 2), np.array([np.nan] * 2))
 
 
+def test_zeros_of_either_sign_are_numbers_of_their_own():
+    rules = [rule_of(lambda self, state, seen, zero=zero: state.replace(x=zero), state=SCALAR) for zero in (0.0, -0.0)]
+    lanes = Lanes(rules, [rule.start(2.0) for rule in rules])
+    lanes.step(np.array([False] * 2), np.array([np.nan] * 2))
+    assert [math.copysign(1, state.x) for state in lanes.states()] == [1, -1]
+
+
+def test_lanes_go_on_from_states_that_are_put_into_them():
+    rule = rule_of(halved)
+    second = run(rule, [True, True], 8.0)[-1]
+    lanes = Lanes([rule] * 2, [rule.start(8.0)] * 2)
+    before = lanes.loss_scale
+    lanes.put([second], np.array([1]))
+    assert before.tolist() == [8, 8]
+    lanes.step(np.array([False] * 2), np.array([np.nan] * 2))
+    assert lanes.states() == [rule.start(8.0), second._replace(consecutive_overflows=0)]
+    assert lanes.states(np.array([1])) == [rule.step(second, False)]
+
+
 # Numbers that devices take for 0.
 
 
@@ -548,6 +574,30 @@ def test_a_value_that_is_handed_on_is_that_of_before_the_step(mode):
     for before, after in itertools.pairwise(states):
         assert (after.last, after.before, after.other) == (before.loss_scale, before.last, before.vector)
         assert (after.once_more, after.a, after.further) == (before.before, before.b, before.count)
+
+
+class Watching(AdaptiveRule):
+    """Remembers how many clean steps there were."""
+
+    name = "watching"
+    state: ClassVar = {**AdaptiveRule.state, "clean": int32}
+
+    def next_state(self, state, seen):
+        return super().next_state(state, seen).replace(clean=state.clean_steps + 1)
+
+
+def drawn_together(self, state, seen):
+    mean = (state.vector[0] + state.vector[1]) / 2
+    together = (state.vector + mean) / 2 + minimum(mean, 1.0)
+    return state.replace(vector=where(seen.overflow, together, state.vector), first=state.vector[0])
+
+
+def test_what_only_an_overflow_changes_leaves_a_value_that_is_handed_on():
+    states = run(Watching(max_scale_window=3, min_scale_window=3))
+    assert [state.clean for state in states] == [1, 2, 3, 1, 2, 1, 1, 2]
+    states = run(rule_of(drawn_together, state={"vector": float32[2], "first": float32}, first={"vector": [1, 3]}))
+    assert len({state.vector for state in states}) == 4
+    assert [state.first for state in states] == [1, *(state.vector[0] for state in states[:-1])]
 
 
 def test_constants_that_the_compiler_multiplies_leave_a_value_that_is_handed_on(graph_mode):
