@@ -145,6 +145,7 @@ def test_only_a_rule_that_moves_by_bits_needs_a_power_of_two():
         assert Follow().start(1000.0).loss_scale == 512.0
     with pytest.raises(ValueError, match=r"There must be a power of two from .* but got 5.0 and 7.0"):
         Follow(min_loss_scale=5.0, max_loss_scale=7.0)
+    assert scales(Follow(min_loss_scale=8.0, max_loss_scale=8.0), [True, False], loss_scale=8.0) == [8.0, 8.0]
 
 
 # How a step may be written.
@@ -361,6 +362,7 @@ class Counters(Rule):
         [Follow(margin, bound) for margin, bound in ((0, 1.0), (3, 4.0), (-2, 0.25), (3, 1.0))],
         [Counters(rungs, factors) for rungs, factors in ((1, (2.0, 8.0)), (3, (2.0, 4.0)), (7, (1.5, 3.0)))],
         [LogMaxRule(margin, share) for margin, share in ((1.0, 0.5), (2.0, 0.1), (3.0, 1 / 3))],
+        [rule_of(lambda _, state, seen, by=by: state.replace(loss_scale=state.loss_scale / by)) for by in (0.5, 0.0)],
         [rule_of(lambda self, state, seen: state.replace(exponent=self.max_exponent, clean=3), state={"clean": int32})]
         * 3,
     ],
