@@ -72,11 +72,24 @@ def test_skipped_steps_in_the_first_hundred_are_counted():
     assert found == {"first_steps": 100, **expected, **bounds}
 
 
+@pytest.mark.parametrize(("lines", "lost"), [(None, 7.0), ([[1, 1, 1], [4, 1, 3]], 5.0)], ids=["all", "of the known"])
+def test_time_is_lost_by_all_skipped_steps_where_their_number_is_known(lines, lost):
+    lines = None if lines is None else np.array(lines)
+    seconds = np.array([5.0, 2.0, 1.0, 1.0])
+    run = run_of([8, 4, 2, 2], [1, 1, 0, 0], known=[True, False, False, True], seconds=seconds, lines=lines)
+    assert analyze(run).to_dict()["skipped"]["seconds_lost"] == lost
+
+
 def test_a_scale_that_jumps_is_neither_dropped_nor_raised():
     scale, step = np.array([4.0, 64.0, 32.0, 64.0, 128.0, 16.0]), np.array([1, 2, 3, 4, 9, 10])
     overflow = np.array([False, True, False, False, True, False])
     run = RecordedRun("made", (), "jsonl", step, scale, overflow, np.full(6, True))
     assert [change.kind for change in changes_of(run)] == ["jump", "drop", "raise", "jump", "jump"]
+
+
+def test_scales_that_a_log_has_rounded_do_not_jump():
+    changes = changes_of(run_of([131100, 65540, 65540, 131100], [1, 0, 0, 0]))
+    assert [change.kind for change in changes] == ["drop", "raise"]
 
 
 def path_of(tmp_path, rows):
@@ -280,6 +293,21 @@ def test_overflows_at_the_floor_lead_to_the_model_and_to_no_settings():
     assert found.to_dict()["scale_sense"] is None
 
 
+@pytest.mark.parametrize(("steps", "factor", "is_one"), [(10, 1, True), (9, 1, False), (50, 2, True), (49, 2, False)])
+def test_a_collapse_is_10_overflows_at_one_scale_or_50_at_any(steps, factor, is_one):
+    scale = [2.0**60] * 20 + [2.0**60 / factor**step for step in range(steps)]
+    assert ("collapse" in rules(run_of(scale, [False] * 20 + [True] * steps))) is is_one
+
+
+def test_overflows_at_the_smallest_scale_are_not_tolerated_ones():
+    # Every 50 steps two in a row, both at the floor of the run.
+    ceilings = np.full(1000, 2.0**10)
+    ceilings[50::50] = ceilings[51::50] = 2.0**9
+    run = recorded(ceilings, "adaptive", loss_scale_value=2.0**10, min_loss_scale=2.0**10, max_loss_scale=2.0**10)
+    assert run.overflow.sum() == 38
+    assert "less hysteresis" not in rules(run)
+
+
 def test_a_steep_fall_that_ends_is_no_collapse():
     assert "collapse" not in rules(recorded([2.0**16] * 100 + [2.0**-10] * 100, "torch"))
 
@@ -468,6 +496,10 @@ def test_a_run_that_never_rose_is_told_what_its_gradients_show():
         assert "The scale never rose above 2^6" in advice.reason
         assert words in found.text().replace("\n          ", " ")
     assert analyze(RecordedRun("run", (), "jsonl", steps, scale, flags, ~flags)).advice == ()
+    # What overflowed shows nothing of what the applied steps allowed.
+    skipped, larger = steps == 7, np.where(steps == 7, 1e4, norms)
+    shown = analyze(RecordedRun("run", (), "jsonl", steps, scale, skipped, ~flags, gradient_norm=larger)).to_dict()
+    assert shown["shown_by_gradients"].items() >= {"steps": 39, "lowest": 65504.0}.items()
     # Near what the gradients allow there is nothing to change.
     near = analyze(RecordedRun("run", (), "jsonl", steps, scale * 256, flags, ~flags, gradient_norm=norms))
     assert near.advice == ()
