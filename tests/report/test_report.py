@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import threading
 
+import numpy as np
 import pytest
 from drawn import title
-from records import gradient_line, record_of
+from records import gradient_line, record_of, run_of
 
 from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs.record import run_of_record
@@ -97,6 +98,19 @@ def test_names_of_rules_and_settings_are_text():
     page = render([RunTold(EVIL, EVIL, told, EVIL, EVIL)], [], written=EVIL, versions=EVIL)
     assert "<script" not in page
     assert page.count(html.escape(EVIL)) == 13
+
+
+def test_what_is_known_within_bounds_only_is_told_so_and_advice_may_have_no_settings():
+    """A log whose first line stands for ten steps, and whose last twenty overflow at the smallest scale."""
+    overflow = np.arange(40) >= 20
+    lines = [[10, 0, 3], *([step, max(step - 20, 0), max(step - 20, 0) + 3] for step in range(11, 41))]
+    run = run_of([np.nan] * 10 + [1.0] * 30, overflow, known=np.arange(40) >= 9, lines=np.array(lines))
+    found = analyze(run)
+    page = render([RunTold("run", "run.log", found.to_dict(), found.text(), "")], [], written="", versions="")
+    assert "<dt>skipped</dt><dd>at least 20, at least 50.00%</dd>" in page
+    assert "<dd>unknown at first, 2^0 at the end" in page
+    assert f"<ol><li>{found.advice[0].change.partition(':')[0]}" in page
+    assert "runner_wrapper" not in page
 
 
 def test_the_title_of_a_picture_is_text():
