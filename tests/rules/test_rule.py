@@ -627,6 +627,12 @@ def test_fields_may_be_called_like_what_other_rules_have(graph_mode):
     assert [getattr(last, name) for name in names] == [3 * n for n in range(1, 8)]
 
 
+def test_a_rule_may_call_anything_a_scale_factor(graph_mode):
+    rule = rule_of(halved)
+    rule_of_factors = type("Factors", (type(rule),), {"scale_factor": {"up": 2, "down": 4}})()
+    assert_cell_equals(rule_of_factors, steps=3)
+
+
 class FarGuided(GuidedRule):
     """Goes beyond the bounds, and relies on them."""
 
