@@ -72,6 +72,13 @@ def test_skipped_steps_in_the_first_hundred_are_counted():
     assert found == {"first_steps": 100, **expected, **bounds}
 
 
+def test_before_the_first_applied_step_no_more_are_skipped_than_the_line_has():
+    # The first line stands for four steps, of which two at most were skipped, and surely the last.
+    run = run_of([8.0] * 5, [0, 0, 0, 1, 0], known=np.arange(5) >= 3, lines=np.array([[4, 1, 2], [5, 1, 2]]))
+    found = analyze(run).to_dict()["start_up"]
+    assert (found["before_first_applied_at_least"], found["before_first_applied_at_most"]) == (0, 2)
+
+
 @pytest.mark.parametrize(("lines", "lost"), [(None, 7.0), ([[1, 1, 1], [4, 1, 3]], 5.0)], ids=["all", "of the known"])
 def test_time_is_lost_by_all_skipped_steps_where_their_number_is_known(lines, lost):
     lines = None if lines is None else np.array(lines)
@@ -143,6 +150,13 @@ def test_the_window_of_a_raise_is_unknown_after_a_gap_or_a_jump():
     )
     assert [change.clean_steps for change in changes_of(gap)] == [None]
     assert [change.clean_steps for change in changes_of(run_of([2, 8, 8, 16, 16, 32], [0] * 6))] == [None, None, 2]
+
+
+def test_the_window_of_a_raise_is_unknown_after_a_rise_at_an_unknown_step():
+    # The first line of the log stands for four steps.
+    known, lines = np.arange(8) >= 3, np.array([[step, 0, 0] for step in (4, 5, 6, 7, 8)])
+    changes = changes_of(run_of([4, 4, 4, 4, 8, 8, 8, 16], [0] * 8, known=known, lines=lines))
+    assert [(change.kind, change.clean_steps) for change in changes] == [("rise", None), ("raise", None)]
 
 
 def test_start_is_lowered_to_the_first_scale_that_held():
@@ -487,6 +501,11 @@ def test_a_run_that_never_rose_is_told_what_its_gradients_show():
     largest, norms = np.linspace(2.0**-9, 2.0**-8, 40), np.linspace(0.25, 1.0, 40)
     for gradients, lowest, words in (
         ({"largest_gradient": largest}, 2**23, "largest gradients of 40 applied step(s) allowed 2^23 in each"),
+        (
+            {"largest_gradient": largest, "gradient_norm": norms},
+            2**23,
+            "largest gradients of 40 applied step(s) allowed 2^23",
+        ),
         ({"gradient_norm": norms}, 2**15, "norms of 40 applied step(s) allowed at least 2^15 in each"),
     ):
         found = analyze(RecordedRun("run", (), "jsonl", steps, scale, flags, ~flags, **gradients))
