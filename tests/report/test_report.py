@@ -12,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 from drawn import title
+from matplotlib.figure import Figure
 from records import gradient_line, record_of, run_of
 
 from mindformers_adaptive.lab.analysis.analyze import analyze
@@ -117,6 +118,17 @@ def test_the_title_of_a_picture_is_text():
     page = picture(lambda: draw_runs({f"{EVIL} $1": RECORD, "-->": RECORD}), EVIL)
     assert "<script" not in page
     assert f"({html.escape(EVIL)} $1)" in page
+
+
+def test_powers_and_dollars_in_the_title_of_a_picture_are_written_for_html():
+    def draw():
+        figure = Figure()
+        figure.suptitle(r"$2^{-3}$ to $2^{4.5}$ for \$1")
+        return figure
+
+    page = picture(draw, "")
+    assert "<figcaption>2<sup>-3</sup> to 2<sup>4.5</sup> for $1</figcaption>" in page
+    assert 'alt="2^-3 to 2^4.5 for $1"' in page
 
 
 @pytest.mark.parametrize(
