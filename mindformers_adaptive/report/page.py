@@ -82,8 +82,11 @@ def picture(draw: Callable[[], Figure], heading: str) -> str:
     title = wide.get_suptitle()
     with canvas.narrower(_NARROW):
         narrow = draw()
-    caption = re.sub(r"\$2\^\{(-?[\d.]+)\}\$", r"2<sup>\1</sup>", _escaped(title)).replace(r"\$", "$")
-    alternative = _escaped(re.sub(r"\$2\^\{(-?[\d.]+)\}\$", r"2^\1", title))
+    caption, alternative = (
+        # A dollar sign in the name of a run is escaped, as it would begin a formula.
+        re.sub(r"\$2\^\{(-?[\d.]+)\}\$", power, _escaped(title)).replace(r"\$", "$")
+        for power in (r"2<sup>\1</sup>", r"2^\1")
+    )
     return (
         f"<h2>{_escaped(heading)}</h2>\n<figure>\n<figcaption>{caption}</figcaption>\n<picture>"
         f'<source media="(max-width: 640px)" srcset="{_data(narrow)}"><img alt="{alternative}" src="{_data(wide)}">'

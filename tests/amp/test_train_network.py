@@ -119,6 +119,12 @@ def test_what_has_stock_cells_that_cpu_cannot_run_is_refused():
             boost_level="O1",
             loss_scale_manager=AdaptiveLossScaleManager(),
         )
+    mindspore.set_auto_parallel_context(pipeline_stages=2)
+    try:
+        with pytest.raises(ValueError, match="together with pipeline_stages above 1 on CPU"):
+            build_train_network(dense.network, dense.optimizer(), loss_scale_manager=AdaptiveLossScaleManager())
+    finally:
+        mindspore.reset_auto_parallel_context()
 
 
 def test_enabling_again_changes_nothing(scaling_on_cpu):

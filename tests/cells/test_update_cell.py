@@ -36,6 +36,8 @@ def test_cell_that_does_not_know_its_loss_scale_says_so(graph_mode):
     step = Dense().train_step(update_cell, nn.TrainOneStepWithLossScaleCell)
     assert update_cell.state_dict()["scale"] == 1024.0
     update_cell(step.scale_sense, Tensor(True))
+    # A look at the state when training starts tells it nothing.
+    step.set_train()
     with pytest.raises(RuntimeError, match=r"bind_loss_scale\(train_step.scale_sense\)"):
         update_cell.state_dict()
     update_cell.bind_loss_scale(step.scale_sense)
@@ -47,3 +49,9 @@ def test_the_state_has_no_loss_scale_that_a_train_step_cell_of_another_package_k
     assert cell.state()["loss_scale"] == 1024
     cell(Parameter(Tensor(1024.0), name="kept_elsewhere"), Tensor(True))
     assert "loss_scale" not in cell.state()
+
+
+def test_the_number_of_a_run_goes_on_with_a_restored_state():
+    cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
+    cell.restore({**cell.state(), "loss_scaling_run": 7})
+    assert cell.run_number == 7

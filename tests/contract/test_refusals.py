@@ -108,6 +108,14 @@ def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
         with pytest.raises(ValueError, match=r"'track_per_parameter' must be False while MindSpore.*but got True"):
             kind.cell(track_per_parameter=True)
     kind.cell()
+    monkeypatch.delenv("MS_COMPILER_CACHE_ENABLE")
+    mindspore.set_context(enable_compile_cache=True)
+    try:
+        with pytest.raises(ValueError, match=r"'history_size' must be 0 while MindSpore keeps compiled graphs"):
+            kind.cell(history_size=3)
+    finally:
+        mindspore.set_context(enable_compile_cache=False)
+    kind.cell(history_size=3)
 
 
 @pytest.mark.parametrize("type_", [Parameter, Tensor])

@@ -258,9 +258,9 @@ def test_a_sidecar_that_holds_something_else_ends_no_training(kind, tmp_path):
 def test_a_run_without_state_is_warned_of_in_the_words_of_its_rule(kind):
     network = nn.Dense(3, 2)
     optimizer = nn.SGD(network.trainable_params(), learning_rate=0.1)
-    optimizer.global_step.set_data(Tensor([60], mindspore.int32))
+    optimizer.global_step.set_data(Tensor([1], mindspore.int32))
     step = TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, kind.cell())
-    with pytest.warns(UserWarning, match=f"has 60 applied steps but no state of {kind.rule.title}: .* goes") as caught:
+    with pytest.warns(UserWarning, match=f"has 1 applied steps but no state of {kind.rule.title}: .* goes") as caught:
         step.set_train()
     [told] = [str(one.message) for one in caught]
     assert not any(rule.title in told for rule in RULES if rule.title != kind.rule.title)

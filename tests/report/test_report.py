@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import threading
 
+import numpy as np
 import pytest
 from drawn import title
-from records import gradient_line, record_of
+from matplotlib.figure import Figure
+from records import gradient_line, record_of, run_of
 
 from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs.record import run_of_record
@@ -99,10 +101,34 @@ def test_names_of_rules_and_settings_are_text():
     assert page.count(html.escape(EVIL)) == 13
 
 
+def test_what_is_known_within_bounds_only_is_told_so_and_advice_may_have_no_settings():
+    """A log whose first line stands for ten steps, and whose last twenty overflow at the smallest scale."""
+    overflow = np.arange(40) >= 20
+    lines = [[10, 0, 3], *([step, max(step - 20, 0), max(step - 20, 0) + 3] for step in range(11, 41))]
+    run = run_of([np.nan] * 10 + [1.0] * 30, overflow, known=np.arange(40) >= 9, lines=np.array(lines))
+    found = analyze(run)
+    page = render([RunTold("run", "run.log", found.to_dict(), found.text(), "")], [], written="", versions="")
+    assert "<dt>skipped</dt><dd>at least 20, at least 50.00%</dd>" in page
+    assert "<dd>unknown at first, 2^0 at the end" in page
+    assert f"<ol><li>{found.advice[0].change.partition(':')[0]}" in page
+    assert "runner_wrapper" not in page
+
+
 def test_the_title_of_a_picture_is_text():
     page = picture(lambda: draw_runs({f"{EVIL} $1": RECORD, "-->": RECORD}), EVIL)
     assert "<script" not in page
     assert f"({html.escape(EVIL)} $1)" in page
+
+
+def test_powers_and_dollars_in_the_title_of_a_picture_are_written_for_html():
+    def draw():
+        figure = Figure()
+        figure.suptitle(r"$2^{-3}$ to $2^{4.5}$ for \$1")
+        return figure
+
+    page = picture(draw, "")
+    assert "<figcaption>2<sup>-3</sup> to 2<sup>4.5</sup> for $1</figcaption>" in page
+    assert 'alt="2^-3 to 2^4.5 for $1"' in page
 
 
 @pytest.mark.parametrize(

@@ -413,8 +413,18 @@ class Nested(Rule):
         return state.replace(first=first, second=rules.where(seen.overflow, state.pair[1], first))
 
 
-def test_a_result_may_be_what_another_falls_back_to(graph_mode):
-    rule = Nested()
+class Crossed(Nested):
+    """Picks them in another order than the vector has them."""
+
+    name = title = "crossed"
+
+    def next_state(self, state, seen):
+        first, second = rules.where(seen.overflow, state.pair[1], state.first), state.second
+        return state.replace(first=first, second=rules.where(seen.overflow, state.pair[0], second))
+
+
+@pytest.mark.parametrize("rule", [Nested(), Crossed()], ids=["falls back to another", "in another order"])
+def test_elements_are_picked_by_one_flag_each_for_its_own_result(graph_mode, rule):
     owned, state = Owned(RuleLossScaleUpdateCell(1.0, rule)), rule.start(1.0)
     for overflow in (False, True, False):
         owned.step(overflow)

@@ -145,6 +145,7 @@ def test_only_a_rule_that_moves_by_bits_needs_a_power_of_two():
         assert Follow().start(1000.0).loss_scale == 512.0
     with pytest.raises(ValueError, match=r"There must be a power of two from .* but got 5.0 and 7.0"):
         Follow(min_loss_scale=5.0, max_loss_scale=7.0)
+    assert scales(Follow(min_loss_scale=8.0, max_loss_scale=8.0), [True, False], loss_scale=8.0) == [8.0, 8.0]
 
 
 # How a step may be written.
@@ -256,6 +257,13 @@ def test_step_is_any_function_of_python_that_computes_with_values(next_state):
     assert scales(rule_of(next_state)) == HALVED
 
 
+def test_a_pick_between_equal_numbers_by_a_vector_of_flags_is_a_vector():
+    def step(self, state, seen):
+        return state.replace(x=where(state.x < 1, state.loss_scale, state.loss_scale))
+
+    assert run(rule_of(step, state=VECTOR), [False])[0].x == (2.0**16,) * 2
+
+
 @dataclasses.dataclass
 class Dated(Rule):
     """A dataclass, which cannot be hashed, with a rule of its own within."""
@@ -354,6 +362,7 @@ class Counters(Rule):
         [Follow(margin, bound) for margin, bound in ((0, 1.0), (3, 4.0), (-2, 0.25), (3, 1.0))],
         [Counters(rungs, factors) for rungs, factors in ((1, (2.0, 8.0)), (3, (2.0, 4.0)), (7, (1.5, 3.0)))],
         [LogMaxRule(margin, share) for margin, share in ((1.0, 0.5), (2.0, 0.1), (3.0, 1 / 3))],
+        [rule_of(lambda _, state, seen, by=by: state.replace(loss_scale=state.loss_scale / by)) for by in (0.5, 0.0)],
         [rule_of(lambda self, state, seen: state.replace(exponent=self.max_exponent, clean=3), state={"clean": int32})]
         * 3,
     ],
@@ -423,6 +432,25 @@ def test_lanes_of_rules_that_compute_otherwise_are_refused():
     assert [scales(rule, [False]) for rule in rules] == [[5.0], [7.0]]
     with pytest.raises(ValueError, match=r"traced\.shape"):
         Lanes(rules, [rule.start(2.0) for rule in rules]).step(np.array([False] * 2), np.array([np.nan] * 2))
+
+
+def test_zeros_of_either_sign_are_numbers_of_their_own():
+    rules = [rule_of(lambda self, state, seen, zero=zero: state.replace(x=zero), state=SCALAR) for zero in (0.0, -0.0)]
+    lanes = Lanes(rules, [rule.start(2.0) for rule in rules])
+    lanes.step(np.array([False] * 2), np.array([np.nan] * 2))
+    assert [math.copysign(1, state.x) for state in lanes.states()] == [1, -1]
+
+
+def test_lanes_go_on_from_states_that_are_put_into_them():
+    rule = rule_of(halved)
+    second = run(rule, [True, True], 8.0)[-1]
+    lanes = Lanes([rule] * 2, [rule.start(8.0)] * 2)
+    before = lanes.loss_scale
+    lanes.put([second], np.array([1]))
+    assert before.tolist() == [8, 8]
+    lanes.step(np.array([False] * 2), np.array([np.nan] * 2))
+    assert lanes.states() == [rule.start(8.0), second._replace(consecutive_overflows=0)]
+    assert lanes.states(np.array([1])) == [rule.step(second, False)]
 
 
 # Numbers that devices take for 0.
@@ -550,6 +578,30 @@ def test_a_value_that_is_handed_on_is_that_of_before_the_step(mode):
         assert (after.once_more, after.a, after.further) == (before.before, before.b, before.count)
 
 
+class Watching(AdaptiveRule):
+    """Remembers how many clean steps there were."""
+
+    name = "watching"
+    state: ClassVar = {**AdaptiveRule.state, "clean": int32}
+
+    def next_state(self, state, seen):
+        return super().next_state(state, seen).replace(clean=state.clean_steps + 1)
+
+
+def drawn_together(self, state, seen):
+    mean = (state.vector[0] + state.vector[1]) / 2
+    together = (state.vector + mean) / 2 + minimum(mean, 1.0)
+    return state.replace(vector=where(seen.overflow, together, state.vector), first=state.vector[0])
+
+
+def test_what_only_an_overflow_changes_leaves_a_value_that_is_handed_on():
+    states = run(Watching(max_scale_window=3, min_scale_window=3))
+    assert [state.clean for state in states] == [1, 2, 3, 1, 2, 1, 1, 2]
+    states = run(rule_of(drawn_together, state={"vector": float32[2], "first": float32}, first={"vector": [1, 3]}))
+    assert len({state.vector for state in states}) == 4
+    assert [state.first for state in states] == [1, *(state.vector[0] for state in states[:-1])]
+
+
 def test_constants_that_the_compiler_multiplies_leave_a_value_that_is_handed_on(graph_mode):
     # Each product of constants is 1 in 32 bits.
     before = (lambda a: a * -1 * -1, lambda a: a * 3 * -1431655765, lambda a: 65537 * (-65535 * a))
@@ -573,6 +625,12 @@ def test_fields_may_be_called_like_what_other_rules_have(graph_mode):
     rule = rule_of(step, state={**rule.state, "clean_steps": int32, "scale_window": int32})
     [*_, last] = assert_cell_equals(rule, steps=3)
     assert [getattr(last, name) for name in names] == [3 * n for n in range(1, 8)]
+
+
+def test_a_rule_may_call_anything_a_scale_factor(graph_mode):
+    rule = rule_of(halved)
+    rule_of_factors = type("Factors", (type(rule),), {"scale_factor": {"up": 2, "down": 4}})()
+    assert_cell_equals(rule_of_factors, steps=3)
 
 
 class FarGuided(GuidedRule):

@@ -299,6 +299,9 @@ REFUSED = {
         Own.kept = getattr(Own, "kept", s); return state.replace(loss_scale=Own.kept)
         KEPT.append(state); x = KEPT[0].clean + n
     """,
+    ("returns the state of another call", r"Return state.replace\(...\)"): """
+        KEPT.append(state); return KEPT[0] ;; KEPT.append(state.replace(mean=s)); return KEPT[0]
+    """,
     ("differs when it is called again", "It must depend on its arguments only"): """
         return state.replace(mean=random.random()) ;; return state.replace(mean=s * random.gauss(0, 1))
         return state.replace(mean=np.random.rand() + s) ;; return state.replace(mean=s * (1 + time.time()))
@@ -319,7 +322,7 @@ REFUSED = {
     """,
 }
 # What is at fault only when the step has returned, of which the line is that of the function.
-OF_THE_STEP = ("moves loss_scale", "must return", "differs")
+OF_THE_STEP = ("moves loss_scale", "must return", "returns the state", "differs")
 
 CASES = [
     pytest.param(problem, remedy, one.strip(), id=one.strip().replace("@", "at"))

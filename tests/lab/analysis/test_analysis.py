@@ -72,11 +72,31 @@ def test_skipped_steps_in_the_first_hundred_are_counted():
     assert found == {"first_steps": 100, **expected, **bounds}
 
 
+def test_before_the_first_applied_step_no_more_are_skipped_than_the_line_has():
+    # The first line stands for four steps, of which two at most were skipped, and surely the last.
+    run = run_of([8.0] * 5, [0, 0, 0, 1, 0], known=np.arange(5) >= 3, lines=np.array([[4, 1, 2], [5, 1, 2]]))
+    found = analyze(run).to_dict()["start_up"]
+    assert (found["before_first_applied_at_least"], found["before_first_applied_at_most"]) == (0, 2)
+
+
+@pytest.mark.parametrize(("lines", "lost"), [(None, 7.0), ([[1, 1, 1], [4, 1, 3]], 5.0)], ids=["all", "of the known"])
+def test_time_is_lost_by_all_skipped_steps_where_their_number_is_known(lines, lost):
+    lines = None if lines is None else np.array(lines)
+    seconds = np.array([5.0, 2.0, 1.0, 1.0])
+    run = run_of([8, 4, 2, 2], [1, 1, 0, 0], known=[True, False, False, True], seconds=seconds, lines=lines)
+    assert analyze(run).to_dict()["skipped"]["seconds_lost"] == lost
+
+
 def test_a_scale_that_jumps_is_neither_dropped_nor_raised():
     scale, step = np.array([4.0, 64.0, 32.0, 64.0, 128.0, 16.0]), np.array([1, 2, 3, 4, 9, 10])
     overflow = np.array([False, True, False, False, True, False])
     run = RecordedRun("made", (), "jsonl", step, scale, overflow, np.full(6, True))
     assert [change.kind for change in changes_of(run)] == ["jump", "drop", "raise", "jump", "jump"]
+
+
+def test_scales_that_a_log_has_rounded_do_not_jump():
+    changes = changes_of(run_of([131100, 65540, 65540, 131100], [1, 0, 0, 0]))
+    assert [change.kind for change in changes] == ["drop", "raise"]
 
 
 def path_of(tmp_path, rows):
@@ -130,6 +150,13 @@ def test_the_window_of_a_raise_is_unknown_after_a_gap_or_a_jump():
     )
     assert [change.clean_steps for change in changes_of(gap)] == [None]
     assert [change.clean_steps for change in changes_of(run_of([2, 8, 8, 16, 16, 32], [0] * 6))] == [None, None, 2]
+
+
+def test_the_window_of_a_raise_is_unknown_after_a_rise_at_an_unknown_step():
+    # The first line of the log stands for four steps.
+    known, lines = np.arange(8) >= 3, np.array([[step, 0, 0] for step in (4, 5, 6, 7, 8)])
+    changes = changes_of(run_of([4, 4, 4, 4, 8, 8, 8, 16], [0] * 8, known=known, lines=lines))
+    assert [(change.kind, change.clean_steps) for change in changes] == [("rise", None), ("raise", None)]
 
 
 def test_start_is_lowered_to_the_first_scale_that_held():
@@ -278,6 +305,21 @@ def test_overflows_at_the_floor_lead_to_the_model_and_to_no_settings():
     assert found.advice[0].figures == {"steps": 40, "first_step": 101, "last_step": 140}
     assert "with the scale at 2^0 to the last" in found.advice[0].reason
     assert found.to_dict()["scale_sense"] is None
+
+
+@pytest.mark.parametrize(("steps", "factor", "is_one"), [(10, 1, True), (9, 1, False), (50, 2, True), (49, 2, False)])
+def test_a_collapse_is_10_overflows_at_one_scale_or_50_at_any(steps, factor, is_one):
+    scale = [2.0**60] * 20 + [2.0**60 / factor**step for step in range(steps)]
+    assert ("collapse" in rules(run_of(scale, [False] * 20 + [True] * steps))) is is_one
+
+
+def test_overflows_at_the_smallest_scale_are_not_tolerated_ones():
+    # Every 50 steps two in a row, both at the floor of the run.
+    ceilings = np.full(1000, 2.0**10)
+    ceilings[50::50] = ceilings[51::50] = 2.0**9
+    run = recorded(ceilings, "adaptive", loss_scale_value=2.0**10, min_loss_scale=2.0**10, max_loss_scale=2.0**10)
+    assert run.overflow.sum() == 38
+    assert "less hysteresis" not in rules(run)
 
 
 def test_a_steep_fall_that_ends_is_no_collapse():
@@ -459,6 +501,11 @@ def test_a_run_that_never_rose_is_told_what_its_gradients_show():
     largest, norms = np.linspace(2.0**-9, 2.0**-8, 40), np.linspace(0.25, 1.0, 40)
     for gradients, lowest, words in (
         ({"largest_gradient": largest}, 2**23, "largest gradients of 40 applied step(s) allowed 2^23 in each"),
+        (
+            {"largest_gradient": largest, "gradient_norm": norms},
+            2**23,
+            "largest gradients of 40 applied step(s) allowed 2^23",
+        ),
         ({"gradient_norm": norms}, 2**15, "norms of 40 applied step(s) allowed at least 2^15 in each"),
     ):
         found = analyze(RecordedRun("run", (), "jsonl", steps, scale, flags, ~flags, **gradients))
@@ -468,7 +515,15 @@ def test_a_run_that_never_rose_is_told_what_its_gradients_show():
         assert "The scale never rose above 2^6" in advice.reason
         assert words in found.text().replace("\n          ", " ")
     assert analyze(RecordedRun("run", (), "jsonl", steps, scale, flags, ~flags)).advice == ()
-    # Near what the gradients allow there is nothing to change.
-    near = analyze(RecordedRun("run", (), "jsonl", steps, scale * 256, flags, ~flags, gradient_norm=norms))
+    # What overflowed shows nothing of what the applied steps allowed.
+    skipped, larger = steps == 7, np.where(steps == 7, 1e4, norms)
+    shown = analyze(RecordedRun("run", (), "jsonl", steps, scale, skipped, ~flags, gradient_norm=larger)).to_dict()
+    assert shown["shown_by_gradients"].items() >= {"steps": 39, "lowest": 65504.0}.items()
+    # Less than 3 bits below what the gradients allow there is nothing to change.
+    far, near = (
+        analyze(RecordedRun("run", (), "jsonl", steps, scale * times, flags, ~flags, gradient_norm=norms))
+        for times in (64, 128)
+    )
+    assert [advice.rule for advice in far.advice] == ["start higher"]
     assert near.advice == ()
     assert near.to_dict()["shown_by_gradients"]["lowest"] == 65504.0

@@ -15,7 +15,7 @@ from mindformers_adaptive.lab.replay import events, overflow_places
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.event_measures import pays_for, replay_by_events
 from mindformers_adaptive.lab.replay.events import Walk, clean_steps_counted, follow, follow_each
-from mindformers_adaptive.lab.replay.measures import overflow_flags, overflows
+from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, overflow_flags, overflows
 from mindformers_adaptive.lab.replay.overflow_places import Overflows
 from mindformers_adaptive.lab.replay.simulate import replay, sweep
 from mindformers_adaptive.lab.traces.trace import Trace
@@ -186,6 +186,15 @@ def test_measures_of_events_are_those_of_steps(trace, arguments):
         for name in ("headroom_lost", "headroom_regret", "seconds_lost"):
             assert one.pop(name) == pytest.approx(other.pop(name), rel=1e-9, abs=1e-9, nan_ok=True)
         assert one == other
+
+
+def test_a_step_that_bears_the_largest_scale_and_no_more_has_headroom():
+    trace = Trace.exact("made", [LARGEST_LOSS_SCALE, math.inf])
+    configuration = Configuration("adaptive", loss_scale_value=2.0**100)
+    [(measures, _)] = replay_by_events([configuration], trace)
+    [expected] = sweep([configuration], trace).measures
+    assert measures.headroom_lost == pytest.approx(expected.headroom_lost)
+    assert expected.headroom_lost == pytest.approx(28)
 
 
 def test_equal_paths_cost_the_same_however_they_are_divided():
