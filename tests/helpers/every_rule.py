@@ -147,7 +147,7 @@ KINDS = {
         GradientGuidedLossScaleUpdateCell,
         GradientGuidedLossScaleManager,
         GradientGuidedLossScaler,
-        {"exchange_rate": 50.0, "max_loss_scale": 2.0**40},
+        {"exchange_rate": 25.0, "max_loss_scale": 2.0**40},
     ),
     "log_max": Kind(
         LogMaxRule,
