@@ -57,9 +57,9 @@ LARGEST_WINDOWS = 64
 # What the limit does, in ``trial``: it moves with ``base``, or is being tried one bit higher; likewise with an anchor.
 MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED = 0, 1, -1, -2
 
-# A limit with an anchor moves all the same in a new regime: where ``low`` pulls ``level`` up by so many bits in a step,
-# and where a step shows so many bits less than ``level``.
-PULLED, BELOW = 0.25, 2.0
+# A new regime ends anchor and trial: where ``low`` pulls ``level`` up by so many bits in a step, and where a step shows
+# so many bits less than ``level``.
+PULLED, BELOW = 0.5, 5.0
 
 # In place of the cheapest bin while no gradient has shown anything: only the limit counts.
 NOTHING_SHOWN = -1024
@@ -94,7 +94,7 @@ class GuidedRule(Rule):
       overflow first. A new limit has an *anchor*: it stays where it is, whatever the gradients show. Trouble that no
       trial led to takes the anchor away, so that the limit moves with what they show, and such trouble again sets it
       anew. The limit is tried one bit higher after a window of clean steps, a longer one after a trial that failed;
-      where that holds, or an overflow is explained, the anchor goes too.
+      where that holds, or the gradients become much larger or smaller, the anchor goes too.
 
     With :math:`e = \log_2 s` of the scale :math:`s`, the patience :math:`P = 1000 / exchange\_rate` steps, and
     float32 arithmetic throughout:
@@ -112,18 +112,19 @@ class GuidedRule(Rule):
           not after overflows, for each bin k, with the scale 2^(base + 1 - k):
             overflow_rate[k] += ([min(base, low) + 1 - k > shown] - overflow_rate[k]) * weight
             weight = max(1 / P, weight / (1 + weight))
-          after overflows that are explained: low = level = shown - 6; limit -= 1; trial = anchor = False
+          after overflows that are explained: low = level = shown - 6; limit -= 1
           else: low = min(shown, low + (shown - low) / 4 + 0.1875)
                 mean = level + (shown - level) * 9 / 256
                 level = max(mean, low - 0.5625)
           base: moved, by whole bits and no more than it takes, to level - 1.25 ... level + 1.25; histogram and limit
-                keep their places and so move along, but not a limit with an anchor, unless low - 0.5625 is 0.25 or
-                more above mean, or shown is 2 or more below level before this step
+                keep their places and so move along, but not a limit with an anchor in the usual regime
+          usual = low - 0.5625 < mean + 0.5 and shown > level - 5                 (of level before this step)
           fall:                                    limit = base + 1 - first + overflows in the row; contradictions = 0;
                                                    window = 16 P if trial, else P / 2; anchor = (anchor == trial);
                                                    trial = False
           else if bound and clean_steps + 1 >= window:  limit -= 1; window = P / 2     (one bit up)
                                                    no anchor if trial already; trial = True
+          else if not usual:  trial = anchor = False
           cheapest = the smallest k with the least P * overflow_rate[k] + k
           e = base + 1 - max(cheapest, limit), within the bounds
           clean_steps = 0 after overflows or where e rises, else clean_steps + 1
@@ -261,7 +262,8 @@ class GuidedRule(Rule):
         # The limit moves with base, or is held where it is; it falls, is tried one bit higher, or eased: overflows that
         # the gradients explain ease it, because without them it would have been tried. At 0 and below it is none.
         trial, anchored = abs(state.trial) == 1, state.trial < 0
-        held = anchored & (lowest_level < mean + PULLED) & (bits - state.level > -BELOW)
+        usual = ~seen.gradient_known | (lowest_level < mean + PULLED) & (bits - state.level > -BELOW)
+        held = anchored & usual
         limit = where(held, base + 1 - limited, limit)
         window = state.scale_window
         higher = bound & (clean >= window)
@@ -273,7 +275,7 @@ class GuidedRule(Rule):
 
         # A fall that no trial led to is one of base's: what moves with base had better be held, what is held moved.
         tried = where(state.trial == ANCHORED, ANCHORED_TRIAL, TRIAL)
-        unchanged = where(careful, MOVING, state.trial)
+        unchanged = where(usual, state.trial, MOVING)
         trial = where(fall, where(anchored == trial, ANCHORED, MOVING), where(higher, tried, unchanged))
 
         # The cheapest bin, within the limit and the bounds.

@@ -57,7 +57,7 @@ class ReadableGuided:
         fall = after and not explained and state.clean_steps < self.patience // 12
         base, limit, weight = state.base, state.limit, np.float32(state.weight)
         low, level, rates = np.float32(state.low), np.float32(state.level), np.array(state.overflow_rate, np.float32)
-        unseen = low == UNSEEN
+        unseen, is_new = low == UNSEEN, False
         if unseen and shown is not None:
             base, limit = shown, 0
         bound = exponent == base + 1 - limit
@@ -75,7 +75,7 @@ class ReadableGuided:
             else:
                 low, level = climbed, max(mean, lowest_level)
             moved = min(max(base, math.ceil(level - np.float32(1.25))), math.floor(level + np.float32(1.25)))
-            is_new = lowest_level >= mean + np.float32(0.25) or bits_of(shown) - np.float32(state.level) <= -2
+            is_new = lowest_level >= mean + np.float32(0.5) or bits_of(shown) - np.float32(state.level) <= -5
             if anchored and not is_new:
                 limit += moved - base
             base = moved
@@ -88,9 +88,10 @@ class ReadableGuided:
         elif bound and state.clean_steps + 1 >= window:
             limit, window = limit - 1, self.small
             trial, anchored = True, anchored and not trial
-        elif after and explained:
-            limit -= 1
-            trial = anchored = False
+        else:
+            limit -= after and explained
+            if is_new:
+                trial = anchored = False
         # Until a gradient has shown something, only the limit counts.
         cheapest = -1024 if unseen and shown is None else int(np.argmin(rates * np.float32(self.patience) + PLACES))
         following = min(max(base + 1 - max(cheapest, limit), self.lowest), self.highest)

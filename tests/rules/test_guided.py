@@ -217,12 +217,13 @@ def test_a_limit_moves_with_base_but_one_with_an_anchor_stays_where_it_is():
     assert bits_of(after) >= bits_of(anchored) + 2
 
 
-def test_a_higher_limit_that_holds_and_an_explained_overflow_take_the_anchor_away():
+def test_a_higher_limit_that_holds_and_gradients_of_another_regime_take_the_anchor_away():
     trial = run(RULE, limited(), [18] * 50)
     assert run(RULE, trial, [18] * 49).trial == ANCHORED_TRIAL
     assert run(RULE, trial, [18] * 50).trial == TRIAL
-    explained = run(RULE, limited(), ["!", 12])
-    assert explained.trial == MOVING
+    assert run(RULE, limited(), [19, 19]).trial == ANCHORED
+    assert run(RULE, limited(), [23, 23]).trial == MOVING
+    assert [run(RULE, limited(), [18, shown]).trial for shown in (14, 12)] == [ANCHORED, MOVING]
 
 
 def test_it_learns_that_gradients_show_too_little():
@@ -234,9 +235,9 @@ def test_it_learns_that_gradients_show_too_little():
 
 @pytest.mark.parametrize("nothing", [None, 0.0, math.nan, math.inf, -math.inf, 1e-40])
 def test_a_step_that_shows_nothing_counts_as_clean_and_nothing_else(nothing):
-    before = settled()
-    after = RULE.step(before, False, nothing)
-    assert after == before._replace(clean_steps=before.clean_steps + 1)
+    for before in (settled(), limited()):
+        after = RULE.step(before, False, nothing)
+        assert after == before._replace(clean_steps=before.clean_steps + 1)
 
 
 def test_without_gradients_it_is_adaptive_scaling():

@@ -198,7 +198,7 @@ def test_guided_scale_is_back_soon_after_regimes_and_few_steps_are_lost_to_enter
     row = figure("study")["regimes"]["either way"]["guided, 1 a bit"]
     (median, tail), (mean, most) = row["recovery"], row["skips"]
     assert median <= 15
-    assert tail <= 20
+    assert tail <= 30
     assert mean <= 1.5
     assert most <= 3
 
@@ -213,8 +213,14 @@ def test_guided_costs_keep_within_what_was_aimed_at():
         "2 bits too little": (0.95, 1.0),
         "regimes": (0.68, 0.68),
         "regimes, hidden by 3 bits": (0.84, 0.82),
-        study.OWN: (0.74, 0.86),
+        study.OWN: (0.65, 0.81),
     }
     assert all(share <= bound for name in aimed_at for share, bound in zip(shares[name], aimed_at[name], strict=True))
     exact = [study.against_best(data[study.EXACT], kind, 1.0)[1] for kind in KINDS]
     assert max(exact) <= 1.0
+    # What LoRA and trainings of one layer showed, each at most a tenth above the best window, and a bit of noise.
+    own = data[study.OWN]
+    for kind in ("1.4 bits above, memory 0.95", "5.4 bits above, memory 0.3", "14.4 bits above, memory 0.5"):
+        for rate in study.GUIDED_RATES:
+            best = min(study.cost(own[str(window)][kind], rate) for window in study.FIXED_WINDOWS)
+            assert study.cost(own[f"guided {rate:g}"][kind], rate) <= 1.1 * best + 0.2, (kind, rate)
