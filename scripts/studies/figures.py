@@ -55,7 +55,7 @@ FIGURES = {
     "worth": Figure("python -m scripts.studies.worth_it", "scripts.studies.worth_report"),
     "guided_training": Figure(f"python -m {GUIDED} --picture docs/images/guided_training.png", GUIDED),
     # Runs that docs/figures/long_training/ holds already are not trained again.
-    "long_training": Figure(f"python -m {LONG} --seeds 1", LONG),
+    "long_training": Figure(f"python -m {LONG}", LONG),
     "formats": Figure(f"python -m {FORMATS}", FORMATS),
     "update": Figure(f"python -m {COSTS} update", COSTS),
     "update_pynative": Figure(f"python -m {COSTS} update --mode PyNative --rounds 20 --calls 20", COSTS),
