@@ -84,6 +84,8 @@ def test_what_is_whole_is_not_trained_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(long_training.subprocess, "run", train)
     long_training.finish_run("fixed", 1, arguments)
-    assert [command[2:4] for command in commands] == [["--piece-of", "fixed:1"]] * 2
+    assert [command[1:5] for command in commands] == [
+        ["-m", "scripts.studies.long_training", "--piece-of", "fixed:1"]
+    ] * 2
     long_training.finish_run("fixed", 1, arguments)
     assert len(commands) == 2
