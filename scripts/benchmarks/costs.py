@@ -309,7 +309,7 @@ def extra_cost(times, name):
 
 def update_share(result, name):
     """Return what an update takes above one of the dynamic cell, as a share of the whole step."""
-    extra = time_above(result["updates"], name, DYNAMIC)[0] / result.get("update_calls", UPDATE_CALLS)
+    extra = time_above(result["updates"], name, DYNAMIC)[0] / result["update_calls"]
     return extra / time_above(result["times"], DYNAMIC)[0]
 
 
