@@ -54,7 +54,7 @@ TROUBLE_SHARE = 12
 WINDOW_FACTOR = 32
 LARGEST_WINDOWS = 64
 
-# What the limit does, in ``trial``: it moves with ``base``, or is being tried one bit higher; likewise with an anchor.
+# What the limit does, in ``trial``: it moves with ``base`` or is tried one bit higher, without an anchor or with one.
 MOVING, TRIAL, ANCHORED_TRIAL, ANCHORED = 0, 1, -1, -2
 
 # A new regime ends anchor and trial: where ``low`` pulls ``level`` up by so many bits in a step, and where a step shows
@@ -261,22 +261,22 @@ class GuidedRule(Rule):
 
         # The limit moves with base, or is held where it is; it falls, is tried one bit higher, or eased: overflows that
         # the gradients explain ease it, because without them it would have been tried. At 0 and below it is none.
-        trial, anchored = abs(state.trial) == 1, state.trial < 0
+        is_tried, anchored = abs(state.trial) == 1, state.trial < 0
         usual = ~seen.gradient_known | (lowest_level < mean + PULLED) & (bits - state.level > -BELOW)
         held = anchored & usual
         limit = where(held, base + 1 - limited, limit)
         window = state.scale_window
         higher = bound & (clean >= window)
-        after_fall = where(trial, WINDOW_FACTOR * self.smallest_window, self.smallest_window)
+        after_fall = where(is_tried, WINDOW_FACTOR * self.smallest_window, self.smallest_window)
         window = where(fall, after_fall, where(higher, self.smallest_window, window))
         first_below = base + 1 - state.first_exponent + state.consecutive_overflows
         limit = where(fall, first_below, limit - int32(higher | careful))
         contradictions = where(fall, 0, contradictions)
 
-        # A fall that no trial led to is one of base's: what moves with base had better be held, what is held moved.
+        # A fall that no trial led to shows that the limit should be held where it moves, and move where it is held.
         tried = where(state.trial == ANCHORED, ANCHORED_TRIAL, TRIAL)
         unchanged = where(usual, state.trial, MOVING)
-        trial = where(fall, where(anchored == trial, ANCHORED, MOVING), where(higher, tried, unchanged))
+        trial = where(fall, where(anchored == is_tried, ANCHORED, MOVING), where(higher, tried, unchanged))
 
         # The cheapest bin, within the limit and the bounds.
         state = where(seen.gradient_known, moved, state)
