@@ -105,11 +105,14 @@ class Lanes:
         after = self._step.function(self._count, *map(values.__getitem__, self._step.inputs))
         values.update(zip(self._step.outputs, after, strict=True))
         # In most steps nothing overflows.
-        if self._is_in_a_row or np.count_nonzero(overflow):
-            values["skipped_steps"] += overflow
-            values["consecutive_overflows"] += _ONE
-            values["consecutive_overflows"] *= overflow
-            self._is_in_a_row = bool(np.count_nonzero(overflow))
+        places = overflow.nonzero()[0]
+        if self._is_in_a_row or len(places):
+            values["skipped_steps"][places] += _ONE
+            in_a_row = values["consecutive_overflows"]
+            longer = in_a_row[places] + _ONE
+            in_a_row.fill(0)
+            in_a_row[places] = longer
+            self._is_in_a_row = len(places) > 0
 
     def states(self, places: NDArray[np.int64] | None = None) -> list[Any]:
         """Return the state of each lane, or of some, as the rules have it."""

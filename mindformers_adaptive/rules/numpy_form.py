@@ -74,7 +74,9 @@ def lower_to_numpy(rule: str, program: Program) -> NumpyStep:
         crossing = {arg for place in inner for arg in nodes[place].args if arg not in inside}
         for place in sorted(crossing | {place for place in taken if place not in inside}):
             is_one = place in program.constants and program.constants[place].shape[-1] == 1
-            lines.add(f"    w{place} = v{place}" + ("" if is_one else f"[{':, ' * len(nodes[place].shape)}places]"))
+            # Of a vector, take() is faster than an index.
+            in_places = ".take(places, axis=-1)" if nodes[place].shape else "[places]"
+            lines.add(f"    w{place} = v{place}" + ("" if is_one else in_places))
         for place in inner:
             lines.compute(place, "w", indent="    ")
         for name, place in picked.items():

@@ -139,12 +139,11 @@ def or_nan(divisor: Array) -> Array:
 
 
 def stacked(*parts: Array) -> Array:
-    """Return numbers as a vector, each with its lanes."""
-    lanes = max(part.shape[-1] for part in parts)
-    vector = np.empty((len(parts), lanes), parts[0].dtype)
-    for place, part in enumerate(parts):
-        vector[place] = part
-    return vector
+    """Return numbers as a vector, each with its lanes, or with one for all."""
+    joined, lanes = np.concatenate(parts), parts[0].shape[-1]
+    if joined.size != len(parts) * lanes:
+        return np.stack(np.broadcast_arrays(*parts))
+    return joined.reshape(len(parts), lanes)
 
 
 def taken(vector: Array, index: Array) -> Array:

@@ -139,13 +139,13 @@ class _Builder:
 
     def lookup(self, value: Value, args: tuple[int, ...], extras: list[Any]) -> int:
         """Lay the tables of the rules end to end, each once, and look up a row by its number."""
-        tables = list({id(table): table.reshape(-1, table.shape[-1]) for table, _ in extras}.values())
+        each = {id(table): table for table, _ in extras}
+        tables = [table.reshape(-1, table.shape[-1]) for table in each.values()]
         if len({table.tobytes() for table in tables}) == 1:
             tables, offsets = tables[:1], [0] * len(extras)
         else:
-            starts = np.cumsum([0, *map(len, tables)]).tolist()
-            of_table = dict(zip(dict.fromkeys(id(table) for table, _ in extras), starts, strict=False))
-            offsets = [of_table[id(table)] for table, _ in extras]
+            starts = dict(zip(each, np.cumsum([0, *map(len, tables)]).tolist(), strict=False))
+            offsets = [starts[id(table)] for table, _ in extras]
         sizes = np.array([table.shape[:-1] for table, _ in extras], np.int64)
         strides = np.concatenate([np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1], np.ones((len(extras), 1), np.int64)], 1)
         lowest = np.array([low for _, low in extras], np.int32)

@@ -181,16 +181,23 @@ class Tally:
         # While all steps so far were skipped, the first applied one is still ahead.
         before_first = np.where(skipped == steps, steps, np.argmin(overflow, axis=0))
         counts["steps_to_first_applied"] += np.where(counts["steps_to_first_applied"] == start, before_first, 0)
+        # All lanes one after the other, each with a step behind it that is not skipped.
+        lane_by_lane = np.zeros((len(self._run), steps + 1), np.bool_)
+        lane_by_lane[:, :steps] = overflow.T
+        lane, step = np.divmod(consecutive_runs(np.flatnonzero(lane_by_lane)), steps + 1)
+        lane, (first, last) = lane[:, 0], step.T
         # A run of skips may have begun before this stretch.
-        step = np.arange(steps)[:, np.newaxis]
-        runs = step - np.maximum.accumulate(np.where(overflow, -1 - self._run, step), axis=0)
-        counts["longest_skip_run"] = np.maximum(counts["longest_skip_run"], runs.max(axis=0))
-        self._run = runs[-1]
+        lengths = last + 1 - first + np.where(first == 0, self._run[lane], 0)
+        np.maximum.at(counts["longest_skip_run"], lane, lengths)
+        self._run = np.zeros_like(self._run)
+        self._run[lane[last == steps - 1]] = lengths[last == steps - 1]
         measured = ~overflow & (ceiling <= LARGEST_LOSS_SCALE)
         ratio = np.divide(ceiling, used, out=np.ones(used.shape), where=measured)
         self._measured += np.count_nonzero(measured, axis=0)
         self._headroom += np.log2(ratio).sum(axis=0)
-        self._seconds += np.where(overflow, seconds, 0.0).sum(axis=0)
+        seconds_lost = np.zeros(overflow.shape)
+        np.copyto(seconds_lost, seconds, where=overflow)
+        self._seconds += seconds_lost.sum(axis=0)
         self._known += np.count_nonzero((used <= lower_bound) | (used >= upper_bound), axis=0)
 
     def measures(self) -> list[Measures]:

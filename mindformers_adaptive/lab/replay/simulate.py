@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.events import EventPath, clean_steps_counted, follow
-from mindformers_adaptive.lab.replay.measures import Measures, Tally, measure, overflow_flags, overflows, rows_of
+from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, Measures, Tally, measure, overflows, rows_of
 from mindformers_adaptive.lab.replay.overflow_places import Overflows
 from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
@@ -174,14 +174,15 @@ def replay_side_by_side(
     tally, steps = Tally(traces, count), max(_SCALES_AT_ONCE // count, 1)
     for start in range(0, len(traces[0]), steps):
         stop = min(start + steps, len(traces[0]))
-        ceilings = rows_of(traces, "ceiling", start, stop)
+        limits = np.minimum(rows_of(traces, "ceiling", start, stop), LARGEST_LOSS_SCALE)
         gradients = np.broadcast_to(rows_of(traces, "largest_gradient", start, stop), (stop - start, count))
         scales = np.empty((stop - start + 1, count))
         windows = None if lanes.scale_window is None else np.empty(scales.shape, np.int64)
         with lanes.watching():
             for place in range(stop - start + 1):
                 if place:
-                    lanes.advance(overflow_flags(scales[place - 1], ceilings[place - 1]), gradients[place - 1])
+                    # As overflow_flags(): a rule keeps its scale above 0.
+                    lanes.advance(~(scales[place - 1] <= limits[place - 1]), gradients[place - 1])
                 scales[place] = lanes.loss_scale
                 if windows is not None:
                     windows[place] = lanes.scale_window
