@@ -262,9 +262,9 @@ class GuidedRule(Rule):
         # The limit moves with base, or is held where it is; it falls, is tried one bit higher, or eased: overflows that
         # the gradients explain ease it, because without them it would have been tried. At 0 and below it is none.
         is_tried, anchored = abs(state.trial) == 1, state.trial < 0
-        usual = ~seen.gradient_known | (lowest_level < mean + PULLED) & (bits - state.level > -BELOW)
-        held = anchored & usual
-        limit = where(held, base + 1 - limited, limit)
+        unusual = seen.gradient_known & ((lowest_level >= mean + PULLED) | (bits - state.level <= -BELOW))
+        unchanged = where(unusual, MOVING, state.trial)
+        limit = where(unchanged < 0, base + 1 - limited, limit)
         window = state.scale_window
         higher = bound & (clean >= window)
         after_fall = where(is_tried, WINDOW_FACTOR * self.smallest_window, self.smallest_window)
@@ -275,7 +275,6 @@ class GuidedRule(Rule):
 
         # A fall that no trial led to shows that the limit should be held where it moves, and move where it is held.
         tried = where(state.trial == ANCHORED, ANCHORED_TRIAL, TRIAL)
-        unchanged = where(usual, state.trial, MOVING)
         trial = where(fall, where(anchored == is_tried, ANCHORED, MOVING), where(higher, tried, unchanged))
 
         # The cheapest bin, within the limit and the bounds.
@@ -290,7 +289,7 @@ class GuidedRule(Rule):
             base=base,
             limit=limit,
             trial=trial,
-            clean_steps=where(starts_anew, 0, minimum(clean, self.largest_window)),
+            clean_steps=where(starts_anew, 0, clean),
             contradictions=contradictions,
             # The scale of the next step is that of the first overflow, if it overflows.
             first_exponent=following,
@@ -304,7 +303,7 @@ class GuidedRule(Rule):
             and to_float32(1 / _LONGEST_PATIENCE) <= values["weight"] <= 1.0
             and all(abs(values[name]) <= UNSEEN for name in ("low", "level"))
             and 1 <= values["scale_window"] <= LARGEST_WINDOWS * _LONGEST_PATIENCE // 2
-            and 0 <= values["clean_steps"] <= LARGEST_WINDOWS * _LONGEST_PATIENCE // 2
+            and 0 <= values["clean_steps"] <= STEP_LIMIT
             and 0 <= values["contradictions"] <= MOST_CONTRADICTIONS
             and all(abs(values[name]) <= _LARGEST_EXPONENT for name in ("base", "first_exponent"))
             and -STEP_LIMIT <= values["limit"] <= _LARGEST_EXPONENT
@@ -316,7 +315,6 @@ class GuidedRule(Rule):
         # Bring what another exchange rate has left within the limits of this one.
         limits: dict[str, tuple[float, float]] = {
             "scale_window": (self.smallest_window, self.largest_window),
-            "clean_steps": (0, self.largest_window),
             "weight": (min(to_float32(1 / self.patience), to_float32(1 / (PRIOR_STEPS + 1))), 1.0),
         }
         fitting = {name: min(max(values[name], least), most) for name, (least, most) in limits.items()}

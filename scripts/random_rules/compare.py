@@ -21,7 +21,7 @@ from scripts.random_rules.writer import write_rule
 __all__ = ["RandomRule", "compare", "make_rule", "numpy_runs", "states_of_cells"]
 
 # Gradients of a step: ordinary ones, and all that shows nothing.
-GRADIENTS = (0.25, 3.0, 1e-3, 777.0, 0.0, 1e-40, np.inf, np.nan)
+GRADIENTS = (0.25, 3.0, 1e-3, 777.0, 2.0**-126, 0.0, 1e-40, np.inf, np.nan)
 
 
 class RandomRule(NamedTuple):
@@ -149,7 +149,10 @@ def cell_runs(random_rules, path, mode):
         for overflow, gradient in path:
             shared(Tensor(overflow), Tensor(gradient, mindspore.float32))
             for run, cell in zip(runs, shared.update_cells, strict=True):
-                run.append(cell.state())
+                state = cell.state()
+                # Where the rule counts them, int32 as all else.
+                clean_steps = np.int64(state["cur_iter"] - 1 - state["last_overflow_iter"]).astype(np.int32)
+                run.append({**state, "clean_steps": int(clean_steps)})
     finally:
         mindspore.set_context(**before)
     return runs

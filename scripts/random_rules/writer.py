@@ -16,6 +16,7 @@ _NUMBERS = {
     "bool": "True False | True",
 }
 _ARGUMENTS = (0.37, 1.5, 0.1, 1.0, -2.0, 0.0, 1e6, 3.0, 7.25, -1.0)
+_ZEROS = (0.0, -0.0)
 _FIRST = {
     "int32": (0, 1, 2, -5, 7, 2**31 - 1, -(2**31 - 1), 100),
     "float32": (0.0, -0.0, 1.5, -2.25, 1e6, 3e38, 0.1, float("inf"), float("nan"), 2.0**31, 5.0, 17.0),
@@ -28,7 +29,8 @@ _FIELDS |= {"low": "float32", "middle": "float32", "high": "float32"}
 _VECTORS = {"counts": "int32", "rates": "float32", "old_rates": "float32"}
 
 # Ways to compute a value: x and y of its dtype, of which one may be a number; v and w of its dtype; a and b numbers;
-# F, I and B of float32, int32 and bool; C a flag; K an index; V a vector of its dtype; P a place in it.
+# F, I and B of float32, int32 and bool; C a flag; K an index; V a vector of its dtype; P a place in it. Of a vector
+# also L, a list of numbers; G, one of flags; S and T, numbers of its dtype, S each time another.
 _COMMON = (
     "where(B, x, y); where(C, v, w); minimum(x, y); maximum(x, y); minimum(maximum(x, y), a); maximum(a, maximum(b, v))"
     "; v + v; v - v; v * a * b; b * (a * v); a - (v - b); v + a + b; -(-v); v * 0; v * -1; 0 - v; v + 0; v * a + v * b"
@@ -39,6 +41,7 @@ _WAYS = {
     "float32": (
         f"{_ARITHMETIC}; x / y; x / y; floor(v); ceil(v); float32(I); float32(B)",
         _COMMON,
+        "v / self.share; v / self.limit",
         "v * a / b; v / a / b; v / v; a / v; v / 1; (float32(a) * b) * v; float32(int32(v)); v * 0.0; v / a * b; v / 0",
         f"minimum(v, {_LARGEST}); maximum(-{_LARGEST}, v); floor(floor(v)); v * 2 * 2 * 2; v / (1 / v); v - 0.0",
         "v + -0.0; minimum(v, 2.0**127); maximum(-3e38, v); v / -1; v * v * v",
@@ -46,6 +49,7 @@ _WAYS = {
     "int32": (
         f"{_ARITHMETIC}; x // y; x // y; int32(F); int32(F); int32(B)",
         _COMMON,
+        "v // self.steps; v // self.size",
         "v // a // b; v // v; v // 1; v // -1; v // 0; (int32(a) - b) + v; int32(float32(v)); v // 2 * 2; a // v",
     ),
     "bool": (
@@ -56,9 +60,15 @@ _WAYS = {
 _NUMBER_WAYS = {
     "float32": "take(V, K); V[P]; sum(V); take(V, K); where(C, 0.1, 1); where(C, -0.0, 0.0); take(WEIGHTS, K)",
     "int32": "take(V, K); V[P]; sum(V); count(M); argmin(N); argmin(N); where(C, 1, 0); take([3, -7, a], K)",
-    "bool": "where(C, True, False); where(C, False, x); V[P]; take(V, K)",
+    "bool": "where(C, True, False); where(C, False, x); V[P]; take(V, K); float32(self.share) < self.limit; "
+    "int32(self.size) < self.steps",
 }
-_VECTOR_WAYS = {"float32": "U; v * L; L - v; minimum(v, L)", "int32": "U; v + L; L // v", "bool": "U; ~v"}
+_PICKS = "where(B, S, S); where(B, T, T); where(stack(G), v, w); where(B, S, v); where(S < S, v, S)"
+_VECTOR_WAYS = {
+    "float32": f"U; v * L; L - v; minimum(v, L); {_PICKS}",
+    "int32": f"U; v + L; L // v; {_PICKS}",
+    "bool": "U; ~v; v & stack(L); where(B, S, S); where(B, T, T); S & v; v | S; where(S, v, w)",
+}
 
 _MODULE = '''"""A random rule, made from the seed {seed}."""
 
@@ -88,6 +98,7 @@ class RandomRule(Rule):
         "old_rates": float32[{length}],
     }}
     signals = {signals}
+    counts_clean_steps = {counts_clean_steps}
 
     def __init__(self, share=0.37, limit=1e6, steps=3, size=2, **bounds):
         super().__init__(**bounds)
@@ -113,6 +124,8 @@ class _Writer:
         self.seed, self.random = seed, random.Random(seed)
         self.length = self.pick((1, 2, 3, 3, 4, 9))
         self.by_exponent, self.signals = self.pick((True, False, False)), self.pick((True, True, False))
+        # As of the adaptive rule.
+        self.counts_clean_steps = self.chance(0.3)
         self.lines, self.made, self.pools = [], 0, {}
         self.know("int32", 0, "state.skipped_steps", "state.consecutive_overflows")
         self.know("float32", 0, "state.loss_scale")
@@ -123,6 +136,8 @@ class _Writer:
             self.know("int32", 0, "seen.max_safe_exponent")
             self.know("float32", 0, "seen.largest_gradient", "seen.largest_gradient")
             self.know("bool", 0, "seen.gradient_known")
+        if self.counts_clean_steps:
+            self.know("int32", 0, "state.clean_steps", "state.clean_steps")
         for name, dtype in _FIELDS.items():
             self.know(dtype, 0, f"state.{name}")
         for name, dtype in _VECTORS.items():
@@ -161,17 +176,23 @@ class _Writer:
         return _MODULE.format(
             seed=self.seed,
             loss_scale=self.pick((2.0**10, 2.0**16)) if self.by_exponent else self.pick((1000.0, 65536.0)),
-            arguments=[self.arguments() | bounds for _ in range(3)],
+            arguments=self.arguments_of_lanes(bounds),
             length=self.length,
             weights=[self.pick(_ARGUMENTS) for _ in range(self.length)],
             signals=("largest_gradient",) if self.signals else (),
+            counts_clean_steps=self.counts_clean_steps,
             first=repr(first).replace("inf", "math.inf").replace("nan", "math.nan"),
             lines="\n".join(f"        {line}" for line in self.lines),
         )
 
-    def arguments(self):
-        floats = {"share": self.pick(_ARGUMENTS), "limit": self.pick(_ARGUMENTS)}
-        return floats | {"steps": self.pick((1, 3, -2, 0)), "size": self.pick((0, 1, 2, 5))}
+    def arguments_of_lanes(self, bounds):
+        several = {
+            "share": self.pick((_ARGUMENTS, _ARGUMENTS, _ZEROS)),
+            "limit": self.pick((_ARGUMENTS, (0.0, 1.5))),
+            "steps": (1, 3, -2, 0),
+            "size": (0, 1, 2, 5),
+        }
+        return [{name: self.pick(some) for name, some in several.items()} | bounds for _ in range(3)]
 
     def keep(self, dtype, length, expression):
         name = f"{dtype[0]}{self.made}"
@@ -221,20 +242,42 @@ class _Writer:
         return value
 
     def write_return(self):
-        sides = []
-        for _ in range(2):
-            changes = {key: self.result(key) for key in [*_FIELDS, *_VECTORS] if self.chance(0.85)}
-            if self.chance(0.4):
-                changes |= {"level": "state.last", "last": "state.level"}
-            if self.chance(0.9):
-                scale = ("exponent", "int32") if self.by_exponent else ("loss_scale", "float32")
-                changes[scale[0]] = self.value(scale[1], 0, 1)
-            sides.append(f"state.replace({', '.join(f'{key}={value}' for key, value in changes.items())})")
+        before, share = "state", 0.85
+        if self.chance(0.4):
+            # What both sides have is handed on whatever the flag is.
+            keys = self.random.sample([*_FIELDS, *_VECTORS], 4)
+            self.lines.append(f"both = state.replace({_named({key: self.result(key) for key in keys})})")
+            before, share = "both", 0.5
+        swapped, taken = {"level": "state.last", "last": "state.level"}, {"level": "state.low", "few": "state.yes"}
+        handed_on = dict(self.pick((swapped, taken)))
+        if self.counts_clean_steps:
+            handed_on["many"] = "state.clean_steps + 1"
+        one = f"{before}.replace({_named(self.changes(share, handed_on, '0'))})"
+        # Often next to nothing changes on this side, as in a step without an event.
+        share = self.pick((share, 0.0))
+        other = f"{before}.replace({_named(self.changes(share, handed_on, 'state.clean_steps + 1'))})"
         flag = self.pick(("seen.overflow", "seen.overflow", self.value("bool", 0, 1)))
-        one, other = sides
-        self.lines.append(
-            f"return {self.pick((one, f'where({flag}, {one}, {other})', f'where({flag}, {one}, state)'))}"
-        )
+        after = self.pick((one, *(f"where({flag}, {one}, {side})" for side in (other, other, before))))
+        if self.chance(0.25):
+            # What was picked is needed by something else too.
+            self.lines.append(f"after = {after}")
+            key = self.pick(("level", "last", "kept"))
+            after = f"after.replace({key}=where(after.{self.pick(('kept', 'middle'))} < 1, after.low, after.{key}))"
+        self.lines.append(f"return {after}")
+
+    def changes(self, share, handed_on, clean_steps):
+        """Return what becomes of so large a share of the state, by key."""
+        changes = {key: self.result(key) for key in [*_FIELDS, *_VECTORS] if self.chance(share)}
+        if share and self.chance(0.3):
+            changes |= {part: self.value("float32", 0, 1) for part in ("low", "middle", "high")}
+        if self.chance(0.6):
+            changes |= handed_on
+        if self.chance(0.9):
+            name, dtype = ("exponent", "int32") if self.by_exponent else ("loss_scale", "float32")
+            changes[name] = self.value(dtype, 0, 1)
+        if self.counts_clean_steps and self.chance(0.8):
+            changes["clean_steps"] = self.pick((clean_steps, clean_steps, self.value("int32", 0, 1)))
+        return changes
 
     def number(self, dtype):
         usual, rare = _NUMBERS[dtype].split(" | ")
@@ -253,6 +296,10 @@ class _Writer:
         return re.sub(r"(?<![\w.])(?:[a-zA-Z]|FF|FG|II|IJ)(?![\w(.])", lambda found: some[found[0]], way)
 
 
+def _named(changes):
+    return ", ".join(f"{key}={value}" for key, value in changes.items())
+
+
 class _Operands(dict):
     """What the letters of a way to compute a value stand for, made when they are needed."""
 
@@ -262,6 +309,9 @@ class _Operands(dict):
 
     def __missing__(self, letter):
         writer, length, depth = self.writer, self.length, self.depth
+        if letter == "S":
+            # Each time another one.
+            return writer.value(self.dtype, 0, 0)
         if letter in ("x", "y", "FF", "FG", "II", "IJ"):
             dtype = {"F": "float32", "I": "int32"}.get(letter[0], self.dtype)
             pair = (writer.value(dtype, length, depth), self.beside(dtype))
@@ -278,8 +328,11 @@ class _Operands(dict):
             self[letter] = writer.value(dtype, 0 if letter in "CK" else length, depth)
         elif letter in "ab":
             self[letter] = writer.number(self.dtype)
-        elif letter == "L":
-            self[letter] = f"[{', '.join(writer.number(self.dtype) for _ in range(length))}]"
+        elif letter == "T":
+            self[letter] = writer.value(self.dtype, 0, 0)
+        elif letter in "LG":
+            dtype = self.dtype if letter == "L" else "bool"
+            self[letter] = f"[{', '.join(writer.number(dtype) for _ in range(length))}]"
         elif letter == "U":
             parts = [self.beside(self.dtype, is_number=True) for _ in range(length)]
             parts[writer.random.randrange(length)] = writer.value(self.dtype, 0, 0)
