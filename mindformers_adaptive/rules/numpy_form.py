@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.rules import operations
+from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
 from mindformers_adaptive.rules.generated import make_function
 from mindformers_adaptive.rules.program import Node, Program, used_by
 
@@ -16,6 +17,8 @@ __all__ = ["NumpyStep", "lower_to_numpy"]
 
 # From so many operations on, what only some lanes need is computed for these only.
 _SMALLEST_BRANCH = 4
+
+_MAKES_SUBNORMALS = frozenset({"add", "sub", "mul", "div"})
 
 
 class NumpyStep(NamedTuple):
@@ -33,7 +36,7 @@ class NumpyStep(NamedTuple):
     outputs: tuple[str, ...]
 
 
-def lower_to_numpy(rule: str, program: Program) -> NumpyStep:
+def lower_to_numpy(rule: str, program: Program, is_watched: bool = False) -> NumpyStep:
     """Generate the function of a program.
 
     Where results are picked by one flag, what only one side of it needs is computed for the lanes that take it.
@@ -41,13 +44,16 @@ def lower_to_numpy(rule: str, program: Program) -> NumpyStep:
     Args:
         rule (str): the name of the rule, for that of the file.
         program (Program): the step.
+        is_watched (bool): whether each number nearer to 0 than 2^-126 raises NumPy's underflow, also one that lost no
+            bits. Default: False.
     """
-    lines = _Lines(program)
+    lines = _Lines(program, _watched(program) if is_watched else set())
     flag, inner = _branch(program)
     inside = set(inner)
     for place in program.used:
         if place not in inside and not (flag is not None and _is_picked(program, place, flag)):
             lines.compute(place, "v")
+    lines.watch()
     results = {name: f"v{place}" for name, place in program.outputs.items()}
     nodes = program.nodes
     # Each result is an array of its own with all lanes, which may be changed in place.
@@ -79,6 +85,7 @@ def lower_to_numpy(rule: str, program: Program) -> NumpyStep:
             lines.add(f"    w{place} = v{place}" + ("" if is_one else in_places))
         for place in inner:
             lines.compute(place, "w", indent="    ")
+        lines.watch(indent="    ")
         for name, place in picked.items():
             lines.add(f"    r_{name}[{':, ' * len(nodes[place].shape)}places] = w{nodes[place].args[1]}")
     arguments = ", ".join(["lanes", *(f"in_{name}" for name in inputs)])
@@ -89,8 +96,9 @@ def lower_to_numpy(rule: str, program: Program) -> NumpyStep:
 
 
 class _Lines:
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, watched: set[int]) -> None:
+        self._program, self._watched = program, watched
+        self._seen: list[str] = []
         self.text: list[str] = []
 
     def add(self, line: str) -> None:
@@ -107,6 +115,26 @@ class _Lines:
         first = self._program.nodes[node.args[0]].dtype
         operation = operations.operation_of(node.op, first, [self._program.constants.get(arg) for arg in node.args])
         self.add(f"{indent}{prefix}{place} = " + operation.numpy.format(*args, all=", ".join(args), extra=node.extra))
+        if place in self._watched:
+            self._seen.append(f"{prefix}{place}")
+
+    def watch(self, indent: str = "") -> None:
+        """Look at what was computed since the last call."""
+        if self._seen:
+            self.add(f"{indent}notice_subnormal({', '.join(self._seen)})")
+        self._seen = []
+
+
+def _watched(program: Program) -> set[int]:
+    """Return the places of what may be nearer to 0 than 2^-126, and is not only compared with a larger number."""
+    watched = {*program.outputs.values()}
+    for place in program.used:
+        node = program.nodes[place]
+        bound = next((program.constants[arg] for arg in node.args if arg in program.constants), None)
+        if node.op != "maximum" or bound is None or not (bound >= SMALLEST_FLOAT32).all():
+            watched.update(node.args)
+    nodes = program.nodes
+    return {place for place in watched if nodes[place].op in _MAKES_SUBNORMALS and nodes[place].dtype == "float32"}
 
 
 def _is_picked(program: Program, place: int, flag: int) -> bool:

@@ -23,6 +23,9 @@ Array = NDArray[Any]
 # What max_safe_exponent is where nothing is shown.
 UNSHOWN = -1024
 
+# The smallest normal number, and its bits without the sign, less one.
+_TINY, _SMALLEST_BITS = np.float32(SMALLEST_FLOAT32), np.uint32(2**24 - 1)
+
 # The bounds of float32 numbers that become int32.
 SMALLEST_AS_INT32, largest_int32_of_float32 = np.float32(-(2.0**31)), np.float32(2.0**31 - 2.0**7)
 
@@ -120,16 +123,23 @@ def operation_of(op: str, dtype: str, constants: Sequence[Array | None]) -> Oper
 
 
 def fold(op: str, extra: Any, constants: Sequence[Array]) -> Array | None:
-    """Return what an operation of constants gives, computed once in NumPy; None for one that is left to be computed."""
+    """Return what an operation of constants gives, computed once in NumPy; None for one that is left to be computed.
+
+    That is also what comes nearer to 0 than 2^-126, so that each step notices it.
+    """
     if op not in OPERATIONS or op in ("lookup", "exponent", "power", "max_safe_exponent"):
         return None
     dtype = str(constants[0].dtype)
     text = operation_of(op, dtype, constants).numpy
     names = [f"v{place}" for place in range(len(constants))]
-    with np.errstate(all="ignore"):
-        found: Array = eval(
-            text.format(*names, all=", ".join(names), extra=extra), globals(), dict(zip(names, constants, strict=True))
-        )
+    expression = text.format(*names, all=", ".join(names), extra=extra)
+    try:
+        with np.errstate(all="ignore", under="raise"):
+            found: Array = eval(expression, globals(), dict(zip(names, constants, strict=True)))
+            if found.dtype == np.float32:
+                notice_subnormal(found)
+    except FloatingPointError:
+        return None
     return found
 
 
@@ -194,3 +204,11 @@ def shown(largest_gradient: Array, overflow: Array, largest: Array) -> Array:
     """Return :func:`safe_exponents` as int32, ``UNSHOWN`` where a step overflowed or its gradient shows nothing."""
     known, exponents = safe_exponents(largest_gradient, largest)
     return np.where(known & ~overflow, exponents, np.int32(UNSHOWN))
+
+
+def notice_subnormal(*computed: Array) -> None:
+    """Let NumPy's underflow rise where a float32 number is nearer to 0 than 2^-126, but not 0."""
+    bits = np.concatenate([one.ravel() for one in computed]).view(np.uint32) << 1
+    # Without the sign, and 0 as the largest.
+    if (bits - np.uint32(1)).min() < _SMALLEST_BITS:
+        np.multiply(_TINY, _TINY)

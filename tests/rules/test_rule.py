@@ -11,6 +11,7 @@ import pickle
 import random
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from types import MappingProxyType
@@ -26,6 +27,7 @@ from mindformers_adaptive import RuleLossScaleUpdateCell
 from mindformers_adaptive.rules import (
     Rule,
     argmin,
+    ceil,
     count,
     float32,
     int32,
@@ -456,16 +458,43 @@ def test_lanes_go_on_from_states_that_are_put_into_them():
 # Numbers that devices take for 0.
 
 
+def large_again(number):
+    """Return a number with an intermediate result below 2^-126, by enough operations to be a branch of its own."""
+    return abs(number * 2.0**-80 * 2.0**-64 * 2.0**100 * 2.0**10 - 2.0) + 1.0
+
+
 @pytest.mark.parametrize(
     "next_state",
     [
         lambda self, state, seen: state.replace(x=state.loss_scale * 1e-30 * 1e-20 * 1e30),
         lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64),
+        # No bits are lost, and what is made of it is large again.
+        lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-64 * 2.0**100),
+        lambda self, state, seen: state.replace(x=ceil(state.loss_scale * 2.0**-80 * 2.0**-64)),
+        lambda self, state, seen: where(seen.overflow, state, state.replace(x=large_again(state.loss_scale))),
+        # Of constants alone.
+        lambda self, state, seen: state.replace(x=state.loss_scale * (float32(2.0**-80) * 2.0**-60)),
+        lambda self, state, seen: state.replace(x=state.loss_scale * 1e30 * (float32(1e-30) * 1e-25)),
     ],
 )
 def test_numbers_nearer_to_zero_than_the_smallest_are_noticed(next_state):
     rule = rule_of(next_state, state=SCALAR)
     with pytest.warns(UserWarning, match=r"'own' has computed a number nearer to 0 than 2\^-126.* by maximum"):
+        rule.step(rule.start(2.0**16), False)
+
+
+@pytest.mark.parametrize(
+    "next_state",
+    [
+        lambda self, state, seen: state.replace(x=maximum(state.loss_scale * 2.0**-80 * 2.0**-64, 0.5)),
+        lambda self, state, seen: state.replace(x=(state.loss_scale - 2.0**16) * 2.0**-80 * -(2.0**-64)),
+        lambda self, state, seen: state.replace(x=state.loss_scale * 2.0**-80 * 2.0**-62),
+    ],
+)
+def test_numbers_that_no_device_flushes_are_not_noticed(next_state):
+    rule = rule_of(next_state, state=SCALAR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         rule.step(rule.start(2.0**16), False)
 
 
