@@ -41,7 +41,7 @@ _WAYS = {
     "float32": (
         f"{_ARITHMETIC}; x / y; x / y; floor(v); ceil(v); float32(I); float32(B)",
         _COMMON,
-        "v / self.share; v / self.limit",
+        "v / self.share; v / self.limit; minimum(v / 0, x); maximum(v / 0, x); minimum(x / y, w)",
         "v * a / b; v / a / b; v / v; a / v; v / 1; (float32(a) * b) * v; float32(int32(v)); v * 0.0; v / a * b; v / 0",
         f"minimum(v, {_LARGEST}); maximum(-{_LARGEST}, v); floor(floor(v)); v * 2 * 2 * 2; v / (1 / v); v - 0.0",
         "v + -0.0; minimum(v, 2.0**127); maximum(-3e38, v); v / -1; v * v * v",
@@ -49,7 +49,7 @@ _WAYS = {
     "int32": (
         f"{_ARITHMETIC}; x // y; x // y; int32(F); int32(F); int32(B)",
         _COMMON,
-        "v // self.steps; v // self.size",
+        "v // self.steps; v // self.size; int32(F * 0.5); int32(F * 3.3); int32(F * 0.5) - v",
         "v // a // b; v // v; v // 1; v // -1; v // 0; (int32(a) - b) + v; int32(float32(v)); v // 2 * 2; a // v",
     ),
     "bool": (

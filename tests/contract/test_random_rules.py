@@ -21,7 +21,7 @@ def test_all_ways_take_the_same_steps(tmp_path, place):
     outcomes = compare(made(range(place * TOGETHER, (place + 1) * TOGETHER), tmp_path), STEPS)
     assert set(outcomes) <= {"same", "noticed"}, "\n".join(outcomes)
     # Too few would be compared.
-    assert outcomes.count("same") >= TOGETHER - 2
+    assert outcomes.count("same") >= TOGETHER - 3
 
 
 @pytest.mark.filterwarnings("ignore:The rule 'random_.*' has computed a number nearer to 0")
@@ -46,19 +46,20 @@ def test_random_rules_reach_all_operations_and_numbers_at_which_ways_part(tmp_pa
     assert of_tables - used == set()
 
 
-# For some operations what an implementation could have given instead.
+# For some operations what an implementation could have given instead, and rules in which each shows.
 PLANTED = {
     "div": "{0} / {1}",
     "less": "{0} <= {1}",
     "minimum": "np.minimum({0}, {1})",
     "int32 float32": "np.rint(np.fmin(np.fmax({0}, SMALLEST_AS_INT32), largest_int32_of_float32)).astype(np.int32)",
 }
+TELLING = (7, 37)
 
 
 @pytest.fixture(scope="module")
 def states_of_first_cells(tmp_path_factory):
     """The states of some rules' update cells, for which nothing is planted."""
-    return states_of_cells(made(range(3), tmp_path_factory.mktemp("rules")), STEPS)
+    return states_of_cells(made(TELLING, tmp_path_factory.mktemp("rules")), STEPS)
 
 
 @pytest.mark.xdist_group("planted differences")
@@ -67,5 +68,5 @@ def test_a_planted_difference_is_found(states_of_first_cells, tmp_path, monkeypa
     planted = operations.OPERATIONS[operation]._replace(numpy=PLANTED[operation])
     monkeypatch.setitem(operations.OPERATIONS, operation, planted)
     # Made anew, with the planted operation.
-    found = compare(made(range(3), tmp_path), STEPS, states_of_first_cells)
+    found = compare(made(TELLING, tmp_path), STEPS, states_of_first_cells)
     assert any("graph, step" in outcome and "pynative, step" in outcome for outcome in found), found
