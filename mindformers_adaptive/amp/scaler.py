@@ -1,11 +1,17 @@
 """Loss scalers for functional training: one for any rule, and one for each rule of this package."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 from mindspore import Parameter, Tensor, amp, jit, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells import update_cells
 from mindformers_adaptive.cells.detection import LargestGradient
-from mindformers_adaptive.rules import make_rule
+from mindformers_adaptive.cells.update_cell import RuleUpdateCell
+from mindformers_adaptive.rules import Rule, make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
@@ -14,7 +20,7 @@ __all__ = ["SCALERS", "AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLos
 _map = ops.HyperMap()
 
 
-def multiply_in_float32(factor, tensor):
+def multiply_in_float32(factor: Any, tensor: Any) -> Any:
     """Multiply a loss or a gradient in float32, and return the product in its dtype.
 
     In float16, a loss scale would be inf from 2**16 on, and its reciprocal 0 from 2**25 on.
@@ -59,18 +65,18 @@ class RuleLossScaler(amp.LossScaler):
         2048.0
     """
 
-    cell_class = update_cells.RuleLossScaleUpdateCell
+    cell_class: type[RuleUpdateCell] = update_cells.RuleLossScaleUpdateCell
 
-    def __init__(self, rule, scale_value, **arguments):
+    def __init__(self, rule: str | type[Rule] | Rule, scale_value: float, **arguments: Any) -> None:
         rule = make_rule(rule, **arguments)
         self._follow(rule, rule.start(scale_value, argument="scale_value"))
 
-    def _follow(self, rule, start):
+    def _follow(self, rule: Rule, start: Any) -> None:
         self.rule = rule
         self.update_cell = self.cell_class._for_rule(rule, start)
         self.scale_value = Parameter(Tensor(start.loss_scale, mstype.float32), name="scale_value", requires_grad=False)
         self.update_cell.bind_loss_scale(self.scale_value)
-        self._measure_and_update = None
+        self._measure_and_update: Any = None
         if rule.signals:
             self.update_cell.declare_signal(())
             measure, update_cell = LargestGradient(self.update_cell), self.update_cell
@@ -78,13 +84,13 @@ class RuleLossScaler(amp.LossScaler):
             # Compiled, because launched one by one its small operations can take longer than a whole training step.
             # MindSpore would take a tuple of gradients for a constant, and compile again for each one.
             @jit
-            def measure_and_update(loss_scale, overflow, *gradients):
+            def measure_and_update(loss_scale: Any, overflow: Any, *gradients: Any) -> Any:
                 measure(gradients)
                 return update_cell(loss_scale, overflow)
 
             self._measure_and_update = measure_and_update
 
-    def scale(self, inputs):
+    def scale(self, inputs: Any) -> Any:
         """Multiply a loss, or gradients, by the loss scale.
 
         Args:
@@ -95,7 +101,7 @@ class RuleLossScaler(amp.LossScaler):
         """
         return _map(ops.partial(multiply_in_float32, self.scale_value), inputs)
 
-    def unscale(self, inputs):
+    def unscale(self, inputs: Any) -> Any:
         """Divide gradients, or a loss, by the loss scale.
 
         Args:
@@ -106,7 +112,7 @@ class RuleLossScaler(amp.LossScaler):
         """
         return _map(ops.partial(multiply_in_float32, ops.reciprocal(self.scale_value)), inputs)
 
-    def adjust(self, grads_finite, grads=()):
+    def adjust(self, grads_finite: Any, grads: Any = ()) -> bool:
         """Set the loss scale and the state for the next step.
 
         Args:
@@ -131,7 +137,7 @@ class RuleLossScaler(amp.LossScaler):
             self._measure_and_update(self.scale_value, overflow, *grads)
         return True
 
-    def state(self):
+    def state(self) -> dict[str, Any]:
         """Return the state. Reading waits for the device.
 
         Returns:
@@ -139,15 +145,15 @@ class RuleLossScaler(amp.LossScaler):
         """
         return self.update_cell.state()
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """Return the state as numbers.
 
         Returns:
             dict[str, Union[int, float]], as ``state_dict()`` of the update cell returns it.
         """
-        return self.update_cell.state_dict()
+        return dict(self.update_cell.state_dict())
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state.
 
         Args:
@@ -159,7 +165,7 @@ class RuleLossScaler(amp.LossScaler):
         self.update_cell.load_state_dict(state_dict)
 
     @property
-    def inv_scale(self):
+    def inv_scale(self) -> float:
         """float: the reciprocal of the loss scale, by which gradients are multiplied."""
         return self.update_cell.inv_scale
 
@@ -214,7 +220,14 @@ class AdaptiveLossScaler(RuleLossScaler):
 
     cell_class = update_cells.AdaptiveLossScaleUpdateCell
 
-    def __init__(self, scale_value, scale_factor=2, scale_window=None, *windows, **arguments):
+    def __init__(
+        self,
+        scale_value: float,
+        scale_factor: float = 2,
+        scale_window: int | None = None,
+        *windows: int,
+        **arguments: Any,
+    ) -> None:
         rule = AdaptiveRule(scale_factor, *windows, **arguments)
         self._follow(rule, rule.start(scale_value, scale_window, argument="scale_value"))
 
@@ -265,7 +278,7 @@ class GradientGuidedLossScaler(RuleLossScaler):
 
     cell_class = update_cells.GradientGuidedLossScaleUpdateCell
 
-    def __init__(self, scale_value, scale_factor=2, **arguments):
+    def __init__(self, scale_value: float, scale_factor: float = 2, **arguments: Any) -> None:
         super().__init__(GuidedRule(scale_factor=scale_factor, **arguments), scale_value)
 
 

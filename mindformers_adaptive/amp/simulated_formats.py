@@ -1,27 +1,32 @@
 """Formats that the device does not have, simulated in float32: for study and for tests, not for speed."""
 
+from __future__ import annotations
+
 import collections
-import collections.abc
 import difflib
 import math
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
 from mindspore import Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
-from mindformers_adaptive.rules.formats import FORMATS, find_format
+from mindformers_adaptive.rules.formats import FORMATS, Format, find_format
 
 __all__ = ["RoundToFormat", "simulate_formats", "simulated_products"]
 
+_GivenFormat = str | Mapping[str, Any] | Format | None
+
 # Their first two inputs are multiplied; others, such as a bias, are not.
-_PRODUCTS = ("MatMul", "BatchMatMul", "MatMulExt", "BatchMatMulExt", "Dense")
+_PRODUCTS: tuple[str, ...] = ("MatMul", "BatchMatMul", "MatMulExt", "BatchMatMulExt", "Dense")
 _PRODUCTS += ("Conv2D", "Conv3D", "Conv2DTranspose", "Conv3DTranspose", "Conv2DBackpropInput")
 
 
 class _Rounding(nn.Cell):
     """Rounds to a format, and returns float32."""
 
-    def __init__(self, one):
+    def __init__(self, one: Format) -> None:
         super().__init__()
         self.add_flags()
         # Its smallest numbers are those that devices flush to 0, but not where they convert.
@@ -47,14 +52,14 @@ class _Rounding(nn.Cell):
         beyond = {"inf": math.inf, "nan": math.nan, "saturate": one.largest}[one.overflow]
         self.beyond = Tensor(beyond, mstype.float32)
 
-    def add_flags(self, **flags):
+    def add_flags(self, **flags: bool) -> Any:
         """Compute in float32, whatever the cells around compute in."""
         dtypes = {"fp16": mstype.float16, "bf16": mstype.bfloat16, "fp32": mstype.float32}
         # What they make of the numbers that come in: MindSpore converts these in graph mode only.
         self.dtype_around = next((dtype for flag, dtype in dtypes.items() if flags.get(flag)), None)
         return super().add_flags(**{**flags, "fp16": False, "bf16": False, "fp32": True})
 
-    def construct(self, x):
+    def construct(self, x: Any) -> Any:
         if self.dtype_around is not None:
             x = ops.cast(x, self.dtype_around)
         given = ops.cast(x, mstype.float32)
@@ -102,34 +107,36 @@ class RoundToFormat(nn.Cell):
         [0.3125, nan, -16.0]
     """
 
-    def __init__(self, forward=None, gradients=None):
+    def __init__(self, forward: _GivenFormat = None, gradients: _GivenFormat = None) -> None:
         super().__init__()
         formats = {"forward": forward, "gradients": gradients}
         self.round_forward, self.round_gradient = (
             nn.Identity() if one is None else _Rounding(find_format(one, name)) for name, one in formats.items()
         )
 
-    def construct(self, x):
+    def construct(self, x: Any) -> Any:
         return ops.cast(self.round_forward(x), x.dtype)
 
-    def bprop(self, x, out, dout):
+    def bprop(self, x: Any, out: Any, dout: Any) -> tuple[Any, ...]:
         return (ops.cast(self.round_gradient(dout), dout.dtype),)
 
 
 class _Product(nn.Cell):
     """A product of rounded matrices or images, whose gradient is rounded before it goes to either of them."""
 
-    def __init__(self, product, forward, gradients):
+    def __init__(self, product: Any, forward: _GivenFormat, gradients: _GivenFormat) -> None:
         super().__init__()
         self.product = product
         self.round = RoundToFormat(forward)
         self.round_gradient = RoundToFormat(gradients=gradients)
 
-    def construct(self, x, y, *others):
+    def construct(self, x: Any, y: Any, *others: Any) -> Any:
         return self.round_gradient(self.product(self.round(x), self.round(y), *others))
 
 
-def simulate_formats(network, forward=None, gradients=None, layers=None):
+def simulate_formats(
+    network: Any, forward: _GivenFormat = None, gradients: _GivenFormat = None, layers: Iterable[str] | None = None
+) -> Any:
     """Let the products of a network compute as in other formats, simulated in the dtype that they have.
 
     Both inputs of a product are rounded, and so is the gradient of its result, before the gradients of the matrices
@@ -194,11 +201,11 @@ def simulate_formats(network, forward=None, gradients=None, layers=None):
     return network
 
 
-def _list_of_names(network, layers):
+def _list_of_names(network: Any, layers: Any) -> list[str] | None:
     """Return the names of layers as a list, or None for all."""
     if isinstance(network, nn.Cell) and layers is None:
         return None
-    is_iterable = isinstance(layers, collections.abc.Iterable) and not isinstance(layers, str)
+    is_iterable = isinstance(layers, Iterable) and not isinstance(layers, str)
     names = list(layers) if is_iterable else layers
     if not isinstance(network, nn.Cell) or not is_iterable or not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -209,7 +216,7 @@ def _list_of_names(network, layers):
     return names
 
 
-def _refuse_compiled(network):
+def _refuse_compiled(network: Any) -> None:
     """Refuse a network whose graph MindSpore would take again, without the rounding."""
     marks = ["compile_cache", "_compile_phase"]
     if context.get_context("mode") == context.GRAPH_MODE:
@@ -224,7 +231,7 @@ def _refuse_compiled(network):
             )
 
 
-def _products_of(network):
+def _products_of(network: Any) -> tuple[dict[str, tuple[Any, list[str]]], list[str]]:
     """Return by the name of each cell the keys of its products, and the names of those that are simulated."""
     found, done = {}, []
     for name, cell in network.cells_and_names():
@@ -238,11 +245,11 @@ def _products_of(network):
     return found, done
 
 
-def _cells(network, names):
+def _cells(network: Any, names: Container[str]) -> list[tuple[str, Any]]:
     return [(name, cell) for name, cell in network.cells_and_names() if name in names]
 
 
-def simulated_products(network):
+def simulated_products(network: Any) -> dict[str, int]:
     """Return how many products of a network are rounded.
 
     Args:

@@ -1,6 +1,9 @@
 """``build_train_network`` with any loss-scale manager, on CPU too, and a train step with a fixed loss scale."""
 
+from __future__ import annotations
+
 import warnings
+from typing import Any
 
 import mindspore.train.amp
 from mindspore import Tensor, amp, context, nn, ops
@@ -19,7 +22,9 @@ _stock_build_train_network = amp.build_train_network
 _GRADIENT_ACCUMULATION = {"GradAccumulationCell", "GradAccumulation"}
 
 
-def build_train_network(network, optimizer, loss_fn=None, level="O0", boost_level="O0", **kwargs):
+def build_train_network(
+    network: Any, optimizer: Any, loss_fn: Any = None, level: str = "O0", boost_level: str = "O0", **kwargs: Any
+) -> Any:
     """``mindspore.amp.build_train_network`` that takes a loss-scale manager on CPU too.
 
     Arguments, result and errors are those of the stock function. With a manager that skips overflowed steps the result
@@ -81,7 +86,7 @@ def build_train_network(network, optimizer, loss_fn=None, level="O0", boost_leve
     return TrainOneStepWithLossScaleCell(with_loss, optimizer, scale_sense=update_cell).set_train()
 
 
-def enable_loss_scale_on_cpu():
+def enable_loss_scale_on_cpu() -> None:
     """Let ``mindspore.train.Model`` and ``mindspore.amp`` scale losses on CPU, with no other change to a program.
 
     From then on both build their train-step cells with :func:`build_train_network`. Calling it again changes nothing.
@@ -101,7 +106,7 @@ def enable_loss_scale_on_cpu():
     mindspore.train.amp.build_train_network = build_train_network
 
 
-def _refuse_cell_as_manager(manager):
+def _refuse_cell_as_manager(manager: object) -> None:
     if isinstance(manager, nn.Cell):
         raise TypeError(
             f"'loss_scale_manager' must be a loss-scale manager, but got the update cell {type(manager).__name__}. "
@@ -115,15 +120,14 @@ def _refuse_cell_as_manager(manager):
         )
 
 
-def _manager_like(given):
+def _manager_like(given: object) -> str:
     cell = getattr(given, "update_cell", given)
     kinds = (*RuleLossScaleManager.__subclasses__(), RuleLossScaleManager)
-    return next(
-        (kind.__name__ for kind in kinds if isinstance(cell, kind.cell_class)), AdaptiveLossScaleManager.__name__
-    )
+    found: type[object] = next((kind for kind in kinds if isinstance(cell, kind.cell_class)), AdaptiveLossScaleManager)
+    return found.__name__
 
 
-def _what_needs_a_stock_cell(network, boost_level):
+def _what_needs_a_stock_cell(network: Any, boost_level: str) -> str | None:
     """Return what MindSpore has train-step cells of its own for, or None."""
     if boost_level != "O0":
         return f"boost_level={boost_level!r}"
@@ -134,7 +138,7 @@ def _what_needs_a_stock_cell(network, boost_level):
     return None
 
 
-def _check_division(optimizer, loss_scale, update_cell):
+def _check_division(optimizer: object, loss_scale: float, update_cell: object) -> None:
     """Refuse to divide the gradients by the loss scale twice, and warn where nothing divides them."""
     if update_cell is not None:
         refuse_dividing_optimizer(optimizer)
@@ -190,7 +194,7 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
         9.0
     """
 
-    def __init__(self, network, optimizer, loss_scale=128.0):
+    def __init__(self, network: Any, optimizer: Any, loss_scale: float = 128.0) -> None:
         if isinstance(loss_scale, amp.LossScaleManager):
             raise TypeError(
                 f"'loss_scale' must be a number, but got the loss-scale manager {type(loss_scale).__name__}. Give "
@@ -201,7 +205,7 @@ class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
         super().__init__(network, optimizer, loss_scale)
         self.reciprocal = Tensor(1.0 / loss_scale, mstype.float32)
 
-    def construct(self, *inputs):
+    def construct(self, *inputs: Any) -> Any:
         loss = self.network(*inputs)
         sens = ops.fill(loss.dtype, loss.shape, self.sens)
         grads = self.grad(self.network, self.weights)(*inputs, sens)

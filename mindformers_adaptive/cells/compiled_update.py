@@ -1,6 +1,10 @@
 """``CompiledUpdateCell``: the state of a rule as Parameters, and one compiled update of them for any rule."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from mindspore import Parameter, Tensor, jit, nn, ops
@@ -9,10 +13,14 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.graph_form import GraphStep
 from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs
 from mindformers_adaptive.rules.checks import require_flag, require_integer
-from mindformers_adaptive.rules.fields import STEP_FIELDS
+from mindformers_adaptive.rules.fields import STEP_FIELDS, Field
+from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 
 __all__ = ["CompiledUpdateCell", "tensor_of"]
+
+# Typed here, because MindSpore compiles no variable with an annotation.
+_NO_TENSORS: tuple[Any, ...] = ()
 
 
 class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
@@ -30,7 +38,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         signals (tuple[str, ...]): what a train-step cell has to assign in each step, Parameters by these names.
     """
 
-    def __init__(self, rule, start, history_size=0, track_per_parameter=False):
+    def __init__(self, rule: Rule, start: Any, history_size: int = 0, track_per_parameter: bool = False) -> None:
         remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
         history_size = require_integer("history_size", history_size, 0, remedy, most=10**6, unit="number of steps")
         factor = getattr(rule, "scale_factor", 2)
@@ -43,7 +51,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         for name, value in (("history_size", history_size), ("track_per_parameter", track_per_parameter)):
             if value:
                 refuse_kept_graphs(name, value)
-        self.largest_per_parameter = None
+        self.largest_per_parameter: Any = None
         self.has_signal = not self.signals
         step = GraphStep(rule)
         self.step_function = step.function
@@ -62,12 +70,12 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             self.recorded = tuple(_place_of(rule, key, places) for key in rule.recorded)
             counts = [key for key, place in zip(rule.recorded, self.recorded, strict=True) if place[-1]]
             floats = [key for key in rule.recorded if key not in counts]
-            counts = ("overflow", *counts, "skipped_steps", "consecutive_overflows")
+            counts = ["overflow", *counts, "skipped_steps", "consecutive_overflows"]
             self.history = ScaleHistory(history_size, counts, measures=(*floats, *self.signals))
         # Last, so that no field takes the name of something else.
         self._make_parameters(start)
 
-    def _make_parameters(self, start):
+    def _make_parameters(self, start: Any) -> None:
         values = {**to_values(self.rule, start, steps=0), **dict.fromkeys(self.signals, 0.0)}
         self._fields = all_fields(self.rule)
         for field in self._fields:
@@ -80,16 +88,16 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             parameter = Parameter(tensor_of(field, values), name=field.parameter, requires_grad=False)
             setattr(self, field.name, parameter)
 
-    def construct(self, loss_scale, overflow):
+    def construct(self, loss_scale: Any, overflow: Any) -> Any:
         return self._compiled_update(loss_scale, overflow)
 
     # One graph in PyNative mode too, as MindSpore's optimizers are. Not construct itself: in its place MindSpore would
     # compile the construct of a subclass that calls it.
     @jit(backend="ms_backend")
-    def _compiled_update(self, loss_scale, overflow):
+    def _compiled_update(self, loss_scale: Any, overflow: Any) -> Any:
         since_event = self.cur_iter - self.last_overflow_iter
         computed = {"loss_scale": loss_scale, "overflow": overflow, "since_event": since_event}
-        given = ()
+        given = _NO_TENSORS
         for name, attribute in self.inputs:
             given = (*given, computed[name] if attribute is None else getattr(self, attribute))
         after = self.step_function(*given)
@@ -115,8 +123,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         ops.assign_add(self.skipped_steps, overflowed)
         return overflow
 
-    def _remember(self, loss_scale, next_loss_scale, overflowed, in_a_row, after):
-        counts, floats = (overflowed,), ()
+    def _remember(self, loss_scale: Any, next_loss_scale: Any, overflowed: Any, in_a_row: Any, after: Any) -> None:
+        counts, floats = (*_NO_TENSORS, overflowed), _NO_TENSORS
         for name, place, part, is_count in self.recorded:
             value = getattr(self, name) if place is None else after[place]
             value = value if part is None else ops.gather(value, part, 0)
@@ -129,7 +137,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             floats = (*floats, getattr(self, name))
         self.history(loss_scale, next_loss_scale, self.cur_iter, counts, floats)
 
-    def declare_signal(self, names):
+    def declare_signal(self, names: Sequence[str]) -> None:
         """Declare that the train step assigns ``largest_gradient`` before each call, as those of this package do.
 
         Args:
@@ -148,7 +156,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
     # Its name of before; without a docstring it is not in the reference.
     each_largest = property(lambda self: self.largest_per_parameter)
 
-    def overflowed_parameters(self):
+    def overflowed_parameters(self) -> list[str]:
         """Return the names of the Parameters whose gradients had an inf or a NaN in the last step.
 
         Returns:
@@ -160,7 +168,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         largest = self.largest_per_parameter.asnumpy()
         return [name for name, value in zip(self.parameter_names, largest, strict=True) if not math.isfinite(value)]
 
-    def recent_steps(self, since=0):
+    def recent_steps(self, since: int = 0) -> list[dict[str, Any]]:
         """Return the steps after ``since``, oldest first, at most the last ``history_size``.
 
         Args:
@@ -187,13 +195,13 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         return self.history.steps(since, last=int(self.cur_iter.asnumpy()) - 1)
 
 
-def _place_of(rule, key, places):
+def _place_of(rule: Rule, key: str, places: Mapping[str, int]) -> tuple[str, int | None, Any, bool]:
     """Where a recorded part of the state is: its field, where the step returns it, its place in a vector, its kind."""
     field = next(field for field in rule.fields if key in field.keys)
     part = Tensor(field.parts.index(key), mstype.int32) if field.parts else None
     return field.name, places.get(field.name), part, field.dtype == "int32"
 
 
-def tensor_of(field, values):
+def tensor_of(field: Field, values: Mapping[str, Any]) -> Any:
     """Return what the Parameter of a field holds, of the values of a state by name."""
     return Tensor(np.array(field.value_in(values), field.dtype))

@@ -1,5 +1,9 @@
 """Detection of overflow on a CPU, and the largest absolute gradient of a step."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from mindspore import Tensor, context, nn, ops
 from mindspore import dtype as mstype
 from mindspore.communication import get_group_size
@@ -14,11 +18,11 @@ _reduce_max_of_one_element = ops.ReduceMax(keep_dims=True)
 _reduce_sum = ops.ReduceSum()
 
 
-def _magnitudes_of(gradient):
+def _magnitudes_of(gradient: Any) -> Any:
     return ops.abs(ops.cast(gradient, mstype.float32))
 
 
-def _place_of(place, gradient):
+def _place_of(place: Any, gradient: Any) -> Any:
     # The compiler leaves out the places of gradients that it leaves out.
     return ops.depend(place, gradient)
 
@@ -40,7 +44,7 @@ class LargestGradient(nn.Cell):
         Tensor, bool of shape (), whether any gradient is an inf or a NaN.
     """
 
-    def __init__(self, update_cell, is_distributed=False, is_divided=False):
+    def __init__(self, update_cell: Any, is_distributed: bool = False, is_divided: bool = False) -> None:
         super().__init__(auto_prefix=False)
         # Not through nn.Cell: the update cell is a child of the train-step cell.
         object.__setattr__(self, "largest_gradient", update_cell.largest_gradient)
@@ -62,7 +66,7 @@ class LargestGradient(nn.Cell):
             self.collect = ops.AllGather() if self.on_cpu else ops.AllReduce(ops.ReduceOp.MAX)
             self.processes = get_group_size()
 
-    def construct(self, gradients):
+    def construct(self, gradients: tuple[Any, ...]) -> Any:
         magnitudes = _hyper_map(_magnitudes_of, gradients)
         each = ops.stack(_hyper_map(_reduce_max, magnitudes))
         # ReduceMax on CPU drops a NaN that is not the first element; a sum of magnitudes is NaN for no other reason.
@@ -91,18 +95,18 @@ class LargestGradient(nn.Cell):
         ops.assign(self.largest_gradient, largest)
         return ops.logical_not(ops.less_equal(largest, self.largest_float32))
 
-    def keep_divisor(self, divisor):
+    def keep_divisor(self, divisor: Any) -> None:
         """Remember what the gradients of this step are divided by, a Tensor of one element."""
         # Until they are measured. A Parameter of no cell is not written by a graph from MindSpore's compile cache.
         ops.assign(self.largest_gradient, ops.reshape(ops.cast(divisor, mstype.float32), ()))
 
 
-def _sum_of_differences(gradient):
+def _sum_of_differences(gradient: Any) -> Any:
     # An inf or a NaN minus itself is NaN, all else 0. A sum keeps a NaN; ReduceMax on CPU drops one that is not first.
     return ops.cast(_reduce_sum(ops.sub(gradient, gradient)), mstype.float32)
 
 
-def has_inf_or_nan(gradients):
+def has_inf_or_nan(gradients: tuple[Any, ...]) -> Any:
     """Return whether any gradient has an inf or a NaN.
 
     The same answer as ``mindspore.amp.all_finite``, negated, in less time on a CPU:

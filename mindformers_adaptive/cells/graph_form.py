@@ -1,9 +1,13 @@
 """The step of a rule as one straight function that MindSpore compiles."""
 
+from __future__ import annotations
+
 import collections
 import itertools
 import sys
 import types
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor, ops
@@ -12,7 +16,8 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.rules import operations
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.generated import make_function
-from mindformers_adaptive.rules.program import make_program
+from mindformers_adaptive.rules.program import Node, make_program
+from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["GraphStep"]
 
@@ -32,10 +37,10 @@ class GraphStep:
         outputs (tuple[str, ...]): the names of what it returns, in order; what stays as it is is not among them.
     """
 
-    def __init__(self, rule):
+    def __init__(self, rule: Rule) -> None:
         program = make_program([rule.traced.outputs], rule.fixed_state)
-        self._program, self._names, self._lines = program, _names(), []
-        nodes = program.nodes
+        self._program, self._names, nodes = program, _names(), program.nodes
+        self._lines: list[str] = []
         self._copies = {place for name, place in program.outputs.items() if nodes[place].op == "input"}
         changed = {name: place for name, place in program.outputs.items() if nodes[place].extra != name}
         together = self._picked_together(changed.values())
@@ -56,7 +61,7 @@ class GraphStep:
         self.function = make_function(rule.name, source, vars(module))
         sys.modules[module.__name__] = module
 
-    def _picked_together(self, results):
+    def _picked_together(self, results: Iterable[int]) -> list[int]:
         """Return the results that are each an element of a vector or something else, as one flag says for all."""
         nodes, groups = self._program.nodes, collections.defaultdict(list)
         for place in results:
@@ -73,7 +78,7 @@ class GraphStep:
                 return places
         return []
 
-    def _pick_together(self, places):
+    def _pick_together(self, places: list[int]) -> None:
         """Pick between two vectors, which takes fewer kernels than to pick between their elements."""
         nodes = self._program.nodes
         flag, vector = nodes[places[0]].args[0], nodes[nodes[places[0]].args[1]].args[0]
@@ -82,10 +87,10 @@ class GraphStep:
         for element, place in enumerate(places):
             self._add(f"v{place} = picked[{element}]")
 
-    def _add(self, line):
+    def _add(self, line: str) -> None:
         self._lines.append(f"    {line}")
 
-    def _compute(self, place):
+    def _compute(self, place: int) -> None:
         node, constants = self._program.nodes[place], self._program.constants
         if node.op == "input":
             self._add(f"v{place} = in_{node.extra}")
@@ -96,7 +101,7 @@ class GraphStep:
             self._names[f"v{place}"] = Tensor(np.array(constants[place][..., 0]))
             return
         args = [f"v{arg}" for arg in node.args]
-        known = [constants.get(arg) for arg in node.args]
+        known: list[Any] = [constants.get(arg) for arg in node.args]
         extra = {"all": ", ".join(args), "extra": node.extra}
         if node.op == "element" and f"{args[0]}_parts" not in self._names:
             self._add(f"{args[0]}_parts = ops.unstack({args[0]})")
@@ -109,22 +114,22 @@ class GraphStep:
             extra["minus_lowest"] = f" - {args[2]}" if lowest.any() else ""
         if node.op in ("exponent", "power"):
             lowest, highest = (int(known[n][0]) for n in (1, 2))
-            self._constant("powers", np.float32([2.0**n for n in range(lowest, highest + 1)]))
+            self._constant("powers", [2.0**n for n in range(lowest, highest + 1)], np.float32)
             self._constant("below_lowest", np.int32(lowest - 1))
         if node.op == "max_safe_exponent":
             # A gradient that is at most so many of these shows that exponent: inf and NaN none, 0 all of them.
             largest = float(known[2][0])
             exponents = operations.possible_exponents(largest)
             fits_at = [min(largest * 2.0**-n, LARGEST_FLOAT32) for n in exponents]
-            self._constant("fits_at", np.float32([*fits_at, np.nextafter(np.float32(SMALLEST_FLOAT32), np.float32(0))]))
-            self._constant("exponents", np.int32([operations.UNSHOWN, *exponents, operations.UNSHOWN]))
+            self._constant("fits_at", [*fits_at, np.nextafter(np.float32(SMALLEST_FLOAT32), np.float32(0))], np.float32)
+            self._constant("exponents", [operations.UNSHOWN, *exponents, operations.UNSHOWN], np.int32)
         if (other := self._folded(node)) is not None:
             self._add(f"v{place} = {other}")
             return
         dtype = self._program.nodes[node.args[0]].dtype
         self._add(f"v{place} = " + operations.operation_of(node.op, dtype, known).mindspore.format(*args, **extra))
 
-    def _folded(self, node):
+    def _folded(self, node: Node) -> str | None:
         """Return another expression with the same bits for what the compiler would change, or None."""
         nodes, constants = self._program.nodes, self._program.constants
         for x, c in (node.args, node.args[::-1]) if node.op in ("add", "mul") and node.dtype == "float32" else ():
@@ -139,12 +144,12 @@ class GraphStep:
                 return f"v{x} - {self._constant(f'minus_v{c}', -constants[c][..., 0])}"
         return None
 
-    def _constant(self, name, array):
-        self._names.setdefault(name, Tensor(np.array(array)))
+    def _constant(self, name: str, array: Any, dtype: Any = None) -> str:
+        self._names.setdefault(name, Tensor(np.array(array, dtype)))
         return name
 
 
-def _names():
+def _names() -> dict[str, Any]:
     return {
         "ops": ops,
         "mstype": mstype,

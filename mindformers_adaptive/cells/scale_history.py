@@ -1,7 +1,11 @@
 """The last steps of an update cell, kept on the device for a host that does not see every step."""
 
+from __future__ import annotations
+
 import itertools
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import mindspore
 import numpy as np
@@ -36,7 +40,7 @@ class ScaleHistory(nn.Cell):
         Tensor, `next_loss_scale`.
     """
 
-    def __init__(self, size, counts, measures=()):
+    def __init__(self, size: int, counts: Sequence[str], measures: Sequence[str] = ()) -> None:
         super().__init__(auto_prefix=False)
         self.size = size
         self.names_of_counts, self.names_of_floats = ("step", *counts), ("loss_scale", "next_loss_scale", *measures)
@@ -46,7 +50,7 @@ class ScaleHistory(nn.Cell):
         self._own("place", np.zeros(1, np.int32))
         self.place_after = Tensor(np.roll(np.arange(size), -1), mstype.int32)
 
-    def construct(self, loss_scale, next_loss_scale, step, counts, measures=()):
+    def construct(self, loss_scale: Any, next_loss_scale: Any, step: Any, counts: Any, measures: Any = ()) -> Any:
         scales = ops.stack((loss_scale, next_loss_scale, *measures))
         counts = ops.stack((step, *counts))
         ops.scatter_update(self.scales, self.place, ops.expand_dims(scales, 0))
@@ -55,7 +59,7 @@ class ScaleHistory(nn.Cell):
         ops.assign(self.place, ops.gather(self.place_after, self.place, 0))
         return next_loss_scale
 
-    def steps(self, since, last):
+    def steps(self, since: int, last: int) -> list[dict[str, Any]]:
         """Return the kept steps from ``since + 1`` to ``last``, the step written last; oldest first, without gaps."""
         scales, counts, place = self.scales.asnumpy(), self.counts.asnumpy(), int(self.place.asnumpy()[0])
         newest_first = []
@@ -69,13 +73,13 @@ class ScaleHistory(nn.Cell):
             newest_first.append(row | dict(zip(self.names_of_floats, scales[place].tolist(), strict=True)))
         return newest_first[::-1]
 
-    def _own(self, name, values):
+    def _own(self, name: str, values: Any) -> None:
         parameter = Parameter(Tensor(values), name=f"loss_scale_history_{self.number}_{name}", requires_grad=False)
         # Not through nn.Cell, which would make it a Parameter of the network and of every checkpoint.
         object.__setattr__(self, name, parameter)
 
 
-def refuse_kept_graphs(name, value):
+def refuse_kept_graphs(name: str, value: int) -> None:
     """Raise ValueError where MindSpore keeps compiled graphs: one from there leaves a Parameter of no cell as it is.
 
     Args:

@@ -1,7 +1,11 @@
 """What every train-step cell of this package does, in one mixin."""
 
+from __future__ import annotations
+
 import inspect
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from mindformers.tools.logger import logger
@@ -14,8 +18,11 @@ from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
 __all__ = ["LossScaleTrainStep", "PerTokenTrainStep", "refuse_dividing_optimizer"]
 
+# To a type checker a class that may have anything, as the stock cell has that follows in a subclass.
+_Base: Any = object
 
-class LossScaleTrainStep:
+
+class LossScaleTrainStep(_Base):
     """Mixin for a subclass of ``nn.TrainOneStepWithLossScaleCell``; list it first among the bases.
 
     It stands before the stock cell because it overrides ``__init__``, ``__call__``, ``get_overflow_status``,
@@ -51,8 +58,9 @@ class LossScaleTrainStep:
     stock_overflow_status = nn.TrainOneStepWithLossScaleCell.get_overflow_status
     # Whether overflows are looked for in gradients that are clipped already.
     clips_before_detection = False
+    clip_grad_norm: Any
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock_init = super().__init__
         try:
             arguments = inspect.signature(stock_init).bind_partial(*args, **kwargs).arguments
@@ -87,7 +95,7 @@ class LossScaleTrainStep:
         if isinstance(learning_rate := getattr(self, "learning_rate", None), Parameter):
             learning_rate.name = "returned_learning_rate"
 
-    def _measure_largest_gradient(self):
+    def _measure_largest_gradient(self) -> None:
         update_cell = self.loss_scaling_manager
         update_cell.declare_signal([weight.name for weight in self.weights])
         self.keeps_divisor = self._tells_divisor()
@@ -98,11 +106,11 @@ class LossScaleTrainStep:
         elif type(self).get_overflow_status is LossScaleTrainStep.get_overflow_status:
             self.measures_at_detection = True
         else:
-            # Of a user's subclass, which need not call this class, and in a graph cannot.
+            # Of a user's subclass, which need not call this class, and in a graph cannot; so this one takes its place.
             self.own_overflow_status = self.get_overflow_status
-            self.get_overflow_status = self.get_own_overflow_status
+            self.get_overflow_status = self.get_own_overflow_status  # type: ignore[method-assign]
 
-    def _tells_divisor(self):
+    def _tells_divisor(self) -> bool:
         """Return whether each step will tell what the gradients are divided by beside the loss scale."""
         if getattr(self, "calculate_per_token_loss", False):
             raise TypeError(
@@ -111,7 +119,7 @@ class LossScaleTrainStep:
             )
         return False
 
-    def get_overflow_status(self, status, compute_output):
+    def get_overflow_status(self, status: Any, compute_output: tuple[Any, ...]) -> Any:
         """Return whether the gradients contain an inf or a NaN.
 
         Args:
@@ -131,7 +139,7 @@ class LossScaleTrainStep:
             self.measure_largest_gradient(compute_output)
         return self.stock_overflow_status(status, compute_output)
 
-    def get_own_overflow_status(self, status, compute_output):
+    def get_own_overflow_status(self, status: Any, compute_output: tuple[Any, ...]) -> Any:
         """Return what the detection of a user's subclass returns; the largest gradient is measured beside it.
 
         Args:
@@ -144,14 +152,14 @@ class LossScaleTrainStep:
         self.measure_largest_gradient(compute_output)
         return self.own_overflow_status(status, compute_output)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A checkpoint may be loaded after set_train(), or set_train() may never be called.
         if not self._is_running:
             _check_and_report(self)
         self._is_running = True
         return super().__call__(*args, **kwargs)
 
-    def set_sense_scale(self, sens):
+    def set_sense_scale(self, sens: Any) -> None:
         """As of the stock cell: set another fixed loss scale.
 
         Args:
@@ -161,14 +169,14 @@ class LossScaleTrainStep:
         if self._fixed_scale is not None:
             self._fixed_scale = self.scale_sense.asnumpy().item()
 
-    def add_flags_recursive(self, **flags):
+    def add_flags_recursive(self, **flags: bool) -> Any:
         super().add_flags_recursive(**flags)
         if flags.get("training"):
             self._is_running = False
             _check_and_report(self)
         return self
 
-    def get_overflow_status_on_cpu(self, status, compute_output):
+    def get_overflow_status_on_cpu(self, status: Any, compute_output: tuple[Any, ...]) -> Any:
         """Return whether the gradients contain an inf or a NaN.
 
         Args:
@@ -194,13 +202,14 @@ class PerTokenTrainStep(LossScaleTrainStep):
     """
 
     # Those of the stock cell, as a subclass names them. Older versions of MindFormers have none.
-    stock_grads_for_legacy = stock_grads_for_mcore = None
+    stock_grads_for_legacy: Any = None
+    stock_grads_for_mcore: Any = None
 
-    def _tells_divisor(self):
+    def _tells_divisor(self) -> bool:
         stock = self.stock_grads_for_legacy if getattr(self, "use_legacy", True) else self.stock_grads_for_mcore
         return stock is not None and getattr(self, "calculate_per_token_loss", False)
 
-    def grads_for_legacy(self, scaling_sens, *inputs):
+    def grads_for_legacy(self, scaling_sens: Any, *inputs: Any) -> tuple[Any, Any, Any]:
         """As the method of the stock cell; what the gradients will be divided by is remembered.
 
         Args:
@@ -213,7 +222,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
         """
         return self._keep_divisor(*self.stock_grads_for_legacy(scaling_sens, *inputs))
 
-    def grads_for_mcore(self, scaling_sens, *inputs):
+    def grads_for_mcore(self, scaling_sens: Any, *inputs: Any) -> tuple[Any, Any, Any]:
         """As :meth:`grads_for_legacy`, for the other models of MindFormers.
 
         Args:
@@ -226,7 +235,7 @@ class PerTokenTrainStep(LossScaleTrainStep):
         """
         return self._keep_divisor(*self.stock_grads_for_mcore(scaling_sens, *inputs))
 
-    def _keep_divisor(self, loss, grads, divisor):
+    def _keep_divisor(self, loss: Any, grads: Any, divisor: Any) -> tuple[Any, Any, Any]:
         if self.keeps_divisor:
             self.measure_largest_gradient.keep_divisor(divisor)
         return loss, grads, divisor
@@ -235,27 +244,27 @@ class PerTokenTrainStep(LossScaleTrainStep):
 class _MeasuredClipping(nn.Cell):
     """Clips gradients as another cell does, after the largest one is measured."""
 
-    def __init__(self, measure, clip):
+    def __init__(self, measure: LargestGradient, clip: Any) -> None:
         super().__init__(auto_prefix=False)
         self.measure, self.clip = measure, clip
 
-    def construct(self, gradients):
+    def construct(self, gradients: tuple[Any, ...]) -> Any:
         self.measure(gradients)
         return self.clip(gradients)
 
 
-def _follows_a_rule(train_step):
+def _follows_a_rule(train_step: Any) -> bool:
     return isinstance(train_step.loss_scaling_manager, RuleUpdateCell)
 
 
-def _has_fixed_scale(train_step):
+def _has_fixed_scale(train_step: Any) -> bool:
     update_cell = train_step.loss_scaling_manager
     # A user's subclass of the stock cell may move it.
     is_stock = type(update_cell) is nn.FixedLossScaleUpdateCell
     return update_cell is None or is_stock or getattr(update_cell, "has_fixed_scale", False)
 
 
-def refuse_dividing_optimizer(optimizer):
+def refuse_dividing_optimizer(optimizer: object) -> None:
     """Raise ValueError if an optimizer divides the gradients by a loss scale, as the train-step cell does."""
     divided_by = getattr(optimizer, "loss_scale", 1.0)
     if divided_by != 1.0:
@@ -265,7 +274,7 @@ def refuse_dividing_optimizer(optimizer):
         )
 
 
-def _require_update_cell(scale_sense):
+def _require_update_cell(scale_sense: object) -> None:
     if isinstance(scale_sense, amp.LossScaleManager):
         remedy = "Give manager.get_update_cell(), or give the manager to Model(..., loss_scale_manager=manager)."
     elif isinstance(scale_sense, amp.LossScaler):
@@ -294,7 +303,7 @@ def _require_update_cell(scale_sense):
     )
 
 
-def _check_and_report(train_step):
+def _check_and_report(train_step: Any) -> None:
     """Check what was restored, and say once what scales the loss and from where it goes on."""
     update_cell, follows_a_rule = train_step.loss_scaling_manager, _follows_a_rule(train_step)
     if follows_a_rule:
@@ -321,7 +330,7 @@ def _check_and_report(train_step):
         )
 
 
-def _keep_fixed_scale(train_step):
+def _keep_fixed_scale(train_step: Any) -> None:
     """Set a fixed loss scale that a checkpoint has replaced."""
     scale_sense, wanted = train_step.scale_sense, train_step._fixed_scale
     restored = scale_sense.asnumpy().item()
@@ -335,7 +344,7 @@ def _keep_fixed_scale(train_step):
     scale_sense.set_data(Tensor(np.full(scale_sense.shape, wanted), mstype.float32))
 
 
-def _report_cell(update_cell, loss_scale, state):
+def _report_cell(update_cell: Any, loss_scale: float, state: Mapping[str, Any]) -> None:
     """Say whose cell it is: MindFormers has one of the same name."""
     cls = type(update_cell)
     name = "a fixed scale" if update_cell is None else f"{cls.__name__} of {cls.__module__.partition('.')[0]}"

@@ -1,12 +1,17 @@
 """``RuleUpdateCell``: the update cell of any rule, which the public cells are signatures of."""
 
+from __future__ import annotations
+
 import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.compiled_update import CompiledUpdateCell, tensor_of
 from mindformers_adaptive.rules.checks import to_float32
+from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import from_values, repair, repair_loss_scale, to_values
 from mindformers_adaptive.rules.state_dict import (
     RUN,
@@ -29,21 +34,21 @@ class RuleUpdateCell(CompiledUpdateCell):
             :class:`~mindformers_adaptive.cells.compiled_update.CompiledUpdateCell`.
     """
 
-    bound_loss_scale = None
+    bound_loss_scale: Any = None
 
-    def __init__(self, rule, start, history_size=0, track_per_parameter=False):
+    def __init__(self, rule: Rule, start: Any, history_size: int = 0, track_per_parameter: bool = False) -> None:
         super().__init__(rule, start, history_size, track_per_parameter)
         # Read by no graph. A Parameter, because a checkpoint that MindSpore loads brings back nothing else.
         self.loss_scaling_run = Parameter(Tensor(0, mstype.int32), name=RUN, requires_grad=False)
         # The loss scale and the state that this cell wrote or checked last; None if it did not know the scale then.
-        self._settled = None
+        self._settled: tuple[float, dict[str, Any]] | None = None
         # The fields that were set from outside since then.
-        self.restored = set()
+        self.restored: set[str] = set()
         for field in self._fields:
             _notice_when_set(getattr(self, field.name), field.name, self.restored)
 
     @classmethod
-    def from_rule(cls, rule, state, steps=0):
+    def from_rule(cls, rule: Rule, state: Any, steps: int = 0) -> RuleUpdateCell:
         """Return a cell that goes on by a rule from a state.
 
         Args:
@@ -67,11 +72,11 @@ class RuleUpdateCell(CompiledUpdateCell):
         return cell
 
     @classmethod
-    def _for_rule(cls, rule, state, **options):
+    def _for_rule(cls, rule: Rule, state: Any, **options: Any) -> RuleUpdateCell:
         """Return a cell with this rule that starts at the loss scale of a state."""
         return cls(state.loss_scale, **rule.arguments, **options)
 
-    def state(self):
+    def state(self) -> dict[str, Any]:
         """Return the state. Reading waits for the device.
 
         Returns:
@@ -81,13 +86,13 @@ class RuleUpdateCell(CompiledUpdateCell):
         values = self._values()
         return {"loss_scale": self.present_loss_scale, **values} if self._knows_loss_scale(values) else values
 
-    def _values(self):
-        values = {}
+    def _values(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
         for field in self._fields:
             values |= field.by_key(getattr(self, field.name).asnumpy().tolist())
         return values
 
-    def rule_state(self):
+    def rule_state(self) -> Any:
         """Return the state as the rule has it.
 
         Returns:
@@ -98,7 +103,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         """
         return from_values(self.rule, self.known_loss_scale(), self._values())
 
-    def write_rule_state(self, state, steps, last_event=None):
+    def write_rule_state(self, state: Any, steps: int, last_event: int | None = None) -> None:
         """Go on from a state of the rule.
 
         Args:
@@ -108,7 +113,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         """
         self._write(state.loss_scale, {**self._values(), **to_values(self.rule, state, steps, last_event)})
 
-    def known_loss_scale(self):
+    def known_loss_scale(self) -> float:
         """Return the loss scale for the next step.
 
         Returns:
@@ -124,32 +129,32 @@ class RuleUpdateCell(CompiledUpdateCell):
             )
         return self.present_loss_scale
 
-    def _knows_loss_scale(self, values):
+    def _knows_loss_scale(self, values: Mapping[str, Any]) -> bool:
         is_own = values["cur_iter"] == 1 or (self.loss_scale_value, values) == self._settled
         return is_own or self.bound_loss_scale is not None
 
     @property
-    def run_number(self):
+    def run_number(self) -> int:
         """int: the number of the run, by which it finds its records again; 0 until a callback sets it."""
         return int(self.loss_scaling_run.asnumpy())
 
     @run_number.setter
-    def run_number(self, number):
+    def run_number(self, number: int) -> None:
         self.loss_scaling_run.set_data(Tensor(number, mstype.int32))
 
     @property
-    def present_loss_scale(self):
+    def present_loss_scale(self) -> float:
         """float: that of the next step, or the initial one where no train-step cell has bound its own."""
         if self.bound_loss_scale is None:
             return float(self.loss_scale_value)
         return float(self.bound_loss_scale.asnumpy())
 
     @property
-    def inv_scale(self):
+    def inv_scale(self) -> float:
         """float: the reciprocal of the loss scale, by which gradients are multiplied."""
         return to_float32(1.0 / self.known_loss_scale())
 
-    def bind_loss_scale(self, parameter):
+    def bind_loss_scale(self, parameter: Any) -> None:
         """Tell the cell which Parameter is its first input, for ``state_dict()`` and ``load_state_dict()``.
 
         The train-step cells of this package do it.
@@ -160,7 +165,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         # Not through nn.Cell, which would make it a child of this cell too.
         object.__setattr__(self, "bound_loss_scale", parameter)
 
-    def state_dict(self, *args, **kwargs):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state as numbers, which ``mindspore.save_checkpoint(..., append_dict=)`` and JSON take.
 
         Megatron-LM's ``DynamicGradScaler`` loads it too, once ``scale`` is a tensor:
@@ -183,7 +188,7 @@ class RuleUpdateCell(CompiledUpdateCell):
             return super().state_dict(*args, **kwargs)
         return to_state_dict(self.rule, self.known_loss_scale(), self._values(), self.run_number)
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state; in a train-step cell of another package, load it before the cell is given to that.
 
         Args:
@@ -213,7 +218,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         if missing and not is_changed:
             warnings.warn(f"The state has no {', '.join(missing)}: what it lacks stays as it is.", stacklevel=2)
 
-    def restore(self, state):
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state()`` of an update cell returned, of this rule or of another, at the present scale.
 
         What another cell has that this one has not is left out, with a warning where a state of this rule is missing.
@@ -230,7 +235,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         loss_scale = self.present_loss_scale
         self._write(loss_scale, _repair(self.rule, {**self._values(), **given}, loss_scale, restored)[0])
 
-    def check_state(self):
+    def check_state(self) -> None:
         """Repair a restored state that this cell cannot go on with.
 
         A checkpoint may come from another cell, or from this one with other arguments. Each change gives a warning
@@ -260,7 +265,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         if not is_known:
             self._settled = None
 
-    def add_flags_recursive(self, **flags):
+    def add_flags_recursive(self, **flags: bool) -> RuleUpdateCell:
         """As in ``nn.Cell``; the start of training also checks a restored state.
 
         ``set_train()`` of this cell or of one that contains it calls this, and so does ``Model.train``.
@@ -287,7 +292,7 @@ class RuleUpdateCell(CompiledUpdateCell):
             self.check_state()
         return self
 
-    def _write(self, loss_scale, values):
+    def _write(self, loss_scale: float, values: dict[str, Any]) -> None:
         if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
             self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))
         self.loss_scale_value = loss_scale
@@ -298,7 +303,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         self.restored.clear()
 
 
-def read_restored_scale(rule, loss_scale_value):
+def read_restored_scale(rule: Rule, loss_scale_value: Any) -> Any:
     """Return a ``loss_scale_value`` that is a Tensor of one element as a float, and any other as it is.
 
     MindFormers gives a Parameter on resume, which would become a trainable child of the cell.
@@ -313,7 +318,9 @@ def read_restored_scale(rule, loss_scale_value):
     return repair_loss_scale(rule, float(loss_scale_value.asnumpy().item()), "loss_scale_value")
 
 
-def _repair(rule, values, loss_scale, restored):
+def _repair(
+    rule: Rule, values: Mapping[str, Any], loss_scale: float, restored: Collection[str] | None
+) -> tuple[dict[str, Any], bool]:
     """Return values that a rule can go on with, and whether they are others, of which it warns."""
     repaired, problems = repair(rule, values, loss_scale, restored)
     for problem in problems:
@@ -321,14 +328,14 @@ def _repair(rule, values, loss_scale, restored):
     return repaired, bool(problems)
 
 
-def _notice_when_set(parameter, name, names):
+def _notice_when_set(parameter: Any, name: str, names: set[str]) -> None:
     """Add a name to a set whenever a Parameter is set from outside, as a checkpoint does and no graph.
 
     By its values, a state can be that of another cell, which lacks what is special about this one. MindSpore makes the
     class of a Parameter itself, so that a subclass of it is not to be had.
     """
 
-    def set_data(*args, **kwargs):
+    def set_data(*args: Any, **kwargs: Any) -> Any:
         names.add(name)
         return type(parameter).set_data(parameter, *args, **kwargs)
 

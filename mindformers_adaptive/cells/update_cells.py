@@ -1,7 +1,12 @@
 """The public update cells: signatures of the update cell of any rule."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell, read_restored_scale
-from mindformers_adaptive.rules import make_rule
+from mindformers_adaptive.rules import Format, Rule, make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
@@ -78,19 +83,19 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
 
     def __init__(
         self,
-        loss_scale_value,
-        scale_factor,
-        scale_window,
-        max_scale_window=DEFAULT_MAX_SCALE_WINDOW,
-        min_scale_window=DEFAULT_MIN_SCALE_WINDOW,
+        loss_scale_value: Any,
+        scale_factor: float,
+        scale_window: int,
+        max_scale_window: int = DEFAULT_MAX_SCALE_WINDOW,
+        min_scale_window: int = DEFAULT_MIN_SCALE_WINDOW,
         *,
-        min_loss_scale=1.0,
-        max_loss_scale=None,
-        hysteresis=1,
-        shrink_from_min_window=False,
-        backoff_factor=None,
-        history_size=0,
-    ):
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float | None = None,
+        hysteresis: int = 1,
+        shrink_from_min_window: bool = False,
+        backoff_factor: float | None = None,
+        history_size: int = 0,
+    ) -> None:
         rule = AdaptiveRule(
             scale_factor,
             max_scale_window,
@@ -104,7 +109,7 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
         super().__init__(rule, rule.start(read_restored_scale(rule, loss_scale_value), scale_window), history_size)
 
     @classmethod
-    def _for_rule(cls, rule, state, **options):
+    def _for_rule(cls, rule: Any, state: Any, **options: Any) -> RuleUpdateCell:
         return cls(state.loss_scale, scale_window=rule.ladder[max(state.window_index, 0)], **rule.arguments, **options)
 
 
@@ -176,16 +181,16 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
 
     def __init__(
         self,
-        loss_scale_value,
-        scale_factor=2,
+        loss_scale_value: Any,
+        scale_factor: float = 2,
         *,
-        exchange_rate=1.0,
-        min_loss_scale=1.0,
-        max_loss_scale=None,
-        gradient_format="float16",
-        history_size=0,
-        track_per_parameter=False,
-    ):
+        exchange_rate: float = 1.0,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float | None = None,
+        gradient_format: str | Mapping[str, Any] | Format = "float16",
+        history_size: int = 0,
+        track_per_parameter: bool = False,
+    ) -> None:
         rule = GuidedRule(
             exchange_rate,
             scale_factor=scale_factor,
@@ -228,11 +233,19 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
         200
     """
 
-    def __init__(self, loss_scale_value, rule, *, history_size=0, track_per_parameter=False, **arguments):
+    def __init__(
+        self,
+        loss_scale_value: Any,
+        rule: str | type[Rule] | Rule,
+        *,
+        history_size: int = 0,
+        track_per_parameter: bool = False,
+        **arguments: Any,
+    ) -> None:
         rule = make_rule(rule, **arguments)
         start = rule.start(read_restored_scale(rule, loss_scale_value))
         super().__init__(rule, start, history_size, track_per_parameter)
 
     @classmethod
-    def _for_rule(cls, rule, state, **options):
+    def _for_rule(cls, rule: Rule, state: Any, **options: Any) -> RuleUpdateCell:
         return cls(state.loss_scale, rule, **options)

@@ -1,8 +1,13 @@
 """``GradientRangeMonitor``: the ranges of gradients and weights during training, as JSON lines and for TensorBoard."""
 
+from __future__ import annotations
+
 import functools
 import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from mindformers.tools.logger import logger
 from mindspore import nn
@@ -12,7 +17,7 @@ from mindformers_adaptive.gradients.layers import LayerOutputsError, checked_lay
 from mindformers_adaptive.gradients.ranges import GradientSweep, checked_loss_scales
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback
 from mindformers_adaptive.rules.checks import require_integer
-from mindformers_adaptive.rules.formats import find_format
+from mindformers_adaptive.rules.formats import Format, find_format
 
 __all__ = ["GradientRangeMonitor"]
 
@@ -86,14 +91,14 @@ class GradientRangeMonitor(RecordingCallback):
 
     def __init__(
         self,
-        every_n_steps=100,
-        loss_scales=None,
-        record_path=None,
-        tensorboard_dir=None,
-        all_ranks=False,
-        layers=None,
-        gradient_format="float16",
-    ):
+        every_n_steps: int = 100,
+        loss_scales: Iterable[float] | None = None,
+        record_path: str | os.PathLike[str] | None = None,
+        tensorboard_dir: str | os.PathLike[str] | None = None,
+        all_ranks: bool = False,
+        layers: Iterable[str] | None = None,
+        gradient_format: str | Mapping[str, Any] | Format = "float16",
+    ) -> None:
         super().__init__(record_path, tensorboard_dir, all_ranks)
         self._every_n_steps = require_integer(
             "every_n_steps", every_n_steps, 1, "The default is 100.", unit="number of steps"
@@ -102,7 +107,7 @@ class GradientRangeMonitor(RecordingCallback):
         self._layers = () if layers is None else checked_layers(layers)
         self._format = find_format(gradient_format)
 
-    def on_train_begin(self, run_context):
+    def on_train_begin(self, run_context: Any) -> None:
         """Look up the network, and the step to go on from.
 
         Args:
@@ -111,10 +116,10 @@ class GradientRangeMonitor(RecordingCallback):
         params = run_context.original_args()
         self._train_step = _find_train_step(params.train_network)
         self._sweep = GradientSweep(self._train_step, self._layers, self._format)
-        self._warned = set()
+        self._warned: set[str] = set()
         self._open(params, self._train_step)
 
-    def on_train_step_begin(self, run_context):
+    def on_train_step_begin(self, run_context: Any) -> None:
         """Measure the gradients, if it is the turn of this step.
 
         Args:
@@ -134,21 +139,21 @@ class GradientRangeMonitor(RecordingCallback):
             else:
                 self._warn_once(f"GradientRangeMonitor looks at no gradients while the loss scale is {loss_scale}.")
 
-    def _release(self):
+    def _release(self) -> None:
         super()._release()
         self._sweep = self._train_step = None
 
-    def _measure(self, step, batch, loss_scale):
-        def observe(scale, gradients, of=""):
+    def _measure(self, step: int, batch: Any, loss_scale: float) -> None:
+        def observe(scale: float, gradients: Mapping[str, Any], of: str = "") -> None:
             if scale == loss_scale:
                 for name, gradient in gradients.items():
                     self._add_histogram(f"{name}{of}/grad", gradient, step)
 
-        def observe_output(name, output):
+        def observe_output(name: str, output: Any) -> None:
             self._add_histogram(f"{name}/output", output, step)
 
         scales = [loss_scale, *self._loss_scales]
-        observers = {"observe_output": observe_output}
+        observers: dict[str, Any] = {"observe_output": observe_output}
         observers["observe_output_gradients"] = functools.partial(observe, of="/output")
         try:
             ranges = self._sweep(batch, scales, observe=observe, **observers)
@@ -163,13 +168,13 @@ class GradientRangeMonitor(RecordingCallback):
             self._add_scalar(tag, value, step)
         self._append([{"step": step, "loss_scale": loss_scale, **ranges.to_dict()}])
 
-    def _warn_once(self, message):
+    def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             logger.warning("%s", message)
         self._warned.add(message)
 
 
-def _find_train_step(train_network):
+def _find_train_step(train_network: Any) -> Any:
     for _, cell in train_network.cells_and_names():
         if isinstance(cell, nn.TrainOneStepCell):
             return cell
@@ -180,13 +185,13 @@ def _find_train_step(train_network):
     )
 
 
-def _loss_scale(train_step):
+def _loss_scale(train_step: Any) -> float:
     scale = getattr(train_step, "scale_sense", None)
     # A cell that scales by a constant has MindSpore's name for it, and None for 1.
     return float(train_step.sens or 1.0) if scale is None else float(scale.asnumpy().item())
 
 
-def _scalars(ranges, loss_scale):
+def _scalars(ranges: Any, loss_scale: float) -> Iterator[tuple[str, float]]:
     measured = {"": ranges.weights, "/grad": ranges.parameters(loss_scale, unscaled=True), "/output": ranges.outputs}
     if ranges.activation_gradients:
         of_outputs = replace(ranges, batches=ranges.activation_gradients)

@@ -1,8 +1,13 @@
 """``LossScaleMonitor``: what loss scaling did in every step, in a file, in TensorBoard and in the log."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from mindformers.core.callback import CheckpointMonitor
 from mindformers.tools.logger import logger
@@ -112,16 +117,16 @@ class LossScaleMonitor(RecordingCallback):
 
     def __init__(
         self,
-        record_path=None,
-        every_n_steps=1,
-        tensorboard_dir=None,
-        max_consecutive_overflows=50,
-        on_collapse="warn",
-        on_write_error="warn",
-        all_ranks=False,
-        explain=False,
-        report_every_n_steps=None,
-    ):
+        record_path: str | os.PathLike[str] | None = None,
+        every_n_steps: int = 1,
+        tensorboard_dir: str | os.PathLike[str] | None = None,
+        max_consecutive_overflows: int | None = 50,
+        on_collapse: str = "warn",
+        on_write_error: str = "warn",
+        all_ranks: bool = False,
+        explain: bool = False,
+        report_every_n_steps: int | None = None,
+    ) -> None:
         super().__init__(record_path, tensorboard_dir, all_ranks, on_write_error)
         self._explain = require_flag("explain", explain)
         self._every_n_steps = require_integer(
@@ -132,16 +137,17 @@ class LossScaleMonitor(RecordingCallback):
             require_integer(
                 "report_every_n_steps", report_every_n_steps, 1, "Leave it out for no page.", unit="number of steps"
             )
-        self._page = None
+        self._page: PageWriter | None = None
         self._collapse = reports.CollapseDetector(max_consecutive_overflows)
         self._on_collapse = require_choice("on_collapse", on_collapse, ("warn", "stop", "raise"))
         self._signals = reports.StopSignals(self._report_signal)
-        self._reader = self._train_step = None
-        self._savers = []
+        self._reader: Any = None
+        self._train_step: Any = None
+        self._savers: list[Any] = []
         # The key and the folder of the checkpoint that the run was resumed from, where this project's Trainer tells it.
-        self.resumed_from = None
+        self.resumed_from: tuple[str, Any] | None = None
 
-    def on_train_begin(self, run_context):
+    def on_train_begin(self, run_context: Any) -> None:
         """Look up the loss scaling, and the step to go on from.
 
         Args:
@@ -160,7 +166,8 @@ class LossScaleMonitor(RecordingCallback):
         self._overflows, self._bad_loss = reports.OverflowNames(), reports.BadLossDetector()
         self._open(params, train_step)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
-        self._called_at, self._seen = self._last_step, {}
+        self._called_at = self._last_step
+        self._seen: dict[int, Any] = {}
         # Before the first step, so that a folder that cannot be written to is reported at once.
         self._append([])
         self._reader.count_from(self._record.last_skipped_steps if self._last_step else 0)
@@ -175,7 +182,7 @@ class LossScaleMonitor(RecordingCallback):
             self._page = PageWriter(self._record.path, self._record.path.with_name(_PAGE))
             self._page_failed = False
 
-    def on_train_step_end(self, run_context):
+    def on_train_step_end(self, run_context: Any) -> None:
         """Record the steps since the last look, if it is the turn of this step.
 
         Args:
@@ -188,10 +195,11 @@ class LossScaleMonitor(RecordingCallback):
         # A sink may step over a multiple.
         if self._called_at // self._every_n_steps > called_before // self._every_n_steps:
             self._look(run_context)
-        if self._page is not None and self._called_at // self._report_every > called_before // self._report_every:
-            self._warn_of_page(self._page.write())
+        page, every = self._page, self._report_every
+        if page is not None and every and self._called_at // every > called_before // every:
+            self._warn_of_page(page.write())
 
-    def on_train_end(self, run_context):
+    def on_train_end(self, run_context: Any) -> None:
         """Record the steps since the last look.
 
         Args:
@@ -201,7 +209,7 @@ class LossScaleMonitor(RecordingCallback):
             self._look(run_context)
         super().on_train_end(run_context)
 
-    def _release(self):
+    def _release(self) -> None:
         super()._release()
         page, self._page = self._page, None
         if page is not None:
@@ -215,17 +223,17 @@ class LossScaleMonitor(RecordingCallback):
                 del saver._check_save_ckpt
         self._savers = []
 
-    def _warn_of_page(self, problem):
+    def _warn_of_page(self, problem: str) -> None:
         if problem and not self._page_failed:
             logger.warning("%s could not be written; training goes on: %s", _PAGE, problem)
         self._page_failed = self._page_failed or bool(problem)
 
-    def _note_call(self, run_context):
+    def _note_call(self, run_context: Any) -> None:
         params = run_context.original_args()
         self._called_at = self._ahead_of_model + params.cur_step_num
         self._seen[self._called_at] = params.net_outputs
 
-    def _look_before_saving(self, run_context):
+    def _look_before_saving(self, run_context: Any) -> None:
         # A run that is killed goes on after its last checkpoint, so the steps before have to be in the record by then.
         self._look_now = functools.partial(self._note_and_look, run_context)
         savers = run_context.original_args().list_callback
@@ -237,14 +245,14 @@ class LossScaleMonitor(RecordingCallback):
             looks.append(self._look_now)
         self._saved_before = [_notes_of(saver) for saver in self._savers]
 
-    def _note_and_look(self, run_context):
+    def _note_and_look(self, run_context: Any) -> None:
         self._note_call(run_context)
         self._look(run_context)
 
-    def _report_signal(self, name):
+    def _report_signal(self, name: str) -> None:
         logger.warning("Training was stopped by %s after step %s. %s", name, self._called_at, self._how_to_resume())
 
-    def _how_to_resume(self):
+    def _how_to_resume(self) -> str:
         if not self._savers:
             return "It cannot be resumed, because it saves no checkpoint: add a CheckpointMonitor to the callbacks."
         for saver, before in zip(self._savers, self._saved_before, strict=True):
@@ -264,7 +272,7 @@ class LossScaleMonitor(RecordingCallback):
             f"{folder}."
         )
 
-    def _look(self, run_context):
+    def _look(self, run_context: Any) -> None:
         window = self._reader.window
         entries = self._read_entries(run_context.original_args().net_outputs)
         if not entries:
@@ -287,14 +295,14 @@ class LossScaleMonitor(RecordingCallback):
                 self._explain_once(run_context.original_args(), entry)
                 self._react_to_collapse(message, run_context)
 
-    def _name_overflows(self, last_entry):
+    def _name_overflows(self, last_entry: Mapping[str, Any]) -> str:
         """What a collapse message says of the Parameters; only of the last step is it known which they are."""
         if self._reader.names_parameters:
             sentence = reports.overflowed_in(last_entry)
             return f" {sentence[0].upper()}{sentence[1:]}" if sentence else ""
         return f" {reports.HOW_TO_NAME}" if self._reader.measures_gradients else ""
 
-    def _read_entries(self, outputs):
+    def _read_entries(self, outputs: Any) -> list[dict[str, Any]]:
         """Return the steps since the last look, oldest first, with the losses and norms that the host has seen."""
         taken = self._reader.steps_taken()
         step = self._called_at if taken is None else self._ahead_of_cell + taken
@@ -302,7 +310,7 @@ class LossScaleMonitor(RecordingCallback):
         if step == self._last_step:
             return []
         went_back = step < self._last_step
-        entries = self._reader.read(step, step if went_back else step - self._last_step, outputs)
+        entries: list[dict[str, Any]] = self._reader.read(step, step if went_back else step - self._last_step, outputs)
         if went_back:
             # The training was set back to an earlier state: the steps since then are taken again.
             self._resume_after = entries[0]["step"] - 1
@@ -317,7 +325,7 @@ class LossScaleMonitor(RecordingCallback):
         self._last_step = step
         return entries
 
-    def _report_window(self, before, entry):
+    def _report_window(self, before: tuple[Any, ...], entry: Mapping[str, Any]) -> tuple[Any, ...]:
         after = (entry["scale_window"], entry["window_index"])
         if after != before and self._writes:
             (window, index), (next_window, next_index) = before, after
@@ -326,7 +334,7 @@ class LossScaleMonitor(RecordingCallback):
             logger.info("Loss scaling: at step %s %s.", entry["step"], change)
         return after
 
-    def _explain_once(self, params, entry):
+    def _explain_once(self, params: Any, entry: Mapping[str, Any]) -> None:
         if not self._explain or self._explained or not self._writes:
             return
         # Only then: its import and its passes cost nothing before.
@@ -337,7 +345,7 @@ class LossScaleMonitor(RecordingCallback):
         scale = entry["next_loss_scale"] if entry["loss_scale"] is None else entry["loss_scale"]
         logger.warning("%s", explain_collapse(self._train_step, batch, scale, self._record.path.parent))
 
-    def _react_to_collapse(self, message, run_context):
+    def _react_to_collapse(self, message: str, run_context: Any) -> None:
         # Overflows are the same in all processes, so all of them stop at the same step.
         if self._on_collapse == "raise":
             raise RuntimeError(message)
@@ -348,14 +356,14 @@ class LossScaleMonitor(RecordingCallback):
             logger.warning("%s", message)
 
 
-def _look_if_due(is_due, looks, *args, **kwargs):
+def _look_if_due(is_due: Callable[..., bool], looks: Iterable[Callable[[], None]], *args: Any, **kwargs: Any) -> bool:
     due = is_due(*args, **kwargs)
     for look in looks if due else []:
         look()
     return due
 
 
-def _notes_of(saver):
+def _notes_of(saver: Any) -> dict[str, int]:
     """Return what changes when a saver has completed a checkpoint: files, and when they were written."""
     if not getattr(saver, "use_legacy_format", True):
         notes = [Path(saver.directory, "latest_checkpointed_iteration.txt")]
