@@ -1,7 +1,7 @@
 """Check on an Ascend what could not be checked without one, and print a report that you can send.
 
     python -m scripts.ascend.check_on_ascend compile    # update cells and train steps, each compiled for the device
-    python -m scripts.ascend.check_on_ascend steps      # 50 steps, compared with the rule in plain Python
+    python -m scripts.ascend.check_on_ascend steps      # 50 steps, compared with the rule in NumPy
     python -m scripts.ascend.check_on_ascend resume     # 25 steps, a checkpoint, and 25 more, compared with 50 in a row
 
 It needs MindSpore, MindFormers, this package and one device, and takes a few minutes. ``--device CPU`` does the same on

@@ -89,7 +89,7 @@ def parse_arguments():
     update.add_argument("--calls", type=positive, default=100, help="updates a copy makes in a round (default: 100)")
     add_command(commands, measure_step, "a train step of the demo's model, in graph mode", 4, 20)
     add_command(commands, measure_detection, "what it takes to see an overflow in 5 million gradients", 4, 25)
-    add_command(commands, measure_sweep, "the lab's sweep, against the rule in plain Python", 2, 3)
+    add_command(commands, measure_sweep, "the lab's sweep, against each configuration by itself", 2, 3)
     return parser.parse_args()
 
 
@@ -391,7 +391,7 @@ CAPTIONS = {
     "parts": "Where the time of a step goes in graph mode, as a share of the whole step:",
     "updates": f"An update alone above one of {DYNAMIC} cell, as a share of the whole step:",
     "passes": f"Overflow detection as a multiple of a plain pass over the same bytes ({PLAIN}), ± its standard error:",
-    "speeds": "The lab's sweep against the rule in plain Python, on one core, ± the standard error:",
+    "speeds": "The lab's sweep against each configuration by itself, on one core, ± the standard error:",
 }
 
 

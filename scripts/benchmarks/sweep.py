@@ -1,4 +1,4 @@
-"""How fast the lab's sweep replays configurations, against the rule in plain Python: ``benchmark.py sweep``.
+"""How fast the lab's sweep replays configurations, against each configuration by itself: ``costs sweep``.
 
 Both replay configurations of the adaptive rule on a synthetic trace of all kinds of behaviour, and must agree on the
 states, counts and measures of every configuration. On a long trace the sweep alone is timed. NumPy takes one core for
@@ -19,7 +19,7 @@ from scripts.benchmarks.paired_timing import compare, ratio, with_error
 
 # Configurations, steps that both take, and steps of the sweep alone.
 SIZES, QUICK_SIZES = (1000, 2000, 100_000), (20, 400, 800)
-RULE, SWEEP, LONG_SWEEP = "the rule in plain Python", "the vectorised sweep", "the vectorised sweep, long trace"
+RULE, SWEEP, LONG_SWEEP = "each configuration by itself", "the vectorised sweep", "the vectorised sweep, long trace"
 
 
 def measure_sweep(arguments):

@@ -1,4 +1,4 @@
-"""Draw how the rules move the loss scale on one made-up run, from the rules in plain Python.
+"""Draw how the rules move the loss scale on one made-up run, from the rules in NumPy.
 
     python -m scripts.studies.draw_rules
 
