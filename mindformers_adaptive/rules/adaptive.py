@@ -163,7 +163,9 @@ class AdaptiveRule(Rule):
         remedy = "1 drops the scale at every overflow; Megatron-LM uses 2."
         self.hysteresis = require_integer("hysteresis", hysteresis, 1, remedy, unit="number of overflows")
         self.shrink_from_min_window = require_flag("shrink_from_min_window", shrink_from_min_window)
-        self.fixed_state = {} if self.hysteresis > 1 else {"hysteresis_budget": 1}
+        # A step of a subclass may change it.
+        is_fixed = self.hysteresis == 1 and type(self).next_state is AdaptiveRule.next_state
+        self.fixed_state = {"hysteresis_budget": 1} if is_fixed else {}
 
     @functools.cached_property
     def State(self) -> Any:  # noqa: N802

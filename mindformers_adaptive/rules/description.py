@@ -7,6 +7,7 @@ import inspect
 import keyword
 import math
 import sys
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +113,17 @@ def check_description(rule: Any) -> None:
             raise ValueError(f"{of} must have {name!r} as a tuple of names, such as ('largest_gradient',): {given!r}.")
     if not set(rule.signals) <= SIGNALS.keys() or len(set(rule.signals)) < len(rule.signals):
         raise ValueError(f"{of} must have signals = ('largest_gradient',) or none, but has {rule.signals!r}.")
+    for name in ("keeps_bounds", "fixed_state"):
+        owner = next(owner for owner in type(rule).__mro__ if name in vars(owner))
+        if not owner.__module__.startswith("mindformers_adaptive."):
+            raise ValueError(f"{of} has {name!r}, which only a rule of this package may have. Leave it out.")
+    if not isinstance(rule.title, str) or not rule.title.isprintable():
+        raise ValueError(f"{of} must have its title as text in a line, but has {rule.title!r}.")
+    if not isinstance(rule.tried, Mapping) or not all(isinstance(some, (tuple, list)) for some in rule.tried.values()):
+        raise ValueError(
+            f"{of} must have 'tried' as a dict of the values to try, such as {{'margin': (2.0, 3.0)}}, but has "
+            f"{rule.tried!r}."
+        )
     if not isinstance(rule.state, Mapping):
         raise ValueError(f"{of} must have its state as a dict of names and dtypes, but has {rule.state!r}.")
     _check_names(of, rule)
@@ -132,6 +144,8 @@ def _check_names(of: str, rule: Any) -> None:
         for key in dict.fromkeys((field.name, *field.keys)):
             if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key) or key.startswith("_"):
                 raise ValueError(f"{of} has {key!r} in its state, which must be a name of letters, digits and '_'.")
+            if key != unicodedata.normalize("NFKC", key):
+                raise ValueError(f"{of} has {key!r} in its state, which Python spells in another way. Rename it.")
             if key in seen or key in _TAKEN:
                 raise ValueError(f"{of} has {key!r} in its state, a name that is taken. Choose another one.")
         seen |= {field.name, *field.keys}

@@ -105,9 +105,10 @@ class State:
             if not isinstance(value, Value):
                 value = constant(value, dtype)
             if (own(value).dtype, value.shape) != (dtype, shape):
+                remedy = f"Put {dtype}(...) around it" if value.shape == shape else f"Give it the shape {shape}"
                 raise RuleError(
                     f"returns {name!r} as {value.dtype} of shape {value.shape}, and it is {dtype} of shape {shape}. "
-                    f"Put {dtype}(...) around it, or correct the state"
+                    f"{remedy}, or correct the state"
                 )
             checked[name] = value
         return State({**self._values, **checked}, self._dtypes)

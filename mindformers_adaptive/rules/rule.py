@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive, to_float32
 from mindformers_adaptive.rules.description import arguments_of, check_description, checked_value
 from mindformers_adaptive.rules.fields import Field, fields_of
 from mindformers_adaptive.rules.formats import Format, find_format
-from mindformers_adaptive.rules.tracing import TracedStep, trace_step
+from mindformers_adaptive.rules.tracing import TracedStep, told, trace_step
 from mindformers_adaptive.rules.values import RuleError, is_traced_now
 
 __all__ = ["Rule"]
@@ -118,8 +118,16 @@ class Rule(metaclass=_Made):
                 f"{self.max_loss_scale}. Lower the first or raise the second."
             )
         self.gradient_format = find_format(gradient_format)
-        self.min_exponent = math.ceil(math.log2(self.min_loss_scale))
-        self.max_exponent = math.frexp(self.max_loss_scale)[1] - 1
+
+    @property
+    def min_exponent(self) -> int:
+        """int: log2 of the smallest power of two within the bounds."""
+        return math.ceil(math.log2(self.min_loss_scale))
+
+    @property
+    def max_exponent(self) -> int:
+        """int: log2 of the largest power of two within the bounds."""
+        return math.frexp(self.max_loss_scale)[1] - 1
 
     def first_state(self, loss_scale: float) -> Mapping[str, Any]:
         """Return the state before the first step; a subclass may have another one.
@@ -197,7 +205,10 @@ class Rule(metaclass=_Made):
                 f"'{argument}' must be a power of two here, but got {loss_scale}: training starts at {power}.",
                 stacklevel=2,
             )
-        first = self.first_state(power)
+        try:
+            first = self.first_state(power)
+        except Exception as error:
+            raise ValueError(f"The first state of the rule {self.name!r} raises {told(error, self)}.") from error
         if not isinstance(first, Mapping):
             raise ValueError(f"The first state of the rule {self.name!r} must be a dict, but is {first!r}.")
         given = dict(first)
@@ -227,8 +238,15 @@ class Rule(metaclass=_Made):
         """
         from mindformers_adaptive.rules.lanes import Lanes
 
+        if not is_traced_now(self) and getattr(state, "_fields", None) != self.State._fields:
+            raise TypeError(
+                f"'state' must be what start() or step() of the rule {self.name!r} returned, but got {state!r}."
+            )
+        if not isinstance(overflow, (bool, np.bool_)) and overflow not in (0, 1):
+            raise TypeError(f"'overflow' must be True or False, but got {overflow!r}. Give one of the two.")
+        gradient = math.nan if largest_gradient is None else to_float32(largest_gradient)
         lanes = Lanes([self], [state])
-        lanes.step(np.array([overflow]), np.array([math.nan if largest_gradient is None else largest_gradient]))
+        lanes.step(np.array([bool(overflow)]), np.array([gradient]))
         return lanes.states()[0]
 
     @functools.cached_property

@@ -29,7 +29,9 @@ __all__ += ["is_line_of_a_rule", "is_traced_now", "shape_of", "unary"]
 _OWN_FILES = {
     str(Path(__file__).with_name(f"{name}.py")) for name in ("values", "functions", "tracing", "rule", "lanes")
 }
-_LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep)
+_INSTALLED = sysconfig.get_path("purelib") + os.sep
+_LIBRARIES = (*(f"{_INSTALLED}{name}{os.sep}" for name in ("numpy", "mindspore", "mindformers")), "<frozen ")
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
 class RuleError(ValueError):
@@ -37,12 +39,15 @@ class RuleError(ValueError):
 
     def __init__(self, problem: str) -> None:
         trace = _present.trace
-        if trace is None:
+        # A problem begins with a verb; what does not is the text of another error, which is copied or passed on.
+        if not problem[:1].islower():
+            super().__init__(problem)
+        elif trace is None:
             super().__init__(f"A value works within next_state only: this {problem}.")
-            return
-        super().__init__(f"The step of the rule {trace.rule.name!r} {problem}{_place()}")
-        # It counts even where the rule catches it.
-        trace.problem = trace.problem or self
+        else:
+            super().__init__(f"The step of the rule {trace.rule.name!r} {problem}{_place()}")
+            # It counts even where the rule catches it.
+            trace.problem = trace.problem or self
 
 
 class Trace:
@@ -118,11 +123,26 @@ class Value:
     def __setattr__(self, name: str, value: object) -> None:
         raise RuleError(f"assigns {name!r} to a value. Compute another one")
 
+    def __getattr__(self, name: str) -> Any:
+        # Python, NumPy and MindSpore look for names with underscores.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise RuleError(f"takes {name!r} of a value. {_INSTEAD}")
+
+    def __copy__(self) -> Value:
+        return self
+
+    def __deepcopy__(self, _: object) -> Value:
+        return self
+
     def __getitem__(self, place: Any) -> Value:
         if not self.shape:
             raise RuleError("takes an element of what is a number. Only a vector has elements")
-        if type(place) is not int:
-            raise RuleError("has an index that is no int of Python. Use take(vector, index) for one that is computed")
+        if isinstance(place, Value):
+            raise RuleError("has a computed index. Use take(vector, index)")
+        if isinstance(place, (bool, np.bool_)) or not isinstance(place, (int, np.integer)):
+            raise RuleError(f"has the index {place!r}, which is no integer. Take several by stack([v[0], v[1]])")
+        place = int(place)
         if not -self.shape[0] <= place < self.shape[0]:
             raise RuleError(f"takes the element {place} of {self.shape[0]}. Its places are 0 to {self.shape[0] - 1}")
         return Value("element", (own(self),), self.dtype, (), place % self.shape[0])
@@ -140,8 +160,6 @@ class Value:
 
     def __pos__(self) -> Value:
         return self
-
-    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"<{self.dtype} of shape {self.shape}, by {self.op}>"
@@ -199,6 +217,8 @@ for _name, _problem in {
     "divmod": f"calls divmod. {_INSTEAD}",
     "float": f"needs the number of a value, which is known in training only. {_INSTEAD}",
     "round": f"calls round. {_INSTEAD}",
+    "hash": "looks a value up in a set or a dict. Compare it by ==, or use tabulate",
+    "setitem": "assigns an element of a vector. Make another vector by stack([...])",
 }.items():
     for _form in (_name, f"r{_name}"):
         setattr(Value, f"__{_form}__", _refuses(_problem))
@@ -263,6 +283,8 @@ def number_of(value: Any) -> bool | int | float:
     """Return a number of Python or NumPy as one of Python, or refuse it."""
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         value = value.item()
+    if isinstance(value, (list, tuple)):
+        raise RuleError(f"has {type(value).__name__} {value!r} where a number or a value is needed. Use stack([...])")
     if type(value) not in (bool, int, float):
         raise RuleError(f"has {value!r} of type {type(value).__name__}, which is no int, float or bool. Convert it")
     found: bool | int | float = value
@@ -344,4 +366,5 @@ def _place() -> str:
 
 def is_line_of_a_rule(file: str) -> bool:
     """Return whether a file is none of this package's that trace, and none of the libraries."""
-    return file not in _OWN_FILES and not file.startswith(_LIBRARIES)
+    is_standard = file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
+    return file not in _OWN_FILES and not is_standard and not file.startswith(_LIBRARIES)

@@ -44,6 +44,7 @@ from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
 
 SCALAR, INTEGER, VECTOR = {"x": float32}, {"x": int32}, {"x": float32[2]}
+SIGNALS = ("largest_gradient",)
 FLAGS = [False, False, True, False, True, True, False, False]
 
 
@@ -105,6 +106,71 @@ def test_scale_is_moved_to_the_nearer_bound_and_nan_leaves_it_as_it_is():
     for number, expected in ((math.inf, LARGEST_FLOAT32), (-math.inf, 1.0), (-3, 1.0), (3, 3.0)):
         rule = rule_of(lambda self, state, seen, number=number: state.replace(loss_scale=number))
         assert scales(rule, [False]) == [expected]
+
+
+@pytest.mark.parametrize("overflow", [1, np.int64(1), np.bool_(True), 1.0])
+def test_a_flag_may_be_a_number_that_is_one(overflow):
+    rule = rule_of(lambda self, state, seen: state.replace(x=where(~seen.overflow, 1, 2)), state=INTEGER)
+    assert rule.step(rule.start(1.0), overflow).x == 2
+
+
+@pytest.mark.parametrize("overflow", [None, 5, -1, math.nan, "yes"])
+def test_what_is_no_flag_and_no_state_of_the_rule_is_refused(overflow):
+    rule, other = rule_of(halved), rule_of(halved, state=INTEGER)
+    with pytest.raises(TypeError, match=r"'overflow' must be True or False, but got .*Give one of the two\."):
+        rule.step(rule.start(1.0), overflow)
+    with pytest.raises(TypeError, match=r"'state' must be what start\(\) or step\(\) of the rule 'own' returned"):
+        other.step(rule.start(1.0), False)
+
+
+def test_a_gradient_beyond_float64_shows_nothing():
+    rule = rule_of(
+        lambda self, state, seen: state.replace(x=int32(seen.gradient_known)), state=INTEGER, signals=SIGNALS
+    )
+    assert [rule.step(rule.start(1.0), False, gradient).x for gradient in (1.0, 10**400)] == [1, 0]
+
+
+def test_bounds_may_be_set_after_the_constructor_of_rule():
+    class Tight(Rule):
+        name = "tight"
+
+        def __init__(self):
+            super().__init__()
+            self.min_loss_scale, self.max_loss_scale = 64.0, 2.0**18
+
+        def next_state(self, state, seen):
+            return state.replace(exponent=where(seen.overflow, state.exponent - 20, state.exponent + 20))
+
+    assert scales(Tight(), [False, True, True]) == [2.0**18, 64.0, 64.0]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"keeps_bounds": True}, "'keeps_bounds', which only a rule of this package may have. Leave it out"),
+        ({"fixed_state": {}}, "'fixed_state', which only a rule of this package may have. Leave it out"),
+        ({"title": 5}, "must have its title as text in a line, but has 5"),
+        ({"title": "two\nlines"}, "must have its title as text in a line"),
+        (
+            {"tried": {"margin": 2.0}},
+            r"must have 'tried' as a dict of the values to try, such as .* has \{'margin': 2.0\}",
+        ),
+        ({"tried": [1.0]}, "must have 'tried' as a dict of the values to try"),
+        ({"state": {"ﬁne": int32}}, "has 'ﬁne' in its state, which Python spells in another way. Rename it"),
+    ],
+)
+def test_a_description_that_cannot_be_is_refused_when_the_rule_is_made(attributes, said):
+    with pytest.raises(ValueError, match=rf"^The rule 'own' of .*Own (has|must have)? ?{said}"):
+        type("Own", (Rule,), {"name": "own", "next_state": halved, **attributes})()
+
+
+def test_an_error_in_the_first_state_is_told_with_its_line():
+    rule = rule_of(halved)
+    type(rule).first_state = lambda self, loss_scale: {}["x"]
+    with pytest.raises(
+        ValueError, match=rf"^The first state of the rule 'own' raises KeyError: 'x', in line \d+ of {__file__}\.$"
+    ):
+        rule.start(1.0)
 
 
 def test_step_takes_counts_and_bounds():
@@ -691,6 +757,23 @@ def test_a_rule_made_from_one_of_this_package_stays_within_its_bounds(graph_mode
     assert {state.loss_scale for state in states} == {4.0, 2.0**20}
     if rule_class is FarAdaptive:
         assert states[-1].raises == sum(state.loss_scale > 4 for state in states)
+
+
+class SpendsMore(AdaptiveRule):
+    """Has use for a part of the state that does not change where the rule is AdaptiveRule itself."""
+
+    name = "spends_more"
+
+    def next_state(self, state, seen):
+        after = super().next_state(state, seen)
+        low = state.hysteresis_budget > 2
+        budget = where(low, 0, state.hysteresis_budget + 1)
+        return after.replace(hysteresis_budget=budget, loss_scale=where(low, after.loss_scale / 2, after.loss_scale))
+
+
+def test_a_rule_made_from_the_adaptive_one_may_change_each_part_of_the_state(graph_mode):
+    states = assert_cell_equals(SpendsMore(), steps=8)
+    assert {state.hysteresis_budget for state in states} == {0, 1, 2, 3}
 
 
 def test_raises_without_an_upper_bound_end_at_the_largest_float32(mode):

@@ -1,5 +1,7 @@
 """What cannot be computed everywhere is refused when the rule is made, with its name, file, line and what to write."""
 
+import pickle
+import random
 import re
 import textwrap
 
@@ -148,9 +150,9 @@ REFUSED = {
         x = np.dot(v, v) ;; x = np.add.reduce(v) ;; x = np.multiply.outer(v, v) ;; x = np.argmin(v) ;; x = np.round(s)
         x = np.add(s, 1, where=o) ;; x = np.add(s, 1, out=np.zeros(()))
     """,
-    ("has an index that is no int of Python", r"Use take\(vector, index\)"): """
-        x = v[n] ;; x = v[1.0] ;; x = v[0:2] ;; x = v[:] ;; x = v[None] ;; x = v[...] ;; x = v[o] ;; x = v[v > 1]
-        x = v["a"] ;; x = v[True] ;; x = v[0, 1]
+    ("has a computed index", r"Use take\(vector, index\)"): "x = v[n] ;; x = v[o] ;; x = v[v > 1]",
+    ("has the index .*, which is no integer", r"Take several by stack\(\[v\[0\], v\[1\]\]\)"): """
+        x = v[1.0] ;; x = v[0:2] ;; x = v[:] ;; x = v[None] ;; x = v[...] ;; x = v["a"] ;; x = v[True] ;; x = v[0, 1]
     """,
     (r"takes the element -?\d+ of 3", "Its places are 0 to 2"): """
         x = v[3] ;; x = v[-4] ;; x = take(v, 5)
@@ -181,7 +183,7 @@ REFUSED = {
     """,
     (
         r"returns '\w+' as \w+ of shape \(.*\), and it is \w+ of shape",
-        r"(Put \w+\(...\) around it, or correct the state)",
+        r"(Put \w+\(...\) around it|Give it the shape \(.*\)), or correct the state",
     ): """
         state.replace(clean=s) ;; state.replace(clean=o) ;; state.replace(loss_scale=n)
         state.replace(loss_scale=state.exponent) ;; state.replace(exponent=s) ;; state.replace(mean=v)
@@ -192,14 +194,14 @@ REFUSED = {
     FOREIGN: """
         state.replace(loss_scale=None) ;; state.replace(loss_scale="2") ;; state.replace(loss_scale=lambda: s)
         state.replace(loss_scale=seen) ;; state.replace(loss_scale=state) ;; state.replace(vec=map(abs, v))
-        state.replace(vec={"a": 1}) ;; state.replace(vec=[s, s, 1.0]) ;; x = where(o, [1.0, 2.0], [2, 3])
+        state.replace(vec={"a": 1}) ;; state.replace(vec=[s, s, 1.0])
         x = s * THIRD ;; x = TENTH + s
         x = s * TENTH ;; x = s * "2" ;; x = "a" * n ;; x = s + None ;; x = s * 2j ;; x = s == None ;; x = s == "a"
-        x = n + [None] ;; x = v + {1, 2, 3} ;; x = v + range(3) ;; x = v + [[1.0, 2.0, 3.0]]
+        x = n + [None] ;; x = v + {1, 2, 3} ;; x = v + range(3)
         x = v + np.ones((1, 3)) ;; x = v * np.ones((3, 1)) ;; x = s * np.datetime64("2020-01-01")
         x = s * np.complex64(1) ;; x = np.array([None]) * s ;; x = where(o, s, None) ;; x = where(o, s, "x")
         x = where(o, state, None) ;; x = where(o, state, {"loss_scale": 1.0}) ;; x = where(o, seen, s)
-        x = minimum("a", s) ;; x = float32(None) ;; x = float32([1, 2]) ;; x = float32(state) ;; x = int32("3")
+        x = minimum("a", s) ;; x = float32(None) ;; x = float32(state) ;; x = int32("3")
         x = floor("2") ;; x = take("ab", n) ;; x = take([1.0, s], n) ;; x = s + seen ;; x = stack([s, None])
         x = stack("ab") ;; x = s + Own ;; x = s + int32 ;; x = s + True.__class__
     """,
@@ -317,6 +319,16 @@ REFUSED = {
     ("assigns 'dtype' to a value", "Compute another one"): """
         s.dtype = 'int32'
     """,
+    ("has list .* where a number or a value is needed", r"Use stack\(\[...\]\)"): """
+        x = where(o, [1.0, 2.0], [2, 3]) ;; x = v + [[1.0, 2.0, 3.0]] ;; x = float32([1, 2]) ;; x = argmin([[s, s]])
+    """,
+    ("takes '\\w+' of a value", r"Use \+ - \* / //, comparisons"): """
+        x = s.astype(1) ;; x = v.sum() ;; x = v.T ;; x = s.item() ;; x = statistics.mean(v)
+    """,
+    ("assigns an element of a vector", r"Make another vector by stack\(\[...\]\)"): "v[0] = 1.0 ;; v[o] = s",
+    ("looks a value up in a set or a dict", "Compare it by ==, or use tabulate"): """
+        x = s in {1.0, 2.0} ;; x = {0: 1, 1: 2}.get(n, 3) ;; x = len({n, n + 0}) ;; x = {n: 1}
+    """,
     ("makes or runs a rule", "Do so in the constructor, and call its next_state"): """
         x = Own() ;; x = Own().next_state(state, seen) ;; x = self.start(1.0) ;; x = self.step(None, False)
     """,
@@ -348,16 +360,13 @@ def test_what_a_step_must_not_have_is_refused_with_its_line_and_what_to_write(tm
         ("raise NotImplementedError('later')", "NotImplementedError: later"),
         ("sys.exit(3)", "SystemExit: 3"),
         ("x = self.nothing", "AttributeError: 'Own' object has no attribute 'nothing'"),
-        ("x = s.astype(1)", "AttributeError: 'Value' object has no attribute 'astype'"),
         ("x = state['clean']", "TypeError: '.*State' object is not subscriptable"),
-        ("v[0] = 1.0", "TypeError: 'Value' object does not support item assignment"),
         ("a, b = v", "ValueError: too many values to unpack"),
         ("x = where(o, s)", r"TypeError: where\(\) missing 1 required positional argument: 'y'"),
         ("x = minimum(s, 1, 2)", r"TypeError: minimum\(\) takes 2 positional arguments but 3 were given"),
         ("state.replace({'clean': 1})", r"TypeError: .*replace\(\) takes 1 positional argument but 2 were given"),
         ("x = tabulate(lambda n: (1 // 0,), n=o)", "ZeroDivisionError"),
         ("x = tabulate(lambda m: (1,), n=o)", "TypeError: .*unexpected keyword argument 'n'"),
-        ("x = statistics.mean(v)", "TypeError"),
         ("x = math.ldexp(1.0, state.exponent)", "TypeError: Expected an int as second argument to ldexp"),
         ("x = itertools.islice([1, 2], n)", "ValueError: Stop argument for islice"),
         ("x = f'{s:.3f}'", "TypeError: unsupported format string"),
@@ -626,3 +635,37 @@ def assert_equal_steps(rule, steps):
         owned.step(overflow, gradient)
         assert is_same(owned.update_cell.rule_state(), state), number
     assert len({*state}) > 3
+
+
+@pytest.mark.parametrize(
+    "again", [lambda error: type(error)(f"'rule': {error}"), lambda error: pickle.loads(pickle.dumps(error))]
+)
+def test_a_refusal_may_be_passed_on(tmp_path, again):
+    with pytest.raises(RuleError) as refused:
+        made(tmp_path, f"{HEAD}        x = s % 2\n        return state\n")
+    text = str(again(refused.value))
+    assert text.removeprefix("'rule': ") == str(refused.value)
+    assert "has '%'" in text
+
+
+def test_chance_is_noticed_in_every_rule(tmp_path):
+    class Noise(Rule):
+        name = "noise"
+
+        def __init__(self, share):
+            super().__init__()
+            self.share = share
+
+        def next_state(self, state, seen):
+            return state.replace(loss_scale=state.loss_scale * (1.0 + self.share * random.random()))
+
+    Noise(0.0)
+    with pytest.raises(ValueError, match=r"differs when it is called again\. It must depend on its arguments only"):
+        Noise(0.5)
+
+
+def test_a_rule_that_is_installed_has_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr("mindformers_adaptive.rules.values._STANDARD", f"{tmp_path.parent}/")
+    monkeypatch.setattr("mindformers_adaptive.rules.values._INSTALLED", f"{tmp_path}/")
+    message, file, line = refusal(tmp_path, "x = s % 2")
+    assert_says(message, "has '%'", "Use a - a // b", f", in line {line} of {file}")
