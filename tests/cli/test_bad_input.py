@@ -151,6 +151,18 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
         assert said
 
 
+@pytest.mark.parametrize("command", ["analyze", "compare", "plot", "report"])
+def test_a_pipe_is_no_log(run_program, tmp_path, command):
+    others = {"plot": [tmp_path / "a.png"], "report": ["--output", tmp_path / "a.html"]}
+    reading, writing = os.pipe()
+    os.write(writing, line(1, 8.0).encode())
+    os.close(writing)
+    code, said = answer(run_program, command, f"/dev/fd/{reading}", *others.get(command, []))
+    os.close(reading)
+    assert code == 1
+    assert "must be a file that can be read, but: it is a pipe, and is read more than once. Save it to a file" in said
+
+
 def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
     counts = {"size": 1, "largest": 1.0, "histogram": {"0": 1}}
     at_8 = {"loss_scale": 8.0, "parameters": {"weight": counts}}
