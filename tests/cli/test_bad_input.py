@@ -1,5 +1,6 @@
 """Bad input to the lab's commands: each is answered with a message, an exit code and no traceback."""
 
+import io
 import json
 import os
 import re
@@ -216,6 +217,17 @@ def test_an_interrupt_in_a_module_of_ones_own_is_no_traceback(run_program, tmp_p
     assert (code, said) == (130, "adaptive-loss-scale simulate: interrupted\n")
     with pytest.raises(KeyboardInterrupt):
         run_program("simulate", "--policy", "impatient.Rule", "--traceback", *SPIKES)
+
+
+@pytest.mark.parametrize("command", ["--version", "versions"])
+def test_an_output_that_takes_nothing_is_an_error(run_program, monkeypatch, command):
+    # As Python leaves it where a shell closed it, with >&-.
+    monkeypatch.setattr("sys.stdout", None)
+    code, said = answer(run_program, command)
+    assert (code, said) == (1, "The output must be open, but it is closed. Send it to a file, or to /dev/null.\n")
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert answer(run_program, command) == (1, "[Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("kind", ["ckpt", "safetensors"])
