@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.cli.output import UsageError, integer, print_result, print_text, read_value, wrong_usage
+from mindformers_adaptive.cli.output import (
+    UsageError,
+    integer,
+    print_result,
+    print_text,
+    read_source,
+    read_value,
+    wrong_usage,
+)
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.traces.gradients import MOST_STEPS, from_gradient_ranges
@@ -78,6 +86,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
     parser.add_argument(
         "traces",
         nargs="+" if several else 1,
+        type=read_source,
         metavar="TRACE",
         help="a training log or a record of LossScaleMonitor, a folder of them, a record of GradientRangeMonitor "
         "with loss_scales, 'synthetic' for one made-up trace of each kind, or 'synthetic:random walk' for one of them",

@@ -17,7 +17,7 @@ from mindformers_adaptive.text.files import json_text
 from mindformers_adaptive.text.untrusted import parse_yaml, printable
 
 __all__ = ["UsageError", "add_output_arguments", "integer", "print_result", "print_text", "progress_bar"]
-__all__ += ["read_picture", "read_scale", "read_value", "wrong_usage"]
+__all__ += ["read_picture", "read_scale", "read_source", "read_value", "wrong_usage"]
 
 
 class UsageError(argparse.ArgumentTypeError):
@@ -61,6 +61,13 @@ def _read_integer(least: int, most: int, text: str) -> int:
     if value is None or not least <= value <= most:
         raise UsageError(f"must be an integer from {least} to {most}, but got {text!r}")
     return value
+
+
+def read_source(text: str) -> str:
+    """Return a path to read, or raise UsageError if it is empty; a ``type`` for argparse."""
+    if not text:
+        raise UsageError("must name a file or folder, but is empty")
+    return text
 
 
 def read_picture(text: str) -> str:

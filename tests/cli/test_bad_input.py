@@ -93,6 +93,8 @@ USAGE = [
     ),
     (["probe", "--config", CONFIG, "--batches", "0"], "argument --batches: must be an integer from 1"),
     (["find", "--config", CONFIG, "--margin", "9" * 30], "argument --margin: must be an integer from 0"),
+    (["compare", ""], "argument TRACE: must name a file or folder, but is empty"),
+    (["report", "", "--output", "a.html"], "argument RUN: must name a file or folder, but is empty"),
     (["inspect", ".", "--policy", "\x00"], r"argument --policy: 'rule' must be"),
     (["megatron", '"--fp16'], "Megatron-LM's arguments cannot be split into words: No closing quotation"),
     (
