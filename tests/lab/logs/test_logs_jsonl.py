@@ -56,6 +56,15 @@ def test_a_line_that_is_no_record_is_a_problem_with_its_place(tmp_path, torn):
     assert "loss_scale.jsonl:2: looks like a step's line" in run.problems[0]
 
 
+@pytest.mark.parametrize("told", [(-3, 5, 1), (3, 2, 3), ("3", 2, 4), (2, 2, None), (10**20, None, None)])
+def test_a_line_that_counts_no_missing_steps_is_a_problem_with_its_place(tmp_path, told):
+    gap = dict(zip(("missing_steps", "first_step", "last_step"), told, strict=True))
+    run = read(tmp_path, record(1), json.dumps(gap) + "\n", record(5))
+    assert len(run.problems) == 1
+    assert "loss_scale.jsonl:2: looks like a line for steps that were not recorded, but does not" in run.problems[0]
+    assert not any("not recorded" in note for note in run.notes)
+
+
 def test_numbers_that_json_has_no_sign_for_may_be_text_or_absent(tmp_path):
     text = '{"step": 1, "overflow": true, "loss_scale": "inf", "next_loss_scale": null, "loss": "nan"}\n'
     run = read(tmp_path, text)
