@@ -136,8 +136,11 @@ def _read(file: str) -> Any:
             record = read_record(file)
         except ValueError:
             raise error from None
+    try:
         # One whose scale nobody knows is drawn all the same.
         return run_of_record(record)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _is_gradients(content: Any) -> bool:

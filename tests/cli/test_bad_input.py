@@ -166,6 +166,13 @@ def test_a_pipe_is_no_log(run_program, tmp_path, command):
     assert "must be a file that can be read, but: it is a pipe, and is read more than once. Save it to a file" in said
 
 
+@pytest.mark.parametrize("command", ["analyze", "plot"])
+def test_a_format_of_gradients_that_is_none_is_refused_with_its_line(run_program, tmp_path, command):
+    (tmp_path / "run.jsonl").write_text(line(1, 8.0, gradient_format="float17"))
+    code, said = answer(run_program, command, tmp_path / "run.jsonl", *[tmp_path / "a.png"] * (command == "plot"))
+    assert (code, bool(re.search("run.jsonl:(1| line 1): 'gradient_format' must be one of", said))) == (1, True)
+
+
 def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
     counts = {"size": 1, "largest": 1.0, "histogram": {"0": 1}}
     at_8 = {"loss_scale": 8.0, "parameters": {"weight": counts}}

@@ -182,8 +182,8 @@ class JsonlReader(Reader):
 
     def finish(self) -> Sequence[LogEntry]:
         entries: Any = super().finish()
-        if len(formats := self.entries.gradient_formats) > 1:
-            names = [one if isinstance(one, str) else repr(one)[:80] for one in formats]
+        if len(formats := self.entries.named_formats) > 1:
+            names = [one if isinstance(one, str) else repr(one)[:80] for _, one in formats]
             self.notes.append(
                 f"The lines name several formats of gradients, {', '.join(names)}: the first one is taken for all. "
                 "Read each part from a file of its own."

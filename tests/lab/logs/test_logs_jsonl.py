@@ -193,6 +193,12 @@ def test_of_several_formats_the_first_is_taken_and_named(tmp_path):
     assert "several formats of gradients, bfloat16, float16: the first one is taken for all" in run.notes[0]
 
 
+@pytest.mark.parametrize("wrong", ["float17", {"largest": 2}, [16]])
+def test_a_format_that_is_none_is_refused_with_its_place(tmp_path, wrong):
+    with pytest.raises(ValueError, match="loss_scale.jsonl:2: 'gradient_format' must"):
+        read(tmp_path, record(1), record(2, gradient_format=wrong))
+
+
 def test_a_flag_that_no_line_names_is_told_by_the_counts(tmp_path):
     flags = (np.random.default_rng(0).random(100) < 0.3).tolist()
     lines = [{**line, "overflow": None} for line in steps_of(make_policy("adaptive").rule, flags)]
