@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.output import UsageError, integer, print_text, read_source
+from mindformers_adaptive.cli.output import UsageError, integer, print_text, read_source, require_file
 from mindformers_adaptive.cli.plot import tell_apart
 from mindformers_adaptive.cli.versions import short
 from mindformers_adaptive.report.runs import record_in, write_report
@@ -50,4 +50,4 @@ def run(options: argparse.Namespace) -> None:
 def _page(text: str) -> str:
     if not text.lower().endswith((".html", ".htm")):
         raise UsageError(f"must name a file that ends in .html, but got {text!r}")
-    return text
+    return require_file(text)

@@ -95,6 +95,8 @@ USAGE = [
     (["find", "--config", CONFIG, "--margin", "9" * 30], "argument --margin: must be an integer from 0"),
     (["compare", ""], "argument TRACE: must name a file or folder, but is empty"),
     (["report", "", "--output", "a.html"], "argument RUN: must name a file or folder, but is empty"),
+    (["report", ".", "--output", "folder.html"], "argument --output: must name a file, but 'folder.html' is a folder"),
+    (["analyze", LOG, "--plot", "folder.png"], "argument --plot: must name a file, but 'folder.png' is a folder"),
     (["inspect", ".", "--policy", "\x00"], r"argument --policy: 'rule' must be"),
     (["megatron", '"--fp16'], "Megatron-LM's arguments cannot be split into words: No closing quotation"),
     (
@@ -110,6 +112,8 @@ USAGE = [
 def test_wrong_usage_is_refused(run_program, in_a_folder_of_its_own, tmp_path, arguments, message):
     for name, text in (("fails", "raise KeyError('x')"), ("syntax", "def ("), ("exits", "raise SystemExit(0)")):
         (tmp_path / f"{name}.py").write_text(text)
+    for name in ("folder.html", "folder.png"):
+        (tmp_path / name).mkdir()
     code, said = answer(run_program, *arguments)
     # What only the search finds has exit code 1.
     assert code == (1 if "--exchange-rate" in arguments else 2)

@@ -252,7 +252,9 @@ def _is_gap(record: Mapping[str, Any]) -> bool:
         return False
     if first is None and last is None:
         return number <= LARGEST_STEP
-    return type(first) is int and type(last) is int and 0 <= first <= last <= LARGEST_STEP and number == last - first + 1
+    return (
+        type(first) is int and type(last) is int and 0 <= first <= last <= LARGEST_STEP and number == last - first + 1
+    )
 
 
 def _gap(step: int, steps: int, where: str, scale: float, **told: Any) -> LogEntry:

@@ -195,7 +195,7 @@ def test_of_several_formats_the_first_is_taken_and_named(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["float17", {"largest": 2}, [16]])
 def test_a_format_that_is_none_is_refused_with_its_place(tmp_path, wrong):
-    with pytest.raises(ValueError, match="loss_scale.jsonl:2: 'gradient_format' must"):
+    with pytest.raises(ValueError, match=r"loss_scale\.jsonl:2: 'gradient_format' must"):
         read(tmp_path, record(1), record(2, gradient_format=wrong))
 
 
