@@ -189,6 +189,13 @@ def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
     assert answer(run_program, "plot", file, tmp_path / "a.png") == (0, "")
 
 
+def test_losses_and_norms_beyond_float32_are_drawn_at_its_edge(run_program, tmp_path):
+    rows = [line(step, 8.0, loss=loss, gradient_norm=1e308) for step, loss in enumerate((1e308, -1e308, 1.0), start=1)]
+    (tmp_path / "run.jsonl").write_text("".join(rows))
+    assert answer(run_program, "plot", tmp_path / "run.jsonl", tmp_path / "a.png") == (0, "")
+    assert answer(run_program, "report", tmp_path / "run.jsonl", "--output", tmp_path / "a.html") == (0, "")
+
+
 def test_an_error_that_nobody_foresaw_is_named_and_traced_on_request(run_program, in_a_folder_of_its_own, tmp_path):
     rule = """\
 from mindformers_adaptive.rules import Rule
