@@ -77,6 +77,7 @@ USAGE = [
     (["simulate", *SPIKES, "--policy", "a..b"], "on the path of Python, but got 'a..b'."),
     (["tune", *SPIKES, "--policy", "fixed"], "on the path of Python, but got 'fixed'."),
     (["tune", *SPIKES, "--grid", "hysteresis=1", "--grid", "hysteresis=2"], "but 'hysteresis' is there twice"),
+    (["tune", *SPIKES, "--grid", "scale_factor=2,4,2.0"], "each value of 'scale_factor' once, but 2.0 is there twice"),
     (["tune", *SPIKES, "--rows", "0"], "argument --rows: must be an integer from 1"),
     (["tune", *SPIKES, "--exchange-rate", "nan"], "'exchange_rate' must be"),
     (["tune", *SPIKES, "--grid", "hysteresis=1,2,nan"], "'hysteresis' must be an integer number of overflows"),
