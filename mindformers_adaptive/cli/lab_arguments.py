@@ -30,6 +30,7 @@ from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.text.files import json_object
+from mindformers_adaptive.text.table import counted
 
 __all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources"]
 
@@ -66,14 +67,15 @@ class Source:
     def text(self) -> str:
         """Return the same as a line or two for a terminal."""
         told = self.describe()
-        start, share = f"{told['trace']}: {told['steps']} steps", told["gradients_known"]
+        start, share = f"{told['trace']}: {counted(told['steps'], 'step')}", told["gradients_known"]
         shown = f"; largest gradients known at {share:.1%} of the steps" if share else ""
         if self.run is None:
             return f"{start}, ceilings {self.ceilings}{shown}"
         bounds = told["bounds_known"]
         lines = [
-            f"{start} from {told['lines_read']} lines ({told['format']}), of which {told['lines_used']} were used and "
-            f"{told['lines_ignored']} ignored; ceilings known from below at {bounds['lower_bound']:.1%} of the steps, "
+            f"{start} from {counted(told['lines_read'], 'line')} ({told['format']}), of which "
+            f"{told['lines_used']} were used and {told['lines_ignored']} ignored; ceilings known from below at "
+            f"{bounds['lower_bound']:.1%} of the steps, "
             f"from above at {bounds['upper_bound']:.1%}, else assumed{shown}"
         ]
         if self.run.holds_if:

@@ -159,6 +159,12 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
         assert said
 
 
+@pytest.mark.parametrize(("text", "said"), [("x\n", "(1 line) there"), (line(1, 8.0), "1 step from 1 line (jsonl)")])
+def test_one_line_is_said_in_the_singular(run_program, tmp_path, text, said):
+    (tmp_path / "run.txt").write_text(text)
+    assert said in "".join(run_program("simulate", tmp_path / "run.txt")[1:])
+
+
 @pytest.mark.parametrize("command", ["analyze", "compare", "plot", "report"])
 def test_a_pipe_is_no_log(run_program, tmp_path, command):
     others = {"plot": [tmp_path / "a.png"], "report": ["--output", tmp_path / "a.html"]}
@@ -295,3 +301,4 @@ def test_a_path_that_cannot_be_is_no_checkpoint(run_program, tmp_path, command):
     for path in (tmp_path / "loop.ckpt", "a\0b"):
         code, said = answer(run_program, command, *[path] * (1 + (command == "diff")))
         assert (code, "There is no checkpoint" in said) == (1, True)
+        assert not said.endswith("..\n")
