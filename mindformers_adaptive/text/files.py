@@ -20,7 +20,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
     """Open a temporary file that replaces a file once it is completely written.
 
     Args:
-        path (str): the file or a link to it. An older one is replaced at the end, and stays as it was if that fails.
+        path (str): the file or a link to it. An older one is replaced at the end, and stays as it was on an error.
         mode (str): "w" for text or "wb" for bytes. Default: "w".
         permissions (int): those of the file. Default: 0o644; a temporary file can be read by its owner only.
 
