@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["NOT_FINITE", "atomic_write", "json_object", "json_text"]
+__all__ = ["NOT_FINITE", "atomic_write", "json_object", "json_text", "make_folder_of"]
 
 
 @contextmanager
@@ -61,6 +61,15 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
     except BaseException:
         os.unlink(unfinished.name)
         raise
+
+
+def make_folder_of(path: str | os.PathLike[str]) -> None:
+    """Make the folder of a file that is to be written, where it is not there; an OSError names the file."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"The output must be in a folder, but that cannot be made: {error.strerror}. Check the path"
+        raise OSError(error.errno, reason, str(path)) from error
 
 
 # The strings that stand for the floats that JSON lacks.

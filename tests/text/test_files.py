@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from mindformers_adaptive.text.files import atomic_write
+from mindformers_adaptive.text.files import atomic_write, make_folder_of
 
 
 def test_what_was_written_is_on_the_disk_before_it_replaces_a_file(tmp_path, monkeypatch):
@@ -61,3 +61,9 @@ def test_a_place_that_takes_no_file_is_named(tmp_path, name, why):
         pass
     assert caught.value.filename == str(target)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_where_a_folder_is_needed_is_an_error_that_names_the_output(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(FileExistsError, match=r"must be in a folder, but that cannot be made: File exists.*run/a\.png"):
+        make_folder_of(tmp_path / "run" / "a.png")

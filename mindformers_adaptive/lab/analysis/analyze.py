@@ -32,8 +32,8 @@ __all__ = ["Analysis", "analyze", "raise_ceilings"]
 # The start-up of a run, in steps: published logs lose 16 to 19 of their first 30 to 100.
 _START_UP = 100
 
-# Where fewer of the steps have gradients, a rule that follows them is not replayed: nearly all would be assumed, and its
-# replay goes step by step, through a gap of millions of them too.
+# Where fewer of the steps have gradients, a rule that follows them is not replayed: nearly all would be assumed, and a
+# replay of it goes step by step, through a gap of millions of them too.
 _FEWEST_SHOWN = 0.01
 
 _COUNTS_OF_LINES = ("lines_read", "lines_used", "lines_ignored", "lines_superseded")
