@@ -56,7 +56,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         self, rule: Any, init_loss_scale: float = 2**24, *, track_per_parameter: bool = False, **arguments: Any
     ) -> None:
         rule = make_rule(rule, **arguments)
-        options = {"track_per_parameter": track_per_parameter} if rule.signals else {}
+        options = {"track_per_parameter": track_per_parameter} if rule.signals or track_per_parameter else {}
         self._follow(rule, rule.start(init_loss_scale, argument="init_loss_scale"), **options)
 
     def _follow(self, rule: Any, start: Any, **options: Any) -> None:

@@ -48,6 +48,11 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         self.rule = rule
         self.signals = rule.signals
         self.track_per_parameter = require_flag("track_per_parameter", track_per_parameter)
+        if track_per_parameter and not self.signals:
+            raise ValueError(
+                "'track_per_parameter' must be False for a rule without signals, but got True: the train step measures "
+                f"no gradients for {rule.name!r}. Leave it out."
+            )
         for name, value in (("history_size", history_size), ("track_per_parameter", track_per_parameter)):
             if value:
                 refuse_kept_graphs(name, value)

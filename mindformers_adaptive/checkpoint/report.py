@@ -86,7 +86,7 @@ def why_no_state(report: dict[str, Any]) -> str:
         reason = f"{len(report['checkpoints'])} checkpoints read, and they hold no state"
     else:
         reason = "; ".join(report["notes"]) or "no checkpoint there"
-    return printable(f"No state of loss scaling in {report['path']}: {reason}.")
+    return printable(f"No state of loss scaling in {report['path']}: {reason.removesuffix('.')}.")
 
 
 def _note_kinds(path: str | Path, checkpoints: list[reader.Checkpoint]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 from mindformers_adaptive.cli.lab_arguments import policy_maker
-from mindformers_adaptive.cli.output import add_output_arguments, print_result, progress_bar
+from mindformers_adaptive.cli.output import add_output_arguments, print_result, progress_bar, read_source
 from mindformers_adaptive.lab.analysis.analyze import analyze
 from mindformers_adaptive.lab.logs import FORMATS, read_log
 from mindformers_adaptive.plots.canvas import save
@@ -23,7 +23,11 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "logs", nargs="+", metavar="LOG", help="the log or record of one run; several files in order of writing"
+        "logs",
+        nargs="+",
+        type=read_source,
+        metavar="LOG",
+        help="the log or record of one run; several files in order of writing",
     )
     parser.add_argument("--format", choices=FORMATS, help="format of the log; default: the one that its lines match")
     parser.add_argument(

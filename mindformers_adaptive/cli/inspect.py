@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 from mindformers_adaptive.checkpoint.report import build_report, report_text, why_no_state
-from mindformers_adaptive.cli.output import UsageError, add_output_arguments, print_result, wrong_usage
+from mindformers_adaptive.cli.output import add_output_arguments, print_result, read_source, wrong_usage
 from mindformers_adaptive.rules import find_rule
 
 __all__ = ["add_arguments", "run"]
@@ -22,7 +22,7 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("path", metavar="PATH", help="the checkpoint file or folder")
+    parser.add_argument("path", type=read_source, metavar="PATH", help="the checkpoint file or folder")
     parser.add_argument(
         "--policy",
         action="append",
@@ -39,8 +39,6 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         RuntimeError: if no state was found.
     """
-    if not options.path:
-        raise UsageError("argument PATH: must name a file or folder, but is empty")
     with wrong_usage("argument --policy: "):
         rules = [find_rule(name) for name in options.policy]
     report = build_report(options.path, rules)

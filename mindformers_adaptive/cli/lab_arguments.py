@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.cli.output import UsageError, integer, print_result, print_text, read_value, wrong_usage
+from mindformers_adaptive.cli.output import (
+    UsageError,
+    integer,
+    print_result,
+    print_text,
+    read_source,
+    read_value,
+    wrong_usage,
+)
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import Policy, make_policy
 from mindformers_adaptive.lab.traces.gradients import MOST_STEPS, from_gradient_ranges
@@ -22,6 +30,7 @@ from mindformers_adaptive.lab.traces.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.text.files import json_object
+from mindformers_adaptive.text.table import counted
 
 __all__ = ["Source", "add_trace_arguments", "policy_maker", "print_sources", "read_sources"]
 
@@ -58,14 +67,15 @@ class Source:
     def text(self) -> str:
         """Return the same as a line or two for a terminal."""
         told = self.describe()
-        start, share = f"{told['trace']}: {told['steps']} steps", told["gradients_known"]
+        start, share = f"{told['trace']}: {counted(told['steps'], 'step')}", told["gradients_known"]
         shown = f"; largest gradients known at {share:.1%} of the steps" if share else ""
         if self.run is None:
             return f"{start}, ceilings {self.ceilings}{shown}"
         bounds = told["bounds_known"]
         lines = [
-            f"{start} from {told['lines_read']} lines ({told['format']}), of which {told['lines_used']} were used and "
-            f"{told['lines_ignored']} ignored; ceilings known from below at {bounds['lower_bound']:.1%} of the steps, "
+            f"{start} from {counted(told['lines_read'], 'line')} ({told['format']}), of which "
+            f"{told['lines_used']} were used and {told['lines_ignored']} ignored; ceilings known from below at "
+            f"{bounds['lower_bound']:.1%} of the steps, "
             f"from above at {bounds['upper_bound']:.1%}, else assumed{shown}"
         ]
         if self.run.holds_if:
@@ -78,6 +88,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -
     parser.add_argument(
         "traces",
         nargs="+" if several else 1,
+        type=read_source,
         metavar="TRACE",
         help="a training log or a record of LossScaleMonitor, a folder of them, a record of GradientRangeMonitor "
         "with loss_scales, 'synthetic' for one made-up trace of each kind, or 'synthetic:random walk' for one of them",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 import yaml
@@ -17,7 +18,7 @@ from mindformers_adaptive.text.files import json_text
 from mindformers_adaptive.text.untrusted import parse_yaml, printable
 
 __all__ = ["UsageError", "add_output_arguments", "integer", "print_result", "print_text", "progress_bar"]
-__all__ += ["read_picture", "read_scale", "read_value", "wrong_usage"]
+__all__ += ["read_picture", "read_scale", "read_source", "read_value", "require_file", "wrong_usage"]
 
 
 class UsageError(argparse.ArgumentTypeError):
@@ -63,10 +64,24 @@ def _read_integer(least: int, most: int, text: str) -> int:
     return value
 
 
+def read_source(text: str) -> str:
+    """Return a path to read, or raise UsageError if it is empty; a ``type`` for argparse."""
+    if not text:
+        raise UsageError("must name a file or folder, but is empty")
+    return text
+
+
 def read_picture(text: str) -> str:
     """Return the name of a picture that can be written, or raise UsageError; a ``type`` for argparse."""
     with wrong_usage():
-        return str(require_picture(text))
+        return require_file(str(require_picture(text)))
+
+
+def require_file(text: str) -> str:
+    """Return the name of a file to write, or raise UsageError if it is a folder."""
+    if Path(text).is_dir():
+        raise UsageError(f"must name a file, but {text!r} is a folder")
+    return text
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, picture: str = "") -> None:

@@ -21,7 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindformers_adaptive.cli.output import UsageError, print_text, read_picture, read_scale
+from mindformers_adaptive.cli.output import UsageError, print_text, read_picture, read_scale, read_source
 from mindformers_adaptive.gradients.selection import KINDS
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.logs.record import JsonlReader, run_of_record
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "sources",
         nargs="+",
+        type=read_source,
         metavar="FILE",
         help="records of LossScaleMonitor or training logs, records of GradientRangeMonitor, or files that "
         "'probe --output' wrote. Several of a kind are drawn side by side, runs with the gradients whose records are "
@@ -135,8 +136,11 @@ def _read(file: str) -> Any:
             record = read_record(file)
         except ValueError:
             raise error from None
+    try:
         # One whose scale nobody knows is drawn all the same.
         return run_of_record(record)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _is_gradients(content: Any) -> bool:

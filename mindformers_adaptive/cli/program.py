@@ -8,7 +8,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from mindformers_adaptive.cli.output import UsageError, print_text
@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Help, or a usage error, for which no subcommand has to be imported.
     parser = _parser("adaptive-loss-scale", "Adaptive loss scaling for MindSpore and MindFormers.", _EXAMPLES)
     if words and words[0] == "--version":
-        print(importlib.import_module("mindformers_adaptive.cli.versions").short())
-        return 0
+        versions = importlib.import_module("mindformers_adaptive.cli.versions")
+        return _carry_out(lambda: print(versions.short()), parser)
     parser.add_argument("--version", action="store_true", help="show the versions, and whether the pair was tested")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, purpose in COMMANDS.items():
@@ -107,9 +107,20 @@ def _run(command: Any, words: list[str]) -> int:
         options.others = others
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}{_nearest(others, parser, options)}")
-    try:
+
+    def run() -> None:
         with install_hint(f"'{words[0]}'"):
             command.run(options)
+
+    return _carry_out(run, parser, options.traceback)
+
+
+def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceback: bool = False) -> int:
+    """Run what prints a result; return the exit code."""
+    try:
+        if sys.stdout is None:
+            raise OSError("The output must be open, but it is closed. Send it to a file, or to /dev/null.")
+        run()
         sys.stdout.flush()
     except UsageError as error:
         parser.error(str(error))
@@ -117,15 +128,15 @@ def _run(command: Any, words: list[str]) -> int:
         # The reader, such as `head`, has stopped. What is left to be flushed at exit has to go somewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        if options.traceback:
+        if traceback:
             raise
         # As a shell reports a program that SIGINT has ended.
-        print_text(f"adaptive-loss-scale {words[0]}: interrupted", sys.stderr)
+        print_text(f"{parser.prog}: interrupted", sys.stderr)
         return 130
     except Exception as error:
-        if options.traceback:
+        if traceback:
             raise
-        print_text(f"adaptive-loss-scale {words[0]}: error: {_message(error)}", sys.stderr)
+        print_text(f"{parser.prog}: error: {_message(error)}", sys.stderr)
         return 1
     return 0
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.output import UsageError, integer, print_text
+from mindformers_adaptive.cli.output import UsageError, integer, print_text, read_source, require_file
 from mindformers_adaptive.cli.plot import tell_apart
 from mindformers_adaptive.cli.versions import short
 from mindformers_adaptive.report.runs import record_in, write_report
@@ -23,7 +23,11 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="the output folder of a run, its loss_scale_record.jsonl, or its log"
+        "runs",
+        nargs="+",
+        type=read_source,
+        metavar="RUN",
+        help="the output folder of a run, its loss_scale_record.jsonl, or its log",
     )
     parser.add_argument("--output", type=_page, required=True, metavar="FILE", help="the .html file to write")
     parser.add_argument(
@@ -46,4 +50,4 @@ def run(options: argparse.Namespace) -> None:
 def _page(text: str) -> str:
     if not text.lower().endswith((".html", ".htm")):
         raise UsageError(f"must name a file that ends in .html, but got {text!r}")
-    return text
+    return require_file(text)

@@ -106,4 +106,8 @@ def _read_tried(text: str) -> tuple[str, list[object]]:
     if not equals or not listed:
         raise UsageError(f"'--grid' must have the form ARGUMENT=VALUE,VALUE, but got {text!r}.")
     with wrong_usage(f"argument --grid: {name!r}: "):
-        return name.strip(), [read_value(value) for value in listed.split(",")]
+        values = [read_value(value) for value in listed.split(",")]
+    twice = [value for place, value in enumerate(values) if value in values[:place]]
+    if twice:
+        raise UsageError(f"'--grid' must list each value of {name!r} once, but {twice[0]!r} is there twice.")
+    return name.strip(), values

@@ -11,7 +11,7 @@ from typing import Any
 from mindformers_adaptive.gradients.groups import group_parameters, parameter_group
 from mindformers_adaptive.gradients.statistics import ArrayStatistics, array_statistics, merge_statistics
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
-from mindformers_adaptive.text.files import atomic_write, json_text
+from mindformers_adaptive.text.files import atomic_write, json_text, make_folder_of
 from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics", "merge_statistics"]
@@ -277,7 +277,7 @@ class GradientRanges:
         Raises:
             OSError: if the file cannot be written.
         """
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(file)
         with atomic_write(file) as report:
             report.write(json_text(self.to_dict(), indent=2) + "\n")
 

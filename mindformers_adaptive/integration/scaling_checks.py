@@ -45,10 +45,9 @@ def check_scale_sense(scale_sense: Any) -> None:
     if isinstance(scale_sense, int | float):
         require_positive(SCALE_SENSE, scale_sense)
     if isinstance(scale_sense, dict) and not scale_sense.get("type"):
-        raise TypeError(
-            f"'{SCALE_SENSE}' must have a 'type', but has only {', '.join(scale_sense) or 'no keys'}. Add "
-            "'type: AdaptiveLossScale'."
-        )
+        what = f"has only {', '.join(scale_sense)}" if scale_sense else "has no keys"
+        what = "that is empty" if "type" in scale_sense else what
+        raise TypeError(f"'{SCALE_SENSE}' must have a 'type', but {what}. Add 'type: AdaptiveLossScale'.")
 
 
 def warn_of_scaling(config: Any) -> None:

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from mindformers_adaptive.plots.points import Floats, gather
-from mindformers_adaptive.text.files import atomic_write
+from mindformers_adaptive.text.files import atomic_write, make_folder_of
 from mindformers_adaptive.text.untrusted import printable
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
         'empty.png'
     """
     target = require_picture(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of(target)
     with atomic_write(target, "wb") as picture:
         if target.suffix.lower() == ".svg":
             write_svg(figure, picture, transparent=False)

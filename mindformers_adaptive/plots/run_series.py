@@ -26,12 +26,16 @@ _COLLAPSED_FROM = 10
 _GAPS_PER_STEP = 0.1
 
 
+# No loss or norm in float32 is larger, and matplotlib cannot make an axis of much larger ones.
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 class RunSeries(NamedTuple):
     """The recorded steps of a run; the arrays have the shape (steps,).
 
     Attributes:
         step (NDArray): float64, increasing.
-        loss (NDArray): float64; nan where it is not known, inf where it was inf or NaN.
+        loss (NDArray): float64; nan where it is not known, inf where it was inf or NaN, cut to the range of float32.
         overflow (NDArray): bool, whether the step is known to have been skipped.
         scales (NDArray): float64 of shape (steps + 1,), the scales used in the steps and the one after the last; nan
             where none above 0 is known.
@@ -144,7 +148,8 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     gradients = run.applied_gradients()
     optional = (run.loss, run.scale_window, gradients, run.gradient_norm)
     loss, window, shown, norm = (unknown if one is None else one for one in optional)
-    norm = np.where((norm > 0) & (norm < np.inf) & ~run.overflow, norm, np.nan)[at]
+    loss = np.where(np.isinf(loss), loss, np.clip(loss, -_LARGEST, _LARGEST))
+    norm = np.where((norm > 0) & (norm < np.inf) & ~run.overflow, np.minimum(norm, _LARGEST), np.nan)[at]
     ceiling = implied_ceilings(shown[at], run.gradient_format)
     has_ceiling = not np.isnan(ceiling).all()
     scales = np.append(run.loss_scale[at], run.final_loss_scale)

@@ -18,7 +18,7 @@ from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.report.page import RunTold, picture, render
-from mindformers_adaptive.text.files import atomic_write
+from mindformers_adaptive.text.files import atomic_write, make_folder_of
 
 __all__ = ["GRADIENTS", "RECORD", "gradients_beside", "record_in", "write_report"]
 
@@ -83,7 +83,7 @@ def write_report(
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
     page = render(told, figures, written=f"Written {now}", versions=versions, refresh_every=refresh_every)
     target = Path(output)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of(target)
     with atomic_write(target) as file:
         file.write(page)
     return target

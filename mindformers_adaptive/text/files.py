@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["NOT_FINITE", "atomic_write", "json_object", "json_text"]
+__all__ = ["NOT_FINITE", "atomic_write", "json_object", "json_text", "make_folder_of"]
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
     """Open a temporary file that replaces a file once it is completely written.
 
     Args:
-        path (str): the file; an older one is replaced at the end, and stays as it was if anything fails.
+        path (str): the file or a link to it. An older one is replaced at the end, and stays as it was on an error.
         mode (str): "w" for text or "wb" for bytes. Default: "w".
         permissions (int): those of the file. Default: 0o644; a temporary file can be read by its owner only.
 
@@ -36,11 +37,20 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
         >>> target.read_text()
         'all of it'
     """
-    target = Path(path)
+    # What a link points to is replaced, not the link.
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        reason = "The output must be a file, but is a folder. Give the name of a file in it"
+        raise IsADirectoryError(errno.EISDIR, reason, str(path))
     encoding = None if "b" in mode else "utf-8"
-    unfinished = tempfile.NamedTemporaryFile(  # noqa: SIM115
-        mode, dir=target.parent, prefix=f".{target.name}-", encoding=encoding, delete=False
-    )
+    try:
+        unfinished = tempfile.NamedTemporaryFile(  # noqa: SIM115
+            mode, dir=target.parent, prefix=f".{target.name}-", encoding=encoding, delete=False
+        )
+    except OSError as error:
+        # That of the system names the temporary file.
+        reason = f"The output must be a file that can be written, but: {error.strerror}. Check its folder"
+        raise OSError(error.errno, reason, str(path)) from error
     try:
         with unfinished:
             yield unfinished
@@ -51,6 +61,15 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
     except BaseException:
         os.unlink(unfinished.name)
         raise
+
+
+def make_folder_of(path: str | os.PathLike[str]) -> None:
+    """Make the folder of a file that is to be written, where it is not there; an OSError names the file."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"The output must be in a folder, but that cannot be made: {error.strerror}. Check the path"
+        raise OSError(error.errno, reason, str(path)) from error
 
 
 # The strings that stand for the floats that JSON lacks.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-__all__ = ["align", "as_power_of_two", "text_table"]
+__all__ = ["align", "as_power_of_two", "counted", "text_table"]
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -30,6 +30,16 @@ def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str
     lines = [*zip(*([""] * (height - len(words)) + words for words in headings), strict=True), *cells]
     texts = [place for place, column in enumerate(columns) if any(isinstance(row[column], str) for row in rows)]
     return align(lines, to_the_left=texts)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural for all but 1.
+
+    Examples:
+        >>> counted(1, "step"), counted(12000, "step")
+        ('1 step', '12000 steps')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def align(lines: Sequence[Sequence[str]], to_the_left: Collection[int]) -> str:

@@ -1,5 +1,6 @@
 """Bad input to the lab's commands: each is answered with a message, an exit code and no traceback."""
 
+import io
 import json
 import os
 import re
@@ -76,6 +77,7 @@ USAGE = [
     (["simulate", *SPIKES, "--policy", "a..b"], "on the path of Python, but got 'a..b'."),
     (["tune", *SPIKES, "--policy", "fixed"], "on the path of Python, but got 'fixed'."),
     (["tune", *SPIKES, "--grid", "hysteresis=1", "--grid", "hysteresis=2"], "but 'hysteresis' is there twice"),
+    (["tune", *SPIKES, "--grid", "scale_factor=2,4,2.0"], "each value of 'scale_factor' once, but 2.0 is there twice"),
     (["tune", *SPIKES, "--rows", "0"], "argument --rows: must be an integer from 1"),
     (["tune", *SPIKES, "--exchange-rate", "nan"], "'exchange_rate' must be"),
     (["tune", *SPIKES, "--grid", "hysteresis=1,2,nan"], "'hysteresis' must be an integer number of overflows"),
@@ -92,6 +94,10 @@ USAGE = [
     ),
     (["probe", "--config", CONFIG, "--batches", "0"], "argument --batches: must be an integer from 1"),
     (["find", "--config", CONFIG, "--margin", "9" * 30], "argument --margin: must be an integer from 0"),
+    (["compare", ""], "argument TRACE: must name a file or folder, but is empty"),
+    (["report", "", "--output", "a.html"], "argument RUN: must name a file or folder, but is empty"),
+    (["report", ".", "--output", "folder.html"], "argument --output: must name a file, but 'folder.html' is a folder"),
+    (["analyze", LOG, "--plot", "folder.png"], "argument --plot: must name a file, but 'folder.png' is a folder"),
     (["inspect", ".", "--policy", "\x00"], r"argument --policy: 'rule' must be"),
     (["megatron", '"--fp16'], "Megatron-LM's arguments cannot be split into words: No closing quotation"),
     (
@@ -107,6 +113,8 @@ USAGE = [
 def test_wrong_usage_is_refused(run_program, in_a_folder_of_its_own, tmp_path, arguments, message):
     for name, text in (("fails", "raise KeyError('x')"), ("syntax", "def ("), ("exits", "raise SystemExit(0)")):
         (tmp_path / f"{name}.py").write_text(text)
+    for name in ("folder.html", "folder.png"):
+        (tmp_path / name).mkdir()
     code, said = answer(run_program, *arguments)
     # What only the search finds has exit code 1.
     assert code == (1 if "--exchange-rate" in arguments else 2)
@@ -151,6 +159,31 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
         assert said
 
 
+@pytest.mark.parametrize(("text", "said"), [("x\n", "(1 line) there"), (line(1, 8.0), "1 step from 1 line (jsonl)")])
+def test_one_line_is_said_in_the_singular(run_program, tmp_path, text, said):
+    (tmp_path / "run.txt").write_text(text)
+    assert said in "".join(run_program("simulate", tmp_path / "run.txt")[1:])
+
+
+@pytest.mark.parametrize("command", ["analyze", "compare", "plot", "report"])
+def test_a_pipe_is_no_log(run_program, tmp_path, command):
+    others = {"plot": [tmp_path / "a.png"], "report": ["--output", tmp_path / "a.html"]}
+    reading, writing = os.pipe()
+    os.write(writing, line(1, 8.0).encode())
+    os.close(writing)
+    code, said = answer(run_program, command, f"/dev/fd/{reading}", *others.get(command, []))
+    os.close(reading)
+    assert code == 1
+    assert "must be a file that can be read, but: it is a pipe, and is read more than once. Save it to a file" in said
+
+
+@pytest.mark.parametrize("command", ["analyze", "plot"])
+def test_a_format_of_gradients_that_is_none_is_refused_with_its_line(run_program, tmp_path, command):
+    (tmp_path / "run.jsonl").write_text(line(1, 8.0, gradient_format="float17"))
+    code, said = answer(run_program, command, tmp_path / "run.jsonl", *[tmp_path / "a.png"] * (command == "plot"))
+    assert (code, bool(re.search("run.jsonl:(1| line 1): 'gradient_format' must be one of", said))) == (1, True)
+
+
 def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
     counts = {"size": 1, "largest": 1.0, "histogram": {"0": 1}}
     at_8 = {"loss_scale": 8.0, "parameters": {"weight": counts}}
@@ -161,6 +194,13 @@ def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
     assert "gradients.jsonl must hold numbers that can be drawn, but: int too large" in said
     file.write_text(line(1, 8.0, scale_window=0) + line(2, 8.0, scale_window=-20))
     assert answer(run_program, "plot", file, tmp_path / "a.png") == (0, "")
+
+
+def test_losses_and_norms_beyond_float32_are_drawn_at_its_edge(run_program, tmp_path):
+    rows = [line(step, 8.0, loss=loss, gradient_norm=1e308) for step, loss in enumerate((1e308, -1e308, 1.0), start=1)]
+    (tmp_path / "run.jsonl").write_text("".join(rows))
+    assert answer(run_program, "plot", tmp_path / "run.jsonl", tmp_path / "a.png") == (0, "")
+    assert answer(run_program, "report", tmp_path / "run.jsonl", "--output", tmp_path / "a.html") == (0, "")
 
 
 def test_an_error_that_nobody_foresaw_is_named_and_traced_on_request(run_program, in_a_folder_of_its_own, tmp_path):
@@ -204,6 +244,17 @@ def test_an_interrupt_in_a_module_of_ones_own_is_no_traceback(run_program, tmp_p
     assert (code, said) == (130, "adaptive-loss-scale simulate: interrupted\n")
     with pytest.raises(KeyboardInterrupt):
         run_program("simulate", "--policy", "impatient.Rule", "--traceback", *SPIKES)
+
+
+@pytest.mark.parametrize("command", ["--version", "versions"])
+def test_an_output_that_takes_nothing_is_an_error(run_program, monkeypatch, command):
+    # As Python leaves it where a shell closed it, with >&-.
+    monkeypatch.setattr("sys.stdout", None)
+    code, said = answer(run_program, command)
+    assert (code, said) == (1, "The output must be open, but it is closed. Send it to a file, or to /dev/null.\n")
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert answer(run_program, command) == (1, "[Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("kind", ["ckpt", "safetensors"])
@@ -250,3 +301,4 @@ def test_a_path_that_cannot_be_is_no_checkpoint(run_program, tmp_path, command):
     for path in (tmp_path / "loop.ckpt", "a\0b"):
         code, said = answer(run_program, command, *[path] * (1 + (command == "diff")))
         assert (code, "There is no checkpoint" in said) == (1, True)
+        assert not said.endswith("..\n")

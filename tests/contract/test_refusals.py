@@ -11,7 +11,7 @@ from log_max import LogMaxRule
 from mindspore import Parameter, Tensor, nn
 from mindspore.train import Model
 
-from mindformers_adaptive import RuleLossScaleUpdateCell, build_train_network
+from mindformers_adaptive import RuleLossScaleManager, RuleLossScaleUpdateCell, build_train_network
 from mindformers_adaptive.rules import Rule, float32
 
 WITH_SIGNALS = [name for name, kind in KINDS.items() if kind.rule_class.signals]
@@ -87,6 +87,13 @@ def test_a_bad_argument_is_named(kind, owner, name):
             make(**arguments)
     rule = make(max_loss_scale=4096, min_loss_scale=2).rule
     assert (rule.min_loss_scale, rule.max_loss_scale) == (2, 4096)
+
+
+@pytest.mark.parametrize("make", [RuleLossScaleUpdateCell, RuleLossScaleManager])
+def test_gradients_by_parameter_are_refused_for_a_rule_that_needs_none(make):
+    scale = {"loss_scale_value": 1024} if make is RuleLossScaleUpdateCell else {}
+    with pytest.raises(ValueError, match=r"'track_per_parameter' must be False for a rule without signals.*'adaptive'"):
+        make(rule="adaptive", track_per_parameter=True, **scale)
 
 
 def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):

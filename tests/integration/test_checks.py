@@ -40,6 +40,7 @@ def load(changes):
 EPOCHS, NORM, CLIP = "runner_config.epochs", "runner_wrapper.max_grad_norm", "runner_wrapper.use_clip_grad"
 SINK, TYPE = "runner_config.sink_mode", "runner_wrapper.type"
 EVERY, RULE = "callbacks.2.every_n_steps", "RuleLossScaleUpdateCell"
+TRACKED = {"type": RULE, "loss_scale_value": 1024, "track_per_parameter": True}
 DYNAMIC, RANGES = {**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, {"type": "GradientRangeMonitor"}
 DROPS, PER_TOKEN = "use_skip_data_by_global_norm", "calculate_per_token_loss"
 STOPS = {"monitor_config": {"monitor_on": True, "check_for_global_norm": True}}
@@ -54,6 +55,9 @@ WRONG_TYPES = [
     ({TYPE: "TrainOneStepWithLossScaleCell"}, "got 'TrainOne.*Use MFTrainOneStepCell"),
     ({"callbacks.2.max_consecutive_overflow": 9}, "'callbacks.2'.*mean 'max_consecutive_overflows'"),
     ({SCALE_SENSE: {"loss_scale_value": 1024}}, "must have a 'type', but has only loss_scale_value"),
+    ({SCALE_SENSE: {}}, "must have a 'type', but has no keys. Add"),
+    ({SCALE_SENSE: {"type": None}}, "must have a 'type', but that is empty. Add"),
+    ({SCALE_SENSE: {**COMPLETE, "scale_window": None}}, "lacks scale_window. Add it"),
     ({SCALE_SENSE: "AdaptiveLossScaleUpdateCell"}, "must be a section or a number, but got the text"),
     ({SCALE_SENSE: {**COMPLETE, "scale_facto": 2}}, "but got 'scale_facto'.*'scale_factor'"),
     ({SCALE_SENSE: {**COMPLETE, "auto_register": AUTO_REGISTER, "hysteresys": 2}}, "'hysteresys'.*'hysteresis'"),
@@ -104,6 +108,7 @@ WRONG_VALUES = [
     ({f"{SCALE_SENSE}.max_loss_scale": 0.5}, "'min_loss_scale' must not be above 'max_loss_scale'"),
     ({f"{SCALE_SENSE}.history_size": 10**9}, "'history_size' must be at most 1000000"),
     ({SCALE_SENSE: {**GUIDED, "exchange_rate": 0}}, f"'{SCALE_SENSE}': 'exchange_rate' must be a number from"),
+    ({SCALE_SENSE: {**TRACKED, "rule": "adaptive"}}, "'track_per_parameter' must be False for a rule without signals"),
     ({SCALE_SENSE: {**GUIDED, "scale_factor": 3}}, "'scale_factor' must be 2"),
     ({SCALE_SENSE: {**GUIDED, "type": RULE, "rule": "guided", "exchange_rate": 0}}, "'exchange_rate' must be"),
     ({SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": -1}}, "'loss_scale_value' must be finite"),

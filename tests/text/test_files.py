@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from mindformers_adaptive.text.files import atomic_write
+from mindformers_adaptive.text.files import atomic_write, make_folder_of
 
 
 def test_what_was_written_is_on_the_disk_before_it_replaces_a_file(tmp_path, monkeypatch):
@@ -42,3 +42,28 @@ def test_what_fails_halfway_leaves_the_file_as_it_was_and_no_other(tmp_path, err
     with pytest.raises(error):
         write_half(target, error)
     assert (target.read_text(), os.listdir(tmp_path)) == ("before", ["report.txt"])
+
+
+def test_what_a_link_points_to_is_replaced(tmp_path):
+    (tmp_path / "link.txt").symlink_to("report.txt")
+    with atomic_write(tmp_path / "link.txt") as file:
+        file.write("after")
+    assert (tmp_path / "link.txt").is_symlink()
+    assert (tmp_path / "report.txt").read_text() == "after"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("", "must be a file, but is a folder"), ("missing/a.txt", "can be written, but: No such file")]
+)
+def test_a_place_that_takes_no_file_is_named(tmp_path, name, why):
+    target = tmp_path / name
+    with pytest.raises(OSError, match=why) as caught, atomic_write(target):
+        pass
+    assert caught.value.filename == str(target)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_where_a_folder_is_needed_is_an_error_that_names_the_output(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(FileExistsError, match=r"must be in a folder, but that cannot be made: File exists.*run/a\.png"):
+        make_folder_of(tmp_path / "run" / "a.png")

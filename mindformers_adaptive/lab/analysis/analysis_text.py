@@ -8,7 +8,7 @@ from typing import Any
 
 from mindformers_adaptive.lab.analysis.scale_path import Phase, as_range, path_lines
 from mindformers_adaptive.lab.analysis.unused_headroom import shown_in_words
-from mindformers_adaptive.text.table import as_power_of_two, text_table
+from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 
 __all__ = ["analysis_text"]
 
@@ -32,9 +32,9 @@ def analysis_text(analysis: Mapping[str, Any]) -> str:
 
 
 def _log(log: Mapping[str, Any]) -> list[str]:
-    damaged = f"{len(log['problems'])} damaged line{'' if len(log['problems']) == 1 else 's'}"
+    read, damaged = counted(log["lines_read"], "line"), counted(len(log["problems"]), "damaged line")
     lines = [
-        f"Log       {log['name']} ({log['format']}): {log['lines_read']} lines read, {log['lines_used']} used, "
+        f"Log       {log['name']} ({log['format']}): {read} read, {log['lines_used']} used, "
         f"{log['lines_ignored']} ignored, {damaged}"
     ]
     if log["lines_superseded"]:

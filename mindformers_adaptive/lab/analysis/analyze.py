@@ -32,6 +32,10 @@ __all__ = ["Analysis", "analyze", "raise_ceilings"]
 # The start-up of a run, in steps: published logs lose 16 to 19 of their first 30 to 100.
 _START_UP = 100
 
+# Where fewer of the steps have gradients, a rule that follows them is not replayed: nearly all would be assumed, and a
+# replay of it goes step by step, through a gap of millions of them too.
+_FEWEST_SHOWN = 0.01
+
 _COUNTS_OF_LINES = ("lines_read", "lines_used", "lines_ignored", "lines_superseded")
 
 
@@ -202,8 +206,9 @@ def _policies(used: NDArray[np.float64], trace: Trace) -> dict[str, Callable[[],
         f"megatron {at_start}": partial(make_policy, "megatron", initial_scale=start),
     }
     at_power = 2.0 ** math.floor(math.log2(start))
+    shown = 0.0 if trace.largest_gradient is None else float((~np.isnan(trace.largest_gradient)).mean())
     for name, rule in RULES.items():
-        if trace.largest_gradient is not None and rule.signals:
+        if shown >= _FEWEST_SHOWN and rule.signals:
             start_at = {"loss_scale_value": at_power, "gradient_format": trace.gradient_format}
             policies[f"{name} from {as_power_of_two(at_power)}"] = partial(make_policy, name, **start_at)
     return policies

@@ -18,6 +18,7 @@ from mindformers_adaptive.lab.logs.reader import LogLines, Reader
 from mindformers_adaptive.lab.logs.record import JsonlReader
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.text.table import counted
 from mindformers_adaptive.text.untrusted import printable
 
 __all__ = ["FORMATS", "read_log"]
@@ -128,8 +129,8 @@ def _find_format(paths: tuple[Path, ...]) -> str:
 def _nothing_found(paths: tuple[Path, ...], readers: Iterable[Reader | type[Reader]], lines: LogLines) -> str:
     looked_for = "; ".join(f"{reader.name}: {reader.looked_for}" for reader in readers)
     return (
-        f"The log must have lines of steps, but in {_names(paths)} ({lines.lines_read} lines) there is none. Looked "
-        f"for: {looked_for}. Give the log of a training, or another format."
+        f"The log must have lines of steps, but in {_names(paths)} ({counted(lines.lines_read, 'line')}) there is "
+        f"none. Looked for: {looked_for}. Give the log of a training, or another format."
     )
 
 

@@ -131,12 +131,12 @@ class LogColumns(Sequence[LogEntry]):
                 noted.pop()
 
     @property
-    def gradient_formats(self) -> list[Any]:
-        """The different formats of gradients that entries name, in order."""
-        found: list[Any] = []
-        for _, one in self._formats:
-            if one and one not in found:
-                found.append(one)
+    def named_formats(self) -> list[tuple[int, Any]]:
+        """The different formats of gradients that entries name, in order, each after the place of its first entry."""
+        found: list[tuple[int, Any]] = []
+        for place, one in self._formats:
+            if one and all(one != earlier for _, earlier in found):
+                found.append((place, one))
         return found
 
     def array(self, name: str) -> NDArray[Any]:

@@ -15,6 +15,7 @@ from mindformers_adaptive.lab.logs.reader import LogEntry
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 
 __all__ = ["run_of_entries"]
 
@@ -102,9 +103,19 @@ def run_of_entries(entries: Sequence[LogEntry], rule: Policy | None, log_format:
         scale_window=at_last_steps(np.where(is_window, scale_window, math.nan)),
         moves_by_one_factor=one_factor,
         holds_if=holds_if,
-        gradient_format=next(iter(columns.gradient_formats), "float16"),
+        gradient_format=_format_of(columns),
         without_line=None if has_line.all() else _without_line(ends, has_line),
     )
+
+
+def _format_of(columns: LogColumns) -> Format:
+    """The first format of gradients that a line names, or raise ValueError with the place of the line."""
+    for place, named in columns.named_formats:
+        try:
+            return find_format(named)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{columns.where(place)}: {error}") from error
+    return FLOAT16
 
 
 def _says_all(columns: LogColumns) -> NDArray[np.bool_]:

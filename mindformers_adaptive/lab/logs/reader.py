@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import itertools
 import math
@@ -76,6 +77,8 @@ class LogLines:
         for path in self.paths:
             try:
                 with open(path, "rb") as file:
+                    if not file.seekable():
+                        raise OSError(errno.ESPIPE, "it is a pipe, and is read more than once. Save it to a file first")
                     self.file, self.number = str(path), 0
                     raw_lines = _in_utf_8(file)
                     while block := list(itertools.islice(raw_lines, _BLOCK)):

@@ -123,6 +123,12 @@ class JsonlReader(Reader):
         record = json_object(text) if '"missing_steps"' in text else {}
         if "missing_steps" not in record:
             return super().take(text, lines)
+        if not _is_gap(record):
+            lines.problems.append(
+                f"{lines.where}: looks like a line for steps that were not recorded, but does not count those from "
+                "first_step to last_step"
+            )
+            return False
         self.take_gap(record, lines.where)
         return True
 
@@ -176,8 +182,8 @@ class JsonlReader(Reader):
 
     def finish(self) -> Sequence[LogEntry]:
         entries: Any = super().finish()
-        if len(formats := self.entries.gradient_formats) > 1:
-            names = [one if isinstance(one, str) else repr(one)[:80] for one in formats]
+        if len(formats := self.entries.named_formats) > 1:
+            names = [one if isinstance(one, str) else repr(one)[:80] for _, one in formats]
             self.notes.append(
                 f"The lines name several formats of gradients, {', '.join(names)}: the first one is taken for all. "
                 "Read each part from a file of its own."
@@ -237,6 +243,18 @@ def _tell_flags(entries: LogColumns, skipped: NDArray[np.int64], gaps: NDArray[n
     is_counted = (skipped >= 0) & (np.append(0, skipped[:-1]) >= 0) & (more >= 0) & (more <= 1)
     told = is_counted & (gaps == 0) & (entries.array("overflow") < 0) & ~entries.array("after_restart").astype(bool)
     entries.array("overflow")[told] = more[told]
+
+
+def _is_gap(record: Mapping[str, Any]) -> bool:
+    """Whether a line counts steps that were not recorded, of which it may name the first and the last."""
+    number, first, last = (record.get(name) for name in ("missing_steps", "first_step", "last_step"))
+    if not isinstance(number, int) or number <= 0 or isinstance(number, bool):
+        return False
+    if first is None and last is None:
+        return number <= LARGEST_STEP
+    return (
+        type(first) is int and type(last) is int and 0 <= first <= last <= LARGEST_STEP and number == last - first + 1
+    )
 
 
 def _gap(step: int, steps: int, where: str, scale: float, **told: Any) -> LogEntry:

@@ -430,6 +430,14 @@ def test_a_run_with_gradients_is_judged_by_the_ceilings_that_they_show(gradient_
     assert not any(name.startswith("guided") for name in without)
 
 
+@pytest.mark.parametrize(("known", "is_replayed"), [(2, False), (3, True)])
+def test_a_rule_that_follows_gradients_is_replayed_where_a_step_in_a_hundred_has_them(known, is_replayed):
+    _, run = guided_run()
+    gradients = np.where(np.arange(len(run)) < len(run) - known, np.nan, run.largest_gradient)
+    outcomes = analyze(dataclasses.replace(run, largest_gradient=gradients)).outcomes
+    assert any(row["policy"].startswith("guided") for row in outcomes) == is_replayed
+
+
 def test_the_start_that_is_advised_is_what_the_first_gradients_allow():
     run = run_of([2.0**32] * 5 + [2.0**9] * 95, [1] * 5 + [0] * 95)
     assert analyze(run).advice[0].settings["loss_scale_value"] == 2.0**9

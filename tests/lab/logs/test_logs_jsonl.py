@@ -56,6 +56,15 @@ def test_a_line_that_is_no_record_is_a_problem_with_its_place(tmp_path, torn):
     assert "loss_scale.jsonl:2: looks like a step's line" in run.problems[0]
 
 
+@pytest.mark.parametrize("told", [(-3, 5, 1), (3, 2, 3), ("3", 2, 4), (2, 2, None), (10**20, None, None)])
+def test_a_line_that_counts_no_missing_steps_is_a_problem_with_its_place(tmp_path, told):
+    gap = dict(zip(("missing_steps", "first_step", "last_step"), told, strict=True))
+    run = read(tmp_path, record(1), json.dumps(gap) + "\n", record(5))
+    assert len(run.problems) == 1
+    assert "loss_scale.jsonl:2: looks like a line for steps that were not recorded, but does not" in run.problems[0]
+    assert not any("not recorded" in note for note in run.notes)
+
+
 def test_numbers_that_json_has_no_sign_for_may_be_text_or_absent(tmp_path):
     text = '{"step": 1, "overflow": true, "loss_scale": "inf", "next_loss_scale": null, "loss": "nan"}\n'
     run = read(tmp_path, text)
@@ -182,6 +191,12 @@ def test_of_several_formats_the_first_is_taken_and_named(tmp_path):
     run = read_log(write_lines(tmp_path / "record.jsonl", lines))
     assert run.gradient_format.name == "bfloat16"
     assert "several formats of gradients, bfloat16, float16: the first one is taken for all" in run.notes[0]
+
+
+@pytest.mark.parametrize("wrong", ["float17", {"largest": 2}, [16]])
+def test_a_format_that_is_none_is_refused_with_its_place(tmp_path, wrong):
+    with pytest.raises(ValueError, match=r"loss_scale\.jsonl:2: 'gradient_format' must"):
+        read(tmp_path, record(1), record(2, gradient_format=wrong))
 
 
 def test_a_flag_that_no_line_names_is_told_by_the_counts(tmp_path):
