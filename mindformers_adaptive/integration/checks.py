@@ -230,7 +230,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
             warnings.warn(f"{message}It is passed on as it is.", stacklevel=4)
     given = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]
     required = [each.name for each in given if each.default is each.empty]
-    missing = [name for name in required if section.get(name) is None]
+    missing = [name for name in required if name not in section]
     # To the other classes MindFormers gives arguments of its own.
     if path == SCALE_SENSE and missing:
         raise TypeError(

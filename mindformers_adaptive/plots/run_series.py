@@ -25,7 +25,6 @@ _COLLAPSED_FROM = 10
 # With more gaps than that for each step, the record is one of single steps; no line would be left between its gaps.
 _GAPS_PER_STEP = 0.1
 
-
 # No loss or norm in float32 is larger, and matplotlib cannot make an axis of much larger ones.
 _LARGEST = float(np.finfo(np.float32).max)
 

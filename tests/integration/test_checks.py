@@ -57,7 +57,6 @@ WRONG_TYPES = [
     ({SCALE_SENSE: {"loss_scale_value": 1024}}, "must have a 'type', but has only loss_scale_value"),
     ({SCALE_SENSE: {}}, "must have a 'type', but has no keys. Add"),
     ({SCALE_SENSE: {"type": None}}, "must have a 'type', but that is empty. Add"),
-    ({SCALE_SENSE: {**COMPLETE, "scale_window": None}}, "lacks scale_window. Add it"),
     ({SCALE_SENSE: "AdaptiveLossScaleUpdateCell"}, "must be a section or a number, but got the text"),
     ({SCALE_SENSE: {**COMPLETE, "scale_facto": 2}}, "but got 'scale_facto'.*'scale_factor'"),
     ({SCALE_SENSE: {**COMPLETE, "auto_register": AUTO_REGISTER, "hysteresys": 2}}, "'hysteresys'.*'hysteresis'"),
