@@ -235,6 +235,9 @@ class Rule(metaclass=_Made):
 
         Returns:
             NamedTuple, as :meth:`start` returns it.
+
+        Raises:
+            TypeError: if ``overflow`` is neither True nor False, or ``state`` is not one of this rule.
         """
         from mindformers_adaptive.rules.lanes import Lanes
 
