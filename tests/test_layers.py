@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "monitor": {"text", "public_names", "rules", "gradients", "overflow"},
     "lab.traces": {"text", "rules"},
     "lab.policies": {"rules"},
-    "lab.logs": {"text", "lab.traces", "lab.policies"},
+    "lab.logs": {"text", "rules", "lab.traces", "lab.policies"},
     "lab.replay": {"text", "public_names", "rules", "lab.traces", "lab.policies"},
     "lab.analysis": {"text", "rules", "lab.traces", "lab.policies", "lab.replay"},
     "pynative_trainer": {"text", "rules", "amp", "checkpoint", "monitor"},
