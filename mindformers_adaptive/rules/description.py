@@ -15,6 +15,7 @@ from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SM
 from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS
 
 __all__ = ["DEFAULT_LOSS_SCALE", "all_arguments", "arguments_of", "check_description", "checked_value"]
+__all__ += ["is_of_this_package"]
 
 # The initial loss scale of MindFormers' TrainingArguments.
 DEFAULT_LOSS_SCALE = 2.0**16
@@ -76,6 +77,11 @@ def all_arguments(rule_class: Any) -> dict[str, Any]:
     return {name: defaults[name] for name in dict.fromkeys((*rule_class.usual_arguments, *defaults))}
 
 
+def is_of_this_package(rule_class: type) -> bool:
+    """Return whether a rule is one that this package brings, and no user's."""
+    return rule_class.__module__.startswith("mindformers_adaptive.")
+
+
 def check_description(rule: Any) -> None:
     """Raise ValueError for what is wrong with a rule's name, step, state, signals or arguments.
 
@@ -115,7 +121,7 @@ def check_description(rule: Any) -> None:
         raise ValueError(f"{of} must have signals = ('largest_gradient',) or none, but has {rule.signals!r}.")
     for name in ("keeps_bounds", "fixed_state"):
         owner = next(owner for owner in type(rule).__mro__ if name in vars(owner))
-        if not owner.__module__.startswith("mindformers_adaptive."):
+        if not is_of_this_package(owner):
             raise ValueError(f"{of} has {name!r}, which only a rule of this package may have. Leave it out.")
     if not isinstance(rule.title, str) or not rule.title.isprintable():
         raise ValueError(f"{of} must have its title as text in a line, but has {rule.title!r}.")

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
+from mindformers_adaptive.rules.description import is_of_this_package
 from mindformers_adaptive.rules.numpy_form import NumpyStep, lower_to_numpy
 from mindformers_adaptive.rules.program import make_program
 
@@ -145,7 +146,7 @@ def _step_of(rules: Sequence[Any]) -> NumpyStep:
     if any(rule.traced.shape != first.traced.shape for rule in rules[1:]):
         raise ValueError("'rules' must have equal traced.shape, but they have not. Group them by it, as sweep() does.")
     # Those of this package keep away from numbers that are too small.
-    is_watched = not type(first).__module__.startswith("mindformers_adaptive.")
+    is_watched = not is_of_this_package(type(first))
     if any(rule is not first for rule in rules[1:]):
         return lower_to_numpy(first.name, make_program([rule.traced.outputs for rule in rules]), is_watched)
     if "_single" not in vars(first):

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from mindformers_adaptive.rules.description import is_of_this_package
 from mindformers_adaptive.rules.functions import State, maximum, minimum, stack, where
 from mindformers_adaptive.rules.operations import UNSHOWN
 from mindformers_adaptive.rules.program import shape_of_trace
@@ -84,7 +85,7 @@ def trace_step(rule: Any) -> TracedStep:
     # What depends on more than its arguments, as on the time or on chance, would stay as it was in this one call.
     compared = _compared.setdefault(type(rule), set())
     # The rules of this package do not, and many are made of them.
-    if traced.shape not in compared or not type(rule).__module__.startswith("mindformers_adaptive."):
+    if traced.shape not in compared or not is_of_this_package(type(rule)):
         if traced[-2:] != _traced_once(rule)[-2:]:
             raise ValueError(_message(rule, "differs when it is called again. It must depend on its arguments only"))
         compared.add(traced.shape)
