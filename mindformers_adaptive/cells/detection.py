@@ -32,7 +32,7 @@ class LargestGradient(nn.Cell):
 
     Args:
         update_cell (Cell): has the Parameter ``largest_gradient`` and, if it keeps the largest gradient of each
-            Parameter, ``each_largest``.
+            Parameter, ``largest_per_parameter``.
         is_distributed (bool): whether several processes train together; the largest value of all counts then.
         is_divided (bool): whether the gradients were divided by more than the loss scale. Then :meth:`keep_divisor` is
             called first in each step, and the largest gradient is that before this division. Default: False.
@@ -48,8 +48,8 @@ class LargestGradient(nn.Cell):
         super().__init__(auto_prefix=False)
         # Not through nn.Cell: the update cell is a child of the train-step cell.
         object.__setattr__(self, "largest_gradient", update_cell.largest_gradient)
-        object.__setattr__(self, "each_largest", update_cell.each_largest)
-        self.keeps_each = update_cell.each_largest is not None
+        object.__setattr__(self, "largest_per_parameter", update_cell.largest_per_parameter)
+        self.keeps_each = update_cell.largest_per_parameter is not None
         self.is_divided = is_divided
         self.is_distributed = is_distributed
         self.on_cpu = context.get_context("device_target") == "CPU"
@@ -58,7 +58,7 @@ class LargestGradient(nn.Cell):
         # With pipeline stages a process has the gradients of its own stage only.
         self.in_stages = self.keeps_each and context.get_auto_parallel_context("pipeline_stages") > 1
         if self.in_stages:
-            count = update_cell.each_largest.size
+            count = update_cell.largest_per_parameter.size
             self.places = tuple(Tensor(place, mstype.int32) for place in range(count))
             self.no_gradients = ops.zeros(count, mstype.float32)
         if is_distributed:
@@ -90,7 +90,7 @@ class LargestGradient(nn.Cell):
             if self.on_cpu:
                 each = _reduce_max(ops.reshape(each, (self.processes, -1)), 0)
         if self.keeps_each:
-            ops.assign(self.each_largest, each)
+            ops.assign(self.largest_per_parameter, each)
         largest = _reduce_max(each)
         ops.assign(self.largest_gradient, largest)
         return ops.logical_not(ops.less_equal(largest, self.largest_float32))

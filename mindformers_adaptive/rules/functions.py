@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import LARGEST_INT32
 from mindformers_adaptive.rules.values import (
-    RuleError,
     Value,
     arithmetic,
     constant,
     number_of,
     of_one_dtype,
     own,
+    refused,
     shape_of,
     unary,
 )
@@ -54,7 +54,7 @@ class DType:
             return value if own(value).dtype == self.name else Value(self.name, (value,), self.name, value.shape)
         number = number_of(value)
         if self.name == "int32" and not abs(number) < math.inf:
-            raise RuleError(f"has {number}, which is no int32. Use a finite number")
+            raise refused(f"has {number}, which is no int32. Use a finite number")
         return constant(int(number) if self.name == "int32" else float(number), self.name)
 
     def __repr__(self) -> str:
@@ -77,14 +77,14 @@ class State:
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in self._values:
-            raise RuleError(f"takes {name!r} of the state, which has {', '.join(self._values)}")
+            raise refused(f"takes {name!r} of the state, which has {', '.join(self._values)}")
         return self._values[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise RuleError(f"assigns {name!r} to the state. Return state.replace({name}=...)")
+        raise refused(f"assigns {name!r} to the state. Return state.replace({name}=...)")
 
     def __bool__(self, *_: object) -> bool:
-        raise RuleError("compares states, or asks whether there is one. Compare their parts, by where(condition, a, b)")
+        raise refused("compares states, or asks whether there is one. Compare their parts, by where(condition, a, b)")
 
     __eq__ = __ne__ = __bool__
     __hash__ = object.__hash__
@@ -100,13 +100,13 @@ class State:
         checked = {}
         for name, value in values.items():
             if name not in self._dtypes:
-                raise RuleError(f"replaces {name!r} of the state. What it may replace is {', '.join(self._dtypes)}")
+                raise refused(f"replaces {name!r} of the state. What it may replace is {', '.join(self._dtypes)}")
             dtype, shape = self._dtypes[name]
             if not isinstance(value, Value):
                 value = constant(value, dtype)
             if (own(value).dtype, value.shape) != (dtype, shape):
                 remedy = f"Put {dtype}(...) around it" if value.shape == shape else f"Give it the shape {shape}"
-                raise RuleError(
+                raise refused(
                     f"returns {name!r} as {value.dtype} of shape {value.shape}, and it is {dtype} of shape {shape}. "
                     f"{remedy}, or correct the state"
                 )
@@ -124,10 +124,10 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     if isinstance(condition, (bool, np.bool_)):
         return x if condition else y
     if not isinstance(condition, Value) or own(condition).dtype != "bool":
-        raise RuleError("has a condition of where() that is no flag. Compare it with something")
+        raise refused("has a condition of where() that is no flag. Compare it with something")
     if isinstance(x, State) and isinstance(y, State):
         if condition.shape:
-            raise RuleError("picks a state by a vector of flags. Use one flag, such as count(flags) > 0")
+            raise refused("picks a state by a vector of flags. Use one flag, such as count(flags) > 0")
         pairs = {name: (x._values[name], y._values[name]) for name in x._values}
         return State({name: a if a is b else where(condition, a, b) for name, (a, b) in pairs.items()}, x._dtypes)
     x, y = of_one_dtype("where", x, y)
@@ -158,7 +158,7 @@ def stack(values: Sequence[Any]) -> Any:
     """Return numbers of one dtype as a vector."""
     parts = of_one_dtype("stack", *values)
     if any(part.shape for part in parts):
-        raise RuleError("stacks a vector. A vector is made of numbers: take it apart with *")
+        raise refused("stacks a vector. A vector is made of numbers: take it apart with *")
     return Value("stack", parts, parts[0].dtype, (len(parts),))
 
 
@@ -175,7 +175,7 @@ def argmin(x: Any) -> Any:
 def _reduce(op: str, x: Any, dtype: str) -> Value:
     x = x if isinstance(x, Value) else constant(x, None)
     if not x.shape or own(x).dtype != dtype:
-        raise RuleError(f"has {op} of {x.dtype} of shape {x.shape}. It is for a vector of {dtype}")
+        raise refused(f"has {op} of {x.dtype} of shape {x.shape}. It is for a vector of {dtype}")
     return Value(op, (x,), "int32", ())
 
 
@@ -185,7 +185,7 @@ def take(vector: Any, index: Any) -> Any:
     if not isinstance(index, Value):
         return vector[index]
     if not vector.shape or own(index).dtype != "int32" or index.shape:
-        raise RuleError("needs take(vector, index) with a vector and an int32 index. Write int32(...) around it")
+        raise refused("needs take(vector, index) with a vector and an int32 index. Write int32(...) around it")
     return Value("take", (own(vector), index), vector.dtype, ())
 
 
@@ -210,10 +210,10 @@ def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
         elif dtype == "int32" and in_order and bounds[0] >= -LARGEST_INT32 and bounds[1] <= LARGEST_INT32:
             spans.append(range(bounds[0], bounds[1] + 1))
         else:
-            raise RuleError(f"needs tabulate(..., {name}=flag) or {name}=(value of int32, lowest, highest)")
+            raise refused(f"needs tabulate(..., {name}=flag) or {name}=(value of int32, lowest, highest)")
         values.append(int32(value))
     if not callable(function) or not spans or math.prod(map(len, spans)) > _LARGEST_TABLE:
-        raise RuleError(f"needs tabulate(function, ...) with arguments of at most {_LARGEST_TABLE} combinations")
+        raise refused(f"needs tabulate(function, ...) with arguments of at most {_LARGEST_TABLE} combinations")
     # What is made anew for each rule has no use for a cache; a function that chance is in must not have one.
     is_cached = getattr(function, "is_cached", False)
     fill = _filled_table if is_cached else _filled_table.__wrapped__
@@ -230,7 +230,7 @@ def _filled_table(function: Callable[..., Any], names: tuple[str, ...], spans: t
         is_row = isinstance(row, tuple) and len(row) == len(rows[0]) > 0
         if not is_row or not all(type(one) is int and abs(one) <= LARGEST_INT32 for one in row):
             name = getattr(function, "__name__", function)
-            raise RuleError(
+            raise refused(
                 f"tabulates {name}, which must return a tuple of as many int32 numbers each time, but returns {row!r}. "
                 "Return int(...) of each"
             )

@@ -17,7 +17,7 @@ from mindformers_adaptive.rules.description import arguments_of, check_descripti
 from mindformers_adaptive.rules.fields import Field, fields_of
 from mindformers_adaptive.rules.formats import Format, find_format
 from mindformers_adaptive.rules.tracing import TracedStep, told, trace_step
-from mindformers_adaptive.rules.values import RuleError, is_traced_now
+from mindformers_adaptive.rules.values import is_traced_now, refused
 
 __all__ = ["Rule"]
 
@@ -296,7 +296,7 @@ class Rule(metaclass=_Made):
 
     def __setattr__(self, name: str, value: object) -> None:
         if is_traced_now(self):
-            raise RuleError(f"assigns self.{name}. Keep in the state what the next step needs")
+            raise refused(f"assigns self.{name}. Keep in the state what the next step needs")
         if "traced" in vars(self):
             raise AttributeError(
                 f"The rule {self.name!r} is made, with the step of its present {name!r}. Make another rule with "

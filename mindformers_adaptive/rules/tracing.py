@@ -12,7 +12,7 @@ from mindformers_adaptive.rules.description import is_of_this_package
 from mindformers_adaptive.rules.functions import State, maximum, minimum, stack, where
 from mindformers_adaptive.rules.operations import UNSHOWN
 from mindformers_adaptive.rules.program import shape_of_trace
-from mindformers_adaptive.rules.values import RuleError, Trace, Value, constant, is_line_of_a_rule
+from mindformers_adaptive.rules.values import RuleError, Trace, Value, constant, is_line_of_a_rule, refused
 
 __all__ = ["TracedStep", "told", "trace_step"]
 
@@ -48,9 +48,9 @@ class Seen:
             raise AttributeError(name)
         shown = ("gradient_known", "largest_gradient", "max_safe_exponent")
         if name not in shown:
-            raise RuleError(f"takes {name!r}, which is none of overflow, {', '.join(shown)}")
+            raise refused(f"takes {name!r}, which is none of overflow, {', '.join(shown)}")
         if not self._rule.signals:
-            raise RuleError(f"takes {name!r}. It needs signals = ('largest_gradient',)")
+            raise refused(f"takes {name!r}. It needs signals = ('largest_gradient',)")
         largest = _input("largest_gradient", "float32")
         of_format = constant(self._rule.gradient_format.largest, "float32")
         shown_exponent: Any = Value("max_safe_exponent", (largest, self.overflow, of_format), "int32", ())
@@ -61,14 +61,14 @@ class Seen:
         return found[name]
 
     def __bool__(self, *_: object) -> bool:
-        raise RuleError("asks whether a step shows something. Use seen.overflow or seen.gradient_known")
+        raise refused("asks whether a step shows something. Use seen.overflow or seen.gradient_known")
 
     __eq__ = __ne__ = __bool__
     __hash__ = object.__hash__
 
     def __setattr__(self, name: str, value: object) -> None:
         if name != "overflow" or name in vars(self):
-            raise RuleError(f"assigns {name!r} to what the step shows. Use a variable of its own")
+            raise refused(f"assigns {name!r} to what the step shows. Use a variable of its own")
         super().__setattr__(name, value)
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32
 
 __all__ = ["RuleError", "Trace", "Value", "arithmetic", "constant", "number_of", "of_one_dtype", "own"]
-__all__ += ["is_line_of_a_rule", "is_traced_now", "shape_of", "unary"]
+__all__ += ["is_line_of_a_rule", "is_traced_now", "refused", "shape_of", "unary"]
 
 # Calls from here, or from the standard library and NumPy, are no lines of a rule.
 _OWN_FILES = {
@@ -37,17 +37,16 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 class RuleError(ValueError):
     """What is wrong with the step of a rule, with the line that has it."""
 
-    def __init__(self, problem: str) -> None:
-        trace = _present.trace
-        # A problem begins with a verb; what does not is the text of another error, which is copied or passed on.
-        if not problem[:1].islower():
-            super().__init__(problem)
-        elif trace is None:
-            super().__init__(f"A value works within next_state only: this {problem}.")
-        else:
-            super().__init__(f"The step of the rule {trace.rule.name!r} {problem}{_place()}")
-            # It counts even where the rule catches it.
-            trace.problem = trace.problem or self
+
+def refused(problem: str) -> RuleError:
+    """Return the error for what the present step does: ``problem`` goes on where "the step" leaves off."""
+    trace = _present.trace
+    if trace is None:
+        return RuleError(f"A value works within next_state only: this {problem}.")
+    error = RuleError(f"The step of the rule {trace.rule.name!r} {problem}{_place()}")
+    # It counts even where the rule catches it.
+    trace.problem = trace.problem or error
+    return error
 
 
 class Trace:
@@ -70,7 +69,7 @@ class Trace:
 
     def __enter__(self) -> Trace:
         if _present.trace is not None:
-            raise RuleError("makes or runs a rule. Do so in the constructor, and call its next_state")
+            raise refused("makes or runs a rule. Do so in the constructor, and call its next_state")
         _present.trace = self
         return self
 
@@ -115,19 +114,19 @@ class Value:
     def __init__(self, op: str, args: tuple[Value, ...], dtype: str, shape: tuple[int, ...], extra: Any = None) -> None:
         trace = _present.trace
         if trace is None:
-            raise RuleError(f"makes one by {op}")
+            raise refused(f"makes one by {op}")
         for name, value in zip(Value.__slots__, (args, dtype, extra, op, len(trace.values), shape, trace), strict=True):
             object.__setattr__(self, name, value)
         trace.values.append(self)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise RuleError(f"assigns {name!r} to a value. Compute another one")
+        raise refused(f"assigns {name!r} to a value. Compute another one")
 
     def __getattr__(self, name: str) -> Any:
         # Python, NumPy and MindSpore look for names with underscores.
         if name.startswith("_"):
             raise AttributeError(name)
-        raise RuleError(f"takes {name!r} of a value. {_INSTEAD}")
+        raise refused(f"takes {name!r} of a value. {_INSTEAD}")
 
     def __copy__(self) -> Value:
         return self
@@ -137,14 +136,14 @@ class Value:
 
     def __getitem__(self, place: Any) -> Value:
         if not self.shape:
-            raise RuleError("takes an element of what is a number. Only a vector has elements")
+            raise refused("takes an element of what is a number. Only a vector has elements")
         if isinstance(place, Value):
-            raise RuleError("has a computed index. Use take(vector, index)")
+            raise refused("has a computed index. Use take(vector, index)")
         if isinstance(place, (bool, np.bool_)) or not isinstance(place, (int, np.integer)):
-            raise RuleError(f"has the index {place!r}, which is no integer. Take several by stack([v[0], v[1]])")
+            raise refused(f"has the index {place!r}, which is no integer. Take several by stack([v[0], v[1]])")
         place = int(place)
         if not -self.shape[0] <= place < self.shape[0]:
-            raise RuleError(f"takes the element {place} of {self.shape[0]}. Its places are 0 to {self.shape[0] - 1}")
+            raise refused(f"takes the element {place} of {self.shape[0]}. Its places are 0 to {self.shape[0] - 1}")
         return Value("element", (own(self),), self.dtype, (), place % self.shape[0])
 
     def __iter__(self) -> Iterator[Value]:
@@ -152,7 +151,7 @@ class Value:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise RuleError("takes apart what is a number. Only a vector has elements, as a field of float32[3]")
+            raise refused("takes apart what is a number. Only a vector has elements, as a field of float32[3]")
         return self.shape[0]
 
     def __ne__(self, other: object) -> Value:  # type: ignore[override]
@@ -166,14 +165,14 @@ class Value:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **others: Any) -> Value:
         if method != "__call__" or ufunc.__name__ not in _UFUNCS or others:
-            raise RuleError(f"calls numpy.{ufunc.__name__}. {_INSTEAD}")
+            raise refused(f"calls numpy.{ufunc.__name__}. {_INSTEAD}")
         # As Python's numbers and lists, which leave the operation to the value.
         given = (one if isinstance(one, Value) else np.asarray(one).tolist() for one in inputs)
         found: Value = _UFUNCS[ufunc.__name__](*given)
         return found
 
     def __array_function__(self, function: Any, *_: Any) -> Value:
-        raise RuleError(f"calls numpy.{function.__name__}. {_INSTEAD}")
+        raise refused(f"calls numpy.{function.__name__}. {_INSTEAD}")
 
 
 _INSTEAD = (
@@ -188,7 +187,7 @@ def _computes(op: str, swapped: bool = False) -> Callable[[Value, Any], Value]:
 
 def _refuses(problem: str) -> Callable[..., Any]:
     def refuse(*_: object) -> Any:
-        raise RuleError(problem)
+        raise refused(problem)
 
     return refuse
 
@@ -245,7 +244,7 @@ def constant(number: Any, dtype: str | None) -> Value:
     is_vector = isinstance(number, (list, tuple))
     numbers = [number_of(one) for one in (number if is_vector else [number])]
     if not numbers:
-        raise RuleError("has an empty vector. Give it an element")
+        raise refused("has an empty vector. Give it an element")
     if dtype is None:
         kinds = {type(one) for one in numbers}
         dtype = "bool" if kinds == {bool} else "float32" if float in kinds else "int32"
@@ -259,19 +258,19 @@ def constant(number: Any, dtype: str | None) -> Value:
 
 def _check_constant(number: bool | int | float, dtype: str) -> None:
     if isinstance(number, bool) != (dtype == "bool"):
-        raise RuleError(f"has {number!r} beside a value of {dtype}. Write int32(...) or float32(...) around the flag")
+        raise refused(f"has {number!r} beside a value of {dtype}. Write int32(...) or float32(...) around the flag")
     if dtype == "int32":
         if isinstance(number, float):
-            raise RuleError(f"has {number!r} beside an int32. Write an integer, or float32(...) around the int32")
+            raise refused(f"has {number!r} beside an int32. Write an integer, or float32(...) around the int32")
         if not -LARGEST_INT32 - 1 <= number <= LARGEST_INT32:
-            raise RuleError(f"has {_short(number)}, which does not fit into int32. Use float32 values")
+            raise refused(f"has {_short(number)}, which does not fit into int32. Use float32 values")
     elif dtype == "float32":
         if number != number:
-            raise RuleError("has a constant that is NaN. Compare with a number that cannot be in its place")
+            raise refused("has a constant that is NaN. Compare with a number that cannot be in its place")
         if abs(number) > LARGEST_FLOAT32 and abs(number) != math.inf:
-            raise RuleError(f"has {_short(number)}, which does not fit into float32. Use a smaller number, or math.inf")
+            raise refused(f"has {_short(number)}, which does not fit into float32. Use a smaller number, or math.inf")
         if 0 < abs(number) < SMALLEST_FLOAT32:
-            raise RuleError(f"has {number!r}, and devices take numbers below 2^-126 for 0. Use a larger one")
+            raise refused(f"has {number!r}, and devices take numbers below 2^-126 for 0. Use a larger one")
 
 
 def _short(number: int | float) -> str:
@@ -284,9 +283,9 @@ def number_of(value: Any) -> bool | int | float:
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         value = value.item()
     if isinstance(value, (list, tuple)):
-        raise RuleError(f"has {type(value).__name__} {value!r} where a number or a value is needed. Use stack([...])")
+        raise refused(f"has {type(value).__name__} {value!r} where a number or a value is needed. Use stack([...])")
     if type(value) not in (bool, int, float):
-        raise RuleError(f"has {value!r} of type {type(value).__name__}, which is no int, float or bool. Convert it")
+        raise refused(f"has {value!r} of type {type(value).__name__}, which is no int, float or bool. Convert it")
     found: bool | int | float = value
     return found
 
@@ -294,7 +293,7 @@ def number_of(value: Any) -> bool | int | float:
 def own(value: Value) -> Value:
     """Return a value of the present call, and refuse one of another."""
     if value.trace is not _present.trace:
-        raise RuleError("uses a value of another call. Keep in the state what the next step needs")
+        raise refused("uses a value of another call. Keep in the state what the next step needs")
     return value
 
 
@@ -302,7 +301,7 @@ def of_one_dtype(op: str, *given: Any) -> tuple[Value, ...]:
     """Return values, with Python's numbers as constants of the dtype of the values beside them."""
     values = [own(one) for one in given if isinstance(one, Value)]
     if not given:
-        raise RuleError(f"has {op} of nothing. Give it a number")
+        raise refused(f"has {op} of nothing. Give it a number")
     if not values:
         kinds = {type(number_of(one)) for one in given}
         dtype = "bool" if kinds == {bool} else "float32" if float in kinds else "int32"
@@ -310,7 +309,7 @@ def of_one_dtype(op: str, *given: Any) -> tuple[Value, ...]:
         dtype = values[0].dtype
     for value in values:
         if value.dtype != dtype:
-            raise RuleError(
+            raise refused(
                 f"mixes {dtype} and {value.dtype} in {op}. Write int32(...) or float32(...) around one of them"
             )
     return tuple(one if isinstance(one, Value) else constant(one, dtype) for one in given)
@@ -321,7 +320,7 @@ def shape_of(*values: Value) -> tuple[int, ...]:
     shapes = {value.shape for value in values if value.shape}
     if len(shapes) > 1:
         lengths = " and ".join(str(length) for (length,) in sorted(shapes))
-        raise RuleError(f"combines vectors of lengths {lengths}. Use vectors of one length")
+        raise refused(f"combines vectors of lengths {lengths}. Use vectors of one length")
     return shapes.pop() if shapes else ()
 
 
@@ -339,7 +338,7 @@ _TAKES = {
 def _check_dtype(op: str, dtype: str) -> None:
     dtypes, instead = _TAKES[op]
     if dtype not in dtypes:
-        raise RuleError(f"has {op} of {dtype}. {instead}")
+        raise refused(f"has {op} of {dtype}. {instead}")
 
 
 def arithmetic(op: str, x: Any, y: Any) -> Value:
