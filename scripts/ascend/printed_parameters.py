@@ -2,10 +2,12 @@
 
 import contextlib
 
-__all__ = ["LOSSES", "forget_printed"]
+__all__ = ["LEARNING_RATES", "LOSSES", "forget_printed"]
 
 # What MindFormers prints with print_separate_loss.
 LOSSES = ("lm_loss", "mtp_loss", "aux_loss", "indexer_loss")
+# Where its train-step cell keeps the learning rates that its callback prints.
+LEARNING_RATES = ("current_default_lr", "current_grouped_lr")
 
 
 def forget_printed(names):

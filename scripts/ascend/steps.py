@@ -16,6 +16,8 @@ from mindformers_adaptive.gradients.layers import named_cells
 from mindformers_adaptive.integration.launcher import launch, load_config
 from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
 from mindformers_adaptive.overflow.graph_watch import GraphWatch
+from scripts.ascend import optimizers
+from scripts.ascend.printed_parameters import LEARNING_RATES, forget_printed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,16 +126,11 @@ def plain_step(way, network="Layers"):
 def mf_step(way, network="Layers", optimizer="momentum", **options):
     """``MFTrainOneStepCell``, with clipping."""
     network, options = NETWORKS[network](), {"use_clip_grad": True, "scale_sense": update_cell(way), **options}
-    if optimizer == "momentum":
-        optimizer = momentum(network)
-    else:
-        from scripts.ascend import control
-
-        if optimizer == "grouped":
-            control.forget_printed(control.PRINTED)
-            options["lr_scheduler"] = control.schedule()
-            options["grouped_lr_scheduler"] = [{"lr_scheduler": control.schedule(0.1)}]
-        optimizer = getattr(control, optimizer)(network)
+    if optimizer == "grouped":
+        forget_printed(LEARNING_RATES)
+        options["lr_scheduler"] = optimizers.schedule()
+        options["grouped_lr_scheduler"] = [{"lr_scheduler": optimizers.schedule(0.1)}]
+    optimizer = momentum(network) if optimizer == "momentum" else getattr(optimizers, optimizer)(network)
     compile_step(wrapper_of(way).MFTrainOneStepCell(network, optimizer, **options))
 
 

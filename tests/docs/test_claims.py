@@ -7,13 +7,13 @@ import re
 
 import numpy as np
 import pytest
+from beside_stock_cell import PYNATIVE_STEPS, STEPS
 from conftest import ROOT
 from pages import figure
 
 from mindformers_adaptive.public_names import PUBLIC
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.guided import GuidedRule
-from scripts.ascend.control import PYNATIVE_STEPS, STEPS
 from scripts.studies import formats_training, worth_report
 
 ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the found scale"

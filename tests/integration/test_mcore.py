@@ -4,6 +4,7 @@ import mindspore
 import numpy as np
 import pytest
 from conftest import ROOT, mindspore_mode
+from mcore_on_cpu import STAND_INS, FourLosses, mcore_on_cpu, rows
 from mindformers.utils.parameter_register import parameter_register
 from mindspore import Parameter, Tensor, dataset, nn
 from mindspore.train import LambdaCallback, Model
@@ -20,7 +21,7 @@ from mindformers_adaptive.wrapper import (
     GradientGuidedLossScaleUpdateCell,
     MFTrainOneStepCell,
 )
-from scripts.ascend.mcore import STAND_INS, FourLosses, build_qwen3, mcore_on_cpu, rows
+from scripts.ascend.mcore import build_qwen3
 from scripts.ascend.printed_parameters import LOSSES, forget_printed
 
 START, STEPS = 2.0**24, 30

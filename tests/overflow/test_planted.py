@@ -127,10 +127,12 @@ ON_CPU = {
 
 @pytest.fixture(scope="module")
 def qwen3():
-    from scripts.ascend import mcore
+    import mcore_on_cpu
 
-    with pytest.MonkeyPatch.context() as patch, mindspore_mode("pynative"), mcore.mcore_on_cpu(patch):
-        network = mcore.build_qwen3()
+    from scripts.ascend.mcore import build_qwen3
+
+    with pytest.MonkeyPatch.context() as patch, mindspore_mode("pynative"), mcore_on_cpu.mcore_on_cpu(patch):
+        network = build_qwen3()
         for name, function in ON_CPU.items():
             patch.setattr(getattr(auto_generate, name), "__call__", function)
         optimizer = nn.SGD(network.trainable_params(), 0.1)
@@ -139,9 +141,9 @@ def qwen3():
 
 @pytest.mark.parametrize(("changes", "scale", "expected"), IN_QWEN3.values(), ids=IN_QWEN3)
 def test_in_an_mcore_model(qwen3, changes, scale, expected):
-    from scripts.ascend import mcore
+    import mcore_on_cpu
 
-    batch = tuple(map(Tensor, mcore.rows(1)[0]))
+    batch = tuple(map(Tensor, mcore_on_cpu.rows(1)[0]))
     with planted(qwen3.network, changes):
         assert named(qwen3, batch, scale) == expected
 

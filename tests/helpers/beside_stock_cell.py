@@ -8,22 +8,20 @@ from typing import Any, NamedTuple
 import mindformers.wrapper
 import mindspore
 import numpy as np
-import pytest
 from mindformers.core import optim
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
-from scripts.ascend.printed_parameters import forget_printed
+from scripts.ascend.optimizers import DECAY_STEPS, schedule
+from scripts.ascend.printed_parameters import LEARNING_RATES, forget_printed
 
-STEPS, START = 30, 2.0**24
+STEPS, START = DECAY_STEPS, 2.0**24
 # In PyNative mode, where each takes long.
 PYNATIVE_STEPS = 5
 WINDOWS = {"max_scale_window": 8, "min_scale_window": 4}
 BATCH, FEATURES, CLASSES = 8, 12, 4
-# Parameters in which MindFormers' cell keeps what its callback prints.
-PRINTED = ("current_default_lr", "current_grouped_lr")
 
 
 class Layers(nn.Cell):
@@ -66,29 +64,8 @@ class Vision(nn.Cell):
         return self.loss(self.dense(maps.reshape((maps.shape[0], -1))).astype(mstype.float32), target)
 
 
-def schedule(learning_rate=0.01):
-    return nn.CosineDecayLR(learning_rate / 10, learning_rate, STEPS)
-
-
 def adamw(network):
     return optim.AdamW(network.trainable_params(), schedule(), weight_decay=0.01)
-
-
-def averaging(network):
-    """MindFormers' AdamW with an exponential moving average of the weights, which it loads every few steps."""
-    if not hasattr(optim, "PmaAdamW"):
-        pytest.skip("MindFormers before 1.7 has no PmaAdamW")
-    return optim.PmaAdamW(
-        network.trainable_params(), schedule(), fused_num=2, interleave_step=3, fused_algo="ema", ema_alpha=0.2
-    )
-
-
-def grouped(network):
-    """Biases with a learning rate of their own."""
-    weights = [weight for weight in network.trainable_params() if "bias" not in weight.name]
-    biases = [weight for weight in network.trainable_params() if "bias" in weight.name]
-    groups = [{"params": weights, "lr": schedule()}, {"params": biases, "lr": schedule(0.1)}]
-    return optim.AdamW([*groups, {"order_params": network.trainable_params()}], schedule())
 
 
 class Seen(NamedTuple):
@@ -147,7 +124,7 @@ def train_both(build, build_optimizer=adamw, batches=None, start=START, **argume
             np.testing.assert_array_equal(after[name], value, err_msg=f"{name} after step {number}")
         if overflow:
             changed = {name for name in after if not np.array_equal(before[name], after[name], equal_nan=True)}
-            assert changed <= set(PRINTED)
+            assert changed <= set(LEARNING_RATES)
         before = after
         seen.overflows.append(overflow)
         seen.losses.append(float(np.mean(outputs[0][0])))
@@ -159,7 +136,7 @@ def train_both(build, build_optimizer=adamw, batches=None, start=START, **argume
 def _train_step(cell, build, build_optimizer, scale_sense, arguments):
     mindspore.set_seed(0)
     np.random.seed(0)
-    forget_printed(PRINTED)
+    forget_printed(LEARNING_RATES)
     network = build()
     return cell(network, build_optimizer(network), scale_sense=scale_sense, **arguments).set_train()
 

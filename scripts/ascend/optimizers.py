@@ -1,0 +1,28 @@
+"""MindFormers' optimizers with learning rates that change, and with what they keep beside the weights."""
+
+from mindformers.core import optim
+from mindspore import nn
+
+__all__ = ["DECAY_STEPS", "averaging", "grouped", "schedule"]
+
+# After so many steps a learning rate is at its lowest.
+DECAY_STEPS = 30
+
+
+def schedule(learning_rate=0.01):
+    return nn.CosineDecayLR(learning_rate / 10, learning_rate, DECAY_STEPS)
+
+
+def averaging(network):
+    """MindFormers' AdamW with an exponential moving average of the weights, which it loads every few steps."""
+    return optim.PmaAdamW(
+        network.trainable_params(), schedule(), fused_num=2, interleave_step=3, fused_algo="ema", ema_alpha=0.2
+    )
+
+
+def grouped(network):
+    """Biases with a learning rate of their own."""
+    weights = [weight for weight in network.trainable_params() if "bias" not in weight.name]
+    biases = [weight for weight in network.trainable_params() if "bias" in weight.name]
+    groups = [{"params": weights, "lr": schedule()}, {"params": biases, "lr": schedule(0.1)}]
+    return optim.AdamW([*groups, {"order_params": network.trainable_params()}], schedule())

@@ -1,0 +1,116 @@
+"""MindFormers' mcore models on a CPU, and a network that returns four losses as they do.
+
+Stand-ins take the place of just the operators that have no CPU kernel: RmsNorm, FlashAttentionScore, Outer and the
+backward pass of Embedding. Everything else is MindFormers' own.
+"""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mindformers.models.qwen3.modeling_qwen3_train", reason="MindFormers before 1.7 cannot train it")
+
+from mindformers.core.context.build_context import MFContextOperator
+from mindformers.parallel_core.training_graph.base_models.common.embeddings import rotary_pos_embedding
+from mindformers.parallel_core.training_graph.transformer import flash_attention, norm
+from mindformers.tools.register import MindFormerConfig
+from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import dtype as mstype
+
+from scripts.ascend.mcore import BATCH, SEQ_LENGTH, VOCABULARY, build_qwen3
+from scripts.ascend.printed_parameters import LOSSES
+
+
+class OuterOnCpu(nn.Cell):
+    """The outer product of two vectors."""
+
+    def construct(self, first, second):
+        return ops.reshape(first, (-1, 1)) * second
+
+    def shard(self, *_):
+        return self
+
+
+def embedding_on_cpu(ids, weight):
+    return ops.gather(weight, ids, 0)
+
+
+class FlashAttentionScoreOnCpu(nn.Cell):
+    """Attention over (batch, heads, sequence, width), without dropout; a mask of 1 hides. Softmax is in FP32."""
+
+    def __init__(self, head_num, scale_value, keep_prob, input_layout, **_):
+        super().__init__()
+        assert (keep_prob, input_layout) == (1.0, "BNSD"), "another layout, or dropout, is not stood in for"
+        self.scale = scale_value
+        self.matmul, self.matmul_transposed = ops.BatchMatMul(), ops.BatchMatMul(transpose_b=True)
+        self.softmax, self.cast = ops.Softmax(), ops.Cast()
+
+    def construct(self, query, key, value, alibi_mask, dropout_mask, padding_mask, mask, prefix):
+        groups = query.shape[1] // key.shape[1]
+        key, value = ops.repeat_elements(key, groups, 1), ops.repeat_elements(value, groups, 1)
+        scores = self.cast(self.matmul_transposed(query, key), mstype.float32) * self.scale
+        scores = scores - self.cast(mask, mstype.float32) * 10000.0
+        return 0, 0, 0, self.matmul(self.cast(self.softmax(scores), query.dtype), value)
+
+
+# The operators that a CPU lacks, and what stands in for them.
+STAND_INS = (
+    (norm, "FusedRMSNorm", norm.RMSNorm),
+    (flash_attention, "FlashAttentionScore", FlashAttentionScoreOnCpu),
+    (rotary_pos_embedding, "Outer", OuterOnCpu),
+    (mint.nn.functional, "embedding", embedding_on_cpu),
+)
+
+
+@contextlib.contextmanager
+def mcore_on_cpu(monkeypatch):
+    """Make MindFormers use its mcore classes, with the stand-ins."""
+    for place, operator, stand_in in STAND_INS:
+        monkeypatch.setattr(place, operator, stand_in)
+    if MFContextOperator.get_mf_ctx_instance() is None:
+        MFContextOperator(MindFormerConfig(run_mode="train", model={"model_config": {}}))
+    context = MFContextOperator.get_mf_ctx_instance()
+    context.set_context(use_legacy=False)
+    yield
+    context.set_context(use_legacy=True)
+
+
+def rows(steps):
+    """A batch a step: numbers that count up from a random start."""
+    starts = np.random.default_rng(0).integers(VOCABULARY, size=(steps, BATCH, 1))
+    tokens = ((starts + np.arange(SEQ_LENGTH + 1)) % VOCABULARY).astype(np.int32)
+    return [(row[:, :-1], row[:, 1:], np.ones((BATCH, SEQ_LENGTH), np.float32)) for row in tokens]
+
+
+class FourLosses(nn.Cell):
+    """Returns what mcore models return; each loss is one FP16 weight times its own input, so one alone can overflow."""
+
+    def __init__(self, per_token=False):
+        super().__init__(auto_prefix=False)
+        self.model = build_qwen3().network
+        self.per_token = per_token
+        for name in LOSSES:
+            # MindFormers has Parameters of the names of the losses, in which it keeps what its callback prints.
+            setattr(self, name, Parameter(Tensor([0.5], mstype.float32), name=f"weight_of_{name}"))
+        self.tokens = Tensor([4.0], mstype.float32)
+        self.cast = ops.Cast()
+
+    def get_gpt_transformer_config(self):
+        return self.model.get_gpt_transformer_config()
+
+    def trainable_params(self, recurse=True):
+        return [getattr(self, name) for name in LOSSES]
+
+    def loss(self, weight, factor):
+        product = self.cast(weight, mstype.float16) * self.cast(factor, mstype.float16)
+        return self.cast(product, mstype.float32)
+
+    def construct(self, factors):
+        lm_loss = self.loss(self.lm_loss, factors[0:1])
+        mtp_loss = self.loss(self.mtp_loss, factors[1:2])
+        aux_loss = self.loss(self.aux_loss, factors[2:3])
+        indexer_loss = self.loss(self.indexer_loss, factors[3:4])
+        if self.per_token:
+            return lm_loss, self.tokens, mtp_loss, self.tokens, aux_loss, indexer_loss
+        return lm_loss, mtp_loss, aux_loss, indexer_loss
