@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -106,6 +107,13 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
             shrink_from_min_window=shrink_from_min_window,
             backoff_factor=backoff_factor,
         )
+        if scale_window is None:
+            # As a key of a YAML file without a value gives it.
+            warnings.warn(
+                f"'scale_window' must be one of the ladder {rule.ladder}, but is empty: training starts at the "
+                f"smallest window, {rule.ladder[0]}.",
+                stacklevel=2,
+            )
         super().__init__(rule, rule.start(read_restored_scale(rule, loss_scale_value), scale_window), history_size)
 
     @classmethod

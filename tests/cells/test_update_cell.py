@@ -55,3 +55,10 @@ def test_the_number_of_a_run_goes_on_with_a_restored_state():
     cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
     cell.restore({**cell.state(), "loss_scaling_run": 7})
     assert cell.run_number == 7
+
+
+def test_an_empty_window_warns_and_starts_at_the_smallest():
+    # As "scale_window:" in a YAML file gives it.
+    with pytest.warns(UserWarning, match=r"'scale_window' must be one of the ladder \(20, 30.* but is empty: .* 20"):
+        cell = AdaptiveLossScaleUpdateCell(1024, 2, None)
+    assert cell.state()["scale_window"] == 20
