@@ -187,7 +187,6 @@ def run_bare(bare, tmp_path):
         (["--help"], "commands:"),
         (["inspect", "--help"], "checkpoint"),
         (["find", "--help"], "--margin"),
-        (["simulate", "--policy", "torch", "synthetic:sudden drop"], "skipped"),
         (["compare", "synthetic:sudden drop"], "megatron"),
         (["analyze", SAMPLES / "megatron_gpt2_n4.log"], "skipped"),
         (["megatron", "--fp16", "--loss-scale", "1024"], "type: FixedLossScaleUpdateCell"),

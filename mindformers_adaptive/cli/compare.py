@@ -1,4 +1,4 @@
-"""Replay several policies on traces, and compare their skipped steps and headroom.
+"""Replay policies on traces, and compare their skipped steps and headroom.
 
 examples:
   adaptive-loss-scale compare output/log/rank_0/info.log

@@ -83,11 +83,11 @@ class Source:
         return "\n".join([*lines, *(f"  {problem}" for problem in self.run.problems)])
 
 
-def add_trace_arguments(parser: argparse.ArgumentParser, several: bool = True) -> None:
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the traces, and what is assumed where a log does not bound the ceiling."""
     parser.add_argument(
         "traces",
-        nargs="+" if several else 1,
+        nargs="+",
         type=read_source,
         metavar="TRACE",
         help="a training log or a record of LossScaleMonitor, a folder of them, a record of GradientRangeMonitor "

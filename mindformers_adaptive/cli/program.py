@@ -27,8 +27,7 @@ COMMANDS = {
     "find": "[*] find the loss scale that a training should start from",
     "why": "[*] say why a training overflows: in which layer, and which setting helps",
     "analyze": "say what the loss scale did in a run, from its log, and what to change",
-    "simulate": "replay one policy on a trace",
-    "compare": "replay several policies on traces, and compare them",
+    "compare": "replay policies on traces, and compare them",
     "tune": "find the settings that would have cost least on traces",
     "diff": "compare two checkpoints, or the gradients of two devices, by Parameter (needs MindSpore)",
     "plot": "draw the record of a run or a sweep over loss scales",
@@ -36,6 +35,8 @@ COMMANDS = {
     "megatron": "turn Megatron-LM's arguments into a scale_sense section",
     "versions": "print what a bug report needs",
 }
+# By the name of a command of before: what does it now.
+_NOW = {"simulate": "compare --policies NAME"}
 
 _EXIT_CODES = """\
 Options may be written with underscores in place of hyphens, as MindFormers writes them: --train_dataset_dir.
@@ -78,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         versions = importlib.import_module("mindformers_adaptive.cli.versions")
         return _carry_out(lambda: print(versions.short()), parser)
     parser.add_argument("--version", action="store_true", help="show the versions, and whether the pair was tested")
+    if words and words[0] in _NOW:
+        parser.error(f"there is no command {words[0]!r} any more. Use '{_NOW[words[0]]}', which does the same")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, purpose in COMMANDS.items():
         commands.add_parser(name, help=purpose)

@@ -49,32 +49,36 @@ VALUES = [
 
 @pytest.mark.parametrize(("value", "message"), VALUES, ids=[value[:40] for value, _ in VALUES])
 def test_a_value_of_a_policy_is_refused(run_program, value, message):
-    code, said = answer(run_program, "simulate", "--policy", f"adaptive:{value}", *SPIKES)
+    code, said = answer(run_program, "compare", *SPIKES, "--policies", f"adaptive:{value}")
     assert code == 2
     assert re.search(message, said, re.DOTALL) or message in said
 
 
 USAGE = [
-    (["simulate", "synthetic:spikes", "--steps", "99999999999999"], "--steps: must be an integer from 1 to 10000000"),
-    (["simulate", "synthetic:spikes", "--steps", "0"], "argument --steps: must be an integer from 1"),
-    (["simulate", "synthetic:spikes", "--steps", DIGITS], "argument --steps: must be an integer"),
-    (["simulate", "synthetic:spikes", "--seed", "-1"], "argument --seed: must be an integer from 0"),
-    (["simulate", "--policy", "guided:exchange_rate=2^5000", *SPIKES], "'exchange_rate=2^5000': '2^5000' is too large"),
+    (["compare", "synthetic:spikes", "--steps", "99999999999999"], "--steps: must be an integer from 1 to 10000000"),
+    (["compare", "synthetic:spikes", "--steps", "0"], "argument --steps: must be an integer from 1"),
+    (["compare", "synthetic:spikes", "--steps", DIGITS], "argument --steps: must be an integer"),
+    (["compare", "synthetic:spikes", "--seed", "-1"], "argument --seed: must be an integer from 0"),
     (
-        ["simulate", "--policy", "torch:growth_interval=" + "9" * 22, *SPIKES],
+        ["compare", *SPIKES, "--policies", "guided:exchange_rate=2^5000"],
+        "'exchange_rate=2^5000': '2^5000' is too large",
+    ),
+    (
+        ["compare", *SPIKES, "--policies", "torch:growth_interval=" + "9" * 22],
         "'growth_interval' must be at most 214748",
     ),
-    (["simulate", "synthetic:spikes", "--plot", "a.jpg"], "argument --plot: 'path' must name a picture that ends in"),
+    (["compare", "synthetic:spikes", "--plot", "a.jpg"], "argument --plot: 'path' must name a picture that ends in"),
     (["compare", *SPIKES, "--policies", "fails.Rule"], "cannot be imported: KeyError('x')"),
     (["compare", *SPIKES, "--policies", "syntax.Rule"], "cannot be imported: SyntaxError"),
     (["compare", *SPIKES, "--policies", "exits.Rule"], "cannot be imported: SystemExit"),
+    (["simulate", *SPIKES], "there is no command 'simulate' any more. Use 'compare --policies NAME', which does"),
     (["compare", "synthetic:spikes", "--policis", "torch"], "--policis torch. Did you mean --policies?"),
     (["compare", "synthetic:spikes", "--\x1b[31m"], r"unrecognized arguments: --\x1b[31m"),
     (
         ["compare", *SPIKES, "--policies", "torch:growth_interval=2,growth_interval=3"],
         "'growth_interval' has two values",
     ),
-    (["simulate", *SPIKES, "--policy", "a..b"], "on the path of Python, but got 'a..b'."),
+    (["compare", *SPIKES, "--policies", "a..b"], "on the path of Python, but got 'a..b'."),
     (["tune", *SPIKES, "--policy", "fixed"], "on the path of Python, but got 'fixed'."),
     (["tune", *SPIKES, "--grid", "hysteresis=1", "--grid", "hysteresis=2"], "but 'hysteresis' is there twice"),
     (["tune", *SPIKES, "--grid", "scale_factor=2,4,2.0"], "each value of 'scale_factor' once, but 2.0 is there twice"),
@@ -148,7 +152,7 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
     content, message = FILES[name]
     file = tmp_path / f"{name}.jsonl"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    for command in ("simulate", "compare", "tune"):
+    for command in ("compare", "tune"):
         code, said = answer(run_program, command, file)
         assert code == 1
         assert file.name in said
@@ -162,7 +166,7 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
 @pytest.mark.parametrize(("text", "said"), [("x\n", "(1 line) there"), (line(1, 8.0), "1 step from 1 line (jsonl)")])
 def test_one_line_is_said_in_the_singular(run_program, tmp_path, text, said):
     (tmp_path / "run.txt").write_text(text)
-    assert said in "".join(run_program("simulate", tmp_path / "run.txt")[1:])
+    assert said in "".join(run_program("compare", tmp_path / "run.txt")[1:])
 
 
 @pytest.mark.parametrize("command", ["analyze", "compare", "plot", "report"])
@@ -214,7 +218,7 @@ class Mine(Rule):
         raise KeyError("lost")
 """
     (tmp_path / "mine.py").write_text(rule)
-    arguments = ("simulate", "--policy", "mine.Mine", *SPIKES)
+    arguments = ("compare", *SPIKES, "--policies", "mine.Mine")
     expected = "KeyError: 'lost'. With --traceback the program shows where it comes from.\n"
     assert answer(run_program, *arguments) == (1, expected)
     with pytest.raises(KeyError, match="lost"):
@@ -226,7 +230,7 @@ def test_names_of_files_are_printed_with_control_characters_escaped(run_program,
     for name in names:
         shutil.copy(LOG, tmp_path / name)
     (tmp_path / "none\x1b[2J.txt").write_text("no log")
-    for command in (["compare", "--each-trace"], ["compare", "--json"], ["simulate"]):
+    for command in (["compare", "--each-trace"], ["compare", "--json"], ["tune", "--grid", "hysteresis=1"]):
         code, printed, errors = run_program(*command, tmp_path)
         assert code == 0
         assert not CONTROL.search(printed + errors)
@@ -240,10 +244,10 @@ def test_names_of_files_are_printed_with_control_characters_escaped(run_program,
 def test_an_interrupt_in_a_module_of_ones_own_is_no_traceback(run_program, tmp_path, monkeypatch):
     (tmp_path / "impatient.py").write_text("raise KeyboardInterrupt")
     monkeypatch.syspath_prepend(tmp_path)
-    code, said = run_program("simulate", "--policy", "impatient.Rule", *SPIKES)[::2]
-    assert (code, said) == (130, "adaptive-loss-scale simulate: interrupted\n")
+    code, said = run_program("compare", *SPIKES, "--policies", "impatient.Rule")[::2]
+    assert (code, said) == (130, "adaptive-loss-scale compare: interrupted\n")
     with pytest.raises(KeyboardInterrupt):
-        run_program("simulate", "--policy", "impatient.Rule", "--traceback", *SPIKES)
+        run_program("compare", *SPIKES, "--traceback", "--policies", "impatient.Rule")
 
 
 @pytest.mark.parametrize("command", ["--version", "versions"])

@@ -82,10 +82,10 @@ def test_options_may_have_underscores_or_hyphens(run_program):
         ([], "required: COMMAND"),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["compare"], "required: TRACE"),
-        (["simulate", "--policy", "torhc", "synthetic:spikes"], "'torhc'.*torch"),
-        (["simulate", "--policy", "torch:init_scale", "synthetic:spikes"], "NAME=VALUE, but got 'init_scale'"),
-        (["simulate", "--policy", "torch:foo=1", "synthetic:spikes"], "foo"),
-        (["simulate", "synthetic:nonsense"], "must be one of stationary, .*'nonsense'"),
+        (["compare", "synthetic:spikes", "--policies", "torhc"], "'torhc'.*torch"),
+        (["compare", "synthetic:spikes", "--policies", "torch:init_scale"], "NAME=VALUE, but got 'init_scale'"),
+        (["compare", "synthetic:spikes", "--policies", "torch:foo=1"], "foo"),
+        (["compare", "synthetic:nonsense"], "must be one of stationary, .*'nonsense'"),
         (["tune", "synthetic:spikes", "--grid", "windows=1"], "'adaptive' has no parameter 'windows'"),
         (
             ["tune", "synthetic:spikes", "--policy", "both", "--grid", "windows=2"],
@@ -107,7 +107,7 @@ def test_wrong_usage_has_exit_code_2_and_says_why(run_program, arguments, messag
     assert re.search(message, error, re.DOTALL)
 
 
-@pytest.mark.parametrize("command", ["simulate", "compare", "tune", "analyze"])
+@pytest.mark.parametrize("command", ["compare", "tune", "analyze"])
 def test_a_log_that_is_not_there_or_none_has_exit_code_1(run_program, command, tmp_path):
     (tmp_path / "novel.txt").write_text("It was a dark and stormy night.\n")
     # JSON that is nested too deeply.
@@ -132,13 +132,13 @@ def test_analyze_narrows_its_bounds_by_the_rule_of_the_run(run_program, tmp_path
 
 
 def test_results_on_a_log_say_what_was_read_and_what_is_known(run_program):
-    described = json.loads(run_program("simulate", "--json", MINDFORMERS_LOG)[1])[0]["source"]
+    described = json.loads(run_program("compare", "--json", MINDFORMERS_LOG)[1])["sources"][0]
     assert described["format"] == "mindformers"
     assert (described["lines_read"], described["lines_used"], described["lines_ignored"]) == (32, 32, 0)
     # 11 of the 32 steps overflowed, which a person counts in the log: known from above; the others from below.
     assert described["bounds_known"]["upper_bound"] == 11 / 32
     assert described["bounds_known"]["lower_bound"] == 21 / 32
-    text = run_program("simulate", MINDFORMERS_LOG)[1]
+    text = run_program("compare", MINDFORMERS_LOG)[1]
     assert "32 lines (mindformers), of which 32 were used and 0 ignored" in text
 
 
@@ -163,7 +163,7 @@ def test_a_file_of_a_folder_that_is_no_log_is_named(run_program, tmp_path):
 
 def test_assumption_about_ceilings_changes_the_result(run_program):
     lower, interpolated, upper = (
-        json.loads(run_program("simulate", "--json", "--ceilings", assume, MINDFORMERS_LOG)[1])[0]["measures"][
+        json.loads(run_program("compare", "--json", "--ceilings", assume, MINDFORMERS_LOG)[1])["rows"][0][
             "headroom_lost"
         ]
         for assume in ("lower_bound", "interpolated", "upper_bound")
@@ -221,7 +221,7 @@ def test_a_record_with_gradients_is_compared_with_the_guided_rule(run_program, g
     assert rows["guided"]["skipped"] == 0 < rows["dynamic:scale_window=20"]["skipped"]
     assert found["sources"][0]["gradients_known"] == 0.98
     assert (tmp_path / "policies.png").stat().st_size > 10_000
-    text = run_program("simulate", guided_record)[1]
+    text = run_program("compare", guided_record)[1]
     assert "; largest gradients known at 98.0% of the steps" in text
     assert "lm_head.weight (1)" in run_program("analyze", guided_record)[1]
     right = f"gradient_format={json.loads(Path(guided_record).read_text().splitlines()[0])['gradient_format']}"
@@ -232,18 +232,18 @@ def test_a_record_with_gradients_is_compared_with_the_guided_rule(run_program, g
 @pytest.mark.parametrize("guided_record", FORMATS[1:], indirect=True, ids=["float8"])
 def test_a_policy_that_takes_gradients_for_another_format_is_a_warning(run_program, guided_record):
     right = "gradient_format=float8_e4m3fn"
-    code, _, error = run_program("simulate", "--policy", "guided", guided_record)
+    code, _, error = run_program("compare", guided_record, "--policies", "guided")
     assert code == 0
     assert f"record.jsonl are in float8_e4m3fn: there 'guided' needs {right}, or it takes them for float16." in error
-    assert run_program("simulate", "--policy", f"guided:{right}", guided_record)[::2] == (0, "")
+    assert run_program("compare", guided_record, "--policies", f"guided:{right}")[::2] == (0, "")
     known = ("--grid", right, "--grid", "exchange_rate=1,2", "--", guided_record)
     code, tuned, _ = run_program("tune", "--policy", "guided", *known)
     assert (code, 'gradient_format: "float8_e4m3fn"' in tuned) == (0, True), tuned
 
 
 def test_the_guided_policy_without_gradients_is_a_warning(run_program):
-    for command in (["simulate", "--policy", "guided:exchange_rate=5"], ["tune", "--policy", "guided"]):
-        code, printed, error = run_program(*command, MINDFORMERS_LOG)
+    for command, *policy in (["compare", "--policies", "guided:exchange_rate=5"], ["tune", "--policy", "guided"]):
+        code, printed, error = run_program(command, MINDFORMERS_LOG, *policy)
         assert code == 0
         assert printed
         assert "mindformers_1_9_cpu.log has no largest gradients: there 'guided' sees overflows only" in error
@@ -255,9 +255,6 @@ def test_every_command_of_the_lab_takes_a_rule_of_ones_own(run_program, guided_r
     policy = "own_rules.Follow:margin=1"
     rows = json.loads(run_program("compare", "--json", "--policies", policy, "torch", "--", guided_record)[1])["rows"]
     assert [row["policy"] for row in rows] == [policy, "torch"]
-    [found] = json.loads(run_program("simulate", "--json", "--policy", policy, guided_record)[1])
-    assert found["measures"]["skipped"] == rows[0]["skipped"]
-    assert "shown" in found["final_state"]
     arguments = ("tune", "--json", "--policy", "own_rules.Follow", "--grid", "margin=0,1")
     tuned = json.loads(run_program(*arguments, guided_record)[1])
     assert {row["configuration"].split()[0] for row in tuned["rows"]} == {"follow"}
@@ -266,10 +263,8 @@ def test_every_command_of_the_lab_takes_a_rule_of_ones_own(run_program, guided_r
     tuned = json.loads(run_program(*arguments, "synthetic:spikes", "--steps=99")[1])
     assert "rule: own_rules.Follow" in tuned["scale_sense"]
     assert run_program("analyze", "--policy", policy, guided_record)[0] == 0
-    assert (
-        "there 'own_rules.Follow' sees overflows only"
-        in run_program("simulate", "--policy", policy, MINDFORMERS_LOG)[2]
-    )
+    error = run_program("compare", MINDFORMERS_LOG, "--policies", policy)[2]
+    assert "there 'own_rules.Follow' sees overflows only" in error
 
 
 def test_megatron_prints_the_section(run_program):

@@ -260,7 +260,7 @@ def check_python(words):
 def check_program(words):
     command, *arguments = words
     assert command in program.COMMANDS
-    if command in ("megatron", "simulate"):
+    if command == "megatron":
         assert program.main(words) == 0
     else:
         assert options_of(arguments) <= options_in(help_of_the_program(command)), words
