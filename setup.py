@@ -47,7 +47,8 @@ setup(
     packages=find_packages(include=["mindformers_adaptive", "mindformers_adaptive.*"]),
     package_data={"": ["*.pyi"], "mindformers_adaptive": ["py.typed", "report/page.html"]},
     # Neither MindSpore nor MindFormers: the lab and most of the program need none of them.
-    install_requires=["numpy>=1.21", "pyyaml>=6", "tqdm>=4.60"],
+    # Before filelock 3.30 a forked process that ends would let the lock of its parent go.
+    install_requires=["numpy>=1.21", "pyyaml>=6", "filelock>=3.30", "tqdm>=4.60"],
     entry_points={"console_scripts": ["adaptive-loss-scale=mindformers_adaptive.cli.program:main"]},
     extras_require={
         **EXTRAS,

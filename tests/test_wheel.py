@@ -129,7 +129,7 @@ def test_wheel_requires_no_mindspore_but_in_its_extra(wheel):
         if line.startswith("Requires-Dist: "):
             requirement, _, extra = line.removeprefix("Requires-Dist: ").replace("'", '"').partition("; extra == ")
             required.setdefault(extra.strip('" '), set()).add(re.sub(r"[ ()]", "", requirement))
-    assert required[""] == {"numpy>=1.21", "pyyaml>=6", "tqdm>=4.60"}
+    assert required[""] == {"numpy>=1.21", "pyyaml>=6", "filelock>=3.30", "tqdm>=4.60"}
     assert required["mindformers"] == {"mindspore<2.11,>=2.7", "mindformers<1.10,>=1.6", "numpy<2"}
     assert required.keys() == {"", "mindformers", "plot", "tensorboard", "docs", "dev"}
     assert required["mindformers"] | required["plot"] | required["tensorboard"] < required["dev"]
@@ -161,7 +161,7 @@ def bare(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     [site_packages] = folder.glob("lib/python*/site-packages")
-    for name in ("numpy", "PyYAML", "tqdm"):
+    for name in ("numpy", "PyYAML", "filelock", "tqdm"):
         distribution = importlib.metadata.distribution(name)
         for entry in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
             (site_packages / entry).symlink_to(distribution.locate_file(entry))

@@ -203,7 +203,7 @@ def _holds_sweeps(path: Path) -> bool:
 
 def _read_folder(folder: Path, assume: str | None) -> list[Source]:
     sources = []
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
         try:
             sources.append(_read_file(path, assume))
         except ValueError as error:

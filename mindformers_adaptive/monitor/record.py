@@ -6,11 +6,13 @@ import os
 import re
 import secrets
 import stat
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mindformers_adaptive.monitor.run_lock import RunLock
+from filelock import FileLock, Timeout
+
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
 
@@ -27,6 +29,9 @@ _OWN_LINE = re.compile(rb'\{(?:"run": \d+, )?"step": (\d{1,15})(?:, "\w+": ' + _
 
 _COPIED_AT_ONCE = 2**20
 
+# The locks that this process holds, by the record's path.
+_held: weakref.WeakValueDictionary[Path, FileLock] = weakref.WeakValueDictionary()
+
 
 class RunRecord:
     """Writes the record of one run.
@@ -40,9 +45,9 @@ class RunRecord:
     The first line of a record has the number of its run, as ``run``. A run that is resumed goes on in the record with
     its number, also if that was kept under another name meanwhile, and never in one with another number.
 
-    From :meth:`resume` to :meth:`close` the process holds a lock, a hidden file beside the record. Where another
-    process writes the file, or the file is the record of another run, this one takes ``NAME_2.jsonl``, or the next
-    number that is free. The lock of a process that was killed does not count.
+    From :meth:`resume` to :meth:`close` the process holds a lock, by way of a hidden file beside the record, which
+    stays there. Where another process writes the file, or the file is the record of another run, this one takes
+    ``NAME_2.jsonl``, or the next number that is free. The lock of a process that was killed does not count.
 
     Args:
         path (str): the file. Neither it nor its folder need exist.
@@ -71,7 +76,7 @@ class RunRecord:
         self.last_step = 0
         self.last_skipped_steps: int | None = None
         self._every_step = every_step
-        self._lock: RunLock | None = None
+        self._lock: FileLock | None = None
 
     def resume(self, last_step: int, run: int = 0) -> list[str]:
         """Prepare the file to be continued after a step.
@@ -155,6 +160,7 @@ class RunRecord:
         """Let other processes resume the record."""
         if self._lock is not None:
             self._lock.release()
+            _held.pop(self.path.resolve(), None)
         self._lock = None
 
     def _choose_file(self, last_step: int) -> list[str]:
@@ -166,9 +172,9 @@ class RunRecord:
         numbered = (wanted.with_name(f"{wanted.stem}_{number}{wanted.suffix}") for number in itertools.count(2))
         for self.path in itertools.chain(own, [wanted], numbered):
             try:
-                self._lock = RunLock(self.path)
-            except BlockingIOError:
-                here = RunLock.is_held_here(self.path)
+                self._lock = _lock(self.path)
+            except Timeout:
+                here = self.path.resolve() in _held
                 reason = reason or f"is being written by another {'callback of this process' if here else 'run'}"
                 if self.path in own and not here:
                     # Which is from now on the only run with this number.
@@ -207,6 +213,16 @@ class RunRecord:
     def _free_name(self) -> Path:
         names = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))
         return next(name for name in names if not name.exists())
+
+
+def _lock(path: Path) -> FileLock:
+    """Return a lock on a record, which ends with this process; raise Timeout where somebody else holds it."""
+    whole = path.resolve()
+    # Whoever closes the record may be another thread.
+    lock = FileLock(whole.with_name(f".{whole.name}.lock"), timeout=0, thread_local=False)
+    lock.acquire()
+    _held[whole] = lock
+    return lock
 
 
 def new_run() -> int:

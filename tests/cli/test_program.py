@@ -155,9 +155,12 @@ def test_compare_of_a_folder_has_a_row_for_each_policy_and_log(run_program):
 def test_a_file_of_a_folder_that_is_no_log_is_named(run_program, tmp_path):
     (tmp_path / "a.log").write_text((LOGS / "mindformers_1_9_cpu.log").read_text())
     (tmp_path / "b.txt").write_text("no log\n")
+    # As beside a record.
+    (tmp_path / ".record.jsonl.lock").touch()
     code, printed, error = run_program("compare", str(tmp_path), "--policies", "torch")
     assert code == 0
     assert "b.txt is left out" in error
+    assert ".lock" not in error
     assert "a.log: 32 steps" in printed
 
 

@@ -1,7 +1,6 @@
 """The record of a run has each step once, whatever is killed, resumed, torn or full; one run at a time writes it."""
 
 import contextlib
-import fcntl
 import json
 import os
 import random
@@ -21,7 +20,6 @@ from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.logs.record import run_of_record
 from mindformers_adaptive.monitor import record as record_module
 from mindformers_adaptive.monitor.record import RunRecord, read_record
-from mindformers_adaptive.monitor.run_lock import RunLock
 from mindformers_adaptive.text.files import json_text
 
 INF, NAN = float("inf"), float("nan")
@@ -365,37 +363,22 @@ def test_the_lock_of_a_killed_run_does_not_count(path):
     assert read_record(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_lock_that_was_let_go_leaves_no_file(path):
+def test_a_record_that_was_closed_can_be_taken_by_another_run_and_back(path):
     record = RunRecord(path)
     record.resume(0)
     record.append([{"step": 1}])
-    assert len(list(path.parent.iterdir())) == 2
     record.close()
-    assert [file.name for file in path.parent.iterdir()] == ["record.jsonl"]
     with holder(path, last_step=1) as other:
         assert other.name == "record.jsonl"
-        with pytest.raises(BlockingIOError):
-            RunLock(path)
-
-
-def test_a_lock_whose_file_another_run_deletes_meanwhile_is_taken_on_a_new_one(path, monkeypatch):
-    hidden, lockf = path.with_name(".record.jsonl.lock"), fcntl.lockf
-
-    def lock_after_release_of_another(file, how):
-        monkeypatch.setattr(fcntl, "lockf", lockf)
-        hidden.unlink()
-        lockf(file, how)
-
-    monkeypatch.setattr(fcntl, "lockf", lock_after_release_of_another)
-    lock = RunLock(path)
-    assert hidden.exists()
-    lock.release()
-    assert not hidden.exists()
+        assert record.resume(1)[0].startswith(f"{path} is being written by another run")
+        record.close()
+    assert record.path.name == "record_2.jsonl"
 
 
 def test_a_record_without_references_lets_its_lock_go(path):
     RunRecord(path).resume(0)
-    RunLock(path).release()
+    with holder(path) as other:
+        assert other.name == "record.jsonl"
 
 
 def test_a_process_that_was_forked_does_not_take_the_lock_with_it(path):
