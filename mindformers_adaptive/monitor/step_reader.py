@@ -9,7 +9,6 @@ import numpy as np
 from mindformers.wrapper import MFPipelineWithLossScaleCell, MFTrainOneStepCell
 from mindspore import Parameter, Tensor, nn
 
-from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.fields import STEP_FIELDS, Field
 from mindformers_adaptive.rules.saved_state import all_fields
@@ -65,7 +64,7 @@ def read_loss(loss: Any) -> float | None:
     """Return the mean of a loss as a float, or None if it is no number. Waits for the device."""
     if not isinstance(loss, Tensor):
         return float(loss) if isinstance(loss, int | float) else None
-    return float(np.mean(to_numpy(loss)))
+    return float(np.mean(loss.float().asnumpy()))
 
 
 def read_overflow(outputs: Any) -> bool | None:
