@@ -59,11 +59,12 @@ def main():
             options += ["-D", f"language={'zh_CN' if language == 'zh' else language}"]
             if status := build_main([*map(str, options), str(source), str(built)]):
                 return status
-            gc.collect()
         shutil.copy(DOCS / "site" / "index.html", Path(folder, "site"))
         shutil.rmtree(output, ignore_errors=True)
         shutil.move(Path(folder, "site"), output)
     print(f"Written: {output / 'index.html'}")
+    # Nor at the exit.
+    gc.freeze()
     return 0
 
 

@@ -149,18 +149,25 @@ class Page(html.parser.HTMLParser):
             self.loaded.append(given["src"])
 
 
+@functools.cache
+def existing(folder, path):
+    """The file or folder to which a link leads, or None; every page of a folder has those of the navigation."""
+    target = (folder / path).resolve()
+    return target if target.exists() else None
+
+
 def test_links_and_anchors_of_the_site_lead_somewhere(site):
     pages = {file: Page(file) for file in site.rglob("*.html")}
     assert len(pages) > 200
     broken = []
     for file, page in pages.items():
         for link in [*page.links, *page.loaded]:
+            if re.match("https?:|javascript:", link):
+                continue
             path, _, anchor = link.partition("#")
             path = urllib.parse.unquote(path.partition("?")[0])
-            target = (file.parent / path).resolve() if path else file
-            if not re.match("https?:|javascript:", link) and not (
-                target.exists() and (not anchor or urllib.parse.unquote(anchor) in pages[target].anchors)
-            ):
+            target = existing(file.parent, path) if path else file
+            if target is None or (anchor and urllib.parse.unquote(anchor) not in pages[target].anchors):
                 broken.append((file.relative_to(site).as_posix(), link))
     assert broken == []
     assert {link for page in pages.values() for link in page.loaded if ":" in link} == set()
