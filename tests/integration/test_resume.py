@@ -93,7 +93,7 @@ def test_a_killed_and_resumed_run_takes_the_steps_of_one_that_never_stopped(
     options = form.save_options(output, every=1 if in_a_save else SAVED_AT, keep=3)
     in_this = {"compiled": compiled(last, processes, form.optimizer_state)}
     if (form, processes) == KILLED_IN_PART:
-        in_this |= {"environment": {"MS_NODE_TIMEOUT": "6"}}
+        in_this |= {"environment": {"MS_NODE_TIMEOUT": "8"}}
     for kill in range(kills + 1):
         resume = form.resume_options(output) if kill else {}
         # It is killed in or after a save, and has not ended by then.

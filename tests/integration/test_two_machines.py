@@ -47,7 +47,7 @@ def training(machines, output, corpus, compiled, options, hold_after=None):
     """Train one process on each machine, with an output folder that both share; kill them in the end."""
     options = {**FORM.save_options(output, SAVED_EVERY, keep=2), **options}
     # In place of half a minute or more until a machine that cannot be reached is given up.
-    soon = dict.fromkeys(("MS_NODE_TIMEOUT", "MS_HEARTBEAT_RETRY_TIMEOUT", "MS_RECEIVE_MSG_TIMEOUT"), "6")
+    soon = {"MS_NODE_TIMEOUT": "8", "MS_HEARTBEAT_RETRY_TIMEOUT": "8"}
     how = {"processes": 2, "by_msrun": True, "environment": soon, "hold_after": hold_after}
     with contextlib.ExitStack() as stack:
         yield [
