@@ -85,20 +85,24 @@ def test_the_adaptive_rule_is_followed_to_the_last_bit(arguments, trace, before)
     assert_is_by_steps(policy.rule, state, trace)
 
 
-@pytest.mark.parametrize("room", ["tables", "rows", "search"])
+@given(ceilings(), st.sampled_from([0.5, 2.0**16, 2.0**30]))
+def test_the_next_overflow_is_found_in_either_way(trace, scale):
+    flags = overflow_flags(np.asarray(scale), trace)
+    expected = [step + int(np.append(flags[step:], True).argmax()) for step in range(len(trace) + 1)]
+    for room in (10**6, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(overflow_places, "_MOST_BYTES", room)
+            patch.setattr(overflow_places, "_BLOCK", 7)
+            found = Overflows(trace).following(scale)
+            assert [found[step] for step in range(len(trace) + 1)] == expected
+
+
 @settings(max_examples=60)
 @given(adaptive(), ceilings())
-def test_what_does_not_fit_into_memory_is_searched_for(room, monkeypatch_module, arguments, trace):
-    bytes_of = {"tables": 10**6, "rows": 0, "search": 0}[room]
-    monkeypatch_module.setattr(overflow_places, "_MOST_BYTES", bytes_of)
+def test_what_does_not_fit_into_memory_is_searched_for(monkeypatch_module, arguments, trace):
+    monkeypatch_module.setattr(overflow_places, "_MOST_BYTES", 0)
     monkeypatch_module.setattr(overflow_places, "_BLOCK", 7)
-    monkeypatch_module.setattr(events, "_MOST_STATES", 3 if room == "search" else 1000)
-    if room == "rows":
-        made = Overflows(trace)
-        made._room_for_runs = 10**6
-        for scale in (0.5, 2.0**16, 2.0**30):
-            found, table = made.following(scale), overflow_places._next(overflow_flags(np.asarray(scale), trace))
-            assert [found[step] for step in range(len(trace) + 1)] == table.tolist()
+    monkeypatch_module.setattr(events, "_MOST_STATES", 3)
     policy = make_policy("adaptive", **arguments)
     assert_is_by_steps(policy.rule, policy.current, trace)
 
