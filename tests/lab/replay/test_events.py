@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.policies.presets import PRESETS
 from mindformers_adaptive.lab.replay import events, overflow_places
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.event_measures import pays_for, replay_by_events
-from mindformers_adaptive.lab.replay.events import Walk, clean_steps_counted, follow, follow_each
+from mindformers_adaptive.lab.replay.events import clean_steps_counted, follow, follow_each
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, overflow_flags, overflows
 from mindformers_adaptive.lab.replay.overflow_places import Overflows
 from mindformers_adaptive.lab.replay.simulate import replay, sweep
@@ -154,8 +154,7 @@ def test_a_rule_made_from_another_is_taken_step_by_step():
 def test_starts_that_come_together_are_those_of_each_alone(arguments, trace, exponents):
     rule = make_policy("adaptive", **arguments).rule
     starts = [rule.start(2.0**exponent) for exponent in exponents]
-    paths = {}
-    follow_each([Walk(rule, starts, paths.__setitem__)], Overflows(trace))
+    paths = {place: path for _, place, path in follow_each([rule], [starts], Overflows(trace))}
     for place, start in enumerate(starts):
         path = paths[place]
         states, flags = by_steps(rule, start, trace)
