@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +19,6 @@ __all__ = ["FIELDS", "RunRecord", "new_run", "read_record"]
 # Fields of one record line; null means unknown. From scale_window to skipped_steps, values are those after the step.
 FIELDS: tuple[str, ...] = ("step", "loss", "overflow", "loss_scale", "next_loss_scale", *AdaptiveRule.recorded)
 FIELDS += ("skipped_steps", "largest_gradient", "dropped_by_norm", "gradient_norm")
-
-# As this package writes a line of a step. Others, and those for missing steps, are left to the parser of JSON, which
-# takes twice as long.
-_VALUE = rb'(?:-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|null|true|false|"[^"\\]*"|\[[^][{}\\]*\])'
-_OWN_LINE = re.compile(rb'\{(?:"run": \d+, )?"step": (\d{1,15})(?:, "\w+": ' + _VALUE + rb")*\}\n")
 
 _COPIED_AT_ONCE = 2**20
 
@@ -118,8 +113,8 @@ class RunRecord:
                 # As editors leave it.
                 with self.path.open("ab") as file:
                     file.write(b"\n")
-            entry = _parse([found.last_kept])[0]
-            self.last_step = _step(entry, "last_step")
+            entry = json.loads(found.last_kept)
+            self.last_step = _steps(entry)[1]
             self.last_skipped_steps = entry.get("skipped_steps") if self.last_step == last_step else None
         return notes
 
@@ -246,31 +241,12 @@ def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         [{'step': 1, 'loss': nan}]
     """
     try:
-        return _parse(_split(Path(path).read_bytes()))
+        entries = [entry for _, _, entry in _lines_of(Path(path)) if entry is not None]
     except ValueError as error:
         raise ValueError(f"{path} is no run record: {error}") from error
-
-
-def _split(content: bytes) -> list[bytes]:
-    """Return the whole lines, without what a write that was cut off left after them."""
-    *lines, torn = content.split(b"\n")
-    if torn and _is_json(torn):
-        # Whole but for the end of the line, which an editor may leave out.
-        return [*lines, torn]
-    while lines and not lines[-1].strip():
-        lines.pop()
-    if lines and not torn and not _is_json(lines[-1]):
-        # A machine that fails can leave a last line of the right length without its content.
-        lines.pop()
-    return lines
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+    if entries:
+        entries[0].pop("run", None)
+    return [{key: NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in entry.items()} for entry in entries]
 
 
 class _Found(NamedTuple):
@@ -298,64 +274,66 @@ def _look_through(path: Path, last_step: int) -> _Found:
         OSError: if the file cannot be read.
         ValueError: if it is no record; the message names the line.
     """
-    last = here = kept = whole = 0
-    broken, torn, last_kept = "", b"", b""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            here += len(line)
-            known = _OWN_LINE.fullmatch(line)
-            if known is not None and (step := int(known[1])) > last and not broken:
-                last = step
-            elif not line.strip():
-                continue
-            elif broken or not (line.endswith(b"\n") or _is_json(line)):
-                torn = torn or line
-                break
-            else:
-                try:
-                    [entry] = _parse([line.removesuffix(b"\n")], last, number)
-                    last = _step(entry, "last_step")
-                except ValueError as error:
-                    # Only the last line may be what a machine that failed has left.
-                    broken, torn = str(error), line.removesuffix(b"\n")
-                    continue
-            whole = here
-            # A line for missing steps that ends later is removed too; append() writes a shorter one.
-            if last <= last_step:
-                kept, last_kept = here, line
-        else:
-            broken = broken if broken and _is_json(torn) else ""
-    if broken:
-        raise ValueError(broken)
+    last = kept = whole = 0
+    last_kept = torn = b""
+    for end, line, entry in _lines_of(path):
+        if entry is None:
+            torn = line
+            continue
+        last, whole = _steps(entry)[1], end
+        # A line for missing steps that ends later is removed too; append() writes a shorter one.
+        if last <= last_step:
+            kept, last_kept = end, line
     return _Found(last, kept, whole, last_kept, torn)
 
 
-def _parse(lines: list[bytes], last_step: int = 0, first: int = 1) -> list[dict[str, Any]]:
-    entries = []
-    for number, line in enumerate(lines, start=first):
-        # An editor may have left an empty one.
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            first_step = _step(entry, "first_step")
-            if not last_step < first_step <= _step(entry, "last_step"):
-                raise ValueError(f"step {first_step} cannot follow step {last_step}")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"line {number} is {line[:80]!r} ({type(error).__name__}: {error})") from error
-        last_step = _step(entry, "last_step")
-        entries.append({key: NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in entry.items()})
-    if entries and first == 1:
-        entries[0].pop("run", None)
-    return entries
+def _lines_of(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
+    """Yield of each line where it ends, the line, and what it says: None for what a write that was cut off left.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no record; the message names the line.
+    """
+    last_step = end = 0
+    no_json, torn = "", b""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            end += len(line)
+            # An editor may have left an empty one.
+            if not line.strip():
+                continue
+            if no_json:
+                raise ValueError(no_json)
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                # A write that was cut off can leave such a last line, and so can a machine that fails, of zeros.
+                no_json, torn = _no_line(number, line, error), line
+                continue
+            try:
+                first, last = _steps(entry)
+                if not last_step < first <= last:
+                    raise ValueError(f"step {first} cannot follow step {last_step}")
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(_no_line(number, line, error)) from error
+            last_step = last
+            yield end, line, entry
+    if no_json:
+        yield end, torn.removesuffix(b"\n"), None
 
 
-def _step(entry: Mapping[str, object], end: str) -> int:
-    """The first or the last step that a line is about; there are several in a line for missing steps."""
-    value = entry[end if "missing_steps" in entry else "step"]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"a step must be an integer, but is {value!r}")
-    return value
+def _no_line(number: int, line: bytes, error: Exception) -> str:
+    text = line.removesuffix(b"\n")[:80]
+    return f"line {number} is {text!r} ({type(error).__name__}: {error})"
+
+
+def _steps(entry: Mapping[str, Any]) -> tuple[int, int]:
+    """The first and the last step that a line is about; there are several in a line for missing steps."""
+    ends = [entry["first_step"], entry["last_step"]] if "missing_steps" in entry else [entry["step"]]
+    for step in ends:
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"a step must be an integer, but is {step!r}")
+    return ends[0], ends[-1]
 
 
 def _write_line(file: int, entry: Mapping[str, object], run: int) -> None:
