@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.replay.measures import overflow_flags
 __all__ = ["Overflows"]
 
 # More places of overflows are not kept: a scale factor that is no power of two may lead to ever new scales.
-_MOST_BYTES = 64_000_000
+_MOST_BYTES = 128_000_000
 _BLOCK = 1024
 
 
