@@ -355,7 +355,7 @@ def _windows(
     saved = _lost(recorded) - cheapest[rule]
     if saved <= worth:
         return [], None
-    tuning = all_tried.among(np.flatnonzero(rules == rule).tolist()).assuming()
+    tuning = tune([trace], [tried[place] for place in np.flatnonzero(rules == rule)])
     after = tuning.sweeps[0].measures[tuning.best]
     smallest_of_best, largest_of_best = _windows_of(tuning.recommended)
     reason = (

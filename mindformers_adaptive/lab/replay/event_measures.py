@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.replay.configuration import Configuration
-from mindformers_adaptive.lab.replay.events import EventPath, Walk, follow_each
+from mindformers_adaptive.lab.replay.events import EventPath, follow_each
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures, require_steps
 from mindformers_adaptive.lab.replay.overflow_places import Overflows
 from mindformers_adaptive.lab.traces.trace import Trace, consecutive_runs
@@ -56,15 +56,12 @@ def replay_by_events(configurations: Sequence[Configuration], trace: Trace) -> l
     for place, one in enumerate(configurations):
         settings = {name: value for name, value in one.arguments.items() if name != "loss_scale_value"}
         of_rule[tuple(settings.items())].append(place)
+    groups = [*of_rule.values()]
     found: list[Any] = [None] * len(configurations)
-    walks = []
-    for places in of_rule.values():
-
-        def done(at: int, path: EventPath, places: Sequence[int] = tuple(places)) -> None:
-            found[places[at]] = measures.of(path), path.final_state
-
-        walks.append(Walk(configurations[places[0]].rule, [configurations[place].start for place in places], done))
-    follow_each(walks, overflows)
+    rules = [configurations[places[0]].rule for places in groups]
+    starts = [[configurations[place].start for place in places] for places in groups]
+    for group, at, path in follow_each(rules, starts, overflows):
+        found[groups[group][at]] = measures.of(path), path.final_state
     return found
 
 
@@ -92,7 +89,7 @@ class EventMeasures:
         self._unbounded = int(np.count_nonzero(ceiling > LARGEST_LOSS_SCALE))
         self._bounds = [np.unique(bound) for bound in (trace.lower_bound, trace.upper_bound)]
         self._has_unknown = bool((np.nextafter(trace.lower_bound, np.inf) < trace.upper_bound).any())
-        self._places: dict[tuple[int, ...], tuple[NDArray[np.int32], bool]] = {}
+        self._unknown: dict[tuple[int, int], NDArray[np.int32]] = {}
 
     def of(self, path: EventPath) -> Measures:
         """Return the measures of what a rule did."""
@@ -137,21 +134,15 @@ class EventMeasures:
         order = np.argsort(path.loss_scale, kind="stable")
         scales, firsts = np.unique(path.loss_scale[order], return_index=True)
         for scale, rows in zip(scales.tolist(), np.split(order, firsts[1:]), strict=True):
-            places, are_known = self._places_at(scale)
-            first, end = path.changes[rows], ends[rows]
-            found = int((np.searchsorted(places, end) - np.searchsorted(places, first)).sum())
-            count += int((end - first).sum()) - found if are_known else found
+            before = self._unknown_before(scale)
+            count += int((before[ends[rows]] - before[path.changes[rows]]).sum())
         return count
 
-    def _places_at(self, scale: float) -> tuple[NDArray[np.int32], bool]:
-        """The unknown steps at a scale, or the known ones if these are fewer; and whether it is those.
-
-        They are the same at all scales between which no step has a bound.
-        """
+    def _unknown_before(self, scale: float) -> NDArray[np.int32]:
+        """How many steps before each one are unknown at a scale: the same where no step has a bound in between."""
         lower, upper = self._bounds
         key = int(np.searchsorted(lower, scale)), int(np.searchsorted(upper, scale, side="right"))
-        if key not in self._places:
+        if key not in self._unknown:
             unknown = (scale > self._trace.lower_bound) & (scale < self._trace.upper_bound)
-            are_known = 2 * int(np.count_nonzero(unknown)) > len(unknown)
-            self._places[key] = np.flatnonzero(unknown != are_known).astype(np.int32), are_known
-        return self._places[key]
+            self._unknown[key] = np.append(False, unknown).cumsum(dtype=np.int32)
+        return self._unknown[key]

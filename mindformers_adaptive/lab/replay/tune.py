@@ -63,42 +63,6 @@ class Tuning:
         """The configuration with the smallest mean cost over the traces."""
         return self.configurations[self.best]
 
-    def among(self, places: Sequence[int]) -> Tuning:
-        """Return what was found of some of the configurations, by their places, as if no others had been tried."""
-        sweeps = tuple(
-            SweepResult(*(tuple(row[place] for place in places) for row in (one.measures, one.final_states)))
-            for one in self.sweeps
-        )
-        assumed = {name: costs[list(places)] for name, costs in self.assumed.items()}
-        tried = tuple(self.configurations[place] for place in places)
-        return replace(self, configurations=tried, sweeps=sweeps, costs=self.costs[list(places)], assumed=assumed)
-
-    def assuming(
-        self,
-        assumptions: Mapping[str, Sequence[Trace]] | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> Tuning:
-        """Return this with the costs under other assumptions about the ceilings; see :func:`tune`."""
-        if assumptions is None:
-            assumptions = {
-                "the lowest possible ceilings": [replace(one, ceiling=one.lower_bound) for one in self.traces],
-                "the highest possible ceilings": [
-                    replace(one, ceiling=just_below(one.upper_bound)) for one in self.traces
-                ],
-            }
-        numbers = itertools.count(1)
-
-        def swept(others: Sequence[Trace]) -> Iterator[SweepResult]:
-            for place, trace in enumerate(others):
-                # What is known is not swept twice.
-                is_known = np.array_equal(self.traces[place].ceiling, trace.ceiling)
-                yield self.sweeps[place] if is_known else _swept(self.configurations, trace)
-                if progress is not None:
-                    progress(next(numbers))
-
-        assumed = {name: _costs(swept(others), self.exchange_rate) for name, others in assumptions.items()}
-        return replace(self, assumed=assumed)
-
     @property
     def settings_to_paste(self) -> str | None:
         """The recommended configuration as a section of YAML; None where it is a guess."""
@@ -256,13 +220,25 @@ def tune(
     if len(traces) == 0:
         raise ValueError("'traces' must have at least 1 trace, but got none. There is nothing to tune on.")
     tried = grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations
-    done = progress or (lambda _: None)
+    done, numbers = progress or (lambda _: None), itertools.count(1)
     sweeps = []
     for trace in traces:
         sweeps.append(_swept(tried, trace))
-        done(len(sweeps))
-    found = Tuning(tuple(traces), tuple(tried), tuple(sweeps), rate, _costs(sweeps, rate), {})
-    return found.assuming(assumptions, lambda others: done(len(sweeps) + others))
+        done(next(numbers))
+    if assumptions is None:
+        assumptions = {
+            "the lowest possible ceilings": [replace(one, ceiling=one.lower_bound) for one in traces],
+            "the highest possible ceilings": [replace(one, ceiling=just_below(one.upper_bound)) for one in traces],
+        }
+
+    def swept(others: Sequence[Trace]) -> Iterator[SweepResult]:
+        for trace, found, other in zip(traces, sweeps, others, strict=True):
+            # What is known is not swept twice.
+            yield found if np.array_equal(trace.ceiling, other.ceiling) else _swept(tried, other)
+            done(next(numbers))
+
+    assumed = {name: _costs(swept(others), rate) for name, others in assumptions.items()}
+    return Tuning(tuple(traces), tuple(tried), tuple(sweeps), rate, _costs(sweeps, rate), assumed)
 
 
 def _costs(sweeps: Iterable[SweepResult], exchange_rate: float) -> NDArray[np.float64]:

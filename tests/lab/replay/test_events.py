@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.policies.presets import PRESETS
 from mindformers_adaptive.lab.replay import events, overflow_places
 from mindformers_adaptive.lab.replay.configuration import Configuration
 from mindformers_adaptive.lab.replay.event_measures import pays_for, replay_by_events
-from mindformers_adaptive.lab.replay.events import Walk, clean_steps_counted, follow, follow_each
+from mindformers_adaptive.lab.replay.events import clean_steps_counted, follow, follow_each
 from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, overflow_flags, overflows
 from mindformers_adaptive.lab.replay.overflow_places import Overflows
 from mindformers_adaptive.lab.replay.simulate import replay, sweep
@@ -85,20 +85,24 @@ def test_the_adaptive_rule_is_followed_to_the_last_bit(arguments, trace, before)
     assert_is_by_steps(policy.rule, state, trace)
 
 
-@pytest.mark.parametrize("room", ["tables", "rows", "search"])
+@given(ceilings(), st.sampled_from([0.5, 2.0**16, 2.0**30]))
+def test_the_next_overflow_is_found_in_either_way(trace, scale):
+    flags = overflow_flags(np.asarray(scale), trace)
+    expected = [step + int(np.append(flags[step:], True).argmax()) for step in range(len(trace) + 1)]
+    for room in (10**6, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(overflow_places, "_MOST_BYTES", room)
+            patch.setattr(overflow_places, "_BLOCK", 7)
+            found = Overflows(trace).following(scale)
+            assert [found[step] for step in range(len(trace) + 1)] == expected
+
+
 @settings(max_examples=60)
 @given(adaptive(), ceilings())
-def test_what_does_not_fit_into_memory_is_searched_for(room, monkeypatch_module, arguments, trace):
-    bytes_of = {"tables": 10**6, "rows": 0, "search": 0}[room]
-    monkeypatch_module.setattr(overflow_places, "_MOST_BYTES", bytes_of)
+def test_what_does_not_fit_into_memory_is_searched_for(monkeypatch_module, arguments, trace):
+    monkeypatch_module.setattr(overflow_places, "_MOST_BYTES", 0)
     monkeypatch_module.setattr(overflow_places, "_BLOCK", 7)
-    monkeypatch_module.setattr(events, "_MOST_STATES", 3 if room == "search" else 1000)
-    if room == "rows":
-        made = Overflows(trace)
-        made._room_for_runs = 10**6
-        for scale in (0.5, 2.0**16, 2.0**30):
-            found, table = made.following(scale), overflow_places._next(overflow_flags(np.asarray(scale), trace))
-            assert [found[step] for step in range(len(trace) + 1)] == table.tolist()
+    monkeypatch_module.setattr(events, "_MOST_STATES", 3)
     policy = make_policy("adaptive", **arguments)
     assert_is_by_steps(policy.rule, policy.current, trace)
 
@@ -150,8 +154,7 @@ def test_a_rule_made_from_another_is_taken_step_by_step():
 def test_starts_that_come_together_are_those_of_each_alone(arguments, trace, exponents):
     rule = make_policy("adaptive", **arguments).rule
     starts = [rule.start(2.0**exponent) for exponent in exponents]
-    paths = {}
-    follow_each([Walk(rule, starts, paths.__setitem__)], Overflows(trace))
+    paths = {place: path for _, place, path in follow_each([rule], [starts], Overflows(trace))}
     for place, start in enumerate(starts):
         path = paths[place]
         states, flags = by_steps(rule, start, trace)
