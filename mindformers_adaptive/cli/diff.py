@@ -1,8 +1,8 @@
 """Compare two checkpoints, or the gradients that `probe --gradients` wrote on two devices: the error of each Parameter.
 
 The second file is the reference. The relative error is the norm of the difference, as a multiple of the norm of the
-reference; the worst Parameter comes first. In a folder the newest checkpoint is used; with --series all checkpoints of
-two folders that are of the same step are compared, step by step.
+reference; the worst Parameter comes first. In a folder the newest checkpoint is used; with --series two
+folders are compared step by step, at the steps of which both have a checkpoint.
 
 examples:
   adaptive-loss-scale diff output/checkpoint/rank_0 other/checkpoint/rank_0

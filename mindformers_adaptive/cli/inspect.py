@@ -1,4 +1,4 @@
-"""Show the state of loss scaling that a checkpoint holds: one row for each, the newest last.
+"""Show the state of loss scaling that a checkpoint holds: one row per checkpoint, the newest last.
 
 PATH is a .ckpt or .safetensors file, a folder of them, a folder with rank_0, rank_1, ..., a folder iteration_N of
 MindFormers' `checkpoint:` format, or the folder above it. In the table, '-' marks what a checkpoint does not have. The

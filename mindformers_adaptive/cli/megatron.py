@@ -1,7 +1,7 @@
 """Turn Megatron-LM's arguments into a section to paste into a YAML file of MindFormers.
 
-Arguments that do not concern loss scaling are ignored, so a whole command line may be given, also as one text in
-quotation marks.
+Arguments that do not concern loss scaling are ignored, so a whole command line may be given, also as one quoted
+string.
 
 example:
   adaptive-loss-scale megatron --fp16 --initial-loss-scale 65536 --loss-scale-window 500

@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=read_source,
         metavar="FILE",
         help="records of LossScaleMonitor or training logs, records of GradientRangeMonitor, or files that "
-        "'probe --output' wrote. Several of a kind are drawn side by side, runs with the gradients whose records are "
-        f"given in the same order or lie beside the runs as {GRADIENTS}",
+        "'probe --output' wrote. Several of a kind are drawn side by side; runs with their gradients, from "
+        f"records given in the same order or found beside the runs as {GRADIENTS}",
     )
     parser.add_argument("picture", type=read_picture, metavar="PICTURE", help="the .png or .svg file to write")
     parser.add_argument(
@@ -56,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=read_scale,
         metavar="SCALE",
-        help="of a sweep: whose histograms to draw; default: the lowest and the highest that did not overflow",
+        help="for a sweep: the scales to draw histograms at; default: the lowest and the highest that did not overflow",
     )
     parser.add_argument(
-        "--underflow", action="store_true", help="of a sweep: draw the share that underflows at each scale instead"
+        "--underflow", action="store_true", help="for a sweep: draw the share that underflows at each scale instead"
     )
     parser.add_argument(
         "--of",

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="LAYER",
-        help="also measure the outputs of these layers and the gradients of these: names, classes, or patterns with *",
+        help="also measure the outputs of these layers and their gradients: names, classes, or patterns with *",
     )
     parser.add_argument("--parameters", type=read_scale, metavar="SCALE", help="show each Parameter at this loss scale")
     parser.add_argument("--output", type=_new_file, metavar="FILE", help="write everything to this JSON file")
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _new_file(text: str) -> str:
     # Said before the sweep, which may take long.
     if Path(text).is_dir() or not Path(text).parent.is_dir():
-        raise UsageError(f"must name a file in a folder that is there, but got {text!r}")
+        raise UsageError(f"must name a file in an existing folder, but got {text!r}")
     return text
 
 

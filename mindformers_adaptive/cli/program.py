@@ -40,7 +40,7 @@ _NOW = {"simulate": "compare --policies NAME"}
 
 _EXIT_CODES = """\
 Options may be written with underscores in place of hyphens, as MindFormers writes them: --train_dataset_dir.
-exit codes: 0 done; 1 what was asked failed; 2 wrong usage"""
+exit codes: 0 success; 1 failure; 2 wrong usage"""
 _EXAMPLES = """\
 [*] needs MindSpore and MindFormers
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments (Sequence[str], optional): the command line without the program's name. Default: None, ``sys.argv``.
 
     Returns:
-        int, the exit code: 0 done, 1 what was asked failed, 2 wrong usage.
+        int, the exit code: 0 success, 1 failure, 2 wrong usage.
 
     Examples:
         >>> main(["megatron", "--fp16", "--loss-scale", "1024"])

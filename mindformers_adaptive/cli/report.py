@@ -1,7 +1,7 @@
 """Write one HTML page for a run, or for several side by side: what happened, pictures, what to change, versions.
 
-The page is a single file: nothing is loaded from elsewhere. It is dark or light as the browser is. The gradients whose
-record lies beside that of a run are drawn too.
+The page is a single file: nothing is loaded from elsewhere. It follows the browser's dark or light mode. Gradients
+are drawn too if their record lies beside that of the run.
 
 examples:
   adaptive-loss-scale report output --output report.html
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--refresh-every",
         type=integer(1),
         metavar="SECONDS",
-        help="let the browser load the page again, of a training that goes on",
+        help="let the browser reload the page this often, while the training goes on",
     )
 
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         alone: dict[str, Any] = {"nargs": "?", "const": True} if kind is _true_or_false_or_name else {}
         parser.add_argument(f"--{option}", dest=key, type=kind, metavar=metavar, help=f"{text} (sets {key})", **alone)
     parser.add_argument(
-        "--register-path", type=_folder, metavar="FOLDER", help="folder of further classes for auto_register"
+        "--register-path", type=_folder, metavar="FOLDER", help="folder with further classes for auto_register"
     )
 
 
@@ -133,14 +133,14 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("use-parallel", "use_parallel", _true_or_false, "run as one of several processes that train together"),
     ("seed", "seed", integer(0, 2**32 - 1), "seed of all random numbers"),
     ("output-dir", "output_dir", str, "folder for logs, checkpoints and strategies"),
-    ("epochs", "runner_config.epochs", integer(1), "how often to go through the data"),
-    ("batch-size", "runner_config.batch_size", integer(1), "samples a step"),
+    ("epochs", "runner_config.epochs", integer(1), "number of passes over the data"),
+    ("batch-size", "runner_config.batch_size", integer(1), "samples per step"),
     ("sink-mode", "runner_config.sink_mode", _true_or_false, "feed the data on the device, several steps a call"),
     (
         "gradient-accumulation-steps",
         "runner_config.gradient_accumulation_steps",
         integer(1),
-        "batches added up to one step",
+        "batches accumulated in one step",
     ),
     ("train-dataset-dir", "train_dataset.data_loader.dataset_dir", str, "file or folder of the training data"),
     ("eval-dataset-dir", "eval_dataset.data_loader.dataset_dir", str, "file or folder of the evaluation data"),
@@ -150,7 +150,7 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("resume-training", "resume_training", _true_or_false_or_name, "resume from the last checkpoint or this file"),
     ("auto-trans-ckpt", "auto_trans_ckpt", _true_or_false, "rearrange the checkpoint for this parallel setting"),
     ("transform-process-num", "transform_process_num", integer(1), "processes that rearrange the checkpoint"),
-    ("src-strategy-path-or-dir", "src_strategy_path_or_dir", str, "strategy that the checkpoint was written under"),
+    ("src-strategy-path-or-dir", "src_strategy_path_or_dir", str, "strategy that the checkpoint was saved with"),
     ("strategy-load-checkpoint", "parallel.strategy_ckpt_load_file", str, "parallel strategy file to load"),
     ("only-save-strategy", "only_save_strategy", _true_or_false, "write the strategy files and stop"),
     ("remote-save-url", "remote_save_url", str, "where to copy the outputs to"),
@@ -158,6 +158,6 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("do-sample", "model.model_config.do_sample", _true_or_false, "sample when predicting"),
     ("trust-remote-code", "trust_remote_code", _true_or_false, "let a tokenizer run code of its own"),
     ("predict-data", "input_data", str, "text, or file of text, to predict from"),
-    ("predict-batch-size", "predict_batch_size", integer(1), "samples a prediction"),
+    ("predict-batch-size", "predict_batch_size", integer(1), "samples per prediction"),
 )
 OPTION_KEYS = [key for _, key, _, _ in _OPTIONS]

@@ -1,7 +1,7 @@
-"""Say why a training overflows: in which layer, forward or going back, and which setting helps.
+"""Say why a training overflows: in which layer, in which pass, and which setting helps.
 
 Forward and backward passes of the training's own train step are run on a few batches, op by op (PyNative mode), with
-the weights that the training would start from. What could help is tried in the same passes: a lower loss scale, the
+the weights that the training would start from. Possible remedies are tried in the same passes: a lower loss scale, the
 layer in float32, and each setting of the YAML file's model_config that computes in half precision.
 
 examples:
@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--graph",
         action="store_true",
-        help="run the passes in graph mode, where layers are seen and operators are not: for what fails op by op",
+        help="run the passes in graph mode, which shows layers but no operators: for a model that fails op by op",
     )
-    add_output_arguments(parser, "draw the largest value of each layer, forward and going back")
+    add_output_arguments(parser, "draw the largest value of each layer, in the forward and the backward pass")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -143,7 +143,7 @@ def _check_values(config: Any) -> None:
     if (epochs := value_at(config, "runner_config.epochs")) is not None:
         # The default of TrainingArguments is 3.0.
         epochs = int(epochs) if isinstance(epochs, float) and epochs.is_integer() else epochs
-        require_integer("runner_config.epochs", epochs, 1, "Give how often to go through the data.")
+        require_integer("runner_config.epochs", epochs, 1, "Give the number of passes over the data.")
     if (size := value_at(config, "runner_config.batch_size")) is not None:
         require_integer("runner_config.batch_size", size, 1, "Give the samples of a step.")
     if (seed := config.seed) is not None:

@@ -197,7 +197,7 @@ def load_weights(network, checkpoint):
     if missing:
         warnings.warn(
             f"{newest.path} does not have {len(missing)} of the network's {len(wanted)} Parameters, such as "
-            f"{missing[0]!r}: they stay as a training starts from them.",
+            f"{missing[0]!r}: they keep their initial values.",
             stacklevel=2,
         )
     mindspore.load_param_into_net(network, {name: value for name, value in loaded.items() if name in wanted})

@@ -173,8 +173,8 @@ def watched_passes(network, done=lambda: None, graph=False):
             except Exception as error:
                 mode, other = ("graph", "without 'graph'") if graph else ("PyNative", "with 'graph'")
                 raise PyNativeError(
-                    f"The layers of this network are to be seen in {mode} mode, where it fails: {_reason(error)}. "
-                    f"Check the shapes and types of the batch, or try {other}."
+                    f"The layers of this network can be seen only if it runs in {mode} mode, where it fails: "
+                    f"{_reason(error)}. Check the shapes and types of the batch, or try {other}."
                 ) from error
             finally:
                 done()

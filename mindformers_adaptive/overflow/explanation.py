@@ -43,8 +43,8 @@ class Tried:
             return f"{self.setting} -> {until if self.helps else f'no help: {until} only, as without it'}"
         where = "" if self.origin is None else _place(self.origin)
         if self.origin is not None and self.origin.phase == "forward":
-            return f"{self.setting} -> still overflows, going forward, {where}"
-        return f"{self.setting} -> still overflows at every scale, going back, {where}"
+            return f"{self.setting} -> the forward pass still overflows, {where}"
+        return f"{self.setting} -> the backward pass still overflows at every scale, {where}"
 
 
 @dataclass(frozen=True)
@@ -123,19 +123,19 @@ class Explanation:
         assert self.origin is not None
         where = _place(self.origin)
         if self.origin.hidden:
-            return f"Overflows going forward, though the loss is finite, whatever the loss scale: {where}"
+            return f"The forward pass overflows, though the loss is finite, whatever the loss scale: {where}"
         if self.origin.phase == "forward":
-            return f"Overflows going forward, whatever the loss scale: {where}"
+            return f"The forward pass overflows, whatever the loss scale: {where}"
         if safe is None:
-            return f"Overflows going back, even at a loss scale of {as_power_of_two(bad)}: {where}"
+            return f"The backward pass overflows, even at a loss scale of {as_power_of_two(bad)}: {where}"
         if not self.overflow:
             return (
                 f"No overflow at a loss scale of {at}{_up_to(safe, self.loss_scale)}; at {as_power_of_two(bad)} the "
-                f"first is going back, {where}{swallowed}"
+                f"backward pass overflows, {where}{swallowed}"
             )
         return (
-            f"Overflows going back, at a loss scale of {as_power_of_two(bad)} and not at {as_power_of_two(safe)}: "
-            f"{where}"
+            f"The backward pass overflows at a loss scale of {as_power_of_two(bad)}, but not at "
+            f"{as_power_of_two(safe)}: {where}"
         )
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ class Explanation:
                 f"{reading.largest:.5g}; the largest number of {reading.dtype} is {reading.limit:.5g}"
             )
         source = f", from {origin.source}," if origin.source else ""
-        sizes = {f"largest value that goes in{source}": origin.largest_input, "largest weight": origin.largest_weight}
+        sizes = {f"largest input{source}": origin.largest_input, "largest weight": origin.largest_weight}
         known = [f"{name} {size:.5g}" for name, size in sizes.items() if size is not None]
         return [*lines, f"  {', '.join(known)}"] if known else lines
 
@@ -189,11 +189,11 @@ class Explanation:
         columns = [("forward", "bits left forward")]
         shown = self.layers
         if self.origin is not None and self.origin.phase == "forward":
-            # What comes after is inf and NaN too, going back all of it.
+            # What comes after is inf and NaN too, and so is the whole backward pass.
             place = next((n for n, one in enumerate(shown) if one.layer == self.origin.layer), len(shown))
             shown = tuple(one for one in shown[:place] if one.forward is not None and one.forward.finite)
         else:
-            columns.append(("backward", f"bits left going back at {as_power_of_two(self.layers_scale)}"))
+            columns.append(("backward", f"bits left backward at {as_power_of_two(self.layers_scale)}"))
         tables = [[[title, ""], *_closest(shown, phase)] for phase, title in columns]
         if not any(len(table) > 1 for table in tables):
             return []
@@ -208,7 +208,7 @@ class Explanation:
         # What helps comes first.
         shown = sorted(self.tried, key=lambda one: not one.helps)[:_MOST_TRIED]
         helping = sum(one.helps for one in self.tried)
-        title = "tried, the same passes with" if helping else "tried, and nothing of it helps"
+        title = "tried, the same passes with" if helping else "tried, and none of it helps"
         return [f"{title}:", *(f"  {one}" for one in shown)]
 
     def to_dict(self) -> dict[str, object]:

@@ -299,8 +299,8 @@ class Rule(metaclass=_Made):
             raise refused(f"assigns self.{name}. Keep in the state what the next step needs")
         if "traced" in vars(self):
             raise AttributeError(
-                f"The rule {self.name!r} is made, with the step of its present {name!r}. Make another rule with "
-                "another one."
+                f"The rule {self.name!r} is made already, and its step has the present {name!r}. Make another rule "
+                "with the new value."
             )
         super().__setattr__(name, value)
 

@@ -94,7 +94,7 @@ USAGE = [
     (["plot", LOG, "a.png", "--loss-scales", "0"], "argument --loss-scales: 'SCALE' must be finite and above 0"),
     (
         ["probe", "--config", CONFIG, "--output", "missing/x.json"],
-        "argument --output: must name a file in a folder that",
+        "argument --output: must name a file in an existing folder",
     ),
     (["probe", "--config", CONFIG, "--batches", "0"], "argument --batches: must be an integer from 1"),
     (["find", "--config", CONFIG, "--margin", "9" * 30], "argument --margin: must be an integer from 0"),

@@ -209,7 +209,7 @@ def numbers_in(language, name, pattern):
 @pytest.mark.parametrize(
     ("language", "start", "steps"),
     [
-        ("en", r"from (\d+), where the ceiling is just there, to (\d+)", r"doubles in steps ([\d, and]+\d)"),
+        ("en", r"from (\d+), if the ceiling is exactly there, to (\d+)", r"doubles in steps ([\d, and]+\d)"),
         ("zh", r"从(\d+)出发、上限也恰好在此时.降到(\d+)", r"第([\d、]+)步翻倍"),
     ],
     ids=["en", "zh"],

@@ -48,13 +48,13 @@ def test_the_layer_is_named_and_the_settings_of_the_file_are_tried(corpus, check
     assert code == 0
     lines = printed.splitlines()
     assert len(lines) <= 25
-    assert lines[0].startswith("Overflows going forward, whatever the loss scale: in model.layers.0.feed_forward")
+    assert lines[0].startswith("The forward pass overflows, whatever the loss scale: in model.layers.0.feed_forward")
     assert lines[1].endswith("/trained-1_5.ckpt (load_checkpoint)")
     tried = lines[lines.index("tried, the same passes with:") + 1 :]
     outcomes = dict(line.strip().split(" -> ") for line in tried)
     assert outcomes["compute_dtype: float32"].startswith("no overflow up to 2^")
     assert outcomes["softmax_compute_type: float32"].startswith(
-        "still overflows, going forward, in model.layers.0.feed"
+        "the forward pass still overflows, in model.layers.0.feed"
     )
     assert outcomes["a lower loss_scale_value"].startswith("no help")
     assert "layernorm_compute_type: float32" not in outcomes

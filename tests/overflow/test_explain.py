@@ -121,7 +121,7 @@ def test_what_is_tried_is_said_with_what_happened_and_only_what_helps_comes_firs
             settings={"as it is": lambda: network, "broken": lambda: 1 / 0},
         )
     text = str(explanation).splitlines()
-    assert text[0].startswith("Overflows going forward, whatever the loss scale: in model.layers.0.feed_forward (")
+    assert text[0].startswith("The forward pass overflows, whatever the loss scale: in model.layers.0.feed_forward (")
     tried = {one.setting: one for one in explanation.tried}
     assert not tried["a lower loss_scale_value"].helps
     assert tried["model.layers.0.feed_forward in float32 (dtype)"].helps
@@ -209,7 +209,7 @@ def test_a_network_that_does_not_overflow_gets_the_layers_next_to_it():
     bits = [float(line.split()[1]) for line in rows[first + 1 : first + 6]]
     assert bits == sorted(bits)
     assert bits[0] > 8
-    # As many bits as are left going back, so many more powers of two the loss scale may have.
+    # As many bits as are left in the backward pass, so many more powers of two the loss scale may have.
     left = min(one.backward.headroom for one in explanation.layers if one.backward is not None)
     assert math.floor(left) == math.log2(explanation.safe_scale) - 4
 
@@ -317,7 +317,7 @@ def test_a_backward_pass_that_overflows_at_every_scale_is_said_to_and_no_scale_i
 
     network = Functional(steep)
     explanation = explain_overflow(network, [(Tensor(np.full((4, 4), 0.01, np.float32)),)], 2.0**20)
-    assert explanation.headline.startswith("Overflows going back, even at a loss scale of 2^0: in the network itself")
+    assert explanation.headline.startswith("The backward pass overflows, even at a loss scale of 2^0: in the network")
     assert explanation.origin.operator == "Truediv"
     assert explanation.safe_scale is None
     assert str(explanation.tried[0]) == "a lower loss_scale_value -> it overflows at 2^0 too"

@@ -372,7 +372,7 @@ def test_rules_may_be_made_in_several_threads():
 def test_an_attribute_is_read_when_the_rule_is_made():
     rules = [Bounded(2), Bounded(8)]
     # Arguments and labels would tell of a step that is not taken.
-    with pytest.raises(AttributeError, match=r"The rule 'bounded' is made, with .* 'factor'. Make another rule"):
+    with pytest.raises(AttributeError, match=r"The rule 'bounded' is made already, .* 'factor'. Make another rule"):
         rules[0].factor = 4
     assert scales(rules[0]) == HALVED != scales(rules[1])
 
