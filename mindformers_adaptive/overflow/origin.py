@@ -23,7 +23,7 @@ class Origin:
             was not seen.
         what (str): which value is not finite, in words.
         reading (Reading, optional): its magnitudes.
-        largest_input (float, optional): the largest finite magnitude that went in: forward of the inputs, going back of
+        largest_input (float, optional): the largest finite magnitude that went in: forward of the inputs, backward of
             the gradients.
         largest_weight (float, optional): likewise of the Parameters that went in.
         weight (str, optional): the Parameter, where the value is one or is the gradient of one.

@@ -1,4 +1,4 @@
-"""What a pass through a network showed: the values at each cell and operator, forward and going back."""
+"""What a pass through a network showed: the values at each cell and operator, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks at every cell and operator of a network while it runs in PyNative mode, forward and going back."""
+"""Looks at every cell and operator of a network while it runs in PyNative mode, forward and backward."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ _TENSOR_METHODS = (*_METHODS.split(), *(f"__{name}__" for name in _DUNDERS.split
 _IN_PLACE = "__setitem__ add_ sub_ mul_ div_ addmm_ exp_ log_ copy_ fill_ masked_fill_ clamp_ index_add_ index_put_"
 _IN_PLACE += " index_copy_ index_fill_ scatter_ scatter_add_"
 
-# They move numbers and make none, forward or going back.
+# They move numbers and make none, forward or backward.
 _MOVES = {"Reshape", "Transpose", "ExpandDims", "Squeeze", "Depend", "Identity", "Load", "Shape", "StopGradient"}
 # They write to what they are given, which then must be what it was.
 _WRITES = ("Assign", "Inplace", "Scatter", "Print", "Send", "Receive", "AllReduce", "AllGather", "Reduce", "Broadcast")
@@ -130,7 +130,7 @@ class Watch:
     def _call_cell(self, call, cell, *args, **kwargs):
         name = self._names.get(id(cell))
         is_whole = cell is self._network and not self._stack
-        # Recomputation, going back, calls cells again.
+        # Recomputation in the backward pass calls cells again.
         if name is None or not (is_whole or self._stack) or (self._going_back and not is_whole) or self._in_operator:
             return call(cell, *args, **kwargs)
         if is_whole:

@@ -1,4 +1,4 @@
-"""A picture of the layers of a network: the largest value of each, forward and going back, against its format."""
+"""A picture of the layers of a network: the largest value of each, forward and backward, against its format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINE = 0.21
 
 
 def draw_layers(explanation: Explanation) -> Figure:
-    """Draw the largest value of each layer, forward and going back, in the order of execution from top to bottom.
+    """Draw the largest value of each layer, forward and backward, in the order of execution from top to bottom.
 
     What has overflowed stands at the right edge. Values of FP16 have filled marks, those of wider formats open ones.
 
@@ -47,7 +47,7 @@ def draw_layers(explanation: Explanation) -> Figure:
     lowest, largest = FLOAT16.exponents[1], FLOAT16.exponents[2]
     edge = largest + 4.0
     scale = canvas.power_of_two(explanation.layers_scale)
-    phases = (("forward", "forward", canvas.MAIN, "o"), ("backward", f"going back at {scale}", canvas.WARNING, "D"))
+    phases = (("forward", "forward", canvas.MAIN, "o"), ("backward", f"backward at {scale}", canvas.WARNING, "D"))
     for phase, label, colour, mark in phases:
         _draw_phase(axes, explanation.layers, phase, edge, {"color": colour, "marker": mark, "label": label})
     limits: dict[str, Any] = {"colors": canvas.MUTED, "linewidth": 0.9, "linestyles": "dashed", "gid": "limits"}

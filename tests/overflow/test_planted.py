@@ -1,4 +1,4 @@
-"""Planted overflows: of each it is known which layer and which operator make the first inf, forward or going back."""
+"""Planted overflows: of each it is known which layer and which operator make the first inf, forward or backward."""
 
 import mindspore
 import numpy as np
@@ -80,8 +80,8 @@ IN_LLAMA = {
     "head": ({"lm_head": np.full(1, 4e4), "norm_out": 2.0}, 1, ("forward", "lm_head", "MatMul")),
     "weights": ({"lm_head": 1e8}, 1, ("forward", "lm_head", "Cast")),
     "weight that is NaN": ({"layers.1.feed_forward.w2": np.nan}, 1, ("forward", "model.layers.1.feed_forward.w2", "")),
-    "head, going back": ({"lm_head": 1.0}, 2.0**32, ("backward", "lm_head", "MatMul")),
-    "norm, going back": ({"tok_emb": 1e-8}, 2.0**32, ("backward", "model.norm_out", "Cast")),
+    "head, backward": ({"lm_head": 1.0}, 2.0**32, ("backward", "lm_head", "MatMul")),
+    "norm, backward": ({"tok_emb": 1e-8}, 2.0**32, ("backward", "model.norm_out", "Cast")),
 }
 
 
@@ -113,7 +113,7 @@ IN_QWEN3 = {
         ("forward", "decoder.layers.1.self_attention.core_attention.flash_attention", "BatchMatMul"),
     ),
     "feed forward": ({"layers.1.mlp.linear_fc1": 1e4}, 1, ("forward", "decoder.layers.1.mlp", "Mul")),
-    "head, going back": ({"output_layer": 1.0}, 2.0**32, ("backward", "output_layer", "MatMul")),
+    "head, backward": ({"output_layer": 1.0}, 2.0**32, ("backward", "output_layer", "MatMul")),
 }
 
 
@@ -163,9 +163,9 @@ def logarithm_of_zero(x, weight):
 SMALL = {
     "convolution": (Convolutions, values(2, 2, 6, 6, scale=3e4), 1, ("forward", "conv1", "Conv2D")),
     "batch norm": (lambda: Convolutions(gamma=1e5), values(2, 2, 6, 6), 1, ("forward", "conv2", "Conv2D")),
-    "convolution, going back": (Convolutions, values(2, 2, 6, 6), 2.0**32, ("backward", "head", "BiasAdd")),
+    "convolution, backward": (Convolutions, values(2, 2, 6, 6), 2.0**32, ("backward", "head", "BiasAdd")),
     "recurrent": (lambda: Recurrent(16.0), np.ones((2, 8, 4), np.float32), 1, ("forward", "state", "MatMul")),
-    "recurrent, going back": (
+    "recurrent, backward": (
         lambda: Recurrent(16.0),
         np.full((2, 4, 4), 1e-4, np.float32),
         2.0**20,
@@ -177,7 +177,7 @@ SMALL = {
     "batch": (Residuals, np.full((2, 4), np.inf, np.float32), 1, ("forward", "", "")),
     "loss in FP16": (LossInHalf, np.full((4, 4), 1e-4, np.float32), 2.0**18, ("backward", "", "")),
     "custom gradient": (WithOwnGradient, np.ones((4, 4), np.float32), 2.0**10, ("backward", "layer", "")),
-    "residual, going back": (Residuals, values(2, 4, scale=0.01), 2.0**16, ("backward", "blocks.0", "")),
+    "residual, backward": (Residuals, values(2, 4, scale=0.01), 2.0**16, ("backward", "blocks.0", "")),
     "frozen layer": (Frozen, values(2, 4), 2.0**10, ("backward", "frozen", "MatMul")),
     "shared weight": (Shared, np.full((4, 4), 2.0, np.float32), 2.0**15 * 0.75, ("backward", "left", "")),
     "attention of functions": (
@@ -204,7 +204,7 @@ SMALL = {
         1,
         ("forward", "layers.0.dense", "MatMul"),
     ),
-    "layer called twice, going back": (
+    "layer called twice, backward": (
         lambda: twice(Calls(ops.relu, 64.0)),
         np.full((2, 4), 1e-4, np.float32),
         2.0**14,
@@ -216,7 +216,7 @@ SMALL = {
         1,
         ("forward", "layers.0.dense", "MatMul"),
     ),
-    "recomputed, going back": (
+    "recomputed, backward": (
         lambda: Stack(Calls(ops.relu), recomputed(Calls(ops.relu, 300.0))),
         np.full((2, 4), 1e-4, np.float32),
         2.0**14,
@@ -229,7 +229,7 @@ SMALL = {
         ("forward", "layers.0", "Mul"),
     ),
     "smoothed labels": (lambda: Stack(Calls(smoothed, 40.0)), values(4, 4), 1, ("forward", "layers.0", "Log")),
-    "square root, going back": (
+    "square root, backward": (
         lambda: Stack(Calls(lambda x: ops.sqrt((x * x).sum(-1)))),
         np.zeros((2, 4), np.float32),
         1,
