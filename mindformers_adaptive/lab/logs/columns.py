@@ -1,83 +1,18 @@
-"""What the lines of a log say of steps, as arrays: a month of training is a million of them."""
+"""The lines of a log as arrays: a month of training is a million of them."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LogColumns", "LogEntry", "Overflow"]
+from mindformers_adaptive.lab.logs.reader import LogEntry
 
-
-class Overflow(NamedTuple):
-    """A line on one skipped step: the scale that was tried, the one after, and where the line stands and comes from.
-
-    Attributes:
-        loss_scale (float), next_loss_scale (float): the scale that was tried, and the one after.
-        where (str): the line, as ``file:number``.
-        printer (tuple[str, str]): the source file and the rank that printed it; "" where the line does not say.
-    """
-
-    loss_scale: float
-    next_loss_scale: float
-    where: str
-    printer: tuple[str, str]
-
-
-class LogEntry(NamedTuple):
-    """A line of a log that names a step.
-
-    Attributes:
-        step (int): the last step that the line speaks of.
-        where (str): the line, as ``file:number``.
-        next_loss_scale (float): the scale after that step; nan where the line does not say.
-        loss_scale (float): the scale used in that step; nan where the line does not say.
-        overflow (bool, optional): whether just that step overflowed; None where the line does not say.
-        skips (int, optional): how many steps were skipped since the line before; None where the line does not say.
-        overflows (tuple[Overflow, ...]): the skipped steps since the line before that have lines of their own.
-        steps (int, optional): how many steps the line stands for; None for as many as the others.
-        placed (bool): whether ``step`` stood in the log; False where it was counted.
-        loss (float), seconds (float): the step's loss, and how long a step took; nan where the line does not say.
-        largest_gradient (float): the largest absolute gradient of the step, unscaled; nan where the line does not say.
-        overflowed_parameters (tuple[str, ...], optional): whose gradients overflowed; None where that is not known.
-        dropped_by_norm (bool): whether the step was dropped for the size of its gradients, which is no overflow.
-        gradient_norm (float): the norm of all gradients of the step, unscaled; nan where the line does not say.
-        scale_window (float): the window after the step, in steps; nan where the line does not say.
-        gradient_format (object): the format of the gradients, by its name or numbers; None where the line does not say.
-        after_restart (bool): whether the run was restarted between the line before and this one.
-        skipped_so_far (int, optional): how many steps of the run were skipped up to this one; None where the line does
-            not say.
-        is_exact (bool): whether ``steps`` and ``skips`` were counted as the steps were taken, so that no fall of the
-            scale speaks against them.
-        has_line (bool): whether the last of its steps has a line of its own.
-    """
-
-    step: int
-    where: str
-    next_loss_scale: float = math.nan
-    loss_scale: float = math.nan
-    overflow: bool | None = None
-    skips: int | None = None
-    overflows: tuple[Overflow, ...] = ()
-    steps: int | None = None
-    placed: bool = True
-    loss: float = math.nan
-    seconds: float = math.nan
-    largest_gradient: float = math.nan
-    overflowed_parameters: tuple[str, ...] | None = None
-    dropped_by_norm: bool = False
-    scale_window: float = math.nan
-    gradient_norm: float = math.nan
-    gradient_format: Any = None
-    after_restart: bool = False
-    skipped_so_far: int | None = None
-    is_exact: bool = False
-    has_line: bool = True
-
+__all__ = ["LogColumns"]
 
 # What most lines have: fields of LogEntry, their type, and what stands for None. Others are kept for the lines that
 # have them.
@@ -93,28 +28,35 @@ _SPARSE = tuple(name for name in LogEntry._fields if name not in (*_TYPES, "wher
 class LogColumns(Sequence[LogEntry]):
     """Entries of a log, which can be appended and taken off at the end as from a list.
 
-    Args:
-        entries (Iterable[LogEntry]): the first ones. Default: none.
-
     Attributes:
         of (dict[str, array]): the columns, by the name of the field in :class:`LogEntry`; -1 stands for None in those
             of integers and flags.
         sparse (dict[int, dict[str, object]]): by the place of an entry the values that few entries have.
     """
 
-    def __init__(self, entries: Iterable[LogEntry] = ()) -> None:
+    def __init__(self) -> None:
         self.of: dict[str, Any] = {name: array(code) for name, code in _TYPES.items()}
         self.sparse: dict[int, dict[str, Any]] = {}
         self._where: list[str | int] = []
         self._files: list[tuple[int, str]] = []
         self._formats: list[tuple[int, Any]] = []
+
+    @classmethod
+    def holding(cls, entries: Iterable[LogEntry]) -> LogColumns:
+        """Return columns that hold entries; the same object where they do already."""
+        if isinstance(entries, LogColumns):
+            return entries
+        columns = cls()
         for entry in entries:
-            self.append(entry)
+            columns.append(entry)
+        return columns
 
     def __len__(self) -> int:
         return len(self._where)
 
     def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
         place = place + len(self) if place < 0 else place
         values: dict[str, Any] = {}
         for name, code in _TYPES.items():
@@ -211,7 +153,7 @@ class LogColumns(Sequence[LogEntry]):
 
     def with_inserted(self, places: Sequence[int], entries: Sequence[LogEntry]) -> LogColumns:
         """Return these columns with entries in front of those at some places, which increase."""
-        result, added = LogColumns(), LogColumns(entries)
+        result, added = LogColumns(), LogColumns.holding(entries)
         for name in _TYPES:
             result.of[name] = np.insert(np.asarray(self.of[name]), places, added.of[name])
         at = np.searchsorted(places, np.arange(len(self)), side="right") + np.arange(len(self))

@@ -9,8 +9,9 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.logs.columns import LogColumns, LogEntry
+from mindformers_adaptive.lab.logs.columns import LogColumns
 from mindformers_adaptive.lab.logs.intervals import Interval, bounds_by_rule, infer_scale_factor, intervals_of
+from mindformers_adaptive.lab.logs.reader import LogEntry
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.policies.dynamic_rule import DynamicRule
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
@@ -30,11 +31,11 @@ _ANY_RULE = (
 _THIS_RULE = "the run followed {!r} with the arguments given, and went on with its whole state wherever it was resumed."
 
 
-def run_of_entries(columns: LogColumns, rule: Policy | None, log_format: str) -> RecordedRun:
+def run_of_entries(entries: Sequence[LogEntry], rule: Policy | None, log_format: str) -> RecordedRun:
     """Return the run that the lines of a log tell of.
 
     Args:
-        columns (LogColumns): steps strictly increasing, at least one.
+        entries (Sequence[LogEntry]): steps strictly increasing, at least one.
         rule (Policy, optional): the rule that the run followed, with the state before step 1.
         log_format (str): of the log.
 
@@ -45,7 +46,7 @@ def run_of_entries(columns: LogColumns, rule: Policy | None, log_format: str) ->
     Raises:
         ValueError: if the lines do not follow the rule.
     """
-    notes = list[str]()
+    columns, notes = LogColumns.holding(entries), list[str]()
     factor, factor_bound = infer_scale_factor(columns)
     first_scale = math.nan if rule is None else rule.loss_scale
     one_factor = rule is None or rule.moves_by_one_factor
@@ -68,7 +69,7 @@ def run_of_entries(columns: LogColumns, rule: Policy | None, log_format: str) ->
     bounds[places] = np.reshape([(interval.fewest, interval.most) for interval in intervals], (-1, 2))
     bounds = np.cumsum(bounds, axis=0)
     if rule is not None and follows:
-        bounds = _narrowed(bounds, np.array(bounds_by_rule(rule, intervals, notes)), columns, rule.name, notes)
+        bounds = _narrowed(bounds, np.array(bounds_by_rule(rule, intervals, notes)), entries, rule.name, notes)
     loss_scale, overflow, known, final = _steps_of(columns, places, intervals, ends, factor, one_factor, notes)
 
     def at_last_steps(values: ArrayLike) -> NDArray[np.float64] | None:
@@ -127,7 +128,7 @@ def _says_all(columns: LogColumns) -> NDArray[np.bool_]:
 
 
 def _narrowed(
-    stated: NDArray[np.int64], followed: NDArray[np.int64], columns: LogColumns, rule: str, notes: list[str]
+    stated: NDArray[np.int64], followed: NDArray[np.int64], entries: Sequence[LogEntry], rule: str, notes: list[str]
 ) -> NDArray[np.int64]:
     """The bounds that follow from a rule, within those that the log states; these, with a note, on a contradiction."""
     fewest, most = np.maximum(stated[:, 0], followed[:, 0]), np.minimum(stated[:, 1], followed[:, 1])
@@ -136,7 +137,7 @@ def _narrowed(
         first = int(contradicts[0])
         by_log, by_rule = (_range_text(*bounds[first].tolist()) for bounds in (stated, followed))
         notes.append(
-            f"{columns.where(first)}: by the log {by_log} steps were skipped up to here, by the rule {rule!r} "
+            f"{entries[first].where}: by the log {by_log} steps were skipped up to here, by the rule {rule!r} "
             f"{by_rule}. The log counts, here and on {len(contradicts)} line(s) in all; the run may have followed "
             "another rule."
         )

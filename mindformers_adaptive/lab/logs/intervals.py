@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mindformers_adaptive.lab.logs.columns import LogColumns, LogEntry
-from mindformers_adaptive.lab.logs.reader import LONGEST_INTERVAL
+from mindformers_adaptive.lab.logs.columns import LogColumns
+from mindformers_adaptive.lab.logs.reader import LONGEST_INTERVAL, LogEntry
 from mindformers_adaptive.lab.policies import Policy
 
 __all__ = ["Interval", "bounds_by_rule", "infer_scale_factor", "intervals_of"]
@@ -69,8 +69,9 @@ class Interval(NamedTuple):
     guess: int
 
 
-def infer_scale_factor(columns: LogColumns) -> tuple[float, float]:
+def infer_scale_factor(entries: Sequence[LogEntry]) -> tuple[float, float]:
     """Return the usual factor of a change, and the largest that the scales of the log allow; inf if that is unknown."""
+    columns = LogColumns.holding(entries)
     step, scale, restarted = (columns.array(name) for name in ("step", "next_loss_scale", "after_restart"))
     before, after = scale[:-1], scale[1:]
     change = (before != after) & (before > 0) & (before < math.inf) & (after > 0) & (after < math.inf)
@@ -108,21 +109,21 @@ def _common_divisor(first: float, second: float) -> float:
 
 
 def intervals_of(
-    entries: LogColumns,
+    entries: Sequence[LogEntry],
     factor: float,
     factor_bound: float,
     first_scale: float,
     notes: list[str],
-    places: Sequence[int],
+    places: Sequence[int] | None = None,
 ) -> list[Interval]:
     """Return what lines say of their steps.
 
     Args:
-        entries (LogColumns): steps strictly increasing, at least one.
+        entries (Sequence[LogEntry]): steps strictly increasing, at least one.
         factor (float), factor_bound (float): of :func:`infer_scale_factor`.
         first_scale (float): the scale before step 1, nan where it is unknown.
         notes (list[str]): gets a sentence for what is missing or contradicts itself.
-        places (Sequence[int]): of which entries.
+        places (Sequence[int], optional): of which entries. Default: None, of all.
     """
     usual = _usual_stride(entries)
     is_alone = len(entries) == 1 and entries[0].steps is None and usual > 1
@@ -132,10 +133,11 @@ def intervals_of(
             "for the last ones only."
         )
     start = LogEntry(0, "the start", next_loss_scale=first_scale)
-    told = [entries[place] for place in places]
+    at = range(len(entries)) if places is None else places
+    told = [entries[place] for place in at]
     spans = [
         _span(entries[place - 1] if place else start, entry, usual, notes)
-        for place, entry in zip(places, told, strict=True)
+        for place, entry in zip(at, told, strict=True)
     ]
     have_lines = any(entry.overflows for entry in told)
     stated = [max(len(entry.overflows), entry.skips or 0) if have_lines else entry.skips for entry in told]
@@ -195,9 +197,10 @@ def _drops(before: float, after: float, factor: float) -> int:
     return max(1, math.ceil(math.log2(before / after) / math.log2(factor) - _NEAR))
 
 
-def _usual_stride(entries: LogColumns) -> int:
+def _usual_stride(entries: Sequence[LogEntry]) -> int:
     """The commonest number of steps from one line to the next, the smaller of two as common; of one line, its step."""
-    apart = np.diff(entries.array("step"), prepend=[0] if len(entries) == 1 else [])
+    steps = LogColumns.holding(entries).array("step")
+    apart = np.diff(steps, prepend=[0] if len(entries) == 1 else [])
     strides, counts = np.unique(apart[apart <= LONGEST_INTERVAL], return_counts=True)
     stride = int(strides[np.argmax(counts)]) if len(strides) else min(entries[0].skips or 1, LONGEST_INTERVAL)
     return max(stride, 1)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from mindformers_adaptive.lab.logs.columns import LogColumns, LogEntry, Overflow
 from mindformers_adaptive.lab.logs.reader import (
     LARGEST_STEP,
     LONGEST_INTERVAL,
+    LogEntry,
+    Overflow,
     Reader,
     parse_loss,
     parse_number,
@@ -110,7 +111,7 @@ class MegatronReader(_OverflowReader):
                 "looks like an iteration's line, but its loss scale or skipped iterations cannot be read"
             )
 
-    def finish(self) -> LogColumns:
+    def finish(self) -> Sequence[LogEntry]:
         if self.overflows:
             self.notes.append(
                 f"{self.entries[-1].where if self.entries else 'The log'}: {len(self.overflows)} overflow(s) after the "
@@ -140,10 +141,10 @@ class DeepSpeedReader(_OverflowReader):
     def is_step_line(cls, text: str) -> bool:
         return any(not isinstance(said, str) for said in cls.parse(text, "", True))
 
-    def finish(self) -> LogColumns:
+    def finish(self) -> Sequence[LogEntry]:
         entries = _skips_since_the_line_before(self.entries)
         if count := len(self.overflows):
-            step, left = count + max(entries.last_step, 0), tuple(self.overflows)
+            step, left = count + (entries[-1].step if entries else 0), tuple(self.overflows)
             where = left[-1].where
             entries.append(LogEntry(step, where, skips=count, overflows=left, steps=count, placed=False))
             self.notes.append(
@@ -154,11 +155,11 @@ class DeepSpeedReader(_OverflowReader):
         return entries
 
 
-def _skips_since_the_line_before(entries: LogColumns) -> LogColumns:
+def _skips_since_the_line_before(entries: list[LogEntry]) -> list[LogEntry]:
     """Turn the skips since the start of the run into those since the line before."""
     strides = [later.step - earlier.step for earlier, later in pairwise(entries)]
     start = LogEntry(0, "the start", skips=0)
-    result = LogColumns()
+    result = []
     for earlier, entry in pairwise([start, *entries]):
         steps, skips = entry.step - earlier.step, (entry.skips or 0) - (earlier.skips or 0)
         is_far = steps > min(strides, default=LONGEST_INTERVAL)

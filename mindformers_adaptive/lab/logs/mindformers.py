@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mindformers_adaptive.lab.logs.columns import LogColumns, LogEntry
 from mindformers_adaptive.lab.logs.reader import (
     LARGEST_STEP,
+    LogEntry,
     LogLines,
     Reader,
     parse_loss,
@@ -67,7 +67,7 @@ class MindFormersReader(Reader):
         self._without_scale += used and _START not in text
         return used
 
-    def finish(self) -> LogColumns:
+    def finish(self) -> Sequence[LogEntry]:
         if self._without_scale:
             self.notes.append(
                 f"{self.entries[-1].where}: {self._without_scale} line(s) up to here are of a trainer that prints no "

@@ -12,11 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
-from mindformers_adaptive.lab.logs.columns import LogColumns, LogEntry, Overflow
-
-__all__ = ["LARGEST_STEP", "LONGEST_INTERVAL", "LogLines", "Reader", "parse_loss", "parse_number", "parse_scale"]
+__all__ = ["LARGEST_STEP", "LONGEST_INTERVAL", "LogEntry", "LogLines", "Overflow", "Reader"]
+__all__ += ["parse_loss", "parse_number", "parse_scale"]
 
 # A line that would stand for more steps than this is taken for one after a gap.
 LONGEST_INTERVAL = 10_000
@@ -158,6 +157,72 @@ def parse_scale(value: object) -> float | None:
     return scale if _SMALLEST_SCALE < scale < _LARGEST_SCALE or scale == math.inf else None
 
 
+class Overflow(NamedTuple):
+    """A line on one skipped step: the scale that was tried, the one after, and where the line stands and comes from.
+
+    Attributes:
+        loss_scale (float), next_loss_scale (float): the scale that was tried, and the one after.
+        where (str): the line, as ``file:number``.
+        printer (tuple[str, str]): the source file and the rank that printed it; "" where the line does not say.
+    """
+
+    loss_scale: float
+    next_loss_scale: float
+    where: str
+    printer: tuple[str, str]
+
+
+class LogEntry(NamedTuple):
+    """A line of a log that names a step.
+
+    Attributes:
+        step (int): the last step that the line speaks of.
+        where (str): the line, as ``file:number``.
+        next_loss_scale (float): the scale after that step; nan where the line does not say.
+        loss_scale (float): the scale used in that step; nan where the line does not say.
+        overflow (bool, optional): whether just that step overflowed; None where the line does not say.
+        skips (int, optional): how many steps were skipped since the line before; None where the line does not say.
+        overflows (tuple[Overflow, ...]): the skipped steps since the line before that have lines of their own.
+        steps (int, optional): how many steps the line stands for; None for as many as the others.
+        placed (bool): whether ``step`` stood in the log; False where it was counted.
+        loss (float), seconds (float): the step's loss, and how long a step took; nan where the line does not say.
+        largest_gradient (float): the largest absolute gradient of the step, unscaled; nan where the line does not say.
+        overflowed_parameters (tuple[str, ...], optional): whose gradients overflowed; None where that is not known.
+        dropped_by_norm (bool): whether the step was dropped for the size of its gradients, which is no overflow.
+        gradient_norm (float): the norm of all gradients of the step, unscaled; nan where the line does not say.
+        scale_window (float): the window after the step, in steps; nan where the line does not say.
+        gradient_format (object): the format of the gradients, by its name or numbers; None where the line does not say.
+        after_restart (bool): whether the run was restarted between the line before and this one.
+        skipped_so_far (int, optional): how many steps of the run were skipped up to this one; None where the line does
+            not say.
+        is_exact (bool): whether ``steps`` and ``skips`` were counted as the steps were taken, so that no fall of the
+            scale speaks against them.
+        has_line (bool): whether the last of its steps has a line of its own.
+    """
+
+    step: int
+    where: str
+    next_loss_scale: float = math.nan
+    loss_scale: float = math.nan
+    overflow: bool | None = None
+    skips: int | None = None
+    overflows: tuple[Overflow, ...] = ()
+    steps: int | None = None
+    placed: bool = True
+    loss: float = math.nan
+    seconds: float = math.nan
+    largest_gradient: float = math.nan
+    overflowed_parameters: tuple[str, ...] | None = None
+    dropped_by_norm: bool = False
+    scale_window: float = math.nan
+    gradient_norm: float = math.nan
+    gradient_format: Any = None
+    after_restart: bool = False
+    skipped_so_far: int | None = None
+    is_exact: bool = False
+    has_line: bool = True
+
+
 class Reader(ABC):
     """Reads the lines of one format, and puts what they say into the order of the steps.
 
@@ -167,7 +232,7 @@ class Reader(ABC):
         name (str): what the format is called.
         looked_for (str): what a line of a step looks like, for messages.
         printed_with (tuple[str, ...]): formats whose lines belong among those of this one.
-        entries (LogColumns): the lines that name a step; steps strictly increasing.
+        entries (Sequence[LogEntry]): the lines that name a step; steps strictly increasing.
         taken_together (int): lines that :meth:`left_over` took.
         merged (int): lines that said of a step what another line had said.
         merged_with_other_loss (int): those of them whose loss is another one.
@@ -180,7 +245,7 @@ class Reader(ABC):
     printed_with: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
-        self.entries = LogColumns()
+        self.entries: Any = []
         self.taken_together = self.merged = self.merged_with_other_loss = self.superseded = 0
         self.notes: list[str] = []
         self._restarts: list[str] = []
@@ -218,7 +283,7 @@ class Reader(ABC):
 
     def add(self, entry: Any) -> bool:
         """Take an entry; return False if another rank had said the same of its step."""
-        if entry.step > self.entries.last_step:
+        if not self.entries or entry.step > self.entries[-1].step:
             self.entries.append(entry)
             return True
         for place in range(1, min(_RANKS_APART + 1, len(self.entries)) + 1):
@@ -229,8 +294,8 @@ class Reader(ABC):
                 return False
             if earlier.step < entry.step:
                 break
-        last, superseded = self.entries.last_step, 0
-        while self.entries.last_step >= entry.step:
+        last, superseded = self.entries[-1].step, 0
+        while self.entries and self.entries[-1].step >= entry.step:
             self.entries.pop()
             superseded += 1
         self.entries.append(entry._replace(after_restart=True))
@@ -241,7 +306,7 @@ class Reader(ABC):
         )
         return True
 
-    def finish(self) -> LogColumns:
+    def finish(self) -> Sequence[LogEntry]:
         """Return the entries of all lines, after the notes on restarts and merged lines were added."""
         self.notes += self._restarts[:_RESTARTS_NAMED]
         if len(self._restarts) > _RESTARTS_NAMED:
@@ -260,7 +325,8 @@ class Reader(ABC):
             )
         elif self.merged:
             self.notes.append(f"{self.merged} line(s) of other ranks said the same of a step and were merged.")
-        return self.entries
+        entries: Sequence[LogEntry] = self.entries
+        return entries
 
 
 def _statement(entry: LogEntry) -> tuple[object, ...]:

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.logs.columns import LogColumns, LogEntry
+from mindformers_adaptive.lab.logs.columns import LogColumns
 from mindformers_adaptive.lab.logs.expansion import run_of_entries
 from mindformers_adaptive.lab.logs.reader import (
     LARGEST_STEP,
     LONGEST_INTERVAL,
+    LogEntry,
     LogLines,
     Reader,
     parse_number,
@@ -58,6 +59,7 @@ class JsonlReader(Reader):
 
     def __init__(self) -> None:
         super().__init__()
+        self.entries = LogColumns()
         # By the last step of each gap that is stated its first one, and where.
         self._missing: dict[int, tuple[int, str]] = {}
         self._gaps = 0
@@ -114,8 +116,8 @@ class JsonlReader(Reader):
             span = f"{record.get('first_step', '?')} to {record.get('last_step', '?')}"
             self.notes.append(f"{where}: {record['missing_steps']} step(s) were not recorded ({span}).")
 
-    def finish(self) -> LogColumns:
-        entries = super().finish()
+    def finish(self) -> Sequence[LogEntry]:
+        entries: Any = super().finish()
         if len(formats := self.entries.named_formats) > 1:
             names = [one if isinstance(one, str) else repr(one)[:80] for _, one in formats]
             self.notes.append(

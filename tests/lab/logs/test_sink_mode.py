@@ -7,8 +7,8 @@ import pytest
 from sink_logs import run_of, write_sink_log
 
 from mindformers_adaptive.lab.logs import read_log
-from mindformers_adaptive.lab.logs.columns import LogColumns, LogEntry
 from mindformers_adaptive.lab.logs.intervals import intervals_of
+from mindformers_adaptive.lab.logs.reader import LogEntry
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
 
@@ -224,8 +224,8 @@ def test_what_bounds_take_of_a_resumed_run_is_said(tmp_path, before, after):
     ],
 )
 def test_the_bounds_of_a_line_are_those_of_its_change(before, after, flag, bounds):
-    lines = LogColumns([LogEntry(4, "1", before), LogEntry(8, "2", after, overflow=flag)])
-    [found] = intervals_of(lines, 2.0, 2.0, math.nan, [], [1])
+    lines = [LogEntry(4, "1", before), LogEntry(8, "2", after, overflow=flag)]
+    found = intervals_of(lines, 2.0, 2.0, math.nan, [])[1]
     assert (found.fewest, found.most) == bounds
 
 
