@@ -82,22 +82,25 @@ class LogColumns(Sequence[LogEntry]):
             return where
         return f"{next(file for first, file in reversed(self._files) if first <= place)}:{where}"
 
-    def append_lines(self, file: str, number: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Add entries that have nothing rare.
+    def append_lines(
+        self, file: str, number: int, columns: Mapping[str, Sequence[Any]], formats: Sequence[str]
+    ) -> None:
+        """Add entries of one step each that have nothing rare.
 
         Args:
             file (str): the file that they are in.
             number (int): the line of the first one there; the others follow.
-            columns (Mapping[str, Sequence]): the columns, and ``gradient_format``.
+            columns (Mapping[str, Sequence]): the columns but ``steps``.
+            formats (Sequence[str]): of the gradients of each; "" where it is not named.
         """
         if not self._files or self._files[-1][1] is not file:
             self._files.append((len(self._where), file))
-        for place, one in enumerate(columns["gradient_format"], start=len(self._where)):
-            if one is not None:
+        for place, one in enumerate(formats, start=len(self._where)):
+            if one:
                 self._note_format(one, place)
         for name, column in self.of.items():
-            column.extend(columns[name])
-        self._where.extend(range(number, number + len(columns["step"])))
+            column.extend([1] * len(formats) if name == "steps" else columns[name])
+        self._where.extend(range(number, number + len(formats)))
 
     def append(self, entry: LogEntry) -> None:
         """Add an entry."""

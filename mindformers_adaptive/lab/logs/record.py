@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,27 @@ from mindformers_adaptive.text.files import json_object
 
 __all__ = ["JsonlReader", "run_of_record"]
 
-# The types that values of most lines have. A line with others, or with what is rare, is looked at by itself.
-_SCALES: set[type] = {int, float, str, type(None)}
-_USUAL: dict[str, set[type]] = {"step": {int}, "overflow": {bool, type(None)}, "loss_scale": _SCALES}
-_USUAL |= {"next_loss_scale": _SCALES | {type(...)}}
-_RARE = (b'"missing_steps"', b'"overflowed_parameters"', b'"seconds"', b"[", b"\\")
+# As this package writes a line of a step. Other lines, and other orders of the keys, are left to the parser of JSON,
+# which takes several times as long.
+_NUMBER, _FLAG = r'(-?\d[-+.\deE]*|null|"(?:nan|-?inf)")', "(true|false|null)"
+_COUNT, _OTHER = r"(?:\d+|null)", r'(?:-?\d[-+.\deE]*|null|true|false|"[^"\\\n]*")'
+_LINES = re.compile(
+    rf'^\{{(?:"run": \d+, )?"step": (\d{{1,15}}), "loss": {_NUMBER}, "overflow": {_FLAG}, "loss_scale": {_NUMBER}, '
+    rf'"next_loss_scale": {_NUMBER}, "scale_window": {_NUMBER}, "window_index": (?:-?\d+|null), '
+    rf'"growth_num": {_COUNT}, "down_num": {_COUNT}, "skipped_steps": (\d{{1,15}}|null), '
+    rf'"largest_gradient": {_NUMBER}, "dropped_by_norm": {_FLAG}'
+    rf'(?:, "gradient_norm": {_NUMBER})?((?:, "\w+": {_OTHER})*?)'
+    rf'(?:, "gradient_format": "([^"\\\n]*)")?\}}\n',
+    re.MULTILINE,
+)
+# Keys that are read, and that no line has twice.
+_READ = "step loss overflow loss_scale next_loss_scale scale_window skipped_steps largest_gradient dropped_by_norm"
+_READ += " gradient_norm seconds gradient_format overflowed_parameters missing_steps"
+_READ_AT_THE_END = re.compile("|".join(f'"{name}"' for name in _READ.split()))
+_FLAGS = {"true": 1, "false": 0, "null": -1}
+_WORDS = {"": math.nan, "null": math.nan, '"nan"': math.nan, '"inf"': math.inf, '"-inf"': -math.inf}
+# A loss that is NaN is known.
+_LOSSES = {**_WORDS, '"nan"': math.inf}
 
 # Of so many lines, one that has to be looked at more closely is not looked for.
 _FEW_LINES = 8
@@ -41,6 +57,22 @@ _GAPS_NAMED = 3
 
 # Longer gaps are left out where there would be more steps in all: beyond any training.
 _MOST_STEPS = 10**7
+
+
+class _Numbers(dict[str, float]):
+    """Numbers by their texts, of which few are different."""
+
+    def __missing__(self, text: str) -> float:
+        self[text] = number = _number(text)
+        return number
+
+
+class _Scales(dict[str, "float | None"]):
+    """Loss scales by their texts: nan for null, None for what is no scale."""
+
+    def __missing__(self, text: str) -> float | None:
+        self[text] = scale = math.nan if text == "null" else parse_scale(_number(text))
+        return scale
 
 
 class JsonlReader(Reader):
@@ -60,6 +92,7 @@ class JsonlReader(Reader):
     def __init__(self) -> None:
         super().__init__()
         self.entries = LogColumns()
+        self._numbers, self._scales = _Numbers(), _Scales()
         # By the last step of each gap that is stated its first one, and where.
         self._missing: dict[int, tuple[int, str]] = {}
         self._gaps = 0
@@ -76,9 +109,7 @@ class JsonlReader(Reader):
             yield from self._left_of(block, lines)
 
     def _left_of(self, block: Sequence[bytes], lines: LogLines) -> Iterator[str]:
-        columns = _columns_of(block)
-        if columns is not None and _increases([self.entries.last_step, *columns["step"]]):
-            self.entries.append_lines(lines.file, lines.number + 1, columns)
+        if self._take_own(block, lines):
             self.taken_together += len(block)
             lines.pass_over(block)
         elif len(block) <= _FEW_LINES:
@@ -99,6 +130,39 @@ class JsonlReader(Reader):
             )
             return False
         self.take_gap(record, lines.where)
+        return True
+
+    def _take_own(self, block: Sequence[bytes], lines: LogLines) -> bool:
+        """Take lines that this package wrote; False, with none taken, where one has to be looked at more closely."""
+        try:
+            found = _LINES.findall(b"".join(block).decode("utf-8"))
+            if len(found) != len(block):
+                return False
+            step, loss, overflow, scale, after, window, skipped, gradient, dropped, norm, others, formats = zip(
+                *found, strict=True
+            )
+            columns: dict[str, list[Any]] = {
+                "step": list(map(int, step)),
+                "skipped_so_far": [-1 if text == "null" else int(text) for text in skipped],
+                "overflow": [_FLAGS[text] for text in overflow],
+                "dropped_by_norm": [text == "true" for text in dropped],
+                "next_loss_scale": [self._scales[text] for text in after],
+                "loss_scale": [self._scales[text] for text in scale],
+                "loss": [_LOSSES[text] if text in _LOSSES else float(text) for text in loss],
+                "largest_gradient": [_WORDS[text] if text in _WORDS else float(text) for text in gradient],
+                "scale_window": [self._numbers[text] for text in window],
+                "gradient_norm": [_WORDS[text] if text in _WORDS else float(text) for text in norm],
+            }
+        except ValueError:
+            return False
+        steps = [self.entries.last_step, *columns["step"]]
+        if not all(map(operator.lt, steps, columns["step"])):
+            return False
+        if None in columns["loss_scale"] or None in columns["next_loss_scale"]:
+            return False
+        if any(map(_READ_AT_THE_END.search, filter(None, others))):
+            return False
+        self.entries.append_lines(lines.file, lines.number + 1, columns, formats)
         return True
 
     def add(self, entry: LogEntry) -> bool:
@@ -275,7 +339,8 @@ def _entry_of(record: Mapping[str, Any], where: str) -> LogEntry | None:
     unknown = {key for key in ("overflow", "loss_scale") if key in record and record[key] is None}
     if not (isinstance(overflow, bool) or "overflow" in unknown) or not (loss_scale or "loss_scale" in unknown):
         return None
-    names = record.get("overflowed_parameters")
+    names, skipped = record.get("overflowed_parameters"), record.get("skipped_steps")
+    is_count = isinstance(skipped, int) and not isinstance(skipped, bool) and 0 <= skipped <= LARGEST_STEP
     return LogEntry(
         step,
         where,
@@ -285,70 +350,24 @@ def _entry_of(record: Mapping[str, Any], where: str) -> LogEntry | None:
         steps=1,
         overflowed_parameters=tuple(map(str, names)) if isinstance(names, list) else None,
         dropped_by_norm=record.get("dropped_by_norm") is True,
-        loss=parse_number(_known_loss(record.get("loss"))),
+        loss=_loss(parse_number(record.get("loss")), record.get("loss")),
         seconds=_seconds(parse_number(record.get("seconds"))),
         largest_gradient=parse_number(record.get("largest_gradient")),
         scale_window=parse_number(record.get("scale_window")),
         gradient_norm=parse_number(record.get("gradient_norm")),
         gradient_format=record.get("gradient_format"),
-        skipped_so_far=_count(record.get("skipped_steps")),
+        skipped_so_far=skipped if is_count else None,
     )
 
 
-def _columns_of(block: Sequence[bytes]) -> dict[str, Any] | None:
-    """The columns of lines that are usual ones; None where one has to be looked at by itself."""
-    content = b",".join(block)
-    # Each line is one object, with no others inside.
-    if content.count(b"{") != len(block) or not all(line.startswith(b"{") for line in block):
-        return None
-    if any(rare in content for rare in _RARE):
-        return None
-    try:
-        lines = json.loads(f"[{content.decode('utf-8')}]")
-    except ValueError:
-        return None
-    usual = {name: [line.get(name, ...) for line in lines] for name in _USUAL}
-    if any(not {*map(type, usual[name])} <= types for name, types in _USUAL.items()):
-        return None
-    step, loss_scale, after = usual["step"], usual["loss_scale"], usual["next_loss_scale"]
-    if not 0 <= min(step) <= max(step) <= LARGEST_STEP:
-        return None
-    scales = {scale: parse_scale(scale) or math.nan for scale in {*loss_scale, *after}}
-    if any(math.isnan(scales[scale]) for scale in {*loss_scale} - {None}):
-        return None
-    return {
-        "step": step,
-        "steps": [1] * len(lines),
-        "overflow": [-1 if flag is None else flag for flag in usual["overflow"]],
-        "loss_scale": [scales[scale] for scale in loss_scale],
-        "next_loss_scale": [scales[scale] for scale in after],
-        "loss": _numbers(_known_loss(line.get("loss")) for line in lines),
-        "scale_window": _numbers(line.get("scale_window") for line in lines),
-        "largest_gradient": _numbers(line.get("largest_gradient") for line in lines),
-        "gradient_norm": _numbers(line.get("gradient_norm") for line in lines),
-        "dropped_by_norm": [line.get("dropped_by_norm") is True for line in lines],
-        "skipped_so_far": [-1 if (count := _count(line.get("skipped_steps"))) is None else count for line in lines],
-        "gradient_format": [line.get("gradient_format") for line in lines],
-    }
+def _number(text: str) -> float:
+    """The number that a text of JSON is; that of null is nan."""
+    return _WORDS[text] if text in _WORDS else float(text)
 
 
-def _increases(numbers: Sequence[int]) -> bool:
-    return all(map(operator.lt, numbers, numbers[1:]))
-
-
-def _numbers(given: Iterable[object]) -> list[float]:
-    return [one if type(one) is float else parse_number(one) for one in given]
-
-
-def _count(given: Any) -> int | None:
-    """A number of steps; None for what is none."""
-    is_count = isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= LARGEST_STEP
-    return given if is_count else None
-
-
-def _known_loss(given: object) -> object:
-    """A loss; inf for one that is stated to be NaN, for nan is one that is not known."""
-    return math.inf if given == "nan" or (isinstance(given, float) and math.isnan(given)) else given
+def _loss(number: float, given: object) -> float:
+    """A loss; inf where it was stated to be NaN, for nan is one that is not known."""
+    return math.inf if math.isnan(number) and (isinstance(given, float) or given in ("nan", '"nan"')) else number
 
 
 def _seconds(number: float) -> float:
