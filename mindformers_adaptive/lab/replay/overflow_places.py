@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.replay.measures import overflow_flags
 __all__ = ["Overflows"]
 
 # More places of overflows are not kept: a scale factor that is no power of two may lead to ever new scales.
-_MOST_BYTES = 128_000_000
+_MOST_BYTES = 64_000_000
 _BLOCK = 1024
 
 
@@ -28,36 +28,58 @@ class Overflows:
     def __init__(self, ceiling: NDArray[np.float64]) -> None:
         self.steps = len(ceiling)
         self._ceiling = ceiling
-        self._rows: dict[float, Any] = {}
-        self._room = _MOST_BYTES
+        self._tables: dict[float, Any] = {}
+        self._room, self._room_for_runs = _MOST_BYTES, _MOST_BYTES
         starts = np.arange(0, self.steps, _BLOCK)
         self._lowest = np.minimum.reduceat(ceiling, starts) if self.steps else ceiling
+        self._never: Any = None
 
     def following(self, loss_scale: float) -> Any:
         """Return what tells for each step, by its place in brackets, the first one from it on that overflows.
 
         Of the number of steps itself, and where none follows, it is that number.
         """
-        if loss_scale not in self._rows:
-            rows = _Rows(overflow_flags(np.asarray(loss_scale), self._ceiling))
-            size = 8 * len(rows.starts)
-            self._rows[loss_scale] = rows if size <= self._room else _Search(self._ceiling, self._lowest, loss_scale)
-            self._room -= size if size <= self._room else 0
-        return self._rows[loss_scale]
+        if loss_scale not in self._tables:
+            self._tables[loss_scale] = self._made(loss_scale)
+        return self._tables[loss_scale]
+
+    def _made(self, loss_scale: float) -> Any:
+        flags = overflow_flags(np.asarray(loss_scale), self._ceiling)
+        count = np.count_nonzero(flags)
+        if count == self.steps:
+            return range(self.steps + 1)
+        if not count and self._never is not None:
+            return self._never
+        size = 4 * self.steps
+        if self._room >= size:
+            self._room -= size
+            table = _next(flags)
+            self._never = self._never if count else table
+            return table
+        runs = _Runs(flags)
+        if self._room_for_runs >= (size := 8 * len(runs.starts)):
+            self._room_for_runs -= size
+            return runs
+        return _Search(self._ceiling, self._lowest, loss_scale)
 
 
-class _Rows:
+def _next(flags: NDArray[np.bool_]) -> array[int]:
+    places = np.append(np.flatnonzero(flags), len(flags)).astype(np.int32)
+    result = array("i")
+    result.frombytes(np.repeat(places, np.diff(places, prepend=-1)).tobytes())
+    return result
+
+
+class _Runs:
     """Finds the next overflow among the rows of steps that overflow."""
 
     def __init__(self, flags: NDArray[np.bool_]) -> None:
         edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)).astype(np.int32)
-        # Behind the last row one that begins after the last step.
-        self.starts, self._ends = array("i", edges[::2]), array("i", edges[1::2])
-        self.starts.append(len(flags))
+        self.starts, self._ends, self._steps = array("i", edges[::2]), array("i", edges[1::2]), len(flags)
 
     def __getitem__(self, step: int) -> int:
-        start = self.starts[bisect_right(self._ends, step)]
-        return start if start > step else step
+        row = bisect_right(self._ends, step)
+        return max(step, self.starts[row]) if row < len(self.starts) else self._steps
 
 
 class _Search:
