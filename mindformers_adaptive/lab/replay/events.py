@@ -30,7 +30,7 @@ _MOST_STATES = 20_000
 _RUNS, _NOWHERE = 20, -1
 
 # So many rules are followed at a time: fewer take longer, more take memory for the states that each comes to.
-_TOGETHER = 64
+_TOGETHER = 32
 
 _MORE = "this rule does more than count"
 
