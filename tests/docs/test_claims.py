@@ -124,8 +124,8 @@ SAID = {
     "guided is not shown to be worse": (
         guided_is_worse_nowhere,
         [
-            ("choose", "no result was shown to be worse", "没有一项结果显出更差"),
-            ("evidence", "is shown to be worse in none", "没有一个任务显出更差"),
+            ("choose", "no result was shown to be worse", "没有一项结果表明它更差"),
+            ("evidence", "is shown to be worse in none", "没有一个任务表明它更差"),
         ],
     ),
     "adaptive is not better than 2^16": (
