@@ -1,5 +1,6 @@
 """The record of a run: a file of JSON lines, one a step, that survives kills and resumes."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -45,9 +46,9 @@ class RunRecord:
     The first line of a record has the number of its run, as ``run``. A run that is resumed goes on in the record with
     its number, also if that was kept under another name meanwhile, and never in one with another number.
 
-    From :meth:`resume` to :meth:`close` the process holds a lock, by way of a hidden file beside the record, which
-    stays there. Where another process writes the file, or the file is the record of another run, this one takes
-    ``NAME_2.jsonl``, or the next number that is free. The lock of a process that was killed does not count.
+    From :meth:`resume` to :meth:`close` the process holds a lock, a hidden file beside the record. Where another
+    process writes the file, or the file is the record of another run, this one takes ``NAME_2.jsonl``, or the next
+    number that is free. The lock of a process that was killed does not count.
 
     Args:
         path (str): the file. Neither it nor its folder need exist.
@@ -158,7 +159,11 @@ class RunRecord:
 
     def close(self) -> None:
         """Let other processes resume the record."""
-        if self._lock is not None:
+        # A forked process does not hold the locks of its parent.
+        if self._lock is not None and self._lock.is_locked:
+            # While the lock is held: whoever has opened the file meanwhile finds that it has no name any more.
+            with contextlib.suppress(OSError):
+                os.unlink(self._lock.lock_file)
             self._lock.release()
             _held.pop(self.path.resolve(), None)
         self._lock = None
@@ -219,8 +224,9 @@ def _lock(path: Path) -> FileLock:
     """Return a lock on a record, which ends with this process; raise Timeout where somebody else holds it."""
     whole = path.resolve()
     # Whoever closes the record may be another thread.
-    lock = FileLock(whole.with_name(f".{whole.name}.lock"), timeout=0, thread_local=False)
-    lock.acquire()
+    lock = FileLock(whole.with_name(f".{whole.name}.lock"), thread_local=False)
+    # A file that whoever held the lock has just removed is not waited for, but made anew.
+    lock.acquire(timeout=0.1, poll_interval=0.01)
     _held[whole] = lock
     return lock
 

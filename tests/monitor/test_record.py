@@ -1,6 +1,7 @@
 """The record of a run has each step once, whatever is killed, resumed, torn or full; one run at a time writes it."""
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -363,16 +364,34 @@ def test_the_lock_of_a_killed_run_does_not_count(path):
     assert read_record(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_record_that_was_closed_can_be_taken_by_another_run_and_back(path):
+def test_a_lock_that_was_let_go_leaves_no_file(path):
     record = RunRecord(path)
     record.resume(0)
     record.append([{"step": 1}])
+    assert len(list(path.parent.iterdir())) == 2
     record.close()
+    assert [file.name for file in path.parent.iterdir()] == ["record.jsonl"]
     with holder(path, last_step=1) as other:
         assert other.name == "record.jsonl"
         assert record.resume(1)[0].startswith(f"{path} is being written by another run")
         record.close()
     assert record.path.name == "record_2.jsonl"
+
+
+def test_a_lock_whose_file_another_run_deletes_meanwhile_is_taken_on_a_new_one(path, monkeypatch):
+    hidden, flock = path.with_name(".record.jsonl.lock"), fcntl.flock
+
+    def lock_after_release_of_another(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        hidden.unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_release_of_another)
+    record = RunRecord(path)
+    assert record.resume(0) == []
+    assert hidden.exists()
+    record.close()
+    assert not hidden.exists()
 
 
 def test_a_record_without_references_lets_its_lock_go(path):

@@ -35,15 +35,13 @@ _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
 _OWN_SPREAD = 0.05
 
 
-def implied_ceilings(
-    largest_gradient: ArrayLike, gradient_format: str | Mapping[str, Any] | Format = FLOAT16
-) -> NDArray[np.float64]:
+def implied_ceilings(largest_gradient: ArrayLike, gradient_format: Format = FLOAT16) -> NDArray[np.float64]:
     """Return the ceilings that largest gradients imply: largest / largest_gradient, and nan where one shows nothing.
 
     Args:
         largest_gradient (ArrayLike): absolute values, unscaled, of any shape. 0, what is not a normal float32 number,
             and nan show nothing.
-        gradient_format (Union[str, Mapping, Format]): the format whose largest number that is. Default: float16.
+        gradient_format (Format): the format whose largest number that is. Default: float16.
 
     Examples:
         >>> implied_ceilings([1.0, 65504.0, 0.0, float("inf")]).tolist()
@@ -51,7 +49,7 @@ def implied_ceilings(
     """
     gradients = np.asarray(largest_gradient, np.float64)
     shows = (gradients >= SMALLEST_FLOAT32) & (gradients <= LARGEST_FLOAT32)
-    return find_format(gradient_format).largest / np.where(shows, gradients, np.nan)
+    return gradient_format.largest / np.where(shows, gradients, np.nan)
 
 
 def with_gradients(
