@@ -48,7 +48,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Keep each worker on one core: MindSpore's threads spin while they wait, and would take it from the others."""
+    """Keep MindSpore's threads and processes from waiting for each other longer than they have to."""
+    # Each worker has a core: threads spin while they wait, and would take it from the others.
     if hasattr(config, "workerinput") and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(config.workerinput["workerid"].removeprefix("gw")) % len(cores)]})

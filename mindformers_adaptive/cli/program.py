@@ -35,8 +35,8 @@ COMMANDS = {
     "megatron": "turn Megatron-LM's arguments into a scale_sense section",
     "versions": "print what a bug report needs",
 }
-# By the name of a command of before: what does it now.
-_NOW = {"simulate": "compare --policies NAME"}
+# Commands that are gone, by name: what to use instead.
+_REPLACED_BY = {"simulate": "compare --policies NAME"}
 
 _EXIT_CODES = """\
 Options may be written with underscores in place of hyphens, as MindFormers writes them: --train_dataset_dir.
@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         versions = importlib.import_module("mindformers_adaptive.cli.versions")
         return _carry_out(lambda: print(versions.short()), parser)
     parser.add_argument("--version", action="store_true", help="show the versions, and whether the pair was tested")
-    if words and words[0] in _NOW:
-        parser.error(f"there is no command {words[0]!r} any more. Use '{_NOW[words[0]]}', which does the same")
+    if words and words[0] in _REPLACED_BY:
+        parser.error(f"there is no command {words[0]!r} any more. Use '{_REPLACED_BY[words[0]]}', which does the same")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, purpose in COMMANDS.items():
         commands.add_parser(name, help=purpose)

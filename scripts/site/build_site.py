@@ -63,7 +63,7 @@ def main():
         shutil.rmtree(output, ignore_errors=True)
         shutil.move(Path(folder, "site"), output)
     print(f"Written: {output / 'index.html'}")
-    # Nor at the exit.
+    # Nor are they looked through at the exit.
     gc.freeze()
     return 0
 
