@@ -42,7 +42,7 @@ def refused(problem: str) -> RuleError:
     """Return the error for what the present step does: ``problem`` goes on where "the step" leaves off."""
     trace = _present.trace
     if trace is None:
-        return RuleError(f"A value works within next_state only: this {problem}.")
+        return RuleError(f"A value works within next_state only: this {problem}{_place()}")
     error = RuleError(f"The step of the rule {trace.rule.name!r} {problem}{_place()}")
     # It counts even where the rule catches it.
     trace.problem = trace.problem or error

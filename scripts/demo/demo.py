@@ -46,6 +46,8 @@ def main():
     print("Measuring the gradients of the trained model, and drawing ...", file=sys.stderr, flush=True)
     draw(run_folder, config)
     print(f"Pictures    {', '.join(os.path.relpath(run_folder / picture) for picture in sorted(PICTURES))}")
+    analyze = f"adaptive-loss-scale analyze {os.path.relpath(run_folder / RECORD)}"
+    print(f"Next        source .venv/bin/activate && {analyze}")
 
 
 def make_run_folder(output_dir):

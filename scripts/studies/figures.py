@@ -118,7 +118,7 @@ def kept(printed, begins):
 
 def rendered(text, page):
     """Return the text of a page with the tables that the data have for it."""
-    is_chinese = page.parent.name == "zh" or page.name == "README_CN.md"
+    is_chinese = page.parent.parts[-2:] == ("docs", "zh") or page.name == "README_CN.md"
     words = json.loads((DATA / "chinese.json").read_text(encoding="utf-8")) if is_chinese else {}
 
     def shown(block):

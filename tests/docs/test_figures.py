@@ -60,6 +60,8 @@ def test_a_block_is_replaced_and_translated(tmp_path, monkeypatch):
     text = "before\n<!-- figures: one/printed -->\n{}<!-- end of figures -->\nafter"
     english = figures.rendered(text.format("old\n"), ROOT / "README.md")
     in_chinese = figures.rendered(text.format("old\n"), ROOT / "README_CN.md")
+    # A clone may be in a folder of any name.
+    assert figures.rendered(text.format("old\n"), tmp_path / "zh" / "README.md") == english
     figures.tables_of.cache_clear()
     assert english == text.format("| steps | seen |\n|---|---|\n| 2.5 | 2 of 3 seeds |\n")
     assert in_chinese == text.format("| 步数 | seen |\n|---|---|\n| 2.5 | 3个种子中的2个 |\n")

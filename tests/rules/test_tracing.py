@@ -429,7 +429,7 @@ def test_values_work_within_a_step_only():
         lambda: float32(3),
         lambda: minimum(1, 2),
     ):
-        with pytest.raises(RuleError, match="within next_state only"):
+        with pytest.raises(RuleError, match=r"within next_state only: this .*, in line \d+ of .*test_tracing\.py\.$"):
             use()
 
 
