@@ -133,7 +133,7 @@ def test_report_of_the_demo_is_what_the_rule_does_at_its_overflows(tmp_path):
             | {"loss_scale": before.loss_scale, "next_loss_scale": state.loss_scale, "loss": 0.0}
         )
     (tmp_path / demo.RECORD).write_text("".join(f"{json.dumps(entry)}\n" for entry in record))
-    assert printed[1:-4] == demo.report(record, tmp_path)[2:-3]
+    assert printed[1:-5] == demo.report(record, tmp_path)[2:-3]
     first_applied = bounds[0][1] + 1
     for page, sentence in (
         ("faq", "The first {} steps are skipped"),

@@ -13,6 +13,7 @@ from record_checks import assert_follows
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from scripts.demo import demo
 
 # Of the demo's 400, enough for it to learn and for the window to move; and samples a quarter as long learn as well.
 STEPS = 120
@@ -48,6 +49,7 @@ def test_demo_learns_and_reports_what_the_checkpoint_holds(run_python, tmp_path)
     run = tmp_path / "output" / "demo_1"
     assert_record_is_what_the_rule_and_the_log_say(run)
     assert {picture.name for picture in run.glob("*.png")} == {"run.png", "gradients.png", "underflow.png"}
+    assert re.search(r"Next +.* && adaptive-loss-scale analyze (\S+)$", printed)[1] == f"output/demo_1/{demo.RECORD}"
     assert json.loads((run / "gradients.json").read_text())["weights"]["overall"]["size"] > 0
 
 
