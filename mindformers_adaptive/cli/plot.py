@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
             named = {names[file]: sweep for file, sweep in sweeps.items()}
             figure = draw_sweeps(named, options.loss_scales, **chosen)
         save(figure, options.picture)
-    except ArithmeticError as error:
+    except (ArithmeticError, TypeError) as error:
         raise ValueError(
             f"{', '.join(read)} must hold numbers that can be drawn, but: {error}. Correct them."
         ) from error

@@ -216,6 +216,10 @@ def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
     code, said = answer(run_program, "plot", file, tmp_path / "a.png")
     assert code == 1
     assert "gradients.jsonl must hold numbers that can be drawn, but: int too large" in said
+    at_8["parameters"]["weight"]["histogram"]["0"] = {}
+    file.write_text(json.dumps({"step": 1, "loss_scale": 8.0, "loss_scales": [at_8]}) + "\n")
+    code, said = answer(run_program, "plot", file, tmp_path / "a.png")
+    assert (code, "gradients.jsonl must hold numbers that can be drawn, but: " in said) == (1, True)
     file.write_text(line(1, 8.0, scale_window=0) + line(2, 8.0, scale_window=-20))
     assert answer(run_program, "plot", file, tmp_path / "a.png") == (0, "")
 
