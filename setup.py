@@ -49,7 +49,7 @@ setup(
     # Neither MindSpore nor MindFormers: the lab and most of the program need none of them.
     # Before filelock 3.30 a forked process that ends would let the lock of its parent go.
     install_requires=["numpy>=1.21", "pyyaml>=6", "filelock>=3.30", "tqdm>=4.60"],
-    entry_points={"console_scripts": ["adaptive-loss-scale=mindformers_adaptive.cli.program:main"]},
+    entry_points={"console_scripts": ["adaptive-loss-scale=mindformers_adaptive.__main__:main"]},
     extras_require={
         **EXTRAS,
         "dev": [

@@ -236,7 +236,7 @@ def path(tmp_path):
 @pytest.fixture
 def run_program(capsys):
     """Return a function that runs the program in this process, and returns its exit code, output and error output."""
-    from mindformers_adaptive.cli.program import main
+    from mindformers_adaptive.__main__ import main
 
     def run(*arguments):
         try:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the section."""
     with wrong_usage("Megatron-LM's arguments cannot be split into words: "):
-        words = [word for argument in options.others for word in shlex.split(argument)]
+        words = [word for argument in options.others for word in shlex.split(argument) if word != "--"]
     if not words:
         raise UsageError("Megatron-LM's arguments are required")
     with wrong_usage(), warnings.catch_warnings(record=True) as caught:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import IO, Any
 
 import yaml
@@ -30,7 +31,7 @@ def wrong_usage(where: str = "") -> Iterator[None]:
     """Turn the refusal of a value in the block into a UsageError, with ``where`` before its message."""
     try:
         yield
-    except (UsageError, OSError, TypeError, ValueError) as error:
+    except (UsageError, ArithmeticError, OSError, TypeError, ValueError) as error:
         raise UsageError(f"{where}{error}") from error
 
 
@@ -79,7 +80,7 @@ def read_picture(text: str) -> str:
 
 def require_file(text: str) -> str:
     """Return the name of a file to write, or raise UsageError if it is a folder."""
-    if Path(text).is_dir():
+    if os.path.isdir(text):
         raise UsageError(f"must name a file, but {text!r} is a folder")
     return text
 
@@ -101,7 +102,8 @@ def print_result(options: argparse.Namespace, content: Callable[[], Any], text: 
 
 def print_text(text: str, file: IO[str] | None = None) -> None:
     """Print a text, in which names of files and what stands in them may have any characters."""
-    print(printable(text, keep="\n"), file=file)
+    encoding = getattr(file or sys.stdout, "encoding", None) or "utf-8"
+    print(printable(text, keep="\n").encode(encoding, "backslashreplace").decode(encoding), file=file)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
             named = {names[file]: sweep for file, sweep in sweeps.items()}
             figure = draw_sweeps(named, options.loss_scales, **chosen)
         save(figure, options.picture)
-    except ArithmeticError as error:
+    except (ArithmeticError, TypeError) as error:
         raise ValueError(
             f"{', '.join(read)} must hold numbers that can be drawn, but: {error}. Correct them."
         ) from error
@@ -123,7 +123,7 @@ def _read(file: str) -> Any:
     first = json_object(start)
     # What a record of months holds would not fit into memory as a whole.
     if start.startswith(("{", "[")) and "step" not in first:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(Path(file).read_bytes())
             if isinstance(content, dict) and "loss_scales" in content and "step" not in content:
                 return content
@@ -131,11 +131,13 @@ def _read(file: str) -> Any:
         return read_record(file)
     try:
         return read_log(file)
-    except ValueError as error:
+    except ValueError:
         try:
             record = read_record(file)
         except ValueError:
-            raise error from None
+            record = []
+        if not record:
+            raise
     try:
         # One whose scale nobody knows is drawn all the same.
         return run_of_record(record)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.cli.output import (
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _new_file(text: str) -> str:
     # Said before the sweep, which may take long.
-    if Path(text).is_dir() or not Path(text).parent.is_dir():
+    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
         raise UsageError(f"must name a file in an existing folder, but got {text!r}")
     return text
 

@@ -35,6 +35,8 @@ COMMANDS = {
     "megatron": "turn Megatron-LM's arguments into a scale_sense section",
     "versions": "print what a bug report needs",
 }
+# Options of any command that name a file to write.
+_WRITTEN = ("plot", "picture", "output", "gradients")
 # Commands that are gone, by name: what to use instead.
 _REPLACED_BY = {"simulate": "compare --policies NAME"}
 
@@ -110,12 +112,23 @@ def _run(command: Any, words: list[str]) -> int:
         options.others = others
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}{_nearest(others, parser, options)}")
+    if same := _read_and_written(options):
+        parser.error(f"{same!r} would be read, and replaced by what is written. Give another file to write")
 
     def run() -> None:
         with install_hint(f"'{words[0]}'"):
             command.run(options)
 
     return _carry_out(run, parser, options.traceback)
+
+
+def _read_and_written(options: argparse.Namespace) -> str | None:
+    """Return the name of a file that options name to be written, and to be read too; None where there is none."""
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for name, value in vars(options).items():
+        words = value if isinstance(value, list) else [value]
+        names[name in _WRITTEN] += [word for word in words if isinstance(word, str) and os.path.exists(word)]
+    return next((one for one in names[True] if any(os.path.samefile(one, other) for other in names[False])), None)
 
 
 def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceback: bool = False) -> int:
@@ -130,12 +143,6 @@ def _carry_out(run: Callable[[], None], parser: argparse.ArgumentParser, traceba
     except BrokenPipeError:
         # The reader, such as `head`, has stopped. What is left to be flushed at exit has to go somewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        if traceback:
-            raise
-        # As a shell reports a program that SIGINT has ended.
-        print_text(f"{parser.prog}: interrupted", sys.stderr)
-        return 130
     except Exception as error:
         if traceback:
             raise

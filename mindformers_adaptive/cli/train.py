@@ -11,10 +11,10 @@ examples:
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mindformers_adaptive.cli.output import UsageError, integer, read_value, wrong_usage
@@ -102,8 +102,8 @@ def _yaml_file(text: str) -> str:
 
 
 def _folder(text: str) -> str:
-    if not Path(text).is_dir():
-        raise UsageError(f"there is no folder {text!r}, seen from {Path.cwd()}")
+    if not os.path.isdir(text):
+        raise UsageError(f"there is no folder {text!r}, seen from {os.getcwd()}")
     return text
 
 

@@ -241,7 +241,7 @@ def _run_of(path: Path) -> int | None:
     try:
         with path.open("rb") as file:
             run: int = json.loads(next(filter(bytes.strip, file))).get("run", 0)
-    except (AttributeError, OSError, StopIteration, ValueError):
+    except (AttributeError, OSError, RecursionError, StopIteration, ValueError):
         return None
     return run
 
@@ -290,7 +290,7 @@ def _split(content: bytes) -> list[bytes]:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -363,7 +363,7 @@ def _parse(lines: list[bytes], last_step: int = 0, first: int = 1) -> list[dict[
             first_step = _step(entry, "first_step")
             if not last_step < first_step <= _step(entry, "last_step"):
                 raise ValueError(f"step {first_step} cannot follow step {last_step}")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"line {number} is {line[:80]!r} ({type(error).__name__}: {error})") from error
         last_step = _step(entry, "last_step")
         entries.append({key: NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in entry.items()})

@@ -74,7 +74,7 @@ def write_report(
         ValueError: if a file is no record or log, or has no step.
     """
     runs = {name: read_log(path) for name, path in records.items()}
-    gradients = {name: record for name, record in gradients_beside(records).items() if record}
+    gradients = gradients_beside(records)
     drawn = dict(zip([""] if len(runs) == 1 else runs, runs.values(), strict=True))
     figures = [picture(lambda: draw_runs(drawn), "Loss and loss scale")]
     if gradients:
@@ -94,7 +94,7 @@ def gradients_beside(records: Mapping[str, str | os.PathLike[str]]) -> dict[str,
     beside = {name: Path(path).with_name(GRADIENTS) for name, path in records.items()}
     # Runs in one folder may share what lies there.
     own = {name: path for name, path in beside.items() if [*beside.values()].count(path) == 1 and path.is_file()}
-    return {name: read_record(path) for name, path in own.items()}
+    return {name: record for name, path in own.items() if (record := read_record(path))}
 
 
 def _told(name: str, source: str, run: RecordedRun) -> RunTold:

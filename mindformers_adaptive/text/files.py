@@ -49,8 +49,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
         )
     except OSError as error:
         # That of the system names the temporary file.
-        reason = f"The output must be a file that can be written, but: {error.strerror}. Check its folder"
-        raise OSError(error.errno, reason, str(path)) from error
+        raise _not_written(error, path) from error
     try:
         with unfinished:
             yield unfinished
@@ -58,9 +57,17 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w", permissions: int
             os.fsync(unfinished.fileno())
         os.chmod(unfinished.name, permissions)
         os.replace(unfinished.name, target)
-    except BaseException:
+    except BaseException as error:
         os.unlink(unfinished.name)
+        if isinstance(error, OSError) and error.strerror and error.filename is None:
+            # That of a full disk names no file.
+            raise _not_written(error, path) from error
         raise
+
+
+def _not_written(error: OSError, path: str | os.PathLike[str]) -> OSError:
+    reason = f"The output must be a file that can be written, but: {error.strerror}. Check its folder"
+    return OSError(error.errno, reason, str(path))
 
 
 def make_folder_of(path: str | os.PathLike[str]) -> None:

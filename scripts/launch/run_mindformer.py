@@ -2,7 +2,7 @@
 
 import sys
 
-from mindformers_adaptive.cli.program import main
+from mindformers_adaptive.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,10 +1,13 @@
 """Bad input to the lab's commands: each is answered with a message, an exit code and no traceback."""
 
+import errno
 import io
 import json
 import os
+import pathlib
 import re
 import shutil
+import sys
 
 import pytest
 from conftest import ROOT
@@ -54,6 +57,19 @@ def test_a_value_of_a_policy_is_refused(run_program, value, message):
     assert re.search(message, said, re.DOTALL) or message in said
 
 
+# A rule of one's own that does not say what is wrong with its argument.
+EVERY = """\
+from mindformers_adaptive import rules
+
+class Rule(rules.Rule):
+    name = "every"
+
+    def __init__(self, n=2, **bounds):
+        super().__init__(**bounds)
+        self.share = 100 // int(n)
+"""
+
+
 USAGE = [
     (["compare", "synthetic:spikes", "--steps", "99999999999999"], "--steps: must be an integer from 1 to 10000000"),
     (["compare", "synthetic:spikes", "--steps", "0"], "argument --steps: must be an integer from 1"),
@@ -82,6 +98,9 @@ USAGE = [
     (["tune", *SPIKES, "--policy", "fixed"], "on the path of Python, but got 'fixed'."),
     (["tune", *SPIKES, "--grid", "hysteresis=1", "--grid", "hysteresis=2"], "but 'hysteresis' is there twice"),
     (["tune", *SPIKES, "--grid", "scale_factor=2,4,2.0"], "each value of 'scale_factor' once, but 2.0 is there twice"),
+    (["tune", *SPIKES, "--policy", "every.Rule", "--grid", "n=0"], "loss_scale_value=4096.0, n=0 are refused: integer"),
+    (["tune", *SPIKES, "--policy", "every.Rule", "--grid", "n=x"], "n='x' are refused: invalid literal for int()"),
+    (["compare", *SPIKES, "--policies", "every.Rule:n=0"], "'every.Rule:n=0': integer division or modulo by zero"),
     (["tune", *SPIKES, "--rows", "0"], "argument --rows: must be an integer from 1"),
     (["tune", *SPIKES, "--exchange-rate", "nan"], "'exchange_rate' must be"),
     (["tune", *SPIKES, "--grid", "hysteresis=1,2,nan"], "'hysteresis' must be an integer number of overflows"),
@@ -115,7 +134,8 @@ USAGE = [
 
 @pytest.mark.parametrize(("arguments", "message"), USAGE, ids=[" ".join(words)[:60] for words, _ in USAGE])
 def test_wrong_usage_is_refused(run_program, in_a_folder_of_its_own, tmp_path, arguments, message):
-    for name, text in (("fails", "raise KeyError('x')"), ("syntax", "def ("), ("exits", "raise SystemExit(0)")):
+    modules = {"fails": "raise KeyError('x')", "syntax": "def (", "exits": "raise SystemExit(0)", "every": EVERY}
+    for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(text)
     for name in ("folder.html", "folder.png"):
         (tmp_path / name).mkdir()
@@ -160,7 +180,7 @@ def test_a_file_that_is_no_log_is_refused(run_program, tmp_path, name):
     for command in (["analyze", file], ["plot", file, tmp_path / "a.png"], ["inspect", file]):
         code, said = answer(run_program, *command)
         assert code == 1
-        assert said
+        assert message in said if command[0] != "inspect" and name in ("binary", "deep", "empty") else said
 
 
 @pytest.mark.parametrize(("text", "said"), [("x\n", "(1 line) there"), (line(1, 8.0), "1 step from 1 line (jsonl)")])
@@ -196,6 +216,10 @@ def test_numbers_that_cannot_be_drawn_are_refused(run_program, tmp_path):
     code, said = answer(run_program, "plot", file, tmp_path / "a.png")
     assert code == 1
     assert "gradients.jsonl must hold numbers that can be drawn, but: int too large" in said
+    at_8["parameters"]["weight"]["histogram"]["0"] = {}
+    file.write_text(json.dumps({"step": 1, "loss_scale": 8.0, "loss_scales": [at_8]}) + "\n")
+    code, said = answer(run_program, "plot", file, tmp_path / "a.png")
+    assert (code, "gradients.jsonl must hold numbers that can be drawn, but: " in said) == (1, True)
     file.write_text(line(1, 8.0, scale_window=0) + line(2, 8.0, scale_window=-20))
     assert answer(run_program, "plot", file, tmp_path / "a.png") == (0, "")
 
@@ -245,9 +269,75 @@ def test_an_interrupt_in_a_module_of_ones_own_is_no_traceback(run_program, tmp_p
     (tmp_path / "impatient.py").write_text("raise KeyboardInterrupt")
     monkeypatch.syspath_prepend(tmp_path)
     code, said = run_program("compare", *SPIKES, "--policies", "impatient.Rule")[::2]
-    assert (code, said) == (130, "adaptive-loss-scale compare: interrupted\n")
+    assert (code, said) == (130, "adaptive-loss-scale: interrupted\n")
     with pytest.raises(KeyboardInterrupt):
         run_program("compare", *SPIKES, "--traceback", "--policies", "impatient.Rule")
+
+
+def test_an_interrupt_of_the_programs_own_imports_is_no_traceback(run_python, tmp_path):
+    # Found before NumPy itself, as if Ctrl-C were pressed while that is imported.
+    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
+    for arguments in (["--help"], ["analyze", LOG]):
+        finished = run_python("-m", "mindformers_adaptive", *arguments, expect_exit=130)
+        assert (finished.stdout, finished.stderr) == ("", "adaptive-loss-scale: interrupted\n")
+
+
+def test_without_an_error_output_results_are_printed_and_messages_are_not(run_program, monkeypatch):
+    # As Python leaves it where a shell closed it, with 2>&-.
+    for arguments, expected, start in ((["analyze", LOG], 0, "Log "), (["analyze", "nowhere"], 1, ""), (["x"], 2, "")):
+        monkeypatch.setattr("sys.stderr", None)
+        code, printed, _ = run_program(*arguments)
+        sys.stderr.close()
+        assert (code, printed[:4]) == (expected, start)
+
+
+def test_what_the_encoding_of_the_output_lacks_is_escaped(run_program, tmp_path, monkeypatch):
+    shutil.copy(LOG, tmp_path / "für.log")
+    output = io.BytesIO()
+    with io.TextIOWrapper(output, encoding="ascii") as ascii_only:
+        monkeypatch.setattr("sys.stdout", ascii_only)
+        assert answer(run_program, "analyze", tmp_path / "für.log") == (0, "")
+        assert output.getvalue().startswith(rb"Log       f\xfcr.log (mindformers)")
+
+
+def test_a_file_that_is_read_is_not_replaced(run_program, tmp_path):
+    for name in ("run.png", "run.html", "weights.safetensors"):
+        shutil.copy(LOG, tmp_path / name)
+    picture, page, weights = tmp_path / "run.png", tmp_path / "run.html", tmp_path / "weights.safetensors"
+    (tmp_path / "link.png").symlink_to(picture)
+    commands = [
+        ["plot", picture, tmp_path / "link.png"],
+        ["analyze", LOG, picture, "--plot", picture],
+        ["report", LOG, page, "--output", page],
+        ["probe", "--config", CONFIG, "--checkpoint", weights, "--loss-scales", "1", "--gradients", weights],
+    ]
+    for command in commands:
+        code, said = answer(run_program, *command)
+        assert code == 2
+        assert "would be read, and replaced by what is written. Give another file to write" in said
+    contents = {path.read_bytes() for path in (picture, page, weights)}
+    assert contents == {pathlib.Path(LOG).read_bytes()}
+
+
+def test_a_name_that_is_too_long_is_refused(run_program, in_a_folder_of_its_own):
+    name, config = "a" * 300, ["--config", CONFIG]
+    for command in (["report", LOG, "--output", f"{name}.html"], ["plot", LOG, f"{name}.png"]):
+        code, said = answer(run_program, *command)
+        assert (code, "File name too long" in said) == (1, True)
+    for command in (["probe", *config, "--output", f"{name}/x"], ["train", *config, "--register-path", name]):
+        code, said = answer(run_program, *command)
+        assert (code, name in said) == (2, True)
+
+
+def test_a_full_disk_is_said_of_the_file(run_program, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    code, said = answer(run_program, "plot", LOG, tmp_path / "a.png")
+    assert code == 1
+    assert re.search(r"must be a file that can be written, but: No space left on device.*/a\.png'", said)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["--version", "versions"])

@@ -276,6 +276,7 @@ def test_megatron_prints_the_section(run_program):
     section = yaml.safe_load(printed)["runner_wrapper"]["scale_sense"]
     assert (section["max_scale_window"], section["hysteresis"]) == (500, 2)
     assert run_program("megatron", "--fp16 --loss-scale-window 500")[1] == printed
+    assert run_program("megatron", "--", "--fp16", "--loss-scale-window", "500")[1] == printed
 
 
 @pytest.mark.slow

@@ -232,6 +232,7 @@ def test_a_last_line_of_zeros_is_taken_out(path):
         ('{"step": 2}\n{"step": 2}\n', "line 2 is .*step 2 cannot follow step 2"),
         ('{"step": true}\n', "line 1 is .*a step must be an integer, but is True"),
         ("[1]\n", "line 1 is "),
+        pytest.param("[" * 100_000 + "\n{}\n", "line 1 is .*RecursionError", id="deep"),
     ],
 )
 def test_reading_what_is_no_record_names_the_line(path, content, message):

@@ -104,7 +104,7 @@ def advise(run: RecordedRun, trace: Trace, changes: Sequence[Change]) -> tuple[l
         advice += _unseen_start(run, float(usable[0]))
     settings = {
         "loss_scale_value": float(usable[0]),
-        "scale_factor": run.scale_factor,
+        "scale_factor": min(run.scale_factor, 1.0 / SMALLEST_LOSS_SCALE),
         "min_loss_scale": min([1.0, *scale[scale >= SMALLEST_LOSS_SCALE].tolist()]),
     }
     windows = [change.clean_steps for change in changes if change.clean_steps is not None]

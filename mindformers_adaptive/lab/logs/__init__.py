@@ -86,8 +86,8 @@ def read_log(
     run = run_of_entries(entries, rule, reader.name)
     if np.isnan(run.loss_scale).all():
         raise ValueError(
-            f"The log must name a loss scale, but none of the {used} lines of steps in {_names(paths)} does. Give a "
-            "log of a training with loss scaling."
+            f"The log must show what loss scale a step used, but the {counted(used, 'line')} of steps in "
+            f"{_names(paths)} cannot tell. Give a log of a training with loss scaling, with several such lines."
         )
     notes = [*run.notes, *reader.notes]
     notes += [

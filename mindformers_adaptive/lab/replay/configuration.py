@@ -159,13 +159,26 @@ def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configura
             f"A grid must have at most {_MOST_COMBINATIONS:,} combinations, but got {count:,}. Try fewer values."
         )
     combinations = [dict(zip(tried, chosen, strict=True)) for chosen in itertools.product(*tried.values())]
-    configurations = [Configuration(policy, **one) for one in combinations if _values_fit(rule_class, one)]
+    configurations = [_configured(policy, one) for one in combinations if _values_fit(rule_class, one)]
     if not configurations:
         raise ValueError(
             f"A grid must have at least one combination of values that fit each other, but got {tried}. Add values "
             "that do: of windows, the smallest at most the largest, and the first one on their ladder."
         )
     return configurations
+
+
+def _configured(policy: str | type[Rule], arguments: Mapping[str, Any]) -> Configuration:
+    """Return a configuration of a grid, or raise an error that names what was refused."""
+    try:
+        return Configuration(policy, **arguments)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        if any(repr(name) in str(error) for name in arguments):
+            raise
+        # A rule of one's own may not say which argument it refuses.
+        tried = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"The arguments {tried} are refused: {error}") from error
 
 
 def default_grid(policy: str | type[Rule]) -> dict[str, Sequence[Any]]:

@@ -1,6 +1,7 @@
 """What a recorded run is told to have done, and what to change: hand-made runs, one a rule, and the sample logs."""
 
 import dataclasses
+import itertools
 import json
 import re
 
@@ -397,6 +398,16 @@ def test_scales_that_are_no_usual_numbers_are_analyzed(scale):
     found = analyze(run_of(scale, [True] * 20 + [False] * 20))
     json.dumps(found.to_dict(), allow_nan=False)
     assert found.text()
+
+
+def test_a_change_by_more_than_float32_is_analyzed(tmp_path):
+    lines = [
+        {"step": step, "overflow": step % 3 == 0, "loss_scale": used, "next_loss_scale": after}
+        for step, (used, after) in enumerate(itertools.pairwise([2.0**14, 2.0**14, 1e-44] * 20), start=1)
+    ]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = analyze(read_log(tmp_path / "run.jsonl"))
+    assert (found.run.scale_factor > 2.0**128, found.to_dict()["skipped"]["count"]) == (True, 19)
 
 
 def test_a_run_without_steps_or_scales_is_refused():

@@ -135,7 +135,7 @@ def test_a_trainer_that_prints_no_scale_is_refused(tmp_path):
     )
     fixed = line(1, "False", "unavailable")
     for text in (pynative, fixed):
-        with pytest.raises(ValueError, match=r"must name a loss scale, but none of the 1 lines of steps in .*worker_0"):
+        with pytest.raises(ValueError, match=r"must show what loss scale .*, but the 1 line of steps in .*worker_0"):
             read(tmp_path, text)
 
 
