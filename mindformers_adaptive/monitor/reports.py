@@ -39,7 +39,7 @@ class CollapseDetector:
 
     def __init__(self, max_consecutive_overflows: int | None) -> None:
         if max_consecutive_overflows is not None:
-            remedy, unit = "Give 1 or more; None allows any number.", "number of steps"
+            remedy, unit = "Give 1 or more; null, in Python None, allows any number.", "number of steps"
             require_integer("max_consecutive_overflows", max_consecutive_overflows, 1, remedy, unit=unit)
         self._limit = max_consecutive_overflows or math.inf
         self._reported = 0.0

@@ -85,6 +85,8 @@ WRONG_TYPES = [
     ({SCALE_SENSE: {**GUIDED, "track_per_parameter": "yes"}}, "'track_per_parameter' must be True or False"),
     ({SCALE_SENSE: {**DYNAMIC, "scale_window": "x"}}, "'scale_window' must be an integer, but got 'x'"),
     ({EVERY: "x"}, "'callbacks.2': 'every_n_steps' must be an integer number of steps"),
+    ({"callbacks.2.max_consecutive_overflows": "None"}, "got .None. of type str. Give 1 or more; null, in Py"),
+    ({SCALE_SENSE: {**TRACKED, "rule": 5}}, f"'{SCALE_SENSE}': 'rule' must be .* but got 5"),
     ({"callbacks.2.record_path": 5}, "'callbacks.2': 'record_path' must be"),
     ({"callbacks": [{**RANGES, "loss_scales": "x"}]}, "'callbacks.0': 'loss_scales' must be a list of numbers"),
     ({"runner_config.batch_size": "x"}, "'runner_config.batch_size' must be an integer"),
@@ -107,6 +109,8 @@ WRONG_VALUES = [
     ({f"{SCALE_SENSE}.max_loss_scale": 0.5}, "'min_loss_scale' must not be above 'max_loss_scale'"),
     ({f"{SCALE_SENSE}.history_size": 10**9}, "'history_size' must be at most 1000000"),
     ({SCALE_SENSE: {**GUIDED, "exchange_rate": 0}}, f"'{SCALE_SENSE}': 'exchange_rate' must be a number from"),
+    ({SCALE_SENSE: {**TRACKED, "rule": "none.Such"}}, f"'{SCALE_SENSE}': 'rule' must be .* 'none.Such' cannot be imp"),
+    ({SCALE_SENSE: {**COMPLETE, "auto_register": "adaptive_scaling.A"}}, f"'{SCALE_SENSE}.auto_register' .* leave"),
     ({SCALE_SENSE: {**TRACKED, "rule": "adaptive"}}, "'track_per_parameter' must be False for a rule without signals"),
     ({SCALE_SENSE: {**GUIDED, "scale_factor": 3}}, "'scale_factor' must be 2"),
     ({SCALE_SENSE: {**GUIDED, "type": RULE, "rule": "guided", "exchange_rate": 0}}, "'exchange_rate' must be"),
@@ -162,7 +166,8 @@ def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message)
     ],
     ids=str,
 )
-def test_what_mindformers_accepts_is_accepted(changes):
+def test_what_mindformers_accepts_is_accepted(changes, monkeypatch):
+    monkeypatch.setenv("REGISTER_PATH", "folder_of_my_cells")
     load(changes)
 
 
