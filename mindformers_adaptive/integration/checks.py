@@ -99,7 +99,8 @@ def check_config(config: Any) -> None:
     train_step = config.runner_wrapper
     if isinstance(train_step, dict) and train_step:
         _check_section(train_step, _TRAIN_STEP)
-        check_scale_sense(train_step.get("scale_sense"))
+        if "scale_sense" in train_step:
+            check_scale_sense(train_step["scale_sense"])
         if isinstance(train_step.get("scale_sense"), dict):
             _check_section(train_step["scale_sense"], SCALE_SENSE)
     warn_of_scaling(config)

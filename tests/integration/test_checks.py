@@ -78,6 +78,7 @@ WRONG_TYPES = [
     ({TYPE: 5}, "'runner_wrapper.type' must be the name of a class, but got 5"),
     ({SCALE_SENSE: True}, "must be a section or a number, but got True"),
     ({SCALE_SENSE: [1]}, r"must be a section or a number, but got \[1\]"),
+    ({SCALE_SENSE: None}, f"'{SCALE_SENSE}' must be a section or a number, but got None. .* leave the key out"),
     ({f"{SCALE_SENSE}.loss_scale_value": "2e16"}, f"'{SCALE_SENSE}': 'loss_scale_value' must be a number"),
     ({f"{SCALE_SENSE}.max_scale_window": 1.5}, "'max_scale_window' must be an integer number of steps"),
     ({f"{SCALE_SENSE}.shrink_from_min_window": "yes"}, "'shrink_from_min_window' must be True or False"),
@@ -189,7 +190,8 @@ def test_a_high_start_with_a_loss_per_token_is_advised_to_ask_find(accumulated, 
 
 def config_of(dtype, scale_sense):
     """The configuration of the demo in a number format; a CPU would refuse bfloat16 as the file is loaded."""
-    config = load({SCALE_SENSE: scale_sense})
+    scale_sense = {} if scale_sense is None else {"scale_sense": scale_sense}
+    config = load({"runner_wrapper": {"type": "MFTrainOneStepCell", **scale_sense}})
     config.model.model_config.compute_dtype = dtype
     return config
 
@@ -229,7 +231,7 @@ def test_float16_without_loss_scaling_gets_one_warning(dtype):
 
 def test_the_launcher_and_trainer_warn_of_float16_without_loss_scaling():
     with pytest.warns(UserWarning, match="the loss is not scaled"):
-        config = load_config(CONFIG, {SCALE_SENSE: None})
+        config = load_config(CONFIG, {"runner_wrapper": {"type": "MFTrainOneStepCell"}})
     with pytest.warns(UserWarning, match="the loss is not scaled"):
         Trainer(config)
     # The launcher's trainer leaves it at the first warning. Another would be an error.
