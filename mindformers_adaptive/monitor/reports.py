@@ -62,6 +62,11 @@ def _collapse_message(entry: Mapping[str, Any]) -> str:
             f"The loss itself is {loss}, which no loss scale can help: look for NaN or inf in the data and in the "
             "weights, such as those of the checkpoint that was loaded."
         )
+    elif scale == next_scale and scale > 1:
+        cause = (
+            "The loss scale stays where it is, although a lower one may fit: lower what holds it there, "
+            "min_loss_scale, hysteresis or a fixed scale."
+        )
     elif scale == next_scale:
         cause = (
             "The loss scale falls no further (min_loss_scale), so the gradients overflow as they are: look for NaN or "
