@@ -226,7 +226,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
         except (TypeError, ValueError) as error:
             raise type(error)(f"'{path}': {error}") from error
     own = sorted(names - {"network", "optimizer"})
-    for key in section.keys() - names - _NOT_ARGUMENTS:
+    for key in map(str, section.keys() - names - _NOT_ARGUMENTS):
         message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {_nearest(key, own)}"
         if not may_take_more:
             raise TypeError(f"{message}It takes {', '.join(own)}.")

@@ -137,6 +137,13 @@ def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message)
         load(changes)
 
 
+def test_a_key_that_is_a_number_in_the_file_is_refused_like_others():
+    config = load({})
+    config.runner_wrapper.scale_sense[7] = 8
+    with pytest.raises(TypeError, match=f"'{SCALE_SENSE}' must have keys that Adaptive.* takes, but got '7'"):
+        check_config(config)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
