@@ -4,7 +4,7 @@ import contextlib
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import mindspore
 import numpy as np
@@ -199,7 +199,7 @@ def _path_around(network):
 
 def checked_layers(layers):
     """Return names of layers as a tuple, or raise TypeError."""
-    is_list = isinstance(layers, Iterable) and not isinstance(layers, str)
+    is_list = isinstance(layers, Iterable) and not isinstance(layers, str | Mapping)
     names = tuple(layers) if is_list else ()
     if not is_list or not all(isinstance(name, str) for name in names):
         raise TypeError(

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from mindspore import Tensor
@@ -249,7 +249,7 @@ def checked_loss_scales(loss_scales):
         TypeError: if it is not a list of numbers.
         ValueError: if it is empty, or a loss scale is not finite and above 0.
     """
-    if isinstance(loss_scales, str) or not isinstance(loss_scales, Iterable):
+    if isinstance(loss_scales, str | Mapping) or not isinstance(loss_scales, Iterable):
         raise TypeError(
             f"'loss_scales' must be a list of numbers, but got {loss_scales!r} of type {type(loss_scales).__name__}. "
             "Write [65536] for a single one."

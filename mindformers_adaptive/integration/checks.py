@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -98,7 +99,8 @@ def check_config(config: Any) -> None:
     train_step = config.runner_wrapper
     if isinstance(train_step, dict) and train_step:
         _check_section(train_step, _TRAIN_STEP)
-        check_scale_sense(train_step.get("scale_sense"))
+        if "scale_sense" in train_step:
+            check_scale_sense(train_step["scale_sense"])
         if isinstance(train_step.get("scale_sense"), dict):
             _check_section(train_step["scale_sense"], SCALE_SENSE)
     warn_of_scaling(config)
@@ -219,10 +221,12 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
         )
     if section["type"] == Rule.cell and "rule" in section:
         # The arguments of the rule stand beside those of its cell.
-        names |= arguments_of(find_rule(section["rule"])).keys()
-        names.discard("start")
+        try:
+            names |= arguments_of(find_rule(section["rule"])).keys() - {"start"}
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"'{path}': {error}") from error
     own = sorted(names - {"network", "optimizer"})
-    for key in section.keys() - names - _NOT_ARGUMENTS:
+    for key in map(str, section.keys() - names - _NOT_ARGUMENTS):
         message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {_nearest(key, own)}"
         if not may_take_more:
             raise TypeError(f"{message}It takes {', '.join(own)}.")
@@ -247,6 +251,12 @@ def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Ca
 
     name, auto_register = section.get("type"), section.get("auto_register")
     if auto_register and not str(auto_register).startswith(OWN_AUTO_REGISTER):
+        if not (isinstance(auto_register, str) and os.environ.get("REGISTER_PATH")):
+            raise ValueError(
+                f"'{path}.auto_register' must be 'module.Class' in the folder that --register-path names, but got "
+                f"{auto_register!r} and the folder {os.environ.get('REGISTER_PATH')!r}. Give both, or for a class of "
+                "this package leave the key out."
+            )
         return None
     if callable(name):
         return name  # type: ignore[no-any-return]

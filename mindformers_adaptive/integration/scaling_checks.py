@@ -36,11 +36,12 @@ _BFLOAT16, _FLOAT16 = ("bfloat16", "bf16"), ("float16", "fp16")
 
 def check_scale_sense(scale_sense: Any) -> None:
     """Raise TypeError or ValueError if ``runner_wrapper.scale_sense`` is neither a number nor a section with a type."""
-    if isinstance(scale_sense, str | list | bool):
+    if isinstance(scale_sense, str | list | bool | None):
         kind = "the text " if isinstance(scale_sense, str) else ""
         raise TypeError(
             f"'{SCALE_SENSE}' must be a section or a number, but got {kind}{scale_sense!r}. Write the name of the "
-            "class as its 'type', with 'loss_scale_value' and the other arguments beside it."
+            "class as its 'type', with 'loss_scale_value' and the other arguments beside it; leave the key out where "
+            "the loss is not to be scaled."
         )
     if isinstance(scale_sense, int | float):
         require_positive(SCALE_SENSE, scale_sense)

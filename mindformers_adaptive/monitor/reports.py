@@ -39,7 +39,7 @@ class CollapseDetector:
 
     def __init__(self, max_consecutive_overflows: int | None) -> None:
         if max_consecutive_overflows is not None:
-            remedy, unit = "Give 1 or more; None allows any number.", "number of steps"
+            remedy, unit = "Give 1 or more; null, in Python None, allows any number.", "number of steps"
             require_integer("max_consecutive_overflows", max_consecutive_overflows, 1, remedy, unit=unit)
         self._limit = max_consecutive_overflows or math.inf
         self._reported = 0.0
@@ -61,6 +61,11 @@ def _collapse_message(entry: Mapping[str, Any]) -> str:
         cause = (
             f"The loss itself is {loss}, which no loss scale can help: look for NaN or inf in the data and in the "
             "weights, such as those of the checkpoint that was loaded."
+        )
+    elif scale == next_scale and scale > 1:
+        cause = (
+            "The loss scale stays where it is, although a lower one may fit: lower what holds it there, "
+            "min_loss_scale, hysteresis or a fixed scale."
         )
     elif scale == next_scale:
         cause = (

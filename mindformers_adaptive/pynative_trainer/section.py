@@ -187,9 +187,9 @@ def check_config(config: Mapping[str, Any], section: object) -> None:
     stages = _section_of(config, "parallelism").get("pipeline_parallel", 1)
     if isinstance(stages, int) and stages > 1:
         raise ValueError(
-            f"'parallelism.pipeline_parallel' must be 1 with '{SECTION}', but is {stages}: the schedule of a pipeline "
-            "takes the scale of its loss itself, which this package does not set. Use data or tensor parallelism, or "
-            "train in bfloat16 without the section."
+            f"'parallelism.pipeline_parallel' must be 1 with '{SECTION}', but is {stages}: the pipeline schedule of "
+            "MindFormers starts the backward passes itself, where this package cannot multiply by the loss scale. Use "
+            "data or tensor parallelism, or train in bfloat16 without the section."
         )
     if dtype in _BFLOAT16 and isinstance(section, Mapping):
         warnings.warn(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,9 @@ def test_tutorial_runs_and_gives_what_it_shows(tmp_path):
     # Losses differ between machines in their last digits.
     for place in (2, 4, 6):
         assert fresh[place] == kept[place]
+    # The keys of a line of the record, and what the lines of analyze begin with.
+    for place, words in ((3, r"'(\w+)'"), (5, r"(?m)^[A-Z]\w+")):
+        assert re.findall(words, fresh[place]) == re.findall(words, kept[place])
     assert fresh[-1].endswith("True")
 
 

@@ -73,6 +73,7 @@ def test_a_network_that_cannot_run_in_pynative_mode_is_reported(graph_mode):
     [
         ("Dense", TypeError, r"'layers' must be a list of names, but got 'Dense' of type str. Write \['Dense'\]"),
         (3, TypeError, "'layers' must be a list of names, but got 3 of type int"),
+        ({"Dense": 1}, TypeError, "'layers' must be a list of names, but got {'Dense': 1} of type dict"),
         ([3], TypeError, r"'layers' must be a list of names, but got \[3\] of type list"),
         (["Dence"], ValueError, "but 'Dence' is neither. The nearest names are Dense"),
         (["q*"], ValueError, "but 'q\\*' is neither"),

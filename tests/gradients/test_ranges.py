@@ -132,6 +132,7 @@ def test_a_network_that_stays_random_is_warned_of(graph_mode):
         ({"inputs": 3}, TypeError, "'inputs' must be a Tensor"),
         ({"inputs": {"x": np.ones(2)}}, TypeError, "'inputs' must be a Tensor"),
         ({"inputs": []}, ValueError, "'inputs' must hold at least one batch"),
+        ({"loss_scales": {1: 2}}, TypeError, "'loss_scales' must be a list of numbers"),
         ({"loss_scales": "65536"}, TypeError, "'loss_scales' must be a list of numbers"),
         ({"loss_scales": 65536}, TypeError, "'loss_scales' must be a list of numbers"),
         ({"loss_scales": ["2"]}, TypeError, "'loss_scales' must be a number"),

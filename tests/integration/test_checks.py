@@ -78,6 +78,7 @@ WRONG_TYPES = [
     ({TYPE: 5}, "'runner_wrapper.type' must be the name of a class, but got 5"),
     ({SCALE_SENSE: True}, "must be a section or a number, but got True"),
     ({SCALE_SENSE: [1]}, r"must be a section or a number, but got \[1\]"),
+    ({SCALE_SENSE: None}, f"'{SCALE_SENSE}' must be a section or a number, but got None. .* leave the key out"),
     ({f"{SCALE_SENSE}.loss_scale_value": "2e16"}, f"'{SCALE_SENSE}': 'loss_scale_value' must be a number"),
     ({f"{SCALE_SENSE}.max_scale_window": 1.5}, "'max_scale_window' must be an integer number of steps"),
     ({f"{SCALE_SENSE}.shrink_from_min_window": "yes"}, "'shrink_from_min_window' must be True or False"),
@@ -85,6 +86,8 @@ WRONG_TYPES = [
     ({SCALE_SENSE: {**GUIDED, "track_per_parameter": "yes"}}, "'track_per_parameter' must be True or False"),
     ({SCALE_SENSE: {**DYNAMIC, "scale_window": "x"}}, "'scale_window' must be an integer, but got 'x'"),
     ({EVERY: "x"}, "'callbacks.2': 'every_n_steps' must be an integer number of steps"),
+    ({"callbacks.2.max_consecutive_overflows": "None"}, "got .None. of type str. Give 1 or more; null, in Py"),
+    ({SCALE_SENSE: {**TRACKED, "rule": 5}}, f"'{SCALE_SENSE}': 'rule' must be .* but got 5"),
     ({"callbacks.2.record_path": 5}, "'callbacks.2': 'record_path' must be"),
     ({"callbacks": [{**RANGES, "loss_scales": "x"}]}, "'callbacks.0': 'loss_scales' must be a list of numbers"),
     ({"runner_config.batch_size": "x"}, "'runner_config.batch_size' must be an integer"),
@@ -107,6 +110,8 @@ WRONG_VALUES = [
     ({f"{SCALE_SENSE}.max_loss_scale": 0.5}, "'min_loss_scale' must not be above 'max_loss_scale'"),
     ({f"{SCALE_SENSE}.history_size": 10**9}, "'history_size' must be at most 1000000"),
     ({SCALE_SENSE: {**GUIDED, "exchange_rate": 0}}, f"'{SCALE_SENSE}': 'exchange_rate' must be a number from"),
+    ({SCALE_SENSE: {**TRACKED, "rule": "none.Such"}}, f"'{SCALE_SENSE}': 'rule' must be .* 'none.Such' cannot be imp"),
+    ({SCALE_SENSE: {**COMPLETE, "auto_register": "adaptive_scaling.A"}}, f"'{SCALE_SENSE}.auto_register' .* leave"),
     ({SCALE_SENSE: {**TRACKED, "rule": "adaptive"}}, "'track_per_parameter' must be False for a rule without signals"),
     ({SCALE_SENSE: {**GUIDED, "scale_factor": 3}}, "'scale_factor' must be 2"),
     ({SCALE_SENSE: {**GUIDED, "type": RULE, "rule": "guided", "exchange_rate": 0}}, "'exchange_rate' must be"),
@@ -130,6 +135,13 @@ MISTAKES = [
 def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message):
     with pytest.raises(error, match=message):
         load(changes)
+
+
+def test_a_key_that_is_a_number_in_the_file_is_refused_like_others():
+    config = load({})
+    config.runner_wrapper.scale_sense[7] = 8
+    with pytest.raises(TypeError, match=f"'{SCALE_SENSE}' must have keys that Adaptive.* takes, but got '7'"):
+        check_config(config)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +174,8 @@ def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message)
     ],
     ids=str,
 )
-def test_what_mindformers_accepts_is_accepted(changes):
+def test_what_mindformers_accepts_is_accepted(changes, monkeypatch):
+    monkeypatch.setenv("REGISTER_PATH", "folder_of_my_cells")
     load(changes)
 
 
@@ -184,7 +197,8 @@ def test_a_high_start_with_a_loss_per_token_is_advised_to_ask_find(accumulated, 
 
 def config_of(dtype, scale_sense):
     """The configuration of the demo in a number format; a CPU would refuse bfloat16 as the file is loaded."""
-    config = load({SCALE_SENSE: scale_sense})
+    scale_sense = {} if scale_sense is None else {"scale_sense": scale_sense}
+    config = load({"runner_wrapper": {"type": "MFTrainOneStepCell", **scale_sense}})
     config.model.model_config.compute_dtype = dtype
     return config
 
@@ -224,7 +238,7 @@ def test_float16_without_loss_scaling_gets_one_warning(dtype):
 
 def test_the_launcher_and_trainer_warn_of_float16_without_loss_scaling():
     with pytest.warns(UserWarning, match="the loss is not scaled"):
-        config = load_config(CONFIG, {SCALE_SENSE: None})
+        config = load_config(CONFIG, {"runner_wrapper": {"type": "MFTrainOneStepCell"}})
     with pytest.warns(UserWarning, match="the loss is not scaled"):
         Trainer(config)
     # The launcher's trainer leaves it at the first warning. Another would be an error.

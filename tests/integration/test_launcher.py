@@ -249,7 +249,8 @@ def test_a_wrong_yaml_file_is_explained(run_program, in_a_folder_of_its_own, tmp
         (tmp_path / f"{name}.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     monkeypatch.setattr(launcher, "launch", lambda _: pytest.fail("nothing may be built"))
     code, printed, errors = run_program("train", "--config", "run.yaml")
-    assert (code, printed) == (1, "")
+    # MindFormers may log what it reads: its handler keeps the stdout of the test that logs first.
+    assert (code, re.sub(r".* - mindformers.* - (INFO|WARNING) - .*\n", "", printed)) == (1, "")
     assert message in errors.partition("adaptive-loss-scale train: error: ")[2]
 
 

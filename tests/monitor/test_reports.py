@@ -38,6 +38,7 @@ def test_without_a_limit_nothing_is_told():
     [
         ({"loss": float("nan")}, "The loss itself is nan, which no loss scale can help: look for NaN or inf in"),
         ({"loss_scale": 1.0, "next_loss_scale": 1.0}, "The loss scale falls no further (min_loss_scale)"),
+        ({"loss_scale": 4.0}, "The loss scale stays where it is, although a lower one may fit: lower what holds it"),
         ({}, "The loss scale is still falling: a lower loss_scale_value would have skipped fewer steps."),
         ({"loss": None}, "The loss scale is still falling"),
     ],

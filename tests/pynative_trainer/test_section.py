@@ -160,7 +160,7 @@ def test_a_format_that_fits_is_not_warned_of(config, section):
     [
         (
             {"parallelism": {"pipeline_parallel": 2}},
-            "'parallelism.pipeline_parallel' must be 1 .* is 2: .* Use data",
+            "'parallelism.pipeline_parallel' must be 1 .* is 2: .* starts the backward passes itself, .* Use data",
         ),
         ({"callbacks": [{"type": "GradientRangeMonitor"}]}, "'callbacks.0.type' must be .* GradientRangeMonitor works"),
     ],

@@ -155,16 +155,18 @@ def _collapse(run: RecordedRun) -> list[Advice]:
             continue
         is_row = step[last] - step[first] == last - first
         loss_is_bad = run.loss is not None and bool(np.isinf(run.loss[places[first : last + 1]]).any())
+        is_held = stays and not loss_is_bad and bool(scale[last] > 1)
+        look = "Lower what holds the scale, min_loss_scale, hysteresis or a fixed scale. If that does not help, look"
         advice = Advice(
             "collapse",
-            "Look at the model and the data, not at the loss scaling: learning rate, warm-up, gradient clipping, "
-            "float32 for softmax and normalization, NaN or inf in data and weights. 'adaptive-loss-scale why' names "
-            "the layer, and tries what could help.",
+            f"{look if is_held else 'Look'} at the model and the data, not at the loss scaling: learning rate, "
+            "warm-up, gradient clipping, float32 for softmax and normalization, NaN or inf in data and weights. "
+            "'adaptive-loss-scale why' names the layer, and tries what could help.",
             (f"{length} steps in a row" if is_row else f"All {length} steps that the log shows")
             + f" were skipped, {step[first]} to {step[last]}"
             + (f", with the scale at {as_power_of_two(float(scale[last]))} to the last" if stays and is_row else "")
             + ("; the loss itself was inf" if loss_is_bad else "")
-            + ". A step that overflows at each of these scales would overflow at others too.",
+            + (". A lower one may fit." if is_held else ". A step that overflows at all of these would at others too."),
             {"steps": length, "first_step": int(step[first]), "last_step": int(step[last])},
         )
         return [advice]

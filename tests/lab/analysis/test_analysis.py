@@ -304,8 +304,17 @@ def test_overflows_at_the_floor_lead_to_the_model_and_to_no_settings():
     found = analyze(recorded([2.0**16] * 100 + [0.0] * 40, init_loss_scale=2.0**16))
     assert [advice.rule for advice in found.advice] == ["collapse"]
     assert found.advice[0].figures == {"steps": 40, "first_step": 101, "last_step": 140}
-    assert "with the scale at 2^0 to the last" in found.advice[0].reason
+    assert found.advice[0].reason.endswith(
+        "with the scale at 2^0 to the last. A step that overflows at all of these would at others too."
+    )
+    assert found.advice[0].change.startswith("Look at the model and the data, not at the loss scaling: ")
     assert found.to_dict()["scale_sense"] is None
+
+
+def test_a_scale_that_is_held_above_1_is_to_fall_first():
+    [advice] = analyze(run_of([2.0**38] * 60, [True] * 60)).advice
+    assert (advice.rule, advice.change.partition(",")[0]) == ("collapse", "Lower what holds the scale")
+    assert advice.reason.endswith("with the scale at 2^38 to the last. A lower one may fit.")
 
 
 @pytest.mark.parametrize(("steps", "factor", "is_one"), [(10, 1, True), (9, 1, False), (50, 2, True), (49, 2, False)])
