@@ -125,7 +125,9 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     if isinstance(condition, (bool, np.bool_)):
         return x if condition else y
     if not isinstance(condition, Value) or own(condition).dtype != "bool":
-        raise refused("has a condition of where() that is no flag. Compare it with something")
+        raise refused(
+            "has a condition of where() that is no flag. Compare it with something; of flags use stack([...])"
+        )
     if isinstance(x, State) and isinstance(y, State):
         if condition.shape:
             raise refused("picks a state by a vector of flags. Use one flag, such as count(flags) > 0")

@@ -114,7 +114,7 @@ class Value:
     def __init__(self, op: str, args: tuple[Value, ...], dtype: str, shape: tuple[int, ...], extra: Any = None) -> None:
         trace = _present.trace
         if trace is None:
-            raise refused(f"makes one by {op}")
+            raise refused(f"makes one by {op}. Elsewhere write a number, and in the state float32[8] for a vector of 8")
         for name, value in zip(Value.__slots__, (args, dtype, extra, op, len(trace.values), shape, trace), strict=True):
             object.__setattr__(self, name, value)
         trace.values.append(self)

@@ -250,9 +250,9 @@ REFUSED = {
     (r"needs take\(vector, index\)", "with a vector and an int32 index"): """
         x = take(s, n) ;; x = take(v, s) ;; x = take(v, o) ;; x = take(v, stack([n, n]))
     """,
-    (r"has a condition of where\(\) that is no flag", "Compare it with something"): """
+    (r"has a condition of where\(\) that is no flag", r"Compare it with something; of flags use stack\(\[...\]\)"): """
         x = where(s, s, 1.0) ;; x = where(n, s, 1.0) ;; x = where(v, v, 1.0) ;; x = where(1, s, 1.0)
-        x = where(None, s, 1.0) ;; x = where([True, False, True], v, 1.0)
+        x = where(None, s, 1.0) ;; x = where([True, False, o], v, 1.0)
         x = where(np.array([True, False, True]), v, 1.0) ;; x = where(state, s, 1.0) ;; x = where(seen, s, 1.0)
     """,
     ("picks a state by a vector of flags", "Use one flag"): """
@@ -439,6 +439,10 @@ def test_values_work_within_a_step_only():
     ):
         with pytest.raises(RuleError, match="within next_state only"):
             use()
+    with pytest.raises(
+        RuleError, match=r"makes one by constant. Elsewhere write a number, and in the state float32\[8\]"
+    ):
+        float32(8)
 
 
 # What the description of a rule must not have.
