@@ -135,13 +135,18 @@ class GraphStep:
         for x, c in (node.args, node.args[::-1]) if node.op in ("add", "mul") and node.dtype == "float32" else ():
             if c not in constants:
                 continue
+            array = constants[c][..., 0]
+            # It takes NaN, which other constants give, for 1, and leaves the product out.
+            if node.op == "mul" and (is_nan := np.isnan(array)).any():
+                others = self._constant(f"others_v{c}", -np.where(is_nan, np.float32(2), array))
+                return f"ops.select({self._constant(f'nan_v{c}', is_nan)}, NAN, -v{x} * {others})"
             inner = [arg for arg in nodes[x].args if arg in constants] if nodes[x].op == "mul" else []
             # It multiplies two constants first, with another last bit. A change of both signs keeps it.
             if node.op == "mul" and inner:
-                return f"-v{x} * {self._constant(f'minus_v{c}', -constants[c][..., 0])}"
+                return f"-v{x} * {self._constant(f'minus_v{c}', -array)}"
             # It leaves out a sum with what is about 0, which is none for -0.0.
-            if node.op == "add" and (np.abs(constants[c]) <= SMALLEST_FLOAT32).any():
-                return f"v{x} - {self._constant(f'minus_v{c}', -constants[c][..., 0])}"
+            if node.op == "add" and (np.abs(array) <= SMALLEST_FLOAT32).any():
+                return f"v{x} - {self._constant(f'minus_v{c}', -array)}"
         return None
 
     def _constant(self, name: str, array: Any, dtype: Any = None) -> str:

@@ -124,7 +124,7 @@ class AdaptiveRule(Rule):
         "hysteresis_budget": "hysteresis_budget",
     }
     recorded = ("scale_window", "window_index", "growth_num", "down_num")
-    start_arguments = ("scale_window",)
+    start_arguments: ClassVar[tuple[str, ...]] = ("scale_window",)
     usual_arguments = ("loss_scale_value", "scale_factor", "scale_window", "max_scale_window", "min_scale_window")
     # From a quarter of MindFormers' smallest window to 2000, the default of MindSpore's DynamicLossScaleManager and of
     # PyTorch's GradScaler; equal windows are dynamic loss scaling.
@@ -157,15 +157,20 @@ class AdaptiveRule(Rule):
         self.scale_factor = to_float32(factor)
         self.backoff_factor = None if backoff_factor is None else _checked_backoff(backoff_factor)
         self.drop_factor = self.backoff_factor or to_float32(1.0 / self.scale_factor)
-        undoes = math.isclose(self.drop_factor * self.scale_factor, 1.0, rel_tol=2.0**-23)
-        self.moves_by_one_factor = self.backoff_factor is None or undoes
+        # A step of a subclass may do something else.
+        is_own_step = type(self).next_state is AdaptiveRule.next_state
+        if is_own_step:
+            undoes = math.isclose(self.drop_factor * self.scale_factor, 1.0, rel_tol=2.0**-23)
+            self.moves_by_one_factor = self.backoff_factor is None or undoes
         super().__init__(min_loss_scale, max_loss_scale)
         remedy = "1 drops the scale at every overflow; Megatron-LM uses 2."
         self.hysteresis = require_integer("hysteresis", hysteresis, 1, remedy, unit="number of overflows")
         self.shrink_from_min_window = require_flag("shrink_from_min_window", shrink_from_min_window)
-        # A step of a subclass may change it.
-        is_fixed = self.hysteresis == 1 and type(self).next_state is AdaptiveRule.next_state
-        self.fixed_state = {"hysteresis_budget": 1} if is_fixed else {}
+        self.fixed_state = {"hysteresis_budget": 1} if self.hysteresis == 1 and is_own_step else {}
+
+    def __init_subclass__(cls) -> None:
+        # Only the update cell of this rule itself takes the initial window.
+        cls.start_arguments = ()
 
     @functools.cached_property
     def State(self) -> Any:  # noqa: N802

@@ -14,8 +14,8 @@ from typing import Any
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, to_float32
 from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS
 
-__all__ = ["DEFAULT_LOSS_SCALE", "all_arguments", "arguments_of", "check_description", "checked_value"]
-__all__ += ["is_of_this_package"]
+__all__ = ["DEFAULT_LOSS_SCALE", "OF_EVERY_RULE", "all_arguments", "arguments_of", "check_description"]
+__all__ += ["checked_value", "is_of_this_package"]
 
 # The initial loss scale of MindFormers' TrainingArguments.
 DEFAULT_LOSS_SCALE = 2.0**16
@@ -26,6 +26,9 @@ _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "
 _TAKEN |= {"history", "recorded", "restored", "inv_scale"}
 _TAKEN |= {"scale", "scale_sense", "growth_tracker", "hysteresis_tracker", "loss_scaling_run"}
 _TAKEN |= {"gradient_known", "max_safe_exponent", "since_event", *SIGNALS, *(field.name for field in STEP_FIELDS)}
+
+# What every rule has, made from its next_state; a method start() may be another one.
+OF_EVERY_RULE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bits", "nearest_scale")
 
 # Of cells, managers and scalers, and of a YAML section, beside those of the rule.
 _ARGUMENTS_OF_CELLS = {"loss_scale_value", "init_loss_scale", "scale_value", "history_size", "track_per_parameter"}
@@ -74,7 +77,9 @@ def all_arguments(rule_class: Any) -> dict[str, Any]:
     defaults = {name: parameter.default for name, parameter in arguments_of(rule_class).items()}
     defaults |= {name: of_start[name].default for name in rule_class.start_arguments}
     defaults["loss_scale_value"] = DEFAULT_LOSS_SCALE
-    return {name: defaults[name] for name in dict.fromkeys((*rule_class.usual_arguments, *defaults))}
+    # A subclass may have a constructor with none of the usual ones.
+    usual = [name for name in rule_class.usual_arguments if name in defaults]
+    return {name: defaults[name] for name in dict.fromkeys((*usual, *defaults))}
 
 
 def is_of_this_package(rule_class: type) -> bool:
@@ -119,10 +124,12 @@ def check_description(rule: Any) -> None:
             raise ValueError(f"{of} must have {name!r} as a tuple of names, such as ('largest_gradient',): {given!r}.")
     if not set(rule.signals) <= SIGNALS.keys() or len(set(rule.signals)) < len(rule.signals):
         raise ValueError(f"{of} must have signals = ('largest_gradient',) or none, but has {rule.signals!r}.")
-    for name in ("keeps_bounds", "fixed_state"):
+    for name in ("keeps_bounds", "fixed_state", *OF_EVERY_RULE):
         owner = next(owner for owner in type(rule).__mro__ if name in vars(owner))
-        if not is_of_this_package(owner):
-            raise ValueError(f"{of} has {name!r}, which only a rule of this package may have. Leave it out.")
+        if not is_of_this_package(owner) and not (name == "start" and callable(rule.start)):
+            raise ValueError(
+                f"{of} has {name!r}, which only a rule of this package may have. Leave it out or rename it."
+            )
     if not isinstance(rule.title, str) or not rule.title.isprintable():
         raise ValueError(f"{of} must have its title as text in a line, but has {rule.title!r}.")
     if not isinstance(rule.tried, Mapping) or not all(isinstance(some, (tuple, list)) for some in rule.tried.values()):

@@ -74,10 +74,11 @@ class State:
         vars(self).update(_values=dict(values), _dtypes=dtypes)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        # Python and NumPy look for such names.
+        if name.startswith("__"):
             raise AttributeError(name)
         if name not in self._values:
-            raise refused(f"takes {name!r} of the state, which has {', '.join(self._values)}")
+            raise refused(f"takes {name!r} of the state, which has {', '.join(self._values)} and replace(name=value)")
         return self._values[name]
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -124,12 +125,16 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     if isinstance(condition, (bool, np.bool_)):
         return x if condition else y
     if not isinstance(condition, Value) or own(condition).dtype != "bool":
-        raise refused("has a condition of where() that is no flag. Compare it with something")
+        raise refused(
+            "has a condition of where() that is no flag. Compare it with something; of flags use stack([...])"
+        )
     if isinstance(x, State) and isinstance(y, State):
         if condition.shape:
             raise refused("picks a state by a vector of flags. Use one flag, such as count(flags) > 0")
         pairs = {name: (x._values[name], y._values[name]) for name in x._values}
         return State({name: a if a is b else where(condition, a, b) for name, (a, b) in pairs.items()}, x._dtypes)
+    if isinstance(x, State) or isinstance(y, State):
+        raise refused("picks a state or something else. Give where(condition, a, b) two states, or two values")
     x, y = of_one_dtype("where", x, y)
     return Value("where", (condition, x, y), x.dtype, shape_of(condition, x, y))
 

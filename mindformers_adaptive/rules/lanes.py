@@ -44,7 +44,8 @@ class Lanes:
         self._step = _step_of(rules)
         self._values = self._arrays(states)
         self._counts_clean, self._shows = rule.counts_clean_steps, "largest_gradient" in self._step.inputs
-        window = [field for field in self._fields if "scale_window" in field.keys]
+        numbers = [field for field in self._fields if field.parts or not field.shape]
+        window = [field for field in numbers if "scale_window" in field.keys]
         self._window = (window[0].name, window[0].keys.index("scale_window")) if window else None
         self._is_in_a_row = bool(self._values["consecutive_overflows"].any())
         self._told: set[str] = set()

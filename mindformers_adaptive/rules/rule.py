@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, require_positive, to_float32
-from mindformers_adaptive.rules.description import arguments_of, check_description, checked_value
+from mindformers_adaptive.rules.description import OF_EVERY_RULE, arguments_of, check_description, checked_value
 from mindformers_adaptive.rules.fields import Field, fields_of
 from mindformers_adaptive.rules.formats import Format, find_format
 from mindformers_adaptive.rules.tracing import TracedStep, told, trace_step
@@ -302,6 +302,8 @@ class Rule(metaclass=_Made):
                 f"The rule {self.name!r} is made already, and its step has the present {name!r}. Make another rule "
                 "with the new value."
             )
+        if name in OF_EVERY_RULE:
+            raise ValueError(f"The rule {self.name!r} assigns self.{name}, a name that is taken. Choose another one.")
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from mindformers_adaptive.rules.fields import kept_fields
+from mindformers_adaptive.rules.fields import STEP_FIELDS, kept_fields
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 
 __all__ = ["RUN", "fields_in", "grad_scaler_in", "read_restored", "read_state_dict", "run_in", "to_state_dict"]
@@ -101,6 +101,9 @@ def fields_in(rule: Any, values: Mapping[str, Any]) -> set[str]:
 def values_in(rule: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a state that the update cell of a rule has, by the names of ``state()``."""
     values: dict[str, Any] = {}
+    # A checkpoint has Parameters by their names, beside those of a network, one of which may be called as a part is.
+    if STEP_FIELDS[0].parameter in given and STEP_FIELDS[0].name not in given:
+        given = _by_key(rule, given)
     for field in all_fields(rule):
         if field.shape and not field.parts:
             names = (f"{field.name}_{place}" for place in range(field.shape[0]))
@@ -111,10 +114,23 @@ def values_in(rule: Any, given: Mapping[str, Any]) -> dict[str, Any]:
                 values[field.name] = tuple(to_real(field.name, number) for number in vector)
             continue
         for key in field.keys:
-            name, read = key if key in given else field.parameter, to_integer if field.dtype == "int32" else to_real
-            if name in given:
-                values[key] = read(key, given[name])
+            if key in given:
+                values[key] = (to_integer if field.dtype == "int32" else to_real)(key, given[key])
     return values
+
+
+def _by_key(rule: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the Parameters of an update cell hold, by the names of ``state()``."""
+    given: dict[str, Any] = {}
+    for field in all_fields(rule):
+        whole: Any = parameters.get(field.parameter)
+        if field.shape:
+            whole = whole.tolist() if hasattr(whole, "tolist") else whole
+            if not isinstance(whole, (list, tuple)) or len(whole) != field.shape[0]:
+                continue
+        if whole is not None:
+            given |= field.by_key(whole)
+    return given
 
 
 def _counters_of_megatron(rule: Any, state: Mapping[str, Any]) -> dict[str, int]:

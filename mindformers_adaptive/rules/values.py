@@ -114,7 +114,7 @@ class Value:
     def __init__(self, op: str, args: tuple[Value, ...], dtype: str, shape: tuple[int, ...], extra: Any = None) -> None:
         trace = _present.trace
         if trace is None:
-            raise refused(f"makes one by {op}")
+            raise refused(f"makes one by {op}. Elsewhere write a number, and in the state float32[8] for a vector of 8")
         for name, value in zip(Value.__slots__, (args, dtype, extra, op, len(trace.values), shape, trace), strict=True):
             object.__setattr__(self, name, value)
         trace.values.append(self)
@@ -284,6 +284,8 @@ def number_of(value: Any) -> bool | int | float:
         value = value.item()
     if isinstance(value, (list, tuple)):
         raise refused(f"has {type(value).__name__} {value!r} where a number or a value is needed. Use stack([...])")
+    if isinstance(value, Value):
+        raise refused("has a list or tuple with values in it. Use stack([...]), or one of them")
     if type(value) not in (bool, int, float):
         raise refused(f"has {value!r} of type {type(value).__name__}, which is no int, float or bool. Convert it")
     found: bool | int | float = value
@@ -307,11 +309,10 @@ def of_one_dtype(op: str, *given: Any) -> tuple[Value, ...]:
         dtype = "bool" if kinds == {bool} else "float32" if float in kinds else "int32"
     else:
         dtype = values[0].dtype
+    remedy = _COMPARE if op in ("and", "or") else "Write int32(...) or float32(...) around one of them"
     for value in values:
         if value.dtype != dtype:
-            raise refused(
-                f"mixes {dtype} and {value.dtype} in {op}. Write int32(...) or float32(...) around one of them"
-            )
+            raise refused(f"mixes {dtype} and {value.dtype} in {op}. {remedy}")
     return tuple(one if isinstance(one, Value) else constant(one, dtype) for one in given)
 
 
@@ -325,12 +326,13 @@ def shape_of(*values: Value) -> tuple[int, ...]:
 
 
 # The dtypes that an operation takes, and what to write instead.
+_COMPARE = "Compare numbers first, in parentheses, as in (a > b) & c"
 _INT_OR_FLOAT = ("int32", "float32"), "Write int32(...) or float32(...) around a flag"
 _TAKES = {
     **dict.fromkeys(("add", "sub", "mul", "less", "less_equal", "minimum", "maximum", "neg", "abs"), _INT_OR_FLOAT),
     **dict.fromkeys(("div", "floor", "ceil"), (("float32",), "Write float32(...), or // for integers")),
     "floordiv": (("int32",), "Write floor(a / b) of float32 values"),
-    **dict.fromkeys(("and", "or", "not"), (("bool",), "Compare numbers first")),
+    **dict.fromkeys(("and", "or", "not"), (("bool",), _COMPARE)),
     "equal": (("bool", "int32", "float32"), ""),
 }
 
@@ -343,6 +345,8 @@ def _check_dtype(op: str, dtype: str) -> None:
 
 def arithmetic(op: str, x: Any, y: Any) -> Value:
     """Return an operation of two values, or of a value and a number."""
+    if op in ("and", "or") and not {type(x), type(y)}.isdisjoint((int, float)):
+        raise refused(f"has {op} of a number. {_COMPARE}")
     x, y = of_one_dtype(op, x, y)
     _check_dtype(op, x.dtype)
     result = "bool" if op in ("less", "less_equal", "equal") else x.dtype

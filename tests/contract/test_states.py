@@ -99,6 +99,19 @@ def test_each_goes_on_from_the_state_of_each(kind, source):
             assert is_same(manager_cell.state_dict(), resumed.state_owner.state_dict())
 
 
+def test_a_cell_goes_on_from_the_parameters_that_load_checkpoint_returns(kind, tmp_path):
+    owned, file, resumed = in_a_state(kind), str(tmp_path / "all.ckpt"), kind.cell(loss_scale=8.0)
+    # A network may call its own Parameters as a rule calls a part of its state.
+    network = {name: Tensor(np.ones((2, 3), np.float32)) for name in kind.own_keys() if name not in named(owned)}
+    mindspore.save_checkpoint(owned, file, append_dict=network)
+    resumed.load_state_dict(mindspore.load_checkpoint(file))
+    assert is_same(resumed.state(), owned.update_cell.state())
+
+
+def named(owned):
+    return {parameter.name for parameter in owned.get_parameters()}
+
+
 def test_a_manager_hands_on_a_state_that_counts_no_step_yet():
     manager = KINDS["adaptive with hysteresis"].manager()
     # As Megatron-LM's scaler is after an overflow.

@@ -1,8 +1,10 @@
-"""Rules as a user would write them: one that follows the gradients, one with a vector."""
+"""Rules as a user would write them: one that follows the gradients, one with a vector, some made from others."""
 
 from typing import ClassVar
 
-from mindformers_adaptive.rules import Rule, argmin, float32, int32, where
+from mindformers_adaptive.rules import Rule, argmin, float32, int32, minimum, where
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
 
 
 class Follow(Rule):
@@ -64,6 +66,44 @@ class Plain(Rule):
         raised = state.replace(loss_scale=state.loss_scale * 2, clean_steps=0)
         clean = where(clean_steps >= self.window, raised, state.replace(clean_steps=clean_steps))
         return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 2, clean_steps=0), clean)
+
+
+class CappedGuided(GuidedRule):
+    """Made from another rule, without its arguments."""
+
+    name = "capped_guided"
+
+    def __init__(self, cap=15):
+        super().__init__()
+        self.cap = cap
+
+    def next_state(self, state, seen):
+        after = super().next_state(state, seen)
+        return after.replace(exponent=minimum(after.exponent, self.cap))
+
+
+class CappedAdaptive(AdaptiveRule):
+    """Likewise."""
+
+    name = "capped_adaptive"
+
+    def __init__(self, cap=2.0**20):
+        super().__init__(max_scale_window=100)
+        self.cap = cap
+
+    def next_state(self, state, seen):
+        after = super().next_state(state, seen)
+        return after.replace(loss_scale=minimum(after.loss_scale, self.cap))
+
+
+class Windows(Rule):
+    """Calls a vector as other rules call their window."""
+
+    name = "windows"
+    state: ClassVar = {"scale_window": int32[3]}
+
+    def next_state(self, state, seen):
+        return state.replace(scale_window=state.scale_window + 1)
 
 
 class NoRule:

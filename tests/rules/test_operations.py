@@ -156,7 +156,7 @@ def plain_tabulate(function, **arguments):
 
 
 PLAIN = SimpleNamespace(
-    **{"int32": plain_int32, "float32": lambda x: Plain(x.number, "float32"), "where": plain_where},
+    **{"int32": plain_int32, "float32": lambda x: Plain(getattr(x, "number", x), "float32"), "where": plain_where},
     **{"minimum": plain_minimum, "maximum": plain_maximum, "floor": rounded(math.floor), "ceil": rounded(math.ceil)},
     **{"take": plain_take, "argmin": plain_argmin, "tabulate": plain_tabulate, "stack": list},
     count=lambda flags: Plain(sum(flag.number for flag in flags), "int32"),
@@ -178,6 +178,7 @@ minimum(x, 2.0**127); minimum(x, 2.0**126); minimum(x, 1.7e38); minimum(x, 2.0**
 minimum(x, INF); minimum(INF, x); maximum(x, -INF); maximum(-INF, x); minimum(x, -INF); maximum(x, INF)
 minimum(x, 0.0); maximum(x, 0.0); maximum(-0.0, x); minimum(minimum(x, 3), 7); maximum(0, minimum(x, 1))
 minimum(x, 1) + minimum(x, 2); minimum(maximum(x, 8), 3e38); where(x == x, minimum(x, 2), y); x * 0.0 + y
+x * (float32(INF) * 0); (float32(INF) - INF) * x; x * 0.1 * (float32(INF) * 0) * 0.3; x + float32(INF) * 0
 """
 INTEGERS_OF_FLOATS = """
 int32(x); int32(-x); int32(x * 1000); int32(x) + int32(y); x < y; x <= y; x > y; x >= y; x == y; x != y; ~(x < y)

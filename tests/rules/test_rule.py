@@ -144,11 +144,20 @@ def test_bounds_may_be_set_after_the_constructor_of_rule():
     assert scales(Tight(), [False, True, True]) == [2.0**18, 64.0, 64.0]
 
 
+MADE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bits", "nearest_scale")
+
+
 @pytest.mark.parametrize(
     ("attributes", "said"),
     [
         ({"keeps_bounds": True}, "'keeps_bounds', which only a rule of this package may have. Leave it out"),
         ({"fixed_state": {}}, "'fixed_state', which only a rule of this package may have. Leave it out"),
+        *(
+            ({name: 3}, f"'{name}', which only a rule of this package may have. Leave it out or rename it")
+            for name in MADE
+        ),
+        # The update cell would not take it, and Lanes neither.
+        ({"step": lambda self, state, overflow: state}, "'step', which only a rule of this package may have"),
         ({"title": 5}, "must have its title as text in a line, but has 5"),
         ({"title": "two\nlines"}, "must have its title as text in a line"),
         (
@@ -162,6 +171,21 @@ def test_bounds_may_be_set_after_the_constructor_of_rule():
 def test_a_description_that_cannot_be_is_refused_when_the_rule_is_made(attributes, said):
     with pytest.raises(ValueError, match=rf"^The rule 'own' of .*Own (has|must have)? ?{said}"):
         type("Own", (Rule,), {"name": "own", "next_state": halved, **attributes})()
+
+
+@pytest.mark.parametrize("attribute", MADE)
+def test_an_attribute_called_like_something_of_every_rule_is_refused(attribute):
+    class Own(Rule):
+        name, next_state = "own", halved
+
+        def __init__(self):
+            super().__init__()
+            setattr(self, attribute, 3)
+
+    with pytest.raises(
+        ValueError, match=f"The rule 'own' assigns self.{attribute}, a name that is taken. Choose another"
+    ):
+        Own()
 
 
 def test_an_error_in_the_first_state_is_told_with_its_line():

@@ -98,7 +98,7 @@ REFUSED = {
     (r"has .* beside (a value of|an int32)", r"(Write|around)"): """
         x = n + 1.0 ;; x = n * 0.5 ;; x = 1.0 - n ;; x = n < 0.5 ;; x = where(o, n, 0.5) ;; x = n * DECAY
         x = int32(DECAY * (n + 1)) ;; x = n + math.pi ;; x = np.float64(0.5) * n ;; x = s * True ;; x = sum([o, o])
-        x = n + True ;; x = o == 1 ;; x = o & 1 ;; x = o | 0.0 ;; x = where(o, True, 1.5) ;; x = where(o, 1, True)
+        x = n + True ;; x = o == 1 ;; x = where(o, True, 1.5) ;; x = where(o, 1, True)
         x = v * (1, 2.5, True) ;; state.replace(clean=1.0) ;; state.replace(clean=True)
         state.replace(loss_scale=False) ;; state.replace(clean=0.0 + 1)
     """,
@@ -111,8 +111,9 @@ REFUSED = {
     ("has floordiv of float32", r"Write floor\(a / b\)"): """
         x = s // 2 ;; x = 2.0 // s ;; x = v // 2.0
     """,
-    ("has (and|or|not) of (int32|float32)", "Compare numbers first"): """
-        x = ~n ;; x = n & 1 ;; x = s | s ;; x = n | n ;; x = ~v
+    ("(has (and|or|not) of (int32|float32|a number)|mixes .* in (and|or))", r"in parentheses, as in \(a > b\) & c"): """
+        x = ~n ;; x = n & 1 ;; x = s | s ;; x = n | n ;; x = ~v ;; x = o & 1 ;; x = o | 0.0
+        x = o & n > 3 ;; x = n > 3 & o ;; x = n > 3 | o ;; x = o | s == 2.0
     """,
     (r"has '\*\*' with a value, whose last bit depends on the device", "Use products"): """
         x = s ** 2 ;; x = 2 ** s ;; x = n ** 2 ;; x = s ** 0.5 ;; x = pow(s, 2) ;; s **= 2
@@ -161,9 +162,9 @@ REFUSED = {
         x = s[0] ;; x, y = s ;; x = list(s) ;; x = len(s) ;; for x in s: pass ;; x = sum(s) ;; x = stack(s)
         x = [*n]
     """,
-    ("takes '(celan|pair|append|get)' of the state", f"which has {HAS}"): """
+    ("takes '(celan|pair|append|get|_replace)' of the state", rf"which has {HAS} and replace\(name=value\)"): """
         x = state.celan ;; x = state.pair ;; state.append(1) ;; x = state.get("clean")
-        x = getattr(state, "celan", s) ;; x = hasattr(state, "celan")
+        state._replace(clean=1) ;; x = getattr(state, "celan", s) ;; x = hasattr(state, "celan")
     """,
     ("takes '(overflows|loss_scale)'", "none of overflow, gradient_known, largest_gradient, max_safe_exponent"): """
         x = seen.overflows ;; x = seen.loss_scale
@@ -194,15 +195,15 @@ REFUSED = {
     FOREIGN: """
         state.replace(loss_scale=None) ;; state.replace(loss_scale="2") ;; state.replace(loss_scale=lambda: s)
         state.replace(loss_scale=seen) ;; state.replace(loss_scale=state) ;; state.replace(vec=map(abs, v))
-        state.replace(vec={"a": 1}) ;; state.replace(vec=[s, s, 1.0])
+        state.replace(vec={"a": 1})
         x = s * THIRD ;; x = TENTH + s
         x = s * TENTH ;; x = s * "2" ;; x = "a" * n ;; x = s + None ;; x = s * 2j ;; x = s == None ;; x = s == "a"
         x = n + [None] ;; x = v + {1, 2, 3} ;; x = v + range(3)
         x = v + np.ones((1, 3)) ;; x = v * np.ones((3, 1)) ;; x = s * np.datetime64("2020-01-01")
         x = s * np.complex64(1) ;; x = np.array([None]) * s ;; x = where(o, s, None) ;; x = where(o, s, "x")
-        x = where(o, state, None) ;; x = where(o, state, {"loss_scale": 1.0}) ;; x = where(o, seen, s)
+        x = where(o, seen, s)
         x = minimum("a", s) ;; x = float32(None) ;; x = float32(state) ;; x = int32("3")
-        x = floor("2") ;; x = take("ab", n) ;; x = take([1.0, s], n) ;; x = s + seen ;; x = stack([s, None])
+        x = floor("2") ;; x = take("ab", n) ;; x = s + seen ;; x = stack([s, None])
         x = stack("ab") ;; x = s + Own ;; x = s + int32 ;; x = s + True.__class__
     """,
     (r"has (4294967296|2147483648|\d+), which does not fit into int32", "Use float32 values"): """
@@ -249,13 +250,20 @@ REFUSED = {
     (r"needs take\(vector, index\)", "with a vector and an int32 index"): """
         x = take(s, n) ;; x = take(v, s) ;; x = take(v, o) ;; x = take(v, stack([n, n]))
     """,
-    (r"has a condition of where\(\) that is no flag", "Compare it with something"): """
+    (r"has a condition of where\(\) that is no flag", r"Compare it with something; of flags use stack\(\[...\]\)"): """
         x = where(s, s, 1.0) ;; x = where(n, s, 1.0) ;; x = where(v, v, 1.0) ;; x = where(1, s, 1.0)
-        x = where(None, s, 1.0) ;; x = where([True, False, True], v, 1.0)
+        x = where(None, s, 1.0) ;; x = where([True, False, o], v, 1.0)
         x = where(np.array([True, False, True]), v, 1.0) ;; x = where(state, s, 1.0) ;; x = where(seen, s, 1.0)
     """,
     ("picks a state by a vector of flags", "Use one flag"): """
         x = where(v > 1, state, state.replace(loss_scale=1.0))
+    """,
+    ("picks a state or something else", "two states, or two values"): """
+        x = where(o, state, None) ;; x = where(o, state, {"loss_scale": 1.0}) ;; x = where(o, s, state)
+    """,
+    ("has a list or tuple with values in it", r"Use stack\(\[...\]\), or one of them"): """
+        state.replace(vec=[s, s, 1.0]) ;; x = take([1.0, s], n) ;; x = v + (s, 1.0, 2.0) ;; x = count([o, True])
+        state.replace(clean=tabulate(lambda n: (n, n), n=(n, 0, 3))) ;; x = argmin([s, s])
     """,
     ("compares states|asks whether a step", r"(Compare their parts|Use seen.overflow)"): """
         x = state == state ;; x = state != state.replace(loss_scale=1.0) ;; if state: s = s / 2 ;; if seen: s = s / 2
@@ -431,6 +439,10 @@ def test_values_work_within_a_step_only():
     ):
         with pytest.raises(RuleError, match=r"within next_state only: this .*, in line \d+ of .*test_tracing\.py\.$"):
             use()
+    with pytest.raises(
+        RuleError, match=r"makes one by constant. Elsewhere write a number, and in the state float32\[8\]"
+    ):
+        float32(8)
 
 
 # What the description of a rule must not have.

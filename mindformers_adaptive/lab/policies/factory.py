@@ -170,8 +170,9 @@ class Policy:
     @property
     def scale_window(self) -> int | None:
         """int: the clean steps before a raise, as of now; None where the policy has no window."""
-        window: int | None = getattr(self.current, "scale_window", None)
-        return window
+        window = getattr(self.current, "scale_window", None)
+        # What a user's rule calls so may be a vector.
+        return None if isinstance(window, tuple) else window
 
     @property
     def moves_by_one_factor(self) -> bool:

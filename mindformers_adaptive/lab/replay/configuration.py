@@ -188,7 +188,11 @@ def default_grid(policy: str | type[Rule]) -> dict[str, Sequence[Any]]:
         >>> len(grid("adaptive", **default_grid("adaptive")))
         900
     """
-    return {"loss_scale_value": _INITIAL_SCALES, **find_rule(policy).tried}
+    rule_class = find_rule(policy)
+    # What a subclass has from the rule that it is made from may be for arguments that it does not take.
+    is_own, known = "tried" in vars(rule_class), all_arguments(rule_class)
+    tried = {name: values for name, values in rule_class.tried.items() if is_own or name in known}
+    return {"loss_scale_value": _INITIAL_SCALES, **tried}
 
 
 def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
@@ -196,13 +200,16 @@ def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
     if not issubclass(rule_class, AdaptiveRule):
         return True
     given = {**all_arguments(rule_class), **arguments}
-    first, largest, smallest = given["scale_window"], given["max_scale_window"], given["min_scale_window"]
+    # A subclass may have other arguments.
+    first, largest, smallest = map(given.get, ("scale_window", "max_scale_window", "min_scale_window"))
+    if largest is None or smallest is None:
+        return True
     return bool(largest >= smallest and (not isinstance(first, int) or first in window_ladder(largest, smallest)))
 
 
 def _short_name(rule: Rule, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
     """Return a short name of a rule with these arguments, and the arguments that it tells."""
-    if not isinstance(rule, AdaptiveRule):
+    if type(rule) is not AdaptiveRule:
         return rule.name, set()
     smallest, largest = rule.min_scale_window, rule.max_scale_window
     told = {"min_scale_window", "max_scale_window"}

@@ -140,8 +140,8 @@ def test_most_policies_are_followed_and_those_that_look_at_more_are_not():
 class Restless(AdaptiveRule):
     """A user's own, which does more than the rule that it is made from."""
 
-    def step(self, state, overflow, largest_gradient=None):
-        return super().step(state, overflow)._replace(loss_scale=state.loss_scale * 1.5)
+    def next_state(self, state, seen):
+        return super().next_state(state, seen).replace(loss_scale=state.loss_scale * 1.5)
 
 
 def test_a_rule_made_from_another_is_taken_step_by_step():

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from own_rules import Follow
 
+from mindformers_adaptive import RuleLossScaleUpdateCell
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.replay.measures import cost
@@ -16,6 +17,7 @@ from mindformers_adaptive.lab.replay.tune import tune
 from mindformers_adaptive.lab.traces.gradients import with_gradients
 from mindformers_adaptive.lab.traces.synthetic import synthetic_trace
 from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.rules.lanes import Lanes
 
 CALM = Trace.exact("calm", [2.0**16] * 2000)
 RISING = Trace.exact("rising", 2.0 ** np.linspace(16, 66, 2000))
@@ -228,3 +230,20 @@ def test_default_grid_of_a_rule_of_ones_own_has_its_values_and_the_initial_scale
     tried = grid("own_rules.Follow", **default_grid("own_rules.Follow"))
     assert len(tried) == 15
     assert {one.rule.margin for one in tried} == {1, 2, 4}
+
+
+@pytest.mark.parametrize(("name", "cap"), [("own_rules.CappedGuided", 10), ("own_rules.CappedAdaptive", 1024)])
+def test_a_rule_made_from_one_of_this_package_has_its_own_arguments(name, cap):
+    tried = grid(name, **default_grid(name), cap=[cap])
+    assert {one.rule.cap for one in tried} == {cap}
+    section = yaml.safe_load(tried[0].scale_sense())["scale_sense"]
+    assert RuleLossScaleUpdateCell(**{key: section[key] for key in section if key != "type"}).rule.cap == cap
+    assert {"exchange_rate", "max_scale_window", "scale_window"}.isdisjoint(section)
+    assert tried[0].label.startswith(name.removeprefix("own_rules.").replace("Capped", "capped_").lower())
+
+
+def test_a_vector_that_is_called_scale_window_is_no_window():
+    policy = make_policy("own_rules.Windows")
+    assert Lanes([policy.rule], [policy.current]).scale_window is None
+    found = replay(policy, CALM)
+    assert (found.scale_window, found.measures.window_changes) == (None, 0)
