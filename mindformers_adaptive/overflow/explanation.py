@@ -116,34 +116,27 @@ class Explanation:
     @property
     def headline(self) -> str:
         """str: the first line of the text."""
-        safe, bad, at = self.safe_scale, self.overflowing_scale, as_power_of_two(self.loss_scale)
+        safe, bad = self.safe_scale, self.overflowing_scale
         swallowed = f"; but {self.swallowed}" if self.swallowed else ""
+        none = f"No overflow at a loss scale of {as_power_of_two(self.loss_scale)}"
+        if safe is not None and safe > self.loss_scale:
+            none += f", nor up to {as_power_of_two(safe)}"
         if bad is None:
-            return f"No overflow at a loss scale of {at}{_up_to(safe, self.loss_scale)}{swallowed}"
+            return none + swallowed
         assert self.origin is not None
-        where = _place(self.origin)
-        if self.origin.hidden:
-            return f"The forward pass overflows, though the loss is finite, whatever the loss scale: {where}"
+        where, at = _place(self.origin), as_power_of_two(bad)
         if self.origin.phase == "forward":
-            return f"The forward pass overflows, whatever the loss scale: {where}"
+            hidden = ", though the loss is finite" if self.origin.hidden else ""
+            return f"The forward pass overflows{hidden}, whatever the loss scale: {where}"
         if safe is None:
-            return f"The backward pass overflows, even at a loss scale of {as_power_of_two(bad)}: {where}"
+            return f"The backward pass overflows, even at a loss scale of {at}: {where}"
         if not self.overflow:
-            return (
-                f"No overflow at a loss scale of {at}{_up_to(safe, self.loss_scale)}; at {as_power_of_two(bad)} the "
-                f"backward pass overflows, {where}{swallowed}"
-            )
-        return (
-            f"The backward pass overflows at a loss scale of {as_power_of_two(bad)}, but not at "
-            f"{as_power_of_two(safe)}: {where}"
-        )
+            return f"{none}; at {at} the backward pass overflows, {where}{swallowed}"
+        return f"The backward pass overflows at a loss scale of {at}, but not at {as_power_of_two(safe)}: {where}"
 
     def __str__(self) -> str:
-        lines = [self.headline, self._how()]
-        lines += self._origin_lines()
-        lines += self._weight_lines()
-        lines += self._headroom_lines()
-        return "\n".join([*lines, *self._tried_lines()])
+        lines = [self.headline, self._how(), *self._origin_lines(), *self._weight_lines()]
+        return "\n".join([*lines, *self._headroom_lines(), *self._tried_lines()])
 
     def _how(self) -> str:
         losses = ", ".join(f"{loss:.4g}" for loss in self.losses[:3])
@@ -158,11 +151,8 @@ class Explanation:
             return []
         if origin.layer is None:
             return ["origin: no layer or operator was seen to make the first inf or NaN, so none is named"]
-        lines = [f"origin: {origin.layer or 'the network itself'} ({origin.layer_class}), {origin.what}"]
-        if origin.weight:
-            lines[0] += f", {origin.weight}"
-        if origin.operator:
-            lines[0] += f", operator {origin.operator}"
+        told = filter(None, (origin.what, origin.weight, origin.operator and f"operator {origin.operator}"))
+        lines = [f"origin: {origin.layer or 'the network itself'} ({origin.layer_class}), {', '.join(told)}"]
         if origin.reading is not None:
             reading = origin.reading
             lines.append(
@@ -244,10 +234,6 @@ def _place(origin: Origin) -> str:
         return f"the weight {origin.weight} has inf or NaN"
     operator = f", {origin.operator}" if origin.operator else ""
     return f"in {origin.layer or 'the network itself'} ({origin.layer_class}{operator})"
-
-
-def _up_to(safe: float | None, scale: float) -> str:
-    return f", nor up to {as_power_of_two(safe)}" if safe is not None and safe > scale else ""
 
 
 def _closest(layers: tuple[LayerRange, ...], phase: str) -> list[list[str]]:
