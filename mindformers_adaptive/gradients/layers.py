@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import fnmatch
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 
@@ -75,8 +76,6 @@ class LayerOutputs:
         Raises:
             LayerOutputsError: if the network cannot run in PyNative mode.
         """
-        if not self._layers:
-            return {}
         parts = {}
 
         def measure(name, tensor):
@@ -106,21 +105,21 @@ class LayerOutputs:
         Raises:
             LayerOutputsError: if the network cannot run in PyNative mode.
         """
-        places = {}
+        found, places = {}, itertools.count()
 
         def hook(name, tensor):
-            place = len(places[name])
-            places[name].append(None)
+            place = next(places)
 
             def keep(gradients):
-                places[name][place] = to_numpy(gradients[0]).reshape(-1)
+                found[name][place] = to_numpy(gradients[0]).reshape(-1)
 
             return ops.HookBackward(keep)(tensor)
 
-        with self._watched(lambda name: places.setdefault(name, []), hook, "activation gradients", "backward"):
+        with self._watched(lambda name: found.setdefault(name, {}), hook, "activation gradients", "backward"):
             returned = backward()
-        reached = {name: [array for array in arrays if array is not None] for name, arrays in places.items()}
-        return returned, {name: np.concatenate(arrays) for name, arrays in reached.items() if arrays}
+        # They come in the order of the way back.
+        in_order = {name: [array for _, array in sorted(arrays.items())] for name, arrays in found.items() if arrays}
+        return returned, {name: np.concatenate(arrays) for name, arrays in in_order.items()}
 
     @contextlib.contextmanager
     def _watched(self, enter, see, what, way):

@@ -176,23 +176,18 @@ class GradientSweep:
         scales, ranges, passes = checked_loss_scales(loss_scales), [], itertools.count(1)
         outputs, of_outputs = [], []
 
-        def observed_by(observe):
-            def observe_pass(scale, divisor, gradients):
-                if observe is not None:
-                    observe(scale, {name: array / np.float32(divisor) for name, array in gradients.items()})
-                if progress is not None:
-                    progress(next(passes))
-
-            return observe_pass
+        def done():
+            if progress is not None:
+                progress(next(passes))
 
         with unchanged(self._network) as restore_random_state:
             for batch in batches_of(inputs):
-                run = functools.partial(_sweep, batch, scales, restore_random_state)
-                ranges.append(run(self._weight_gradients, observed_by(observe)))
+                run = functools.partial(_sweep, batch, scales, restore_random_state, done)
+                ranges.append(run(self._weight_gradients, observe))
                 _warn_if_random(ranges[-1])
                 if self._layer_outputs:
                     outputs.append(self._layer_outputs(batch, observe_output))
-                    of_outputs.append(run(self._output_gradients, observed_by(observe_output_gradients)))
+                    of_outputs.append(run(self._output_gradients, observe_output_gradients))
         if not ranges:
             raise ValueError("'inputs' must hold at least one batch, but is empty. Give a tuple of Tensors.")
         weights = {weight.name: array_statistics(to_numpy(weight)) for weight in self.weights}
@@ -213,7 +208,7 @@ class GradientSweep:
         return loss, gradients, divisor
 
 
-def _sweep(batch, scales, restore_random_state, backward, observe):
+def _sweep(batch, scales, restore_random_state, done, backward, observe):
     at_scales, reference, reference_scale = [], {}, 1.0
     # Downwards: the first scale that does not overflow is the reference for all below it.
     for scale in reversed(scales):
@@ -227,7 +222,9 @@ def _sweep(batch, scales, restore_random_state, backward, observe):
             for name, array in gradients.items()
         }
         at_scales.insert(0, ScaleRanges(scale, float(to_numpy(loss).mean()), statistics, factor))
-        observe(scale, scale * factor, gradients)
+        if observe is not None:
+            observe(scale, {name: array / np.float32(scale * factor) for name, array in gradients.items()})
+        done()
     return tuple(at_scales)
 
 
