@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import difflib
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mindspore import Tensor, context, nn, ops
@@ -170,8 +170,8 @@ def simulate_formats(
     """
     layers = _list_of_names(network, layers)
     _refuse_compiled(network)
-    found, done = _products_of(network)
-    known = [known for name, cell in _cells(network, {*found, *done}) for known in (name, type(cell).__name__)]
+    found = _products_of(network)
+    known = [known for name, (cell, _, _) in found.items() for known in (name, type(cell).__name__)]
     for layer in layers or ():
         if layer not in known:
             near = ", ".join(dict.fromkeys(difflib.get_close_matches(layer, known, cutoff=0.0))) or "none"
@@ -179,25 +179,24 @@ def simulate_formats(
                 f"'layers' must name cells with a product, or a class of them, but got {layer!r}. The nearest names "
                 f"are {near}."
             )
-    chosen = [name for name, cell in _cells(network, done) if layers is None or {name, type(cell).__name__} & {*layers}]
-    if chosen:
+    chosen = {name: one for name, one in found.items() if layers is None or {name, type(one[0]).__name__} & set(layers)}
+    if done := [name for name, (_, _, is_done) in chosen.items() if is_done]:
         raise ValueError(
-            f"'network' must have products that are not simulated yet, but those of {', '.join(map(repr, chosen[:3]))} "
+            f"'network' must have products that are not simulated yet, but those of {', '.join(map(repr, done[:3]))} "
             "are. Make the network anew, or name others in 'layers'."
         )
-    if not found:
+    if not chosen:
         raise ValueError(
             f"'network' must have a cell with one of {', '.join(_PRODUCTS)}, such as nn.Dense, but has none."
         )
-    for name, (cell, products) in found.items():
-        if layers is None or name in layers or type(cell).__name__ in layers:
-            for key in products:
-                # It computes in what `to_float` made the cell compute in.
-                flags = {flag: getattr(cell, flag, False) for flag in ("fp16", "bf16", "fp32")}
-                product = _Product(getattr(cell, key), forward, gradients).add_flags_recursive(**flags)
-                # A primitive stands in two places, neither of which is that of a cell.
-                del vars(cell)[key], cell._primitives[key]
-                setattr(cell, key, product)
+    for cell, products, _ in chosen.values():
+        for key in products:
+            # It computes in what `to_float` made the cell compute in.
+            flags = {flag: getattr(cell, flag, False) for flag in ("fp16", "bf16", "fp32")}
+            product = _Product(getattr(cell, key), forward, gradients).add_flags_recursive(**flags)
+            # A primitive stands in two places, neither of which is that of a cell.
+            del vars(cell)[key], cell._primitives[key]
+            setattr(cell, key, product)
     return network
 
 
@@ -231,22 +230,17 @@ def _refuse_compiled(network: Any) -> None:
             )
 
 
-def _products_of(network: Any) -> tuple[dict[str, tuple[Any, list[str]]], list[str]]:
-    """Return by the name of each cell the keys of its products, and the names of those that are simulated."""
-    found, done = {}, []
+def _products_of(network: Any) -> dict[str, tuple[Any, list[str], bool]]:
+    """Return by the name of each cell with products it, the keys of these, and whether some are simulated already."""
+    found = {}
     for name, cell in network.cells_and_names():
         if isinstance(cell, _Product):
             continue
         keys = [key for key, one in vars(cell).items() if isinstance(one, ops.Primitive) and one.name in _PRODUCTS]
-        if keys:
-            found[name] = cell, keys
-        if any(isinstance(part, _Product) for part in cell.cells()):
-            done.append(name)
-    return found, done
-
-
-def _cells(network: Any, names: Container[str]) -> list[tuple[str, Any]]:
-    return [(name, cell) for name, cell in network.cells_and_names() if name in names]
+        is_done = any(isinstance(part, _Product) for part in cell.cells())
+        if keys or is_done:
+            found[name] = cell, keys, is_done
+    return found
 
 
 def simulated_products(network: Any) -> dict[str, int]:

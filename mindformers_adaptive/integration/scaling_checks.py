@@ -58,7 +58,7 @@ def warn_of_scaling(config: Any) -> None:
     """
     _warn_of_lost_updates(config)
     if isinstance(config.runner_wrapper, dict) and config.runner_wrapper:
-        kind = value_at(config, SCALE_SENSE) and ""
+        kind = None if value_at(config, SCALE_SENSE) is None else ""
         if (cell := value_at(config, f"{SCALE_SENSE}.type")) in _MOVING or rule_of_cell(cell):
             kind = cell
         warn_of_dtype(_COMPUTE_DTYPE, model_values(config).get("compute_dtype"), SCALE_SENSE, kind, stacklevel=5)

@@ -151,17 +151,14 @@ def _is_whole_in_all(file: Path, folders: Sequence[Path]) -> bool:
 
 def _is_whole(file: Path) -> bool:
     """Whether a checkpoint file has all the bytes that its headers promise."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         if file.suffix == ".ckpt":
             return _ends_with_an_entry(file)
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(file, "np"):
-                return True
-        except SafetensorError:
-            return False
-    except OSError:
+        with safe_open(file, "np"):
+            return True
+    except (OSError, SafetensorError):
         return False
 
 

@@ -171,7 +171,7 @@ def check_config(config: Mapping[str, Any], section: object) -> None:
     """
     if section is not None:
         read_section(section)
-    kind = section.get("type") if isinstance(section, Mapping) else section and ""
+    kind = section.get("type") if isinstance(section, Mapping) else None if section is None else ""
     warn_of_dtype("model.compute_dtype", _section_of(config, "model").get("compute_dtype"), SECTION, kind, stacklevel=3)
     if section is None:
         return
