@@ -17,7 +17,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS, Field
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields
-from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
+from mindformers_adaptive.text.files import NOT_FINITE, write_json
 from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["FILE_NAME", "Checkpoint", "one_line", "read_checkpoints", "read_sidecar", "write_sidecar"]
@@ -291,9 +291,7 @@ def write_sidecar(folder: str | Path, loss_scale: float, state: Mapping[str, flo
         >>> read_sidecar(folder)
         (1024.0, {'scale_window': 20})
     """
-    text = json_text({"format": _FORMAT, "loss_scale": loss_scale, "state": state}, indent=2) + "\n"
-    with atomic_write(Path(folder) / FILE_NAME) as sidecar:
-        sidecar.write(text)
+    write_json(Path(folder) / FILE_NAME, {"format": _FORMAT, "loss_scale": loss_scale, "state": state})
 
 
 def read_sidecar(folder: str | Path) -> tuple[float, dict[str, Any]] | None:

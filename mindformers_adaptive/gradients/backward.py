@@ -9,7 +9,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.nn.cell import _pynative_executor
 
-__all__ = ["backward_pass", "to_numpy", "unchanged"]
+__all__ = ["backward_pass", "replaced_in", "to_numpy", "unchanged"]
 
 
 def backward_pass(network):
@@ -149,6 +149,19 @@ def _close_failed_pass():
     cells would cast their inputs as the failed cell did. It also makes dropout begin its random numbers again.
     """
     _pynative_executor.clear_res()
+
+
+@contextlib.contextmanager
+def replaced_in(values, name, value):
+    """Put a value into a dict for a while; the order of the others stays."""
+    before = {name: values[name]} if name in values else {}
+    values[name] = value
+    try:
+        yield
+    finally:
+        if not before:
+            del values[name]
+        values.update(before)
 
 
 def to_numpy(tensor):

@@ -11,7 +11,7 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.gradients.backward import replaced_in, to_numpy
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 
 __all__ = ["LayerOutputs", "LayerOutputsError", "checked_layers", "named_cells"]
@@ -149,8 +149,7 @@ class LayerOutputs:
             for _, cell in self._network.cells_and_names():
                 if getattr(cell, "_recompute_cell", None) is not None:
                     # It would call the cells inside again on the way back.
-                    stack.callback(vars(cell).__setitem__, "_recompute_cell", cell._recompute_cell)
-                    vars(cell)["_recompute_cell"] = None
+                    stack.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
             try:
                 yield
             except Exception as error:

@@ -22,7 +22,6 @@ from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["FIXED_SCALES", "check_scale_sense", "warn_of_scaling"]
 
-_COMPUTE_DTYPE = "model.model_config.compute_dtype"
 _WEIGHTS_DTYPE = "model.model_config.param_init_type"
 # Update cells that do not move the scale.
 FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")
@@ -61,7 +60,8 @@ def warn_of_scaling(config: Any) -> None:
         kind = None if value_at(config, SCALE_SENSE) is None else ""
         if (cell := value_at(config, f"{SCALE_SENSE}.type")) in _MOVING or rule_of_cell(cell):
             kind = cell
-        warn_of_dtype(_COMPUTE_DTYPE, model_values(config).get("compute_dtype"), SCALE_SENSE, kind, stacklevel=5)
+        dtype = model_values(config).get("compute_dtype")
+        warn_of_dtype("model.model_config.compute_dtype", dtype, SCALE_SENSE, kind, stacklevel=5)
         _warn_of_high_start(config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -187,9 +188,7 @@ class Explanation:
         tables = [[[title, ""], *_closest(shown, phase)] for phase, title in columns]
         if not any(len(table) > 1 for table in tables):
             return []
-        rows = max(map(len, tables))
-        filled = [[*table, *[["", ""]] * (rows - len(table))] for table in tables]
-        lines = [[cell for row in both for cell in row] for both in zip(*filled, strict=True)]
+        lines = [[*itertools.chain(*rows)] for rows in itertools.zip_longest(*tables, fillvalue=["", ""])]
         return align(lines, to_the_left=[0, 2]).splitlines()
 
     def _tried_lines(self) -> list[str]:

@@ -6,8 +6,9 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from mindformers_adaptive.gradients.backward import replaced_in
 from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, Reading
-from mindformers_adaptive.overflow.watch import read_tensor, replaced_in
+from mindformers_adaptive.overflow.watch import read_tensor
 
 __all__ = ["GraphWatch"]
 

@@ -145,18 +145,14 @@ def _made_by(one: Pass, call: Call) -> Origin:
     bad = next(reading for reading in call.outputs if not reading.finite)
     weights = [value.weight for value in call.inputs if value.weight]
     given = [value.reading for value in call.inputs if not value.weight]
-    return Origin(
-        "forward",
-        call.layer,
-        _class_of(one, call),
-        _operator(call),
-        "output",
-        bad,
-        largest_of(given),
-        _largest_weight(one, call),
-        weights[0] if weights and call.operator and not given else None,
-        _source_of(one, call),
-    )
+    named = weights[0] if weights and call.operator and not given else None
+    made = _origin_at("forward", one, call, "output", bad, largest_of(given))
+    return dataclasses.replace(made, weight=named, source=_source_of(one, call))
+
+
+def _origin_at(phase: str, one: Pass, call: Call, what: str, reading: Reading, largest_input: float | None) -> Origin:
+    weight = _largest_weight(one, call)
+    return Origin(phase, call.layer, _class_of(one, call), _operator(call), what, reading, largest_input, weight)
 
 
 def _source_of(one: Pass, call: Call) -> str:
@@ -214,23 +210,13 @@ def _gradient_origin(one: Pass, call: Call, gradient: Gradient) -> Origin:
         what = f"{which} of the output of {call.name or call.kind}"
         return Origin("backward", around.layer, around.kind, "", what, reading, largest_of(used))
     value = call.inputs[gradient.place]
-    incoming = [each.reading for each in call.gradients if each.of_output]
+    incoming = largest_of(each.reading for each in call.gradients if each.of_output)
     weight = _weight_behind(one, value)
     what = "gradient of its weight" if weight else "gradient of its input"
     inside = [each for inner in one.inside(call) for each in inner.inputs if not each.weight]
     if value.source is not None and sum(each.source == value.source for each in inside) > 1:
         what = "sum of the gradients of its input, which it uses more than once"
-    return Origin(
-        "backward",
-        call.layer,
-        _class_of(one, call),
-        _operator(call),
-        what,
-        reading,
-        largest_of(incoming),
-        _largest_weight(one, call),
-        weight,
-    )
+    return dataclasses.replace(_origin_at("backward", one, call, what, reading, incoming), weight=weight)
 
 
 def _weight_behind(one: Pass, value: Operand) -> str | None:

@@ -9,10 +9,10 @@ from mindspore.ops import Primitive, functional_overload
 from mindspore.ops.auto_generate import pyboost_inner_prim as inner
 from mindspore.ops.signature import sig_rw
 
-from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.gradients.backward import replaced_in, to_numpy
 from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, read_values
 
-__all__ = ["Watch", "read_tensor", "replaced_in"]
+__all__ = ["Watch", "read_tensor"]
 
 # Operators of Tensors that Python never sees as a Primitive.
 _METHODS = "add sub mul div matmul pow exp log sqrt rsqrt square reciprocal sum mean prod cumsum var std"
@@ -213,16 +213,6 @@ class Watch:
 
         with replaced_in(vars(self), "_in_operator", True):
             return ops.HookBackward(record)(tensor)
-
-
-@contextlib.contextmanager
-def replaced_in(values, name, value):
-    """Put another value into a dict for a while; the order stays."""
-    before, values[name] = values[name], value
-    try:
-        yield
-    finally:
-        values[name] = before
 
 
 def _tensors(values):
