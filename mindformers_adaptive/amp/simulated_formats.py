@@ -11,7 +11,7 @@ from typing import Any
 from mindspore import Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
+from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32, require_names
 from mindformers_adaptive.rules.formats import FORMATS, Format, find_format
 
 __all__ = ["RoundToFormat", "simulate_formats", "simulated_products"]
@@ -168,18 +168,20 @@ def simulate_formats(
         >>> net(Tensor([[0.3]], mstype.float32)).tolist()
         [[0.3125]]
     """
-    layers = _list_of_names(network, layers)
-    _refuse_compiled(network)
+    names = None if layers is None else require_names("layers", layers)
+    if names == ():
+        raise ValueError("'layers' must name at least 1 layer, but got none. Leave it out to take all that have one.")
     found = _products_of(network)
+    _refuse_compiled(network)
     known = [known for name, (cell, _, _) in found.items() for known in (name, type(cell).__name__)]
-    for layer in layers or ():
+    for layer in names or ():
         if layer not in known:
             near = ", ".join(dict.fromkeys(difflib.get_close_matches(layer, known, cutoff=0.0))) or "none"
             raise ValueError(
                 f"'layers' must name cells with a product, or a class of them, but got {layer!r}. The nearest names "
                 f"are {near}."
             )
-    chosen = {name: one for name, one in found.items() if layers is None or {name, type(one[0]).__name__} & set(layers)}
+    chosen = {name: one for name, one in found.items() if names is None or {name, type(one[0]).__name__} & {*names}}
     if done := [name for name, (_, _, is_done) in chosen.items() if is_done]:
         raise ValueError(
             f"'network' must have products that are not simulated yet, but those of {', '.join(map(repr, done[:3]))} "
@@ -200,21 +202,6 @@ def simulate_formats(
     return network
 
 
-def _list_of_names(network: Any, layers: Any) -> list[str] | None:
-    """Return the names of layers as a list, or None for all."""
-    if isinstance(network, nn.Cell) and layers is None:
-        return None
-    is_iterable = isinstance(layers, Iterable) and not isinstance(layers, str)
-    names = list(layers) if is_iterable else layers
-    if not isinstance(network, nn.Cell) or not is_iterable or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"'network' must be a Cell and 'layers' a list of names, but got {type(network).__name__} and {names!r}."
-        )
-    if not names:
-        raise ValueError("'layers' must name at least 1 layer, but got none. Leave it out to take all that have one.")
-    return names
-
-
 def _refuse_compiled(network: Any) -> None:
     """Refuse a network whose graph MindSpore would take again, without the rounding."""
     marks = ["compile_cache", "_compile_phase"]
@@ -232,6 +219,8 @@ def _refuse_compiled(network: Any) -> None:
 
 def _products_of(network: Any) -> dict[str, tuple[Any, list[str], bool]]:
     """Return by the name of each cell with products it, the keys of these, and whether some are simulated already."""
+    if not isinstance(network, nn.Cell):
+        raise TypeError(f"'network' must be a Cell, but got {type(network).__name__}. Give the network itself.")
     found = {}
     for name, cell in network.cells_and_names():
         if isinstance(cell, _Product):
@@ -259,10 +248,6 @@ def simulated_products(network: Any) -> dict[str, int]:
         >>> simulated_products(simulate_formats(nn.SequentialCell(nn.Dense(3, 8), nn.Dense(8, 1)), "float8_e4m3fn"))
         {'Dense': 2}
     """
-    if not isinstance(network, nn.Cell):
-        raise TypeError(
-            f"'network' must be a Cell, but got {type(network).__name__}. Give what simulate_formats returned."
-        )
-    cells = (cell for _, cell in network.cells_and_names())
+    cells = [cell for cell, _, _ in _products_of(network).values()]
     owners = [type(cell).__name__ for cell in cells for part in cell.cells() if isinstance(part, _Product)]
     return dict(collections.Counter(owners))

@@ -5,7 +5,6 @@ import difflib
 import fnmatch
 import itertools
 from collections import Counter
-from collections.abc import Iterable
 
 import mindspore
 import numpy as np
@@ -13,8 +12,9 @@ from mindspore import Tensor, nn, ops
 
 from mindformers_adaptive.gradients.backward import replaced_in, to_numpy
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
+from mindformers_adaptive.rules.checks import require_names
 
-__all__ = ["LayerOutputs", "LayerOutputsError", "checked_layers", "named_cells"]
+__all__ = ["LayerOutputs", "LayerOutputsError", "named_cells"]
 
 
 class LayerOutputsError(RuntimeError):
@@ -49,7 +49,7 @@ class LayerOutputs:
         self._network = network.network if isinstance(network, nn.TrainOneStepCell) else network
         names, cells = _named_cells(self._network)
         self._layers, self._named = {}, set()
-        for layer in checked_layers(layers):
+        for layer in require_names("layers", layers):
             wanted = names.get(layer, layer)
             chosen = {name: cell for name, cell in cells.items() if _is_called(wanted, name, type(cell).__name__)}
             if not chosen:
@@ -193,15 +193,3 @@ def _path_around(network):
     paths = [(path, weight.name) for path, weight in network.parameters_and_names()]
     around = Counter(path.removesuffix(name) for path, name in paths if path.endswith(f".{name}"))
     return around.most_common(1)[0][0] if around else ""
-
-
-def checked_layers(layers):
-    """Return names of layers as a tuple, or raise TypeError."""
-    is_list = isinstance(layers, Iterable) and not isinstance(layers, str)
-    names = tuple(layers) if is_list else ()
-    if not is_list or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"'layers' must be a list of names, but got {layers!r} of type {type(layers).__name__}. Write ['Dense'] "
-            "for a single one."
-        )
-    return names

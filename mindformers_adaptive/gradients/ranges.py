@@ -11,10 +11,10 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients import recommendation
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
-from mindformers_adaptive.gradients.layers import LayerOutputs, checked_layers
+from mindformers_adaptive.gradients.layers import LayerOutputs
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
-from mindformers_adaptive.rules.checks import require_positive
+from mindformers_adaptive.rules.checks import require_names, require_positive
 from mindformers_adaptive.rules.formats import find_format
 
 __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "batches_of", "checked_loss_scales", "find_loss_scale"]
@@ -148,7 +148,7 @@ class GradientSweep:
         self._network = network
         self._format = find_format(gradient_format)
         self._backward = backward_pass(network)
-        layers = checked_layers(layers)
+        layers = require_names("layers", layers)
         self._layer_outputs = LayerOutputs(network, layers) if layers else None
         self.weights = tuple(self._backward.weights)
 

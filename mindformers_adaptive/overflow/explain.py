@@ -110,7 +110,8 @@ def explain_overflow(
             tried += _try_scale(passes, batches, seen)
     if remedies and seen.overflow:
         tried += _try_layer(network, batches, seen, watched)
-    weights = _weights_beyond(network) if _computes_in_float16(seen) else None
+    readings = (reading for one in seen.closest for call in one.calls for reading in call.outputs)
+    weights = _weights_beyond(network) if any(reading.dtype == "float16" for reading in readings) else None
     for name, build in (settings or {}).items() if seen.overflow else ():
         tried.append(_try_setting(name, build, batches, seen, watched))
     return Explanation(
@@ -336,10 +337,6 @@ def _outcome(name, network, batches, seen, watched):
         if limit not in changed.scales and limit > 1.0:
             changed.note(passes(batch, limit))
     return Tried(name, changed.safe, helps=seen.forward or changed.safe >= 2 * seen.safe)
-
-
-def _computes_in_float16(seen):
-    return any(reading.dtype == "float16" for one in seen.closest for call in one.calls for reading in call.outputs)
 
 
 def _weights_beyond(network):

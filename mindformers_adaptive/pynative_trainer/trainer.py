@@ -76,24 +76,11 @@ def trainer_class():
     return type("Trainer", (LossScaledTraining, stock_trainer().Trainer), {"__doc__": LossScaledTraining.__doc__})
 
 
-def _take_down(create_common_info, train_step):
-    """Make the method of a ``CheckpointCallback`` that returns what to save as ``common.json`` save the state too.
-
-    Args:
-        create_common_info (function): takes the state of the trainer, and returns MindFormers' ``CommonInfo``.
-        train_step (object): has the update cell as ``loss_scaling_manager``.
-
-    Returns:
-        function, likewise.
-    """
-
-    @functools.wraps(create_common_info)
-    def create(state):
-        info = CommonInfoWithLossScale(train_step)
-        vars(info).update(vars(create_common_info(state)))
-        return info
-
-    return create
+def _with_loss_scale(create_common_info, train_step, state):
+    """Return what a ``CheckpointCallback`` saves as ``common.json``, which then saves the state of loss scaling too."""
+    info = CommonInfoWithLossScale(train_step)
+    vars(info).update(vars(create_common_info(state)))
+    return info
 
 
 def restore(scaler, folder):
@@ -190,10 +177,11 @@ class LossScaledTraining:
     def _create_callback_handler(self, callbacks, config):
         MindFormerRegister.register_cls(LossScaleMonitor, module_type=MindFormerModuleType.CALLBACK)
         handler = super()._create_callback_handler(callbacks, config)
-        handler.callbacks = connect(handler.callbacks, _Step(self.scaler))
+        step = _Step(self.scaler)
+        handler.callbacks = connect(handler.callbacks, step)
         for callback in handler.callbacks:
-            if hasattr(callback, "_create_common_info"):
-                callback._create_common_info = _take_down(callback._create_common_info, _Step(self.scaler))
+            if create := getattr(callback, "_create_common_info", None):
+                callback._create_common_info = functools.partial(_with_loss_scale, create, step)
         return handler
 
     def train(self, *args, **kwargs):
