@@ -79,8 +79,7 @@ def gradient_ranges(
         >>> ranges.loss_scales, ranges.overflowed_batches(2**30), list(ranges.outputs)
         ((1.0, 1073741824.0), 1, ['_backbone'])
     """
-    sweep = GradientSweep(network, layers, gradient_format)
-    return sweep(inputs, loss_scales, progress=progress, observe=observe)
+    return GradientSweep(network, layers, gradient_format)(inputs, loss_scales, progress=progress, observe=observe)
 
 
 def find_loss_scale(network, batches, margin=None, *, progress=None, gradient_format="float16", learning_rate=None):

@@ -20,7 +20,7 @@ _KEPT = ("given", "made", "received", "returned")
 
 
 class GraphWatch:
-    """Records each pass of a network within :meth:`watching`, as ``Watch`` does, but of cells only.
+    """Records each pass of a network within ``watching()``, as ``Watch`` does, but of cells only.
 
     For a network that does not run op by op. Each cell is called by another that keeps what it saw in Parameters on the
     device. Operators are not seen: where values overflow between cells, the cell around them is named.

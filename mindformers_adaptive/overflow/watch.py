@@ -42,7 +42,7 @@ def read_tensor(tensor):
 
 
 class Watch:
-    """Records each pass of a network within :meth:`watching`, and changes nothing that the network computes.
+    """Records each pass of a network within ``watching()``, and changes nothing that the network computes.
 
     Python sees what runs op by op only: in graph mode, and within functions that are compiled, nothing is recorded.
     Operators are seen where they are Primitives, methods of Tensors or functions of ``mint``; what others do is seen
@@ -94,7 +94,7 @@ class Watch:
             loss (Tensor): what it returned as the loss.
 
         Returns:
-            tuple, ``calls``, ``backward`` and ``loss_source`` of a :class:`Pass`.
+            tuple, ``calls``, ``backward`` and ``loss_source`` of a ``Pass``.
         """
         made = self._calls, self._backward, self._loss_source
         self._start()

@@ -96,7 +96,7 @@ def json_text(content: Any, indent: int | None = None) -> str:
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:
-    """Write a value to a JSON file by :func:`atomic_write`, as :func:`json_text` has it."""
+    """Write a value to a JSON file by :func:`atomic_write`, as :func:`json_text` returns it."""
     with atomic_write(path) as file:
         file.write(json_text(content, indent=2) + "\n")
 
