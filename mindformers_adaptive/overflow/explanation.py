@@ -37,15 +37,13 @@ class Tried:
     note: str = ""
 
     def __str__(self) -> str:
-        if self.note and self.safe_scale is None and self.origin is None:
-            return f"{self.setting} -> {self.note}"
         if self.safe_scale is not None:
             until = f"no overflow up to {as_power_of_two(self.safe_scale)}"
             return f"{self.setting} -> {until if self.helps else f'no help: {until} only, as without it'}"
-        where = "" if self.origin is None else _place(self.origin)
-        if self.origin is not None and self.origin.phase == "forward":
-            return f"{self.setting} -> the forward pass still overflows, {where}"
-        return f"{self.setting} -> the backward pass still overflows at every scale, {where}"
+        if self.origin is None:
+            return f"{self.setting} -> {self.note}"
+        at = "" if self.origin.phase == "forward" else " at every scale"
+        return f"{self.setting} -> the {self.origin.phase} pass still overflows{at}, {_place(self.origin)}"
 
 
 @dataclass(frozen=True)
@@ -147,15 +145,13 @@ class Explanation:
         return f"measured: {batches}, loss {losses}{weights}{mode}"
 
     def _origin_lines(self) -> list[str]:
-        origin = self.origin
-        if origin is None:
+        if (origin := self.origin) is None:
             return []
         if origin.layer is None:
             return ["origin: no layer or operator was seen to make the first inf or NaN, so none is named"]
         told = filter(None, (origin.what, origin.weight, origin.operator and f"operator {origin.operator}"))
         lines = [f"origin: {origin.layer or 'the network itself'} ({origin.layer_class}), {', '.join(told)}"]
-        if origin.reading is not None:
-            reading = origin.reading
+        if (reading := origin.reading) is not None:
             lines.append(
                 f"  {reading.infs_and_nans:,} of {reading.size:,} elements are inf or NaN, the others up to "
                 f"{reading.largest:.5g}; the largest number of {reading.dtype} is {reading.limit:.5g}"
@@ -166,9 +162,8 @@ class Explanation:
         return [*lines, f"  {', '.join(known)}"] if known else lines
 
     def _weight_lines(self) -> list[str]:
-        if self.weights is None:
+        if (one := self.weights) is None:
             return []
-        one = self.weights
         more = f" and {len(one.parameters) - 1} more" if len(one.parameters) > 1 else ""
         bad = f", {one.infs_and_nans:,} of them inf or NaN as they are" if one.infs_and_nans else ""
         return [

@@ -31,15 +31,14 @@ class LayerRange:
 
     def to_dict(self) -> dict[str, object]:
         """Return everything by name, with the headroom in bits; None for one without end."""
-        both = {"forward": self.forward, "backward": self.backward}
-        readings = {
-            name: None if one is None else {**one.to_dict(), "headroom": _bits(one)} for name, one in both.items()
-        }
-        return {"layer": self.layer, "layer_class": self.layer_class, **readings}
+        both = {"forward": _to_dict(self.forward), "backward": _to_dict(self.backward)}
+        return {"layer": self.layer, "layer_class": self.layer_class, **both}
 
 
-def _bits(reading: Reading) -> float | None:
-    return reading.headroom if math.isfinite(reading.headroom) else None
+def _to_dict(reading: Reading | None) -> dict[str, object] | None:
+    if reading is None:
+        return None
+    return {**reading.to_dict(), "headroom": reading.headroom if math.isfinite(reading.headroom) else None}
 
 
 def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
