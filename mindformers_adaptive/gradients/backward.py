@@ -1,6 +1,7 @@
 """The backward pass of a train-step cell at any loss scale, without changing what is trained."""
 
 import contextlib
+import itertools
 import sys
 
 import mindspore
@@ -9,7 +10,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.nn.cell import _pynative_executor
 
-__all__ = ["backward_pass", "replaced_in", "to_numpy", "unchanged"]
+__all__ = ["backward_pass", "counts_for", "replaced_in", "to_numpy", "unchanged"]
 
 
 def backward_pass(network):
@@ -140,6 +141,12 @@ def unchanged(network):
             if not np.array_equal(to_numpy(value), before, equal_nan=before.dtype.kind == "f"):
                 value.set_data(Tensor(before, value.dtype))
         restore_random_state()
+
+
+def counts_for(progress):
+    """Return a function to call after each pass, which calls ``progress``, unless that is None, with their number."""
+    passes = itertools.count(1)
+    return lambda: progress is not None and progress(next(passes))
 
 
 def _close_failed_pass():

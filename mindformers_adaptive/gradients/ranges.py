@@ -10,7 +10,7 @@ from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients import recommendation
-from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
+from mindformers_adaptive.gradients.backward import backward_pass, counts_for, to_numpy, unchanged
 from mindformers_adaptive.gradients.layers import LayerOutputs
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
@@ -172,13 +172,8 @@ class GradientSweep:
             observe_output_gradients (Callable, optional): like ``observe``, with the gradients of the outputs by layer.
                 Default: None.
         """
-        scales, ranges, passes = checked_loss_scales(loss_scales), [], itertools.count(1)
+        scales, ranges, done = checked_loss_scales(loss_scales), [], counts_for(progress)
         outputs, of_outputs = [], []
-
-        def done():
-            if progress is not None:
-                progress(next(passes))
-
         with unchanged(self._network) as restore_random_state:
             for batch in batches_of(inputs):
                 run = functools.partial(_sweep, batch, scales, restore_random_state, done)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
+from mindformers_adaptive.gradients.backward import backward_pass, counts_for, to_numpy, unchanged
 from mindformers_adaptive.gradients.layers import named_cells
 from mindformers_adaptive.gradients.ranges import batches_of
 from mindformers_adaptive.overflow.explanation import Explanation, Tried
@@ -93,13 +92,7 @@ def explain_overflow(
     require_flag("remedies", remedies)
     require_flag("graph", graph)
     loss_scale = _scale_of(network) if loss_scale is None else require_positive("loss_scale", loss_scale)
-    count = itertools.count(1)
-
-    def done():
-        if progress is not None:
-            progress(next(count))
-
-    watched = functools.partial(watched_passes, done=done, graph=graph)
+    watched = functools.partial(watched_passes, done=counts_for(progress), graph=graph)
     with watched(network) as passes:
         batches = list(batches_of(batches))
         if not batches:
@@ -130,9 +123,7 @@ def explain_overflow(
 
 
 def _scale_of(network):
-    scale = getattr(network, "scale_sense", None)
-    if scale is None:
-        scale = getattr(network, "sens", None)
+    scale = getattr(network, "scale_sense", getattr(network, "sens", None))
     return float(scale.asnumpy().item()) if isinstance(scale, Tensor) else float(scale or 2.0**16)
 
 
