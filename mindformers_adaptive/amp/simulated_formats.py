@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import difflib
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mindspore import Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
+from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32, require_names
 from mindformers_adaptive.rules.formats import FORMATS, Format, find_format
 
 __all__ = ["RoundToFormat", "simulate_formats", "simulated_products"]
@@ -168,52 +168,38 @@ def simulate_formats(
         >>> net(Tensor([[0.3]], mstype.float32)).tolist()
         [[0.3125]]
     """
-    layers = _list_of_names(network, layers)
+    names = None if layers is None else require_names("layers", layers)
+    if names == ():
+        raise ValueError("'layers' must name at least 1 layer, but got none. Leave it out to take all that have one.")
+    found = _products_of(network)
     _refuse_compiled(network)
-    found, done = _products_of(network)
-    known = [known for name, cell in _cells(network, {*found, *done}) for known in (name, type(cell).__name__)]
-    for layer in layers or ():
+    known = [known for name, (cell, _, _) in found.items() for known in (name, type(cell).__name__)]
+    for layer in names or ():
         if layer not in known:
             near = ", ".join(dict.fromkeys(difflib.get_close_matches(layer, known, cutoff=0.0))) or "none"
             raise ValueError(
                 f"'layers' must name cells with a product, or a class of them, but got {layer!r}. The nearest names "
                 f"are {near}."
             )
-    chosen = [name for name, cell in _cells(network, done) if layers is None or {name, type(cell).__name__} & {*layers}]
-    if chosen:
+    chosen = {name: one for name, one in found.items() if names is None or {name, type(one[0]).__name__} & {*names}}
+    if done := [name for name, (_, _, is_done) in chosen.items() if is_done]:
         raise ValueError(
-            f"'network' must have products that are not simulated yet, but those of {', '.join(map(repr, chosen[:3]))} "
+            f"'network' must have products that are not simulated yet, but those of {', '.join(map(repr, done[:3]))} "
             "are. Make the network anew, or name others in 'layers'."
         )
-    if not found:
+    if not chosen:
         raise ValueError(
             f"'network' must have a cell with one of {', '.join(_PRODUCTS)}, such as nn.Dense, but has none."
         )
-    for name, (cell, products) in found.items():
-        if layers is None or name in layers or type(cell).__name__ in layers:
-            for key in products:
-                # It computes in what `to_float` made the cell compute in.
-                flags = {flag: getattr(cell, flag, False) for flag in ("fp16", "bf16", "fp32")}
-                product = _Product(getattr(cell, key), forward, gradients).add_flags_recursive(**flags)
-                # A primitive stands in two places, neither of which is that of a cell.
-                del vars(cell)[key], cell._primitives[key]
-                setattr(cell, key, product)
+    for cell, products, _ in chosen.values():
+        for key in products:
+            # It computes in what `to_float` made the cell compute in.
+            flags = {flag: getattr(cell, flag, False) for flag in ("fp16", "bf16", "fp32")}
+            product = _Product(getattr(cell, key), forward, gradients).add_flags_recursive(**flags)
+            # A primitive stands in two places, neither of which is that of a cell.
+            del vars(cell)[key], cell._primitives[key]
+            setattr(cell, key, product)
     return network
-
-
-def _list_of_names(network: Any, layers: Any) -> list[str] | None:
-    """Return the names of layers as a list, or None for all."""
-    if isinstance(network, nn.Cell) and layers is None:
-        return None
-    is_iterable = isinstance(layers, Iterable) and not isinstance(layers, str)
-    names = list(layers) if is_iterable else layers
-    if not isinstance(network, nn.Cell) or not is_iterable or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"'network' must be a Cell and 'layers' a list of names, but got {type(network).__name__} and {names!r}."
-        )
-    if not names:
-        raise ValueError("'layers' must name at least 1 layer, but got none. Leave it out to take all that have one.")
-    return names
 
 
 def _refuse_compiled(network: Any) -> None:
@@ -231,22 +217,19 @@ def _refuse_compiled(network: Any) -> None:
             )
 
 
-def _products_of(network: Any) -> tuple[dict[str, tuple[Any, list[str]]], list[str]]:
-    """Return by the name of each cell the keys of its products, and the names of those that are simulated."""
-    found, done = {}, []
+def _products_of(network: Any) -> dict[str, tuple[Any, list[str], bool]]:
+    """Return by the name of each cell with products it, the keys of these, and whether some are simulated already."""
+    if not isinstance(network, nn.Cell):
+        raise TypeError(f"'network' must be a Cell, but got {type(network).__name__}. Give the network itself.")
+    found = {}
     for name, cell in network.cells_and_names():
         if isinstance(cell, _Product):
             continue
         keys = [key for key, one in vars(cell).items() if isinstance(one, ops.Primitive) and one.name in _PRODUCTS]
-        if keys:
-            found[name] = cell, keys
-        if any(isinstance(part, _Product) for part in cell.cells()):
-            done.append(name)
-    return found, done
-
-
-def _cells(network: Any, names: Container[str]) -> list[tuple[str, Any]]:
-    return [(name, cell) for name, cell in network.cells_and_names() if name in names]
+        is_done = any(isinstance(part, _Product) for part in cell.cells())
+        if keys or is_done:
+            found[name] = cell, keys, is_done
+    return found
 
 
 def simulated_products(network: Any) -> dict[str, int]:
@@ -265,10 +248,6 @@ def simulated_products(network: Any) -> dict[str, int]:
         >>> simulated_products(simulate_formats(nn.SequentialCell(nn.Dense(3, 8), nn.Dense(8, 1)), "float8_e4m3fn"))
         {'Dense': 2}
     """
-    if not isinstance(network, nn.Cell):
-        raise TypeError(
-            f"'network' must be a Cell, but got {type(network).__name__}. Give what simulate_formats returned."
-        )
-    cells = (cell for _, cell in network.cells_and_names())
+    cells = [cell for cell, _, _ in _products_of(network).values()]
     owners = [type(cell).__name__ for cell in cells for part in cell.cells() if isinstance(part, _Product)]
     return dict(collections.Counter(owners))

@@ -17,7 +17,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS, Field
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields
-from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
+from mindformers_adaptive.text.files import NOT_FINITE, write_json
 from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["FILE_NAME", "Checkpoint", "one_line", "read_checkpoints", "read_sidecar", "write_sidecar"]
@@ -207,7 +207,7 @@ def _read_safetensors(file: Path, fields: _Fields) -> _Values:
     with safe_open(file, "np") as content:
         keys = [key for key in content.keys() if _last_part(key) in fields]  # noqa: SIM118 - it is not a dict
         fitting = [key for key in keys if _fits(fields[_last_part(key)], content.get_slice(key).get_shape())]
-        return {key: _to_python(fields[_last_part(key)], content.get_tensor(key)) for key in fitting}
+        return {key: content.get_tensor(key).reshape(fields[_last_part(key)].shape).tolist() for key in fitting}
 
 
 def _read_ckpt(file: Path, fields: _Fields) -> _Values:
@@ -232,16 +232,12 @@ def _read_ckpt(file: Path, fields: _Fields) -> _Values:
     # What the user appended may be text.
     numbers = {key: value for key, value in parameters.items() if not isinstance(value, str)}
     fitting = {key: value for key, value in numbers.items() if _fits(fields[_last_part(key)], value.shape)}
-    return {key: _to_python(fields[_last_part(key)], value.asnumpy()) for key, value in fitting.items()}
+    return {key: value.asnumpy().reshape(fields[_last_part(key)].shape).tolist() for key, value in fitting.items()}
 
 
 def _fits(field: Field, shape: Sequence[int]) -> bool:
     """Return whether an array has the shape that it has in a state, which a weight of the same name has not."""
     return tuple(shape) == field.shape if field.shape else set(shape) <= {1}
-
-
-def _to_python(field: Field, array: Any) -> Any:
-    return array.tolist() if field.shape else array.item()
 
 
 def _read_common(file: Path, fields: _Fields) -> _Values:
@@ -295,9 +291,7 @@ def write_sidecar(folder: str | Path, loss_scale: float, state: Mapping[str, flo
         >>> read_sidecar(folder)
         (1024.0, {'scale_window': 20})
     """
-    text = json_text({"format": _FORMAT, "loss_scale": loss_scale, "state": state}, indent=2) + "\n"
-    with atomic_write(Path(folder) / FILE_NAME) as sidecar:
-        sidecar.write(text)
+    write_json(Path(folder) / FILE_NAME, {"format": _FORMAT, "loss_scale": loss_scale, "state": state})
 
 
 def read_sidecar(folder: str | Path) -> tuple[float, dict[str, Any]] | None:

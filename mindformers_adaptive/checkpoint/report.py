@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,12 +151,12 @@ def _columns(checkpoints: list[dict[str, Any]]) -> set[str]:
 
 
 def _cell(value: float | list[float] | None) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float) and not value.is_integer() and math.isfinite(value):
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    if not value.is_integer():
         return f"{value:.9g}"
     # A power of two is easier to recognise without an exponent, as long as it is short.
-    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e16 else str(value)
+    return str(int(value)) if abs(value) < 1e16 else str(value)
 
 
 def _name_below(path: str | Path, checkpoint: reader.Checkpoint) -> str:

@@ -1,6 +1,7 @@
 """The backward pass of a train-step cell at any loss scale, without changing what is trained."""
 
 import contextlib
+import itertools
 import sys
 
 import mindspore
@@ -9,7 +10,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.nn.cell import _pynative_executor
 
-__all__ = ["backward_pass", "to_numpy", "unchanged"]
+__all__ = ["backward_pass", "counts_for", "replaced_in", "to_numpy", "unchanged"]
 
 
 def backward_pass(network):
@@ -142,6 +143,12 @@ def unchanged(network):
         restore_random_state()
 
 
+def counts_for(progress):
+    """Return a function to call after each pass, which calls ``progress``, unless that is None, with their number."""
+    passes = itertools.count(1)
+    return lambda: progress is not None and progress(next(passes))
+
+
 def _close_failed_pass():
     """Make MindSpore forget a pass that raised an exception in PyNative mode, of which it goes on recording.
 
@@ -149,6 +156,19 @@ def _close_failed_pass():
     cells would cast their inputs as the failed cell did. It also makes dropout begin its random numbers again.
     """
     _pynative_executor.clear_res()
+
+
+@contextlib.contextmanager
+def replaced_in(values, name, value):
+    """Put a value into a dict for a while; the order of the others stays."""
+    before = {name: values[name]} if name in values else {}
+    values[name] = value
+    try:
+        yield
+    finally:
+        if not before:
+            del values[name]
+        values.update(before)
 
 
 def to_numpy(tensor):

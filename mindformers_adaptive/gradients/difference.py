@@ -135,14 +135,13 @@ def parting(series: Series) -> str:
     if not apart:
         return f"All Parameters are equal in {len(series)} step(s), {min(series)} to {max(series)}."
     first, last = apart[0], max(series)
-    errors = by_group(series)["all"]
+    errors = dict(zip(series, by_group(series)["all"], strict=True))
     different = [one for one in series[first] if one.relative_error != 0]
     equal = [step for step in series if step < first]
     since = f"equal up to step {equal[-1]}, apart from step {first} on" if equal else f"apart from step {first} on"
-    grown = dict(zip(series, errors, strict=True))
     return (
         f"They are {since}, in {len(different)} of {len(series[first])} Parameters, the most in {different[0].name}. "
-        f"Relative error of all: {grown[first]:.2e} at step {first}, {grown[last]:.2e} at step {last}."
+        f"Relative error of all: {errors[first]:.2e} at step {first}, {errors[last]:.2e} at step {last}."
     )
 
 

@@ -3,17 +3,18 @@
 import contextlib
 import difflib
 import fnmatch
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
 
 import mindspore
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.gradients.backward import replaced_in, to_numpy
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
+from mindformers_adaptive.rules.checks import require_names
 
-__all__ = ["LayerOutputs", "LayerOutputsError", "checked_layers", "named_cells"]
+__all__ = ["LayerOutputs", "LayerOutputsError", "named_cells"]
 
 
 class LayerOutputsError(RuntimeError):
@@ -48,7 +49,7 @@ class LayerOutputs:
         self._network = network.network if isinstance(network, nn.TrainOneStepCell) else network
         names, cells = _named_cells(self._network)
         self._layers, self._named = {}, set()
-        for layer in checked_layers(layers):
+        for layer in require_names("layers", layers):
             wanted = names.get(layer, layer)
             chosen = {name: cell for name, cell in cells.items() if _is_called(wanted, name, type(cell).__name__)}
             if not chosen:
@@ -75,8 +76,6 @@ class LayerOutputs:
         Raises:
             LayerOutputsError: if the network cannot run in PyNative mode.
         """
-        if not self._layers:
-            return {}
         parts = {}
 
         def measure(name, tensor):
@@ -106,21 +105,21 @@ class LayerOutputs:
         Raises:
             LayerOutputsError: if the network cannot run in PyNative mode.
         """
-        places = {}
+        found, places = {}, itertools.count()
 
         def hook(name, tensor):
-            place = len(places[name])
-            places[name].append(None)
+            place = next(places)
 
             def keep(gradients):
-                places[name][place] = to_numpy(gradients[0]).reshape(-1)
+                found[name][place] = to_numpy(gradients[0]).reshape(-1)
 
             return ops.HookBackward(keep)(tensor)
 
-        with self._watched(lambda name: places.setdefault(name, []), hook, "activation gradients", "backward"):
+        with self._watched(lambda name: found.setdefault(name, {}), hook, "activation gradients", "backward"):
             returned = backward()
-        reached = {name: [array for array in arrays if array is not None] for name, arrays in places.items()}
-        return returned, {name: np.concatenate(arrays) for name, arrays in reached.items() if arrays}
+        # They come in the order of the way back.
+        in_order = {name: [array for _, array in sorted(arrays.items())] for name, arrays in found.items() if arrays}
+        return returned, {name: np.concatenate(arrays) for name, arrays in in_order.items()}
 
     @contextlib.contextmanager
     def _watched(self, enter, see, what, way):
@@ -150,8 +149,7 @@ class LayerOutputs:
             for _, cell in self._network.cells_and_names():
                 if getattr(cell, "_recompute_cell", None) is not None:
                     # It would call the cells inside again on the way back.
-                    stack.callback(vars(cell).__setitem__, "_recompute_cell", cell._recompute_cell)
-                    vars(cell)["_recompute_cell"] = None
+                    stack.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
             try:
                 yield
             except Exception as error:
@@ -195,15 +193,3 @@ def _path_around(network):
     paths = [(path, weight.name) for path, weight in network.parameters_and_names()]
     around = Counter(path.removesuffix(name) for path, name in paths if path.endswith(f".{name}"))
     return around.most_common(1)[0][0] if around else ""
-
-
-def checked_layers(layers):
-    """Return names of layers as a tuple, or raise TypeError."""
-    is_list = isinstance(layers, Iterable) and not isinstance(layers, str | Mapping)
-    names = tuple(layers) if is_list else ()
-    if not is_list or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"'layers' must be a list of names, but got {layers!r} of type {type(layers).__name__}. Write ['Dense'] "
-            "for a single one."
-        )
-    return names

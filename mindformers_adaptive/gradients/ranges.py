@@ -10,11 +10,11 @@ from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.gradients import recommendation
-from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
-from mindformers_adaptive.gradients.layers import LayerOutputs, checked_layers
+from mindformers_adaptive.gradients.backward import backward_pass, counts_for, to_numpy, unchanged
+from mindformers_adaptive.gradients.layers import LayerOutputs
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
-from mindformers_adaptive.rules.checks import require_positive
+from mindformers_adaptive.rules.checks import require_names, require_positive
 from mindformers_adaptive.rules.formats import find_format
 
 __all__ = ["DEFAULT_LOSS_SCALES", "GradientSweep", "batches_of", "checked_loss_scales", "find_loss_scale"]
@@ -79,8 +79,7 @@ def gradient_ranges(
         >>> ranges.loss_scales, ranges.overflowed_batches(2**30), list(ranges.outputs)
         ((1.0, 1073741824.0), 1, ['_backbone'])
     """
-    sweep = GradientSweep(network, layers, gradient_format)
-    return sweep(inputs, loss_scales, progress=progress, observe=observe)
+    return GradientSweep(network, layers, gradient_format)(inputs, loss_scales, progress=progress, observe=observe)
 
 
 def find_loss_scale(network, batches, margin=None, *, progress=None, gradient_format="float16", learning_rate=None):
@@ -148,7 +147,7 @@ class GradientSweep:
         self._network = network
         self._format = find_format(gradient_format)
         self._backward = backward_pass(network)
-        layers = checked_layers(layers)
+        layers = require_names("layers", layers)
         self._layer_outputs = LayerOutputs(network, layers) if layers else None
         self.weights = tuple(self._backward.weights)
 
@@ -173,26 +172,16 @@ class GradientSweep:
             observe_output_gradients (Callable, optional): like ``observe``, with the gradients of the outputs by layer.
                 Default: None.
         """
-        scales, ranges, passes = checked_loss_scales(loss_scales), [], itertools.count(1)
+        scales, ranges, done = checked_loss_scales(loss_scales), [], counts_for(progress)
         outputs, of_outputs = [], []
-
-        def observed_by(observe):
-            def observe_pass(scale, divisor, gradients):
-                if observe is not None:
-                    observe(scale, {name: array / np.float32(divisor) for name, array in gradients.items()})
-                if progress is not None:
-                    progress(next(passes))
-
-            return observe_pass
-
         with unchanged(self._network) as restore_random_state:
             for batch in batches_of(inputs):
-                run = functools.partial(_sweep, batch, scales, restore_random_state)
-                ranges.append(run(self._weight_gradients, observed_by(observe)))
+                run = functools.partial(_sweep, batch, scales, restore_random_state, done)
+                ranges.append(run(self._weight_gradients, observe))
                 _warn_if_random(ranges[-1])
                 if self._layer_outputs:
                     outputs.append(self._layer_outputs(batch, observe_output))
-                    of_outputs.append(run(self._output_gradients, observed_by(observe_output_gradients)))
+                    of_outputs.append(run(self._output_gradients, observe_output_gradients))
         if not ranges:
             raise ValueError("'inputs' must hold at least one batch, but is empty. Give a tuple of Tensors.")
         weights = {weight.name: array_statistics(to_numpy(weight)) for weight in self.weights}
@@ -213,7 +202,7 @@ class GradientSweep:
         return loss, gradients, divisor
 
 
-def _sweep(batch, scales, restore_random_state, backward, observe):
+def _sweep(batch, scales, restore_random_state, done, backward, observe):
     at_scales, reference, reference_scale = [], {}, 1.0
     # Downwards: the first scale that does not overflow is the reference for all below it.
     for scale in reversed(scales):
@@ -227,7 +216,9 @@ def _sweep(batch, scales, restore_random_state, backward, observe):
             for name, array in gradients.items()
         }
         at_scales.insert(0, ScaleRanges(scale, float(to_numpy(loss).mean()), statistics, factor))
-        observe(scale, scale * factor, gradients)
+        if observe is not None:
+            observe(scale, {name: array / np.float32(scale * factor) for name, array in gradients.items()})
+        done()
     return tuple(at_scales)
 
 

@@ -12,7 +12,7 @@ from mindformers_adaptive.gradients.statistics import ArrayStatistics
 from mindformers_adaptive.gradients.updates import LostUpdates, lost_updates
 from mindformers_adaptive.rules.checks import require_integer, require_positive
 from mindformers_adaptive.rules.formats import FLOAT16, Format
-from mindformers_adaptive.text.table import align, as_power_of_two
+from mindformers_adaptive.text.table import align, as_power_of_two, counted
 
 __all__ = ["DEFAULT_MARGIN", "EVERY_POWER", "HARMLESS_SHARE", "LossScaleRecommendation", "Verdict"]
 __all__ += ["check_margin", "default_margin", "judge", "recommend_loss_scale", "table_of_groups"]
@@ -82,11 +82,10 @@ class Verdict:
         judged = "More than {:.0%} does harm." if self.is_harmful else "Up to {:.0%} does no harm."
         text = f"Worst Parameter at {scale}: {self.parameter} loses {of}. {judged.format(HARMLESS_SHARE)}"
         if self.without_gradient:
-            number, first = len(self.without_gradient), self.without_gradient[0]
             text += (
-                f"\nNothing can be said of {number} Parameter{'' if number == 1 else 's'}, such as {first}, with a "
-                "gradient of 0 at every scale. If they are to be trained, measure again with the weights of a few "
-                "steps later."
+                f"\nNothing can be said of {counted(len(self.without_gradient), 'Parameter')}, such as "
+                f"{self.without_gradient[0]}, with a gradient of 0 at every scale. If they are to be trained, measure "
+                "again with the weights of a few steps later."
             )
         return text
 

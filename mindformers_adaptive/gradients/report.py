@@ -11,7 +11,7 @@ from typing import Any
 from mindformers_adaptive.gradients.groups import group_parameters, parameter_group
 from mindformers_adaptive.gradients.statistics import ArrayStatistics, array_statistics, merge_statistics
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
-from mindformers_adaptive.text.files import atomic_write, json_text, make_folder_of
+from mindformers_adaptive.text.files import make_folder_of, write_json
 from mindformers_adaptive.text.table import align, as_power_of_two
 
 __all__ = ["ArrayStatistics", "GradientRanges", "ScaleRanges", "array_statistics", "merge_statistics"]
@@ -278,8 +278,7 @@ class GradientRanges:
             OSError: if the file cannot be written.
         """
         make_folder_of(file)
-        with atomic_write(file) as report:
-            report.write(json_text(self.to_dict(), indent=2) + "\n")
+        write_json(file, self.to_dict())
 
     def _at(self, loss_scale: float) -> list[ScaleRanges]:
         if loss_scale not in self.loss_scales:

@@ -47,15 +47,13 @@ def select(ranges: GradientRanges, kind: str = "gradients", modules: Sequence[st
             f"'modules' must be at most {MOST_GROUPS}, one a row, but got {len(modules)}. Draw the others apart."
         )
     group = group_of_modules(modules, ranges.batches[0][0].parameters)
-    batches = []
-    for batch in ranges.batches:
+
+    def selected(one: ScaleRanges) -> ScaleRanges:
         # In the order of the modules, which is that of the rows.
-        of_modules = [
-            {name: each for module in modules for name, each in one.parameters.items() if group(name) == module}
-            for one in batch
-        ]
-        batches.append(tuple(replace(one, parameters=kept) for one, kept in zip(batch, of_modules, strict=True)))
-    return replace(ranges, batches=tuple(batches))
+        kept = {name: each for module in modules for name, each in one.parameters.items() if group(name) == module}
+        return replace(one, parameters=kept)
+
+    return replace(ranges, batches=tuple(tuple(map(selected, batch)) for batch in ranges.batches))
 
 
 def group_of_modules(modules: Sequence[str], names: Iterable[str]) -> Callable[[str], str | None]:

@@ -88,10 +88,9 @@ class ArrayStatistics:
     def to_dict(self) -> dict[str, object]:
         """Return all but what is lost, as JSON can hold it, and the counts as shares too."""
         plain = {name: value for name, value in vars(self).items() if name not in ("lost", "reference_norm")}
-        counts = {"zeros": self.zeros, "underflowed": self.underflowed, "infs_and_nans": self.infs_and_nans}
         return {
             **plain,
-            **{f"{name}_share": self.share(count) for name, count in counts.items()},
+            **{f"{name}_share": self.share(getattr(self, name)) for name in ("zeros", "underflowed", "infs_and_nans")},
             "histogram": {str(exponent): count for exponent, count in self.histogram.items()},
         }
 

@@ -14,7 +14,7 @@ from mindformers_adaptive.integration.checks import check_config, check_sections
 from mindformers_adaptive.integration.cpu_checks import check_cpu
 from mindformers_adaptive.integration.keys import value_at
 from mindformers_adaptive.pynative_trainer.section import is_for_pynative_trainer
-from mindformers_adaptive.text.untrusted import parse_yaml
+from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "had_begun", "launch", "load_config", "require_yaml_file", "set_key"]
 
@@ -115,10 +115,7 @@ def _check_files(path: str) -> None:
                 f"'base_config' must lead to at most {_MOST_FILES} files, but from {path} it leads to more, such as "
                 f"{file}. See whether one of them names itself."
             )
-        try:
-            content = parse_yaml(Path(file).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file} must be a file in YAML and UTF-8, but: {error}.") from error
+        content = read_yaml(file)
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
             raise TypeError(
                 f"{file} must hold keys of MindFormers, but holds {str(content)[:80]!r}. Write lines such as 'seed: 0' "

@@ -13,7 +13,7 @@ from typing import Any
 
 from mindformers_adaptive.integration.launcher import require_yaml_file, set_key
 from mindformers_adaptive.pynative_trainer.section import check_config, is_for_pynative_trainer, read_config
-from mindformers_adaptive.text.untrusted import parse_yaml
+from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["had_begun", "is_for", "launch", "load_config"]
 
@@ -41,7 +41,7 @@ def is_for(path: str | Path, mode: int | None = None) -> bool:
         ValueError: as of :func:`mindformers_adaptive.pynative_trainer.section.is_for_pynative_trainer`.
     """
     try:
-        content = parse_yaml(Path(path).read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except ValueError:
         return False
     return is_for_pynative_trainer(content, mode)

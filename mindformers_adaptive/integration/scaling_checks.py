@@ -14,6 +14,7 @@ from mindformers_adaptive.integration.keys import (
     model_values,
     value_at,
 )
+from mindformers_adaptive.pynative_trainer.section import warn_of_dtype
 from mindformers_adaptive.rules import rule_of_cell
 from mindformers_adaptive.rules.checks import require_positive
 from mindformers_adaptive.rules.formats import FLOAT16
@@ -21,7 +22,6 @@ from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["FIXED_SCALES", "check_scale_sense", "warn_of_scaling"]
 
-_COMPUTE_DTYPE = "model.model_config.compute_dtype"
 _WEIGHTS_DTYPE = "model.model_config.param_init_type"
 # Update cells that do not move the scale.
 FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")
@@ -31,7 +31,6 @@ _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
 _USUAL_START = 2.0**32
 # Optimizers of MindSpore whose state has the type of the weights; that of MindFormers' AdamW is float32 always.
 _STATE_AS_WEIGHTS = ("Adam", "AdamWeightDecay")
-_BFLOAT16, _FLOAT16 = ("bfloat16", "bf16"), ("float16", "fp16")
 
 
 def check_scale_sense(scale_sense: Any) -> None:
@@ -59,7 +58,11 @@ def warn_of_scaling(config: Any) -> None:
     """
     _warn_of_lost_updates(config)
     if isinstance(config.runner_wrapper, dict) and config.runner_wrapper:
-        _warn_of_format(config)
+        kind = None if value_at(config, SCALE_SENSE) is None else ""
+        if (cell := value_at(config, f"{SCALE_SENSE}.type")) in _MOVING or rule_of_cell(cell):
+            kind = cell
+        dtype = model_values(config).get("compute_dtype")
+        warn_of_dtype("model.model_config.compute_dtype", dtype, SCALE_SENSE, kind, stacklevel=5)
         _warn_of_high_start(config)
 
 
@@ -81,25 +84,6 @@ def _warn_of_lost_updates(config: Any) -> None:
     warnings.warn(
         f"{text} Training goes on with it. Set it to float32; 'compute_dtype' may stay float16.", stacklevel=5
     )
-
-
-def _warn_of_format(config: Any) -> None:
-    # bfloat16 has the range of float32: nothing underflows or overflows that would not in float32.
-    cell, dtype = value_at(config, f"{SCALE_SENSE}.type"), model_values(config).get("compute_dtype")
-    if str(dtype).lower().rpartition(".")[2] in _FLOAT16 and value_at(config, SCALE_SENSE) is None:
-        warnings.warn(
-            f"'{_COMPUTE_DTYPE}' is {dtype}, in which small gradients become 0, but there is no '{SCALE_SENSE}', so "
-            "the loss is not scaled. Add a section of type AdaptiveLossScale, or 'scale_sense: 1.0' if that "
-            "is what you mean.",
-            stacklevel=5,
-        )
-    if (cell in _MOVING or rule_of_cell(cell)) and str(dtype).lower() in _BFLOAT16:
-        warnings.warn(
-            f"'{_COMPUTE_DTYPE}' is {dtype}, which has the range of float32 and needs no loss scaling, but "
-            f"'{SCALE_SENSE}' is of type {cell}. Training goes on with it. Set 'scale_sense: 1.0' to train without, "
-            "or 'compute_dtype' to float16 if that is what you mean.",
-            stacklevel=5,
-        )
 
 
 def _warn_of_high_start(config: Any) -> None:

@@ -15,7 +15,7 @@ from mindspore.dataset.engine.datasets import Dataset
 
 from mindformers_adaptive.integration.checks import check_config
 from mindformers_adaptive.integration.cpu_checks import check_cpu
-from mindformers_adaptive.integration.keys import given_to_train_step
+from mindformers_adaptive.integration.keys import ACCUMULATION, PER_TOKEN, given_to_train_step, value_at
 from mindformers_adaptive.integration.registration import register
 from mindformers_adaptive.integration.scaling_checks import FIXED_SCALES
 from mindformers_adaptive.integration.workarounds import apply_workarounds
@@ -176,10 +176,9 @@ def _keep_fixed_scale(trainer, config):
 
 def _tell_monitors(trainer, config):
     """Tell each monitor which checkpoint the training is resumed from, for the line on a signal."""
-    section = config.get("checkpoint") or {}
     resumed_from = None
-    if section.get("load_path"):
-        resumed_from = "checkpoint.load_path", section["load_path"]
+    if path := value_at(config, "checkpoint.load_path"):
+        resumed_from = "checkpoint.load_path", path
     elif config.resume_training and config.load_checkpoint:
         resumed_from = "load_checkpoint", config.load_checkpoint
     sort_callbacks = trainer.sort_callbacks
@@ -301,11 +300,10 @@ def take_accumulation_steps(config):
     Returns:
         int, to be given to :func:`accumulate`; 1 for no accumulation.
     """
-    runner_config = config.runner_config
-    steps = (runner_config.gradient_accumulation_steps if runner_config else None) or 1
+    steps = value_at(config, ACCUMULATION) or 1
     if steps > 1:
-        runner_config.gradient_accumulation_steps = 1
-        runner_config.batch_size *= steps
+        config.runner_config.gradient_accumulation_steps = 1
+        config.runner_config.batch_size *= steps
     return steps
 
 
@@ -322,7 +320,7 @@ def accumulate(trainer, steps):
 
     def wrap(network):
         # With a loss per token the sums of losses and tokens are what is needed, and the losses are no means.
-        per_token = given_to_train_step(trainer.config, "calculate_per_token_loss")
+        per_token = given_to_train_step(trainer.config, PER_TOKEN)
         cell = GradAccumulationCellWithTwoOutput if per_token else MeanOverMicroBatches
         return cell(wrap_network(network), steps)
 

@@ -10,6 +10,7 @@ from mindspore import nn
 
 from mindformers_adaptive.checkpoint.arrays import load_newest
 from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, checked_loss_scales, gradient_ranges
+from mindformers_adaptive.integration.keys import value_at
 from mindformers_adaptive.integration.launcher import load_config
 from mindformers_adaptive.integration.trainer import accumulate, take_accumulation_steps
 from mindformers_adaptive.rules.checks import require_integer
@@ -91,12 +92,10 @@ def build_training_at_start(config_path, checkpoint=None, train_dataset_dir=None
     """
     _require_checkpoint("'checkpoint'", checkpoint)
     config = _read_config(config_path, train_dataset_dir, overrides)
-    section = config.get("checkpoint") or {}
-    named = {"load_checkpoint": config.load_checkpoint, "checkpoint.load_path": section.get("load_path")}
-    key, path = next(((key, path) for key, path in named.items() if path), ("--checkpoint", None))
-    if checkpoint is not None:
-        key, path = "--checkpoint", checkpoint
-    elif path is not None:
+    named = {"--checkpoint": checkpoint, "load_checkpoint": config.load_checkpoint}
+    named["checkpoint.load_path"] = value_at(config, "checkpoint.load_path")
+    key, path = next(((key, path) for key, path in named.items() if path), ("", None))
+    if checkpoint is None:
         remedy = " Give another with --checkpoint, or measure new weights with --options load_checkpoint=''."
         _require_checkpoint(f"'{key}' of the YAML file", path, remedy)
     train_step, dataset = _build(config)

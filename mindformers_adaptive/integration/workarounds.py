@@ -72,6 +72,8 @@ def _keep_resume_training(config: Any) -> None:
 
 def _resume_from_whole_file(config: Any) -> None:
     """Choose the file to resume from in the legacy formats, where MindFormers would take a torn one or none."""
+    from mindformers.tools.utils import get_real_group_size
+
     if not config.resume_training or not config.load_checkpoint or config.get("checkpoint"):
         return
     numbered = {folder: re.fullmatch(r"rank_(\d+)", folder.name) for folder in Path(config.load_checkpoint).glob("*")}
@@ -80,7 +82,7 @@ def _resume_from_whole_file(config: Any) -> None:
     needs_link = config.load_ckpt_format == "safetensors" and not config.use_parallel
     if needs_link:
         folders = folders[:1]
-    elif config.resume_training is not True or not _processes() <= len(folders) <= _MOST_FOLDERS:
+    elif config.resume_training is not True or not get_real_group_size() <= len(folders) <= _MOST_FOLDERS:
         return
     if not folders or folders[0].name != "rank_0" or (not needs_link and _file_of_meta(folders)[0] is not None):
         return
@@ -90,12 +92,6 @@ def _resume_from_whole_file(config: Any) -> None:
     elif file is not None:
         # In the folder of each process MindFormers looks for the file with its number in the name.
         config.resume_training = file.name
-
-
-def _processes() -> int:
-    from mindformers.tools.utils import get_real_group_size
-
-    return int(get_real_group_size())
 
 
 def _link_safetensors(config: Any, file: Path) -> None:
@@ -151,17 +147,14 @@ def _is_whole_in_all(file: Path, folders: Sequence[Path]) -> bool:
 
 def _is_whole(file: Path) -> bool:
     """Whether a checkpoint file has all the bytes that its headers promise."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         if file.suffix == ".ckpt":
             return _ends_with_an_entry(file)
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(file, "np"):
-                return True
-        except SafetensorError:
-            return False
-    except OSError:
+        with safe_open(file, "np"):
+            return True
+    except (OSError, SafetensorError):
         return False
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.overflow.batch_file import save_batch
 from mindformers_adaptive.overflow.explain import explain_overflow
-from mindformers_adaptive.text.files import atomic_write, json_text
+from mindformers_adaptive.text.files import write_json
 
 __all__ = ["BATCH_FILE", "EXPLANATION_FILE", "explain_collapse"]
 
@@ -42,8 +42,7 @@ def explain_collapse(train_step: Any, batch: Any, loss_scale: float, folder: Pat
         # First, so that it can be looked at again whatever happens.
         save_batch(file, [to_numpy(column) for column in batch])
         explanation = explain_overflow(train_step, [batch], loss_scale, measured="weights of this step")
-        with atomic_write(folder / EXPLANATION_FILE) as output:
-            output.write(json_text(explanation.to_dict(), indent=2) + "\n")
+        write_json(folder / EXPLANATION_FILE, explanation.to_dict())
     # A training goes on whatever its explanation fails at.
     except Exception as error:
         return f"The overflow could not be explained: {type(error).__name__}: {error}"

@@ -13,10 +13,10 @@ from mindformers.tools.logger import logger
 from mindspore import nn
 
 from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.gradients.layers import LayerOutputsError, checked_layers
+from mindformers_adaptive.gradients.layers import LayerOutputsError
 from mindformers_adaptive.gradients.ranges import GradientSweep, checked_loss_scales
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback
-from mindformers_adaptive.rules.checks import require_integer
+from mindformers_adaptive.rules.checks import require_integer, require_names
 from mindformers_adaptive.rules.formats import Format, find_format
 
 __all__ = ["GradientRangeMonitor"]
@@ -104,7 +104,7 @@ class GradientRangeMonitor(RecordingCallback):
             "every_n_steps", every_n_steps, 1, "The default is 100.", unit="number of steps"
         )
         self._loss_scales = [] if loss_scales is None else checked_loss_scales(loss_scales)
-        self._layers = () if layers is None else checked_layers(layers)
+        self._layers = () if layers is None else require_names("layers", layers)
         self._format = find_format(gradient_format)
 
     def on_train_begin(self, run_context: Any) -> None:

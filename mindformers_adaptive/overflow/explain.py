@@ -1,7 +1,7 @@
 """``explain_overflow``: passes of a train step that are watched, and the same passes with what could help."""
 
 import contextlib
-import itertools
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -11,24 +11,26 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
+from mindformers_adaptive.gradients.backward import backward_pass, counts_for, to_numpy, unchanged
 from mindformers_adaptive.gradients.layers import named_cells
 from mindformers_adaptive.gradients.ranges import batches_of
 from mindformers_adaptive.overflow.explanation import Explanation, Tried
 from mindformers_adaptive.overflow.graph_watch import GraphWatch
-from mindformers_adaptive.overflow.headroom import layer_ranges, weights_beyond
+from mindformers_adaptive.overflow.headroom import WeightsBeyond, layer_ranges
 from mindformers_adaptive.overflow.origin import find_origin
-from mindformers_adaptive.overflow.remedies import in_float32
+from mindformers_adaptive.overflow.readings import Pass
 from mindformers_adaptive.overflow.watch import Watch, read_tensor
 from mindformers_adaptive.rules.checks import require_flag, require_positive
 from mindformers_adaptive.text.table import as_power_of_two
 
-__all__ = ["PyNativeError", "explain_overflow"]
+__all__ = ["PyNativeError", "explain_overflow", "in_float32", "watched_passes"]
 
 # No gradient of a training is looked for above; 2^32 is the usual start.
 _HIGHEST = 2.0**40
 # A cast to FP16 rounds what is below to its largest number.
 _BEYOND_FP16 = 65520.0
+# Of the attributes of cells that are dtypes, those of weights, which are not what is computed in.
+_OF_WEIGHTS = ("param", "init", "weight")
 
 
 class PyNativeError(RuntimeError):
@@ -90,13 +92,8 @@ def explain_overflow(
     require_flag("remedies", remedies)
     require_flag("graph", graph)
     loss_scale = _scale_of(network) if loss_scale is None else require_positive("loss_scale", loss_scale)
-    count = itertools.count(1)
-
-    def done():
-        if progress is not None:
-            progress(next(count))
-
-    with watched_passes(network, done, graph) as passes:
+    watched = functools.partial(watched_passes, done=counts_for(progress), graph=graph)
+    with watched(network) as passes:
         batches = list(batches_of(batches))
         if not batches:
             raise ValueError("'batches' must hold at least one batch, but is empty. Give a tuple of Tensors.")
@@ -105,10 +102,11 @@ def explain_overflow(
         if remedies and seen.overflow:
             tried += _try_scale(passes, batches, seen)
     if remedies and seen.overflow:
-        tried += _try_layer(network, batches, seen, done, graph)
-    weights = _weights_beyond(network) if _computes_in_float16(seen) else None
+        tried += _try_layer(network, batches, seen, watched)
+    readings = (reading for one in seen.closest for call in one.calls for reading in call.outputs)
+    weights = _weights_beyond(network) if any(reading.dtype == "float16" for reading in readings) else None
     for name, build in (settings or {}).items() if seen.overflow else ():
-        tried.append(_try_setting(name, build, batches, seen, done, graph))
+        tried.append(_try_setting(name, build, batches, seen, watched))
     return Explanation(
         loss_scale,
         len(batches),
@@ -125,9 +123,7 @@ def explain_overflow(
 
 
 def _scale_of(network):
-    scale = getattr(network, "scale_sense", None)
-    if scale is None:
-        scale = getattr(network, "sens", None)
+    scale = getattr(network, "scale_sense", getattr(network, "sens", None))
     return float(scale.asnumpy().item()) if isinstance(scale, Tensor) else float(scale or 2.0**16)
 
 
@@ -150,7 +146,7 @@ def watched_passes(network, done=lambda: None, graph=False):
     Raises:
         PyNativeError: if the network cannot run in the mode.
     """
-    inner = network.network if isinstance(network, nn.TrainOneStepCell) else network
+    inner = _inner(network)
     backward = backward_pass(network)
     names = [weight.name for weight in backward.weights]
     # Op by op, MindSpore's threads spin on a CPU while they wait for each other, and a small pass takes many times as
@@ -163,13 +159,16 @@ def watched_passes(network, done=lambda: None, graph=False):
         restore_random_state = stack.enter_context(unchanged(network))
         stack.callback(mindspore.set_context, **before)
         mindspore.set_context(**modes)
-        watch = stack.enter_context((GraphWatch if graph else Watch)(inner, named_cells(inner)))
+        watch = (GraphWatch if graph else Watch)(inner, named_cells(inner))
+        stack.enter_context(watch.watching())
 
         def run(batch, scale):
             restore_random_state()
             try:
                 loss, gradients, _ = backward(Tensor(scale, mstype.float32), *batch)
-                return watch.take(scale, loss, dict(zip(names, gradients, strict=True)))
+                weights = dict(zip(names, map(read_tensor, gradients), strict=True))
+                calls, of_calls, source = watch.take(loss)
+                return Pass(scale, float(to_numpy(loss).astype(np.float64).mean()), calls, of_calls, weights, source)
             except Exception as error:
                 mode, other = ("graph", "without 'graph'") if graph else ("PyNative", "with 'graph'")
                 raise PyNativeError(
@@ -180,6 +179,10 @@ def watched_passes(network, done=lambda: None, graph=False):
                 done()
 
         yield lambda batches, scale: [run(batch, scale) for batch in batches]
+
+
+def _inner(network):
+    return network.network if isinstance(network, nn.TrainOneStepCell) else network
 
 
 def _reason(error):
@@ -263,51 +266,79 @@ def _try_scale(passes, batches, seen):
     return [Tried(f"loss_scale_value: {seen.safe:.10g}", seen.safe, None, helps=True)]
 
 
-def _try_layer(network, batches, seen, done, graph):
+def _try_layer(network, batches, seen, watched):
     """The layer that overflows in float32, by what it knows its dtype by."""
     layer = seen.origin.layer
-    inner = network.network if isinstance(network, nn.TrainOneStepCell) else network
-    cell = named_cells(inner).get(layer or "")
+    cell = named_cells(_inner(network)).get(layer or "")
     if cell is None:
         return []
     with in_float32(cell) as changed:
-        if not changed:
-            return []
-        with watched_passes(network, done, graph) as passes:
-            return [_outcome(f"{layer} in float32 ({changed})", passes, batches[seen.worst], seen)]
+        return [_outcome(f"{layer} in float32 ({changed})", network, batches, seen, watched)] if changed else []
 
 
-def _try_setting(name, build, batches, seen, done, graph):
+@contextlib.contextmanager
+def in_float32(cell):
+    """Let a cell, and those inside, compute in float32 instead of float16 or bfloat16 for a while.
+
+    What MindFormers' cells compute in is an attribute of theirs, such as ``dtype`` or ``compute_dtype``; other cells of
+    MindSpore know it by ``to_float()``.
+
+    Args:
+        cell (Cell): changed in place, and restored.
+
+    Yields:
+        str, what was changed, as it is written in a program; "" if there was nothing.
+
+    Examples:
+        >>> with in_float32(nn.Dense(2, 2).to_float(mstype.float16)) as changed:
+        ...     changed
+        'to_float'
+    """
+    changed = set()
+    with contextlib.ExitStack() as stack:
+        for _, each in cell.cells_and_names():
+            for name, value in list(vars(each).items()):
+                if value in (mstype.float16, mstype.bfloat16) and not any(word in name for word in _OF_WEIGHTS):
+                    setattr(each, name, mstype.float32)
+                    stack.callback(setattr, each, name, value)
+                    changed.add(name)
+            flags = {name: bool(getattr(each, name, False)) for name in ("fp16", "fp32", "bf16")}
+            if flags["fp16"] or flags["bf16"]:
+                each.add_flags(fp16=False, fp32=True, bf16=False)
+                stack.callback(each.add_flags, **flags)
+                changed.add("to_float")
+        yield ", ".join(sorted(changed))
+
+
+def _try_setting(name, build, batches, seen, watched):
     try:
-        network = build()
-        with watched_passes(network, done, graph) as passes:
-            return _outcome(name, passes, batches[seen.worst], seen)
+        return _outcome(name, build(), batches, seen, watched)
     except Exception as error:
         return Tried(name, None, None, note=f"could not be tried: {_reason(error)[:120]}")
 
 
-def _outcome(name, passes, batch, seen):
+def _outcome(name, network, batches, seen, watched):
     """Look at the batch that overflowed with something changed, at a scale of 1 and at the largest that then fits."""
-    changed = _Seen(1.0, passes([batch], 1.0))
-    if changed.overflow:
-        return Tried(name, None, changed.origin)
-    limit = min(_limit(changed.closest), _HIGHEST)
-    if limit not in changed.scales and limit > 1.0:
-        changed.note(passes([batch], limit))
+    batch = [batches[seen.worst]]
+    with watched(network) as passes:
+        changed = _Seen(1.0, passes(batch, 1.0))
+        if changed.overflow:
+            return Tried(name, None, changed.origin)
+        limit = min(_limit(changed.closest), _HIGHEST)
+        if limit not in changed.scales and limit > 1.0:
+            changed.note(passes(batch, limit))
     return Tried(name, changed.safe, helps=seen.forward or changed.safe >= 2 * seen.safe)
 
 
-def _computes_in_float16(seen):
-    return any(reading.dtype == "float16" for one in seen.closest for call in one.calls for reading in call.outputs)
-
-
 def _weights_beyond(network):
-    network = network.network if isinstance(network, nn.TrainOneStepCell) else network
-    counts, readings = {}, {}
-    for weight in network.get_parameters():
-        if weight.is_floating_point():
-            array = to_numpy(weight)
-            # NaN is not below.
-            counts[weight.name] = int(array.size - np.count_nonzero(np.abs(array) < _BEYOND_FP16))
-            readings[weight.name] = read_tensor(weight)
-    return weights_beyond(counts, readings)
+    """The weights that FP16 cannot hold, or None where it holds all."""
+    beyond = []
+    for weight in filter(Tensor.is_floating_point, _inner(network).get_parameters()):
+        array = to_numpy(weight)
+        # NaN is not below.
+        if count := int(array.size - np.count_nonzero(np.abs(array) < _BEYOND_FP16)):
+            beyond.append((weight.name, count, read_tensor(weight)))
+    if not beyond:
+        return None
+    names, counts, readings = zip(*sorted(beyond, key=lambda one: -one[2].largest), strict=True)
+    return WeightsBeyond(sum(counts), names, readings[0].largest, sum(one.infs_and_nans for one in readings))

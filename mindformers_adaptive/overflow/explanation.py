@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,15 +37,13 @@ class Tried:
     note: str = ""
 
     def __str__(self) -> str:
-        if self.note and self.safe_scale is None and self.origin is None:
-            return f"{self.setting} -> {self.note}"
         if self.safe_scale is not None:
             until = f"no overflow up to {as_power_of_two(self.safe_scale)}"
             return f"{self.setting} -> {until if self.helps else f'no help: {until} only, as without it'}"
-        where = "" if self.origin is None else _place(self.origin)
-        if self.origin is not None and self.origin.phase == "forward":
-            return f"{self.setting} -> the forward pass still overflows, {where}"
-        return f"{self.setting} -> the backward pass still overflows at every scale, {where}"
+        if self.origin is None:
+            return f"{self.setting} -> {self.note}"
+        at = "" if self.origin.phase == "forward" else " at every scale"
+        return f"{self.setting} -> the {self.origin.phase} pass still overflows{at}, {_place(self.origin)}"
 
 
 @dataclass(frozen=True)
@@ -116,34 +115,27 @@ class Explanation:
     @property
     def headline(self) -> str:
         """str: the first line of the text."""
-        safe, bad, at = self.safe_scale, self.overflowing_scale, as_power_of_two(self.loss_scale)
+        safe, bad = self.safe_scale, self.overflowing_scale
         swallowed = f"; but {self.swallowed}" if self.swallowed else ""
+        none = f"No overflow at a loss scale of {as_power_of_two(self.loss_scale)}"
+        if safe is not None and safe > self.loss_scale:
+            none += f", nor up to {as_power_of_two(safe)}"
         if bad is None:
-            return f"No overflow at a loss scale of {at}{_up_to(safe, self.loss_scale)}{swallowed}"
+            return none + swallowed
         assert self.origin is not None
-        where = _place(self.origin)
-        if self.origin.hidden:
-            return f"The forward pass overflows, though the loss is finite, whatever the loss scale: {where}"
+        where, at = _place(self.origin), as_power_of_two(bad)
         if self.origin.phase == "forward":
-            return f"The forward pass overflows, whatever the loss scale: {where}"
+            hidden = ", though the loss is finite" if self.origin.hidden else ""
+            return f"The forward pass overflows{hidden}, whatever the loss scale: {where}"
         if safe is None:
-            return f"The backward pass overflows, even at a loss scale of {as_power_of_two(bad)}: {where}"
+            return f"The backward pass overflows, even at a loss scale of {at}: {where}"
         if not self.overflow:
-            return (
-                f"No overflow at a loss scale of {at}{_up_to(safe, self.loss_scale)}; at {as_power_of_two(bad)} the "
-                f"backward pass overflows, {where}{swallowed}"
-            )
-        return (
-            f"The backward pass overflows at a loss scale of {as_power_of_two(bad)}, but not at "
-            f"{as_power_of_two(safe)}: {where}"
-        )
+            return f"{none}; at {at} the backward pass overflows, {where}{swallowed}"
+        return f"The backward pass overflows at a loss scale of {at}, but not at {as_power_of_two(safe)}: {where}"
 
     def __str__(self) -> str:
-        lines = [self.headline, self._how()]
-        lines += self._origin_lines()
-        lines += self._weight_lines()
-        lines += self._headroom_lines()
-        return "\n".join([*lines, *self._tried_lines()])
+        lines = [self.headline, self._how(), *self._origin_lines(), *self._weight_lines()]
+        return "\n".join([*lines, *self._headroom_lines(), *self._tried_lines()])
 
     def _how(self) -> str:
         losses = ", ".join(f"{loss:.4g}" for loss in self.losses[:3])
@@ -153,18 +145,13 @@ class Explanation:
         return f"measured: {batches}, loss {losses}{weights}{mode}"
 
     def _origin_lines(self) -> list[str]:
-        origin = self.origin
-        if origin is None:
+        if (origin := self.origin) is None:
             return []
         if origin.layer is None:
             return ["origin: no layer or operator was seen to make the first inf or NaN, so none is named"]
-        lines = [f"origin: {origin.layer or 'the network itself'} ({origin.layer_class}), {origin.what}"]
-        if origin.weight:
-            lines[0] += f", {origin.weight}"
-        if origin.operator:
-            lines[0] += f", operator {origin.operator}"
-        if origin.reading is not None:
-            reading = origin.reading
+        told = filter(None, (origin.what, origin.weight, origin.operator and f"operator {origin.operator}"))
+        lines = [f"origin: {origin.layer or 'the network itself'} ({origin.layer_class}), {', '.join(told)}"]
+        if (reading := origin.reading) is not None:
             lines.append(
                 f"  {reading.infs_and_nans:,} of {reading.size:,} elements are inf or NaN, the others up to "
                 f"{reading.largest:.5g}; the largest number of {reading.dtype} is {reading.limit:.5g}"
@@ -175,9 +162,8 @@ class Explanation:
         return [*lines, f"  {', '.join(known)}"] if known else lines
 
     def _weight_lines(self) -> list[str]:
-        if self.weights is None:
+        if (one := self.weights) is None:
             return []
-        one = self.weights
         more = f" and {len(one.parameters) - 1} more" if len(one.parameters) > 1 else ""
         bad = f", {one.infs_and_nans:,} of them inf or NaN as they are" if one.infs_and_nans else ""
         return [
@@ -197,9 +183,7 @@ class Explanation:
         tables = [[[title, ""], *_closest(shown, phase)] for phase, title in columns]
         if not any(len(table) > 1 for table in tables):
             return []
-        rows = max(map(len, tables))
-        filled = [[*table, *[["", ""]] * (rows - len(table))] for table in tables]
-        lines = [[cell for row in both for cell in row] for both in zip(*filled, strict=True)]
+        lines = [[*itertools.chain(*rows)] for rows in itertools.zip_longest(*tables, fillvalue=["", ""])]
         return align(lines, to_the_left=[0, 2]).splitlines()
 
     def _tried_lines(self) -> list[str]:
@@ -244,10 +228,6 @@ def _place(origin: Origin) -> str:
         return f"the weight {origin.weight} has inf or NaN"
     operator = f", {origin.operator}" if origin.operator else ""
     return f"in {origin.layer or 'the network itself'} ({origin.layer_class}{operator})"
-
-
-def _up_to(safe: float | None, scale: float) -> str:
-    return f", nor up to {as_power_of_two(safe)}" if safe is not None and safe > scale else ""
 
 
 def _closest(layers: tuple[LayerRange, ...], phase: str) -> list[list[str]]:

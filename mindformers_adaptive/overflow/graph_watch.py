@@ -6,19 +6,21 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, Pass, Reading
-from mindformers_adaptive.overflow.watch import read_tensor, replaced_in
+from mindformers_adaptive.gradients.backward import replaced_in
+from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, Reading
+from mindformers_adaptive.overflow.watch import read_tensor
 
 __all__ = ["GraphWatch"]
 
 _DTYPES = (mstype.float16, mstype.bfloat16, mstype.float32)
 # Times count down from here, so that the largest is the first.
 _TIMES = 2.0**24
+# What is kept of each cell.
+_KEPT = ("given", "made", "received", "returned")
 
 
 class GraphWatch:
-    """Records each pass of a network while it is entered, as ``Watch`` does, but of cells only.
+    """Records each pass of a network within ``watching()``, as ``Watch`` does, but of cells only.
 
     For a network that does not run op by op. Each cell is called by another that keeps what it saw in Parameters on the
     device. Operators are not seen: where values overflow between cells, the cell around them is named.
@@ -35,9 +37,10 @@ class GraphWatch:
         self._watched = {name: _Watched(name, cell, *clocks) for name, cell in called.items()}
         self._by_cell = {id(watched.layer): watched for watched in self._watched.values()}
         self._owners = (network, *names.values())
-        self._replaced = contextlib.ExitStack()
 
-    def __enter__(self):
+    @contextlib.contextmanager
+    def watching(self):
+        """Record passes, as many as are made."""
         with contextlib.ExitStack() as stack:
             # Some cells keep lists of those that they call, too.
             for values in (values for owner in self._owners for values in (owner._cells, vars(owner))):
@@ -45,14 +48,10 @@ class GraphWatch:
                     watched = self._watched_for(value)
                     if watched is not value:
                         stack.enter_context(replaced_in(values, name, watched))
-            self._replaced = stack.pop_all()
-        return self
+            yield
 
-    def __exit__(self, *error):
-        self._replaced.close()
-
-    def take(self, loss_scale, loss, gradients):
-        """Return the pass that was made last, and forget it; as in ``Watch``."""
+    def take(self, loss):
+        """Return what was recorded of the pass that was made last, and forget it; as in ``Watch``."""
         whole = Call(0, "", type(self._network).__name__, outputs=[read_tensor(loss)])
         calls, places, backward = [whole], {"": 0}, []
         began = {name: float(watched.began.asnumpy()) for name, watched in self._watched.items()}
@@ -73,9 +72,7 @@ class GraphWatch:
                     made.gradients.append(gradient)
                     backward.append((time, made.index, gradient))
             watched.forget()
-        backward = [(index, gradient) for _, index, gradient in sorted(backward, key=lambda one: one[0])]
-        weights = {name: read_tensor(gradient) for name, gradient in gradients.items()}
-        return Pass(loss_scale, float(to_numpy(loss).astype("float64").mean()), calls, backward, weights)
+        return calls, [(index, gradient) for _, index, gradient in sorted(backward, key=lambda one: one[0])], None
 
     def _watched_for(self, value):
         if type(value) in (tuple, list):
@@ -97,9 +94,9 @@ class _Watched(nn.Cell):
         self.layer = layer
         self.forward_clock, self.backward_clock = forward_clock, backward_clock
         self.began = Parameter(Tensor(0.0, mstype.float32), f"watch_of_{name}.began", requires_grad=False)
-        nothing = np.zeros(5, np.float32)
-        for which in ("given", "made", "received", "returned"):
-            setattr(self, which, Parameter(Tensor(nothing), f"watch_of_{name}.{which}", requires_grad=False))
+        for which in _KEPT:
+            kept = Parameter(Tensor(np.zeros(5, np.float32)), f"watch_of_{name}.{which}", requires_grad=False)
+            setattr(self, which, kept)
         self.note_returned = ops.InsertGradientOf(self._note_returned)
         self.note_received = ops.InsertGradientOf(self._note_received)
         self.one = Tensor(1.0, mstype.float32)
@@ -172,6 +169,6 @@ class _Watched(nn.Cell):
 
     def forget(self):
         """Start anew."""
-        for which in ("given", "made", "received", "returned"):
+        for which in _KEPT:
             getattr(self, which).set_data(Tensor(np.zeros(5, np.float32)))
         self.began.set_data(Tensor(0.0, mstype.float32))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mindformers_adaptive.overflow.readings import CASTS, FILLS, Call, Pass, Reading
 from mindformers_adaptive.rules.formats import FLOAT16, Format
 
-__all__ = ["LayerRange", "WeightsBeyond", "layer_ranges", "weights_beyond"]
+__all__ = ["LayerRange", "WeightsBeyond", "layer_ranges"]
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,14 @@ class LayerRange:
 
     def to_dict(self) -> dict[str, object]:
         """Return everything by name, with the headroom in bits; None for one without end."""
-        both = {"forward": self.forward, "backward": self.backward}
-        readings = {
-            name: None if one is None else {**one.to_dict(), "headroom": _bits(one)} for name, one in both.items()
-        }
-        return {"layer": self.layer, "layer_class": self.layer_class, **readings}
+        both = {"forward": _to_dict(self.forward), "backward": _to_dict(self.backward)}
+        return {"layer": self.layer, "layer_class": self.layer_class, **both}
 
 
-def _bits(reading: Reading) -> float | None:
-    return reading.headroom if math.isfinite(reading.headroom) else None
+def _to_dict(reading: Reading | None) -> dict[str, object] | None:
+    if reading is None:
+        return None
+    return {**reading.to_dict(), "headroom": reading.headroom if math.isfinite(reading.headroom) else None}
 
 
 def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
@@ -96,9 +95,8 @@ def _is_as_large_as_a_constant(call: Call, constant: set[int]) -> bool:
     if not call.operator or not call.kind.startswith(("Add", "Sub")) or len(call.inputs) < 2:
         return False
     largest = max((reading.largest for reading in call.outputs), default=0.0)
-    places = [place for place in range(len(call.inputs)) if _is_constant(call, place, constant)]
-    readings = [call.inputs[place].reading for place in places]
-    return any(2.0 * one.largest >= largest or not one.finite for one in readings)
+    constants = [one.reading for place, one in enumerate(call.inputs) if _is_constant(call, place, constant)]
+    return any(2.0 * one.largest >= largest or not one.finite for one in constants)
 
 
 def _keep_closest(closest: dict[str, Reading], layer: str, readings: Iterable[Reading]) -> None:
@@ -125,23 +123,3 @@ class WeightsBeyond:
     largest: float
     infs_and_nans: int
     weight_format: Format = FLOAT16
-
-
-def weights_beyond(
-    counts: Mapping[str, int], readings: Mapping[str, Reading], weight_format: Format = FLOAT16
-) -> WeightsBeyond | None:
-    """Return which weights do not fit a format, or None where all do.
-
-    Args:
-        counts (Mapping[str, int]): by name of a Parameter, how many of its elements are beyond the format, inf and NaN
-            included.
-        readings (Mapping[str, Reading]): likewise its magnitudes.
-        weight_format (Format): the format. Default: float16.
-    """
-    names = sorted((name for name, count in counts.items() if count), key=lambda name: -readings[name].largest)
-    if not names:
-        return None
-    bad = sum(readings[name].infs_and_nans for name in names)
-    return WeightsBeyond(
-        sum(counts[name] for name in names), tuple(names), readings[names[0]].largest, bad, weight_format
-    )

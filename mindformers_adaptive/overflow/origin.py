@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -62,15 +63,11 @@ def find_origin(one: Pass) -> Origin | None:
     Returns:
         Origin; its ``layer`` is None where no cell or operator was seen to make the first such value.
     """
-    if one.loss - one.loss != 0.0 or _bad_loss(one):
+    # The loss is the first output of the whole network.
+    losses = [reading for call in one.calls[:1] for reading in call.outputs[:1]]
+    if not (math.isfinite(one.loss) and all(reading.finite for reading in losses)):
         return _forward_origin(one)
-    if one.overflow:
-        return _backward_origin(one)
-    return None
-
-
-def _bad_loss(one: Pass) -> bool:
-    return bool(one.calls) and not all(reading.finite for reading in one.calls[0].outputs[:1])
+    return _backward_origin(one) if one.overflow else None
 
 
 def _forward_origin(one: Pass) -> Origin:
@@ -93,7 +90,7 @@ def _followed_back(one: Pass, begin: int) -> Origin:
         bad = [value for value in call.inputs if not value.reading.finite]
         before = {value.source for value in bad if value.source is not None and value.source >= 0}
         # What a cell returns that nobody was seen to make comes from within.
-        before |= {each.index for each in one.inside(call) if _outputs_bad(each)} if not call.operator else set()
+        before |= {each.index for each in one.inside(call) if _outputs_bad(each)}
         for value in bad:
             if value.weight or value.source == -1:
                 found.append((False, call.index, _given_to(one, call, value)))
@@ -146,28 +143,23 @@ def _inputs_bad(call: Call) -> bool:
 def _made_by(one: Pass, call: Call) -> Origin:
     """The origin is a call with finite inputs: an operator, or a cell in which nothing was seen to overflow."""
     bad = next(reading for reading in call.outputs if not reading.finite)
-    weights = [value.reading for value in call.inputs if value.weight]
-    named = next((value.weight for value in call.inputs if value.weight), None)
-    return Origin(
-        "forward",
-        call.layer,
-        _class_of(one, call),
-        _operator(call),
-        "output",
-        bad,
-        largest_of(value.reading for value in call.inputs if not value.weight),
-        largest_of(weights) if weights else _largest_weight(one, call),
-        named if _operator(call) and not [value for value in call.inputs if not value.weight] else None,
-        _source_of(one, call),
-    )
+    weights = [value.weight for value in call.inputs if value.weight]
+    given = [value.reading for value in call.inputs if not value.weight]
+    named = weights[0] if weights and call.operator and not given else None
+    made = _origin_at("forward", one, call, "output", bad, largest_of(given))
+    return dataclasses.replace(made, weight=named, source=_source_of(one, call))
+
+
+def _origin_at(phase: str, one: Pass, call: Call, what: str, reading: Reading, largest_input: float | None) -> Origin:
+    weight = _largest_weight(one, call)
+    return Origin(phase, call.layer, _class_of(one, call), _operator(call), what, reading, largest_input, weight)
 
 
 def _source_of(one: Pass, call: Call) -> str:
-    given = [value for value in call.inputs if not value.weight and value.source is not None and value.source >= 0]
-    largest = max(given, key=lambda value: value.reading.largest, default=None)
-    if largest is None or largest.source is None:
-        return ""
-    layer = one.calls[largest.source].layer
+    given = [value for value in call.inputs if not value.weight]
+    sizes = [(value.reading.largest, value.source) for value in given if value.source is not None and value.source >= 0]
+    _, source = max(sizes, key=lambda pair: pair[0], default=(0.0, call.index))
+    layer = one.calls[source].layer
     return "" if layer == call.layer else layer
 
 
@@ -218,24 +210,13 @@ def _gradient_origin(one: Pass, call: Call, gradient: Gradient) -> Origin:
         what = f"{which} of the output of {call.name or call.kind}"
         return Origin("backward", around.layer, around.kind, "", what, reading, largest_of(used))
     value = call.inputs[gradient.place]
-    incoming = [each.reading for each in call.gradients if each.of_output]
-    weights = [each.reading for each in call.inputs if each.weight]
-    inside = [] if call.operator else list(one.inside(call))
+    incoming = largest_of(each.reading for each in call.gradients if each.of_output)
     weight = _weight_behind(one, value)
     what = "gradient of its weight" if weight else "gradient of its input"
-    if inside and _adds_up(one, call, gradient, inside):
+    inside = [each for inner in one.inside(call) for each in inner.inputs if not each.weight]
+    if value.source is not None and sum(each.source == value.source for each in inside) > 1:
         what = "sum of the gradients of its input, which it uses more than once"
-    return Origin(
-        "backward",
-        call.layer,
-        _class_of(one, call),
-        _operator(call),
-        what,
-        reading,
-        largest_of(incoming),
-        largest_of(weights) if weights else _largest_weight(one, call),
-        weight,
-    )
+    return dataclasses.replace(_origin_at("backward", one, call, what, reading, incoming), weight=weight)
 
 
 def _weight_behind(one: Pass, value: Operand) -> str | None:
@@ -248,12 +229,6 @@ def _weight_behind(one: Pass, value: Operand) -> str | None:
     return value.weight
 
 
-def _adds_up(one: Pass, call: Call, gradient: Gradient, inside: list[Call]) -> bool:
-    source = call.inputs[gradient.place].source
-    uses = [each for each in inside for value in each.inputs if value.source == source and not value.weight]
-    return source is not None and len(uses) > 1
-
-
 def _uses(one: Pass, call: Call) -> Iterator[Reading]:
     """The gradients that the users of a call's output give back."""
     for other in one.calls:
@@ -263,9 +238,11 @@ def _uses(one: Pass, call: Call) -> Iterator[Reading]:
 
 
 def _largest_weight(one: Pass, call: Call) -> float | None:
-    """The largest Parameter that goes into the layer of a call, which may use it after a cast."""
-    inside = [other for other in one.calls if other.layer == call.layer]
-    return largest_of(value.reading for other in inside for value in other.inputs if value.weight)
+    """The largest Parameter that goes into a call, or else into its layer, which may use it after a cast."""
+    for calls in ([call], [each for each in one.calls if each.layer == call.layer]):
+        if weights := [value.reading for each in calls for value in each.inputs if value.weight]:
+            return largest_of(weights)
+    return None
 
 
 def _class_of(one: Pass, call: Call) -> str:

@@ -5,13 +5,14 @@ import functools
 from collections.abc import Mapping
 
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.ops import Primitive
+from mindspore.ops import Primitive, functional_overload
+from mindspore.ops.auto_generate import pyboost_inner_prim as inner
 from mindspore.ops.signature import sig_rw
 
-from mindformers_adaptive.gradients.backward import to_numpy
-from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, Pass, read_values
+from mindformers_adaptive.gradients.backward import replaced_in, to_numpy
+from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, read_values
 
-__all__ = ["Watch", "read_tensor", "replaced_in"]
+__all__ = ["Watch", "read_tensor"]
 
 # Operators of Tensors that Python never sees as a Primitive.
 _METHODS = "add sub mul div matmul pow exp log sqrt rsqrt square reciprocal sum mean prod cumsum var std"
@@ -19,6 +20,10 @@ _METHODS += " abs neg sigmoid tanh softmax logsumexp maximum minimum clamp clip 
 _METHODS += " astype to tile broadcast_to gather index_select"
 _DUNDERS = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow neg"
 _TENSOR_METHODS = (*_METHODS.split(), *(f"__{name}__" for name in _DUNDERS.split()))
+# Functions of mint are these of another module.
+_OF_MINT = [name for name, value in vars(functional_overload).items() if name.endswith("_instance") and callable(value)]
+# Operators that are no Primitive to Python, of which functions such as ops.softmax are made.
+_INNER = [kind for kind in vars(inner).values() if isinstance(kind, type) and kind.__module__ == inner.__name__]
 # They write to the Tensor that they belong to, of which a hook would make another.
 _IN_PLACE = "__setitem__ add_ sub_ mul_ div_ addmm_ exp_ log_ copy_ fill_ masked_fill_ clamp_ index_add_ index_put_"
 _IN_PLACE += " index_copy_ index_fill_ scatter_ scatter_add_"
@@ -37,7 +42,7 @@ def read_tensor(tensor):
 
 
 class Watch:
-    """Records each pass of a network while it is entered, and changes nothing that the network computes.
+    """Records each pass of a network within ``watching()``, and changes nothing that the network computes.
 
     Python sees what runs op by op only: in graph mode, and within functions that are compiled, nothing is recorded.
     Operators are seen where they are Primitives, methods of Tensors or functions of ``mint``; what others do is seen
@@ -57,50 +62,41 @@ class Watch:
             for key, value in (*vars(cell).items(), *vars(cell).get("_primitives", {}).items())
             if isinstance(value, Primitive)
         }
-        self._patches = None
         self._start()
 
-    def __enter__(self):
+    @contextlib.contextmanager
+    def watching(self):
+        """Record passes, as many as are made."""
         with contextlib.ExitStack() as self._patches:
-            self._patch_all()
-            self._patches = self._patches.pop_all()
-        return self
+            self._patch(nn.Cell, "__call__", self._call_cell)
+            for kind in {Primitive, *_subclasses(Primitive)}:
+                if "__call__" in vars(kind):
+                    self._patch(kind, "__call__", self._call_primitive)
+            for kind in _INNER:
+                name = kind.__name__.removeprefix("_Pyboost").removesuffix("Prim")
+                self._patch(kind, "__call__", functools.partial(self._call_function, name))
+            functions = [(functional_overload, name, self._call_function) for name in _OF_MINT]
+            functions += [(Tensor, name, self._call_function) for name in _TENSOR_METHODS]
+            functions += [(Tensor, name, self._call_in_place) for name in _IN_PLACE.split()]
+            for owner, name, call in functions:
+                if hasattr(owner, name):
+                    self._patch(owner, name, functools.partial(call, _operator_name(name)))
+            for cell in self._cells:
+                if getattr(cell, "_recompute_cell", None) is not None:
+                    # It would hide the cells inside, which are called again on the way back.
+                    self._patches.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
+            yield
 
-    def _patch_all(self):
-        self._patch(nn.Cell, "__call__", self._call_cell)
-        for kind in {Primitive, *_subclasses(Primitive)}:
-            if "__call__" in vars(kind):
-                self._patch(kind, "__call__", self._call_primitive)
-        for kind in _inner_primitives():
-            name = kind.__name__.removeprefix("_Pyboost").removesuffix("Prim")
-            self._patch(kind, "__call__", functools.partial(self._call_function, name))
-        for names, call in ((_TENSOR_METHODS, self._call_function), (_IN_PLACE.split(), self._call_in_place)):
-            for name in names:
-                if hasattr(Tensor, name):
-                    self._patch(Tensor, name, functools.partial(call, _operator_name(name)))
-        for name, function in _functions_of_mint():
-            self._patch(_module_of_mint(), name, functools.partial(self._call_function, _operator_name(name), function))
-        for cell in self._cells:
-            if getattr(cell, "_recompute_cell", None) is not None:
-                # It would hide the cells inside, which are called again on the way back.
-                self._patches.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
-
-    def __exit__(self, *error):
-        self._patches.close()
-        self._start()
-
-    def take(self, loss_scale, loss, gradients):
-        """Return the pass that was made last, and forget it.
+    def take(self, loss):
+        """Return what was recorded of the pass that was made last, and forget it.
 
         Args:
-            loss_scale (float): its loss scale.
             loss (Tensor): what it returned as the loss.
-            gradients (dict[str, Tensor]): by the name of the Parameter.
+
+        Returns:
+            tuple, ``calls``, ``backward`` and ``loss_source`` of a ``Pass``.
         """
-        weights = {name: read_tensor(gradient) for name, gradient in gradients.items()}
-        value = float(to_numpy(loss).astype("float64").mean())
-        source = self._loss_source
-        made = Pass(loss_scale, value, self._calls, self._backward, weights, source)
+        made = self._calls, self._backward, self._loss_source
         self._start()
         return made
 
@@ -111,21 +107,9 @@ class Watch:
 
     def _patch(self, owner, name, function):
         """Put a function in the place of an attribute; it is given what was there first."""
-        was_own, before = name in vars(owner), getattr(owner, name)
-        own = vars(owner).get(name)
-        if isinstance(owner, type):
-
-            def replaced(*args, **kwargs):
-                return function(before, *args, **kwargs)
-
-        else:
-            replaced = function
-
-        setattr(owner, name, replaced)
-        if was_own:
-            self._patches.callback(setattr, owner, name, own)
-        else:
-            self._patches.callback(delattr, owner, name)
+        before, own = getattr(owner, name), vars(owner).get(name)
+        setattr(owner, name, lambda *args, **kwargs: function(before, *args, **kwargs))
+        self._patches.callback(*((delattr, owner, name) if own is None else (setattr, owner, name, own)))
 
     def _call_cell(self, call, cell, *args, **kwargs):
         name = self._names.get(id(cell))
@@ -157,7 +141,10 @@ class Watch:
     def _call_function(self, name, function, *args, **kwargs):
         return self._call_operator(name, None, function, args, kwargs)
 
-    def _call_operator(self, kind, primitive, call, args, kwargs):
+    def _call_in_place(self, name, function, *args, **kwargs):
+        return self._call_operator(name, None, function, args, kwargs, in_place=True)
+
+    def _call_operator(self, kind, primitive, call, args, kwargs, in_place=False):
         if not self._stack or self._going_back or self._in_operator:
             return call(*args, **kwargs)
         if kind in _MOVES:
@@ -168,29 +155,13 @@ class Watch:
             return output
         parent, cell = self._stack[-1]
         made = self._begin(parent.layer, kind, True, self._attributes.get((id(cell), id(primitive)), ""))
-        hooked = not kind.startswith(_WRITES)
+        hooked = not in_place and not kind.startswith(_WRITES)
         args, kwargs = self._take_in(made, (args, kwargs), None, hooked, not _writes_to_parameters(primitive))
-        self._in_operator = True
-        try:
+        with replaced_in(vars(self), "_in_operator", True):
             output = call(*args, **kwargs)
-        finally:
-            self._in_operator = False
+        if in_place:
+            self._give_out(made, args[0], hooked=False)
         return self._give_out(made, output) if hooked else output
-
-    def _call_in_place(self, name, function, tensor, *args, **kwargs):
-        if not self._stack or self._going_back or self._in_operator:
-            return function(tensor, *args, **kwargs)
-        made = self._begin(self._stack[-1][0].layer, name, True)
-        self._take_in(made, ((tensor, *args), kwargs), None, hooked=False)
-        self._in_operator = True
-        try:
-            output = function(tensor, *args, **kwargs)
-        finally:
-            self._in_operator = False
-        for each in _tensors(tensor):
-            made.outputs.append(read_tensor(each))
-            self._remember(each, made.index)
-        return output
 
     def _begin(self, layer, kind, operator=False, attribute=""):
         parent = self._stack[-1][0].index if self._stack else None
@@ -213,15 +184,15 @@ class Watch:
 
         return _replaced(given, take)
 
-    def _give_out(self, made, output, keeps_source=False):
+    def _give_out(self, made, output, keeps_source=False, hooked=True):
         def give(tensor):
             place = len(made.outputs)
             made.outputs.append(read_tensor(tensor))
             source = self._sources.get(id(tensor)) if keeps_source else None
-            hooked = self._hook(tensor, made, True, place)
+            tensor = self._hook(tensor, made, True, place) if hooked else tensor
             # What a cell hands on comes from the operator inside that made it, if that was seen.
-            self._remember(hooked, made.index if source is None else source)
-            return hooked
+            self._remember(tensor, made.index if source is None else source)
+            return tensor
 
         return _replaced(output, give)
 
@@ -240,25 +211,8 @@ class Watch:
             made.gradients.append(gradient)
             backward.append((made.index, gradient))
 
-        before, self._in_operator = self._in_operator, True
-        try:
+        with replaced_in(vars(self), "_in_operator", True):
             return ops.HookBackward(record)(tensor)
-        finally:
-            self._in_operator = before
-
-
-@contextlib.contextmanager
-def replaced_in(values, name, value):
-    """Put a value into a dict for a while; the order of the others stays."""
-    was_there, before = name in values, values.get(name)
-    values[name] = value
-    try:
-        yield
-    finally:
-        if was_there:
-            values[name] = before
-        else:
-            del values[name]
 
 
 def _tensors(values):
@@ -289,28 +243,5 @@ def _subclasses(kind):
         yield from _subclasses(each)
 
 
-def _inner_primitives():
-    """The classes of operators that are no Primitive to Python, of which functions such as ops.softmax are made."""
-    try:
-        from mindspore.ops.auto_generate import pyboost_inner_prim as module
-    except ImportError:  # before MindSpore 2.3
-        return []
-    return [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
-
-
 def _operator_name(name):
     return "".join(word.capitalize() for word in name.strip("_").removesuffix("_instance").split("_"))
-
-
-def _module_of_mint():
-    from mindspore.ops import functional_overload
-
-    return functional_overload
-
-
-def _functions_of_mint():
-    try:
-        module = _module_of_mint()
-    except ImportError:  # before MindSpore 2.6
-        return []
-    return [(name, value) for name, value in vars(module).items() if name.endswith("_instance") and callable(value)]

@@ -1,5 +1,7 @@
 """The monitors of loss scaling as callbacks of MindFormers' PyNative trainer."""
 
+import contextlib
+
 from mindspore.train import ModelCheckpoint, RunContext
 from mindspore.train.callback import _InternalCallbackParam
 
@@ -67,15 +69,14 @@ class ConnectedMonitor:
         params = _InternalCallbackParam()
         listed = [*monitors, *(_Saver(saver.save_path) for saver in savers)]
         params.update(train_network=train_step, network=None, list_callback=listed, dataset_sink_mode=False)
-        self._params, self._context, self._is_open = params, RunContext(params), False
+        self._params, self._context, self._open = params, RunContext(params), contextlib.ExitStack()
 
     def on_train_begin(self, args, state, **kwargs):
         """Tell the monitor where the training begins."""
         self._params.update(cur_step_num=state.global_step, epoch_num=1, batch_num=state.max_steps)
         if args.checkpoint.load_path:
             self.monitor.resumed_from = "checkpoint.load_path", args.checkpoint.load_path
-        self._is_open = True
-        self.monitor.__enter__()
+        self._open.enter_context(self.monitor)
         self.monitor.on_train_begin(self._context)
 
     def on_step_end(self, args, state, loss=None, grad_norm=None, **kwargs):
@@ -91,9 +92,7 @@ class ConnectedMonitor:
 
     def close(self):
         """Close what the monitor has opened; calling it again does nothing."""
-        if self._is_open:
-            self._is_open = False
-            self.monitor.__exit__(None, None, None)
+        self._open.close()
 
     def on_begin(self, args, state, **kwargs):
         """Do nothing, as in all that the monitors do not look at."""

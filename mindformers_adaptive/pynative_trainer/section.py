@@ -13,16 +13,15 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import require_positive
 from mindformers_adaptive.rules.description import all_arguments
 from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.text.untrusted import parse_yaml
+from mindformers_adaptive.text.untrusted import read_yaml
 
-__all__ = ["SECTION", "check_config", "is_for_pynative_trainer", "read_config", "read_section"]
+__all__ = ["SECTION", "check_config", "is_for_pynative_trainer", "read_config", "read_section", "warn_of_dtype"]
 
 SECTION = "training.loss_scale"
 
 # Sections that only the graph-mode one of MindFormers' two trainers reads.
 _GRAPH = ("runner_config", "runner_wrapper", "parallel_config", "lr_schedule", "trainer")
 _TYPES = f"{', '.join(rule.cell for rule in RULES.values())}, or RuleLossScaleUpdateCell with a 'rule'"
-_FLOAT16, _BFLOAT16 = ("float16", "fp16"), ("bfloat16", "bf16")
 
 
 def is_for_pynative_trainer(content: object, mode: int | None = None) -> bool:
@@ -75,10 +74,7 @@ def read_config(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str
         ({'training': {'steps': 10}}, 1024)
     """
     if isinstance(config, str | Path):
-        try:
-            config = parse_yaml(Path(config).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{config} must be a file in YAML and UTF-8, but: {error}.") from error
+        config = read_yaml(config)
     if not isinstance(config, Mapping):
         raise TypeError(f"'config' must be a YAML file or a dict of its keys, but got {str(config)[:80]!r}.")
     training = config.get("training") or {}
@@ -173,29 +169,18 @@ def check_config(config: Mapping[str, Any], section: object) -> None:
         Traceback (most recent call last):
         ValueError: 'parallelism.pipeline_parallel' must be 1 with 'training.loss_scale', but is 2: ...
     """
-    dtype = str(_section_of(config, "model").get("compute_dtype", "")).lower().rpartition(".")[2]
+    if section is not None:
+        read_section(section)
+    kind = section.get("type") if isinstance(section, Mapping) else None if section is None else ""
+    warn_of_dtype("model.compute_dtype", _section_of(config, "model").get("compute_dtype"), SECTION, kind, stacklevel=3)
     if section is None:
-        if dtype in _FLOAT16:
-            warnings.warn(
-                f"'model.compute_dtype' is {dtype}, in which small gradients become 0, but there is no '{SECTION}', so "
-                f"the loss is not scaled. Add a section of type AdaptiveLossScale, or '{SECTION}: 1.0' if that is what "
-                "you mean.",
-                stacklevel=2,
-            )
         return
-    read_section(section)
     stages = _section_of(config, "parallelism").get("pipeline_parallel", 1)
     if isinstance(stages, int) and stages > 1:
         raise ValueError(
             f"'parallelism.pipeline_parallel' must be 1 with '{SECTION}', but is {stages}: the pipeline schedule of "
             "MindFormers starts the backward passes itself, where this package cannot multiply by the loss scale. Use "
             "data or tensor parallelism, or train in bfloat16 without the section."
-        )
-    if dtype in _BFLOAT16 and isinstance(section, Mapping):
-        warnings.warn(
-            f"'model.compute_dtype' is {dtype}, which has the range of float32 and needs no loss scaling, but there is "
-            f"'{SECTION}'. Training goes on with it. Take it out to train without.",
-            stacklevel=2,
         )
     callbacks = config.get("callbacks")
     for place, callback in enumerate(callbacks if isinstance(callbacks, list) else []):
@@ -204,6 +189,32 @@ def check_config(config: Mapping[str, Any], section: object) -> None:
                 f"'callbacks.{place}.type' must be a callback of the PyNative trainer, but GradientRangeMonitor works "
                 "with the graph-mode trainer only. Take it out; LossScaleMonitor works with both."
             )
+
+
+def warn_of_dtype(key: str, dtype: object, section: str, kind: object, stacklevel: int) -> None:
+    """Warn where a model in float16 has no loss scaling, or one in bfloat16 has one that moves its loss scale.
+
+    Args:
+        key (str): the key of the dtype.
+        dtype (object): what the model computes in.
+        section (str): the key of the loss scaling.
+        kind (str, optional): its type; "" for a scale that stays, None where there is none.
+        stacklevel (int): as of ``warnings.warn``.
+    """
+    name, short = str(dtype).lower().rpartition(".")[2], section.rpartition(".")[2]
+    if name in ("float16", "fp16") and kind is None:
+        warnings.warn(
+            f"'{key}' is {dtype}, in which small gradients become 0, but there is no '{section}', so the loss is not "
+            f"scaled. Add a section of type AdaptiveLossScale, or '{short}: 1.0' if that is what you mean.",
+            stacklevel=stacklevel,
+        )
+    if name in ("bfloat16", "bf16") and kind:
+        warnings.warn(
+            f"'{key}' is {dtype}, which has the range of float32 and needs no loss scaling, but '{section}' is of type "
+            f"{kind}. Training goes on with it. Set '{short}: 1.0' to train without, or '{key}' to float16 if that is "
+            "what you mean.",
+            stacklevel=stacklevel,
+        )
 
 
 def _section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

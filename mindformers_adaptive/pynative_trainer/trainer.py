@@ -1,7 +1,9 @@
 """MindFormers' PyNative trainer with loss scaling."""
 
+import functools
 import importlib.metadata
 import math
+import warnings
 
 import numpy as np
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -9,13 +11,15 @@ from mindspore import Tensor, amp, ops
 from mindspore import dtype as mstype
 
 from mindformers_adaptive.amp.scaler import SCALERS, RuleLossScaler
+from mindformers_adaptive.checkpoint.callback import CommonInfoWithLossScale
+from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.pynative_trainer.callbacks import connect, release
 from mindformers_adaptive.pynative_trainer.section import SECTION, check_config, read_config, read_section
-from mindformers_adaptive.pynative_trainer.state import restore, take_down
+from mindformers_adaptive.rules.saved_state import repair_loss_scale
 from mindformers_adaptive.text.install_hint import install_hint
 
-__all__ = ["LossScaledTraining", "make_scaler", "stock_trainer", "trainer_class"]
+__all__ = ["LossScaledTraining", "make_scaler", "restore", "stock_trainer", "trainer_class"]
 
 
 def make_scaler(section):
@@ -70,6 +74,45 @@ def trainer_class():
         ImportError: as of :func:`stock_trainer`.
     """
     return type("Trainer", (LossScaledTraining, stock_trainer().Trainer), {"__doc__": LossScaledTraining.__doc__})
+
+
+def _with_loss_scale(create_common_info, train_step, state):
+    """Return what a ``CheckpointCallback`` saves as ``common.json``, which then saves the state of loss scaling too."""
+    info = CommonInfoWithLossScale(train_step)
+    vars(info).update(vars(create_common_info(state)))
+    return info
+
+
+def restore(scaler, folder):
+    """Go on from the state that a checkpoint has in ``loss_scale.json``, or say that it has none.
+
+    Args:
+        scaler (RuleLossScaler): changed, unless there is nothing to go on from.
+        folder (str): the checkpoint of one step.
+
+    Warns:
+        UserWarning: if there is no such file, or it cannot be used; loss scaling starts afresh then.
+
+    Examples:
+        >>> import tempfile
+        >>> from mindformers_adaptive import AdaptiveLossScaler
+        >>> from mindformers_adaptive.checkpoint.reader import write_sidecar
+        >>> scaler, folder = AdaptiveLossScaler(2.0**16), tempfile.mkdtemp()
+        >>> write_sidecar(folder, 512.0, {**scaler.state(), "cur_iter": 8})
+        >>> restore(scaler, folder)
+        >>> scaler.state()["loss_scale"], scaler.state()["cur_iter"]
+        (512.0, 8)
+    """
+    try:
+        found = read_sidecar(folder)
+        if found is None:
+            raise ValueError(f"{folder} has no {FILE_NAME}: the training that saved it scaled no loss")
+        loss_scale, state = found
+        loss_scale = repair_loss_scale(scaler.rule, loss_scale, "loss_scale")
+        scaler.scale_value.set_data(Tensor(loss_scale, mstype.float32))
+        scaler.update_cell.restore(state)
+    except (TypeError, ValueError) as error:
+        warnings.warn(f"{str(error).rstrip('.')}. Loss scaling starts afresh.", stacklevel=2)
 
 
 class _Step:
@@ -134,10 +177,11 @@ class LossScaledTraining:
     def _create_callback_handler(self, callbacks, config):
         MindFormerRegister.register_cls(LossScaleMonitor, module_type=MindFormerModuleType.CALLBACK)
         handler = super()._create_callback_handler(callbacks, config)
-        handler.callbacks = connect(handler.callbacks, _Step(self.scaler))
+        step = _Step(self.scaler)
+        handler.callbacks = connect(handler.callbacks, step)
         for callback in handler.callbacks:
-            if hasattr(callback, "_create_common_info"):
-                callback._create_common_info = take_down(callback._create_common_info, _Step(self.scaler))
+            if create := getattr(callback, "_create_common_info", None):
+                callback._create_common_info = functools.partial(_with_loss_scale, create, step)
         return handler
 
     def train(self, *args, **kwargs):

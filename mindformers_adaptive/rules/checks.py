@@ -2,12 +2,12 @@
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import SupportsFloat
 
 __all__ = ["LARGEST_FLOAT32", "LARGEST_INT32", "SMALLEST_FLOAT32", "require_flag", "require_integer"]
-__all__ += ["require_number", "require_positive", "to_float32"]
+__all__ += ["require_names", "require_number", "require_positive", "to_float32"]
 
 # Counters are int32 on a device.
 LARGEST_INT32 = 2**31 - 1
@@ -102,6 +102,16 @@ def require_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"'{name}' must be True or False, but got {_with_type(value)}. Give one of the two.")
     return value
+
+
+def require_names(name: str, value: object) -> tuple[str, ...]:
+    """Return an argument that is a list of names, or any other iterable of them, as a tuple, or raise TypeError."""
+    names = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else (None,)
+    if not all(isinstance(one, str) for one in names):
+        raise TypeError(
+            f"'{name}' must be a list of names, but got {_with_type(value)}. Write ['Dense'] for a single one."
+        )
+    return names
 
 
 def _with_type(value: object) -> str:

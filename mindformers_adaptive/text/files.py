@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["NOT_FINITE", "atomic_write", "json_object", "json_text", "make_folder_of"]
+__all__ = ["NOT_FINITE", "atomic_write", "json_object", "json_text", "make_folder_of", "write_json"]
 
 
 @contextmanager
@@ -100,6 +100,12 @@ def json_text(content: Any, indent: int | None = None) -> str:
         -inf
     """
     return json.dumps(_replace_not_finite(content), indent=indent, allow_nan=False)
+
+
+def write_json(path: str | os.PathLike[str], content: Any) -> None:
+    """Write a value to a JSON file by :func:`atomic_write`, as :func:`json_text` returns it."""
+    with atomic_write(path) as file:
+        file.write(json_text(content, indent=2) + "\n")
 
 
 def json_object(line: str) -> dict[str, Any]:

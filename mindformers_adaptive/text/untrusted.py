@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-__all__ = ["parse_yaml", "printable"]
+__all__ = ["parse_yaml", "printable", "read_yaml"]
 
 # A YAML file of a training has some hundred values, at most a dozen levels deep. PyYAML takes minutes for thousands of
 # levels, and aliases of aliases stand for any number of values.
@@ -45,6 +47,22 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
         if values > _MOST_VALUES:
             raise ValueError(f"it stands for more than {_MOST_VALUES:,} values, by aliases such as *name")
     return content
+
+
+def read_yaml(file: str | os.PathLike[str]) -> Any:
+    """Return the value that a file in YAML is.
+
+    Args:
+        file (str): the file.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not in UTF-8, or as of :func:`parse_yaml`.
+    """
+    try:
+        return parse_yaml(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} must be a file in YAML and UTF-8, but: {error}.") from error
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -238,7 +238,7 @@ def watched_step(way):
     """The backward pass of a train step with a cell around each layer that keeps its largest values."""
     network = Layers()
     backward = backward_pass(nn.TrainOneStepWithLossScaleCell(network, momentum(network), update_cell(way)))
-    with GraphWatch(network, named_cells(network)):
+    with GraphWatch(network, named_cells(network)).watching():
         backward.compile(Tensor(START, mindspore.float32), *rows())
 
 

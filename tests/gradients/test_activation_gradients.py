@@ -123,10 +123,11 @@ def test_recomputed_layers_are_measured_once(mode):
     network = Twice()
     plain = select(gradient_ranges(network, Tensor(X), [8], layers=["*"]), "activation_gradients").parameters(8)
     network.pair.recompute()
-    kept = network.pair._recompute_cell
+    kept, attributes = network.pair._recompute_cell, sorted(vars(network.pair))
     again = select(gradient_ranges(network, Tensor(X), [8], layers=["*"]), "activation_gradients").parameters(8)
     assert again == plain
     assert network.pair._recompute_cell is kept is not None
+    assert sorted(vars(network.pair)) == attributes
 
 
 def test_without_layers_there_are_none_and_it_is_said_how_to_measure_them(graph_mode):

@@ -13,11 +13,10 @@ from mindspore import dtype as mstype
 from overflowing import HALF, Frozen, Functional, Masked, Residuals, Shared, Stack, llama, planted, tokens, values
 
 from mindformers_adaptive.gradients.backward import backward_pass, to_numpy, unchanged
-from mindformers_adaptive.overflow.explain import PyNativeError, explain_overflow, watched_passes
+from mindformers_adaptive.overflow.explain import PyNativeError, explain_overflow, in_float32, watched_passes
 from mindformers_adaptive.overflow.explanation import Explanation
 from mindformers_adaptive.overflow.origin import Origin
 from mindformers_adaptive.overflow.readings import read_values
-from mindformers_adaptive.overflow.remedies import in_float32
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

@@ -4,7 +4,7 @@ import pytest
 
 from mindformers_adaptive import AdaptiveLossScaler, GradientGuidedLossScaler
 from mindformers_adaptive.checkpoint.reader import write_sidecar
-from mindformers_adaptive.pynative_trainer.state import restore
+from mindformers_adaptive.pynative_trainer.trainer import restore
 
 
 def test_everything_that_the_scaler_has_comes_back(tmp_path):
