@@ -168,7 +168,8 @@ class AdaptiveRule(Rule):
         self.shrink_from_min_window = require_flag("shrink_from_min_window", shrink_from_min_window)
         self.fixed_state = {"hysteresis_budget": 1} if self.hysteresis == 1 and is_own_step else {}
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
         # Only the update cell of this rule itself takes the initial window.
         cls.start_arguments = ()
 
