@@ -95,7 +95,9 @@ class GraphStep:
         if node.op == "input":
             self._add(f"v{place} = in_{node.extra}")
             if place in self._copies:
-                self._add(f"v{place}_copy = v{place}.copy()")
+                # Before MindSpore 2.8 copy() takes integers through float32.
+                copied = "move(v{0})" if node.dtype == "int32" else "v{0}.copy()"
+                self._add(f"v{place}_copy = {copied.format(place)}")
             return
         if node.op == "constant":
             self._names[f"v{place}"] = Tensor(np.array(constants[place][..., 0]))
@@ -159,6 +161,7 @@ def _names() -> dict[str, Any]:
         "ops": ops,
         "mstype": mstype,
         "reduce_sum": ops.ReduceSum(),
+        "move": ops.Primitive("TensorMove"),
         "argmin": ops.Argmin(axis=0, output_type=mstype.int32),
         "ZERO": Tensor(0.0, mstype.float32),
         "NONE": Tensor(0, mstype.int32),

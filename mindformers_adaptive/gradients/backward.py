@@ -44,7 +44,8 @@ def backward_pass(network):
             f"'network' must return its gradients, but {type(network).__name__} adds them up in Parameters of its own. "
             "Set 'parallel.enable_parallel_optimizer' to True in the YAML file, or measure without pipeline stages."
         )
-    if hasattr(network, "grads_for_legacy"):
+    # The train-step cells of this package have it for MindFormers before 1.7 too, where the stock ones have none.
+    if getattr(network, "stock_grads_for_legacy", getattr(network, "grads_for_legacy", None)) is not None:
         return _OfMindFormers(network)
     if getattr(network, "calculate_per_token_loss", False):
         raise ValueError(
