@@ -7,7 +7,9 @@ asynchronously. What there was after each step goes to rows.json, by the number 
 import json
 import os
 import resource
+import stat
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -34,6 +36,8 @@ def main(legacy, async_save):
 
     def look(run_context):
         step = run_context.original_args().cur_step_num
+        if step == 4:
+            wait_until_saved(step)
         if step in (5, 11):
             limit = 2**17 if step == 5 else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -49,6 +53,19 @@ def main(legacy, async_save):
         warnings.simplefilter("always")
         Model(train_step).train(1, data, callbacks=callbacks, dataset_sink_mode=False)
     Path("rows.json").write_text(json.dumps(rows))
+
+
+def wait_until_saved(step):
+    """Wait for what saves in the background, which has a minute: the next step leaves it no room on the disk."""
+    files = [f"saved/iteration_{step:08d}/a-{kind}-0000000-0000001.safetensors" for kind in ("model", "opt")]
+    legacy, end = f"saved/checkpoint/rank_0/a_rank_0-1_{step}.safetensors", time.monotonic() + 60
+    while not (is_whole(legacy) or all(map(is_whole, files))) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def is_whole(file):
+    # MindSpore makes a file read-only when all of it is there.
+    return os.path.exists(file) and not os.stat(file).st_mode & stat.S_IWUSR
 
 
 if __name__ == "__main__":
