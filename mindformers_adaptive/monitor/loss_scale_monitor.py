@@ -46,7 +46,6 @@ class LossScaleMonitor(RecordingCallback):
     ``skipped_steps``                overflowed steps so far
     ``largest_gradient``             largest absolute gradient of the step, unscaled and before clipping
     ``gradient_format``              the format that a rule takes it to be in; only where the rule needs it
-    ``overflowed_parameters``        only if it can be known: the Parameters whose gradients had an inf or a NaN
     ``dropped_by_norm``              whether MindFormers dropped the step for the size of its gradients, with
                                      ``use_skip_data_by_global_norm``; that is no overflow, and the scale stays
     ``gradient_norm``                norm of all gradients, unscaled and before clipping, as MindFormers' train-step
@@ -54,10 +53,9 @@ class LossScaleMonitor(RecordingCallback):
     ================================ ===========================================================================
 
     A value is null where it is unknown: the window of another update cell, the largest gradient where the cell does not
-    track it, or the loss of a step inside a sink. ``overflowed_parameters`` needs a cell with
-    ``track_per_parameter=True``, and that the host reads the device right after the step; the log names them too. The
-    host reads the device every ``every_n_steps`` steps, or once a sink. If ``history_size`` of the update cell is at
-    least as large, the record has every step; otherwise one line counts those that are missing.
+    track it, or the loss of a step inside a sink. The host reads the device every ``every_n_steps`` steps, or once a
+    sink. If ``history_size`` of the update cell is at least as large, the record has every step; otherwise one line
+    counts those that are missing.
 
     A run that is resumed from a checkpoint continues the file, and steps that it takes again replace the old ones. A
     new run keeps an older file under another name; one that starts while another run writes the file takes a file with
@@ -163,7 +161,7 @@ class LossScaleMonitor(RecordingCallback):
             )
             return
         self._train_step, self._explained = train_step, False
-        self._overflows, self._bad_loss = reports.OverflowNames(), reports.BadLossDetector()
+        self._bad_loss = reports.BadLossDetector()
         self._open(params, train_step)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
         self._called_at = self._last_step
@@ -278,7 +276,7 @@ class LossScaleMonitor(RecordingCallback):
         if not entries:
             return
         fields = (*FIELDS, *self._reader.recorded)
-        kept = (*fields, "gradient_format", "overflowed_parameters")
+        kept = (*fields, "gradient_format")
         self._append([{field: entry[field] for field in kept if field in entry} for entry in entries])
         for entry in entries:
             for field in fields[1:]:
@@ -286,21 +284,11 @@ class LossScaleMonitor(RecordingCallback):
             window = self._report_window(window, entry)
         # After the record, which is then complete for whoever looks for the cause.
         for entry in entries:
-            if (line := self._overflows.check(entry)) and self._writes:
-                logger.info("%s", line)
             if (line := self._bad_loss.check(entry)) and self._writes:
                 logger.warning("%s", line)
             if message := self._collapse.check(entry):
-                message += self._name_overflows(entries[-1])
                 self._explain_once(run_context.original_args(), entry)
                 self._react_to_collapse(message, run_context)
-
-    def _name_overflows(self, last_entry: Mapping[str, Any]) -> str:
-        """What a collapse message says of the Parameters; only of the last step is it known which they are."""
-        if self._reader.names_parameters:
-            sentence = reports.overflowed_in(last_entry)
-            return f" {sentence[0].upper()}{sentence[1:]}" if sentence else ""
-        return f" {reports.HOW_TO_NAME}" if self._reader.measures_gradients else ""
 
     def _read_entries(self, outputs: Any) -> list[dict[str, Any]]:
         """Return the steps since the last look, oldest first, with the losses and norms that the host has seen."""

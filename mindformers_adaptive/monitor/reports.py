@@ -12,14 +12,9 @@ from typing import Any
 
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["HOW_TO_NAME", "BadLossDetector", "CollapseDetector", "OverflowNames", "StopSignals"]
-__all__ += ["none_applied", "overflowed_in", "too_short_for_window"]
+__all__ = ["BadLossDetector", "CollapseDetector", "StopSignals", "none_applied", "too_short_for_window"]
 
 _WHY = "'adaptive-loss-scale why --config FILE'"
-
-HOW_TO_NAME = "To have the Parameters named whose gradients overflow, set track_per_parameter=True in the update cell."
-
-_MOST_NAMES = 3
 
 
 class CollapseDetector:
@@ -120,57 +115,6 @@ def none_applied(steps: int) -> str:
         f"Loss scaling: all {steps} steps of this training overflowed and were skipped. No weight has changed. {_WHY} "
         "names the layer that overflows, and tries what could help."
     )
-
-
-class OverflowNames:
-    """Makes one log line per run of consecutive overflows, at the first step whose Parameters are known.
-
-    Examples:
-        >>> step = {"step": 7, "overflow": True, "loss_scale": 1024.0, "consecutive_overflows": 1}
-        >>> names = OverflowNames()
-        >>> names.check(step | {"overflowed_parameters": ["weight", "bias"]})
-        'Loss scaling: at loss scale 1024.0, step 7 had inf or NaN in the gradients of weight, bias.'
-        >>> names.check(step | {"step": 8, "consecutive_overflows": 2, "overflowed_parameters": ["bias"]})
-    """
-
-    def __init__(self) -> None:
-        self._last_clean_step: int | None = None
-
-    def check(self, entry: Mapping[str, Any]) -> str | None:
-        """Return the line for a step, or None.
-
-        Args:
-            entry (Mapping): a step, with ``step``, ``loss_scale``, ``consecutive_overflows`` and, where they are known,
-                ``overflowed_parameters``.
-        """
-        sentence = overflowed_in(entry)
-        last_clean_step = entry["step"] - entry["consecutive_overflows"]
-        if sentence is None or last_clean_step == self._last_clean_step:
-            return None
-        self._last_clean_step = last_clean_step
-        where = "" if entry["loss_scale"] is None else f"at loss scale {entry['loss_scale']}, "
-        return f"Loss scaling: {where}{sentence}"
-
-
-def overflowed_in(entry: Mapping[str, Any]) -> str | None:
-    """Return a sentence that names the Parameters whose gradients overflowed in a step, or None if nothing is known.
-
-    Args:
-        entry (Mapping): a step, with ``step`` and, where they are known, ``overflowed_parameters``.
-
-    Examples:
-        >>> overflowed_in({"step": 7, "overflowed_parameters": ["a", "b", "c", "d"]})
-        'step 7 had inf or NaN in the gradients of a, b, c and 1 more.'
-        >>> overflowed_in({"step": 7, "overflowed_parameters": []})
-        'step 7 overflowed, but had neither inf nor NaN in the gradients of the Parameters.'
-    """
-    names = entry.get("overflowed_parameters")
-    if names is None:
-        return None
-    if not names:
-        return f"step {entry['step']} overflowed, but had neither inf nor NaN in the gradients of the Parameters."
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"step {entry['step']} had inf or NaN in the gradients of {', '.join(names[:_MOST_NAMES])}{more}."
 
 
 def too_short_for_window(params: Mapping[str, Any], scale_window: int | None, steps_before: int) -> str | None:

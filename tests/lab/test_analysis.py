@@ -470,22 +470,6 @@ def test_the_start_that_is_advised_is_what_the_first_gradients_allow():
     assert "5 steps were skipped before gradients allowed 2^16, from step 6 on." in advice.reason
 
 
-def test_parameters_that_overflowed_are_counted_with_the_most_frequent_first():
-    names = (("wq",), ("wk", "wq"), ())
-    found = analyze(run_of([8, 4, 2, 2], [1, 1, 1, 0], overflowed_parameters=names))
-    assert found.to_dict()["overflowed_parameters"] == {
-        "known_steps": 3,
-        "steps_without": 1,
-        "counts": {"wq": 2, "wk": 1},
-    }
-    assert list(found.to_dict()["overflowed_parameters"]["counts"]) == ["wq", "wk"]
-    json.dumps(found.to_dict(), allow_nan=False)
-    assert "          wq (2), wk (1)\n          in 1 of them none did: something else overflowed" in found.text()
-    many = (tuple(f"layers.{number}" for number in range(15)),)
-    text = analyze(run_of([8, 4], [1, 0], overflowed_parameters=many)).text()
-    assert "layers.9 (1), and 5 more Parameter(s)" in text
-
-
 def short_run(steps, window, first_step=1, scales=None):
     scales = [65536.0] * steps if scales is None else scales
     windows = None if window is None else np.full(steps, float(window))

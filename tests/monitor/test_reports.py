@@ -1,4 +1,4 @@
-"""What the log says of a run: a collapsed scale, Parameters that overflowed, a signal that stops the run."""
+"""What the log says of a run: a collapsed scale, a signal that stops the run."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mindformers_adaptive.monitor.reports import BadLossDetector, CollapseDetector, OverflowNames, StopSignals
+from mindformers_adaptive.monitor.reports import BadLossDetector, CollapseDetector, StopSignals
 
 
 def step(consecutive_overflows, **entry):
@@ -58,15 +58,6 @@ def test_a_step_whose_own_scale_is_unknown_is_told_with_the_next():
     message = CollapseDetector(2).check(step(2, loss_scale=None))
     assert "the last of them at loss scale 4.0." in message
     assert "falls no further" not in message
-
-
-def test_a_row_that_goes_on_after_a_resume_has_its_line_too():
-    step = {"loss_scale": None, "overflowed_parameters": []}
-    names = OverflowNames()
-    line = "Loss scaling: step 7 overflowed, but had neither inf nor NaN in the gradients of the Parameters."
-    assert names.check({**step, "step": 7, "consecutive_overflows": 4}) == line
-    assert names.check({**step, "step": 8, "consecutive_overflows": 5}) is None
-    assert names.check({**step, "step": 10, "consecutive_overflows": 1}) == line.replace("7", "10")
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

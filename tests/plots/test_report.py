@@ -84,7 +84,7 @@ def test_nothing_is_loaded_from_elsewhere(page_of, tmp_path):
 
 def test_what_comes_from_files_is_text(page_of, tmp_path):
     record = [{**line, "loss": EVIL} if line["step"] == 5 else line for line in RECORD]
-    record[7] |= {"overflowed_parameters": [EVIL, "--><b>"], "gradient_format": "float16"}
+    record[7] |= {"note": [EVIL, "--><b>"], "gradient_format": "float16"}
     page = page_of(write(tmp_path / "<script>alert(1)<" / "run", record), write(tmp_path / "b & <i>"))
     assert ("<script" in page, "<i>" in page, "<b>" in page) == (False, False, False)
     assert html.escape(EVIL) in page
