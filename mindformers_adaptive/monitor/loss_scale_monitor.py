@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from mindformers.core.callback import CheckpointMonitor
 from mindformers.tools.logger import logger
 from mindspore.train import ModelCheckpoint
 
 from mindformers_adaptive.monitor import reports
-from mindformers_adaptive.monitor.page_writer import PageWriter
 from mindformers_adaptive.monitor.record import FIELDS
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback, require_choice
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
 from mindformers_adaptive.rules.checks import require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
-
-
-_PAGE = "loss_scale_report.html"
 
 
 class LossScaleMonitor(RecordingCallback):
@@ -60,8 +53,7 @@ class LossScaleMonitor(RecordingCallback):
     A run that is resumed from a checkpoint continues the file, and steps that it takes again replace the old ones. A
     new run keeps an older file under another name; one that starts while another run writes the file takes a file with
     ``_2`` in its name. By the number of the run in the first line each finds its own again. The host reads the device
-    before each checkpoint too, so that none is ahead of the record. When SIGTERM or SIGINT stops the process, a line of
-    the log says at which step, and how to resume.
+    before each checkpoint too, so that none is ahead of the record.
 
     Args:
         record_path (str, optional): the file. Default: None, ``loss_scale_record.jsonl`` in the output folder of
@@ -81,10 +73,6 @@ class LossScaleMonitor(RecordingCallback):
         explain (bool): whether, at the first collapse, the process that writes says which layer overflows, and what of
             what can be changed helps, by passes in PyNative mode on the batch at hand. The log has the text; beside the
             record, ``overflow_explanation.json`` has everything and ``overflow_batch.npz`` the batch. Default: False.
-        report_every_n_steps (int, optional): every how many steps ``loss_scale_report.html``, beside the record, is
-            written anew and whole, and once more at the end, as ``adaptive-loss-scale report`` writes it. A process of
-            its own does it: if it fails, as without matplotlib, a warning says so and training goes on. Default: None,
-            no page.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -123,27 +111,17 @@ class LossScaleMonitor(RecordingCallback):
         on_write_error: str = "warn",
         all_ranks: bool = False,
         explain: bool = False,
-        report_every_n_steps: int | None = None,
     ) -> None:
         super().__init__(record_path, tensorboard_dir, all_ranks, on_write_error)
         self._explain = require_flag("explain", explain)
         self._every_n_steps = require_integer(
             "every_n_steps", every_n_steps, 1, "Give 1 or more; 1 looks at every step.", unit="number of steps"
         )
-        self._report_every = report_every_n_steps
-        if report_every_n_steps is not None:
-            require_integer(
-                "report_every_n_steps", report_every_n_steps, 1, "Leave it out for no page.", unit="number of steps"
-            )
-        self._page: PageWriter | None = None
         self._collapse = reports.CollapseDetector(max_consecutive_overflows)
         self._on_collapse = require_choice("on_collapse", on_collapse, ("warn", "stop", "raise"))
-        self._signals = reports.StopSignals(self._report_signal)
         self._reader: Any = None
         self._train_step: Any = None
         self._savers: list[Any] = []
-        # The key and the folder of the checkpoint that the run was resumed from, where this project's Trainer tells it.
-        self.resumed_from: tuple[str, Any] | None = None
 
     def on_train_begin(self, run_context: Any) -> None:
         """Look up the loss scaling, and the step to go on from.
@@ -174,11 +152,6 @@ class LossScaleMonitor(RecordingCallback):
         window = None if self._reader.measures_gradients else self._reader.window[0]
         if message := reports.too_short_for_window(params, window, self._last_step):
             logger.warning("%s", message)
-        if self._writes:
-            self._signals.install()
-        if self._writes and self._report_every is not None:
-            self._page = PageWriter(self._record.path, self._record.path.with_name(_PAGE))
-            self._page_failed = False
 
     def on_train_step_end(self, run_context: Any) -> None:
         """Record the steps since the last look, if it is the turn of this step.
@@ -193,9 +166,6 @@ class LossScaleMonitor(RecordingCallback):
         # A sink may step over a multiple.
         if self._called_at // self._every_n_steps > called_before // self._every_n_steps:
             self._look(run_context)
-        page, every = self._page, self._report_every
-        if page is not None and every and self._called_at // every > called_before // every:
-            self._warn_of_page(page.write())
 
     def on_train_end(self, run_context: Any) -> None:
         """Record the steps since the last look.
@@ -209,22 +179,13 @@ class LossScaleMonitor(RecordingCallback):
 
     def _release(self) -> None:
         super()._release()
-        page, self._page = self._page, None
-        if page is not None:
-            self._warn_of_page(page.finish())
         self._train_step = None
-        self._signals.restore()
         for saver in self._savers:
             saver.looks_before_saving.remove(self._look_now)
             if not saver.looks_before_saving:
                 # From then on the method of its class is called again.
                 del saver._check_save_ckpt
         self._savers = []
-
-    def _warn_of_page(self, problem: str) -> None:
-        if problem and not self._page_failed:
-            logger.warning("%s could not be written; training goes on: %s", _PAGE, problem)
-        self._page_failed = self._page_failed or bool(problem)
 
     def _note_call(self, run_context: Any) -> None:
         params = run_context.original_args()
@@ -241,34 +202,10 @@ class LossScaleMonitor(RecordingCallback):
             if not looks:
                 saver._check_save_ckpt = functools.partial(_look_if_due, saver._check_save_ckpt, looks)
             looks.append(self._look_now)
-        self._saved_before = [_notes_of(saver) for saver in self._savers]
 
     def _note_and_look(self, run_context: Any) -> None:
         self._note_call(run_context)
         self._look(run_context)
-
-    def _report_signal(self, name: str) -> None:
-        logger.warning("Training was stopped by %s after step %s. %s", name, self._called_at, self._how_to_resume())
-
-    def _how_to_resume(self) -> str:
-        if not self._savers:
-            return "It cannot be resumed, because it saves no checkpoint: add a CheckpointMonitor to the callbacks."
-        for saver, before in zip(self._savers, self._saved_before, strict=True):
-            if _notes_of(saver) == before:
-                continue
-            if not getattr(saver, "use_legacy_format", True):
-                return f"To resume, start it again with 'checkpoint.load_path' set to {saver.directory}."
-            if isinstance(saver, CheckpointMonitor):
-                folder = Path(saver._directory).parent
-                return f"To resume, start it again with 'resume_training' True and 'load_checkpoint' set to {folder}."
-            return f"To resume, load the newest checkpoint in {saver._directory} before you train again."
-        if self.resumed_from is None:
-            return "No checkpoint has been saved yet: there is none to resume from. Start it again as it was started."
-        key, folder = self.resumed_from
-        return (
-            f"No checkpoint has been saved since it was resumed: start it again as it was started, with {key!r} set to "
-            f"{folder}."
-        )
 
     def _look(self, run_context: Any) -> None:
         window = self._reader.window
@@ -349,19 +286,3 @@ def _look_if_due(is_due: Callable[..., bool], looks: Iterable[Callable[[], None]
     for look in looks if due else []:
         look()
     return due
-
-
-def _notes_of(saver: Any) -> dict[str, int]:
-    """Return what changes when a saver has completed a checkpoint: files, and when they were written."""
-    if not getattr(saver, "use_legacy_format", True):
-        notes = [Path(saver.directory, "latest_checkpointed_iteration.txt")]
-    elif isinstance(saver, CheckpointMonitor):
-        notes = [Path(saver._directory, "meta.json")]
-    else:
-        # Beside them MindSpore writes the graph, at the start.
-        notes = [*Path(saver._directory).glob("*.ckpt"), *Path(saver._directory).glob("*.safetensors")]
-    found = {}
-    for note in notes:
-        with contextlib.suppress(OSError):
-            found[note.name] = note.stat().st_mtime_ns
-    return found

@@ -1,18 +1,14 @@
-"""What the log says of a run: overflows, a collapsed scale, a window that is too long, a signal that stops it."""
+"""What the log says of a run: overflows, a collapsed scale, and a window that is too long."""
 
 from __future__ import annotations
 
 import math
-import os
-import signal
-import threading
-from collections.abc import Callable, Mapping
-from types import FrameType
+from collections.abc import Mapping
 from typing import Any
 
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["BadLossDetector", "CollapseDetector", "StopSignals", "none_applied", "too_short_for_window"]
+__all__ = ["BadLossDetector", "CollapseDetector", "none_applied", "too_short_for_window"]
 
 _WHY = "'adaptive-loss-scale why --config FILE'"
 
@@ -139,48 +135,3 @@ def too_short_for_window(params: Mapping[str, Any], scale_window: int | None, st
         "steps without an overflow. It trains on from where it starts, and can only fall. Start at the scale that "
         f"'adaptive-loss-scale find' says, or set 'scale_window' and 'min_scale_window' below {steps}."
     )
-
-
-class StopSignals:
-    """Calls a function when SIGTERM or SIGINT arrives, and then the handler that was there before.
-
-    Python runs handlers between two steps of the interpreter: the report, and the end of the process, wait until the
-    call of MindSpore that is under way returns.
-
-    Args:
-        report (Callable): called with the signal's name.
-    """
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-        self._process = 0
-        self._previous: dict[int, Callable[[int, FrameType | None], object] | int] = {}
-
-    def install(self) -> None:
-        """Install the handlers; outside the main thread this does nothing."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._process = os.getpid()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            previous = signal.getsignal(number)
-            # None is a handler that was not set from Python and could not be restored.
-            if previous not in (None, signal.SIG_IGN, self._handle):
-                self._previous[number] = previous
-                signal.signal(number, self._handle)
-
-    def restore(self) -> None:
-        """Restore the previous handlers, unless others have been installed since."""
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, previous)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A process that was forked to load data is not the run.
-        if os.getpid() == self._process:
-            self._report(signal.Signals(number).name)
-        previous = self._previous[number]
-        if callable(previous):
-            previous(number, frame)
-        else:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
