@@ -98,7 +98,6 @@ _QUICK = (
     "step/910B/guided",
     "mf_step/guided",
     "per_token/guided",
-    "simulated_fp8/adaptive",
     "fixed_scale/adaptive",
     "scaler/guided",
     "watched/stock",
@@ -126,9 +125,6 @@ def _steps():
         "low_rank": {"network": "LowRank"},
         "grouped_rates": {"optimizer": "grouped"},
         "averaging": {"optimizer": "averaging"},
-        "simulated_fp8": {"network": "in FP8"},
-        "simulated_hif8": {"network": "in HiF8"},
-        "simulated_bf16": {"network": "in BF16"},
     }.items():
         yield from _in_each_way(setting, "mf_step", arguments=arguments)
     yield from _in_each_way("fixed_scale", "fixed_scale_step", (STOCK, ADAPTIVE))

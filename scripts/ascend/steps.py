@@ -271,9 +271,6 @@ NETWORKS = {
     "LowRank": LowRank,
     "recomputed": recomputed,
     "SumAndNumber": SumAndNumber,
-    "in FP8": lambda: mindformers_adaptive.simulate_formats(Layers(), "float8_e4m3fn", "float8_e5m2"),
-    "in HiF8": lambda: mindformers_adaptive.simulate_formats(Layers(), "hifloat8", "hifloat8"),
-    "in BF16": lambda: mindformers_adaptive.simulate_formats(Layers(), "bfloat16", "bfloat16"),
     "split": lambda: split(Layers()),
     "split, SumAndNumber": lambda: split(SumAndNumber()),
 }
