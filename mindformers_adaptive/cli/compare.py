@@ -14,7 +14,7 @@ from functools import partial
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, print_sources, read_sources
 from mindformers_adaptive.cli.output import add_output_arguments, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
-from mindformers_adaptive.lab.replay.simulate import compare, replay
+from mindformers_adaptive.lab.replay import compare, replay
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays
 from mindformers_adaptive.rules import RULES

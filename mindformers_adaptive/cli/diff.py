@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
         _run_series(options)
         return
     with contextlib.redirect_stdout(sys.stderr):
-        from mindformers_adaptive.checkpoint.arrays import read_arrays
+        from mindformers_adaptive.mindformers.checkpoint_arrays import read_arrays
 
         (first, step), (reference, reference_step) = read_arrays(options.first), read_arrays(options.reference)
     if options.modules:
@@ -83,7 +83,7 @@ def _run_series(options: argparse.Namespace) -> None:
     if options.worst:
         raise UsageError("argument --worst is for two checkpoints, without --series")
     with contextlib.redirect_stdout(sys.stderr):
-        from mindformers_adaptive.checkpoint.arrays import by_step, read_arrays
+        from mindformers_adaptive.mindformers.checkpoint_arrays import by_step, read_arrays
 
         first, reference = by_step(options.first), by_step(options.reference)
         shared = sorted(first.keys() & reference.keys())

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.checkpoint.report import build_report, report_text, why_no_state
 from mindformers_adaptive.cli.output import add_output_arguments, print_result, read_source, wrong_usage
+from mindformers_adaptive.mindformers.checkpoint_report import build_report, report_text, why_no_state
 from mindformers_adaptive.rules import find_rule
 
 __all__ = ["add_arguments", "run"]

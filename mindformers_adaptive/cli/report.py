@@ -15,7 +15,7 @@ import argparse
 from mindformers_adaptive.cli.output import UsageError, integer, print_text, read_source, require_file
 from mindformers_adaptive.cli.plot import tell_apart
 from mindformers_adaptive.cli.versions import short
-from mindformers_adaptive.report.runs import record_in, write_report
+from mindformers_adaptive.plots.report_runs import record_in, write_report
 
 __all__ = ["add_arguments", "run"]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.replay.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures
-from mindformers_adaptive.lab.replay.simulate import Comparison, Replay, pareto_front
-from mindformers_adaptive.lab.traces.gradients import implied_ceilings
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.gradient_ceilings import implied_ceilings
+from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures
+from mindformers_adaptive.lab.replay import Comparison, Replay, pareto_front
+from mindformers_adaptive.lab.trace import Trace
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.plots.points import one_per_column
@@ -40,7 +40,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     Args:
         trace (Trace): what was replayed.
         replays (Mapping[str, Replay]): by the policies' names, what
-            :func:`mindformers_adaptive.lab.replay.simulate.replay` returned on this trace; at least one.
+            :func:`mindformers_adaptive.lab.replay.replay` returned on this trace; at least one.
 
     Returns:
         Figure of two panels over the same steps, 1200 pixels wide; the title says who skipped the fewest steps and who
@@ -52,7 +52,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
 
     Examples:
         >>> from mindformers_adaptive.lab.policies import make_policy
-        >>> from mindformers_adaptive.lab.replay.simulate import replay
+        >>> from mindformers_adaptive.lab.replay import replay
         >>> trace = Trace.exact("sudden drop", [8.0, 8.0, 2.0, 2.0])
         >>> draw_replays(trace, {"fixed": replay(make_policy("fixed", loss_scale_value=4.0), trace)}).get_suptitle()
         'sudden drop: fixed skipped 2 of 4 steps and lost 1.0 bits of headroom'
@@ -143,7 +143,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     """Draw skipped steps against headroom lost for the policies of a comparison, as means over its traces.
 
     Args:
-        comparison (Comparison): what :func:`mindformers_adaptive.lab.replay.simulate.compare` returned.
+        comparison (Comparison): what :func:`mindformers_adaptive.lab.replay.compare` returned.
 
     Returns:
         Figure, see :func:`draw_pareto_front`.

@@ -13,8 +13,8 @@ import mindformers_adaptive
 import mindformers_adaptive.wrapper
 from mindformers_adaptive.gradients.backward import backward_pass
 from mindformers_adaptive.gradients.layers import named_cells
-from mindformers_adaptive.integration.launcher import launch, load_config
-from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
+from mindformers_adaptive.mindformers.launcher import launch, load_config
+from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
 from mindformers_adaptive.overflow.graph_watch import GraphWatch
 from scripts.ascend import optimizers
 from scripts.ascend.printed_parameters import LEARNING_RATES, forget_printed

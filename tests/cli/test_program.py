@@ -16,8 +16,8 @@ import mindformers_adaptive
 from mindformers_adaptive.cli import versions
 from mindformers_adaptive.cli.program import COMMANDS
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.lab.replay.simulate import replay
-from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
+from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.lab.synthetic import synthetic_traces
 from mindformers_adaptive.text.install_hint import install_hint
 
 LOGS = ROOT / "tests" / "lab" / "samples"

@@ -13,9 +13,9 @@ import pytest
 from every_rule import KINDS, RULES, Owned, is_same
 from mindspore import Tensor, nn
 
-from mindformers_adaptive.checkpoint.callback import restores_sidecar
-from mindformers_adaptive.checkpoint.reader import FILE_NAME, read_sidecar, write_sidecar
-from mindformers_adaptive.checkpoint.report import build_report
+from mindformers_adaptive.mindformers.checkpoint_callback import restores_sidecar
+from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_sidecar, write_sidecar
+from mindformers_adaptive.mindformers.checkpoint_report import build_report
 from mindformers_adaptive.rules.fields import STEP_FIELDS
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 from mindformers_adaptive.text.files import json_text

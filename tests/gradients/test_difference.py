@@ -11,8 +11,8 @@ from drawn import points, title
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.checkpoint.arrays import by_step, save_arrays
 from mindformers_adaptive.gradients.difference import compare_arrays
+from mindformers_adaptive.mindformers.checkpoint_arrays import by_step, save_arrays
 from mindformers_adaptive.plots.differences import draw_differences
 
 REFERENCE = {

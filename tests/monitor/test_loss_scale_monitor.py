@@ -18,9 +18,13 @@ from mindspore.train import Callback, CheckpointConfig, LambdaCallback, Model, M
 from record_checks import missing
 from versions import NEEDS_SECTION
 
-from mindformers_adaptive.checkpoint.callback import CheckpointMonitor, CommonInfoWithLossScale, restores_sidecar
-from mindformers_adaptive.checkpoint.reader import read_sidecar
-from mindformers_adaptive.integration.registration import register
+from mindformers_adaptive.mindformers.checkpoint_callback import (
+    CheckpointMonitor,
+    CommonInfoWithLossScale,
+    restores_sidecar,
+)
+from mindformers_adaptive.mindformers.checkpoint_reader import read_sidecar
+from mindformers_adaptive.mindformers.registration import register
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import FIELDS, read_record

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from drawn import artists, legend, overlap, points, title
 
+from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.lab.replay.simulate import compare, replay
-from mindformers_adaptive.lab.traces.gradients import with_gradients
-from mindformers_adaptive.lab.traces.synthetic import synthetic_trace, synthetic_traces
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.replay import compare, replay
+from mindformers_adaptive.lab.synthetic import synthetic_trace, synthetic_traces
+from mindformers_adaptive.lab.trace import Trace
 from mindformers_adaptive.plots.lab import draw_comparison, draw_pareto_front, draw_replays
 
 NAMES = ("adaptive", "dynamic", "torch")

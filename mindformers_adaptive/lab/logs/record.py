@@ -22,7 +22,7 @@ from mindformers_adaptive.lab.logs.reader import (
     parse_number,
     parse_scale,
 )
-from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.lab.recorded_run import RecordedRun
 from mindformers_adaptive.text.files import json_object
 
 __all__ = ["JsonlReader", "run_of_record"]
