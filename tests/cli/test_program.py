@@ -92,7 +92,7 @@ def test_options_may_have_underscores_or_hyphens(run_program):
             "'adaptive' has no parameter 'windows'",
         ),
         (["tune", "synthetic:spikes", "--policy", "torch"], "of a rule of your own .* but got 'torch'"),
-        (["compare", "synthetic", "--policies", "metaseq:scale_window=0"], "'scale_window' must be at least 1"),
+        (["compare", "synthetic", "--policies", "deepspeed:scale_window=0"], "'scale_window' must be at least 1"),
         (["tune", "synthetic:spikes", "--grid", "hysteresis"], "ARGUMENT=VALUE,VALUE"),
         (["probe", "--config", "nothere.yaml"], "there is no file 'nothere.yaml'"),
         (["find"], "required: --config"),
