@@ -10,24 +10,22 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from mindformers_adaptive.mindformers.keys import PER_TOKEN, SCALE_SENSE, value_at
-from mindformers_adaptive.mindformers.scaling_checks import check_scale_sense, warn_of_scaling
+from mindformers_adaptive.mindformers.scaling_checks import (
+    check_scale_sense,
+    check_stock_arguments,
+    is_former_key,
+    train_step_instead_of,
+    usual_values,
+    warn_of_ignored_key,
+    warn_of_scaling,
+)
 from mindformers_adaptive.rules import find_rule
-from mindformers_adaptive.rules.checks import require_integer, require_number, require_positive
 from mindformers_adaptive.rules.description import arguments_of
 from mindformers_adaptive.rules.rule import Rule
 
 __all__ = ["OWN_AUTO_REGISTER", "check_config"]
 
 _TRAIN_STEP = "runner_wrapper"
-
-# Arguments of MindSpore's own update cells, which do not check them.
-_STOCK_ARGUMENTS: dict[str, Callable[[str, Any], object]] = {
-    "loss_scale_value": require_positive,
-    "scale_factor": lambda name, value: require_number(
-        name, value, "a finite number above 1", lambda number: number > 1, "The usual value is 2."
-    ),
-    "scale_window": lambda name, value: require_integer(name, value, 1, "The usual value is 1000."),
-}
 
 # Keys of the section of a class that are not arguments of the class. The last two MindFormers sets itself.
 _NOT_ARGUMENTS = {"type", "auto_register", "micro_batch_num", "parallel_config"}
@@ -111,8 +109,7 @@ def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str
                 warnings.simplefilter("ignore")
                 cls(**given)
         elif origin in ("mindspore", "mindformers"):
-            for name in _STOCK_ARGUMENTS.keys() & given:
-                _STOCK_ARGUMENTS[name](name, given[name])
+            check_stock_arguments(given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"'{path}': {error}") from error
 
@@ -126,7 +123,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
     if path == _TRAIN_STEP and PER_TOKEN not in names and not may_take_more:
         raise TypeError(
             f"'{path}.type' must be a cell that takes '{PER_TOKEN}', which MindFormers gives to it, but got "
-            f"{section['type']!r}. Use MFTrainOneStepCell, which does the same and clips gradients."
+            f"{section['type']!r}. {train_step_instead_of(section)}"
         )
     if section["type"] == Rule.cell and "rule" in section:
         # The arguments of the rule stand beside those of its cell.
@@ -136,10 +133,14 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
             raise type(error)(f"'{path}': {error}") from error
     own = sorted(names - {"network", "optimizer"})
     for key in map(str, section.keys() - names - _NOT_ARGUMENTS):
-        message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {_nearest(key, own)}"
-        if not may_take_more:
+        nearest = _nearest(key, own)
+        message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {nearest}"
+        if path == _TRAIN_STEP and not may_take_more and (is_former_key(key) or not nearest):
+            # MindFormers' train steps take any keyword, and leave it alone.
+            warn_of_ignored_key(section, key)
+        elif not may_take_more:
             raise TypeError(f"{message}It takes {', '.join(own)}.")
-        if difflib.get_close_matches(key, own, cutoff=0.8):
+        elif nearest:
             warnings.warn(f"{message}It is passed on as it is.", stacklevel=4)
     given = [each for each in _parameters_of(cls) if each.kind is each.POSITIONAL_OR_KEYWORD]
     required = [each.name for each in given if each.default is each.empty]
@@ -148,7 +149,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
     if path == SCALE_SENSE and missing:
         raise TypeError(
             f"'{path}' must have all of {', '.join(required)}, which {cls.__name__} requires, but lacks "
-            f"{', '.join(missing)}. Add {'it' if len(missing) == 1 else 'them'}."
+            f"{', '.join(missing)}. {usual_values(section['type'], missing)}"
         )
     if path != _TRAIN_STEP:
         _check_arguments(cls, section, path)
@@ -173,11 +174,22 @@ def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Ca
         raise TypeError(f"'{path}.type' must be the name of a class, but got {name!r}. Add 'type: ...' to the section.")
     if MindFormerRegister.is_exist(kind, name):
         return MindFormerRegister.get_cls(kind, name)  # type: ignore[no-any-return]
-    nearest = _nearest(name, sorted(MindFormerRegister.registry[kind]))
+    known = sorted(other for other in MindFormerRegister.registry[kind] if _may_stand_at(path, kind, other))
+    nearest = _nearest(name, known)
+    if path == _TRAIN_STEP and not nearest:
+        nearest = f"{train_step_instead_of(section)} "
     raise ValueError(
         f"'{path}.type' must name a registered class, but got {name!r}. {nearest}A class of your own needs "
         "'auto_register' beside it."
     )
+
+
+def _may_stand_at(path: str, kind: str, name: str) -> bool:
+    """Return whether the checks take a class there: a train step in ``runner_wrapper``, an update cell below it."""
+    from mindformers.tools.register import MindFormerRegister
+
+    needed = {_TRAIN_STEP: PER_TOKEN, SCALE_SENSE: "loss_scale_value"}.get(path)
+    return needed is None or needed in _arguments_of(MindFormerRegister.get_cls(kind, name))[0]
 
 
 def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
@@ -198,5 +210,5 @@ def _parameters_of(function: Callable[..., Any]) -> Collection[inspect.Parameter
 
 
 def _nearest(word: str, known: Collection[str]) -> str:
-    candidates = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    candidates = difflib.get_close_matches(word, known, n=3, cutoff=0.8)
     return f"Did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""

@@ -6,11 +6,22 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ACCUMULATION", "PER_TOKEN", "SCALE_SENSE", "given_to_train_step", "model_values", "value_at"]
+__all__ = ["ACCUMULATION", "FORMER_KEYS", "PER_TOKEN", "SCALE_SENSE", "given_to_train_step", "model_values", "value_at"]
 
 SCALE_SENSE = "runner_wrapper.scale_sense"
 PER_TOKEN = "calculate_per_token_loss"
 ACCUMULATION = "runner_config.gradient_accumulation_steps"
+
+# Keys that MindFormers' train steps had, or that its documents show there, and the keys that have the effect today. Its
+# cells take them in silence. Overflows are always looked for.
+FORMER_KEYS = {
+    "clip_norm": "max_grad_norm",
+    "enable_check_overflow": "",
+    "enable_global_norm": "use_clip_grad",
+    "loss_scale_value": "scale_sense",
+    "scale_update_cell": "scale_sense",
+    "sens": "scale_sense",
+}
 
 
 def value_at(config: Any, key: str) -> Any:

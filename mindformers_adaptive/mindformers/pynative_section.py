@@ -10,7 +10,7 @@ from typing import Any
 
 from mindformers_adaptive.rules import RULES, find_rule, make_rule, rule_of_cell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.checks import require_positive
+from mindformers_adaptive.rules.checks import require_positive, warn_of_rounding
 from mindformers_adaptive.rules.description import all_arguments
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.untrusted import read_yaml
@@ -169,8 +169,9 @@ def check_config(config: Mapping[str, Any], section: object) -> None:
         Traceback (most recent call last):
         ValueError: 'parallelism.pipeline_parallel' must be 1 with 'training.loss_scale', but is 2: ...
     """
-    if section is not None:
-        read_section(section)
+    if section is not None and read_section(section)["rule"] is AdaptiveRule:
+        scale = section.get("loss_scale_value") if isinstance(section, Mapping) else section
+        warn_of_rounding(f"{SECTION}.loss_scale_value" if scale is not section else SECTION, scale, stacklevel=2)
     kind = section.get("type") if isinstance(section, Mapping) else None if section is None else ""
     warn_of_dtype("model.compute_dtype", _section_of(config, "model").get("compute_dtype"), SECTION, kind, stacklevel=3)
     if section is None:

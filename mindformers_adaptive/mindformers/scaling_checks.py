@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mindformers_adaptive.mindformers.keys import (
     ACCUMULATION,
+    FORMER_KEYS,
     PER_TOKEN,
     SCALE_SENSE,
     given_to_train_step,
@@ -15,18 +17,23 @@ from mindformers_adaptive.mindformers.keys import (
     value_at,
 )
 from mindformers_adaptive.mindformers.pynative_section import warn_of_dtype
-from mindformers_adaptive.rules import rule_of_cell
-from mindformers_adaptive.rules.checks import require_positive
+from mindformers_adaptive.rules import find_rule, rule_of_cell
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.checks import require_number, require_positive, warn_of_rounding
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.rule import Rule
 
-__all__ = ["FIXED_SCALES", "check_scale_sense", "warn_of_scaling"]
+__all__ = ["FIXED_SCALES", "check_scale_sense", "check_stock_arguments", "is_former_key", "train_step_instead_of"]
+__all__ += ["usual_values", "warn_of_ignored_key", "warn_of_scaling"]
 
 _WEIGHTS_DTYPE = "model.model_config.param_init_type"
 # Update cells that do not move the scale.
 FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")
 # Update cells that move the scale beside those of RULES, and so skip steps and keep a state.
 _MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
+# The usual values of what an update cell cannot be built without; MindSpore's own cell uses the window below.
+_USUAL_VALUES = {"loss_scale_value": 65536, "scale_factor": 2, "scale_window": 20}
+_STOCK_WINDOW = 1000
 # From 2^32, the usual start, a training of mean losses loses about 16 steps. A start above that is worth a word.
 _USUAL_START = 2.0**32
 # Optimizers of MindSpore whose state has the type of the weights; that of MindFormers' AdamW is float32 always.
@@ -50,6 +57,64 @@ def check_scale_sense(scale_sense: Any) -> None:
         raise TypeError(f"'{SCALE_SENSE}' must have a 'type', but {what}. Add 'type: AdaptiveLossScale'.")
 
 
+def check_stock_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError if MindSpore's own update cells, which check nothing, cannot work with a value.
+
+    A factor of 1, with which the scale stays as it is, is in files that MindFormers ships.
+
+    Examples:
+        >>> check_stock_arguments({"loss_scale_value": 4096, "scale_factor": 1, "scale_window": 100000})
+    """
+    if "loss_scale_value" in arguments:
+        require_positive("loss_scale_value", arguments["loss_scale_value"])
+    if "scale_factor" in arguments:
+        remedy = "2 is usual; 1 keeps the loss scale as it is."
+        require_number("scale_factor", arguments["scale_factor"], "a finite number above 0", lambda n: n > 0, remedy)
+    if "scale_window" in arguments:
+        remedy = f"{_STOCK_WINDOW} is usual."
+        require_number("scale_window", arguments["scale_window"], "a finite number of steps", lambda _: True, remedy)
+
+
+def usual_values(cell: str, names: Iterable[str]) -> str:
+    """Return the advice to add missing arguments of an update cell, with the values that are usual.
+
+    Examples:
+        >>> usual_values("AdaptiveLossScale", ["scale_factor", "scale_window"])
+        "Add them; usual are 'scale_factor: 2' and 'scale_window: 20'."
+    """
+    usual = _USUAL_VALUES if rule_of_cell(cell) else _USUAL_VALUES | {"scale_window": _STOCK_WINDOW}
+    known = [f"'{name}: {usual[name]}'" for name in names if name in usual]
+    them = "them" if len(known) > 1 else "it"
+    return f"Add {them}; usual {'are' if len(known) > 1 else 'is'} {' and '.join(known)}." if known else "Add them."
+
+
+def is_former_key(key: str) -> bool:
+    """Return whether MindFormers' train steps took a key formerly, or users write it there by mistake."""
+    return key in FORMER_KEYS
+
+
+def warn_of_ignored_key(section: Mapping[str, Any], key: str) -> None:
+    """Warn of a key that MindFormers' train step ignores, and name the key that has the effect today."""
+    remedy = f"Write {_present_key(key, section[key])} instead." if FORMER_KEYS.get(key) else "Take it out."
+    warnings.warn(f"'runner_wrapper.{key}' has no effect, because {section['type']} ignores it. {remedy}", stacklevel=5)
+
+
+def train_step_instead_of(section: Mapping[str, Any]) -> str:
+    """Return the advice to use MindFormers' train step, with its names for former keys in the section.
+
+    Examples:
+        >>> train_step_instead_of({"type": "TrainOneStepCell", "sens": 1024})
+        "Use MFTrainOneStepCell, which scales the loss and clips gradients, with 'scale_sense: 1024' for 'sens'."
+    """
+    present = [f"{_present_key(key, section[key])} for {key!r}" for key in section if FORMER_KEYS.get(key)]
+    renamed = f", with {' and '.join(present)}" if present else ""
+    return f"Use MFTrainOneStepCell, which scales the loss and clips gradients{renamed}."
+
+
+def _present_key(key: str, value: Any) -> str:
+    return f"'{FORMER_KEYS[key]}: {value}'"
+
+
 def warn_of_scaling(config: Any) -> None:
     """Warn of formats and starts with which a training loses updates or steps.
 
@@ -63,7 +128,19 @@ def warn_of_scaling(config: Any) -> None:
             kind = cell
         dtype = model_values(config).get("compute_dtype")
         warn_of_dtype("model.model_config.compute_dtype", dtype, SCALE_SENSE, kind, stacklevel=5)
+        _warn_of_rounding_start(value_at(config, SCALE_SENSE))
         _warn_of_high_start(config)
+
+
+def _warn_of_rounding_start(scale_sense: Any) -> None:
+    if not isinstance(scale_sense, dict):
+        warn_of_rounding(SCALE_SENSE, scale_sense, stacklevel=6)
+        return
+    kind = scale_sense.get("type")
+    rule = find_rule(scale_sense["rule"]) if kind == Rule.cell else rule_of_cell(kind)
+    # Other rules of this package start at a power of two below, and say so.
+    if rule in (None, AdaptiveRule):
+        warn_of_rounding(f"{SCALE_SENSE}.loss_scale_value", scale_sense.get("loss_scale_value"), stacklevel=6)
 
 
 def _warn_of_lost_updates(config: Any) -> None:

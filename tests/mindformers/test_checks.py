@@ -68,7 +68,7 @@ WRONG_TYPES = [
     ({f"{SCALE_SENSE}.max_scale_window": 1.5}, "'max_scale_window' must be an integer number of steps"),
     ({f"{SCALE_SENSE}.shrink_from_min_window": "yes"}, "'shrink_from_min_window' must be True or False"),
     ({f"{SCALE_SENSE}.history_size": "x"}, "'history_size' must be an integer number of steps"),
-    ({SCALE_SENSE: {**DYNAMIC, "scale_window": "x"}}, "'scale_window' must be an integer, but got 'x'"),
+    ({SCALE_SENSE: {**DYNAMIC, "scale_window": "x"}}, "'scale_window' must be a finite number of steps, but got 'x'"),
     ({EVERY: "x"}, "'callbacks.2': 'every_n_steps' must be an integer number of steps"),
     ({"callbacks.2.max_consecutive_overflows": "None"}, "got .None. of type str. Give 1 or more; null, in Py"),
     ({SCALE_SENSE: {**BY_RULE, "rule": 5}}, f"'{SCALE_SENSE}': 'rule' must be .* but got 5"),
@@ -77,6 +77,8 @@ WRONG_TYPES = [
 ]
 WRONG_VALUES = [
     ({f"{SCALE_SENSE}.type": "AdaptivLossScaleUpdateCell"}, "'Adaptiv.*mean 'AdaptiveLossScaleUpdateCell'"),
+    ({f"{SCALE_SENSE}.type": "TrainOneStepWithLossScaleCel"}, "'TrainOneStepWithLossScaleCel'. A class of your own"),
+    ({TYPE: "TrainOneStepWithLossScaleCel"}, "'TrainOneStepWithLossScaleCel'. Use MFTrainOneStepCell"),
     ({SCALE_SENSE: {1: 2}}, f"'{SCALE_SENSE}' must be a section whose keys are names, but got "),
     ({TYPE: "MFTrainOneStep"}, "'runner_wrapper.type'.*'MFTrainOneStep'.*'MFTrainOneStepC"),
     ({"callbacks.2.type": "LossScaleMonitr"}, "'callbacks.2.type' must name .* Did you mean 'LossScaleMonitor'"),
@@ -94,7 +96,7 @@ WRONG_VALUES = [
     ({SCALE_SENSE: {**GUIDED, "scale_factor": 3}}, "'scale_factor' must be 2"),
     ({SCALE_SENSE: {**GUIDED, "type": RULE, "rule": "guided", "exchange_rate": 0}}, "'exchange_rate' must be"),
     ({SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": -1}}, "'loss_scale_value' must be finite"),
-    ({SCALE_SENSE: {**DYNAMIC, "scale_factor": 0}}, "'scale_factor' must be a finite number above 1"),
+    ({SCALE_SENSE: {**DYNAMIC, "scale_factor": 0}}, "'scale_factor' must be a finite number above 0"),
     ({EVERY: 0}, "'callbacks.2': 'every_n_steps' must be at least 1, but got 0"),
     ({"callbacks.2.on_collapse": "explode"}, "'callbacks.2': 'on_collapse' must be one of"),
     ({"callbacks": [{**RANGES, "loss_scales": [-1]}]}, "'callbacks.0': 'loss_scales' must be finite and above 0"),
@@ -164,6 +166,23 @@ def test_a_high_start_with_a_loss_per_token_is_advised_to_ask_find(accumulated, 
     message = rf"lower by log2\({2**bits}\) = {bits} bits.* from 2\^32 skips about {bits} .*adaptive-loss-scale find"
     with pytest.warns(UserWarning, match=message):
         load(changes)
+
+
+ODD = {"loss_scale_value": 65535}
+
+
+BY_NAME = {"type": RULE, "rule": "adaptive"}
+ODD_STARTS = [65535, {"type": "FixedLossScaleUpdateCell", **ODD}, {**COMPLETE, **ODD}, {**BY_NAME, **ODD}]
+
+
+@pytest.mark.parametrize("scale_sense", ODD_STARTS, ids=str)
+def test_a_start_that_is_no_power_of_two_is_warned_of(scale_sense):
+    message = "scale_sense.* must be a power of two, but got 65535.* near it is 65536"
+    with pytest.warns(UserWarning, match=message) as caught:
+        load({SCALE_SENSE: scale_sense})
+    assert len(caught) == 1
+    # This rule starts at the power of two below, and says so itself.
+    load({SCALE_SENSE: {**GUIDED, **ODD}})
 
 
 def config_of(dtype, scale_sense):
@@ -307,6 +326,7 @@ def trainer(model=None, dataset=None, **arguments):
     [
         ({"scale_sense": "AdaptivLossScaleUpdateCell"}, ValueError, "mean 'AdaptiveLossScaleUpdateCell'"),
         ({"wrapper_type": "MFTrainOneStepCel"}, ValueError, "mean 'MFTrainOneStepCell'"),
+        ({"scale_sense": "DynamicLossScaleUpdateCell", **ODD}, UserWarning, "got 65535.* near it is 65536"),
     ],
 )
 def test_trainer_makes_the_same_checks(arguments, error, message):

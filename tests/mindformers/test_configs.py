@@ -1,18 +1,16 @@
 """Every YAML file under configs/ loads as a user would load it, and names this package's cells with its values."""
 
-import copy
 import inspect
 
 import mindspore
 import pytest
 from conftest import ROOT
-from dense_network import Dense
 from mindformers.core.context.parallel import ParallelOperator
 from mindformers.core.parallel_config import build_parallel_config
 from mindformers.models.llama import LlamaConfig
 from mindformers.tools.check_rules import check_rules
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-from mindformers.wrapper import build_wrapper
+from training_runs import build_train_step
 
 from mindformers_adaptive import wrapper
 from mindformers_adaptive.mindformers.launcher import load_config
@@ -37,25 +35,6 @@ PROMISED = {
 
 def load(file):
     return load_config(FOLDER / file)
-
-
-def build_train_step(config):
-    """The train-step cell of a file, built by MindFormers around a small network."""
-    dense = Dense()
-    # What MindFormers' trainer passes on; `parallel_config` is the one that an ordinary wrapper would not take.
-    default_args = {
-        "network": dense.network,
-        "optimizer": dense.optimizer(),
-        "parallel_config": config.parallel_config,
-        "calculate_per_token_loss": False,
-        "global_norm_spike_threshold": 1.0,
-        "print_separate_loss": True,
-        "use_skip_data_by_global_norm": False,
-        "lr_scheduler": None,
-        "grouped_lr_scheduler": None,
-    }
-    # A copy, because MindFormers puts the cell it builds into the section.
-    return build_wrapper(copy.deepcopy(config.runner_wrapper), default_args=default_args).set_train()
 
 
 def test_all_promised_files_are_there():

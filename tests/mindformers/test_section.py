@@ -132,9 +132,11 @@ def test_what_holds_no_keys_is_refused(config, error):
         ({"model": {"compute_dtype": "fp16"}}, None, "is fp16, .* the loss is not scaled"),
         ({"model": {"compute_dtype": "bfloat16"}}, ADAPTIVE, "is bfloat16, .* needs no loss scaling"),
         ({"model": {"compute_dtype": "bf16"}}, ADAPTIVE, "is bf16, .* needs no loss scaling"),
+        ({}, 65535, "'training.loss_scale' must be a power of two, but got 65535"),
+        ({}, {**ADAPTIVE, "loss_scale_value": 65535}, "'training.loss_scale.loss_scale_value' must be a power of two"),
     ],
 )
-def test_a_format_that_does_not_fit_the_section_is_warned_of(config, section, message):
+def test_a_format_or_start_that_does_not_fit_is_warned_of(config, section, message):
     with pytest.warns(UserWarning, match=message):
         check_config(config, section)
 
