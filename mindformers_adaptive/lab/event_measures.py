@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.events import EventPath, follow_each
 from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures, require_steps
 from mindformers_adaptive.lab.overflow_places import Overflows
-from mindformers_adaptive.lab.trace import Trace, consecutive_runs
+from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 __all__ = ["EventMeasures", "pays_for", "replay_by_events"]

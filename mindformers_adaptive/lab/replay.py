@@ -17,7 +17,7 @@ from mindformers_adaptive.lab.events import EventPath, clean_steps_counted, foll
 from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, Measures, Tally, measure, overflows, rows_of
 from mindformers_adaptive.lab.overflow_places import Overflows
 from mindformers_adaptive.lab.policies import Policy
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.table import as_power_of_two, text_table

@@ -18,7 +18,7 @@ from mindformers_adaptive.lab.overflow_places import Overflows
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
 from mindformers_adaptive.lab.presets import PRESETS
 from mindformers_adaptive.lab.replay import replay, sweep
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 CEILINGS = st.one_of(

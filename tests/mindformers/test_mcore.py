@@ -14,7 +14,7 @@ from mindformers_adaptive import simulate_formats
 from mindformers_adaptive.amp.simulated_formats import simulated_products
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
