@@ -48,7 +48,8 @@ setup(
     package_data={"": ["*.pyi"], "mindformers_adaptive": ["py.typed", "plots/page.html"]},
     # Neither MindSpore nor MindFormers: the lab and most of the program need none of them.
     # Before filelock 3.30 a forked process that ends would let the lock of its parent go.
-    install_requires=["numpy>=1.21", "pyyaml>=6", "filelock>=3.30", "tqdm>=4.60"],
+    # msgspec reads a record of a month of steps in seconds, and its schema is the one definition of a record line.
+    install_requires=["numpy>=1.21", "pyyaml>=6", "filelock>=3.30", "tqdm>=4.60", "msgspec>=0.18"],
     entry_points={"console_scripts": ["adaptive-loss-scale=mindformers_adaptive.__main__:main"]},
     extras_require={
         **EXTRAS,

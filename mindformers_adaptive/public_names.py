@@ -46,8 +46,8 @@ PUBLIC: dict[str, dict[str, str]] = {
     "Monitors and records": {
         "LossScaleMonitor": "monitor.loss_scale_monitor",
         "GradientRangeMonitor": "monitor.gradient_range_monitor",
-        "monitor.RunRecord": "monitor.record",
-        "monitor.read_record": "monitor.record",
+        "monitor.RunRecord": "record.writer",
+        "monitor.read_record": "record.writer",
     },
     "Gradients": {
         "explain_overflow": "overflow.explain",
@@ -79,10 +79,10 @@ PUBLIC: dict[str, dict[str, str]] = {
         "lab.replay.replay": "lab.replay",
         "lab.tune": "lab.tuning",
         "lab.from_gradient_ranges": "lab.gradient_ceilings",
-        "lab.RecordedRun": "lab.recorded_run",
+        "lab.RecordedRun": "record.run",
         "lab.synthetic_trace": "lab.synthetic",
         "lab.synthetic_traces": "lab.synthetic",
-        "lab.Trace": "lab.trace",
+        "lab.Trace": "record.trace",
     },
 }
 

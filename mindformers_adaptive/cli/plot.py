@@ -25,12 +25,12 @@ from mindformers_adaptive.cli.output import UsageError, print_text, read_picture
 from mindformers_adaptive.gradients.selection import KINDS
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.logs.record import JsonlReader, run_of_record
-from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records, is_gradient_record
 from mindformers_adaptive.plots.gradients import AXES, draw_sweeps, draw_underflow
 from mindformers_adaptive.plots.report_runs import GRADIENTS, gradients_beside
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.files import json_object
 
 if TYPE_CHECKING:

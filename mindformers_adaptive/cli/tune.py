@@ -22,8 +22,8 @@ from mindformers_adaptive.cli.output import (
 )
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.measures import DEFAULT_EXCHANGE_RATE
-from mindformers_adaptive.lab.recorded_run import ASSUMPTIONS
 from mindformers_adaptive.lab.tuning import tune
+from mindformers_adaptive.record.run import ASSUMPTIONS
 from mindformers_adaptive.rules import RULES, find_rule
 from mindformers_adaptive.rules.description import all_arguments
 

@@ -27,12 +27,12 @@ from mindformers_adaptive.lab.measures import (
     measure,
 )
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.lab.recorded_run import RecordedRun, forward_fill
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.scale_path import Change
-from mindformers_adaptive.lab.trace import Trace, consecutive_runs
 from mindformers_adaptive.lab.tuning import Tuning, tune
 from mindformers_adaptive.lab.unused_headroom import shown_by_gradients, shown_in_words
+from mindformers_adaptive.record.run import RecordedRun, forward_fill
+from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
 from mindformers_adaptive.text.table import as_power_of_two

@@ -17,12 +17,12 @@ from mindformers_adaptive.lab.analysis_text import analysis_text
 from mindformers_adaptive.lab.configuration import Configuration
 from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, measure, require_steps
 from mindformers_adaptive.lab.policies import Policy, make_policy
-from mindformers_adaptive.lab.recorded_run import RecordedRun, forward_fill
 from mindformers_adaptive.lab.replay import compare
 from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
-from mindformers_adaptive.lab.trace import Trace, consecutive_runs
 from mindformers_adaptive.lab.tuning import Tuning
 from mindformers_adaptive.lab.unused_headroom import shown_by_gradients
+from mindformers_adaptive.record.run import RecordedRun, forward_fill
+from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.text.table import as_power_of_two
 

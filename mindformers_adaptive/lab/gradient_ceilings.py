@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.trace import Trace
-from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, require_integer
+from mindformers_adaptive.record.trace import Trace
+from mindformers_adaptive.rules.checks import require_integer
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 from mindformers_adaptive.text.untrusted import printable
 
-__all__ = ["INDEPENDENT_CEILINGS", "MOST_STEPS", "checked_steps", "from_gradient_ranges", "implied_ceilings"]
+__all__ = ["INDEPENDENT_CEILINGS", "MOST_STEPS", "checked_steps", "from_gradient_ranges"]
 __all__ += ["independent_ceiling", "random_of", "with_gradients"]
 
 # (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
@@ -33,23 +32,6 @@ _PLAIN_INTEGER = "Write it without quotes and without a decimal point."
 
 # How far the ceilings of independent_ceiling() move from step to step, in bits: below 0.1 as measured.
 _OWN_SPREAD = 0.05
-
-
-def implied_ceilings(largest_gradient: ArrayLike, gradient_format: Format = FLOAT16) -> NDArray[np.float64]:
-    """Return the ceilings that largest gradients imply: largest / largest_gradient, and nan where one shows nothing.
-
-    Args:
-        largest_gradient (ArrayLike): absolute values, unscaled, of any shape. 0, what is not a normal float32 number,
-            and nan show nothing.
-        gradient_format (Format): the format whose largest number that is. Default: float16.
-
-    Examples:
-        >>> implied_ceilings([1.0, 65504.0, 0.0, float("inf")]).tolist()
-        [65504.0, 1.0, nan, nan]
-    """
-    gradients = np.asarray(largest_gradient, np.float64)
-    shows = (gradients >= SMALLEST_FLOAT32) & (gradients <= LARGEST_FLOAT32)
-    return gradient_format.largest / np.where(shows, gradients, np.nan)
 
 
 def with_gradients(

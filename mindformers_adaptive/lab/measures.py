@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.trace import Trace, consecutive_runs
+from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 
 __all__ = ["DEFAULT_EXCHANGE_RATE", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "MeasureAccumulator", "Measures"]

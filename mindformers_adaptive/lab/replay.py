@@ -24,7 +24,7 @@ from mindformers_adaptive.lab.measures import (
     rows_of,
 )
 from mindformers_adaptive.lab.policies import Policy
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.text.table import as_power_of_two, text_table

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.recorded_run import RecordedRun
-from mindformers_adaptive.lab.trace import consecutive_runs
+from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.trace import consecutive_runs
 from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["Change", "Phase", "as_range", "changes_of", "path_line", "path_lines", "phases", "ranges"]

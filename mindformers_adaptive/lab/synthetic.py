@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.gradient_ceilings import checked_steps, random_of, with_gradients
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.record.trace import Trace
 
 __all__ = ["KINDS", "REGIMES", "regime_levels", "synthetic_trace", "synthetic_traces"]
 

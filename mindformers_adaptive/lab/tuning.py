@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
 from mindformers_adaptive.lab.measures import DEFAULT_EXCHANGE_RATE, cost
 from mindformers_adaptive.lab.replay import SweepResult, pareto_front, sweep
-from mindformers_adaptive.lab.trace import Trace, just_below
+from mindformers_adaptive.record.trace import Trace, just_below
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.checks import require_number
 from mindformers_adaptive.text.table import text_table

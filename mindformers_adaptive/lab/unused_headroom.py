@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_adaptive.lab.gradient_ceilings import implied_ceilings
-from mindformers_adaptive.lab.recorded_run import RecordedRun
+from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.trace import implied_ceilings
 from mindformers_adaptive.text.table import as_power_of_two
 
 __all__ = ["shown_by_gradients", "shown_in_words"]

@@ -11,9 +11,9 @@ from mindformers.tools.logger import logger
 from mindspore.train import ModelCheckpoint
 
 from mindformers_adaptive.monitor import reports
-from mindformers_adaptive.monitor.record import FIELDS
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback, require_choice
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
+from mindformers_adaptive.record.step import FIELDS, RARE_FIELDS
 from mindformers_adaptive.rules.checks import require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
@@ -24,7 +24,7 @@ class LossScaleMonitor(RecordingCallback):
 
     It works with ``mindspore.train.Model`` and, after ``register()``, as ``type: LossScaleMonitor`` in the
     ``callbacks`` of a MindFormers YAML file, with any train-step cell that scales its loss. The record is a file of
-    JSON lines, one a step, see :class:`mindformers_adaptive.monitor.record.RunRecord`:
+    JSON lines, one a step, see :class:`mindformers_adaptive.record.writer.RunRecord`:
 
     ================================ ===========================================================================
     key                              value
@@ -84,7 +84,7 @@ class LossScaleMonitor(RecordingCallback):
         >>> import pathlib, tempfile
         >>> import numpy as np
         >>> from mindspore import dataset, nn, train
-        >>> from mindformers_adaptive.monitor.record import read_record
+        >>> from mindformers_adaptive.record.writer import read_record
         >>> from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, TrainOneStepWithLossScaleCell
         >>> net = nn.Dense(3, 2)
         >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
@@ -213,7 +213,7 @@ class LossScaleMonitor(RecordingCallback):
         if not entries:
             return
         fields = (*FIELDS, *self._reader.recorded)
-        kept = (*fields, "gradient_format")
+        kept = (*fields, *RARE_FIELDS)
         self._append([{field: entry[field] for field in kept if field in entry} for entry in entries])
         for entry in entries:
             for field in fields[1:]:

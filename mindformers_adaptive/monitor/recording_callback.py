@@ -16,8 +16,8 @@ from mindformers.utils.tensorboard import get_tensorboard_writer
 from mindspore.train import Callback
 from tensorboardX import SummaryWriter
 
-from mindformers_adaptive.monitor.record import RunRecord, new_run
 from mindformers_adaptive.monitor.step_reader import last_step_before
+from mindformers_adaptive.record.writer import RunRecord, new_run
 from mindformers_adaptive.rules.checks import require_flag
 
 __all__ = ["RecordingCallback", "require_choice"]

@@ -101,7 +101,7 @@ def draw_gradient_records(
 
     Args:
         records (Mapping[str, Sequence[Mapping]]): by the runs' names the lines of ``GradientRangeMonitor``'s record, as
-            :func:`mindformers_adaptive.monitor.record.read_record` returns them; at least one.
+            :func:`mindformers_adaptive.record.writer.read_record` returns them; at least one.
         group (Callable): from a Parameter's name to its group, or None for its first component. Default:
             :func:`mindformers_adaptive.gradients.groups.parameter_group`.
         kind (str), modules (Sequence[str]), axis (str): as in
@@ -210,7 +210,7 @@ def series_of_gradients(
     """Return the series of a record of gradients.
 
     Args:
-        record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.monitor.record.read_record` returns them.
+        record (Sequence[Mapping]): the lines, as :func:`mindformers_adaptive.record.writer.read_record` returns them.
         group (Callable): from a Parameter's name to its group, or None.
         kind (str), modules (Sequence[str]), axis (str): as in
             :func:`~mindformers_adaptive.plots.gradients.draw_sweeps`; on a linear axis bands and largest are values.

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mindformers_adaptive.lab.gradient_ceilings import implied_ceilings
 from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from mindformers_adaptive.lab.replay import Comparison, Replay, pareto_front
-from mindformers_adaptive.lab.trace import Trace
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.plots.points import one_per_column
+from mindformers_adaptive.record.trace import Trace, implied_ceilings
 
 __all__ = ["draw_comparison", "draw_pareto_front", "draw_replays"]
 

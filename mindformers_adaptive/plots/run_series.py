@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.gradient_ceilings import implied_ceilings
 from mindformers_adaptive.lab.logs.record import run_of_record
-from mindformers_adaptive.lab.recorded_run import RecordedRun
 from mindformers_adaptive.plots.canvas import Floats, count, power_of_two
+from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.trace import implied_ceilings
 
 __all__ = ["RunSeries", "series_of"]
 
@@ -133,7 +133,7 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
 
     Args:
         run (RecordedRun or Sequence[Mapping]): the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it, or
-            the lines that :func:`mindformers_adaptive.monitor.record.read_record` returns.
+            the lines that :func:`mindformers_adaptive.record.writer.read_record` returns.
 
     Raises:
         TypeError: if a line is not a mapping, or a value is neither a number nor None.

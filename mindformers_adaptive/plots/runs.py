@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindformers_adaptive.lab.recorded_run import RecordedRun
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.plots.gradient_records import GradientSeries, series_of_gradients
 from mindformers_adaptive.plots.points import gather, one_per_column, thinned
 from mindformers_adaptive.plots.run_series import RunSeries, series_of
+from mindformers_adaptive.record.run import RecordedRun
 
 __all__ = ["draw_runs"]
 
@@ -61,7 +61,7 @@ def draw_runs(
     Where the record of just one run has largest gradients, the loss scales above the ceiling that they show are shaded.
 
     Args:
-        runs (Mapping): by name the record of each run, as :func:`mindformers_adaptive.monitor.record.read_record`
+        runs (Mapping): by name the record of each run, as :func:`mindformers_adaptive.record.writer.read_record`
             returns it, or the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it; at least one. A single
             run may have the name "", which leaves it out of the title.
         gradients (Mapping, optional): by name of the run the record of its gradients, where there is one. Default:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindformers_adaptive.monitor.record import FIELDS
+from mindformers_adaptive.record.step import FIELDS
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.lanes import Lanes
 from scripts.studies.reporting import ROOT, add_json_option, positive, table, versions, write_json
@@ -26,7 +26,7 @@ PROGRAM = "import sys; from mindformers_adaptive.cli.program import main; sys.ar
 READ = "import json, sys\nwith open(sys.argv[1]) as file:\n    for line in file:\n        json.loads(line)"
 RESUME = """
 import sys
-from mindformers_adaptive.monitor.record import RunRecord
+from mindformers_adaptive.record.writer import RunRecord
 record = RunRecord(sys.argv[1])
 record.resume(int(sys.argv[2]) - 10, 7)
 record.close()

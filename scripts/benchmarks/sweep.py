@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.configuration import grid
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.replay import replay, sweep
 from mindformers_adaptive.lab.synthetic import synthetic_traces
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.record.trace import Trace
 from scripts.benchmarks.paired_timing import compare, ratio, with_error
 
 # Configurations, steps that both take, and steps of the sweep alone.

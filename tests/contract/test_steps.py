@@ -115,7 +115,7 @@ def test_scaler_equals_the_rule(kind, mode):
 
 def test_manager_follows_the_model_and_the_record_tells_its_steps(graph_mode, scaling_on_cpu, kind, tmp_path):
     from mindformers_adaptive import LossScaleMonitor
-    from mindformers_adaptive.monitor.record import read_record
+    from mindformers_adaptive.record.writer import read_record
 
     manager, dense, record = kind.manager(), Dense(), tmp_path / "record.jsonl"
     states, expected = [kind.start()], []

@@ -20,7 +20,7 @@ from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
 from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN as MARGIN
 from mindformers_adaptive.gradients.recommendation import EVERY_POWER, recommend_loss_scale
 from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges, ScaleRanges
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.record.writer import read_record
 
 # Compiled, 33 passes take a moment.
 pytestmark = pytest.mark.usefixtures("graph_mode")

@@ -1,6 +1,6 @@
 """A check of the record of a run: that it is what the rule does with the overflows that happened."""
 
-from mindformers_adaptive.monitor.record import FIELDS
+from mindformers_adaptive.record.step import FIELDS
 
 __all__ = ["assert_follows", "missing"]
 

@@ -22,7 +22,7 @@ from mindformers.wrapper import build_wrapper
 from versions import BEFORE_1_7
 
 from mindformers_adaptive.mindformers.checkpoint_reader import read_sidecar
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 from mindformers_adaptive.rules.state_dict import RUN
 

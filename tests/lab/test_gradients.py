@@ -13,7 +13,7 @@ from mindformers_adaptive.lab.gradient_ceilings import (
     with_gradients,
 )
 from mindformers_adaptive.lab.synthetic import synthetic_trace, synthetic_traces
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.record.trace import Trace
 
 
 def shown_beyond(trace):

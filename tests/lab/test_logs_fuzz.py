@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_logs_reading import DEEPSPEED, MEGATRON, MINDFORMERS
 
 from mindformers_adaptive.lab.logs import FORMATS, read_log
-from mindformers_adaptive.lab.recorded_run import ASSUMPTIONS
+from mindformers_adaptive.record.run import ASSUMPTIONS
 
 RECORD = [
     json.dumps({"step": step, "overflow": step % 3 == 0, "loss_scale": 8.0, "next_loss_scale": 4.0, "loss": 1.5})

@@ -14,7 +14,8 @@ from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.logs import record as record_module
 from mindformers_adaptive.lab.logs.record import JsonlReader
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.monitor.record import FIELDS, RunRecord
+from mindformers_adaptive.record.step import FIELDS
+from mindformers_adaptive.record.writer import RunRecord
 from mindformers_adaptive.text.files import json_text
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindformers_adaptive.lab.measures import MeasureAccumulator, cost, entry_skips, measure, overflows, recovery_steps
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.record.trace import Trace
 
 INF = math.inf
 

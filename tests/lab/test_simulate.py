@@ -13,7 +13,7 @@ from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import compare, pareto_front, replay
 from mindformers_adaptive.lab.synthetic import synthetic_trace
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.record.trace import Trace
 
 SMALL = {"loss_scale_value": 16.0, "max_scale_window": 3, "min_scale_window": 2}
 

@@ -10,7 +10,7 @@ from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.logs.intervals import intervals_of
 from mindformers_adaptive.lab.logs.reader import LogEntry
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.lab.recorded_run import RecordedRun
+from mindformers_adaptive.record.run import RecordedRun
 
 # What each rule calls the scale that it starts from.
 START = {"dynamic": "init_loss_scale", "megatron": "initial_scale", "torch": "init_scale"}

@@ -15,7 +15,7 @@ from mindformers_adaptive.lab.gradient_ceilings import INDEPENDENT_CEILINGS, ind
 from mindformers_adaptive.lab.measures import measure, overflows
 from mindformers_adaptive.lab.replay import replay_side_by_side, sweep
 from mindformers_adaptive.lab.synthetic import synthetic_traces
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.ladder import window_ladder
 
 # Sums in another order: their last digits may differ.

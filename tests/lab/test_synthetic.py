@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mindformers_adaptive.lab.synthetic import REGIMES, regime_levels, synthetic_trace, synthetic_traces
-from mindformers_adaptive.lab.trace import consecutive_runs
+from mindformers_adaptive.record.trace import consecutive_runs
 
 STEPS = 20_000
 TRACES = {name: np.log2(trace.ceiling) for name, trace in synthetic_traces(STEPS, seed=3).items()}

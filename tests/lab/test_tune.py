@@ -15,8 +15,8 @@ from mindformers_adaptive.lab.measures import cost
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay
 from mindformers_adaptive.lab.synthetic import synthetic_trace
-from mindformers_adaptive.lab.trace import Trace
 from mindformers_adaptive.lab.tuning import tune
+from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
 
 CALM = Trace.exact("calm", [2.0**16] * 2000)

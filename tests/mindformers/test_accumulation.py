@@ -17,7 +17,7 @@ from mindformers_adaptive.mindformers.trainer import (
     take_accumulation_steps,
 )
 from mindformers_adaptive.mindformers.training_probe import build_training
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from scripts.examples.tiny_llama import build_dataset, build_model
 

@@ -14,7 +14,7 @@ from training_runs import SMALL_MODEL
 from versions import BEFORE_1_7
 
 from mindformers_adaptive.mindformers.launcher import launch, load_config
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 STEPS, START = 30, 2.0**22

@@ -18,7 +18,7 @@ from mindformers_adaptive.cli.program import main
 from mindformers_adaptive.mindformers import launcher
 from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.mindformers.launcher import load_config
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 

@@ -11,7 +11,8 @@ from conftest import ROOT
 from record_checks import assert_follows
 from training_runs import LegacyFormat, TrainingRun
 
-from mindformers_adaptive.monitor.record import FIELDS, read_record
+from mindformers_adaptive.record.step import FIELDS
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.state_dict import RUN
 

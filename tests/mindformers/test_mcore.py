@@ -12,7 +12,7 @@ from record_checks import assert_follows
 
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,

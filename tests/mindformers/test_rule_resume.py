@@ -22,7 +22,7 @@ from training_runs import (
 from versions import NEEDS_SECTION
 
 from mindformers_adaptive.cli import program
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.saved_state import all_fields

@@ -16,7 +16,8 @@ from training_runs import training_arguments
 
 from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.mindformers.trainer import Trainer
-from mindformers_adaptive.monitor.record import FIELDS, read_record
+from mindformers_adaptive.record.step import FIELDS
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell

@@ -17,7 +17,7 @@ from launched import with_this_python
 from versions import BEFORE_2
 
 from mindformers_adaptive.mindformers.checkpoint_reader import newest_state
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.record.writer import read_record
 
 if BEFORE_2:
     pytest.skip("this version of MindFormers has another PyNative trainer", allow_module_level=True)

@@ -20,7 +20,7 @@ from versions import NEEDS_SECTION
 from mindformers_adaptive import AdaptiveLossScaleManager
 from mindformers_adaptive.mindformers.checkpoint_callback import restores_sidecar
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
 
 # What a gradient-guided cell warns of when it goes on from the form of its state that these files have.

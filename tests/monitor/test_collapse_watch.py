@@ -10,8 +10,8 @@ from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, 
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
-from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.record.writer import read_record
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
 

@@ -10,7 +10,8 @@ from record_checks import assert_follows
 from test_loss_scale_monitor import train
 
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-from mindformers_adaptive.monitor.record import FIELDS, read_record
+from mindformers_adaptive.record.step import FIELDS
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.wrapper import GradientGuidedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 

@@ -26,8 +26,9 @@ from mindformers_adaptive.mindformers.checkpoint_reader import read_sidecar
 from mindformers_adaptive.mindformers.registration import register
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-from mindformers_adaptive.monitor.record import FIELDS, read_record
 from mindformers_adaptive.monitor.step_reader import StepReader
+from mindformers_adaptive.record.step import FIELDS
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.wrapper import (
     AdaptiveLossScaleUpdateCell,
@@ -244,8 +245,8 @@ def test_each_of_two_runs_in_a_folder_goes_on_in_its_own_record(path, tmp_path, 
     train(resumed, callbacks(), OVERFLOWS[14:20])
     assert [file.read_text() for file in (path, ranges)] == of_first
     assert without_loss(read_record(path)) == replay(OVERFLOWS[:24])
-    assert without_loss(read_record(path.with_name("record_2.jsonl"))) == replay(OVERFLOWS[:20])
-    steps = [[line["step"] for line in read_record(file)] for file in (ranges, path.with_name("ranges_2.jsonl"))]
+    assert without_loss(read_record(beside(path))) == replay(OVERFLOWS[:20])
+    steps = [[line["step"] for line in read_record(file)] for file in (ranges, beside(ranges))]
     assert steps == [[*range(1, 25)], [*range(1, 21)]]
     assert len(list(tmp_path.glob("*.jsonl*"))) == 4
 
@@ -259,7 +260,13 @@ def test_a_run_goes_on_in_a_record_that_a_later_run_has_put_aside(path, tmp_path
     restore(resumed, tmp_path, "ckpt")
     train(resumed, [LossScaleMonitor(path)], OVERFLOWS[6:8])
     assert without_loss(read_record(path)) == replay(OVERFLOWS[:10])
-    assert without_loss(read_record(path.with_name("record.jsonl.1"))) == replay(OVERFLOWS[:8])
+    assert without_loss(read_record(beside(path))) == replay(OVERFLOWS[:8])
+
+
+def beside(path):
+    """The one file beside a record that is named after it and a run."""
+    [file] = path.parent.glob(f"{path.stem}_*{path.suffix}")
+    return file
 
 
 def save(network, folder, form):
@@ -434,7 +441,7 @@ def test_a_training_that_fails_lets_its_record_go(path):
     with pytest.raises(RuntimeError, match="collapsed"):
         train(build_again(), [monitor], [True] * 3)
     train(build_again(), [LossScaleMonitor(path)], [False])
-    assert sorted(file.name for file in path.parent.iterdir()) == ["record.jsonl", "record.jsonl.1"]
+    assert sorted(path.parent.iterdir()) == sorted([path, beside(path)])
 
 
 def test_skipped_steps_do_not_fall_when_another_cell_goes_on(path, tmp_path):
@@ -564,7 +571,7 @@ def test_two_monitors_with_one_path_write_a_file_each_also_after_a_resume(path, 
     network = build_again()
     for last, flags in ((0, OVERFLOWS[:5]), (5, OVERFLOWS[5:8])):
         train(network, [LossScaleMonitor(path), LossScaleMonitor(path)], flags)
-        for file in (path, path.with_name("record_2.jsonl")):
+        for file in (path, beside(path)):
             assert without_loss(read_record(file)) == replay(OVERFLOWS[: last + len(flags)])
     assert len(list(tmp_path.iterdir())) == 2
     told = {message for message in messages() if "is being written" in message}

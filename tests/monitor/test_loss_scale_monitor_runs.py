@@ -10,7 +10,8 @@ from record_checks import assert_follows
 from training_runs import CheckpointSection, LegacyFormat, TrainingRun
 from versions import BEFORE_1_7, NEEDS_SECTION
 
-from mindformers_adaptive.monitor.record import FIELDS, read_record
+from mindformers_adaptive.record.step import FIELDS
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from record_checks import missing
 from test_loss_scale_monitor import OVERFLOWS, Losses, build_again, replay, train, without_loss
 
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-from mindformers_adaptive.monitor.record import RunRecord, read_record
+from mindformers_adaptive.record.writer import RunRecord, read_record
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 

@@ -11,8 +11,8 @@ from mindformers_adaptive.lab.gradient_ceilings import with_gradients
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import compare, replay
 from mindformers_adaptive.lab.synthetic import synthetic_trace, synthetic_traces
-from mindformers_adaptive.lab.trace import Trace
 from mindformers_adaptive.plots.lab import draw_comparison, draw_pareto_front, draw_replays
+from mindformers_adaptive.record.trace import Trace
 
 NAMES = ("adaptive", "dynamic", "torch")
 

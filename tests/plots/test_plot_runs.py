@@ -12,9 +12,9 @@ from records import gradient_line, record_of, run_of
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.synthetic import synthetic_trace
-from mindformers_adaptive.monitor.record import RunRecord, read_record
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.record.writer import RunRecord, read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 
 NAN = math.nan

@@ -11,7 +11,7 @@ from pages import figure
 from record_checks import assert_follows
 
 from mindformers_adaptive.lab.logs import read_log
-from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from scripts.demo import demo
 

@@ -14,7 +14,7 @@ from mindformers_adaptive.lab.logs.columns import LogColumns
 from mindformers_adaptive.lab.logs.intervals import Interval, bounds_by_rule, infer_scale_factor, intervals_of
 from mindformers_adaptive.lab.logs.reader import LogEntry
 from mindformers_adaptive.lab.policies import Policy
-from mindformers_adaptive.lab.recorded_run import RecordedRun
+from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
 
 __all__ = ["run_of_entries"]

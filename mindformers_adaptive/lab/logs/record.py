@@ -22,7 +22,7 @@ from mindformers_adaptive.lab.logs.reader import (
     parse_number,
     parse_scale,
 )
-from mindformers_adaptive.lab.recorded_run import RecordedRun
+from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.text.files import json_object
 
 __all__ = ["JsonlReader", "run_of_record"]
@@ -273,7 +273,7 @@ def run_of_record(lines: Sequence[Mapping[str, Any]]) -> RecordedRun:
     """Return the run that the lines of a record tell of.
 
     Args:
-        lines (Sequence[Mapping]): as :func:`mindformers_adaptive.monitor.record.read_record` returns them.
+        lines (Sequence[Mapping]): as :func:`mindformers_adaptive.record.writer.read_record` returns them.
 
     Returns:
         RecordedRun, without a name and files.
@@ -285,7 +285,7 @@ def run_of_record(lines: Sequence[Mapping[str, Any]]) -> RecordedRun:
     if not isinstance(lines, Sequence) or not all(isinstance(line, Mapping) for line in lines):
         raise TypeError(
             f"'record' must be a list of lines, each a dict, but got {str(lines)[:80]!r} of type "
-            f"{type(lines).__name__}. Read the file with mindformers_adaptive.monitor.record.read_record."
+            f"{type(lines).__name__}. Read the file with mindformers_adaptive.record.writer.read_record."
         )
     steps = [line for line in lines if "missing_steps" not in line]
     if steps and not any("overflow" in line for line in steps):
@@ -326,7 +326,7 @@ def _require_number(name: str, value: object) -> None:
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"'{name}' must be a number or None in each line of the record, but: {error}. Read the file with "
-            "mindformers_adaptive.monitor.record.read_record."
+            "mindformers_adaptive.record.writer.read_record."
         ) from error
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from mindformers_adaptive.rules.formats import FLOAT16, Format
 
-__all__ = ["Trace", "consecutive_runs", "just_below", "require_one_length"]
+__all__ = ["Trace", "consecutive_runs", "implied_ceilings", "just_below", "require_one_length"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +102,23 @@ class Trace:
         """
         scale = np.asarray(loss_scale, dtype=np.float64)
         return np.broadcast_to((scale <= self.lower_bound) | (scale >= self.upper_bound), self.ceiling.shape)
+
+
+def implied_ceilings(largest_gradient: ArrayLike, gradient_format: Format = FLOAT16) -> NDArray[np.float64]:
+    """Return the ceilings that largest gradients imply: largest / largest_gradient, and nan where one shows nothing.
+
+    Args:
+        largest_gradient (ArrayLike): absolute values, unscaled, of any shape. 0, what is not a normal float32 number,
+            and nan show nothing.
+        gradient_format (Format): the format whose largest number that is. Default: float16.
+
+    Examples:
+        >>> implied_ceilings([1.0, 65504.0, 0.0, float("inf")]).tolist()
+        [65504.0, 1.0, nan, nan]
+    """
+    gradients = np.asarray(largest_gradient, np.float64)
+    shows = (gradients >= SMALLEST_FLOAT32) & (gradients <= LARGEST_FLOAT32)
+    return gradient_format.largest / np.where(shows, gradients, np.nan)
 
 
 def consecutive_runs(numbers: ArrayLike) -> NDArray[np.int64]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.record.trace import Trace
 
 
 def test_an_exact_trace_knows_what_happens_at_every_scale():

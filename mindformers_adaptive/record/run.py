@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.gradient_ceilings import implied_ceilings
-from mindformers_adaptive.lab.trace import Trace, consecutive_runs, just_below, require_one_length
+from mindformers_adaptive.record.trace import Trace, consecutive_runs, implied_ceilings, just_below, require_one_length
 from mindformers_adaptive.rules.formats import FLOAT16, find_format
 
 __all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares", "forward_fill"]

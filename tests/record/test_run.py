@@ -8,7 +8,7 @@ import records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.lab.recorded_run import ASSUMPTIONS, bound_shares
+from mindformers_adaptive.record.run import ASSUMPTIONS, bound_shares
 
 
 def run_of(scales, overflow, **others):

@@ -1,0 +1,98 @@
+"""The one definition of a line of a run's record, from which the writer, the readers, columns and tables follow.
+
+A new field is a line here, and a line where it is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+
+from mindformers_adaptive.text.files import json_object
+
+__all__ = ["FIELDS", "RARE_FIELDS", "Step", "field_descriptions", "parse_step"]
+
+
+def _field(description: str) -> msgspec.Meta:
+    return msgspec.Meta(description=description)
+
+
+class Step(msgspec.Struct, kw_only=True):
+    """A step of a training, as a line of its record has it.
+
+    A value is None where it is unknown. Fields that few lines have are unset elsewhere, and are not written. A rule may
+    record parts of its state besides.
+    """
+
+    step: Annotated[int, _field("number of the step, from 1; a resumed run counts on")]
+    loss: Annotated[float | None, _field("mean of the loss that the train-step cell returns")] = None
+    overflow: Annotated[bool | None, _field("whether the step overflowed and was skipped")]
+    loss_scale: Annotated[float | None, _field("the loss scale that the step used")]
+    next_loss_scale: Annotated[float | None, _field("the loss scale of the next step, as in MindFormers' log")] = None
+    scale_window: Annotated[float | None, _field("the scale window after the step, in steps")] = None
+    window_index: Annotated[int | None, _field("the place of the window on the ladder, from 0; -1 for window 1")] = None
+    growth_num: Annotated[int | None, _field("raises since the window last changed")] = None
+    down_num: Annotated[int | None, _field("drops since the last raise")] = None
+    skipped_steps: Annotated[int | None, _field("overflowed steps of the run so far")] = None
+    largest_gradient: Annotated[float | None, _field("largest absolute gradient, unscaled and before clipping")] = None
+    dropped_by_norm: Annotated[
+        bool | None, _field("whether MindFormers dropped the step for its gradient norm; that is no overflow")
+    ] = None
+    gradient_norm: Annotated[float | None, _field("norm of all gradients, unscaled and before clipping")] = None
+    gradient_format: Annotated[
+        Any, _field("the format of the gradients; only for rules that follow the largest gradient")
+    ] = msgspec.UNSET
+    seconds: Annotated[
+        float | msgspec.UnsetType | None,
+        _field("how long the step took, in seconds; not measured here"),
+    ] = msgspec.UNSET
+
+
+_BY_NAME = {field.name: field for field in msgspec.structs.fields(Step)}
+
+# What each line of a record has, and what only some have.
+FIELDS = tuple(name for name, field in _BY_NAME.items() if field.default is not msgspec.UNSET)
+RARE_FIELDS = tuple(name for name in _BY_NAME if name not in FIELDS)
+
+
+def field_descriptions() -> dict[str, str]:
+    """Return what each field of a record line means, by its name.
+
+    Examples:
+        >>> field_descriptions()["loss_scale"]
+        'the loss scale that the step used'
+    """
+    hints = get_type_hints(Step, include_extras=True)
+    return {name: hints[name].__metadata__[0].description for name in _BY_NAME}
+
+
+def parse_step(line: str) -> Step | str:
+    """Return the step that a JSON object describes, or why it is no step.
+
+    A text that is a number counts as the number, and so do ``"nan"`` and ``"inf"``. An optional value that cannot be
+    read counts as unknown.
+
+    Args:
+        line (str): the object, without spaces around it.
+
+    Examples:
+        >>> parse_step('{"step": 3, "overflow": true, "loss_scale": 4.0, "loss": "nan"}').loss
+        nan
+        >>> parse_step('{"step": "x", "overflow": true, "loss_scale": 4.0}')
+        "Expected `int`, got `str` - at `$.step`"
+    """
+    content: Mapping[str, Any] = json_object(line)
+    if not content:
+        return "it is no whole JSON object"
+    values = {name: content[name] for name in _BY_NAME if name in content}
+    for name in [name for name in values if not _BY_NAME[name].required]:
+        try:
+            msgspec.convert(values[name], _BY_NAME[name].type, strict=False)
+        except msgspec.ValidationError:
+            del values[name]
+    try:
+        return msgspec.convert(values, Step, strict=False)
+    except msgspec.ValidationError as error:
+        return str(error)

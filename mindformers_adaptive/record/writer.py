@@ -1,0 +1,381 @@
+"""The record of a run: a file of JSON lines, one a step, that survives kills and resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from mindformers_adaptive.text.files import NOT_FINITE, atomic_write, json_text
+
+__all__ = ["RunRecord", "new_run", "read_record"]
+
+_COPIED_AT_ONCE = 2**20
+
+
+class _Line(msgspec.Struct):
+    """The steps that a line is about: one, or the first and the last of those that are missing."""
+
+    step: int | None = None
+    run: int = 0
+    missing_steps: Any = None
+    first_step: int | None = None
+    last_step: int | None = None
+
+    def span(self) -> tuple[int, int]:
+        """Return the first and the last step, or raise ValueError."""
+        first, last = (self.step, self.step) if self.missing_steps is None else (self.first_step, self.last_step)
+        if first is None or last is None:
+            raise ValueError("it names no step")
+        return first, last
+
+
+_LINE = msgspec.json.Decoder(_Line)
+
+
+class RunRecord:
+    """Writes the record of one run.
+
+    A line is a JSON object with an int ``step``. Missing steps leave one line for all of them:
+    ``{"missing_steps": 3, "first_step": 8, "last_step": 10}``. A number that is not finite is the string ``"nan"``,
+    ``"inf"`` or ``"-inf"``.
+
+    A killed process loses no line that :meth:`append` has written; a machine that fails may lose the last ones.
+
+    The first line of a record has the number of its run, as ``run``. Nothing of another run is overwritten: where a new
+    run finds the record of an earlier one, that file is renamed to ``NAME_RUN.jsonl``, with the number of the earlier
+    run. A run that finds a file which another process writes, or which it cannot continue, writes ``NAME_RUN.jsonl``
+    with its own number. Each run finds its record by that name when it is resumed.
+
+    From :meth:`resume` to :meth:`close` the process holds a lock, a hidden file beside the record. The lock of a
+    process that was killed does not count.
+
+    Args:
+        path (str): the file. Neither it nor its folder need exist.
+        every_step (bool): whether missing steps leave a line. Default: True.
+
+    Attributes:
+        path (Path): the file that is written.
+        run (int): the number of the run, 0 for none.
+        last_step (int): the last step in the file, or the one that it continues from.
+        last_skipped_steps (int, optional): ``skipped_steps`` of that step; None if the file does not have it.
+
+    Examples:
+        >>> import tempfile
+        >>> record = RunRecord(Path(tempfile.mkdtemp(), "record.jsonl"))
+        >>> record.resume(last_step=0)
+        []
+        >>> record.append([{"step": 1, "overflow": True}, {"step": 4, "overflow": False}])
+        >>> print(record.path.read_text(), end="")
+        {"step": 1, "overflow": true}
+        {"missing_steps": 2, "first_step": 2, "last_step": 3}
+        {"step": 4, "overflow": false}
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every_step: bool = True) -> None:
+        self.path, self.run = Path(path), 0
+        self.last_step = 0
+        self.last_skipped_steps: int | None = None
+        self._every_step = every_step
+        self._lock: FileLock | None = None
+
+    def resume(self, last_step: int, run: int = 0) -> list[str]:
+        """Prepare the file to be continued after a step.
+
+        Later steps are removed, because the run takes them again, and so is a last line that a kill left unfinished.
+        Without a number they may be steps of another run, and are kept in a file of their own.
+
+        Args:
+            last_step (int): the last step of the run before it was resumed, 0 for a new run.
+            run (int): the number of the run, from :func:`new_run`, which its checkpoints know. Default: 0, they know
+                none. Where another process goes on from the same checkpoint, ``run`` of the record is a new number.
+
+        Returns:
+            list[str], a sentence for each change to the file.
+
+        Raises:
+            OSError: if the file cannot be read or replaced; it is then unchanged.
+        """
+        self.last_step, self.last_skipped_steps, self.run = last_step, None, run
+        # A pipe or a device can be written to, but has no lines to continue.
+        if self.path.exists() and not self.path.is_file():
+            return []
+        notes = [] if self._lock is not None else self._choose_file(last_step)
+        if self.path.exists():
+            notes += self._cut_after(last_step)
+        return notes
+
+    def _choose_file(self, last_step: int) -> list[str]:
+        """Lock the file of this run; return a sentence if it is not the wanted one, or that one was renamed."""
+        wanted, reason, is_shared = self.path, "", False
+        of_this_run = wanted.with_name(f"{wanted.stem}_{self.run}{wanted.suffix}")
+        for path in [of_this_run, wanted] if last_step and self.run and of_this_run.exists() else [wanted]:
+            try:
+                self._lock = _lock(path)
+            except Timeout:
+                reason, is_shared = "is being written by another run", True
+                continue
+            except OSError:
+                # append() reports a folder that cannot be written to. Without locks the record is written all the same.
+                pass
+            self.path = path
+            try:
+                content = _look_through(path, last_step) if path.exists() else _Content()
+            except ValueError as error:
+                reason = f"is no run record, {error}"
+            else:
+                if not content.last_step or (last_step and content.run == self.run):
+                    return []
+                if not last_step:
+                    return [f"{path} has the steps of an earlier run: it is kept as {self._rename(content.run)}."]
+                reason = "is the record of another run"
+            self.close()
+        if is_shared and last_step and self.run:
+            # The other process goes on from the same checkpoint, and keeps the number.
+            self.run = new_run()
+        self.path = _unused_name(wanted, self.run)
+        with contextlib.suppress(OSError):
+            self._lock = _lock(self.path)
+        return [f"{wanted} {reason}: this run is recorded in {self.path.name}."]
+
+    def _rename(self, run: int) -> str:
+        aside = _unused_name(self.path, run)
+        os.replace(self.path, aside)
+        return aside.name
+
+    def _cut_after(self, last_step: int) -> list[str]:
+        """Remove what a kill left unfinished, and the steps after one; return a sentence for each."""
+        content, notes = _look_through(self.path, last_step), []
+        if content.torn:
+            notes.append(f"{self.path} ended in an unfinished line, which is taken out: {content.torn[:80]!r}")
+        if content.last_step > last_step:
+            aside = "" if self.run else f" They are kept as {self._keep_aside(content.kept, content.whole)}."
+            notes.append(
+                f"{self.path} went on to step {content.last_step}: the steps after {last_step} are taken out, because "
+                f"the run takes them again.{aside}"
+            )
+        if content.kept < self.path.stat().st_size:
+            # At once, whatever is killed, and on a full disk too.
+            os.truncate(self.path, content.kept)
+        if content.last_kept:
+            self.last_step = _LINE.decode(content.last_kept).span()[1]
+            entry = msgspec.json.decode(content.last_kept)
+            self.last_skipped_steps = entry.get("skipped_steps") if self.last_step == last_step else None
+        return notes
+
+    def append(self, entries: Iterable[Mapping[str, object]]) -> None:
+        """Write a line for each entry, and one for the steps that are missing before it.
+
+        Args:
+            entries (Iterable[Mapping]): by increasing step, each with an int ``step``.
+
+        Raises:
+            OSError: if a line cannot be written. The file ends with the last whole line, or where the disk does not
+                even allow that, the next line begins after what was written of this one.
+            ValueError: if a step does not follow the last one.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened each time: the file may have been moved or deleted meanwhile.
+        is_device = self.path.exists() and not self.path.is_file()
+        file = os.open(self.path, os.O_CREAT | os.O_APPEND | (os.O_WRONLY if is_device else os.O_RDWR), 0o644)
+        try:
+            if not _ends_in_line(file):
+                os.write(file, b"\n")
+            for entry in entries:
+                step = entry["step"]
+                if not isinstance(step, int) or step <= self.last_step:
+                    raise ValueError(f"step {step} cannot follow step {self.last_step} in {self.path}")
+                if self._every_step and step > self.last_step + 1:
+                    first, last = self.last_step + 1, step - 1
+                    missing = {"missing_steps": last - first + 1, "first_step": first, "last_step": last}
+                    _write_line(file, missing, self.run)
+                    self.last_step = last
+                _write_line(file, entry, self.run)
+                self.last_step = step
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        """Let other processes resume the record."""
+        # A forked process does not hold the locks of its parent.
+        if self._lock is not None and self._lock.is_locked:
+            # While the lock is held: whoever has opened the file meanwhile finds that it has no name any more.
+            with contextlib.suppress(OSError):
+                os.unlink(self._lock.lock_file)
+            self._lock.release()
+        self._lock = None
+
+    def _keep_aside(self, start: int, end: int) -> str:
+        aside, permissions = _unused_name(self.path), stat.S_IMODE(self.path.stat().st_mode)
+        with self.path.open("rb") as record, atomic_write(aside, "wb", permissions) as copy:
+            record.seek(start)
+            while part := record.read(min(end - record.tell(), _COPIED_AT_ONCE)):
+                copy.write(part)
+        return aside.name
+
+
+def _unused_name(path: Path, run: int = 0) -> Path:
+    """Return the name of no file yet: NAME_RUN, with the number of the run if there is one and it is free."""
+    number = run or new_run()
+    while (unused := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
+        number = new_run()
+    return unused
+
+
+def _lock(path: Path) -> FileLock:
+    """Return a lock on a record, which ends with this process; raise Timeout where somebody else holds it."""
+    whole = path.resolve()
+    # Whoever closes the record may be another thread.
+    lock = FileLock(whole.with_name(f".{whole.name}.lock"), thread_local=False)
+    # A file that whoever held the lock has just removed is not waited for, but made anew.
+    lock.acquire(timeout=0.1, poll_interval=0.01)
+    return lock
+
+
+def new_run() -> int:
+    """Return a number for a run, from 1 to 2**31 - 1."""
+    return 1 + secrets.randbelow(2**31 - 1)
+
+
+def read_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the record of a run, which may still be running.
+
+    Args:
+        path (str): the file.
+
+    Returns:
+        list[dict]: the lines, including those for missing steps, without the number of the run. Lines that a failed
+        write left unfinished are left out.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no record; the message names the line.
+
+    Examples:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp(), "record.jsonl")
+        >>> _ = file.write_text('{"step": 1, "loss": "nan"}\\n{"step": 2, "lo')
+        >>> read_record(file)
+        [{'step': 1, 'loss': nan}]
+    """
+    entries: list[dict[str, Any]] = []
+    try:
+        with open(path, "rb") as file:
+            for _, text, line in _lines(file):
+                if line is not None:
+                    content = msgspec.json.decode(text)
+                    entries.append({k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in content.items()})
+    except ValueError as error:
+        raise ValueError(f"{path} is no run record: {error}") from error
+    for entry in entries[:1]:
+        entry.pop("run", None)
+    return entries
+
+
+class _Content(NamedTuple):
+    """What is in the file of a record.
+
+    Attributes:
+        run (int): the number of the run, 0 for none.
+        last_step (int): the last step of its whole lines, 0 where there is none.
+        kept (int): where the lines up to the step that is resumed from end, in bytes.
+        whole (int): where the whole lines end.
+        last_kept (bytes): the last line up to that step.
+        torn (bytes): what a write that was cut off left at the end.
+    """
+
+    run: int = 0
+    last_step: int = 0
+    kept: int = 0
+    whole: int = 0
+    last_kept: bytes = b""
+    torn: bytes = b""
+
+
+def _look_through(path: Path, last_step: int) -> _Content:
+    """Look through a record line by line, which may be months of them, for the last one up to a step.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no record; the message names the line.
+    """
+    content = _Content()
+    with path.open("rb") as file:
+        for end, text, line in _lines(file):
+            if line is None:
+                content = content._replace(torn=content.torn or text)
+                continue
+            if not content.last_step:
+                content = content._replace(run=line.run)
+            last = line.span()[1]
+            content = content._replace(last_step=last, whole=end, torn=b"")
+            # A line for missing steps that ends later is removed too; append() writes a shorter one.
+            if last <= last_step:
+                content = content._replace(kept=end, last_kept=text)
+    return content
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes, _Line | None]]:
+    """Yield for each line where it ends, its text, and what it is about; None for one that was left unfinished.
+
+    A failed write leaves the beginning of a line, and a machine that fails may leave anything at the end of the file.
+
+    Raises:
+        ValueError: if a line is not one of a record.
+    """
+    end = last_step = 0
+    strange = ""
+    for number, raw in enumerate(file, start=1):
+        end, text = end + len(raw), raw.removesuffix(b"\n")
+        # An editor may have left an empty line.
+        if not text.strip():
+            continue
+        if strange:
+            raise ValueError(strange)
+        problem = f"line {number} is {text[:80]!r}"
+        try:
+            line = _LINE.decode(text)
+            first, last = line.span()
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{problem} ({error})") from error
+        except msgspec.DecodeError:
+            strange = "" if text.startswith(b"{") else problem
+            yield end, text, None
+            continue
+        except (RecursionError, ValueError) as error:
+            raise ValueError(f"{problem} ({error})") from error
+        if not last_step < first <= last:
+            raise ValueError(f"{problem} (step {first} cannot follow step {last_step})")
+        last_step = last
+        yield end, text, line
+
+
+def _ends_in_line(file: int) -> bool:
+    """Whether a file ends with the end of a line, or is empty, or is none that could be read."""
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or not status.st_size:
+        return True
+    return os.pread(file, 1, status.st_size - 1) == b"\n"
+
+
+def _write_line(file: int, entry: Mapping[str, object], run: int) -> None:
+    """Write a line, or leave a regular file as it was. The first line has the number of the run, if there is one."""
+    before = os.fstat(file)
+    is_first = stat.S_ISREG(before.st_mode) and before.st_size == 0
+    line = json_text({"run": run, **entry} if run and is_first else entry).encode() + b"\n"
+    try:
+        while line:
+            line = line[os.write(file, line) :]
+    except OSError:
+        if stat.S_ISREG(before.st_mode):
+            # Where this fails too, the next line begins after the torn one.
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, before.st_size)
+        raise
