@@ -13,7 +13,7 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.graph_form import GraphStep
 from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs
 from mindformers_adaptive.rules.checks import require_flag, require_integer
-from mindformers_adaptive.rules.fields import STEP_FIELDS, Field
+from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, Field
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 
@@ -35,7 +35,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
 
     Attributes:
         rule (Rule): the rule.
-        signals (tuple[str, ...]): what a train-step cell has to assign in each step, Parameters by these names.
+        needs_gradients (bool): whether a train-step cell has to assign ``largest_gradient`` in each step.
     """
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0, track_per_parameter: bool = False) -> None:
@@ -46,18 +46,18 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         factor = factor if isinstance(factor, (int, float)) else 2
         super().__init__(start.loss_scale, factor, getattr(start, "scale_window", 1))
         self.rule = rule
-        self.signals = rule.signals
+        self.needs_gradients = rule.needs_gradients
         self.track_per_parameter = require_flag("track_per_parameter", track_per_parameter)
-        if track_per_parameter and not self.signals:
+        if track_per_parameter and not self.needs_gradients:
             raise ValueError(
-                "'track_per_parameter' must be False for a rule without signals, but got True: the train step measures "
-                f"no gradients for {rule.name!r}. Leave it out."
+                "'track_per_parameter' must be False for a rule without needs_gradients, but got True: the train step "
+                f"measures no gradients for {rule.name!r}. Leave it out."
             )
         for name, value in (("history_size", history_size), ("track_per_parameter", track_per_parameter)):
             if value:
                 refuse_kept_graphs(name, value)
         self.largest_per_parameter: Any = None
-        self.has_signal = not self.signals
+        self.has_signal = not self.needs_gradients
         step = GraphStep(rule)
         self.step_function = step.function
         # Where each input of the step comes from: an attribute, or None for what the update computes first.
@@ -76,12 +76,13 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             counts = [key for key, place in zip(rule.recorded, self.recorded, strict=True) if place[-1]]
             floats = [key for key in rule.recorded if key not in counts]
             counts = ["overflow", *counts, "skipped_steps", "consecutive_overflows"]
-            self.history = ScaleHistory(history_size, counts, measures=(*floats, *self.signals))
+            floats += [LARGEST_GRADIENT.name] if self.needs_gradients else []
+            self.history = ScaleHistory(history_size, counts, measures=floats)
         # Last, so that no field takes the name of something else.
         self._make_parameters(start)
 
     def _make_parameters(self, start: Any) -> None:
-        values = {**to_values(self.rule, start, steps=0), **dict.fromkeys(self.signals, 0.0)}
+        values = {**to_values(self.rule, start, steps=0), LARGEST_GRADIENT.name: 0.0}
         self._fields = all_fields(self.rule)
         for field in self._fields:
             # The base class has a constant scale_window, and counts steps itself.
@@ -138,8 +139,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             else:
                 floats = (*floats, value)
         counts = (*counts, self.skipped_steps + overflowed, in_a_row)
-        for name in self.signals:
-            floats = (*floats, getattr(self, name))
+        if self.needs_gradients:
+            floats = (*floats, self.largest_gradient)
         self.history(loss_scale, next_loss_scale, self.cur_iter, counts, floats)
 
     def declare_signal(self, names: Sequence[str]) -> None:
@@ -157,9 +158,6 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         )
         # Not through nn.Cell, which would put it into every checkpoint.
         object.__setattr__(self, "largest_per_parameter", largest)
-
-    # Its name of before; without a docstring it is not in the reference.
-    each_largest = property(lambda self: self.largest_per_parameter)
 
     def overflowed_parameters(self) -> list[str]:
         """Return the names of the Parameters whose gradients had an inf or a NaN in the last step.
@@ -182,7 +180,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         Returns:
             list[dict], one for each step, without gaps up to the last step: ``step`` (int), ``overflow`` (bool),
             ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), what the rule records of its state
-            after the step, and the signals of the step, such as ``largest_gradient`` (float). Steps from before a
+            after the step, and ``largest_gradient`` (float) where the rule needs it. Steps from before a
             checkpoint was loaded are missing. Reading waits for the device.
 
         Examples:

@@ -25,7 +25,7 @@ __all__ = ["Tuning", "tune"]
 # below the first, most of what was counted was assumed.
 _LIKELY_FROM = 0.5
 _KNOWN_FROM = 0.9
-_FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.signals)
+_FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.needs_gradients)
 _NO_SETTINGS = (
     "No settings to paste: what is known of the traces does not carry any. Give more of them, or records with largest "
     f"gradients, as {_FOLLOWING} writes them; 'find' names a start for any training.\n"

@@ -135,7 +135,7 @@ class AdaptiveRule(Rule):
         "hysteresis": (1, 2),
     }
     counts_clean_steps = True
-    mends_missing_state = True
+    identifying_fields = ("window_index",)
     keeps_bounds = True
 
     def __init__(
@@ -285,7 +285,9 @@ class AdaptiveRule(Rule):
         """Return the index to go on with and, where it is not simply the one restored, a sentence about it."""
         ladder = self.ladder
         on_the_ladder = HIDDEN_INDEX <= index < len(ladder)
-        if on_the_ladder and self.window_at(index) == window:
+        # The step of a subclass may have other windows.
+        is_own_step = type(self).next_state is AdaptiveRule.next_state
+        if on_the_ladder and (self.window_at(index) == window or (window >= 1 and not is_own_step)):
             return index, None
         restored = f"The checkpoint has 'scale_window' {window} with 'list_index' {index}, but the ladder is {ladder}"
         if window > HIDDEN_WINDOW or window in ladder:

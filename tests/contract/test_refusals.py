@@ -14,7 +14,7 @@ from mindspore.train import Model
 from mindformers_adaptive import RuleLossScaleManager, RuleLossScaleUpdateCell, build_train_network
 from mindformers_adaptive.rules import Rule, float32
 
-WITH_SIGNALS = [name for name, kind in KINDS.items() if kind.rule_class.signals]
+NEEDING_GRADIENTS = [name for name, kind in KINDS.items() if kind.rule_class.needs_gradients]
 
 
 @pytest.fixture(params=KINDS)
@@ -22,7 +22,7 @@ def kind(request):
     return KINDS[request.param]
 
 
-@pytest.mark.parametrize("name", WITH_SIGNALS)
+@pytest.mark.parametrize("name", NEEDING_GRADIENTS)
 def test_a_train_step_that_measures_no_gradients_is_refused(name):
     step = Dense().train_step(KINDS[name].cell(), nn.TrainOneStepWithLossScaleCell)
     with pytest.raises(TypeError, match=r"needs a train-step cell .* of mindformers_adaptive.wrapper"):
@@ -38,7 +38,7 @@ def test_mindspores_own_train_step_on_a_cpu_is_refused_with_the_call_that_is_mis
             build(dense.layer, **given)
 
 
-@pytest.mark.parametrize("name", WITH_SIGNALS)
+@pytest.mark.parametrize("name", NEEDING_GRADIENTS)
 def test_an_overflow_flag_alone_is_refused(name):
     manager, scaler = KINDS[name].manager(), KINDS[name].scaler()
     with pytest.raises(RuntimeError, match=r"by its overflow flag alone.* Give the manager to Model"):
@@ -92,7 +92,9 @@ def test_a_bad_argument_is_named(kind, owner, name):
 @pytest.mark.parametrize("make", [RuleLossScaleUpdateCell, RuleLossScaleManager])
 def test_gradients_by_parameter_are_refused_for_a_rule_that_needs_none(make):
     scale = {"loss_scale_value": 1024} if make is RuleLossScaleUpdateCell else {}
-    with pytest.raises(ValueError, match=r"'track_per_parameter' must be False for a rule without signals.*'adaptive'"):
+    with pytest.raises(
+        ValueError, match=r"'track_per_parameter' must be False for a rule without needs_gradients.*'adaptive'"
+    ):
         make(rule="adaptive", track_per_parameter=True, **scale)
 
 
@@ -101,7 +103,11 @@ def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
         ({"history_size": True}, TypeError, "'history_size' must be an integer number of steps, but got True of type"),
         ({"history_size": 2.0}, TypeError, "'history_size' must be an integer number of steps, but got 2.0 of type"),
         ({"history_size": -1}, ValueError, "'history_size' must be at least 0, but got -1"),
-        *([({"track_per_parameter": 1}, TypeError, "'track_per_parameter' must be")] if kind.rule.signals else []),
+        *(
+            [({"track_per_parameter": 1}, TypeError, "'track_per_parameter' must be")]
+            if kind.rule.needs_gradients
+            else []
+        ),
         ({"loss_scale": Tensor([1.0, 2.0])}, ValueError, "'loss_scale_value' must hold one number, but got .*2,"),
         ({"loss_scale": Tensor(np.nan)}, ValueError, "'loss_scale_value' nan; a loss scale must be finite and above"),
     ):
@@ -111,7 +117,7 @@ def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
     monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
     with pytest.raises(ValueError, match=r"'history_size' must be 0 while MindSpore keeps compiled graphs.*but got 3"):
         kind.cell(history_size=3)
-    if kind.rule.signals:
+    if kind.rule.needs_gradients:
         with pytest.raises(ValueError, match=r"'track_per_parameter' must be False while MindSpore.*but got True"):
             kind.cell(track_per_parameter=True)
     kind.cell()

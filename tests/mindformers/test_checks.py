@@ -112,7 +112,10 @@ WRONG_VALUES = [
     ({SCALE_SENSE: {**GUIDED, "exchange_rate": 0}}, f"'{SCALE_SENSE}': 'exchange_rate' must be a number from"),
     ({SCALE_SENSE: {**TRACKED, "rule": "none.Such"}}, f"'{SCALE_SENSE}': 'rule' must be .* 'none.Such' cannot be imp"),
     ({SCALE_SENSE: {**COMPLETE, "auto_register": "adaptive_scaling.A"}}, f"'{SCALE_SENSE}.auto_register' .* leave"),
-    ({SCALE_SENSE: {**TRACKED, "rule": "adaptive"}}, "'track_per_parameter' must be False for a rule without signals"),
+    (
+        {SCALE_SENSE: {**TRACKED, "rule": "adaptive"}},
+        "'track_per_parameter' must be False for a rule without needs_gradients",
+    ),
     ({SCALE_SENSE: {**GUIDED, "scale_factor": 3}}, "'scale_factor' must be 2"),
     ({SCALE_SENSE: {**GUIDED, "type": RULE, "rule": "guided", "exchange_rate": 0}}, "'exchange_rate' must be"),
     ({SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": -1}}, "'loss_scale_value' must be finite"),
