@@ -243,8 +243,9 @@ class AdaptiveRule(Rule):
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
         # Move a window that is not on the ladder to the nearest one, and counters to the nearest possible value.
         index, problem = self._place_on_the_ladder(values["scale_window"], values["window_index"])
-        values["scale_window"], values["window_index"] = self.window_at(index), index
         problems = [problem] if problem else []
+        if problem:
+            values["scale_window"], values["window_index"] = self.window_at(index), index
         limits = {"growth_num": COUNTER_LIMIT, "down_num": COUNTER_LIMIT, "hysteresis_budget": self.hysteresis}
         for field in kept_fields(self):
             if (limit := limits.get(field.name)) is not None:
