@@ -39,16 +39,15 @@ class RuleUpdateCell(CompiledUpdateCell):
     """Update cell of a rule whose state is read, saved, restored and repaired.
 
     Args:
-        rule, start, history_size, track_per_parameter: as of
-            :class:`~mindformers_adaptive.cells.compiled_update.CompiledUpdateCell`.
+        rule, start, history_size: as of :class:`~mindformers_adaptive.cells.compiled_update.CompiledUpdateCell`.
     """
 
     # The only rule of this class, None for any.
     rule_class: type[Rule] | None = None
     bound_loss_scale: Any = None
 
-    def __init__(self, rule: Rule, start: Any, history_size: int = 0, track_per_parameter: bool = False) -> None:
-        super().__init__(rule, start, history_size, track_per_parameter)
+    def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
+        super().__init__(rule, start, history_size)
         self.form = form_of(rule)
         # Read by no graph. Parameters, because a checkpoint that MindSpore loads brings back nothing else. Until
         # training begins the number of the run is -1 and the form negative, as in no checkpoint of a training: so a
@@ -363,7 +362,7 @@ class RuleUpdateCell(CompiledUpdateCell):
                 f"{type(self).__name__} needs a train-step cell that gives it the largest gradient of each step. Use "
                 "TrainOneStepWithLossScaleCell, MFTrainOneStepCell or MFPipelineWithLossScaleCell of "
                 "mindformers_adaptive.wrapper; for a train-step cell of your own, assign update_cell.largest_gradient "
-                "in each step and call update_cell.declare_signal(names) once."
+                "in each step and call update_cell.declare_signal() once."
             )
         super().add_flags_recursive(**flags)
         if flags.get("training"):

@@ -61,7 +61,6 @@ def update_cell(way, **options):
         return mindformers_adaptive.AdaptiveLossScaleUpdateCell(START, 2, 20, **options)
     if way == "log_max":
         return mindformers_adaptive.RuleLossScaleUpdateCell(START, "log_max.LogMaxRule", **options)
-    options = {"track_per_parameter": True, **options} if way == "guided_each" else options
     return mindformers_adaptive.GradientGuidedLossScaleUpdateCell(START, **options)
 
 

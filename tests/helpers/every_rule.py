@@ -54,7 +54,7 @@ class Owned(nn.Cell):
             update_cell.bind_loss_scale(self.scale_sense)
         self.hands_gradient = getattr(update_cell, "needs_gradients", False)
         if self.hands_gradient:
-            update_cell.declare_signal(())
+            update_cell.declare_signal()
         self.assign = ops.Assign()
 
     def construct(self, overflow, largest_gradient):

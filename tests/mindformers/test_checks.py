@@ -40,7 +40,7 @@ def load(changes):
 EPOCHS, NORM, CLIP = "runner_config.epochs", "runner_wrapper.max_grad_norm", "runner_wrapper.use_clip_grad"
 SINK, TYPE = "runner_config.sink_mode", "runner_wrapper.type"
 EVERY, RULE = "callbacks.2.every_n_steps", "RuleLossScaleUpdateCell"
-TRACKED = {"type": RULE, "loss_scale_value": 1024, "track_per_parameter": True}
+BY_RULE = {"type": RULE, "loss_scale_value": 1024}
 DYNAMIC, RANGES = {**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, {"type": "GradientRangeMonitor"}
 DROPS, PER_TOKEN = "use_skip_data_by_global_norm", "calculate_per_token_loss"
 STOPS = {"monitor_config": {"monitor_on": True, "check_for_global_norm": True}}
@@ -83,11 +83,10 @@ WRONG_TYPES = [
     ({f"{SCALE_SENSE}.max_scale_window": 1.5}, "'max_scale_window' must be an integer number of steps"),
     ({f"{SCALE_SENSE}.shrink_from_min_window": "yes"}, "'shrink_from_min_window' must be True or False"),
     ({f"{SCALE_SENSE}.history_size": "x"}, "'history_size' must be an integer number of steps"),
-    ({SCALE_SENSE: {**GUIDED, "track_per_parameter": "yes"}}, "'track_per_parameter' must be True or False"),
     ({SCALE_SENSE: {**DYNAMIC, "scale_window": "x"}}, "'scale_window' must be an integer, but got 'x'"),
     ({EVERY: "x"}, "'callbacks.2': 'every_n_steps' must be an integer number of steps"),
     ({"callbacks.2.max_consecutive_overflows": "None"}, "got .None. of type str. Give 1 or more; null, in Py"),
-    ({SCALE_SENSE: {**TRACKED, "rule": 5}}, f"'{SCALE_SENSE}': 'rule' must be .* but got 5"),
+    ({SCALE_SENSE: {**BY_RULE, "rule": 5}}, f"'{SCALE_SENSE}': 'rule' must be .* but got 5"),
     ({"callbacks.2.record_path": 5}, "'callbacks.2': 'record_path' must be"),
     ({"callbacks": [{**RANGES, "loss_scales": "x"}]}, "'callbacks.0': 'loss_scales' must be a list of numbers"),
     ({"runner_config.batch_size": "x"}, "'runner_config.batch_size' must be an integer"),
@@ -110,12 +109,8 @@ WRONG_VALUES = [
     ({f"{SCALE_SENSE}.max_loss_scale": 0.5}, "'min_loss_scale' must not be above 'max_loss_scale'"),
     ({f"{SCALE_SENSE}.history_size": 10**9}, "'history_size' must be at most 1000000"),
     ({SCALE_SENSE: {**GUIDED, "exchange_rate": 0}}, f"'{SCALE_SENSE}': 'exchange_rate' must be a number from"),
-    ({SCALE_SENSE: {**TRACKED, "rule": "none.Such"}}, f"'{SCALE_SENSE}': 'rule' must be .* 'none.Such' cannot be imp"),
+    ({SCALE_SENSE: {**BY_RULE, "rule": "none.Such"}}, f"'{SCALE_SENSE}': 'rule' must be .* 'none.Such' cannot be imp"),
     ({SCALE_SENSE: {**COMPLETE, "auto_register": "adaptive_scaling.A"}}, f"'{SCALE_SENSE}.auto_register' .* leave"),
-    (
-        {SCALE_SENSE: {**TRACKED, "rule": "adaptive"}},
-        "'track_per_parameter' must be False for a rule without needs_gradients",
-    ),
     ({SCALE_SENSE: {**GUIDED, "scale_factor": 3}}, "'scale_factor' must be 2"),
     ({SCALE_SENSE: {**GUIDED, "type": RULE, "rule": "guided", "exchange_rate": 0}}, "'exchange_rate' must be"),
     ({SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": -1}}, "'loss_scale_value' must be finite"),
