@@ -12,7 +12,7 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.cells.graph_form import GraphStep
 from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs
 from mindformers_adaptive.rules.checks import require_integer
-from mindformers_adaptive.rules.fields import STEP_FIELDS, Field
+from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, Field
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 
@@ -32,7 +32,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
 
     Attributes:
         rule (Rule): the rule.
-        signals (tuple[str, ...]): what a train-step cell has to assign in each step, Parameters by these names.
+        needs_gradients (bool): whether a train-step cell has to assign ``largest_gradient`` in each step.
     """
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
@@ -43,10 +43,10 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         factor = factor if isinstance(factor, (int, float)) else 2
         super().__init__(start.loss_scale, factor, getattr(start, "scale_window", 1))
         self.rule = rule
-        self.signals = rule.signals
+        self.needs_gradients = rule.needs_gradients
         if history_size:
             refuse_kept_graphs(history_size)
-        self.has_signal = not self.signals
+        self.has_signal = not self.needs_gradients
         step = GraphStep(rule)
         self.step_function = step.function
         # Where each input of the step comes from: an attribute, or None for what the update computes first.
@@ -65,12 +65,13 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             counts = [key for key, place in zip(rule.recorded, self.recorded, strict=True) if place[-1]]
             floats = [key for key in rule.recorded if key not in counts]
             counts = ["overflow", *counts, "skipped_steps", "consecutive_overflows"]
-            self.history = ScaleHistory(history_size, counts, measures=(*floats, *self.signals))
+            floats += [LARGEST_GRADIENT.name] if self.needs_gradients else []
+            self.history = ScaleHistory(history_size, counts, measures=floats)
         # Last, so that no field takes the name of something else.
         self._make_parameters(start)
 
     def _make_parameters(self, start: Any) -> None:
-        values = {**to_values(self.rule, start, steps=0), **dict.fromkeys(self.signals, 0.0)}
+        values = {**to_values(self.rule, start, steps=0), LARGEST_GRADIENT.name: 0.0}
         self._fields = all_fields(self.rule)
         for field in self._fields:
             # The base class has a constant scale_window, and counts steps itself.
@@ -127,8 +128,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             else:
                 floats = (*floats, value)
         counts = (*counts, self.skipped_steps + overflowed, in_a_row)
-        for name in self.signals:
-            floats = (*floats, getattr(self, name))
+        if self.needs_gradients:
+            floats = (*floats, self.largest_gradient)
         self.history(loss_scale, next_loss_scale, self.cur_iter, counts, floats)
 
     def declare_signal(self) -> None:
@@ -144,7 +145,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         Returns:
             list[dict], one for each step, without gaps up to the last step: ``step`` (int), ``overflow`` (bool),
             ``loss_scale`` (float) that the step used, ``next_loss_scale`` (float), what the rule records of its state
-            after the step, and the signals of the step, such as ``largest_gradient`` (float). Steps from before a
+            after the step, and ``largest_gradient`` (float) where the rule needs it. Steps from before a
             checkpoint was loaded are missing. Reading waits for the device.
 
         Examples:

@@ -102,7 +102,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         cell = self._present_cell
         if cell is not self._own_cell:
             return
-        if self.rule.signals:
+        if self.rule.needs_gradients:
             raise RuntimeError(
                 f"{type(self).__name__} cannot follow a step by its overflow flag alone, because it needs the largest "
                 "gradient too. Give the manager to Model(..., loss_scale_manager=manager), use a loss scaler of this "
@@ -125,7 +125,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
         """
         # MindSpore's own function asks for the cell, and on CPU refuses it with a message that has no remedy.
         is_stock = sys._getframe(1).f_globals.get("__name__") == "mindspore.train.amp"
-        if is_stock and self.rule.signals:
+        if is_stock and self.rule.needs_gradients:
             raise ValueError(
                 f"'loss_scale_manager' {type(self).__name__} needs a train-step cell that measures the largest "
                 "gradient, but MindSpore is building one of its own. Call "

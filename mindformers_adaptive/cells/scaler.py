@@ -77,7 +77,7 @@ class RuleLossScaler(amp.LossScaler):
         self.scale_value = Parameter(Tensor(start.loss_scale, mstype.float32), name="scale_value", requires_grad=False)
         self.update_cell.bind_loss_scale(self.scale_value)
         self._measure_and_update: Any = None
-        if rule.signals:
+        if rule.needs_gradients:
             self.update_cell.declare_signal()
             measure, update_cell = LargestGradient(self.update_cell), self.update_cell
 

@@ -81,13 +81,14 @@ class LossScaleTrainStep(_Base):
             )
         self.on_cpu = context.get_context("device_target") == "CPU"
         self.measures_at_detection = self.keeps_divisor = False
-        if getattr(self.loss_scaling_manager, "signals", ()):
+        if getattr(self.loss_scaling_manager, "needs_gradients", False):
             self._measure_largest_gradient()
         self._is_running = False
         self._reported_start = None
         self._fixed_scale = self.scale_sense.asnumpy().item() if _has_fixed_scale(self) else None
         if _follows_a_rule(self):
             self.loss_scaling_manager.bind_loss_scale(self.scale_sense)
+            self.loss_scaling_manager.accept_former_names()
             if isinstance(self.optimizer, nn.Cell):
                 self.optimizer.loss_scaling_manager = self.loss_scaling_manager
         # MindFormers' cell returns a copy of a constant learning rate. MindSpore renames all Parameters when two of
@@ -155,7 +156,7 @@ class LossScaleTrainStep(_Base):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A checkpoint may be loaded after set_train(), or set_train() may never be called.
         if not self._is_running:
-            _check_and_report(self)
+            _check_and_report(self, at_first_step=True)
         self._is_running = True
         return super().__call__(*args, **kwargs)
 
@@ -303,11 +304,11 @@ def _require_update_cell(scale_sense: object) -> None:
     )
 
 
-def _check_and_report(train_step: Any) -> None:
+def _check_and_report(train_step: Any, at_first_step: bool = False) -> None:
     """Check what was restored, and say once what scales the loss and from where it goes on."""
     update_cell, follows_a_rule = train_step.loss_scaling_manager, _follows_a_rule(train_step)
     if follows_a_rule:
-        update_cell.check_state()
+        update_cell.check_state(at_first_step=at_first_step)
     _keep_fixed_scale(train_step)
     loss_scale, state = train_step.scale_sense.asnumpy().item(), update_cell.state() if follows_a_rule else {}
     if train_step._reported_start == (loss_scale, state):

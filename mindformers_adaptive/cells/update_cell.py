@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mindspore import Parameter, Tensor
@@ -11,15 +11,24 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.compiled_update import CompiledUpdateCell, tensor_of
 from mindformers_adaptive.rules.checks import to_float32
+from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, form_of
 from mindformers_adaptive.rules.rule import Rule
-from mindformers_adaptive.rules.saved_state import from_values, repair, repair_loss_scale, to_values
+from mindformers_adaptive.rules.saved_state import (
+    Snapshot,
+    fields_from_outside,
+    from_values,
+    repair,
+    repair_loss_scale,
+    to_values,
+)
 from mindformers_adaptive.rules.state_dict import (
+    FORM,
+    FORMER_NAMES,
     RUN,
-    fields_in,
+    counters_of_megatron,
     grad_scaler_in,
-    read_restored,
-    read_state_dict,
-    run_in,
+    read_state,
+    to_integer,
     to_state_dict,
 )
 
@@ -33,18 +42,22 @@ class RuleUpdateCell(CompiledUpdateCell):
         rule, start, history_size: as of :class:`~mindformers_adaptive.cells.compiled_update.CompiledUpdateCell`.
     """
 
+    # The only rule of this class, None for any.
+    rule_class: type[Rule] | None = None
     bound_loss_scale: Any = None
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         super().__init__(rule, start, history_size)
-        # Read by no graph. A Parameter, because a checkpoint that MindSpore loads brings back nothing else.
-        self.loss_scaling_run = Parameter(Tensor(0, mstype.int32), name=RUN, requires_grad=False)
-        # The loss scale and the state that this cell wrote or checked last; None if it did not know the scale then.
-        self._settled: tuple[float, dict[str, Any]] | None = None
-        # The fields that were set from outside since then.
-        self.restored: set[str] = set()
-        for field in self._fields:
-            _notice_when_set(getattr(self, field.name), field.name, self.restored)
+        self.form = form_of(rule)
+        # Read by no graph. Parameters, because a checkpoint that MindSpore loads brings back nothing else. Until
+        # training begins the number of the run is -1 and the form negative, as in no checkpoint of a training: so a
+        # checkpoint that was loaded can be told from what the graph wrote.
+        self.loss_scaling_run = _new_parameter(RUN, -1)
+        self.loss_scaling_form = _new_parameter(FORM, -self.form)
+        self._former_names: tuple[str, ...] = ()
+        # What the host wrote or looked at last, and whether steps were taken since; None if that cannot be known.
+        self._last_seen = self._snapshot(float(self.loss_scale_value))
+        self._has_stepped: bool | None = False
 
     @classmethod
     def from_rule(cls, rule: Rule, state: Any, steps: int = 0) -> RuleUpdateCell:
@@ -58,6 +71,9 @@ class RuleUpdateCell(CompiledUpdateCell):
         Returns:
             Cell of this class, whose ``state()`` and loss scale are those of ``state``.
 
+        Raises:
+            TypeError: if ``rule`` is not exactly of the rule of this class; a subclass of it may take other steps.
+
         Examples:
             >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell, AdaptiveRule
             >>> rule = AdaptiveRule(hysteresis=2)
@@ -65,6 +81,11 @@ class RuleUpdateCell(CompiledUpdateCell):
             >>> AdaptiveLossScaleUpdateCell.from_rule(rule, state, steps=1).state()["hysteresis_budget"]
             1
         """
+        if cls.rule_class not in (None, type(rule)):
+            raise TypeError(
+                f"'rule' of {cls.__name__} must be exactly a {cls.rule_class.__name__}, but got a "
+                f"{type(rule).__name__}. Use RuleLossScaleUpdateCell.from_rule(), which takes any rule."
+            )
         cell = cls._for_rule(rule, state)
         if steps > 0:
             cell.write_rule_state(state, steps)
@@ -129,17 +150,19 @@ class RuleUpdateCell(CompiledUpdateCell):
         return self.present_loss_scale
 
     def _knows_loss_scale(self, values: Mapping[str, Any]) -> bool:
-        is_own = values["cur_iter"] == 1 or (self.loss_scale_value, values) == self._settled
-        return is_own or self.bound_loss_scale is not None
+        last = self._last_seen
+        is_own = last.loss_scale is not None and repr(values) == repr(last.values)
+        return is_own or values["cur_iter"] == 1 or self.bound_loss_scale is not None
 
     @property
     def run_number(self) -> int:
         """int: the number of the run, by which it finds its records again; 0 until a callback sets it."""
-        return int(self.loss_scaling_run.asnumpy())
+        return max(int(self.loss_scaling_run.asnumpy()), 0)
 
     @run_number.setter
     def run_number(self, number: int) -> None:
         self.loss_scaling_run.set_data(Tensor(number, mstype.int32))
+        self._last_seen = self._last_seen._replace(run=number)
 
     @property
     def present_loss_scale(self) -> float:
@@ -177,7 +200,8 @@ class RuleUpdateCell(CompiledUpdateCell):
         Returns:
             dict[str, Union[int, float]], with ``scale``, the loss scale; ``growth_tracker``, the clean steps since the
             last overflow or raise; ``hysteresis_tracker``, the overflows left until a drop; ``loss_scaling_run``, the
-            number of the run for its records; and the state, vectors element by element as ``name_0``, ``name_1``, ....
+            number of the run for its records; ``loss_scaling_form``, which tells the form of the state; and the state,
+            vectors element by element as ``name_0``, ``name_1``, ....
 
         Raises:
             RuntimeError: if this cell took steps in a train-step cell of another package, and so does not know its
@@ -208,61 +232,114 @@ class RuleUpdateCell(CompiledUpdateCell):
             warnings.warn("The checkpoint has no 'grad_scaler': the loss scaling stays as it is.", stacklevel=2)
             return
         present = self._values()
-        name, loss_scale, given = read_state_dict(self.rule, state, present)
-        loss_scale = repair_loss_scale(self.rule, loss_scale, name)
-        self.run_number = run_in(state, self.run_number)
-        values, is_changed = _repair(self.rule, {**present, **given}, loss_scale, fields_in(self.rule, given))
-        self._write(loss_scale, values)
-        missing = [key for key in present if key not in given and key not in self.signals]
-        if missing and not is_changed:
+        restored = read_state(self.rule, state)
+        if not restored.restored:
+            state = {**state, **present, **counters_of_megatron(self.rule, state)}
+            restored = read_state(self.rule, state)
+        if restored.loss_scale is None:
+            raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
+        missing = [key for key in present if key not in restored.values and key != LARGEST_GRADIENT.name]
+        if not self.load_state(state) and missing:
             warnings.warn(f"The state has no {', '.join(missing)}: what it lacks stays as it is.", stacklevel=2)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state()`` of an update cell returned, of this rule or of another, at the present scale.
+    def load_state(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on from a restored state, of this rule or of another. All restored states come in here.
 
-        What another cell has that this one has not is left out, with a warning where a state of this rule is missing.
+        Without the state of this rule, the rule's own state starts afresh at the loss scale.
 
         Args:
-            state (dict): numbers, and lists of numbers.
+            state (Mapping[str, Any]): numbers, tensors and lists of numbers, as ``state()`` or ``state_dict()`` of an
+                update cell returned them. Without a loss scale, the present one stays; other keys are ignored.
+
+        Returns:
+            list[str], a sentence for each thing that had to be changed; each was a warning too.
 
         Raises:
             TypeError: if a value is not a number of its kind.
-            ValueError: if a counter does not fit into 32 bits.
-        """
-        given, restored = read_restored(self.rule, state)
-        self.run_number = run_in(state, self.run_number)
-        loss_scale = self.present_loss_scale
-        self._write(loss_scale, _repair(self.rule, {**self._values(), **given}, loss_scale, restored)[0])
+            ValueError: if a counter does not fit into 32 bits, or the loss scale is not finite and above 0.
 
-    def check_state(self) -> None:
-        """Repair a restored state that this cell cannot go on with.
+        Examples:
+            >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell
+            >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
+            >>> cell.load_state({"loss_scale": 2.0**10, "scale_window": 50, "window_index": 3, "cur_iter": 400})
+            []
+            >>> cell.state()["loss_scale"], cell.state()["window_index"]
+            (1024.0, 3)
+        """
+        restored = read_state(self.rule, state)
+        loss_scale = self.present_loss_scale
+        if restored.loss_scale is not None:
+            loss_scale = repair_loss_scale(self.rule, restored.loss_scale, restored.scale_name)
+        values, problems = repair(self.rule, {**self._values(), **restored.values}, loss_scale, restored.restored)
+        if restored.run is not None:
+            self.run_number = max(restored.run, 0)
+        self._write(loss_scale, values)
+        return _warned(problems)
+
+    def load_origin(self, state: Mapping[str, Any]) -> None:
+        """Take from a state only what tells where it came from: the number of the run, and the form.
+
+        Args:
+            state (Mapping[str, Any]): as :meth:`load_state` takes it.
+
+        Raises:
+            TypeError, ValueError: as of :meth:`load_state`.
+        """
+        for name in (RUN, FORM):
+            if name in state:
+                getattr(self, name).set_data(Tensor(to_integer(name, state[name]), mstype.int32))
+
+    def accept_former_names(self) -> None:
+        """Until training begins, take the counters of MindFormers' own cell also by the names of its attributes.
+
+        MindSpore names Parameters so where two in a training have the same name, as with a constant learning rate.
+        """
+        if self.rule.counts_clean_steps and not self._former_names:
+            self._former_names = tuple(FORMER_NAMES)
+            for name in self._former_names:
+                setattr(self, f"former_{name}", _new_parameter(name, -1))
+
+    def check_state(self, *, at_first_step: bool = False) -> None:
+        """Repair what a checkpoint has brought that this cell cannot go on with; what training has left stays.
 
         A checkpoint may come from another cell, or from this one with other arguments. Each change gives a warning
         that names the Parameter, its value and the value used instead. The start of training calls this; call it
         yourself if you load a checkpoint without calling ``set_train()`` afterwards.
 
+        Args:
+            at_first_step (bool): whether it is known that no step was taken since training started. Default: False.
+
         Raises:
             ValueError: if the restored loss scale is not finite and above 0.
 
         Examples:
+            >>> import mindspore
+            >>> from mindspore import Parameter
             >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell
             >>> cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
-            >>> _ = cell.window_index.set_data(Tensor(99, mstype.int32))
+            >>> _ = mindspore.load_param_into_net(cell, {"list_index": Parameter(Tensor(99, mstype.int32))})
             >>> with warnings.catch_warnings(record=True) as caught:
             ...     warnings.simplefilter("always")
             ...     cell.check_state()
             >>> cell.state()["window_index"], len(caught)
             (0, 1)
         """
-        loss_scale, values = self.present_loss_scale, self._values()
-        if (loss_scale, values) == self._settled:
-            return
-        is_known = self._knows_loss_scale(values)
-        loss_scale = repair_loss_scale(self.rule, loss_scale, "scale_sense")
-        # Only what a checkpoint had since the last check tells whose state this is.
-        self._write(loss_scale, _repair(self.rule, values, loss_scale, self.restored or None)[0])
-        if not is_known:
-            self._settled = None
+        now = self._snapshot()
+        now.values.update(self._take_former_counters())
+        may_have_stepped = self._has_stepped is True or (self._has_stepped is None and not at_first_step)
+        restored = fields_from_outside(self.rule, self._last_seen, now, may_have_stepped)
+        loss_scale = repair_loss_scale(self.rule, self.present_loss_scale, "scale_sense")
+        values, problems = repair(self.rule, now.values, loss_scale, restored)
+        self.run_number = max(now.run, 0)
+        self._write(loss_scale, values)
+        if now.loss_scale is None:
+            self._last_seen = self._last_seen._replace(loss_scale=None)
+        self._has_stepped = None
+        _warned(problems)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._has_stepped = True
+        return super().__call__(*args, **kwargs)
 
     def add_flags_recursive(self, **flags: bool) -> RuleUpdateCell:
         """As in ``nn.Cell``; the start of training also checks a restored state.
@@ -276,7 +353,8 @@ class RuleUpdateCell(CompiledUpdateCell):
             Cell, this one.
 
         Raises:
-            TypeError: if training starts with a train-step cell that does not assign the signals.
+            TypeError: if training starts with a train-step cell that does not assign the largest gradient, and the rule
+                needs it.
             ValueError: if the restored loss scale is not finite and above 0.
         """
         if flags.get("training") and not self.has_signal:
@@ -291,15 +369,39 @@ class RuleUpdateCell(CompiledUpdateCell):
             self.check_state()
         return self
 
+    def _snapshot(self, loss_scale: float | None = None) -> Snapshot:
+        """Return what the cell holds now, with a loss scale or the present one, None where that is not known."""
+        values = self._values()
+        if loss_scale is None and self._knows_loss_scale(values):
+            loss_scale = self.present_loss_scale
+        run, form = (int(parameter.asnumpy()) for parameter in (self.loss_scaling_run, self.loss_scaling_form))
+        return Snapshot(loss_scale, run, form, values)
+
+    def _take_former_counters(self) -> dict[str, int]:
+        counters = {}
+        for name in self._former_names:
+            attribute = f"former_{name}"
+            if (count := int(getattr(self, attribute).asnumpy())) >= 0:
+                counters[FORMER_NAMES[name]] = count
+            # No checkpoint of this package has it.
+            delattr(self, attribute)
+        self._former_names = ()
+        return counters
+
     def _write(self, loss_scale: float, values: dict[str, Any]) -> None:
         if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
             self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))
         self.loss_scale_value = loss_scale
-        if values != self._values():
-            for field in self._fields:
+        present = self._values()
+        for field in self._fields:
+            if any(repr(values[key]) != repr(present[key]) for key in field.keys):
                 getattr(self, field.name).set_data(tensor_of(field, values))
-        self._settled = loss_scale, self._values()
-        self.restored.clear()
+        if int(self.loss_scaling_form.asnumpy()) != self.form:
+            self.loss_scaling_form.set_data(Tensor(self.form, mstype.int32))
+        if int(self.loss_scaling_run.asnumpy()) < 0:
+            self.run_number = 0
+        self._last_seen = self._snapshot(loss_scale)
+        self._has_stepped = False
 
 
 def read_restored_scale(rule: Rule, loss_scale_value: Any) -> Any:
@@ -317,25 +419,11 @@ def read_restored_scale(rule: Rule, loss_scale_value: Any) -> Any:
     return repair_loss_scale(rule, float(loss_scale_value.asnumpy().item()), "loss_scale_value")
 
 
-def _repair(
-    rule: Rule, values: Mapping[str, Any], loss_scale: float, restored: Collection[str] | None
-) -> tuple[dict[str, Any], bool]:
-    """Return values that a rule can go on with, and whether they are others, of which it warns."""
-    repaired, problems = repair(rule, values, loss_scale, restored)
+def _warned(problems: list[str]) -> list[str]:
     for problem in problems:
-        warnings.warn(problem, stacklevel=3)
-    return repaired, bool(problems)
+        warnings.warn(problem, stacklevel=4)
+    return problems
 
 
-def _notice_when_set(parameter: Any, name: str, names: set[str]) -> None:
-    """Add a name to a set whenever a Parameter is set from outside, as a checkpoint does and no graph.
-
-    By its values, a state can be that of another cell, which lacks what is special about this one. MindSpore makes the
-    class of a Parameter itself, so that a subclass of it is not to be had.
-    """
-
-    def set_data(*args: Any, **kwargs: Any) -> Any:
-        names.add(name)
-        return type(parameter).set_data(parameter, *args, **kwargs)
-
-    parameter.set_data = set_data
+def _new_parameter(name: str, number: int) -> Any:
+    return Parameter(Tensor(number, mstype.int32), name=name, requires_grad=False)

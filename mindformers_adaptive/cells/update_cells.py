@@ -82,6 +82,8 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
         (32768.0, 1)
     """
 
+    rule_class = AdaptiveRule
+
     def __init__(
         self,
         loss_scale_value: Any,
@@ -183,6 +185,8 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
         >>> float(loss_scale), cell.state()["skipped_steps"]
         (16384.0, 0)
     """
+
+    rule_class = GuidedRule
 
     def __init__(
         self,

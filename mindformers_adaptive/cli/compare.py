@@ -33,7 +33,7 @@ _DEFAULT_POLICIES = [
 ]
 
 # Added where all traces have what they follow.
-_WITH_GRADIENTS = [name for name, rule in RULES.items() if rule.signals]
+_WITH_GRADIENTS = [name for name, rule in RULES.items() if rule.needs_gradients]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -130,13 +130,13 @@ def read_sources(options: argparse.Namespace, policies: Iterable[str]) -> list[S
         rule = find_rule(name)
         for source in sources:
             gradient_format = source.trace.gradient_format
-            if rule.signals and gradient_format != FLOAT16 and "gradient_format" not in texts[name]:
+            if rule.needs_gradients and gradient_format != FLOAT16 and "gradient_format" not in texts[name]:
                 print(
                     f"The gradients of {source.trace.name} are in {gradient_format.name}: there {name!r} needs "
                     f"gradient_format={gradient_format.name}, or it takes them for float16.",
                     file=sys.stderr,
                 )
-            if rule.signals and source.trace.largest_gradient is None:
+            if rule.needs_gradients and source.trace.largest_gradient is None:
                 print_text(
                     f"{source.trace.name} has no largest gradients: there {name!r} sees overflows only. A record of "
                     f"{rule.cell} has them.",

@@ -204,7 +204,7 @@ def _policies(used: NDArray[np.float64], trace: Trace) -> dict[str, Callable[[],
     at_power = 2.0 ** math.floor(math.log2(start))
     shown = 0.0 if trace.largest_gradient is None else float((~np.isnan(trace.largest_gradient)).mean())
     for name, rule in RULES.items():
-        if shown >= _FEWEST_SHOWN and rule.signals:
+        if shown >= _FEWEST_SHOWN and rule.needs_gradients:
             start_at = {"loss_scale_value": at_power, "gradient_format": trace.gradient_format}
             policies[f"{name} from {as_power_of_two(at_power)}"] = partial(make_policy, name, **start_at)
     return policies

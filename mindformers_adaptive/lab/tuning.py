@@ -24,7 +24,7 @@ __all__ = ["MOST_STEPS_SWEPT", "Tuning", "tune"]
 # below the first, most of what was counted was assumed.
 _LIKELY_FROM = 0.5
 _KNOWN_FROM = 0.9
-_FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.signals)
+_FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.needs_gradients)
 
 # A sweep of 900 settings over more steps takes minutes. Settings are for the run that goes on, so the last steps count.
 MOST_STEPS_SWEPT = 200_000

@@ -12,7 +12,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_sidecar, write_sidecar
-from mindformers_adaptive.rules.state_dict import RUN, run_in
+from mindformers_adaptive.rules.state_dict import FORM, RUN
 
 __all__ = ["CheckpointMonitor", "CommonInfo", "CommonInfoWithLossScale", "restores_sidecar"]
 
@@ -127,7 +127,7 @@ class CommonInfoWithLossScale(_CommonInfo):
 
     def save_common(self, common_filename):
         update_cell = self._train_step.loss_scaling_manager
-        state = {**update_cell.state(), RUN: update_cell.run_number}
+        state = {**update_cell.state(), RUN: update_cell.run_number, FORM: update_cell.form}
         write_sidecar(Path(common_filename).parent, state.pop("loss_scale"), state)
         super().save_common(common_filename)
 
@@ -162,28 +162,26 @@ def restores_sidecar(load_checkpoint):
         update_cell = getattr(optimizer, "loss_scaling_manager", None)
         if not isinstance(update_cell, RuleUpdateCell):
             return
-        # With optimizer state the Parameters have come back already, as a part of it; of several devices perhaps
-        # without the number of the run, which is in no graph.
-        has_state = update_cell.state()["cur_iter"] > 1
         try:
-            _restore(update_cell, checkpoint, has_state)
+            _load_sidecar(update_cell, checkpoint)
         except ValueError as error:
-            if not has_state:
+            if update_cell.state()["cur_iter"] == 1:
                 warnings.warn(f"{error}. Loss scaling starts afresh.", stacklevel=2)
 
     load_checkpoint_and_sidecar.restores_sidecar = True
     return load_checkpoint_and_sidecar
 
 
-def _restore(update_cell, folder, has_state):
-    _, state = read_sidecar(folder) or (None, None)
-    if state is None:
+def _load_sidecar(update_cell, folder):
+    if (sidecar := read_sidecar(folder)) is None:
         return
     try:
-        if has_state:
-            update_cell.run_number = run_in(state, update_cell.run_number)
+        if update_cell.state()["cur_iter"] > 1:
+            # The Parameters have come back with the optimizer. With several devices MindFormers may leave out those
+            # that are in no graph.
+            update_cell.load_origin(sidecar[1])
         else:
             # MindFormers restores the loss scale itself.
-            update_cell.restore(state)
+            update_cell.load_state(sidecar[1])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{Path(folder, FILE_NAME)} cannot be used: {str(error).rstrip('.')}") from error

@@ -14,9 +14,10 @@ from typing import Any
 
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS, Field
+from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, Field, form_of, kept_fields
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields
+from mindformers_adaptive.rules.state_dict import FORM
 from mindformers_adaptive.text.files import NOT_FINITE, write_json
 from mindformers_adaptive.text.install_hint import install_hint
 
@@ -70,7 +71,7 @@ class Checkpoint:
             return "unreadable"
         counted = {field.parameter for field in STEP_FIELDS}
         for rule in self.rules:
-            own = {field.parameter for field in all_fields(rule)} - counted - SIGNALS.keys()
+            own = {field.parameter for field in all_fields(rule)} - counted - {LARGEST_GRADIENT.parameter}
             if self.parameters & own:
                 by_mindformers = rule is AdaptiveRule and not self.parameters & set(_NOT_MINDFORMERS)
                 return f"{rule.name} (MindFormers' own cell)" if by_mindformers else rule.name
@@ -188,15 +189,16 @@ def _read_iteration(folder: Path, rules: tuple[type[Rule], ...]) -> Checkpoint:
 
 
 def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> Checkpoint:
-    fields = {field.parameter: field for field in (*_FIELDS, *(one for rule in rules for one in all_fields(rule)))}
+    fields = {field.parameter: field for field in (*_FIELDS, *(field for rule in rules for field in all_fields(rule)))}
     checkpoint = Checkpoint(path, rules, dict.fromkeys(key for field in fields.values() for key in field.keys))
+    fields[FORM] = Field(FORM, parameter=FORM)
     origin: dict[str, str] = {}
     any_is_torn = False
     for file in files:
         read = _SMALL_FILES.get(file.name) or _READERS.get(file.suffix, _refuse)
         try:
             content = read(file, fields)
-            values = _by_name(content, fields, checkpoint.problems)
+            values = _by_name(content, _fields_of_form(content, fields, checkpoint), checkpoint.problems)
         except Exception as error:  # for a torn file every library has errors of its own
             name = "" if file == path else f"{file.name} "
             checkpoint.problems.append(f"{name}cannot be read: {_one_line(error)}")
@@ -212,6 +214,18 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
                 )
     checkpoint.unreadable = any_is_torn and not checkpoint.holds_state
     return checkpoint
+
+
+def _fields_of_form(content: _Values, fields: _Fields, checkpoint: Checkpoint) -> _Fields:
+    """Return the fields whose names in a file are known: a vector of another form has parts of other names."""
+    readable = {name: field for name, field in fields.items() if name != FORM}
+    by_name = {_last_part(name): value for name, value in content.items()}
+    for rule in checkpoint.rules if FORM in by_name else ():
+        parts = [field.parameter for field in kept_fields(rule) if field.parts and field.parameter in by_name]
+        if parts and abs(by_name[FORM]) != form_of(rule):
+            readable = {name: field for name, field in readable.items() if name not in parts}
+            checkpoint.problems.append(f"the state has another form than that of the rule {rule.name}: it is not shown")
+    return readable
 
 
 def _by_name(content: Mapping[str, Any], fields: _Fields, problems: list[str]) -> _Values:

@@ -16,7 +16,6 @@ from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_s
 from mindformers_adaptive.mindformers.pynative_callbacks import connect, release
 from mindformers_adaptive.mindformers.pynative_section import SECTION, check_config, read_config, read_section
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
-from mindformers_adaptive.rules.saved_state import repair_loss_scale
 from mindformers_adaptive.text.install_hint import install_hint
 
 __all__ = ["LossScaledTraining", "make_scaler", "restore", "stock_trainer", "trainer_class"]
@@ -109,9 +108,7 @@ def restore(scaler, folder):
         if found is None:
             raise ValueError(f"{folder} has no {FILE_NAME}: the training that saved it scaled no loss")
         loss_scale, state = found
-        loss_scale = repair_loss_scale(scaler.rule, loss_scale, "loss_scale")
-        scaler.scale_value.set_data(Tensor(loss_scale, mstype.float32))
-        scaler.update_cell.restore(state)
+        scaler.update_cell.load_state({**state, "loss_scale": loss_scale})
     except (TypeError, ValueError) as error:
         warnings.warn(f"{str(error).rstrip('.')}. Loss scaling starts afresh.", stacklevel=2)
 
@@ -260,7 +257,7 @@ class LossScaledTraining:
         """Return whether the step overflowed in any process, after the scaler has taken it."""
         # A process without gradients decides with the others.
         overflow, largest = bool(gradients) and not bool(amp.all_finite(gradients)), 0.0
-        if gradients and self.scaler.rule.signals:
+        if gradients and self.scaler.rule.needs_gradients:
             each = [ops.cast(gradient, mstype.float32).abs().max() for gradient in gradients]
             largest = math.inf if overflow else float(ops.stack(each).max())
         if self.enable_parallel:

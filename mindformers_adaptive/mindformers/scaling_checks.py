@@ -168,7 +168,7 @@ def _warn_of_high_start(config: Any) -> None:
     if config.get("resume_training") or not isinstance(scale_sense, dict):
         return
     # Whoever sees the gradients comes down in a few steps from anywhere.
-    if (rule := rule_of_cell(scale_sense.get("type"))) is not None and rule.signals:
+    if (rule := rule_of_cell(scale_sense.get("type"))) is not None and rule.needs_gradients:
         return
     scale = scale_sense.get("loss_scale_value")
     # How many tokens the backward pass sums over in one process at most, where the file says.

@@ -135,7 +135,7 @@ class AdaptiveRule(Rule):
         "hysteresis": (1, 2),
     }
     counts_clean_steps = True
-    mends_missing_state = True
+    identifying_fields = ("window_index",)
     keeps_bounds = True
 
     def __init__(
@@ -244,8 +244,9 @@ class AdaptiveRule(Rule):
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
         # Move a window that is not on the ladder to the nearest one, and counters to the nearest possible value.
         index, problem = self._place_on_the_ladder(values["scale_window"], values["window_index"])
-        values["scale_window"], values["window_index"] = self.window_at(index), index
         problems = [problem] if problem else []
+        if problem:
+            values["scale_window"], values["window_index"] = self.window_at(index), index
         limits = {"growth_num": COUNTER_LIMIT, "down_num": COUNTER_LIMIT, "hysteresis_budget": self.hysteresis}
         for field in kept_fields(self):
             if (limit := limits.get(field.name)) is not None:
@@ -286,7 +287,9 @@ class AdaptiveRule(Rule):
         """Return the index to go on with and, where it is not simply the one restored, a sentence about it."""
         ladder = self.ladder
         on_the_ladder = HIDDEN_INDEX <= index < len(ladder)
-        if on_the_ladder and self.window_at(index) == window:
+        # The step of a subclass may have other windows.
+        is_own_step = type(self).next_state is AdaptiveRule.next_state
+        if on_the_ladder and (self.window_at(index) == window or (window >= 1 and not is_own_step)):
             return index, None
         restored = f"The checkpoint has 'scale_window' {window} with 'list_index' {index}, but the ladder is {ladder}"
         if window > HIDDEN_WINDOW or window in ladder:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32, to_float32
-from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS
+from mindformers_adaptive.rules.fields import LARGEST_GRADIENT, STEP_FIELDS, is_of_this_package
 
 __all__ = ["DEFAULT_LOSS_SCALE", "OF_EVERY_RULE", "all_arguments", "arguments_of", "check_description"]
 __all__ += ["checked_value", "is_of_this_package"]
@@ -24,8 +24,10 @@ DEFAULT_LOSS_SCALE = 2.0**16
 _TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
 _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
 _TAKEN |= {"history", "recorded", "restored", "inv_scale"}
-_TAKEN |= {"scale", "scale_sense", "growth_tracker", "hysteresis_tracker", "loss_scaling_run"}
-_TAKEN |= {"gradient_known", "max_safe_exponent", "since_event", *SIGNALS, *(field.name for field in STEP_FIELDS)}
+_TAKEN |= {"scale", "scale_sense", "growth_tracker", "hysteresis_tracker", "loss_scaling_run", "loss_scaling_form"}
+_TAKEN |= {"form"}
+_TAKEN |= {"gradient_known", "max_safe_exponent", "since_event", LARGEST_GRADIENT.name}
+_TAKEN |= {field.name for field in STEP_FIELDS}
 
 # What every rule has, made from its next_state; a method start() may be another one.
 OF_EVERY_RULE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bits", "nearest_scale")
@@ -82,13 +84,8 @@ def all_arguments(rule_class: Any) -> dict[str, Any]:
     return {name: defaults[name] for name in dict.fromkeys((*usual, *defaults))}
 
 
-def is_of_this_package(rule_class: type) -> bool:
-    """Return whether a rule is one that this package brings, and no user's."""
-    return rule_class.__module__.startswith("mindformers_adaptive.")
-
-
 def check_description(rule: Any) -> None:
-    """Raise ValueError for what is wrong with a rule's name, step, state, signals or arguments.
+    """Raise ValueError for what is wrong with a rule's name, step, state or arguments.
 
     Args:
         rule (Rule): a rule after its constructor.
@@ -118,12 +115,14 @@ def check_description(rule: Any) -> None:
             raise ValueError(f"{of} must keep its argument {name!r} as an attribute: write self.{name} = {name}.")
     if not 0 < rule.min_loss_scale <= rule.max_loss_scale <= LARGEST_FLOAT32:
         raise ValueError(f"{of} must hand 'min_loss_scale' and 'max_loss_scale' to super().__init__().")
-    for name in ("signals", "recorded"):
-        given = getattr(rule, name)
-        if not isinstance(given, (tuple, list)) or not all(isinstance(one, str) for one in given):
-            raise ValueError(f"{of} must have {name!r} as a tuple of names, such as ('largest_gradient',): {given!r}.")
-    if not set(rule.signals) <= SIGNALS.keys() or len(set(rule.signals)) < len(rule.signals):
-        raise ValueError(f"{of} must have signals = ('largest_gradient',) or none, but has {rule.signals!r}.")
+    if not isinstance(rule.recorded, (tuple, list)) or not all(isinstance(key, str) for key in rule.recorded):
+        raise ValueError(
+            f"{of} must have 'recorded' as a tuple of names, such as ('mean',), but has {rule.recorded!r}."
+        )
+    if hasattr(rule, "signals"):
+        raise ValueError(f"{of} has 'signals'. Since 2.0 it is needs_gradients = True, or nothing.")
+    if not isinstance(rule.needs_gradients, bool):
+        raise ValueError(f"{of} must have needs_gradients = True or False, but has {rule.needs_gradients!r}.")
     for name in ("keeps_bounds", "fixed_state", *OF_EVERY_RULE):
         owner = next(owner for owner in type(rule).__mro__ if name in vars(owner))
         if not is_of_this_package(owner) and not (name == "start" and callable(rule.start)):
@@ -147,13 +146,7 @@ def _check_names(of: str, rule: Any) -> None:
     vectors = [field for field in rule.fields if field.shape and not field.parts]
     seen = {f"{field.name}_{place}" for field in vectors for place in range(field.shape[0])}
     seen |= {"clean_steps"} if rule.counts_clean_steps else set()
-    parameters = {"loss_scaling_run", "scale_sense", *(field.parameter for field in (*STEP_FIELDS, *SIGNALS.values()))}
     for field in rule.fields:
-        if field.parameter in parameters:
-            raise ValueError(
-                f"{of} makes a Parameter {field.parameter!r}, a name that is taken. Change one of the two."
-            )
-        parameters.add(field.parameter)
         for key in dict.fromkeys((field.name, *field.keys)):
             if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key) or key.startswith("_"):
                 raise ValueError(f"{of} has {key!r} in its state, which must be a name of letters, digits and '_'.")

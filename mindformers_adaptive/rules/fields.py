@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mindformers_adaptive.rules.functions import DType
 
-__all__ = ["SIGNALS", "STEP_FIELDS", "STEP_LIMIT", "Field", "fields_of", "kept_fields"]
+__all__ = ["LARGEST_GRADIENT", "STEP_FIELDS", "STEP_LIMIT", "Field", "fields_of", "form_of", "is_of_this_package"]
+__all__ += ["kept_fields"]
 
 # The most steps that a saved state may have, about 34 years at a step a second. No process takes as many again, after
 # which int32 would wrap; so the graph of an update needs no limit.
@@ -75,8 +77,8 @@ STEP_FIELDS = (
     Field("consecutive_overflows", parameter="consecutive_overflows"),
 )
 
-# What a train step can hand to an update cell beside the overflow flag, in a Parameter that it assigns.
-SIGNALS = {"largest_gradient": Field("largest_gradient", "float32", parameter="largest_gradient")}
+# What a train step hands to the update cell of a rule that needs gradients, in a Parameter that it assigns.
+LARGEST_GRADIENT = Field("largest_gradient", "float32", parameter="largest_gradient")
 
 
 def fields_of(rule: Any) -> tuple[Field, ...]:
@@ -101,15 +103,48 @@ def kept_fields(rule: Any) -> tuple[Field, ...]:
     return tuple(field for field in fields_of(rule) if field.name not in rule.fixed_state)
 
 
+def is_of_this_package(rule_class: type) -> bool:
+    """Return whether this package brings a rule, and no user."""
+    return rule_class.__module__.startswith("mindformers_adaptive.")
+
+
+def form_of(rule: Any) -> int:
+    """Return a number that tells the form of a rule's state: the rule's name, its fields, their dtypes and parts.
+
+    Checkpoints hold it. A vector has no names in a checkpoint, so without it a renamed part would take the number of
+    another one.
+
+    Args:
+        rule (Union[Rule, type]): as of :func:`fields_of`.
+
+    Returns:
+        int, from 1 to 2**31 - 1.
+    """
+    fields = sorted((field.name, field.dtype, field.shape, field.parts) for field in fields_of(rule))
+    return zlib.crc32(repr((rule.name, fields)).encode()) % (2**31 - 1) + 1
+
+
 def _field(rule: Any, name: str, kind: Any) -> Field:
-    parameter = rule.parameter_names.get(name, f"{rule.name}_{name}")
     kinds = list(kind.values()) if isinstance(kind, Mapping) else [kind]
-    is_sound = kinds and all(isinstance(one, DType) and one.name == kinds[0].name for one in kinds)
-    if not is_sound or (isinstance(kind, Mapping) and any(one.shape for one in kinds)):
+    is_sound = kinds and all(isinstance(dtype, DType) and dtype.name == kinds[0].name for dtype in kinds)
+    if not is_sound or (isinstance(kind, Mapping) and any(dtype.shape for dtype in kinds)):
         raise ValueError(
             f"The state of the rule {rule.name!r} has {name!r} as {kind!r}. Write int32 or float32, float32[8] for a "
             "vector of 8, or a dict of names with one of the two for a vector with named parts."
         )
-    if isinstance(kind, Mapping):
-        return Field(name, kinds[0].name, (len(kind),), tuple(kind), parameter)
-    return Field(name, kind.name, kind.shape, (), parameter)
+    dtype = kinds[0].name
+    if not isinstance(kind, Mapping):
+        return Field(name, dtype, kind.shape, (), _parameter_name(rule, name, dtype, kind.shape))
+    is_built_in = is_of_this_package(rule if isinstance(rule, type) else type(rule))
+    # Sorted, because a dict made from a set has another order in each process.
+    parts = tuple(kind) if is_built_in else tuple(sorted(kind, key=str))
+    return Field(name, dtype, (len(kind),), parts, _parameter_name(rule, name, dtype, (len(kind),)))
+
+
+def _parameter_name(rule: Any, name: str, dtype: str, shape: tuple[int, ...]) -> str:
+    if name in rule.parameter_names and (dtype, shape) == ("int32", ()):
+        return str(rule.parameter_names[name])
+    if is_of_this_package(rule if isinstance(rule, type) else type(rule)):
+        return f"{rule.name}_{name}"
+    # MindSpore refuses a whole checkpoint in which a Parameter of this name has another dtype or length.
+    return "_".join(map(str, (rule.name, name, dtype, *shape)))

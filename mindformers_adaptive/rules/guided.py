@@ -74,6 +74,9 @@ NEARLY_ZERO = 2.0**-100
 _EXCHANGE_RATES = (0.001, 1000.0)
 _LONGEST_PATIENCE = 1_000_000
 
+# The overflow histogram of the start.
+_PRIOR_RATES = tuple(2.0 ** -(place + 1) for place in range(NUM_BINS))
+
 # Far beyond log2 of any float32 number.
 _LARGEST_EXPONENT = 512
 
@@ -174,7 +177,7 @@ class GuidedRule(Rule):
         "levels": dict.fromkeys(("weight", "low", "level"), float32),
         "overflow_rate": float32[NUM_BINS],
     }
-    signals = ("largest_gradient",)
+    needs_gradients = True
     recorded = ("scale_window",)
     usual_arguments = ("loss_scale_value", "exchange_rate")
     # From 0.1 to 50 the patience goes from 10,000 steps down to 20.
@@ -214,7 +217,7 @@ class GuidedRule(Rule):
             "weight": 1 / (PRIOR_STEPS + 1),
             "low": UNSEEN,
             "level": -UNSEEN,
-            "overflow_rate": [2.0 ** -(place + 1) for place in range(NUM_BINS)],
+            "overflow_rate": list(_PRIOR_RATES),
         }
 
     def next_state(self, state: Any, seen: Any) -> Any:
@@ -298,7 +301,8 @@ class GuidedRule(Rule):
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
         sound = (
-            len(values["overflow_rate"]) == NUM_BINS
+            # Until a gradient shows something, the histogram is that of the start.
+            (values["low"] != UNSEEN or tuple(values["overflow_rate"]) == _PRIOR_RATES)
             and all(0.0 <= rate <= 1.0 for rate in values["overflow_rate"])
             and to_float32(1 / _LONGEST_PATIENCE) <= values["weight"] <= 1.0
             and all(abs(values[name]) <= UNSEEN for name in ("low", "level"))

@@ -50,7 +50,8 @@ class Rule(metaclass=_Made):
         title (str): what messages call it. Default: "loss scaling".
         state (Mapping): what it remembers from step to step, beside the loss scale: ``int32``, ``float32``,
             ``float32[8]`` for a vector of 8, or a dict of names for a vector with named parts.
-        signals (tuple[str, ...]): what it needs beside the overflow flag: ``("largest_gradient",)`` or nothing.
+        needs_gradients (bool): whether it needs the largest gradient of each step beside the overflow flag. Default:
+            False.
         recorded (tuple[str, ...]): what of the state stands in the record of each step.
         tried (Mapping[str, Sequence]): for some arguments, the values that ``tune`` tries.
         moves_by_one_factor (bool): whether the scale falls at overflows only and rises at applied steps only, by one
@@ -82,7 +83,7 @@ class Rule(metaclass=_Made):
     name: ClassVar[str] = ""
     title: str = "loss scaling"
     state: Mapping[str, Any] = {}
-    signals: tuple[str, ...] = ()
+    needs_gradients: bool = False
     recorded: tuple[str, ...] = ()
     tried: ClassVar[Mapping[str, Sequence[Any]]] = {}
     moves_by_one_factor: bool = False
@@ -91,7 +92,8 @@ class Rule(metaclass=_Made):
     # not the rule's name, "_" and the field's; what of the state is a number with these arguments, and no Parameter;
     # arguments of start() beside the loss scale; those that a YAML section always shows; whether clean_steps, the steps
     # since the last overflow or raise, is a part of the state, which the update cell keeps as the distance of its step
-    # counters; whether fit_state() mends a state of which pieces are missing; whether the scale that the step returns
+    # counters; the fields without which a checkpoint has no
+    # state of the rule, None for all; whether the scale that the step returns
     # is always within its bounds.
     cell: ClassVar[str] = "RuleLossScaleUpdateCell"
     parameter_names: ClassVar[Mapping[str, str]] = {}
@@ -99,7 +101,7 @@ class Rule(metaclass=_Made):
     start_arguments: ClassVar[tuple[str, ...]] = ()
     usual_arguments: ClassVar[tuple[str, ...]] = ("loss_scale_value",)
     counts_clean_steps: ClassVar[bool] = False
-    mends_missing_state: ClassVar[bool] = False
+    identifying_fields: ClassVar[tuple[str, ...] | None] = None
     keeps_bounds: ClassVar[bool] = False
 
     def __init__(
@@ -147,7 +149,7 @@ class Rule(metaclass=_Made):
             state (State): before the step: the state by its names; ``loss_scale``, float32, or ``exponent``, int32,
                 its log2, for a rule whose scale is always a power of two; ``skipped_steps`` and
                 ``consecutive_overflows``, the overflowed steps before this one, in all and in a row, int32.
-            seen (Seen): of the step: ``overflow``, bool; with the signal also ``largest_gradient``, float32;
+            seen (Seen): of the step: ``overflow``, bool; with ``needs_gradients`` also ``largest_gradient``, float32;
                 ``gradient_known``, bool; ``max_safe_exponent``, int32.
 
         Returns:
@@ -156,10 +158,13 @@ class Rule(metaclass=_Made):
         raise NotImplementedError
 
     def find_state_problem(self, values: Mapping[str, Any]) -> str | None:
-        """Say why the rule cannot go on from its own part of a restored state; a subclass may know of reasons.
+        """Return why this rule cannot go on from a restored state, or None if it can; a subclass may check its fields.
+
+        Only what comes from a checkpoint or from ``load_state_dict()`` is asked about, never what training has left.
 
         Args:
-            values (Mapping[str, Any]): as ``state()`` of the update cell returns it; all numbers are finite.
+            values (Mapping[str, Any]): as ``state()`` of the update cell returns it; all numbers are finite that are
+                finite in the first state.
 
         Returns:
             str, optional: the reason, for a sentence; then the rule's own state starts afresh. None if it can go on.
@@ -167,11 +172,13 @@ class Rule(metaclass=_Made):
         return None
 
     def fit_state(self, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
-        """Change what another rule of this kind has left in a restored state; a subclass may have something to fit.
+        """Change what does not fit the arguments of this rule in a restored state, and return a sentence for each.
+
+        A subclass may fit its own fields, such as a window that was longer before.
 
         Args:
             values (dict): as ``state()`` of the update cell returns it; is changed.
-            restored (Collection[str], optional): the fields that a checkpoint had, by name; None for all.
+            restored (Collection[str], optional): the names of the fields that a checkpoint had; None for all.
 
         Returns:
             list[str], a sentence for each change.
@@ -231,7 +238,7 @@ class Rule(metaclass=_Made):
             state (NamedTuple): before the step.
             overflow (bool): whether the step overflowed and was skipped.
             largest_gradient (float, optional): the largest absolute value of its gradients, unscaled and before
-                clipping, if it was applied. Ignored by a rule without this signal. Default: None, not known.
+                clipping, if it was applied. Ignored by a rule that needs no gradients. Default: None, not known.
 
         Returns:
             NamedTuple, as :meth:`start` returns it.

@@ -5,14 +5,40 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS, STEP_LIMIT, Field, kept_fields
+from mindformers_adaptive.rules.fields import (
+    LARGEST_GRADIENT,
+    STEP_FIELDS,
+    STEP_LIMIT,
+    Field,
+    form_of,
+    is_of_this_package,
+    kept_fields,
+)
+from mindformers_adaptive.rules.tracing import told
 
-__all__ = ["all_fields", "describe_fresh_start", "from_values", "keep_within", "own_keys", "repair"]
-__all__ += ["repair_loss_scale", "to_values"]
+__all__ = ["Snapshot", "all_fields", "describe_fresh_start", "fields_from_outside", "from_values", "keep_within"]
+__all__ += ["own_keys", "repair", "repair_loss_scale", "to_values"]
+
+
+class Snapshot(NamedTuple):
+    """What an update cell holds at a moment.
+
+    Attributes:
+        loss_scale (float, optional): for the next step; None where the cell does not know it.
+        run (int): the number of the run, -1 before training begins.
+        form (int): that of the state, :func:`~mindformers_adaptive.rules.fields.form_of` its rule; negative before
+            training begins.
+        values (dict): as ``state()`` of the cell returns it.
+    """
+
+    loss_scale: float | None
+    run: int
+    form: int
+    values: dict[str, Any]
 
 
 def all_fields(rule: Any) -> tuple[Field, ...]:
@@ -22,13 +48,13 @@ def all_fields(rule: Any) -> tuple[Field, ...]:
         rule (Union[Rule, type]): a rule, or its class for all that one of its rules may have.
 
     Returns:
-        tuple[Field, ...], the rule's own, then ``STEP_FIELDS`` and the signals.
+        tuple[Field, ...], the rule's own, then ``STEP_FIELDS`` and, if the rule needs it, the largest gradient.
     """
-    return (*kept_fields(rule), *STEP_FIELDS, *(SIGNALS[name] for name in rule.signals))
+    return (*kept_fields(rule), *STEP_FIELDS, *([LARGEST_GRADIENT] if rule.needs_gradients else []))
 
 
 def own_keys(rule: Any) -> tuple[str, ...]:
-    """Return the names of a rule's own state, without the loss scale, the step counters and the signals.
+    """Return the names of a rule's own state, without the loss scale, the step counters and the largest gradient.
 
     Args:
         rule (Union[Rule, type]): a rule, or its class.
@@ -47,7 +73,7 @@ def to_values(rule: Any, state: Any, steps: int, last_event: int | None = None) 
             counts clean steps knows it.
 
     Returns:
-        dict, as ``state()`` of the update cell returns it, without the signals.
+        dict, as ``state()`` of the update cell returns it, without the largest gradient.
 
     Examples:
         >>> from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -119,6 +145,51 @@ def repair_loss_scale(rule: Any, loss_scale: float, name: str) -> float:
     return power
 
 
+def fields_from_outside(rule: Any, before: Snapshot, now: Snapshot, may_have_stepped: bool) -> set[str]:
+    """Return the fields of an update cell that a checkpoint has brought since a moment.
+
+    The values alone decide, so that all processes of a training decide alike.
+
+    Args:
+        rule (Rule): the rule.
+        before (Snapshot): what the cell held when it was last written or looked at by the host.
+        now (Snapshot): what it holds.
+        may_have_stepped (bool): whether training steps may have changed it since. In the graph of a train-step cell
+            of another package they may have done so before training begins too.
+
+    Returns:
+        set[str], the names of the fields; empty where training steps have left what there is.
+    """
+    own = {field.name for field in kept_fields(rule)}
+    steps = {field.name for field in STEP_FIELDS}
+    changed = {
+        field.name
+        for field in all_fields(rule)
+        if any(repr(before.values[key]) != repr(now.values[key]) for key in field.keys)
+    }
+    form, step = form_of(rule), now.values["cur_iter"]
+    if abs(now.form) != form:
+        # Of another rule, or of another form. Parameters of one element have the names of what they hold.
+        return steps | (changed if rule.identifying_fields and not may_have_stepped else set())
+    if now.form != before.form or step < before.values["cur_iter"]:
+        return own | steps
+    # Steps of this rule, or a checkpoint that holds no form: of MindSpore, of MindFormers, or of version 1.0.
+    is_other_run, is_built_in = before.run != now.run, is_of_this_package(type(rule))
+    if changed & own:
+        # Such a checkpoint has no Parameters of a user's rule; and what a built-in rule can reach is never repaired.
+        has_begun = before.form == form
+        has_former_names = is_built_in or (rule.parameter_names and not may_have_stepped)
+        may_be_loaded = has_former_names or is_other_run or (has_begun and not may_have_stepped)
+        return own | steps if may_be_loaded else set()
+    if "cur_iter" not in changed or (may_have_stepped and not is_other_run):
+        return set()
+    if rule.counts_clean_steps and step - 1 - now.values["last_overflow_iter"] < now.values["scale_window"]:
+        # The state of MindFormers' own cell may be the one that this cell starts with.
+        return set()
+    has_moved = "last_overflow_iter" in changed or before.loss_scale != now.loss_scale
+    return steps if is_other_run or (has_moved and "skipped_steps" not in changed) else set()
+
+
 def repair(
     rule: Any, values: Mapping[str, Any], loss_scale: float, restored: Collection[str] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
@@ -128,10 +199,14 @@ def repair(
         rule (Rule): the rule.
         values (dict): as ``state()`` of the update cell returns it.
         loss_scale (float): for the next step, within the bounds.
-        restored (Collection[str], optional): the fields that a checkpoint had, by name. Default: None, all.
+        restored (Collection[str], optional): the names of the fields that a checkpoint had; of the rule's own state
+            nothing is looked at that came from no checkpoint. Default: None, all.
 
     Returns:
         tuple[dict, list[str]]; the list is empty where nothing had to be changed.
+
+    Raises:
+        ValueError: if a method of the rule fails.
     """
     repaired: dict[str, Any] = dict(values)
     problems = keep_within(repaired, STEP_FIELDS[0], 1, STEP_LIMIT, 1)
@@ -140,11 +215,17 @@ def repair(
     problems += keep_within(repaired, STEP_FIELDS[2], 0, STEP_LIMIT, 0)
     skipped, meaning = repaired["skipped_steps"], ", the number of skipped steps"
     problems += keep_within(repaired, STEP_FIELDS[3], 0, skipped, 0, meaning)
-    problem = _missing_state(rule, repaired, restored) or _unsound_state(rule, repaired)
+    own_fields = {field.name for field in kept_fields(rule)}
+    if restored is not None and own_fields.union({"cur_iter"}).isdisjoint(restored):
+        return repaired, problems
+    fresh = to_values(rule, rule.start(loss_scale), last_step)
+    problem = _missing_state(rule, repaired, restored) or _unsound_state(rule, repaired, fresh)
     if problem is None:
-        return repaired, rule.fit_state(repaired, restored) + problems
-    start = to_values(rule, rule.start(loss_scale), repaired["cur_iter"] - 1)
-    repaired |= {key: start[key] for key in (*own_keys(rule), "last_overflow_iter")}
+        return repaired, _fit(rule, repaired, restored) + problems
+    repaired |= {key: fresh[key] for key in (*own_keys(rule), "last_overflow_iter")}
+    if last_step == 0 and own_fields.isdisjoint(restored or own_fields):
+        # The checkpoint of another rule before its first step: there is nothing to lose.
+        return repaired, problems
     return repaired, [f"{problem}: it starts afresh at loss scale {loss_scale:g}.", *problems]
 
 
@@ -161,21 +242,46 @@ def keep_within(
 
 
 def _missing_state(rule: Any, values: Mapping[str, Any], restored: Collection[str] | None) -> str | None:
-    if restored is None or "cur_iter" not in restored or rule.mends_missing_state:
+    if restored is None or "cur_iter" not in restored or rule.identifying_fields is not None:
         return None
-    there = [field.name in restored for field in kept_fields(rule)]
-    if all(there) or values["cur_iter"] <= 1:
+    is_there = [field.name in restored for field in kept_fields(rule)]
+    if all(is_there):
         return None
-    if any(there):
+    if any(is_there):
         return f"The checkpoint has an older form of the state of {rule.title}"
     return f"The checkpoint has {values['cur_iter'] - 1} steps but no state of {rule.title}"
 
 
-def _unsound_state(rule: Any, values: Mapping[str, Any]) -> str | None:
-    if not all(np.isfinite(values[key]).all() for key in own_keys(rule)):
+def _unsound_state(rule: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> str | None:
+    # A rule may begin with inf, such as for the smallest number so far.
+    if any((np.isfinite(fresh[key]) & ~np.isfinite(values[key])).any() for key in own_keys(rule)):
         return f"The checkpoint has a state of {rule.title} that is not finite"
-    problem: str | None = rule.find_state_problem(values)
+    problem = _call(rule, "find_state_problem", values)
+    if problem is not None and not isinstance(problem, str):
+        raise ValueError(
+            f"The rule {rule.name!r} returns {problem!r} from find_state_problem(). Return a reason as text, or None."
+        )
     return problem
+
+
+def _fit(rule: Any, values: dict[str, Any], restored: Collection[str] | None) -> list[str]:
+    problems = _call(rule, "fit_state", values, restored)
+    if not isinstance(problems, list) or not all(isinstance(problem, str) for problem in problems):
+        raise ValueError(
+            f"The rule {rule.name!r} returns {problems!r} from fit_state(). Return a list with a sentence for each "
+            "change, [] where nothing was changed."
+        )
+    return problems
+
+
+def _call(rule: Any, method: str, *arguments: Any) -> Any:
+    try:
+        return getattr(rule, method)(*arguments)
+    except Exception as error:
+        raise ValueError(
+            f"The rule {rule.name!r} cannot judge a restored state, because {method}() raises {told(error, rule)}. "
+            "Correct it."
+        ) from error
 
 
 def describe_fresh_start(rule: Any, values: Mapping[str, Any]) -> str:

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
-from mindformers_adaptive.rules.fields import STEP_FIELDS, kept_fields
+from mindformers_adaptive.rules.fields import STEP_FIELDS, Field, form_of, kept_fields
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 
-__all__ = ["RUN", "fields_in", "grad_scaler_in", "read_restored", "read_state_dict", "run_in", "to_state_dict"]
+__all__ = ["FORM", "FORMER_NAMES", "RUN", "RestoredState", "counters_of_megatron", "grad_scaler_in", "read_state"]
+__all__ += ["to_integer", "to_state_dict"]
 
-# What a checkpoint and a state_dict() call the number of the run.
-RUN = "loss_scaling_run"
+# What a checkpoint and a state_dict() call the number of the run, and that of the form of the rule's state.
+RUN, FORM = "loss_scaling_run", "loss_scaling_form"
 # The names of the loss scale in a state: Megatron-LM's, that of a checkpoint, and that of a loss scaler's state().
 _SCALE_NAMES = ("scale", "scale_sense", "loss_scale")
+
+# Parameters of MindFormers' own adaptive cell where two Parameters of a training have the same name, as with a constant
+# learning rate: MindSpore then names all of them by their attributes. By them the names of the fields.
+FORMER_NAMES = {
+    "window_up_count": "growth_num",
+    "window_down_count": "down_num",
+    "cur_iter": "cur_iter",
+    "last_overflow_iter": "last_overflow_iter",
+}
+
+
+class RestoredState(NamedTuple):
+    """What a state has that a rule can use.
+
+    Attributes:
+        loss_scale (float, optional): for the next step; None where the state has none.
+        scale_name (str): what the state calls it.
+        run (int, optional): the number of the run.
+        values (dict[str, Any]): by the names of ``state()`` of the update cell.
+        restored (set[str]): the names of the fields of which all parts are there.
+    """
+
+    loss_scale: float | None
+    scale_name: str
+    run: int | None
+    values: dict[str, Any]
+    restored: set[str]
 
 
 def to_state_dict(rule: Any, loss_scale: float, values: Mapping[str, Any], run: int) -> dict[str, Any]:
@@ -31,10 +59,11 @@ def to_state_dict(rule: Any, loss_scale: float, values: Mapping[str, Any], run: 
         "growth_tracker": values["cur_iter"] - 1 - values["last_overflow_iter"],
         "hysteresis_tracker": values.get("hysteresis_budget", getattr(rule, "hysteresis", 1)),
         RUN: run,
+        FORM: form_of(rule),
     }
     for name, value in values.items():
         is_vector = isinstance(value, tuple)
-        numbers |= {f"{name}_{place}": one for place, one in enumerate(value)} if is_vector else {name: value}
+        numbers |= {f"{name}_{index}": number for index, number in enumerate(value)} if is_vector else {name: value}
     return numbers
 
 
@@ -47,93 +76,95 @@ def grad_scaler_in(state_dict: Any) -> dict[str, Any] | None:
     return None if scaler is None else _require_dict("grad_scaler", scaler)
 
 
-def read_state_dict(
-    rule: Any, state: Mapping[str, Any], present: Mapping[str, Any]
-) -> tuple[str, float, dict[str, Any]]:
-    """Return the name of the loss scale in a state, the loss scale, and the state by the names of ``state()``.
+def read_state(rule: Any, state: Mapping[str, Any]) -> RestoredState:
+    """Return what a rule can use of the state of a cell, also of another rule.
 
     Args:
         rule (Rule): the rule.
-        state (Mapping[str, Any]): numbers, or tensors of one element.
-        present (Mapping[str, Any]): the state of the update cell, for what Megatron-LM's trackers do not say.
-
-    Raises:
-        KeyError: if the loss scale is missing, or both the counters and Megatron-LM's trackers.
-        TypeError: if a value is not a number of its kind.
-        ValueError: if a counter does not fit into 32 bits, or Megatron-LM's trackers do not fit the rule.
-    """
-    given = values_in(rule, state) or {**present, **_counters_of_megatron(rule, state)}
-    scale_name = next((name for name in _SCALE_NAMES if name in state), None)
-    if scale_name is None:
-        raise KeyError("The state has no 'scale'. Give what state_dict() returned.")
-    return scale_name, to_real(scale_name, state[scale_name]), given
-
-
-def read_restored(rule: Any, state: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return what a rule can use of the state of a cell, also of another rule, and the fields that it had.
-
-    Args:
-        rule (Rule): the rule.
-        state (Mapping[str, Any]): numbers, and lists of numbers.
+        state (Mapping[str, Any]): numbers, tensors and lists of numbers by the names of ``state()`` or
+            ``state_dict()``; or Parameters by their names in a checkpoint. Other keys are ignored.
 
     Raises:
         TypeError: if a value is not a number of its kind.
         ValueError: if a counter does not fit into 32 bits.
     """
-    given = values_in(rule, state)
-    restored = fields_in(rule, given)
-    if not restored.issuperset(field.name for field in kept_fields(rule)):
-        # Another rule may have pieces of the same name.
-        given = {key: value for key, value in given.items() if key not in own_keys(rule)}
-    return given, restored
+    name = next((name for name in _SCALE_NAMES if name in state), "")
+    loss_scale = to_real(name, state[name]) if name else None
+    run, form = (to_integer(key, state[key]) if key in state else None for key in (RUN, FORM))
+    is_other_form = form is not None and abs(form) != form_of(rule) and rule.identifying_fields is None
+    own = {field.name for field in kept_fields(rule)}
+    fields = [field for field in all_fields(rule) if not is_other_form or field.name not in own]
+    values = _values_in(fields, state)
+    restored = {field.name for field in fields if all(key in values for key in field.keys)}
+    needed = own if rule.identifying_fields is None else set(rule.identifying_fields)
+    if not needed <= restored:
+        # Another rule may call something by the same name.
+        values = {key: value for key, value in values.items() if key not in own_keys(rule)}
+    return RestoredState(loss_scale, name, run, values, restored)
 
 
-def run_in(state: Mapping[str, Any], otherwise: int) -> int:
-    """Return the number of the run in a state, or another number if it has none; raise TypeError or ValueError."""
-    return to_integer(RUN, state[RUN]) if RUN in state else otherwise
-
-
-def fields_in(rule: Any, values: Mapping[str, Any]) -> set[str]:
-    """Return the names of the fields of which all parts are there."""
-    return {field.name for field in all_fields(rule) if all(key in values for key in field.keys)}
-
-
-def values_in(rule: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a state that the update cell of a rule has, by the names of ``state()``."""
+def _values_in(fields: Sequence[Field], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a state has of some fields, by the names of ``state()``."""
     values: dict[str, Any] = {}
     # A checkpoint has Parameters by their names, beside those of a network, one of which may be called as a part is.
-    if STEP_FIELDS[0].parameter in given and STEP_FIELDS[0].name not in given:
-        given = _by_key(rule, given)
-    for field in all_fields(rule):
+    if STEP_FIELDS[0].parameter in state and STEP_FIELDS[0].name not in state:
+        state = _by_key(fields, state)
+    names_of_fields = {key for field in fields for key in field.keys}
+    for field in fields:
         if field.shape and not field.parts:
-            names = (f"{field.name}_{place}" for place in range(field.shape[0]))
-            vector = given.get(field.name, [given[name] for name in names if name in given])
-            if not hasattr(vector, "__len__"):
-                raise TypeError(f"{field.name!r} must be {field.shape[0]} numbers, but got {vector!r}.")
-            if len(vector) == field.shape[0]:
-                values[field.name] = tuple(to_real(field.name, number) for number in vector)
+            if (vector := _vector_in(field, state, names_of_fields)) is not None:
+                values[field.name] = vector
             continue
         for key in field.keys:
-            if key in given:
-                values[key] = (to_integer if field.dtype == "int32" else to_real)(key, given[key])
+            if key in state:
+                values[key] = (to_integer if field.dtype == "int32" else to_real)(key, state[key])
     return values
 
 
-def _by_key(rule: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _vector_in(field: Field, state: Mapping[str, Any], names_of_fields: set[str]) -> tuple[Any, ...] | None:
+    """Return the elements of a vector in a state, or None if it has none of this length."""
+    length = field.shape[0]
+    names = [f"{field.name}_{index}" for index in range(length)]
+    elements = [state[name] for name in names if name in state]
+    if (longer := f"{field.name}_{length}") in state and longer not in names_of_fields:
+        return None
+    vector = state.get(field.name, elements)
+    if hasattr(vector, "tolist"):
+        vector = vector.tolist()
+    if not isinstance(vector, (list, tuple)):
+        raise TypeError(f"{field.name!r} must be {length} numbers, but got {vector!r}.")
+    if len(vector) != length:
+        return None
+    convert = to_integer if field.dtype == "int32" else to_real
+    return tuple(convert(field.name, number) for number in vector)
+
+
+def _by_key(fields: Sequence[Field], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the Parameters of an update cell hold, by the names of ``state()``."""
-    given: dict[str, Any] = {}
-    for field in all_fields(rule):
+    values: dict[str, Any] = {}
+    for field in fields:
         whole: Any = parameters.get(field.parameter)
         if field.shape:
             whole = whole.tolist() if hasattr(whole, "tolist") else whole
             if not isinstance(whole, (list, tuple)) or len(whole) != field.shape[0]:
                 continue
         if whole is not None:
-            given |= field.by_key(whole)
-    return given
+            values |= field.by_key(whole)
+    return values
 
 
-def _counters_of_megatron(rule: Any, state: Mapping[str, Any]) -> dict[str, int]:
+def counters_of_megatron(rule: Any, state: Mapping[str, Any]) -> dict[str, int]:
+    """Return what Megatron-LM's trackers say, by the names of ``state()``.
+
+    Args:
+        rule (Rule): the rule.
+        state (Mapping[str, Any]): the state of Megatron-LM's ``DynamicGradScaler``.
+
+    Raises:
+        KeyError: if a tracker is missing.
+        TypeError: if a tracker is not an integer.
+        ValueError: if the trackers do not fit the rule.
+    """
     missing = [key for key in ("scale", "growth_tracker", "hysteresis_tracker") if key not in state]
     if missing:
         raise KeyError(

@@ -37,7 +37,7 @@ class TracedStep(NamedTuple):
 
 
 class Seen:
-    """What a step shows: ``overflow`` and, with the signal, the largest gradient in three ways."""
+    """What a step shows: ``overflow`` and, where the rule needs it, the largest gradient in three ways."""
 
     def __init__(self, rule: Any) -> None:
         self.overflow = _input("overflow", "bool")
@@ -49,8 +49,8 @@ class Seen:
         shown = ("gradient_known", "largest_gradient", "max_safe_exponent")
         if name not in shown:
             raise refused(f"takes {name!r}, which is none of overflow, {', '.join(shown)}")
-        if not self._rule.signals:
-            raise refused(f"takes {name!r}. It needs signals = ('largest_gradient',)")
+        if not self._rule.needs_gradients:
+            raise refused(f"takes {name!r}. It needs needs_gradients = True")
         largest = _input("largest_gradient", "float32")
         of_format = constant(self._rule.gradient_format.largest, "float32")
         shown_exponent: Any = Value("max_safe_exponent", (largest, self.overflow, of_format), "int32", ())

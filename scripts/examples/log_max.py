@@ -11,7 +11,7 @@ class LogMaxRule(Rule):
     name = "log_max"
     title = "LogMax loss scaling"
     state = {"mean": float32, "spreads": {"quick_spread": float32, "slow_spread": float32}}
-    signals = ("largest_gradient",)
+    needs_gradients = True
     tried = {"margin": (2.0, 3.0, 4.0)}
 
     def __init__(self, margin=3.0, share=0.1, **bounds):

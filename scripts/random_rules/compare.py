@@ -171,13 +171,13 @@ class _SharedGraph(nn.Cell):
         )
         for cell, scale in zip(made, self.scales, strict=True):
             cell.bind_loss_scale(scale)
-            if cell.signals:
+            if cell.needs_gradients:
                 cell.declare_signal()
         self.count = len(made)
 
     def construct(self, overflow, largest_gradient):
         for place in range(self.count):
-            if self.update_cells[place].signals:
+            if self.update_cells[place].needs_gradients:
                 ops.assign(self.update_cells[place].largest_gradient, largest_gradient)
             self.update_cells[place](self.scales[place], overflow)
         return overflow

@@ -97,7 +97,7 @@ class RandomRule(Rule):
         "rates": float32[{length}],
         "old_rates": float32[{length}],
     }}
-    signals = {signals}
+    needs_gradients = {needs_gradients}
     counts_clean_steps = {counts_clean_steps}
 
     def __init__(self, share=0.37, limit=1e6, steps=3, size=2, **bounds):
@@ -123,7 +123,7 @@ class _Writer:
     def __init__(self, seed):
         self.seed, self.random = seed, random.Random(seed)
         self.length = self.pick((1, 2, 3, 3, 4, 9))
-        self.by_exponent, self.signals = self.pick((True, False, False)), self.pick((True, True, False))
+        self.by_exponent, self.needs_gradients = self.pick((True, False, False)), self.pick((True, True, False))
         # As of the adaptive rule.
         self.counts_clean_steps = self.chance(0.3)
         self.lines, self.made, self.pools = [], 0, {}
@@ -132,7 +132,7 @@ class _Writer:
         self.know("bool", 0, "seen.overflow")
         if self.by_exponent:
             self.know("int32", 0, "state.exponent", "state.exponent")
-        if self.signals:
+        if self.needs_gradients:
             self.know("int32", 0, "seen.max_safe_exponent")
             self.know("float32", 0, "seen.largest_gradient", "seen.largest_gradient")
             self.know("bool", 0, "seen.gradient_known")
@@ -179,7 +179,7 @@ class _Writer:
             arguments=self.arguments_of_lanes(bounds),
             length=self.length,
             weights=[self.pick(_ARGUMENTS) for _ in range(self.length)],
-            signals=("largest_gradient",) if self.signals else (),
+            needs_gradients=self.needs_gradients,
             counts_clean_steps=self.counts_clean_steps,
             first=repr(first).replace("inf", "math.inf").replace("nan", "math.nan"),
             lines="\n".join(f"        {line}" for line in self.lines),

@@ -13,7 +13,13 @@ def test_parameters_have_the_names_of_mindformers_own_cell_and_some_more(hystere
     from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 
     stock = set(MindFormersUpdateCell(1024, 2, 20).parameters_dict())
-    more = {"skipped_steps", "consecutive_overflows", "loss_scaling_run", *["hysteresis_budget"][: hysteresis - 1]}
+    more = {
+        "skipped_steps",
+        "consecutive_overflows",
+        "loss_scaling_run",
+        "loss_scaling_form",
+        *["hysteresis_budget"][: hysteresis - 1],
+    }
     assert "list_index" in stock
     assert set(AdaptiveLossScaleUpdateCell(1024, 2, 20, hysteresis=hysteresis).parameters_dict()) == stock | more
 
@@ -53,7 +59,7 @@ def test_the_state_has_no_loss_scale_that_a_train_step_cell_of_another_package_k
 
 def test_the_number_of_a_run_goes_on_with_a_restored_state():
     cell = AdaptiveLossScaleUpdateCell(1024, 2, 20)
-    cell.restore({**cell.state(), "loss_scaling_run": 7})
+    cell.load_state({**cell.state(), "loss_scaling_run": 7})
     assert cell.run_number == 7
 
 

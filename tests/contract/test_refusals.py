@@ -14,7 +14,7 @@ from mindspore.train import Model
 from mindformers_adaptive import RuleLossScaleUpdateCell, build_train_network
 from mindformers_adaptive.rules import Rule, float32
 
-WITH_SIGNALS = [name for name, kind in KINDS.items() if kind.rule_class.signals]
+NEEDING_GRADIENTS = [name for name, kind in KINDS.items() if kind.rule_class.needs_gradients]
 
 
 @pytest.fixture(params=KINDS)
@@ -22,7 +22,7 @@ def kind(request):
     return KINDS[request.param]
 
 
-@pytest.mark.parametrize("name", WITH_SIGNALS)
+@pytest.mark.parametrize("name", NEEDING_GRADIENTS)
 def test_a_train_step_that_measures_no_gradients_is_refused(name):
     step = Dense().train_step(KINDS[name].cell(), nn.TrainOneStepWithLossScaleCell)
     with pytest.raises(TypeError, match=r"needs a train-step cell .* of mindformers_adaptive.wrapper"):
@@ -38,7 +38,7 @@ def test_mindspores_own_train_step_on_a_cpu_is_refused_with_the_call_that_is_mis
             build(dense.layer, **given)
 
 
-@pytest.mark.parametrize("name", WITH_SIGNALS)
+@pytest.mark.parametrize("name", NEEDING_GRADIENTS)
 def test_an_overflow_flag_alone_is_refused(name):
     manager, scaler = KINDS[name].manager(), KINDS[name].scaler()
     with pytest.raises(RuntimeError, match=r"by its overflow flag alone.* Give the manager to Model"):

@@ -47,8 +47,8 @@ def in_a_state(kind, steps=30, **options):
 
 def write(owned, kind, state, steps):
     owned.update_cell.write_rule_state(state, steps)
-    for name in kind.rule.signals:
-        getattr(owned.update_cell, name).set_data(Tensor(0.25))
+    if kind.rule.needs_gradients:
+        owned.update_cell.largest_gradient.set_data(Tensor(0.25))
 
 
 def assert_takes_the_next_steps(owned, kind, taken=30):
@@ -61,21 +61,21 @@ def assert_takes_the_next_steps(owned, kind, taken=30):
 
 
 class Owner:
-    """A cell, manager or scaler, stepped in the same way; a manager of a rule with signals cannot be."""
+    """A cell, manager or scaler, stepped in the same way; a manager of a rule that needs gradients cannot be."""
 
     def __init__(self, kind, name):
         self.kind = kind
         self.stepped = Owned(kind.cell(loss_scale=8.0)) if name == "cell" else getattr(kind, name)(loss_scale=8.0)
         self.state_owner = self.stepped.update_cell if name == "cell" else self.stepped
-        signals = kind.rule.signals
+        needs_gradients = kind.rule.needs_gradients
         self.step = {
             "cell": lambda step: self.stepped.step(*step[:2]),
-            "manager": lambda step: None if signals else self.stepped.update_loss_scale(step.overflow),
+            "manager": lambda step: None if needs_gradients else self.stepped.update_loss_scale(step.overflow),
             "scaler": lambda step: self.stepped.adjust(
-                Tensor(not step.overflow), *([Tensor([step.largest_gradient])] if signals else [])
+                Tensor(not step.overflow), *([Tensor([step.largest_gradient])] if needs_gradients else [])
             ),
         }[name]
-        self.can_step = name != "manager" or not signals
+        self.can_step = name != "manager" or not needs_gradients
 
     def load(self, state):
         self.state_owner.load_state_dict(json.loads(json.dumps(state)))
@@ -218,7 +218,7 @@ def own_values(kind, state):
 def damages(kind):
     """Yield Parameters and values that no run can reach."""
     for field in all_fields(kind.rule_class):
-        if field.name in kind.rule.signals or (field.name == "hysteresis_budget" and kind.rule.hysteresis == 1):
+        if field.name == "largest_gradient" or (field.name == "hysteresis_budget" and kind.rule.hysteresis == 1):
             continue
         values = (-(2**31), 2**30 + 1, 2**31 - 1) if field.dtype == "int32" else (math.nan, math.inf, -math.inf)
         for value in (*values, -5) if field.name in STEP_KEYS else values:

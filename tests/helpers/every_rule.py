@@ -52,7 +52,7 @@ class Owned(nn.Cell):
         self.scale_sense = Parameter(scale, name="scale_sense", requires_grad=False)
         if isinstance(update_cell, RuleUpdateCell):
             update_cell.bind_loss_scale(self.scale_sense)
-        self.hands_gradient = bool(getattr(update_cell, "signals", ()))
+        self.hands_gradient = getattr(update_cell, "needs_gradients", False)
         if self.hands_gradient:
             update_cell.declare_signal()
         self.assign = ops.Assign()

@@ -12,7 +12,7 @@ class Follow(Rule):
 
     name = "follow"
     state: ClassVar = {"shown": int32}
-    signals = ("largest_gradient",)
+    needs_gradients = True
     tried: ClassVar = {"margin": (1, 2, 4)}
 
     def __init__(self, margin=2, min_loss_scale=1.0, max_loss_scale=None):

@@ -11,7 +11,9 @@ from mindspore import nn
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.mindformers.checkpoint_callback import CommonInfo, CommonInfoWithLossScale, restores_sidecar
 from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_sidecar, write_sidecar
-from mindformers_adaptive.rules.state_dict import RUN
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.fields import form_of
+from mindformers_adaptive.rules.state_dict import FORM, RUN
 
 # MindFormers before 1.7 has no `checkpoint:` format.
 StockCommonInfo = pytest.importorskip("mindformers.checkpoint.checkpoint").CommonInfo
@@ -28,7 +30,7 @@ def test_the_sidecar_is_written_with_common_json_which_stays_as_mindformers_writ
     info.step_num = 1
     info.save_common(str(tmp_path / "common.json"))
     state = step.loss_scaling_manager.state()
-    assert read_sidecar(tmp_path) == (state.pop("loss_scale"), {**state, RUN: 0})
+    assert read_sidecar(tmp_path) == (state.pop("loss_scale"), {**state, RUN: 0, FORM: form_of(AdaptiveRule())})
     stock = StockCommonInfo(step_num=1)
     stock.save_common(str(tmp_path / "stock.json"))
     assert json.loads((tmp_path / "common.json").read_text()) == json.loads((tmp_path / "stock.json").read_text())

@@ -460,7 +460,7 @@ def test_vectors_are_reduced_and_taken_from_in_one_way():
 class OfGradients(Rule):
     name = "of_gradients"
     state = {"known": int32, "largest": float32, "safe": int32}  # noqa: RUF012
-    signals = ("largest_gradient",)
+    needs_gradients = True
 
     def next_state(self, state, seen):
         return state.replace(

@@ -44,13 +44,12 @@ from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
 
 SCALAR, INTEGER, VECTOR = {"x": float32}, {"x": int32}, {"x": float32[2]}
-SIGNALS = ("largest_gradient",)
 FLAGS = [False, False, True, False, True, True, False, False]
 
 
-def rule_of(next_state, *, state=None, first=MappingProxyType({}), signals=(), **arguments):
+def rule_of(next_state, *, state=None, first=MappingProxyType({}), needs_gradients=False, **arguments):
     """A rule with a step and a state."""
-    names = {"name": "own", "state": state or {}, "signals": signals, "next_state": next_state}
+    names = {"name": "own", "state": state or {}, "needs_gradients": needs_gradients, "next_state": next_state}
     if first != {}:
         names["first_state"] = lambda self, loss_scale: first
     return type("Own", (Rule,), names)(**arguments)
@@ -125,7 +124,7 @@ def test_what_is_no_flag_and_no_state_of_the_rule_is_refused(overflow):
 
 def test_a_gradient_beyond_float64_shows_nothing():
     rule = rule_of(
-        lambda self, state, seen: state.replace(x=int32(seen.gradient_known)), state=INTEGER, signals=SIGNALS
+        lambda self, state, seen: state.replace(x=int32(seen.gradient_known)), state=INTEGER, needs_gradients=True
     )
     assert [rule.step(rule.start(1.0), False, gradient).x for gradient in (1.0, 10**400)] == [1, 0]
 
@@ -482,7 +481,7 @@ class Numbers(Rule):
 
     name = "numbers"
     state: ClassVar = {"n": int32, "v": float32[3], "places": int32[2]}
-    signals = ("largest_gradient",)
+    needs_gradients = True
 
     def __init__(self, k=1.0, m=2, **others):
         super().__init__(**others)
@@ -868,7 +867,7 @@ def test_max_safe_exponent_is_minus_1024_where_nothing_is_known(graph_mode):
             largest=seen.largest_gradient,
         )
 
-    rule = rule_of(shows, state={"shown": int32, "known": int32, "largest": float32}, signals=("largest_gradient",))
+    rule = rule_of(shows, state={"shown": int32, "known": int32, "largest": float32}, needs_gradients=True)
     gradients = [*SILENT, -1.0, 1.0, 65504.0, 65505.0, 2.0**-126, 2.0**-14, 1e38]
     states = assert_cell_equals(rule, steps=80, loss_scale=2.0**100, gradients=gradients)
     assert {after.known for after in states} == {0, 1}

@@ -1,0 +1,327 @@
+"""Only what comes from a checkpoint is repaired; and no number of a checkpoint comes back under another name."""
+
+import functools
+import json
+import math
+import random
+import types
+import warnings
+from typing import ClassVar
+
+import mindformers.wrapper
+import mindspore
+import pytest
+from dense_network import Dense
+from every_rule import KINDS, Owned, is_same
+from mindspore import Parameter, Tensor, nn
+
+from mindformers_adaptive import RuleLossScaleUpdateCell
+from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
+from mindformers_adaptive.mindformers.checkpoint_callback import restores_sidecar
+from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints, write_sidecar
+from mindformers_adaptive.rules import Rule, float32, int32, minimum, where
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
+from mindformers_adaptive.rules.saved_state import own_keys
+from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
+
+pytestmark = pytest.mark.usefixtures("graph_mode")
+
+
+class Smallest(Rule):
+    """Begins with inf, and stays there until a step overflows."""
+
+    name = "smallest"
+    state: ClassVar = {"smallest": float32}
+
+    def first_state(self, loss_scale):
+        return {"smallest": math.inf}
+
+    def next_state(self, state, seen):
+        lowest = minimum(state.smallest, state.loss_scale)
+        halved = state.replace(loss_scale=state.loss_scale / 2, smallest=lowest)
+        return where(seen.overflow, halved, state.replace(loss_scale=state.loss_scale * 1.25))
+
+
+class Refusing(Rule):
+    """Goes where a restored state may not be."""
+
+    name = "refusing"
+    state: ClassVar = {"clean": int32}
+
+    def next_state(self, state, seen):
+        raised = state.replace(loss_scale=state.loss_scale * 2, clean=0)
+        clean = where(state.clean >= 3, raised, state.replace(clean=state.clean + 1))
+        return where(seen.overflow, state.replace(loss_scale=state.loss_scale / 2, clean=0), clean)
+
+    def find_state_problem(self, values):
+        return "The checkpoint has counted" if values["clean"] else None
+
+
+class MovedWindow(AdaptiveRule):
+    """Has windows that are on no ladder."""
+
+    name = "moved_window"
+
+    def next_state(self, state, seen):
+        after = super().next_state(state, seen)
+        return after.replace(scale_window=after.scale_window + 7)
+
+
+RULES = [Smallest, Refusing, functools.partial(MovedWindow, max_scale_window=4, min_scale_window=1)]
+CELLS = {make.name if isinstance(make, type) else make.func.name: make for make in RULES}
+CELLS = {name: lambda make=make: RuleLossScaleUpdateCell(2.0**16, make()) for name, make in CELLS.items()}
+CELLS |= {name: kind.cell for name, kind in KINDS.items()}
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("owner", ["train step", "another package's cell"])
+def test_set_train_at_random_places_changes_nothing(name, owner):
+    numbers = random.Random(name)
+
+    def states(places):
+        cell, dense = CELLS[name](), Dense()
+        train_step = dense.train_step(cell, TrainOneStepWithLossScaleCell) if owner == "train step" else Owned(cell)
+        taken = []
+        for number, overflow in enumerate(overflows):
+            if number in places:
+                train_step.set_train()
+            if owner == "train step":
+                train_step(*dense.batch(overflow))
+            else:
+                train_step.step(overflow, 0.25)
+            taken.append(cell.state())
+        return taken
+
+    overflows = [numbers.random() < 0.25 for _ in range(40)]
+    places = set(numbers.sample(range(40), 12))
+    # A warning would be an error.
+    assert is_same(states(places), states(()))
+
+
+def test_a_cell_of_one_rule_takes_no_other():
+    class MyGuided(GuidedRule):
+        name = "my_guided"
+
+    for cls, rule in (
+        (GradientGuidedLossScaleUpdateCell, MyGuided()),
+        (GradientGuidedLossScaleUpdateCell, AdaptiveRule()),
+        (AdaptiveLossScaleUpdateCell, MovedWindow()),
+        (AdaptiveLossScaleUpdateCell, GuidedRule()),
+    ):
+        with pytest.raises(TypeError, match=f"must be exactly a .*{type(rule).__name__}.*RuleLossScaleUpdateCell"):
+            cls.from_rule(rule, rule.start(2.0**16))
+        assert RuleLossScaleUpdateCell.from_rule(rule, rule.start(2.0**16)).rule is rule
+
+
+def rule_with(state, name="reshaped", first=None):
+    """Return a rule with this state, which counts in all that it has."""
+
+    def next_state(self, before, seen):
+        numbers = {key: getattr(before, key) + 1 for field in self.fields for key in field.keys}
+        halved = where(seen.overflow, before.loss_scale / 2, before.loss_scale)
+        return before.replace(loss_scale=halved, **numbers)
+
+    names = {"name": name, "state": state, "next_state": next_state}
+    if first is not None:
+        names["first_state"] = lambda self, loss_scale: first
+    return type("Reshaped", (Rule,), names)()
+
+
+BEFORE = {"counts": {"bad": int32, "good": int32}, "level": float32, "window": int32[3]}
+FORMS = {
+    "a renamed part": {**BEFORE, "counts": {"evil": int32, "good": int32}},
+    "exchanged names": {**BEFORE, "counts": {"good": int32, "well": int32}},
+    "one part more": {**BEFORE, "counts": {"bad": int32, "good": int32, "more": int32}},
+    "one part less": {**BEFORE, "counts": {"good": int32}},
+    "a longer vector": {**BEFORE, "window": int32[5]},
+    "a shorter vector": {**BEFORE, "window": int32[2]},
+    "a vector for a number": {**BEFORE, "level": float32[2]},
+    "a number for a vector": {**BEFORE, "window": int32},
+    "another dtype": {**BEFORE, "level": int32},
+    "another dtype of parts": {**BEFORE, "counts": {"bad": float32, "good": float32}},
+    "a new field": {**BEFORE, "fresh": float32},
+    "a field less": {"counts": BEFORE["counts"], "level": float32},
+    "a renamed field": {"counts": BEFORE["counts"], "height": float32, "window": int32[3]},
+}
+
+
+def saved(rule, tmp_path, form, steps=5):
+    """Take steps and save the state; return a function that restores it in another cell, and the state."""
+    owned = Owned(RuleLossScaleUpdateCell(2.0**16, rule))
+    owned.set_train()
+    for number in range(steps):
+        owned.step(number == 1)
+    state = owned.update_cell.state()
+    if form == "state_dict":
+        state_dict = json.loads(json.dumps(owned.update_cell.state_dict()))
+        return lambda resumed: resumed.update_cell.load_state_dict(state_dict), state
+    if form == "sidecar":
+        cell = owned.update_cell
+        write_sidecar(tmp_path, 1.0, {**state, "loss_scaling_form": cell.form})
+        load = restores_sidecar(lambda checkpoint, network, optimizer: None)
+
+        def restore(resumed):
+            resumed.scale_sense.set_data(Tensor(state["loss_scale"], mindspore.float32))
+            load(str(tmp_path), None, types.SimpleNamespace(loss_scaling_manager=resumed.update_cell))
+
+        return restore, state
+    file = str(tmp_path / "saved.ckpt")
+    mindspore.save_checkpoint(owned, file)
+    return lambda resumed: mindspore.load_param_into_net(resumed, mindspore.load_checkpoint(file)), state
+
+
+def restore_and_begin(restore, resumed):
+    restore(resumed)
+    resumed.set_train()
+
+
+@pytest.mark.parametrize("form", ["ckpt", "ckpt after set_train", "state_dict", "sidecar"])
+@pytest.mark.parametrize("change", FORMS)
+def test_a_state_of_another_form_starts_afresh_with_a_warning(change, form, tmp_path):
+    restore, state = saved(rule_with(BEFORE), tmp_path, form.removesuffix(" after set_train"))
+    rule = rule_with(FORMS[change])
+    resumed = Owned(RuleLossScaleUpdateCell(2.0**10, rule))
+    if form.endswith("set_train"):
+        resumed.set_train()
+    with pytest.warns(UserWarning, match="starts afresh at loss scale 32768"):
+        restore_and_begin(restore, resumed)
+    after = resumed.update_cell.state()
+    fresh = rule.start(state["loss_scale"])
+    assert is_same({key: after[key] for key in own_keys(rule)}, {key: getattr(fresh, key) for key in own_keys(rule)})
+    assert (after["loss_scale"], after["cur_iter"], after["skipped_steps"]) == (2.0**15, 6, 1)
+
+
+@pytest.mark.parametrize("form", ["ckpt", "ckpt after set_train", "state_dict", "sidecar"])
+def test_the_order_in_which_a_state_is_written_makes_no_difference(form, tmp_path):
+    first = {"bad": 10, "good": 20, "level": 0.5, "window": [7, 8, 9]}
+    reordered = {"window": int32[3], "counts": {"good": int32, "bad": int32}, "level": float32}
+    restore, state = saved(rule_with(BEFORE, first=first), tmp_path, form.removesuffix(" after set_train"))
+    resumed = Owned(RuleLossScaleUpdateCell(2.0**10, rule_with(reordered)))
+    if form.endswith("set_train"):
+        resumed.set_train()
+    restore(resumed)
+    resumed.set_train()
+    assert is_same(resumed.update_cell.state(), {**resumed.update_cell.state(), **state})
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("scale", "window"), ("list", "index"), ("step", "num"), ("epoch", "num"), ("learning", "rate")],
+)
+def test_no_rule_takes_a_number_of_something_else_for_its_own(name, field):
+    adaptive = Owned(KINDS["adaptive"].cell())
+    checkpoint = {parameter.name: parameter for parameter in adaptive.get_parameters()}
+    checkpoint |= {other: Parameter(Tensor(9, mindspore.int32), name=other) for other in ("step_num", "epoch_num")}
+    checkpoint["learning_rate"] = Parameter(Tensor(9, mindspore.int32), name="learning_rate")
+    owned = Owned(RuleLossScaleUpdateCell(2.0**16, rule_with({field: int32}, name=name)))
+    mindspore.load_param_into_net(owned, checkpoint)
+    owned.set_train()
+    assert owned.update_cell.state()[field] == 0
+
+
+def test_inspect_shows_no_number_under_another_name(tmp_path):
+    saved(rule_with(BEFORE), tmp_path, "ckpt")
+    renamed = type(rule_with(FORMS["a renamed part"]))
+    [shown] = read_checkpoints(tmp_path, rules=[renamed])
+    assert (shown.values["evil"], shown.values["level"]) == (None, 5.0)
+    assert any("another form than that of the rule reshaped" in problem for problem in shown.problems)
+    [shown] = read_checkpoints(tmp_path, rules=[type(rule_with(BEFORE))])
+    assert (shown.values["bad"], shown.problems) == (5, [])
+
+
+@pytest.mark.parametrize("method", ["find_state_problem", "fit_state"])
+@pytest.mark.parametrize("answer", [7, [3], KeyError("x")])
+def test_a_rule_that_cannot_judge_a_restored_state_is_named(method, answer):
+    def judge(self, *_):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    rule_class = type("Judging", (type(rule_with(BEFORE)),), {"name": "judging", method: judge})
+    cell = RuleLossScaleUpdateCell(2.0**16, rule_class())
+    with pytest.raises(ValueError, match=rf"'judging' (cannot judge|returns) .*{method}\(\)"):
+        cell.load_state_dict(cell.state_dict())
+
+
+LADDER = {"max_scale_window": 100, "min_scale_window": 20}
+
+
+@pytest.fixture(scope="module", params=["constant", "schedule"])
+def stock(request, tmp_path_factory):
+    """Train with MindFormers' own cells; return the checkpoint and the state of the cell."""
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
+    dense, rate = Dense(), 0.01 if request.param == "constant" else nn.ExponentialDecayLR(0.01, 0.9, 4)
+    cell = mindformers.wrapper.AdaptiveLossScaleUpdateCell(2.0**16, 2, 20, **LADDER)
+    optimizer = nn.Adam(dense.layer.trainable_params(), learning_rate=rate)
+    step = mindformers.wrapper.MFTrainOneStepCell(dense.network, optimizer, scale_sense=cell)
+    step.ascend_910b_target, step.enable_allfinite = True, False
+    step.set_train()
+    for number in range(60):
+        step(*dense.batch(number in (3, 9)))
+    file = str(tmp_path_factory.mktemp("stock") / "stock.ckpt")
+    mindspore.save_checkpoint(step, file)
+    checkpoint = mindspore.load_checkpoint(file)
+    assert ("loss_scaling_manager.cur_iter" in checkpoint) == (request.param == "constant")
+    attributes = ("scale_window", "list_index", "window_up_count", "window_down_count", "cur_iter")
+    return checkpoint, [int(getattr(cell, name).asnumpy()) for name in (*attributes, "last_overflow_iter")]
+
+
+@pytest.mark.parametrize("loads_into", ["train step", "optimizer"])
+def test_mindformers_own_state_goes_on_at_its_place_on_the_ladder(stock, loads_into):
+    checkpoint, counters = stock
+    cell = AdaptiveLossScaleUpdateCell(2.0**16, 2, 20, **LADDER)
+    dense = Dense()
+    optimizer = nn.Adam(dense.layer.trainable_params(), learning_rate=0.01)
+    step = MFTrainOneStepCell(dense.network, optimizer, scale_sense=cell)
+    mindspore.load_param_into_net(step if loads_into == "train step" else optimizer, checkpoint)
+    if loads_into == "optimizer":
+        # As MindFormers does, which restores the loss scale by itself.
+        step.scale_sense.set_data(checkpoint["scale_sense"])
+    # A warning would be an error.
+    step.set_train()
+    names = ("scale_window", "window_index", "growth_num", "down_num", "cur_iter", "last_overflow_iter")
+    assert [cell.state()[name] for name in names] == counters
+    assert counters[4] == 61
+    assert not {"cur_iter", "window_up_count"} & set(step.parameters_dict())
+
+
+def test_a_checkpoint_without_windows_starts_the_ladder_afresh_where_its_counters_fit_none():
+    for last_event, is_afresh in ((480, False), (300, True)):
+        owned = Owned(AdaptiveLossScaleUpdateCell(2.0**16, 2, 100, min_scale_window=100))
+        counters = {"current_iterator_step": 501, "last_overflow_iterator_step": last_event}
+        checkpoint = {name: Parameter(Tensor(number, mindspore.int32), name=name) for name, number in counters.items()}
+        mindspore.load_param_into_net(owned, checkpoint)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            owned.set_train()
+        assert ["no window" in str(warning.message) for warning in caught] == [True] * is_afresh
+        state = owned.update_cell.state()
+        assert (state["scale_window"], state["last_overflow_iter"]) == (100, 500 if is_afresh else last_event)
+
+
+@pytest.mark.parametrize("moment", ["before set_train", "after set_train"])
+@pytest.mark.parametrize("name", ["guided", "smallest"])
+def test_a_checkpoint_of_dynamic_scaling_starts_the_state_of_another_rule_afresh(name, moment):
+    dense, cell = Dense(), CELLS[name]()
+    step = dense.train_step(cell)
+    if moment == "after set_train":
+        step.set_train()
+    counters = {"current_iterator_step": 501, "last_overflow_iterator_step": 300}
+    checkpoint = {name: Parameter(Tensor(number, mindspore.int32), name=name) for name, number in counters.items()}
+    checkpoint["scale_sense"] = Parameter(Tensor(2.0**8, mindspore.float32), name="scale_sense")
+    mindspore.load_param_into_net(step, checkpoint)
+    with pytest.warns(UserWarning, match="has 500 steps but no state of .*: it starts afresh at loss scale 256"):
+        step(*dense.batch())
+    assert cell.state()["cur_iter"] == 502
+
+
+def test_steps_that_a_graph_took_look_like_no_checkpoint():
+    """Whatever a built-in rule reaches is its own, even where nobody saw that steps were taken."""
+    for name in ("adaptive", "guided"):
+        kind, owned = KINDS[name], Owned(KINDS[name].cell())
+        for step in kind.path(25):
+            owned.step(step.overflow, step.largest_gradient)
+            before = owned.update_cell.state()
+            owned.set_train()
+            assert is_same(owned.update_cell.state(), before)
