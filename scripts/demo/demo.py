@@ -1,4 +1,4 @@
-"""Run the demo: train through the launcher with a progress bar, report what the loss scale did, and draw it.
+"""Train the same model with FP16 alone and with adaptive loss scaling, and show the difference.
 
 python scripts/demo/demo.py --corpus output/corpus --output_dir output
 """
@@ -11,43 +11,65 @@ import sys
 import time
 from pathlib import Path
 
-import yaml
 from tqdm import tqdm
 
-from mindformers_adaptive.lab.logs import read_log
-from mindformers_adaptive.lab.scale_path import changes_of, path_lines, phases, ranges
+from mindformers_adaptive.lab import read_log
+from mindformers_adaptive.lab.gradient_ceilings import with_gradients
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.plots.canvas import MAIN, WARNING, new_figure, save, style_axes
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.text.table import as_power_of_two
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 RECORD = "loss_scale_record.jsonl"
-SWEPT_SCALES = ["1", "4", "16", "64", "512", "2^12", "2^16", "2^20"]
-# Pictures and the options that draw them; 64 and 512 are scales that people compare by hand.
-PICTURES = {
-    "run.png": [RECORD],
-    "gradients.png": ["gradients.json", "--loss-scales", "1", "64", "512"],
-    "underflow.png": ["gradients.json", "--underflow"],
+PICTURE = "demo.png"
+
+STEPS, BATCH_SIZE = 240, 8
+
+# A large batch is the sum of many micro-batches, and the loss of each is divided by their number before the backward
+# pass. That makes FP16 gradients underflow. Dividing the loss scale by 256 has the same effect as dividing the loss. So
+# a CPU can train one micro-batch a step and see the gradients of a training with 256.
+MICRO_BATCHES = 256
+
+# The scales that the YAML options set, divided by the number of micro-batches: 1 (none), and the usual start 2^32.
+FP16_ALONE, ADAPTIVE = "FP16 alone", "adaptive scaling"
+SCALING = {
+    FP16_ALONE: f"runner_wrapper.scale_sense={1 / MICRO_BATCHES}",
+    ADAPTIVE: f"runner_wrapper.scale_sense.loss_scale_value={2**32 // MICRO_BATCHES}",
 }
+
+# Rules that are replayed on the adaptive run, from the same start.
+REPLAYED = {
+    "guided": lambda start: make_policy("guided", loss_scale_value=start),
+    "dynamic 1000": lambda start: make_policy("dynamic", loss_scale_value=start, scale_window=1000),
+}
+
+# The mean of this many losses is what the report and the picture show.
+AVERAGED = 20
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", type=Path, required=True, help="folder that prepare_corpus.py wrote")
     parser.add_argument("--output_dir", type=Path, required=True, help="where a folder for this run is made")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of each training (default: {STEPS})")
     parser.add_argument("--options", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="keys of the YAML to change")
     arguments = parser.parse_args()
     run_folder = make_run_folder(arguments.output_dir.resolve())
-    # The same for the training and for the measurement of what it trained.
-    config = ["--config", str(CONFIG), "--train_dataset_dir", str(arguments.corpus.resolve())]
-    config += ["--options", *arguments.options] if arguments.options else []
-    record = train(run_folder, config, total=None if arguments.options else planned_steps())
-    print("\n".join(report(record, run_folder)))
-    print("Measuring the gradients of the trained model, and drawing ...", file=sys.stderr, flush=True)
-    draw(run_folder, config)
-    print(f"Pictures    {', '.join(os.path.relpath(run_folder / picture) for picture in sorted(PICTURES))}")
-    analyze = f"adaptive-loss-scale analyze {os.path.relpath(run_folder / RECORD)}"
-    print(f"Next        source .venv/bin/activate && {analyze}")
+    print(
+        f"Training a 2-layer Llama in FP16 from {CONFIG.relative_to(ROOT)}, twice, each step as one of {MICRO_BATCHES} "
+        f"micro-batches: the loss scale is divided by {MICRO_BATCHES}, which is the same as dividing the loss."
+    )
+    records = {}
+    for name, folder in ((FP16_ALONE, run_folder / "fp16_alone"), (ADAPTIVE, run_folder)):
+        options = [f"train_dataset.data_loader.num_samples={BATCH_SIZE * arguments.steps}"]
+        options += [SCALING[name], *arguments.options]
+        config = ["--config", str(CONFIG), "--train_dataset_dir", str(arguments.corpus.resolve())]
+        records[name] = train(name, folder, [*config, "--options", *options], arguments.steps)
+    save(draw(records), run_folder / PICTURE)
+    print("\n".join(["", *report(records, run_folder)]))
 
 
 def make_run_folder(output_dir):
@@ -58,70 +80,93 @@ def make_run_folder(output_dir):
     return folder
 
 
-def train(run_folder, config, total):
+def train(name, folder, arguments, steps):
     """Run the launcher with a progress bar that follows the record; return the record."""
+    folder.mkdir(exist_ok=True)
     launcher = ROOT / "scripts" / "launch" / "run_mindformer.py"
-    command = [sys.executable, str(launcher), *config, "--output_dir", str(run_folder)]
-    console = run_folder / "console.log"
-    where = os.path.relpath(console)
-    print(f"Training a 2-layer Llama in FP16 from {CONFIG.relative_to(ROOT)}; its output goes to {where}")
+    command = [sys.executable, str(launcher), *arguments, "--output_dir", str(folder)]
+    console = folder / "console.log"
     with (
         console.open("wb") as log,
-        subprocess.Popen(command, cwd=run_folder, stdout=log, stderr=subprocess.STDOUT) as process,
-        tqdm(desc="training", unit="step", total=total, mininterval=1.0) as progress,
+        subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT) as process,
+        tqdm(desc=f"{name:<16}", unit="step", total=steps, mininterval=1.0) as progress,
     ):
         running = True
         while running:
             time.sleep(1.0)
-            # Looked up before the record is read, so that the last look sees all of it.
+            # Ask before reading the record, so that the last read sees all of it.
             running = process.poll() is None
-            record = read_record(run_folder / RECORD) if (run_folder / RECORD).exists() else []
+            record = read_record(folder / RECORD) if (folder / RECORD).exists() else []
             if record:
-                scale = as_power_of_two(record[-1]["next_loss_scale"])
+                scale = as_power_of_two(record[-1]["next_loss_scale"] * MICRO_BATCHES)
                 progress.set_postfix_str(f"loss {record[-1]['loss']:.3f}, scale {scale}", refresh=False)
                 progress.update(record[-1]["step"] - progress.n)
     if process.returncode != 0 or not record:
+        where = os.path.relpath(console)
         last_lines = console.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
         sys.exit("\n".join([*last_lines, "", f"The training stopped with exit code {process.returncode}; see {where}"]))
     return record
 
 
-def planned_steps():
-    """The steps of the YAML file as it is."""
-    dataset = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["train_dataset"]
-    return dataset["data_loader"]["num_samples"] // dataset["batch_size"]
-
-
-def draw(run_folder, config):
-    """Measure the gradients of the trained model at several loss scales, and draw all pictures."""
-    program = [sys.executable, "-m", "mindformers_adaptive"]
-    probe = ["probe", *config, "--checkpoint", str(run_folder / "checkpoint"), "--loss-scales", *SWEPT_SCALES]
-    commands = [[*probe, "--output", "gradients.json"]]
-    commands += [["plot", source, picture, *options] for picture, (source, *options) in PICTURES.items()]
-    for command in commands:
-        finished = subprocess.run(program + command, cwd=run_folder, capture_output=True, text=True, errors="replace")
-        if finished.returncode != 0:
-            sys.exit(f"{finished.stdout}{finished.stderr[-3000:]}\nThis command failed: {' '.join(program + command)}")
-
-
-def report(record, run_folder):
-    """The report, as lines."""
-    skipped = [entry["step"] for entry in record if entry["overflow"]]
-    applied = [entry["loss"] for entry in record if not entry["overflow"]]
-    last = applied[-20:]
-    checkpoints = sorted(run_folder.glob("checkpoint/rank_0/*.ckpt"), key=lambda file: file.stat().st_mtime)
-    mean = f"{sum(last) / len(last):.2f}" if last else "unknown"
+def report(records, run_folder):
+    """Return the five lines at the end of the demo."""
+    alone, adaptive = (final_loss(records[name]) for name in (FP16_ALONE, ADAPTIVE))
+    record = records[ADAPTIVE]
+    first, last = (as_power_of_two(entry["loss_scale"] * MICRO_BATCHES) for entry in (record[0], record[-1]))
+    skipped = sum(entry["overflow"] for entry in record)
+    cost = ", ".join(f"{name} {count}" for name, count in replayed_skips(run_folder / RECORD).items())
+    analyze = f"adaptive-loss-scale analyze {os.path.relpath(run_folder / RECORD)}"
     return [
-        "",
-        f"Loss      from {record[0]['loss']:.2f} to {mean} (first step; mean of the last {len(last)} applied steps)",
-        f"Steps     {len(record)}, of which {len(skipped)} were skipped for an overflow: {ranges(skipped)}",
-        "",
-        *path_lines(phases(changes_of(read_log(run_folder / RECORD)))),
-        "",
-        f"Logs        {os.path.relpath(run_folder / 'log' / 'rank_0')}",
-        f"Record      {os.path.relpath(run_folder / RECORD)}",
-        f"Checkpoint  {os.path.relpath(checkpoints[-1]) if checkpoints else 'no checkpoint was written'}",
+        f"FP16 alone:       loss {alone:.2f} after {len(records[FP16_ALONE])} steps (mean of the last {AVERAGED})",
+        f"Adaptive scaling: loss {adaptive:.2f}; the loss scale went from {first} to {last}, and {skipped} of "
+        f"{len(record)} steps were skipped",
+        f"Replayed on the same steps, other rules would have skipped: {cost}",
+        f"Picture:          {os.path.relpath(run_folder / PICTURE)}",
+        f"Next:             source .venv/bin/activate && {analyze}",
     ]
+
+
+def final_loss(record):
+    """Return the mean loss of the last applied steps."""
+    losses = [entry["loss"] for entry in record if not entry["overflow"]][-AVERAGED:]
+    return sum(losses) / len(losses) if losses else float("nan")
+
+
+def replayed_skips(record):
+    """Return how many steps each other rule would have skipped.
+
+    The record of adaptive scaling has no gradients, so the guided rule is given gradients that show each ceiling.
+    """
+    run = read_log(record)
+    trace, start = with_gradients(run.to_trace()), float(run.loss_scale[0])
+    return {name: int(replay(make(start), trace).overflow.sum()) for name, make in REPLAYED.items()}
+
+
+def draw(records):
+    """Draw both losses, and below them the loss scale that the divided loss is multiplied by."""
+    figure = new_figure(6, 6)
+    losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for (name, record), colour in zip(records.items(), (WARNING, MAIN), strict=True):
+        steps = [entry["step"] for entry in record]
+        losses.plot(steps, smoothed([entry["loss"] for entry in record]), color=colour, linewidth=2.5, label=name)
+        scale = [entry["loss_scale"] * MICRO_BATCHES for entry in record]
+        scales.plot(steps, scale, color=colour, linewidth=2.5, drawstyle="steps-post")
+    losses.set_title(f"The demo's Llama, as one of {MICRO_BATCHES} micro-batches", fontsize=15)
+    losses.set_ylabel("loss", fontsize=14)
+    losses.legend(fontsize=14, frameon=False)
+    scales.set_yscale("log", base=2)
+    scales.set_ylabel("loss scale", fontsize=14)
+    scales.set_xlabel("step", fontsize=14)
+    for axes in (losses, scales):
+        style_axes(axes)
+        axes.tick_params(labelsize=13)
+    return figure
+
+
+def smoothed(losses):
+    """Return the running mean of up to ``AVERAGED`` losses."""
+    windows = (losses[max(0, stop - AVERAGED) : stop] for stop in range(1, len(losses) + 1))
+    return [sum(window) / len(window) for window in windows]
 
 
 if __name__ == "__main__":
