@@ -25,7 +25,7 @@ _TAKEN = {"loss_scale", "exponent", "replace", "overflow", "step"}
 _TAKEN |= {"min_loss_scale", "max_loss_scale", "min_exponent", "max_exponent", "loss", "next_loss_scale"}
 _TAKEN |= {"history", "recorded", "restored", "inv_scale"}
 _TAKEN |= {"scale", "scale_sense", "growth_tracker", "hysteresis_tracker", "loss_scaling_run"}
-_TAKEN |= {"gradient_known", "max_safe_exponent", "since_event", *SIGNALS, *(field.name for field in STEP_FIELDS)}
+_TAKEN |= {"gradient_known", "max_safe_exponent", *SIGNALS, *(field.name for field in STEP_FIELDS)}
 
 # What every rule has, made from its next_state; a method start() may be another one.
 OF_EVERY_RULE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bits", "nearest_scale")
