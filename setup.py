@@ -45,7 +45,7 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["mindformers_adaptive", "mindformers_adaptive.*"]),
-    package_data={"": ["*.pyi"], "mindformers_adaptive": ["py.typed", "report/page.html"]},
+    package_data={"": ["*.pyi"], "mindformers_adaptive": ["py.typed", "plots/page.html"]},
     # Neither MindSpore nor MindFormers: the lab and most of the program need none of them.
     # Before filelock 3.30 a forked process that ends would let the lock of its parent go.
     install_requires=["numpy>=1.21", "pyyaml>=6", "filelock>=3.30", "tqdm>=4.60"],

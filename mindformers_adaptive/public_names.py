@@ -26,25 +26,22 @@ PUBLIC: dict[str, dict[str, str]] = {
         "wrapper.MFTrainOneStepCell": "wrapper",
         "wrapper.MFPipelineWithLossScaleCell": "wrapper",
         "wrapper.TrainOneStepWithLossScaleCell": "wrapper",
-        "FixedScaleTrainOneStepCell": "amp.train_network",
+        "FixedScaleTrainOneStepCell": "cells.train_network",
     },
     "Managers and scalers": {
-        "AdaptiveLossScaleManager": "amp.manager",
-        "GradientGuidedLossScaleManager": "amp.manager",
-        "RuleLossScaleManager": "amp.manager",
-        "AdaptiveLossScaler": "amp.scaler",
-        "GradientGuidedLossScaler": "amp.scaler",
-        "RuleLossScaler": "amp.scaler",
+        "AdaptiveLossScaleManager": "cells.manager",
+        "GradientGuidedLossScaleManager": "cells.manager",
+        "RuleLossScaleManager": "cells.manager",
+        "AdaptiveLossScaler": "cells.scaler",
+        "GradientGuidedLossScaler": "cells.scaler",
+        "RuleLossScaler": "cells.scaler",
     },
     "Training": {
-        "Trainer": "integration.trainer",
-        "register": "integration.registration",
-        "build_train_network": "amp.train_network",
-        "enable_loss_scale_on_cpu": "amp.train_network",
+        "Trainer": "mindformers.trainer",
+        "register": "mindformers.registration",
+        "build_train_network": "cells.train_network",
+        "enable_loss_scale_on_cpu": "cells.train_network",
         "scale_sense_from_megatron": "rules.megatron",
-        "simulate_formats": "amp.simulated_formats",
-        "amp.simulated_products": "amp.simulated_formats",
-        "amp.RoundToFormat": "amp.simulated_formats",
     },
     "Monitors and records": {
         "LossScaleMonitor": "monitor.loss_scale_monitor",
@@ -76,21 +73,24 @@ PUBLIC: dict[str, dict[str, str]] = {
     },
     "The lab": {
         "make_policy": "lab.policies",
-        "lab.analyze": "lab.analysis.analyze",
+        "lab.analyze": "lab.analysis",
         "lab.read_log": "lab.logs",
-        "lab.compare": "lab.replay.simulate",
-        "lab.replay.replay": "lab.replay.simulate",
-        "lab.tune": "lab.replay.tune",
-        "lab.from_gradient_ranges": "lab.traces.gradients",
-        "lab.RecordedRun": "lab.traces.recorded_run",
-        "lab.synthetic_trace": "lab.traces.synthetic",
-        "lab.synthetic_traces": "lab.traces.synthetic",
-        "lab.Trace": "lab.traces.trace",
+        "lab.compare": "lab.replay",
+        "lab.replay.replay": "lab.replay",
+        "lab.tune": "lab.tuning",
+        "lab.from_gradient_ranges": "lab.gradient_ceilings",
+        "lab.RecordedRun": "lab.recorded_run",
+        "lab.synthetic_trace": "lab.synthetic",
+        "lab.synthetic_traces": "lab.synthetic",
+        "lab.Trace": "lab.trace",
     },
 }
 
-# Names of before, and what is there in their place.
-_REPLACED = {"TextRule": "Rule"}
+# Names of before in the package itself, and what to use instead.
+_GONE = {
+    "TextRule": f"{_PACKAGE}.Rule",
+    "simulate_formats": "scripts/studies/simulated_formats.py in the repository",
+}
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
@@ -111,8 +111,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
     }
 
     def load(name: str) -> object:
-        if name in _REPLACED and _REPLACED[name] in names:
-            raise ImportError(f"{package} has no {name} any more: see {package}.{_REPLACED[name]}.")
+        if name in _GONE and not prefix:
+            raise ImportError(f"{package} has no {name} any more: see {_GONE[name]}.")
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with install_hint(f"{package}.{name}"):

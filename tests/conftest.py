@@ -27,7 +27,7 @@ CONFIG = ROOT / "configs" / "tiny_llama_cpu_fp16.yaml"
 PROGRAM = ROOT / "mindformers_adaptive" / "__main__.py"
 
 # Folders of tests that build MindFormers' trainers in their own process.
-TRAINERS = [ROOT / "tests" / name for name in ("checkpoint", "gradients", "integration")]
+TRAINERS = [ROOT / "tests" / name for name in ("gradients", "mindformers")]
 
 # Groups of tests that train in several processes; the first does so nowhere else.
 IN_OTHER_PROCESSES = "several processes"
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config, items):
         )
     )
     for item in items:
-        if item.name == "mindformers_adaptive.integration.trainer.Trainer":
+        if item.name == "mindformers_adaptive.mindformers.trainer.Trainer":
             # Not before: other tests do without MindFormers.
             from versions import BEFORE_1_7
 

@@ -12,7 +12,7 @@ import argparse
 
 from mindformers_adaptive.cli.lab_arguments import policy_maker
 from mindformers_adaptive.cli.output import add_output_arguments, print_result, progress_bar, read_source
-from mindformers_adaptive.lab.analysis.analyze import analyze
+from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.logs import FORMATS, read_log
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.runs import draw_runs

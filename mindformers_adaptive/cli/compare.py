@@ -3,7 +3,7 @@
 examples:
   adaptive-loss-scale compare output/log/rank_0/info.log
   adaptive-loss-scale compare synthetic --policies adaptive torch megatron dynamic:scale_window=20
-  adaptive-loss-scale compare synthetic --policies fixed:loss_scale=1024 metaseq:init_scale=2^16
+  adaptive-loss-scale compare synthetic --policies fixed:loss_scale=1024 torch:init_scale=2^20
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from mindformers_adaptive.cli.lab_arguments import add_trace_arguments, policy_maker, print_sources, read_sources
 from mindformers_adaptive.cli.output import add_output_arguments, progress_bar
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
-from mindformers_adaptive.lab.replay.simulate import compare, replay
+from mindformers_adaptive.lab.replay import compare, replay
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.lab import draw_comparison, draw_replays
 from mindformers_adaptive.rules import RULES

@@ -15,7 +15,7 @@ from mindformers_adaptive.cli.output import integer, print_result
 from mindformers_adaptive.cli.probe import add_sweep_arguments, sweep
 from mindformers_adaptive.cli.train import read_options
 from mindformers_adaptive.gradients import recommendation
-from mindformers_adaptive.integration.keys import value_at
+from mindformers_adaptive.mindformers.keys import value_at
 
 __all__ = ["add_arguments", "read_learning_rate", "run"]
 

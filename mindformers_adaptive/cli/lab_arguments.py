@@ -21,12 +21,12 @@ from mindformers_adaptive.cli.output import (
     read_value,
     wrong_usage,
 )
+from mindformers_adaptive.lab.gradient_ceilings import MOST_STEPS, from_gradient_ranges
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import Policy, make_policy
-from mindformers_adaptive.lab.traces.gradients import MOST_STEPS, from_gradient_ranges
-from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
-from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, synthetic_traces
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.recorded_run import ASSUMPTIONS, RecordedRun, bound_shares
+from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_traces
+from mindformers_adaptive.lab.trace import Trace
 from mindformers_adaptive.rules import find_rule, is_rule_name
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.text.files import json_object

@@ -29,8 +29,8 @@ from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records, is_gradient_record
 from mindformers_adaptive.plots.gradients import AXES, draw_sweeps, draw_underflow
+from mindformers_adaptive.plots.report_runs import GRADIENTS, gradients_beside
 from mindformers_adaptive.plots.runs import draw_runs
-from mindformers_adaptive.report.runs import GRADIENTS, gradients_beside
 from mindformers_adaptive.text.files import json_object
 
 if TYPE_CHECKING:

@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
     if options.output:
         ranges.save(options.output)
     if options.gradients:
-        from mindformers_adaptive.checkpoint.arrays import save_arrays
+        from mindformers_adaptive.mindformers.checkpoint_arrays import save_arrays
 
         save_arrays(options.gradients, {name: each / len(ranges.batches) for name, each in sums.items()})
     if options.plot:
@@ -120,7 +120,7 @@ def sweep(options: argparse.Namespace, loss_scales, layers=(), observe=None):  #
     """Run the sweep with a progress bar; what MindFormers prints goes to the standard error."""
     overrides = read_options(options.options)
     with contextlib.redirect_stdout(sys.stderr):
-        from mindformers_adaptive.integration.training_probe import probe
+        from mindformers_adaptive.mindformers.training_probe import probe
 
         passes = options.batches * len(loss_scales) * (2 if layers else 1)
         with progress_bar(passes, "backward passes") as progress:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindformers_adaptive.cli.output import UsageError, integer, read_value, wrong_usage
-from mindformers_adaptive.integration import launcher, pynative_launcher
+from mindformers_adaptive.mindformers import launcher, pynative_launcher
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.description import all_arguments
 

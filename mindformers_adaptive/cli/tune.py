@@ -20,10 +20,10 @@ from mindformers_adaptive.cli.output import (
     read_value,
     wrong_usage,
 )
-from mindformers_adaptive.lab.replay.configuration import Configuration, default_grid, grid
-from mindformers_adaptive.lab.replay.measures import DEFAULT_EXCHANGE_RATE
-from mindformers_adaptive.lab.replay.tune import tune
-from mindformers_adaptive.lab.traces.recorded_run import ASSUMPTIONS
+from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
+from mindformers_adaptive.lab.measures import DEFAULT_EXCHANGE_RATE
+from mindformers_adaptive.lab.recorded_run import ASSUMPTIONS
+from mindformers_adaptive.lab.tuning import tune
 from mindformers_adaptive.rules import RULES, find_rule
 from mindformers_adaptive.rules.description import all_arguments
 

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
     """Look at the passes, and print what they showed."""
     overrides = read_options(options.options)
     with contextlib.redirect_stdout(sys.stderr):
-        from mindformers_adaptive.integration.overflow_probe import why
+        from mindformers_adaptive.mindformers.overflow_probe import why
 
         with progress_bar(None, "backward passes") as progress:
             explanation = why(

@@ -1,11 +1,11 @@
 """The public names, for editors and type checkers."""
 
-from mindformers_adaptive.lab.analysis.analyze import analyze as analyze
+from mindformers_adaptive.lab.analysis import analyze as analyze
+from mindformers_adaptive.lab.gradient_ceilings import from_gradient_ranges as from_gradient_ranges
 from mindformers_adaptive.lab.logs import read_log as read_log
-from mindformers_adaptive.lab.replay.simulate import compare as compare
-from mindformers_adaptive.lab.replay.tune import tune as tune
-from mindformers_adaptive.lab.traces.gradients import from_gradient_ranges as from_gradient_ranges
-from mindformers_adaptive.lab.traces.recorded_run import RecordedRun as RecordedRun
-from mindformers_adaptive.lab.traces.synthetic import synthetic_trace as synthetic_trace
-from mindformers_adaptive.lab.traces.synthetic import synthetic_traces as synthetic_traces
-from mindformers_adaptive.lab.traces.trace import Trace as Trace
+from mindformers_adaptive.lab.recorded_run import RecordedRun as RecordedRun
+from mindformers_adaptive.lab.replay import compare as compare
+from mindformers_adaptive.lab.synthetic import synthetic_trace as synthetic_trace
+from mindformers_adaptive.lab.synthetic import synthetic_traces as synthetic_traces
+from mindformers_adaptive.lab.trace import Trace as Trace
+from mindformers_adaptive.lab.tuning import tune as tune

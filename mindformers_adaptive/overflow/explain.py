@@ -27,6 +27,8 @@ __all__ = ["PyNativeError", "explain_overflow", "in_float32", "watched_passes"]
 
 # No gradient of a training is looked for above; 2^32 is the usual start.
 _HIGHEST = 2.0**40
+# So much lower a scale is tried to tell a forward pass that overflows from gradients that do at a scale of 1.
+_FAR_BELOW = 2.0**-20
 # A cast to FP16 rounds what is below to its largest number.
 _BEYOND_FP16 = 65520.0
 # Of the attributes of cells that are dtypes, those of weights, which are not what is computed in.
@@ -104,7 +106,7 @@ def explain_overflow(
     if remedies and seen.overflow:
         tried += _try_layer(network, batches, seen, watched)
     readings = (reading for one in seen.closest for call in one.calls for reading in call.outputs)
-    weights = _weights_beyond(network) if any(reading.dtype == "float16" for reading in readings) else None
+    weights = _weights_beyond(network, any(reading.dtype == "float16" for reading in readings))
     for name, build in (settings or {}).items() if seen.overflow else ():
         tried.append(_try_setting(name, build, batches, seen, watched))
     return Explanation(
@@ -196,17 +198,25 @@ class _Seen:
     """What the first passes showed: by scale whether one overflowed, the origin, and the passes closest to overflow."""
 
     def __init__(self, loss_scale, passes):
-        self.loss_scale, self.scales, self.origin = loss_scale, {}, None
+        self.loss_scale, self.scales, self._first_overflow = loss_scale, {}, None
         self.closest = passes
         self.worst = 0
+        # Whether gradients of the same batches are finite at some scale, so that inf in the forward pass does no harm.
+        self.forward_is_harmless = False
         self.note(passes)
 
     def note(self, passes):
-        bad = [place for place, one in enumerate(passes) if find_origin(one)]
-        self.scales[passes[0].loss_scale] = bool(bad)
-        if bad and passes[0].loss_scale == min(scale for scale, overflow in self.scales.items() if overflow):
-            self.worst, self.origin = bad[0], find_origin(passes[bad[0]])
+        scale = passes[0].loss_scale
+        bad = [place for place, one in enumerate(passes) if one.overflow or find_origin(one)]
+        self.scales[scale] = bool(bad)
+        self.forward_is_harmless |= not bad
+        if bad and scale == min(scale for scale, overflow in self.scales.items() if overflow):
+            self.worst, self._first_overflow = bad[0], passes[bad[0]]
         return bool(bad)
+
+    @property
+    def origin(self):
+        return self._first_overflow and find_origin(self._first_overflow, self.forward_is_harmless)
 
     @property
     def overflow(self):
@@ -224,14 +234,19 @@ class _Seen:
 def _look(passes, batches, loss_scale):
     """Make at most 3 passes of each batch."""
     seen = _Seen(loss_scale, passes(batches, loss_scale))
-    if seen.forward:
+    if seen.forward and not seen.origin.hidden:
         return seen
     if seen.overflow:
-        if loss_scale <= 1.0:
+        lowest = seen.closest
+        if loss_scale > 1.0:
+            lowest = passes(batches, 1.0)
+            seen.closest = lowest
+            seen.note(lowest)
+        if seen.forward:
+            # Inf in the forward pass can be meant, or do harm; a scale without overflow tells which.
+            seen.forward_is_harmless = not _overflows(passes(batches, min(loss_scale, 1.0) * _FAR_BELOW))
             return seen
-        lowest = passes(batches, 1.0)
-        seen.closest = lowest
-        if seen.note(lowest):
+        if seen.scales[lowest[0].loss_scale]:
             return seen
     limit = _limit(seen.closest)
     above = 2 * limit
@@ -242,6 +257,10 @@ def _look(passes, batches, loss_scale):
         if not seen.overflow and limit > loss_scale:
             seen.note(passes(batches, limit))
     return seen
+
+
+def _overflows(passes):
+    return any(one.overflow or find_origin(one) for one in passes)
 
 
 def _limit(passes):
@@ -322,6 +341,7 @@ def _outcome(name, network, batches, seen, watched):
     batch = [batches[seen.worst]]
     with watched(network) as passes:
         changed = _Seen(1.0, passes(batch, 1.0))
+        changed.forward_is_harmless |= seen.forward_is_harmless
         if changed.overflow:
             return Tried(name, None, changed.origin)
         limit = min(_limit(changed.closest), _HIGHEST)
@@ -330,15 +350,18 @@ def _outcome(name, network, batches, seen, watched):
     return Tried(name, changed.safe, helps=seen.forward or changed.safe >= 2 * seen.safe)
 
 
-def _weights_beyond(network):
-    """The weights that FP16 cannot hold, or None where it holds all."""
+def _weights_beyond(network, in_half):
+    """The weights that FP16 cannot hold, or without ``in_half`` that are inf or NaN; None where there is none."""
+    limit = _BEYOND_FP16 if in_half else np.inf
     beyond = []
     for weight in filter(Tensor.is_floating_point, _inner(network).get_parameters()):
-        array = to_numpy(weight)
+        reading, array = read_tensor(weight), to_numpy(weight)
+        is_mask = reading.only_minus_inf and not weight.requires_grad
         # NaN is not below.
-        if count := int(array.size - np.count_nonzero(np.abs(array) < _BEYOND_FP16)):
-            beyond.append((weight.name, count, read_tensor(weight)))
+        if not is_mask and (count := int(array.size - np.count_nonzero(np.abs(array) < limit))):
+            beyond.append((weight.name, count, reading))
     if not beyond:
         return None
-    names, counts, readings = zip(*sorted(beyond, key=lambda one: -one[2].largest), strict=True)
-    return WeightsBeyond(sum(counts), names, readings[0].largest, sum(one.infs_and_nans for one in readings))
+    names, counts, readings = zip(*sorted(beyond, key=lambda entry: -entry[2].largest), strict=True)
+    infs_and_nans = sum(reading.infs_and_nans for reading in readings)
+    return WeightsBeyond(sum(counts), names, readings[0].largest, infs_and_nans)

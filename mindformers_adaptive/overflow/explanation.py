@@ -126,7 +126,8 @@ class Explanation:
         where, at = _place(self.origin), as_power_of_two(bad)
         if self.origin.phase == "forward":
             hidden = ", though the loss is finite" if self.origin.hidden else ""
-            return f"The forward pass overflows{hidden}, whatever the loss scale: {where}"
+            whatever = ", whatever the loss scale" if safe is None else ""
+            return f"The forward pass overflows{hidden}{whatever}: {where}"
         if safe is None:
             return f"The backward pass overflows, even at a loss scale of {at}: {where}"
         if not self.overflow:
@@ -157,7 +158,11 @@ class Explanation:
                 f"{reading.largest:.5g}; the largest number of {reading.dtype} is {reading.limit:.5g}"
             )
         source = f", from {origin.source}," if origin.source else ""
-        sizes = {f"largest input{source}": origin.largest_input, "largest weight": origin.largest_weight}
+        sizes = {
+            "smallest input": origin.smallest_input,
+            f"largest input{source}": origin.largest_input,
+            "largest weight": origin.largest_weight,
+        }
         known = [f"{name} {size:.5g}" for name, size in sizes.items() if size is not None]
         return [*lines, f"  {', '.join(known)}"] if known else lines
 
@@ -165,6 +170,8 @@ class Explanation:
         if (one := self.weights) is None:
             return []
         more = f" and {len(one.parameters) - 1} more" if len(one.parameters) > 1 else ""
+        if one.infs_and_nans == one.elements:
+            return [f"weights that are inf or NaN: {one.elements:,} elements, in {one.parameters[0]}{more}"]
         bad = f", {one.infs_and_nans:,} of them inf or NaN as they are" if one.infs_and_nans else ""
         return [
             f"weights that {one.weight_format.title} cannot hold: {one.elements:,} in {one.parameters[0]}{more}, the "
@@ -226,6 +233,8 @@ def _place(origin: Origin) -> str:
         return "the batch itself has inf or NaN"
     if origin.what == "weight":
         return f"the weight {origin.weight} has inf or NaN"
+    if origin.what == "buffer":
+        return f"the Tensor {origin.weight}, which the layer holds, has inf or NaN"
     operator = f", {origin.operator}" if origin.operator else ""
     return f"in {origin.layer or 'the network itself'} ({origin.layer_class}{operator})"
 

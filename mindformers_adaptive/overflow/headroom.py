@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mindformers_adaptive.overflow.readings import CASTS, FILLS, Call, Pass, Reading
+from mindformers_adaptive.overflow.masks import Masks
+from mindformers_adaptive.overflow.readings import CASTS, Call, Pass, Reading
 from mindformers_adaptive.rules.formats import FLOAT16, Format
 
 __all__ = ["LayerRange", "WeightsBeyond", "layer_ranges"]
@@ -52,51 +53,43 @@ def layer_ranges(passes: Sequence[Pass]) -> tuple[LayerRange, ...]:
     classes: dict[str, str] = {}
     forward: dict[str, Reading] = {}
     backward: dict[str, Reading] = {}
-    for one in passes:
-        constant = _constant_calls(one)
-        masked: set[int] = set()
-        for call in one.calls:
+    for seen in passes:
+        constant = _constant_calls(seen)
+        masked = set(Masks(seen).calls)
+        for call in seen.calls:
             if not call.operator:
                 classes.setdefault(call.layer, call.kind)
-            if _is_masked(call, masked) or _is_as_large_as_a_constant(call, constant):
+            is_cast_of_masked = call.kind in CASTS and any(value.source in masked for value in call.inputs)
+            if is_cast_of_masked or _is_as_large_as_a_constant(call, constant):
                 masked.add(call.index)
-            elif call.index not in constant:
+            elif call.index not in constant and call.index not in masked:
                 _keep_closest(forward, call.layer, call.outputs)
             _keep_closest(backward, call.layer, (gradient.reading for gradient in call.gradients))
     return tuple(LayerRange(name, kind, forward.get(name), backward.get(name)) for name, kind in classes.items())
 
 
-def _constant_calls(one: Pass) -> set[int]:
-    found: set[int] = set()
-    for call in one.calls:
+def _constant_calls(seen: Pass) -> set[int]:
+    constant: set[int] = set()
+    for call in seen.calls:
         # A cell that was looked into is known by what it returns, from the operator that made it.
-        if all(_is_constant(call, place, found) for place in range(len(call.inputs))) and not call.gradients:
-            found.add(call.index)
-    return found
+        if all(_is_constant(call, place, constant) for place in range(len(call.inputs))) and not call.gradients:
+            constant.add(call.index)
+    return constant
 
 
 def _is_constant(call: Call, place: int, constant: set[int]) -> bool:
     value = call.inputs[place]
-    has_gradient = any(not each.of_output and each.place == place for each in call.gradients)
-    return value.weight is None and not has_gradient and (value.source is None or value.source in constant)
-
-
-def _is_masked(call: Call, masked: set[int]) -> bool:
-    """Whether the values are those of a mask: it puts -inf among them, or they come from where it did."""
-    bad = [value for value in call.inputs if not value.reading.finite]
-    if call.operator and call.kind in FILLS:
-        return not bad
-    from_mask = [value for value in call.inputs if value.source in masked]
-    return bool(from_mask) and (call.kind in CASTS or bool(bad)) and all(value in from_mask for value in bad)
+    is_from_constant = value.source is None or value.source in constant
+    return value.weight is None and not call.gets_gradient(place) and is_from_constant
 
 
 def _is_as_large_as_a_constant(call: Call, constant: set[int]) -> bool:
     """Whether a sum is as large as it is by what is added to it, as a mask is to the scores of attention."""
-    if not call.operator or not call.kind.startswith(("Add", "Sub")) or len(call.inputs) < 2:
+    if not call.operator or not call.kind.startswith(("Add", "Sub", "Radd", "Rsub")) or len(call.inputs) < 2:
         return False
     largest = max((reading.largest for reading in call.outputs), default=0.0)
-    constants = [one.reading for place, one in enumerate(call.inputs) if _is_constant(call, place, constant)]
-    return any(2.0 * one.largest >= largest or not one.finite for one in constants)
+    constants = [value.reading for place, value in enumerate(call.inputs) if _is_constant(call, place, constant)]
+    return any(2.0 * reading.largest >= largest or not reading.finite for reading in constants)
 
 
 def _keep_closest(closest: dict[str, Reading], layer: str, readings: Iterable[Reading]) -> None:

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.formats import FORMATS
 
-__all__ = ["CASTS", "FILLS", "Call", "Gradient", "Operand", "Pass", "Reading", "largest_of", "read_values"]
+__all__ = ["BATCH", "CASTS", "Call", "Gradient", "Operand", "Pass", "Reading", "largest_of", "read_values"]
 
 # The names of operators that only change the dtype.
-CASTS = {"Cast", "Astype", "To"}
-# The names of those that put numbers in the place of others, -inf where something is masked.
-FILLS = {"MaskedFill", "Select", "Where", "Fill", "FillV2", "Full", "FullLike"}
+CASTS = {"Cast", "Astype", "To", "Type", "TypeAs"}
+
+# What a value comes from that is a part of the batch.
+BATCH = -1
 
 # By dtype, the largest finite number; those of 8 bits only ever are values of wider tensors here.
 _LARGEST = {name: FORMATS[name].largest for name in ("float16", "bfloat16")}
@@ -33,7 +34,9 @@ class Reading:
         size (int): number of elements.
         largest (float): the largest finite magnitude; 0.0 if there is none.
         infs_and_nans (int): how many elements are inf or NaN.
-        has_nan (bool): whether one is NaN.
+        nans (int): how many elements are NaN.
+        positive_infs (int): how many elements are +inf.
+        smallest (float, optional): the smallest magnitude; None where it was not measured.
 
     Examples:
         >>> reading = read_values(np.array([1.0, -1024.0, np.inf], np.float16), "float16")
@@ -45,12 +48,19 @@ class Reading:
     size: int
     largest: float
     infs_and_nans: int = 0
-    has_nan: bool = False
+    nans: int = 0
+    positive_infs: int = 0
+    smallest: float | None = None
 
     @property
     def finite(self) -> bool:
         """Whether no element is inf or NaN."""
         return not self.infs_and_nans
+
+    @property
+    def only_minus_inf(self) -> bool:
+        """Whether an element is -inf, and none is +inf or NaN, as in an additive mask."""
+        return self.infs_and_nans > self.nans + self.positive_infs == 0
 
     @property
     def limit(self) -> float:
@@ -80,15 +90,19 @@ def read_values(array: NDArray[np.floating[Any]], dtype: str) -> Reading:
     # The bits of a magnitude, read as an integer, are in its order; this takes a tenth of the time of abs and isfinite.
     integer = np.dtype(f"u{array.dtype.itemsize}")
     sign = integer.type(1 << (8 * array.dtype.itemsize - 1))
-    bits = np.ascontiguousarray(array).reshape(-1).view(integer) & ~sign
+    bits = np.ascontiguousarray(array).reshape(-1).view(integer)
+    magnitudes = bits & ~sign
     infinite = np.array(np.inf, array.dtype).view(integer)[()]
-    bad, highest = 0, bits.max(initial=0)
-    if highest >= infinite:
-        is_finite = bits < infinite
+    bad = nans = positive = 0
+    if magnitudes.max(initial=0) >= infinite:
+        is_finite = magnitudes < infinite
         bad = bits.size - int(np.count_nonzero(is_finite))
-        bits = bits[is_finite]
-    largest = np.array(bits.max(initial=0), integer).view(array.dtype)
-    return Reading(dtype, array.size, float(largest), bad, bool(highest > infinite))
+        nans = int(np.count_nonzero(magnitudes > infinite))
+        positive = int(np.count_nonzero(bits == infinite))
+        magnitudes = magnitudes[is_finite]
+    extremes = np.array([magnitudes.max(initial=0), magnitudes.min(initial=infinite)], integer).view(array.dtype)
+    smallest = float(extremes[1]) if magnitudes.size else None
+    return Reading(dtype, array.size, float(extremes[0]), bad, nans, positive, smallest)
 
 
 def largest_of(readings: Iterable[Reading]) -> float | None:
@@ -102,13 +116,20 @@ class Operand:
 
     Attributes:
         reading (Reading): its magnitudes.
-        source (int, optional): the index of the call that it comes from; -1 for the batch, None where it is not known.
+        source (int, optional): the index of the call that it comes from, or ``BATCH``; None where it is not known.
         weight (str, optional): the name of the Parameter that it is.
+        buffer (str, optional): the layer and the attribute of the Tensor that it is, if a layer holds it.
     """
 
     reading: Reading
     source: int | None = None
     weight: str | None = None
+    buffer: str | None = None
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it comes from a call that was seen."""
+        return self.source is not None and self.source != BATCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +179,10 @@ class Call:
         """The layer with the attribute, ``attention.batch_matmul``."""
         return ".".join(filter(None, (self.layer, self.attribute)))
 
+    def gets_gradient(self, place: int) -> bool:
+        """Whether a gradient came back to an input."""
+        return any(not gradient.of_output and gradient.place == place for gradient in self.gradients)
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -170,6 +195,8 @@ class Pass:
         backward (list[tuple[int, Gradient]]): gradients in the order in which they came, with the index of their call.
         weights (Mapping[str, Reading]): by name of a trainable Parameter, its gradient.
         loss_source (int, optional): the call that the loss comes from.
+        sees_operators (bool): whether operators were seen, and which values get a gradient in training; in graph mode
+            they are not. Default: True.
     """
 
     loss_scale: float
@@ -178,6 +205,7 @@ class Pass:
     backward: list[tuple[int, Gradient]]
     weights: Mapping[str, Reading]
     loss_source: int | None = None
+    sees_operators: bool = True
 
     @property
     def overflow(self) -> bool:

@@ -1,39 +1,59 @@
 """Looks at every cell and operator of a network while it runs in PyNative mode, forward and backward."""
 
 import contextlib
+import dataclasses
 import functools
+import types
 from collections.abc import Mapping
 
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore._c_expression import TensorPy
 from mindspore.ops import Primitive, functional_overload
 from mindspore.ops.auto_generate import pyboost_inner_prim as inner
-from mindspore.ops.signature import sig_rw
+from mindspore.ops.operations import comm_ops
 
 from mindformers_adaptive.gradients.backward import replaced_in, to_numpy
-from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, read_values
+from mindformers_adaptive.overflow.readings import BATCH, Call, Gradient, Operand, read_values
 
 __all__ = ["Watch", "read_tensor"]
 
-# Operators of Tensors that Python never sees as a Primitive.
-_METHODS = "add sub mul div matmul pow exp log sqrt rsqrt square reciprocal sum mean prod cumsum var std"
-_METHODS += " abs neg sigmoid tanh softmax logsumexp maximum minimum clamp clip masked_fill where addmm baddbmm mm bmm"
-_METHODS += " astype to tile broadcast_to gather index_select"
-_DUNDERS = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow neg"
-_TENSOR_METHODS = (*_METHODS.split(), *(f"__{name}__" for name in _DUNDERS.split()))
+# Methods of Tensors that compute, among them those of Python's operators; other methods are functions of Python, which
+# call these. Underscored names are MindSpore's own.
+_METHODS = [name for name, value in vars(TensorPy).items() if isinstance(value, types.MethodDescriptorType)]
+_DUNDERS = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow neg abs"
+_DUNDERS += " floordiv rfloordiv ifloordiv mod rmod imod getitem"
+_QUERIES = ("_", "is_", "get_", "set_", "data_", "init", "convert", "register", "remove_hook", "storage", "offload")
+_QUERIES += (
+    "assign_value",
+    "value",
+    "untyped",
+    "pin_memory",
+    "wait",
+    "flush",
+    "move_to",
+    "getitem",
+    "setitem",
+    "from_",
+)
+_QUERIES += ("asnumpy", "numpy", "item", "tolist", "dim", "numel", "nelement", "ndimension", "stride", "hooks")
+_TENSOR_METHODS = [f"__{name}__" for name in _DUNDERS.split()]
+_TENSOR_METHODS += [name for name in _METHODS if not name.startswith(_QUERIES) and not name.endswith("_")]
+# They write to the Tensor that they belong to, of which a hook would make another.
+_IN_PLACE = ["__setitem__", *(name for name in _METHODS if name.endswith("_") and not name.startswith("_"))]
 # Functions of mint are these of another module.
 _OF_MINT = [name for name, value in vars(functional_overload).items() if name.endswith("_instance") and callable(value)]
 # Operators that are no Primitive to Python, of which functions such as ops.softmax are made.
 _INNER = [kind for kind in vars(inner).values() if isinstance(kind, type) and kind.__module__ == inner.__name__]
-# They write to the Tensor that they belong to, of which a hook would make another.
-_IN_PLACE = "__setitem__ add_ sub_ mul_ div_ addmm_ exp_ log_ copy_ fill_ masked_fill_ clamp_ index_add_ index_put_"
-_IN_PLACE += " index_copy_ index_fill_ scatter_ scatter_add_"
+# They communicate, and some write to what they are given.
+_COMMUNICATES = {name for name, kind in vars(comm_ops).items() if isinstance(kind, type)} | {"Print"}
 
 # They move numbers and make none, forward or backward.
 _MOVES = {"Reshape", "Transpose", "ExpandDims", "Squeeze", "Depend", "Identity", "Load", "Shape", "StopGradient"}
-# They write to what they are given, which then must be what it was.
-_WRITES = ("Assign", "Inplace", "Scatter", "Print", "Send", "Receive", "AllReduce", "AllGather", "Reduce", "Broadcast")
+_MOVES |= {"View", "ViewAs", "Permute", "Unsqueeze", "Swapaxes", "Swapdims", "T", "Flatten", "Contiguous", "ReshapeAs"}
+_MOVES |= {"Movedim", "Moveaxis", "TransposeView", "TransposeExt", "FlattenExt", "Detach", "TensorShape"}
 
-_BATCH = -1
+# Queries of Tensors as they are when nothing is watched.
+_is_floating_point = Tensor.is_floating_point
 
 
 def read_tensor(tensor):
@@ -45,8 +65,8 @@ class Watch:
     """Records each pass of a network within ``watching()``, and changes nothing that the network computes.
 
     Python sees what runs op by op only: in graph mode, and within functions that are compiled, nothing is recorded.
-    Operators are seen where they are Primitives, methods of Tensors or functions of ``mint``; what others do is seen
-    from the cell around them.
+    Operators are seen where they are Primitives, methods of Tensors or functions of ``mint``; what other code does is
+    seen from the cell around it. Parameters that a pass writes are restored after it.
 
     Args:
         network (Cell): without a train-step cell around it.
@@ -54,20 +74,32 @@ class Watch:
     """
 
     def __init__(self, network, names: Mapping[str, nn.Cell]):
-        self._network, self._cells = network, (network, *names.values())
-        self._names = {id(cell): name for name, cell in names.items()} | {id(network): ""}
+        names = {"": network, **names}
+        names |= _cells_in_lists(names)
+        self._network, self._cells = network, list(names.values())
+        self._names = {id(cell): name for name, cell in reversed(names.items())}
+        self._buffers = {
+            id(value): f"{name}.{key}".removeprefix(".")
+            for name, cell in names.items()
+            for key, value in (*vars(cell).items(), *cell._buffers.items())
+            if isinstance(value, Tensor) and not isinstance(value, Parameter)
+        }
         self._attributes = {
             (id(cell), id(value)): key
             for cell in self._cells
             for key, value in (*vars(cell).items(), *vars(cell).get("_primitives", {}).items())
             if isinstance(value, Primitive)
         }
+        self._written = {}
         self._start()
 
     @contextlib.contextmanager
     def watching(self):
         """Record passes, as many as are made."""
         with contextlib.ExitStack() as self._patches:
+            # Else a Parameter that the forward pass overwrites would look like a bad checkpoint.
+            self._bad_from_start = {id(each) for each in self._network.get_parameters() if not _is_finite(each)}
+            self._patch(Parameter, "set_data", self._set_data)
             self._patch(nn.Cell, "__call__", self._call_cell)
             for kind in {Primitive, *_subclasses(Primitive)}:
                 if "__call__" in vars(kind):
@@ -77,7 +109,7 @@ class Watch:
                 self._patch(kind, "__call__", functools.partial(self._call_function, name))
             functions = [(functional_overload, name, self._call_function) for name in _OF_MINT]
             functions += [(Tensor, name, self._call_function) for name in _TENSOR_METHODS]
-            functions += [(Tensor, name, self._call_in_place) for name in _IN_PLACE.split()]
+            functions += [(Tensor, name, self._call_in_place) for name in _IN_PLACE]
             for owner, name, call in functions:
                 if hasattr(owner, name):
                     self._patch(owner, name, functools.partial(call, _operator_name(name)))
@@ -96,13 +128,15 @@ class Watch:
         Returns:
             tuple, ``calls``, ``backward`` and ``loss_source`` of a ``Pass``.
         """
-        made = self._calls, self._backward, self._loss_source
+        recorded = self._calls, self._backward, self._loss_source
         self._start()
-        return made
+        return recorded
 
     def _start(self):
+        for parameter, value in self._written.values():
+            parameter.set_data(Tensor(value, parameter.dtype))
         self._calls, self._backward, self._stack = [], [], []
-        self._sources, self._kept, self._loss_source = {}, [], None
+        self._sources, self._kept, self._loss_source, self._written = {}, [], None, {}
         self._going_back = self._in_operator = False
 
     def _patch(self, owner, name, function):
@@ -120,7 +154,7 @@ class Watch:
         if is_whole:
             self._start()
         made = self._begin(name, type(cell).__name__)
-        args, kwargs = self._take_in(made, (args, kwargs), _BATCH if is_whole else None, hooked=not is_whole)
+        args, kwargs = self._take_in(made, (args, kwargs), BATCH if is_whole else None, hooked=not is_whole)
         self._stack.append((made, cell))
         try:
             output = call(cell, *args, **kwargs)
@@ -129,7 +163,7 @@ class Watch:
         output = self._give_out(made, output, keeps_source=True)
         if is_whole:
             first = next(iter(_tensors(output)), None)
-            self._loss_source = self._sources.get(id(first))
+            self._loss_source = self._sources.get(id(first), Operand(None)).source
         return output
 
     def _call_primitive(self, call, primitive, *args, **kwargs):
@@ -149,19 +183,34 @@ class Watch:
             return call(*args, **kwargs)
         if kind in _MOVES:
             output = call(*args, **kwargs)
-            moved = next((self._sources[id(each)] for each in _tensors(args) if id(each) in self._sources), None)
+            moved = next((tensor for tensor in _tensors(args) if self._is_known(tensor)), None)
             for tensor in _tensors(output) if moved is not None else ():
-                self._remember(tensor, moved)
+                self._remember(tensor, self._look_up(moved))
             return output
         parent, cell = self._stack[-1]
         made = self._begin(parent.layer, kind, True, self._attributes.get((id(cell), id(primitive)), ""))
-        hooked = not in_place and not kind.startswith(_WRITES)
-        args, kwargs = self._take_in(made, (args, kwargs), None, hooked, not _writes_to_parameters(primitive))
+        # The Tensor that is written to must be the one that was given.
+        target = args[0] if args and (in_place or _writes(primitive, args[0])) else None
+        hooked = target is None and kind not in _COMMUNICATES
+        args, kwargs = self._take_in(made, (args, kwargs), None, hooked)
+        if isinstance(target, Parameter):
+            self._save(target)
         with replaced_in(vars(self), "_in_operator", True):
             output = call(*args, **kwargs)
-        if in_place:
-            self._give_out(made, args[0], hooked=False)
-        return self._give_out(made, output) if hooked else output
+        if target is not None:
+            self._give_out(made, target, hooked=False)
+        return self._give_out(made, output, hooked=hooked)
+
+    def _set_data(self, set_data, parameter, data, *args, **kwargs):
+        if self._stack and isinstance(data, Tensor):
+            self._save(parameter)
+            self._remember(parameter, self._look_up(data))
+        return set_data(parameter, data, *args, **kwargs)
+
+    def _save(self, parameter):
+        if id(parameter) not in self._written:
+            with replaced_in(vars(self), "_in_operator", True):
+                self._written[id(parameter)] = parameter, to_numpy(parameter).copy()
 
     def _begin(self, layer, kind, operator=False, attribute=""):
         parent = self._stack[-1][0].index if self._stack else None
@@ -169,35 +218,49 @@ class Watch:
         self._calls.append(made)
         return made
 
-    def _take_in(self, made, given, unknown, hooked, parameters_too=True):
+    def _take_in(self, made, values, unknown, hooked):
         def take(tensor):
-            is_parameter = isinstance(tensor, Parameter)
-            weight = tensor.name if is_parameter else None
-            source = self._sources.get(id(tensor), unknown)
+            operand = self._look_up(tensor, unknown)
             place = len(made.inputs)
-            made.inputs.append(Operand(read_tensor(tensor), source, weight))
-            if hooked and not (is_parameter and not (parameters_too and tensor.requires_grad)):
+            made.inputs.append(operand)
+            # One that is not trained may be written to.
+            if hooked and not (isinstance(tensor, Parameter) and not tensor.requires_grad):
                 tensor = self._hook(tensor, made, False, place)
-            if source is not None:
-                self._remember(tensor, source)
+            if not isinstance(tensor, Parameter):
+                self._remember(tensor, operand)
             return tensor
 
-        return _replaced(given, take)
+        return _replaced(values, take)
+
+    def _is_known(self, tensor):
+        return id(tensor) in self._sources or id(tensor) in self._buffers or isinstance(tensor, Parameter)
+
+    def _look_up(self, tensor, unknown=None):
+        """Return a Tensor as an operand: its magnitudes, and where it comes from as far as that is known."""
+        with replaced_in(vars(self), "_in_operator", True):
+            reading = read_tensor(tensor)
+        known = self._sources.get(id(tensor))
+        if known is not None:
+            return dataclasses.replace(known, reading=reading)
+        if isinstance(tensor, Parameter) and (reading.finite or id(tensor) in self._bad_from_start):
+            return Operand(reading, weight=tensor.name)
+        return Operand(reading, unknown, buffer=self._buffers.get(id(tensor)))
 
     def _give_out(self, made, output, keeps_source=False, hooked=True):
         def give(tensor):
             place = len(made.outputs)
-            made.outputs.append(read_tensor(tensor))
-            source = self._sources.get(id(tensor)) if keeps_source else None
+            known = self._look_up(tensor)
+            made.outputs.append(known.reading)
             tensor = self._hook(tensor, made, True, place) if hooked else tensor
             # What a cell hands on comes from the operator inside that made it, if that was seen.
-            self._remember(tensor, made.index if source is None else source)
+            known = known if keeps_source and known.source is not None else Operand(known.reading, made.index)
+            self._remember(tensor, known)
             return tensor
 
         return _replaced(output, give)
 
-    def _remember(self, tensor, source):
-        self._sources[id(tensor)] = source
+    def _remember(self, tensor, operand):
+        self._sources[id(tensor)] = operand
         # Else another tensor might take its place in memory, and its id.
         self._kept.append(tensor)
 
@@ -224,7 +287,7 @@ def _tensors(values):
 def _replaced(values, function):
     """Return values with each tensor of floating point replaced, however deep in tuples, lists and dicts it is."""
     if isinstance(values, Tensor):
-        return function(values) if values.is_floating_point() else values
+        return function(values) if _is_floating_point(values) else values
     if type(values) in (tuple, list):
         return type(values)([_replaced(value, function) for value in values])
     if type(values) is dict:
@@ -232,9 +295,33 @@ def _replaced(values, function):
     return values
 
 
-def _writes_to_parameters(primitive):
-    signature = getattr(primitive, "__mindspore_signature__", None) or ()
-    return any(getattr(each, "rw", None) == sig_rw.RW_WRITE for each in signature)
+def _writes(primitive, target):
+    """Whether an operator writes to its first input."""
+    has_effect = (getattr(primitive, "attrs", None) or {}).get("side_effect_mem")
+    return bool(has_effect) and (isinstance(target, Parameter) or primitive.name.startswith("Inplace"))
+
+
+def _is_finite(tensor):
+    return not _is_floating_point(tensor) or read_tensor(tensor).finite
+
+
+def _cells_in_lists(names):
+    """Return cells that lists and dicts of Python hold, which MindSpore does not know as parts of a cell."""
+    known, hidden = set(map(id, names.values())), {}
+    waiting = [(name, key, value) for name, cell in names.items() for key, value in vars(cell).items()]
+    waiting = [entry for entry in waiting if not entry[1].startswith("_")]
+    while waiting:
+        name, key, value = waiting.pop()
+        path = f"{name}.{key}".removeprefix(".")
+        if isinstance(value, nn.Cell) and id(value) not in known:
+            known.add(id(value))
+            for inside, cell in value.cells_and_names(name_prefix=path):
+                known.add(id(cell))
+                hidden[inside or path] = cell
+        elif type(value) in (list, tuple, dict):
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(path, str(index), each) for index, each in entries]
+    return hidden
 
 
 def _subclasses(kind):

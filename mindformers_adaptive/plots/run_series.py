@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mindformers_adaptive.lab.gradient_ceilings import implied_ceilings
 from mindformers_adaptive.lab.logs.record import run_of_record
-from mindformers_adaptive.lab.traces.gradients import implied_ceilings
-from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.lab.recorded_run import RecordedRun
 from mindformers_adaptive.plots.canvas import Floats, count, power_of_two
 
 __all__ = ["RunSeries", "series_of"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.lab.recorded_run import RecordedRun
 from mindformers_adaptive.plots import canvas
 from mindformers_adaptive.plots.canvas import Floats
 from mindformers_adaptive.plots.gradient_records import GradientSeries, series_of_gradients

@@ -152,7 +152,8 @@ class AdaptiveRule(Rule):
     ) -> None:
         self.ladder = window_ladder(max_scale_window, min_scale_window)
         self.min_scale_window, self.max_scale_window = self.ladder[0], self.ladder[-1]
-        wanted, remedy = "a finite number above 1", "The usual value is 2."
+        wanted = "a finite number above 1"
+        remedy = "The usual value is 2. For a loss scale that stays, use FixedLossScaleUpdateCell."
         factor = require_number("scale_factor", scale_factor, wanted, lambda number: number > 1, remedy)
         self.scale_factor = to_float32(factor)
         self.backoff_factor = None if backoff_factor is None else _checked_backoff(backoff_factor)

@@ -2,12 +2,13 @@
 
 import ctypes
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import SupportsFloat
 
 __all__ = ["LARGEST_FLOAT32", "LARGEST_INT32", "SMALLEST_FLOAT32", "require_flag", "require_integer"]
-__all__ += ["require_names", "require_number", "require_positive", "to_float32"]
+__all__ += ["require_names", "require_number", "require_positive", "to_float32", "warn_of_rounding"]
 
 # Counters are int32 on a device.
 LARGEST_INT32 = 2**31 - 1
@@ -95,6 +96,29 @@ def require_positive(name: str, value: object) -> float:
             "are usually powers of two from 1 to 4294967296."
         )
     return rounded
+
+
+def warn_of_rounding(name: str, loss_scale: object, stacklevel: int, least: float = 0.0) -> None:
+    """Warn if a loss scale is not a power of two, because multiplying by it rounds every gradient.
+
+    Args:
+        name (str): its name in the message.
+        loss_scale (object): its value; anything but a finite number above 0 is left to :func:`require_positive`.
+        stacklevel (int): as of ``warnings.warn``, seen from the caller.
+        least (float): the smallest power of two without a warning. Default: 0.0, any.
+    """
+    if isinstance(loss_scale, bool) or not isinstance(loss_scale, Real):
+        return
+    rounded = to_float32(loss_scale)
+    if not 0 < rounded <= LARGEST_FLOAT32 or (math.frexp(rounded)[0] == 0.5 and rounded >= least):
+        return
+    at_least = f" of at least {least:g}" if least else ""
+    nearest = max(2.0 ** round(math.log2(rounded)), least)
+    warnings.warn(
+        f"'{name}' must be a power of two{at_least}, but got {loss_scale}: scaling by it rounds every gradient. It is "
+        f"taken all the same; a power of two near it is {nearest:.10g}.",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def require_flag(name: str, value: object) -> bool:

@@ -137,7 +137,7 @@ class GuidedRule(Rule):
     Args:
         exchange_rate (float): skipped steps in 1000 that a bit of headroom is worth, 0.001 to 1000; the larger, the
             nearer the scale is to the ceiling. Default: 1.0, what a fixed window of 1000 pays; see
-            :func:`~mindformers_adaptive.lab.replay.measures.cost`.
+            :func:`~mindformers_adaptive.lab.measures.cost`.
         scale_factor (float): 2, and nothing else: the scale moves by whole bits. It is here because the other cells
             take it. Default: 2.
         min_loss_scale (float): the floor of the scale, above 0. Default: 1.0, MindSpore's.

@@ -2,14 +2,18 @@
 
 import argparse
 import difflib
-import math
 import shlex
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
-from mindformers_adaptive.rules.checks import LARGEST_INT32, require_integer, require_number, require_positive
+from mindformers_adaptive.rules.checks import (
+    LARGEST_INT32,
+    require_integer,
+    require_number,
+    require_positive,
+    warn_of_rounding,
+)
 
 __all__ = ["scale_sense_from_megatron"]
 
@@ -51,7 +55,7 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
         ValueError: if an argument has no value that Megatron-LM would take, or looks like a misspelling of one above.
 
     Warns:
-        UserWarning: if ``--loss-scale`` is no power of two of at least 1.
+        UserWarning: if ``--loss-scale`` or ``--initial-loss-scale`` is not a power of two.
 
     Examples:
         >>> section = scale_sense_from_megatron("--fp16 --initial-loss-scale 65536 --loss-scale-window 500 --lr 1e-4")
@@ -63,18 +67,13 @@ def scale_sense_from_megatron(arguments: str | Sequence[str]) -> dict[str, Any]:
     given = _parse(shlex.split(arguments) if isinstance(arguments, str) else list(arguments))
     # As in Megatron-LM: 0 means no fixed scale, and FP32 training has no gradient scaler.
     fixed = require_positive("--loss-scale", given.loss_scale) if given.loss_scale else None
-    if fixed is not None and (fixed < 1.0 or math.frexp(fixed)[0] != 0.5):
-        warnings.warn(
-            f"'--loss-scale' must be a power of two of at least 1, as Megatron-LM's help says, but got {fixed}: "
-            "scaling by it rounds every gradient. It is taken all the same; a power of two near it is "
-            f"{2.0 ** max(round(math.log2(fixed)), 0):g}.",
-            stacklevel=2,
-        )
+    warn_of_rounding("--loss-scale", fixed, stacklevel=2, least=1.0)
     if fixed is not None and (given.fp16 or given.bf16 or given.use_distributed_optimizer):
         return {"type": "FixedLossScaleUpdateCell", "loss_scale_value": fixed}
     if not given.fp16:
         return {"type": "NoLossScaleUpdateCell"}
     initial = require_positive("--initial-loss-scale", given.initial_loss_scale)
+    warn_of_rounding("--initial-loss-scale", initial, stacklevel=2)
     minimum = require_positive("--min-loss-scale", given.min_loss_scale)
     if minimum > initial:
         raise ValueError(

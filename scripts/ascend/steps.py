@@ -13,8 +13,8 @@ import mindformers_adaptive
 import mindformers_adaptive.wrapper
 from mindformers_adaptive.gradients.backward import backward_pass
 from mindformers_adaptive.gradients.layers import named_cells
-from mindformers_adaptive.integration.launcher import launch, load_config
-from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
+from mindformers_adaptive.mindformers.launcher import launch, load_config
+from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
 from mindformers_adaptive.overflow.graph_watch import GraphWatch
 from scripts.ascend import optimizers
 from scripts.ascend.printed_parameters import LEARNING_RATES, forget_printed
@@ -61,7 +61,6 @@ def update_cell(way, **options):
         return mindformers_adaptive.AdaptiveLossScaleUpdateCell(START, 2, 20, **options)
     if way == "log_max":
         return mindformers_adaptive.RuleLossScaleUpdateCell(START, "log_max.LogMaxRule", **options)
-    options = {"track_per_parameter": True, **options} if way == "guided_each" else options
     return mindformers_adaptive.GradientGuidedLossScaleUpdateCell(START, **options)
 
 
@@ -272,9 +271,6 @@ NETWORKS = {
     "LowRank": LowRank,
     "recomputed": recomputed,
     "SumAndNumber": SumAndNumber,
-    "in FP8": lambda: mindformers_adaptive.simulate_formats(Layers(), "float8_e4m3fn", "float8_e5m2"),
-    "in HiF8": lambda: mindformers_adaptive.simulate_formats(Layers(), "hifloat8", "hifloat8"),
-    "in BF16": lambda: mindformers_adaptive.simulate_formats(Layers(), "bfloat16", "bfloat16"),
     "split": lambda: split(Layers()),
     "split, SumAndNumber": lambda: split(SumAndNumber()),
 }

@@ -10,11 +10,11 @@ import math
 
 import numpy as np
 
+from mindformers_adaptive.lab.configuration import grid
 from mindformers_adaptive.lab.policies import Policy
-from mindformers_adaptive.lab.replay.configuration import grid
-from mindformers_adaptive.lab.replay.simulate import replay, sweep
-from mindformers_adaptive.lab.traces.synthetic import synthetic_traces
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.replay import replay, sweep
+from mindformers_adaptive.lab.synthetic import synthetic_traces
+from mindformers_adaptive.lab.trace import Trace
 from scripts.benchmarks.paired_timing import compare, ratio, with_error
 
 # Configurations, steps that both take, and steps of the sweep alone.

@@ -14,8 +14,8 @@ from pathlib import Path
 import yaml
 from tqdm import tqdm
 
-from mindformers_adaptive.lab.analysis.scale_path import changes_of, path_lines, phases, ranges
 from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.scale_path import changes_of, path_lines, phases, ranges
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.text.table import as_power_of_two
 

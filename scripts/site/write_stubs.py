@@ -11,7 +11,7 @@ from mindformers_adaptive.text.files import atomic_write
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "mindformers_adaptive"
 # Those that import what they offer need none.
-EAGER = ("wrapper", "rules")
+EAGER = ("wrapper", "rules", "lab.replay")
 
 
 def stubs():

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from mindformers_adaptive import make_policy, window_ladder
-from mindformers_adaptive.lab.replay.simulate import replay
-from mindformers_adaptive.lab.traces.gradients import with_gradients
-from mindformers_adaptive.lab.traces.trace import Trace
+from mindformers_adaptive.lab.gradient_ceilings import with_gradients
+from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.lab.trace import Trace
 from mindformers_adaptive.plots.canvas import CONTEXT, MAIN, SECOND, WARNING, headline, new_figure, save, style_axes
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"

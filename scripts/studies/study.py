@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mindformers_adaptive.lab.replay.configuration import Configuration
-from mindformers_adaptive.lab.replay.measures import entry_skips, overflow_flags, recovery_steps
-from mindformers_adaptive.lab.replay.simulate import replay_side_by_side
-from mindformers_adaptive.lab.traces.gradients import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
-from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, regime_levels, synthetic_trace
+from mindformers_adaptive.lab.configuration import Configuration
+from mindformers_adaptive.lab.gradient_ceilings import INDEPENDENT_CEILINGS, independent_ceiling, with_gradients
+from mindformers_adaptive.lab.measures import entry_skips, overflow_flags, recovery_steps
+from mindformers_adaptive.lab.replay import replay_side_by_side
+from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, regime_levels, synthetic_trace
 from mindformers_adaptive.plots.canvas import MAIN, MUTED, WARNING, headline, new_figure, save, style_axes
 from mindformers_adaptive.rules.lanes import Lanes
 from scripts.studies.reporting import ROOT, add_json_option, positive, with_captions, write_json

@@ -8,7 +8,7 @@ from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 from versions import BEFORE_1_7
 
-from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
+from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from scripts.ascend.optimizers import averaging, grouped, schedule
 

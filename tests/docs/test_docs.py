@@ -40,12 +40,12 @@ from mindformers_adaptive import (
     wrapper,
 )
 from mindformers_adaptive.cli import program
-from mindformers_adaptive.integration.checks import check_config
 from mindformers_adaptive.lab.policies import POLICY_NAMES
-from mindformers_adaptive.pynative_trainer.section import check_config as check_pynative_config
-from mindformers_adaptive.pynative_trainer.section import is_for_pynative_trainer
-from mindformers_adaptive.pynative_trainer.section import read_config as read_pynative_config
-from mindformers_adaptive.pynative_trainer.trainer import make_scaler
+from mindformers_adaptive.mindformers.checks import check_config
+from mindformers_adaptive.mindformers.pynative_section import check_config as check_pynative_config
+from mindformers_adaptive.mindformers.pynative_section import is_for_pynative_trainer
+from mindformers_adaptive.mindformers.pynative_section import read_config as read_pynative_config
+from mindformers_adaptive.mindformers.pynative_trainer import make_scaler
 from mindformers_adaptive.rules import megatron
 from scripts.studies import study
 

@@ -7,7 +7,7 @@ import pytest
 from pages import ENGLISH_DOCS, tables
 
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.lab.policies.presets import PRESETS
+from mindformers_adaptive.lab.presets import PRESETS
 
 WINDOWS = ("scale_window", "max_scale_window", "min_scale_window")
 # Settings of the preset with windows short enough to fill, and ours by the page where they are not the default.

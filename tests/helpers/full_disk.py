@@ -18,7 +18,7 @@ from mindformers.core.context import set_context
 from mindspore import dataset, nn
 from mindspore.train import LambdaCallback, Model
 
-from mindformers_adaptive.checkpoint.callback import CheckpointMonitor
+from mindformers_adaptive.mindformers.checkpoint_callback import CheckpointMonitor
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 NOTES = ("saved/latest_checkpointed_iteration.txt", "saved/checkpoint/rank_0/meta.json")

@@ -219,6 +219,74 @@ class Attention(nn.Cell):
         return x + ops.matmul(ops.softmax(scores, axis=-1), key).astype(mstype.float32)
 
 
+class MaskedScores(nn.Cell):
+    """Attention whose scores a function masks before a softmax in float32, with what it needs as attributes."""
+
+    def __init__(self, mask, growth=1.0, after=1.0, **attributes):
+        super().__init__()
+        self.query = nn.Dense(4, 4, Tensor(np.eye(4, dtype=np.float32) * growth), has_bias=False).to_float(HALF)
+        self.key = nn.Dense(4, 4, Tensor(np.eye(4, dtype=np.float32) * growth), has_bias=False).to_float(HALF)
+        self.mask, self.after, self.softmax = mask, after, nn.Softmax()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def construct(self, x):
+        query, key = self.query(x), self.key(x)
+        scores = self.mask(self, ops.matmul(query, key.swapaxes(-1, -2)))
+        weights = self.softmax(scores.astype(mstype.float32)).astype(HALF)
+        return (ops.matmul(weights, key) * self.after).astype(mstype.float32)
+
+
+class MaskOfBatch(nn.Cell):
+    """Scores to which a part of the batch is added."""
+
+    def __init__(self, growth=1.0):
+        super().__init__()
+        self.scores = nn.Dense(4, 4, Tensor(np.eye(4, dtype=np.float32) * growth), has_bias=False).to_float(HALF)
+        self.softmax = nn.Softmax()
+
+    def construct(self, x, mask):
+        return self.softmax((self.scores(x) + mask.astype(HALF)).astype(mstype.float32)).var()
+
+
+class Holds(nn.Cell):
+    """A layer in FP16 that multiplies by a Tensor that it holds."""
+
+    def __init__(self, *scale):
+        super().__init__()
+        self.dense = nn.Dense(4, 4, "ones").to_float(HALF)
+        self.scale = Tensor(np.array(scale, np.float16))
+
+    def construct(self, x):
+        return self.dense(x) * self.scale
+
+
+class Writes(nn.Cell):
+    """A layer in FP16 whose function writes a Parameter of 1, which is trained or not."""
+
+    def __init__(self, function, trained=False):
+        super().__init__()
+        self.dense = nn.Dense(4, 4, "ones").to_float(HALF)
+        self.state = Parameter(Tensor(np.ones((2, 4)), HALF), name="state", requires_grad=trained)
+        self.function = function
+
+    def construct(self, x):
+        return self.function(self, self.dense(x))
+
+
+class BetweenLayers(nn.Cell):
+    """A function between two layers in FP16, the second of which is in a list that MindSpore does not know."""
+
+    def __init__(self, function, growth=1.0):
+        super().__init__()
+        self.first = nn.Dense(4, 4, "ones").to_float(HALF)
+        self.unknown = [nn.Dense(4, 4, Tensor(np.eye(4, dtype=np.float32) * growth)).to_float(HALF)]
+        self.function = function
+
+    def construct(self, x):
+        return self.unknown[0](self.function(self.first(x)))
+
+
 class Stack(nn.Cell):
     """Layers one after the other, and the mean of what the last returns."""
 

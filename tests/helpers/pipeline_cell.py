@@ -15,7 +15,7 @@ from fp16_networks import HalfPrecisionSum
 from mindspore import Tensor, nn
 from mindspore.communication import init
 
-from mindformers_adaptive.integration.trainer import MeanOverMicroBatches
+from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFPipelineWithLossScaleCell, MFTrainOneStepCell
 
 SIZE, BATCH, SCALE = 4, 8, 2.0**12

@@ -34,7 +34,7 @@ from mindformers.pynative.transformers.moe.moe_utils import _MoEAuxLossAutoScale
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister  # noqa: E402
 
 from mindformers_adaptive.cli.program import main as main_of_program  # noqa: E402
-from mindformers_adaptive.pynative_trainer.trainer import make_scaler, trainer_class  # noqa: E402
+from mindformers_adaptive.mindformers.pynative_trainer import make_scaler, trainer_class  # noqa: E402
 
 STEPS, BATCH, FEATURES, SAMPLES = 16, 8, 8, 160
 ADAPTIVE = {"type": "AdaptiveLossScale", "loss_scale_value": 2.0**22, "min_scale_window": 2, "max_scale_window": 4}

@@ -15,7 +15,7 @@ import pynative_runs
 from mindspore import communication, dataset, ops
 from mindspore.mint.distributed import all_reduce, get_rank
 
-from mindformers_adaptive.pynative_trainer.trainer import stock_trainer, trainer_class
+from mindformers_adaptive.mindformers.pynative_trainer import stock_trainer, trainer_class
 
 STEPS, LOCAL = 6, 4
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
-from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.lab.recorded_run import RecordedRun
 
 NAMES = ("layers.0.attention.wq.weight", "layers.1.attention.wo.weight", "lm_head.weight")
 SIZE = 1000

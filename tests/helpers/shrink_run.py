@@ -40,7 +40,7 @@ def text(sweep):
 
 
 def shrink_checkpoint(file, out):
-    from mindformers_adaptive.checkpoint.arrays import read_arrays, save_arrays
+    from mindformers_adaptive.mindformers.checkpoint_arrays import read_arrays, save_arrays
 
     arrays, _ = read_arrays(str(file))
     out.parent.mkdir(exist_ok=True)

@@ -1,5 +1,6 @@
 """Training runs of the launcher: started, killed, resumed, and read back from what they printed and saved."""
 
+import copy
 import json
 import os
 import re
@@ -13,12 +14,14 @@ import numpy as np
 import psutil
 import yaml
 from conftest import CONFIG, ROOT
+from dense_network import Dense
 from every_rule import RULES
 from launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
 from mindformers import TrainingArguments
+from mindformers.wrapper import build_wrapper
 from versions import BEFORE_1_7
 
-from mindformers_adaptive.checkpoint.reader import read_sidecar
+from mindformers_adaptive.mindformers.checkpoint_reader import read_sidecar
 from mindformers_adaptive.monitor.record import read_record
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 from mindformers_adaptive.rules.state_dict import RUN
@@ -367,3 +370,22 @@ def _is_worker(process, rank):
     # msrun also starts a `tail` of each log, with the same environment.
     role = environment.get("MS_ROLE"), environment.get("RANK_ID")
     return role == ("MS_WORKER", str(rank)) and process.name() != "tail"
+
+
+def build_train_step(config):
+    """Return the train-step cell of a configuration, built by MindFormers around a dense layer."""
+    dense = Dense()
+    # What MindFormers' trainer passes on; `parallel_config` is the one that an ordinary wrapper would not take.
+    default_args = {
+        "network": dense.network,
+        "optimizer": dense.optimizer(),
+        "parallel_config": config.parallel_config,
+        "calculate_per_token_loss": False,
+        "global_norm_spike_threshold": 1.0,
+        "print_separate_loss": True,
+        "use_skip_data_by_global_norm": False,
+        "lr_scheduler": None,
+        "grouped_lr_scheduler": None,
+    }
+    # A copy, because MindFormers puts the cell it builds into the section.
+    return build_wrapper(copy.deepcopy(config.runner_wrapper), default_args=default_args).set_train()

@@ -7,7 +7,7 @@ from mindspore import Model, nn
 from mindspore.dataset import NumpySlicesDataset
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, register, wrapper
-from mindformers_adaptive.lab.analysis.analyze import analyze
+from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
 from mindformers_adaptive.monitor.record import read_record

@@ -6,24 +6,29 @@ import pytest
 from conftest import mindspore_mode
 from mindformers.pet import get_pet_model
 from mindformers.tools.register import MindFormerConfig
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import auto_generate
 from overflowing import (
     HALF,
     WIDTH,
     Attention,
+    BetweenLayers,
     Calls,
     Convolutions,
     Frozen,
     Functional,
+    Holds,
     LossInHalf,
     Masked,
+    MaskedScores,
+    MaskOfBatch,
     Recurrent,
     Residuals,
     Shared,
     Stack,
     Tied,
     WithOwnGradient,
+    Writes,
     llama,
     normed_in_half,
     planted,
@@ -268,6 +273,137 @@ def test_in_small_networks(make, batch, scale, expected):
     mindspore.set_seed(0)
     network = make()
     assert named(network, (Tensor(batch),), scale) == expected
+
+
+HIDDEN = np.triu(np.ones((6, 6), bool), 1)
+MINUS_INF = np.where(HIDDEN, -np.inf, 0).astype(np.float16)
+
+
+def filled(cell, scores):
+    return scores.masked_fill(cell.hidden, float("-inf"))
+
+
+def added(cell, scores):
+    return scores + cell.bias
+
+
+def logarithm_added(cell, scores):
+    return scores + ops.log(cell.kept).astype(HALF)
+
+
+def chosen(cell, scores):
+    return ops.where(cell.hidden, Tensor(-np.inf, HALF), scores)
+
+
+def cast(cell, scores):
+    return scores + ((1.0 - cell.kept) * -1e9).astype(HALF)
+
+
+KEPT = Tensor((~HIDDEN).astype(np.float32))
+MASKS = {
+    "filled": (filled, {"hidden": Tensor(HIDDEN)}),
+    "frozen Parameter": (added, {"bias": Parameter(Tensor(MINUS_INF), name="bias", requires_grad=False)}),
+    "Tensor": (added, {"bias": Tensor(MINUS_INF)}),
+    "logarithm of 0": (logarithm_added, {"kept": KEPT}),
+    "chosen": (chosen, {"hidden": Tensor(HIDDEN)}),
+    "cast": (cast, {"kept": KEPT}),
+}
+
+
+@pytest.mark.parametrize(("mask", "attributes"), MASKS.values(), ids=MASKS)
+def test_a_healthy_mask_hides_no_overflow_and_is_none(mask, attributes):
+    layer = MaskedScores(mask, after=4096.0, **attributes)
+    with mindspore_mode("pynative"):
+        backward = explain_overflow(Stack(layer), [(Tensor(values(1, 6, 4, scale=1e-3)),)], 2.0**22, remedies=False)
+        healthy = explain_overflow(Stack(layer), [(Tensor(values(1, 6, 4)),)], 1.0, remedies=False)
+    assert (backward.origin.phase, backward.origin.layer) == ("backward", "layers.0")
+    assert "whatever the loss scale" not in backward.headline
+    assert (healthy.overflow, healthy.swallowed, healthy.weights) == (False, "", None)
+    # The product of query and key does overflow, beside the mask.
+    network = Stack(MaskedScores(mask, growth=300.0, **attributes))
+    expected = ("forward", "layers.0", "MatMulExt")
+    assert named(network, (Tensor(values(1, 6, 4, scale=2)),), 1) == expected
+
+
+def test_a_mask_that_comes_with_the_batch():
+    mask = Tensor(MINUS_INF[:4, :4].astype(np.float32))
+    x = Tensor(np.full((4, 4), 1000, np.float32))
+    assert named(MaskOfBatch(300.0), (x, mask), 1) == ("forward", "scores", "MatMul")
+    with mindspore_mode("pynative"):
+        assert not explain_overflow(MaskOfBatch(), [(x, mask)], 1.0, remedies=False).overflow
+
+
+@mindspore.jit
+def compiled(x):
+    return ops.exp(x)
+
+
+def assigned(cell, x):
+    ops.assign(cell.state, x * 3e4)
+    return x + cell.state
+
+
+def added_up(cell, x):
+    ops.assign_add(cell.state, x * 3e4)
+    return x + cell.state
+
+
+def added_by_python(cell, x):
+    cell.state += x * 3e4
+    return x * cell.state
+
+
+def added_in_rows(cell, x):
+    return x * ops.index_add(cell.state, Tensor([0, 1], mindspore.int32), x * 6e4, 0)
+
+
+LARGE, ZERO, ONES = np.full((2, 4), 300, np.float32), np.zeros((2, 4), np.float32), np.ones((2, 4), np.float32)
+METHODS = {
+    "Cosh": (lambda x: x.cosh(), LARGE),
+    "Sinh": (lambda x: x.sinh(), LARGE),
+    "Expm1": (lambda x: x.expm1(), LARGE),
+    "Log1p": (lambda x: (x - 1).log1p(), ZERO),
+    "TrueDivide": (lambda x: (x + 1).true_divide(x), ZERO),
+    "Divide": (lambda x: (x + 1).divide(x), ZERO),
+    "Subtract": (lambda x: x.subtract(x * -109), LARGE * 2),
+    "Nansum": (lambda x: x.nansum(0), LARGE * 150),
+    "Xlogy": (lambda x: (x + 1).xlogy(x), ZERO),
+    "Atanh": (lambda x: x.atanh(), ONES),
+    "Lerp": (lambda x: x.lerp(x * -100, Tensor(2.0, HALF)), LARGE * 2),
+    "ReduceSum": (lambda x: ops.ReduceSum()(x, 0), LARGE * 150),
+    "Mul": (lambda x: x - ops.ReduceMax(True)(x * 400, -1), LARGE),
+}
+
+
+@pytest.mark.parametrize("operator", METHODS)
+def test_methods_and_operators_that_reduce(operator):
+    function, batch = METHODS[operator]
+    network = Stack(Calls(function), Calls(ops.tanh))
+    assert named(network, (Tensor(batch),), 1) == ("forward", "layers.0", operator)
+
+
+NOT_COMPUTED_BY_A_LAYER = {
+    "compiled function between layers": (lambda: BetweenLayers(compiled), LARGE, ("layers.0", "")),
+    "layer in a list of Python": (lambda: BetweenLayers(ops.relu, 6e4), ONES, ("layers.0.unknown.0", "MatMul")),
+    "Tensor with inf": (lambda: Holds(1, np.inf, 1, 1), ONES, ("layers.0", "")),
+    "Tensor with -inf": (lambda: Holds(1, -np.inf, 1, 1), ONES, ("layers.0", "")),
+    "assigned": (lambda: Writes(assigned), ONES, ("layers.0", "Mul")),
+    "assigned and trained": (lambda: Writes(assigned, True), ONES, ("layers.0", "Mul")),
+    "added up": (lambda: Writes(added_up), ONES, ("layers.0", "Mul")),
+    "added by Python": (lambda: Writes(added_by_python, True), ONES, ("layers.0", "Mul")),
+    "added in rows": (lambda: Writes(added_in_rows), ONES, ("layers.0", "Mul")),
+    "in place": (lambda: Calls(lambda x: (x * 1).mul_(x * 200)), LARGE, ("layers.0", "Mul")),
+}
+
+
+@pytest.mark.parametrize(("make", "batch", "expected"), NOT_COMPUTED_BY_A_LAYER.values(), ids=NOT_COMPUTED_BY_A_LAYER)
+def test_values_that_no_operator_in_sight_makes(make, batch, expected):
+    mindspore.set_seed(0)
+    network = Stack(make())
+    before = [weight.asnumpy().copy() for weight in network.get_parameters()]
+    assert named(network, (Tensor(batch),), 1) == ("forward", *expected)
+    for weight, value in zip(network.get_parameters(), before, strict=True):
+        np.testing.assert_array_equal(weight.asnumpy(), value)
 
 
 def test_what_overflows_only_in_a_later_batch():

@@ -9,9 +9,9 @@ import pytest
 from drawn import artist, artists, legend, overlap, points, title
 from records import gradient_line, record_of, run_of
 
-from mindformers_adaptive.lab.analysis.analyze import analyze
+from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.logs import read_log
-from mindformers_adaptive.lab.traces.synthetic import synthetic_trace
+from mindformers_adaptive.lab.synthetic import synthetic_trace
 from mindformers_adaptive.monitor.record import RunRecord, read_record
 from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.plots.runs import draw_runs

@@ -9,12 +9,12 @@ import pytest
 from conftest import ROOT
 from pages import figure
 
+from mindformers_adaptive.lab.configuration import Configuration
+from mindformers_adaptive.lab.gradient_ceilings import with_gradients
+from mindformers_adaptive.lab.measures import cost
 from mindformers_adaptive.lab.policies import make_policy
-from mindformers_adaptive.lab.replay.configuration import Configuration
-from mindformers_adaptive.lab.replay.measures import cost
-from mindformers_adaptive.lab.replay.simulate import compare, replay
-from mindformers_adaptive.lab.traces.gradients import with_gradients
-from mindformers_adaptive.lab.traces.synthetic import KINDS, REGIMES, synthetic_trace
+from mindformers_adaptive.lab.replay import compare, replay
+from mindformers_adaptive.lab.synthetic import KINDS, REGIMES, synthetic_trace
 from mindformers_adaptive.rules.formats import FORMATS
 from scripts.studies import study
 

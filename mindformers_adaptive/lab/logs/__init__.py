@@ -17,7 +17,7 @@ from mindformers_adaptive.lab.logs.mindformers import MindFormersReader
 from mindformers_adaptive.lab.logs.reader import LogLines, Reader
 from mindformers_adaptive.lab.logs.record import JsonlReader
 from mindformers_adaptive.lab.policies import Policy
-from mindformers_adaptive.lab.traces.recorded_run import RecordedRun
+from mindformers_adaptive.lab.recorded_run import RecordedRun
 from mindformers_adaptive.text.table import counted
 from mindformers_adaptive.text.untrusted import printable
 

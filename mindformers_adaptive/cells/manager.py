@@ -1,0 +1,268 @@
+"""Loss-scale managers for ``mindspore.train.Model``: one for any rule, and one for each rule of this package."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from mindspore import amp, context
+
+from mindformers_adaptive.cells import update_cells
+from mindformers_adaptive.rules import make_rule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
+
+__all__ = ["AdaptiveLossScaleManager", "GradientGuidedLossScaleManager", "RuleLossScaleManager"]
+__all__ += ["warn_of_window_as_factor"]
+
+# No factor is as large as that, and hardly a window smaller.
+_LIKE_A_WINDOW = 100
+
+
+class RuleLossScaleManager(amp.LossScaleManager):
+    """Loss-scale manager of a rule of one's own, for ``Model(..., loss_scale_manager=manager)``.
+
+    ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. The manager's state is
+    that of the update cell that it gave away last. In a train-step cell of MindSpore itself that cell does not know its
+    loss scale; then the manager follows each step that the host sees by the same rule. Load a state before the manager
+    is given to ``Model``.
+
+    Args:
+        rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
+        init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
+        **arguments: those of the rule, by name, unless it is made already.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``; on CPU ``Model`` needs
+        :func:`~mindformers_adaptive.cells.train_network.enable_loss_scale_on_cpu`, and a rule that needs the largest
+        gradient needs it on every device.
+
+    Examples:
+        >>> manager = RuleLossScaleManager("guided", init_loss_scale=2**10)
+        >>> manager.get_loss_scale()
+        1024.0
+    """
+
+    cell_class: Any = update_cells.RuleLossScaleUpdateCell
+
+    def __init__(self, rule: Any, init_loss_scale: float = 2**24, **arguments: Any) -> None:
+        rule = make_rule(rule, **arguments)
+        self._follow(rule, rule.start(init_loss_scale, argument="init_loss_scale"))
+
+    def _follow(self, rule: Any, start: Any) -> None:
+        self.rule = rule
+        # What follows the steps on the host, and the cell that was given away last.
+        self._own_cell = self.cell_class._for_rule(rule, start)
+        self.update_cell: Any = None
+
+    @property
+    def _present_cell(self) -> Any:
+        given = self.update_cell
+        return self._own_cell if given is None or given.bound_loss_scale is None else given
+
+    def get_loss_scale(self) -> float:
+        """Return the loss scale for the next step. Reading it may wait for the device.
+
+        Returns:
+            float.
+        """
+        return float(self._present_cell.present_loss_scale)
+
+    def get_drop_overflow_update(self) -> bool:
+        """Return whether a step that overflows leaves the weights as they are.
+
+        Returns:
+            bool, True.
+        """
+        return True
+
+    def update_loss_scale(self, overflow: bool) -> None:
+        """Follow one step; ``Model`` calls this after each step that the host sees.
+
+        Where the update cell in the train-step cell knows its loss scale, it has taken the step already, and this does
+        nothing.
+
+        Args:
+            overflow (bool): whether the step overflowed.
+
+        Raises:
+            RuntimeError: if the rule needs more than the overflow flag, and its update cell is in no train-step cell.
+
+        Examples:
+            >>> manager = AdaptiveLossScaleManager(init_loss_scale=2**16)
+            >>> manager.update_loss_scale(overflow=True)
+            >>> manager.get_loss_scale()
+            32768.0
+        """
+        cell = self._present_cell
+        if cell is not self._own_cell:
+            return
+        if self.rule.signals:
+            raise RuntimeError(
+                f"{type(self).__name__} cannot follow a step by its overflow flag alone, because it needs the largest "
+                "gradient too. Give the manager to Model(..., loss_scale_manager=manager), use a loss scaler of this "
+                "package in a training loop of your own, or AdaptiveLossScaleManager."
+            )
+        before, counted = cell.rule_state(), cell.state()
+        after = self.rule.step(before, bool(overflow))
+        step = counted["cur_iter"]
+        is_event = overflow or after.loss_scale > before.loss_scale
+        cell.write_rule_state(after, step, step if is_event else counted["last_overflow_iter"])
+
+    def get_update_cell(self) -> Any:
+        """Return a new update cell that goes on from where this manager is, and follow it from then on.
+
+        Returns:
+            Cell, also for ``TrainOneStepWithLossScaleCell(..., scale_sense=cell)``.
+
+        Raises:
+            ValueError: if MindSpore's own function asks for it, to put it into a train-step cell that cannot use it.
+        """
+        # MindSpore's own function asks for the cell, and on CPU refuses it with a message that has no remedy.
+        is_stock = sys._getframe(1).f_globals.get("__name__") == "mindspore.train.amp"
+        if is_stock and self.rule.signals:
+            raise ValueError(
+                f"'loss_scale_manager' {type(self).__name__} needs a train-step cell that measures the largest "
+                "gradient, but MindSpore is building one of its own. Call "
+                "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made, on every device, and use "
+                "neither boost_level nor pipeline stages nor gradient accumulation with this manager."
+            )
+        if is_stock and context.get_context("device_target") == "CPU":
+            raise ValueError(
+                f"'loss_scale_manager' must be None on CPU, as MindSpore is, but got {type(self).__name__}. Call "
+                "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made."
+            )
+        present = self._present_cell
+        cell = self.cell_class._for_rule(self.rule, present.rule_state())
+        cell.load_state_dict(present.state_dict())
+        self.update_cell = cell
+        return cell
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as numbers.
+
+        Returns:
+            dict[str, Union[int, float]], as ``state_dict()`` of the update cell returns it.
+        """
+        return dict(self._present_cell.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state_dict (dict): as ``load_state_dict()`` of the update cell takes it.
+
+        Raises:
+            KeyError, TypeError, ValueError: as there.
+        """
+        self._present_cell.load_state_dict(state_dict)
+
+    @property
+    def inv_scale(self) -> float:
+        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
+        return float(self._present_cell.inv_scale)
+
+
+def warn_of_window_as_factor(name: str, scale_factor: float) -> None:
+    """Warn where a factor looks like a window, which is the argument after it."""
+    if scale_factor >= _LIKE_A_WINDOW:
+        warnings.warn(
+            f"'scale_factor' of {name} is {scale_factor:g}: each overflow divides the loss scale by it; usual is 2. "
+            f"If it is the window, name it: scale_window={scale_factor:g}.",
+            stacklevel=3,
+        )
+
+
+class AdaptiveLossScaleManager(RuleLossScaleManager):
+    """Loss-scale manager of adaptive loss scaling, for ``Model(..., loss_scale_manager=manager)``.
+
+    ``Model`` puts the manager's update cell into its train-step cell, which owns the loss scale. Load a state before
+    the manager is given to ``Model``.
+
+    Args:
+        init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
+        scale_factor (float): what a raise multiplies the scale by, above 1. Default: 2, as
+            ``amp.DynamicLossScaleManager``.
+        scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
+        max_scale_window, min_scale_window (int): as in
+            :class:`~mindformers_adaptive.cells.update_cells.AdaptiveLossScaleUpdateCell`, with its defaults.
+        **arguments: ``min_loss_scale``, ``max_loss_scale``, ``hysteresis``, ``shrink_from_min_window`` and
+            ``backoff_factor``, as there.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``; on CPU ``Model`` needs
+        :func:`~mindformers_adaptive.cells.train_network.enable_loss_scale_on_cpu`.
+
+    Examples:
+        >>> from mindspore import nn
+        >>> from mindspore.train import Model
+        >>> from mindformers_adaptive import AdaptiveLossScaleManager, enable_loss_scale_on_cpu
+        >>> enable_loss_scale_on_cpu()
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> manager = AdaptiveLossScaleManager(init_loss_scale=2**16)
+        >>> model = Model(net, nn.MSELoss(), optimizer, amp_level="O2", loss_scale_manager=manager)
+        >>> manager.get_loss_scale()
+        65536.0
+    """
+
+    cell_class = update_cells.AdaptiveLossScaleUpdateCell
+
+    def __init__(
+        self,
+        init_loss_scale: float = 2**24,
+        scale_factor: float = 2,
+        scale_window: int | None = None,
+        *windows: int,
+        **arguments: Any,
+    ) -> None:
+        rule = AdaptiveRule(scale_factor, *windows, **arguments)
+        warn_of_window_as_factor(type(self).__name__, rule.scale_factor)
+        self._follow(rule, rule.start(init_loss_scale, scale_window, argument="init_loss_scale"))
+
+
+class GradientGuidedLossScaleManager(RuleLossScaleManager):
+    """Loss-scale manager of gradient-guided loss scaling, for ``Model(..., loss_scale_manager=manager)``.
+
+    Its update cell needs a train-step cell of this package, which ``Model`` builds after
+    :func:`~mindformers_adaptive.cells.train_network.enable_loss_scale_on_cpu`, on every device.
+
+    Args:
+        init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
+        scale_factor, exchange_rate, min_loss_scale, max_loss_scale (float): as in
+            :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`, with its defaults.
+        gradient_format (Union[str, Mapping, Format]): as there.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``
+
+    Examples:
+        >>> from mindspore import nn
+        >>> from mindspore.train import Model
+        >>> from mindformers_adaptive import GradientGuidedLossScaleManager, enable_loss_scale_on_cpu
+        >>> enable_loss_scale_on_cpu()
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> manager = GradientGuidedLossScaleManager(init_loss_scale=2**16)
+        >>> model = Model(net, nn.MSELoss(), optimizer, amp_level="O2", loss_scale_manager=manager)
+        >>> manager.get_loss_scale()
+        65536.0
+    """
+
+    cell_class = update_cells.GradientGuidedLossScaleUpdateCell
+
+    def __init__(self, init_loss_scale: float = 2**24, scale_factor: float = 2, **arguments: Any) -> None:
+        super().__init__(GuidedRule(scale_factor=scale_factor, **arguments), init_loss_scale)

@@ -1,0 +1,286 @@
+"""Loss scalers for functional training: one for any rule, and one for each rule of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspore import Parameter, Tensor, amp, jit, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.cells import update_cells
+from mindformers_adaptive.cells.detection import LargestGradient
+from mindformers_adaptive.cells.update_cell import RuleUpdateCell
+from mindformers_adaptive.rules import Rule, make_rule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
+
+__all__ = ["SCALERS", "AdaptiveLossScaler", "GradientGuidedLossScaler", "RuleLossScaler", "multiply_in_float32"]
+
+_map = ops.HyperMap()
+
+
+def multiply_in_float32(factor: Any, tensor: Any) -> Any:
+    """Multiply a loss or a gradient in float32, and return the product in its dtype.
+
+    In float16, a loss scale would be inf from 2**16 on, and its reciprocal 0 from 2**25 on.
+
+    Args:
+        factor (Tensor): float32 of shape ().
+        tensor (Tensor): of any shape and floating-point dtype.
+
+    Returns:
+        Tensor, shape and dtype of `tensor`.
+
+    Examples:
+        >>> from mindspore import Tensor
+        >>> float(multiply_in_float32(Tensor(2.0**-26), Tensor(2.0**12, mstype.float16)))
+        6.103515625e-05
+    """
+    return ops.cast(ops.cast(tensor, mstype.float32) * factor, tensor.dtype)
+
+
+class RuleLossScaler(amp.LossScaler):
+    """Loss scaler of a rule of one's own, for training with ``mindspore.value_and_grad``.
+
+    It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
+    those of its ``update_cell``, which applies the rule. In data parallel, reduce the gradients first, so that every
+    process sees the same ones.
+
+    Args:
+        rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
+        scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
+        **arguments: those of the rule, by name, unless it is made already.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``
+
+    Examples:
+        >>> scaler = RuleLossScaler("guided", scale_value=2**10)
+        >>> float(scaler.scale(Tensor(2.0)))
+        2048.0
+    """
+
+    cell_class: type[RuleUpdateCell] = update_cells.RuleLossScaleUpdateCell
+
+    def __init__(self, rule: str | type[Rule] | Rule, scale_value: float, **arguments: Any) -> None:
+        rule = make_rule(rule, **arguments)
+        self._follow(rule, rule.start(scale_value, argument="scale_value"))
+
+    def _follow(self, rule: Rule, start: Any) -> None:
+        self.rule = rule
+        self.update_cell = self.cell_class._for_rule(rule, start)
+        self.scale_value = Parameter(Tensor(start.loss_scale, mstype.float32), name="scale_value", requires_grad=False)
+        self.update_cell.bind_loss_scale(self.scale_value)
+        self._measure_and_update: Any = None
+        if rule.signals:
+            self.update_cell.declare_signal()
+            measure, update_cell = LargestGradient(self.update_cell), self.update_cell
+
+            # Compiled, because launched one by one its small operations can take longer than a whole training step.
+            # MindSpore would take a tuple of gradients for a constant, and compile again for each one.
+            @jit
+            def measure_and_update(loss_scale: Any, overflow: Any, *gradients: Any) -> Any:
+                measure(gradients)
+                return update_cell(loss_scale, overflow)
+
+            self._measure_and_update = measure_and_update
+
+    def scale(self, inputs: Any) -> Any:
+        """Multiply a loss, or gradients, by the loss scale.
+
+        Args:
+            inputs (Union[Tensor, tuple[Tensor]]): of any shapes and floating-point dtypes.
+
+        Returns:
+            Union[Tensor, tuple[Tensor]], shapes and dtypes of `inputs`. A float16 loss can be scaled to 65504 only.
+        """
+        return _map(ops.partial(multiply_in_float32, self.scale_value), inputs)
+
+    def unscale(self, inputs: Any) -> Any:
+        """Divide gradients, or a loss, by the loss scale.
+
+        Args:
+            inputs (Union[Tensor, tuple[Tensor]]): of any shapes and floating-point dtypes.
+
+        Returns:
+            Union[Tensor, tuple[Tensor]], shapes and dtypes of `inputs`.
+        """
+        return _map(ops.partial(multiply_in_float32, ops.reciprocal(self.scale_value)), inputs)
+
+    def adjust(self, grads_finite: Any, grads: Any = ()) -> bool:
+        """Set the loss scale and the state for the next step.
+
+        Args:
+            grads_finite (Tensor): bool of shape (), False where the step overflowed.
+            grads (Union[Tensor, tuple[Tensor]]): for a rule that needs the largest gradient, the gradients as
+                :meth:`unscale` returned them, before any clipping; of any shapes and floating-point dtypes. Default:
+                (), for other rules.
+
+        Returns:
+            bool, True: the scale is not fixed.
+
+        Raises:
+            TypeError: if the rule needs the largest gradient, and there are no gradients.
+        """
+        overflow = ops.logical_not(grads_finite)
+        if self._measure_and_update is None:
+            self.update_cell(self.scale_value, overflow)
+        else:
+            grads = (grads,) if isinstance(grads, Tensor) else tuple(grads)
+            if len(grads) == 0:
+                raise TypeError("'grads' must be the unscaled gradients, which the rule of this scaler needs.")
+            self._measure_and_update(self.scale_value, overflow, *grads)
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return the state. Reading waits for the device.
+
+        Returns:
+            dict[str, Union[int, float, tuple[float, ...]]], as ``state()`` of the update cell returns it.
+        """
+        return self.update_cell.state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as numbers.
+
+        Returns:
+            dict[str, Union[int, float]], as ``state_dict()`` of the update cell returns it.
+        """
+        return dict(self.update_cell.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state_dict (dict): as ``load_state_dict()`` of the update cell takes it.
+
+        Raises:
+            KeyError, TypeError, ValueError: as there.
+        """
+        self.update_cell.load_state_dict(state_dict)
+
+    @property
+    def inv_scale(self) -> float:
+        """float: the reciprocal of the loss scale, by which gradients are multiplied."""
+        return self.update_cell.inv_scale
+
+
+class AdaptiveLossScaler(RuleLossScaler):
+    """Loss scaler of adaptive loss scaling, for training with ``mindspore.value_and_grad``.
+
+    It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
+    those of its ``update_cell``, which applies the rule. In data parallel, reduce the gradients before
+    ``amp.all_finite``, so that every process sees an inf or NaN of any.
+
+    Args:
+        scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
+        scale_factor (float): what a raise multiplies the scale by, above 1. Default: 2, as
+            ``amp.DynamicLossScaleManager``.
+        scale_window (int, optional): the window to start with, in steps. Default: None, ``min_scale_window``.
+        max_scale_window, min_scale_window (int): as in
+            :class:`~mindformers_adaptive.cells.update_cells.AdaptiveLossScaleUpdateCell`, with its defaults.
+        **arguments: ``min_loss_scale``, ``max_loss_scale``, ``hysteresis``, ``shrink_from_min_window`` and
+            ``backoff_factor``, as there.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``
+
+    Examples:
+        >>> import mindspore
+        >>> import numpy as np
+        >>> from mindspore import Tensor, amp, nn, ops
+        >>> from mindformers_adaptive import AdaptiveLossScaler
+        >>> net, loss_fn = nn.Dense(3, 2), nn.MSELoss()
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> scaler = AdaptiveLossScaler(scale_value=2**16)
+        >>> def scaled_loss(x, y):
+        ...     return scaler.scale(loss_fn(net(x), y))
+        >>> value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
+        >>> def train_step(x, y):  # in a program of your own: with @mindspore.jit
+        ...     loss, grads = value_and_grad(x, y)
+        ...     loss, grads = scaler.unscale(loss), scaler.unscale(grads)
+        ...     grads_finite = amp.all_finite(grads)
+        ...     if grads_finite:
+        ...         optimizer(grads)
+        ...     scaler.adjust(grads_finite)
+        ...     return loss, grads_finite
+        >>> loss, grads_finite = train_step(Tensor(np.full((4, 3), np.inf, np.float32)), ops.zeros((4, 2)))
+        >>> bool(grads_finite), scaler.state()["loss_scale"]
+        (False, 32768.0)
+    """
+
+    cell_class = update_cells.AdaptiveLossScaleUpdateCell
+
+    def __init__(
+        self,
+        scale_value: float,
+        scale_factor: float = 2,
+        scale_window: int | None = None,
+        *windows: int,
+        **arguments: Any,
+    ) -> None:
+        rule = AdaptiveRule(scale_factor, *windows, **arguments)
+        self._follow(rule, rule.start(scale_value, scale_window, argument="scale_value"))
+
+
+class GradientGuidedLossScaler(RuleLossScaler):
+    """Loss scaler of gradient-guided loss scaling, for training with ``mindspore.value_and_grad``.
+
+    It works within ``@mindspore.jit`` and without. Its state is kept in Parameters: the loss scale ``scale_value``, and
+    those of its ``update_cell``, which applies the rule. In data parallel, reduce the gradients first, so that every
+    process sees the same ones.
+
+    Args:
+        scale_value (float): the initial loss scale. Named as in ``amp.DynamicLossScaler``.
+        scale_factor, exchange_rate, min_loss_scale, max_loss_scale (float): as in
+            :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`, with its defaults.
+        gradient_format (Union[str, Mapping, Format]): as there.
+
+    Raises:
+        TypeError: if an argument is not of its type.
+        ValueError: if an argument is out of its range.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``
+
+    Examples:
+        >>> import mindspore
+        >>> import numpy as np
+        >>> from mindspore import Tensor, amp, nn, ops
+        >>> from mindformers_adaptive import GradientGuidedLossScaler
+        >>> net, loss_fn = nn.Dense(3, 2), nn.MSELoss()
+        >>> optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1)
+        >>> scaler = GradientGuidedLossScaler(scale_value=2**16)
+        >>> def scaled_loss(x, y):
+        ...     return scaler.scale(loss_fn(net(x), y))
+        >>> value_and_grad = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
+        >>> def train_step(x, y):  # in a program of your own: with @mindspore.jit
+        ...     loss, grads = value_and_grad(x, y)
+        ...     loss, grads = scaler.unscale(loss), scaler.unscale(grads)
+        ...     grads_finite = amp.all_finite(grads)
+        ...     if grads_finite:
+        ...         optimizer(grads)
+        ...     scaler.adjust(grads_finite, grads)
+        ...     return loss, grads_finite
+        >>> loss, grads_finite = train_step(Tensor(np.full((4, 3), np.inf, np.float32)), ops.zeros((4, 2)))
+        >>> bool(grads_finite), scaler.state()["loss_scale"]
+        (False, 64.0)
+    """
+
+    cell_class = update_cells.GradientGuidedLossScaleUpdateCell
+
+    def __init__(self, scale_value: float, scale_factor: float = 2, **arguments: Any) -> None:
+        super().__init__(GuidedRule(scale_factor=scale_factor, **arguments), scale_value)
+
+
+# By rule the scalers that have its arguments in their signature.
+SCALERS = {AdaptiveRule: AdaptiveLossScaler, GuidedRule: GradientGuidedLossScaler}

@@ -1,0 +1,214 @@
+"""``build_train_network`` with any loss-scale manager, on CPU too, and a train step with a fixed loss scale."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import mindspore.train.amp
+from mindspore import Tensor, amp, context, nn, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.cells.manager import AdaptiveLossScaleManager, RuleLossScaleManager, warn_of_window_as_factor
+from mindformers_adaptive.cells.scaler import multiply_in_float32
+from mindformers_adaptive.cells.train_step import refuse_dividing_optimizer
+from mindformers_adaptive.rules.checks import require_positive
+from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+
+__all__ = ["FixedScaleTrainOneStepCell", "build_train_network", "enable_loss_scale_on_cpu"]
+
+# Bound here once: the module's own attribute is what enable_loss_scale_on_cpu() replaces.
+_stock_build_train_network = amp.build_train_network
+_GRADIENT_ACCUMULATION = {"GradAccumulationCell", "GradAccumulation"}
+
+
+def build_train_network(
+    network: Any, optimizer: Any, loss_fn: Any = None, level: str = "O0", boost_level: str = "O0", **kwargs: Any
+) -> Any:
+    """``mindspore.amp.build_train_network`` that takes a loss-scale manager on CPU too.
+
+    Arguments, result and errors are those of the stock function. With a manager that skips overflowed steps the result
+    is :class:`mindformers_adaptive.wrapper.TrainOneStepWithLossScaleCell`, except with ``boost_level``, pipeline
+    stages or gradient accumulation, for which MindSpore has cells of its own that do not run on CPU.
+
+    Args:
+        network (nn.Cell): the network.
+        optimizer (nn.Optimizer): updates its Parameters.
+        loss_fn (nn.Cell, optional): the loss function; None if `network` returns the loss. Default: None.
+        level (str): 'O0', 'O1', 'O2', 'O3' or 'auto', see ``mindspore.amp.auto_mixed_precision``. Default: 'O0'.
+        boost_level (str): 'O0', 'O1' or 'O2'. Default: 'O0'.
+        **kwargs: ``loss_scale_manager``, ``keep_batchnorm_fp32``, ``cast_model_type``.
+
+    Returns:
+        nn.Cell, the train-step cell, in training mode.
+
+    Raises:
+        TypeError: if ``loss_scale_manager`` is an update cell or a loss scaler, or not a manager.
+        ValueError: if the optimizer divides the gradients too; on CPU, if a manager is used together with
+            ``boost_level``, pipeline stages or gradient accumulation.
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, amp, nn
+        >>> from mindformers_adaptive import build_train_network
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> manager = amp.DynamicLossScaleManager(init_loss_scale=2**16)
+        >>> train_step = build_train_network(net, optimizer, nn.MSELoss(), level="O2", loss_scale_manager=manager)
+        >>> inputs = Tensor(np.full((4, 3), np.inf, np.float32)), Tensor(np.zeros((4, 2), np.float32))
+        >>> loss, overflow, loss_scale = train_step(*inputs)
+        >>> bool(overflow), float(loss_scale)
+        (True, 32768.0)
+    """
+    # MindSpore's own default for its level O2.
+    default = amp.DynamicLossScaleManager() if level == "O2" else None
+    manager = kwargs.get("loss_scale_manager", default)
+    _refuse_cell_as_manager(manager)
+    get_update_cell = getattr(manager, "get_update_cell", lambda: None)
+    update_cell = get_update_cell()
+    if isinstance(manager, amp.DynamicLossScaleManager):
+        warn_of_window_as_factor(type(manager).__name__, manager.scale_factor)
+    if isinstance(manager, amp.LossScaleManager):
+        _check_division(optimizer, manager.get_loss_scale(), update_cell)
+    stock_only = None if update_cell is None else _what_needs_a_stock_cell(network, boost_level)
+    if stock_only and context.get_context("device_target") == "CPU":
+        raise ValueError(
+            f"'loss_scale_manager' must be None or FixedLossScaleManager(drop_overflow_update=False) together with "
+            f"{stock_only} on CPU, where MindSpore's train-step cell for it does not run. Leave one of the two out, or "
+            "put TrainOneStepWithLossScaleCell around the network yourself."
+        )
+    if update_cell is None or stock_only:
+        return _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
+    # The stock function puts mixed precision and loss function around the network, and a train-step cell around both,
+    # of which the network is taken.
+    unscaled = {**kwargs, "loss_scale_manager": None}
+    with_loss = _stock_build_train_network(network, optimizer, loss_fn, level, boost_level, **unscaled).network
+    return TrainOneStepWithLossScaleCell(with_loss, optimizer, scale_sense=update_cell).set_train()
+
+
+def enable_loss_scale_on_cpu() -> None:
+    """Let ``mindspore.train.Model`` and ``mindspore.amp`` scale losses on CPU, with no other change to a program.
+
+    From then on both build their train-step cells with :func:`build_train_network`. Calling it again changes nothing.
+    Call it before the first ``Model`` is made. With a manager whose rule needs
+    the largest gradient it is needed on every device.
+
+    Examples:
+        >>> from mindspore import nn
+        >>> from mindspore.amp import FixedLossScaleManager
+        >>> from mindspore.train import Model
+        >>> enable_loss_scale_on_cpu()
+        >>> net = nn.Dense(3, 2)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=FixedLossScaleManager())
+    """
+    amp.build_train_network = build_train_network
+    mindspore.train.amp.build_train_network = build_train_network
+
+
+def _refuse_cell_as_manager(manager: object) -> None:
+    if isinstance(manager, nn.Cell):
+        raise TypeError(
+            f"'loss_scale_manager' must be a loss-scale manager, but got the update cell {type(manager).__name__}. "
+            f"Give {_manager_like(manager)} with the same arguments, or give the cell to "
+            "TrainOneStepWithLossScaleCell(..., scale_sense=cell) and that to Model."
+        )
+    if isinstance(manager, amp.LossScaler):
+        raise TypeError(
+            f"'loss_scale_manager' must be a loss-scale manager, but got the loss scaler {type(manager).__name__}, "
+            f"which is for functional training. Give {_manager_like(manager)} with the same arguments."
+        )
+
+
+def _manager_like(given: object) -> str:
+    cell = getattr(given, "update_cell", given)
+    kinds = (*RuleLossScaleManager.__subclasses__(), RuleLossScaleManager)
+    found: type[object] = next((kind for kind in kinds if isinstance(cell, kind.cell_class)), AdaptiveLossScaleManager)
+    return found.__name__
+
+
+def _what_needs_a_stock_cell(network: Any, boost_level: str) -> str | None:
+    """Return what MindSpore has train-step cells of its own for, or None."""
+    if boost_level != "O0":
+        return f"boost_level={boost_level!r}"
+    if context.get_auto_parallel_context("pipeline_stages") > 1:
+        return "pipeline_stages above 1"
+    if any(cell.cls_name in _GRADIENT_ACCUMULATION for _, cell in network.cells_and_names()):
+        return "gradient accumulation"
+    return None
+
+
+def _check_division(optimizer: object, loss_scale: float, update_cell: object) -> None:
+    """Refuse to divide the gradients by the loss scale twice, and warn where nothing divides them."""
+    if update_cell is not None:
+        refuse_dividing_optimizer(optimizer)
+        return
+    divided_by = getattr(optimizer, "loss_scale", 1.0)
+    name = type(optimizer).__name__
+    if divided_by != loss_scale:
+        warnings.warn(
+            f"With drop_overflow_update=False the optimizer must divide the gradients by {loss_scale}, but {name} has "
+            f"loss_scale={divided_by}: they are {loss_scale / divided_by} times too large. Give it "
+            f"loss_scale={loss_scale}, or use FixedScaleTrainOneStepCell, which divides them for any optimizer.",
+            stacklevel=3,
+        )
+
+
+_map = ops.HyperMap()
+
+
+class FixedScaleTrainOneStepCell(nn.TrainOneStepCell):
+    """Train-step cell with a fixed loss scale that divides the gradients itself.
+
+    ``FixedLossScaleManager(loss_scale, drop_overflow_update=False)`` leaves that division to the optimizer, and some
+    optimizers, such as ``nn.AdamWeightDecay``, do not divide. No step is skipped: an overflow reaches the optimizer.
+    To skip them use ``TrainOneStepWithLossScaleCell(..., scale_sense=nn.FixedLossScaleUpdateCell(loss_scale))``.
+
+    Args:
+        network (nn.Cell): the network that returns the loss.
+        optimizer (nn.Optimizer): made without a ``loss_scale``, or with 1.
+        loss_scale (float): what the loss is multiplied and the gradients are divided by. Default: 128.0, as
+            ``amp.FixedLossScaleManager``.
+
+    Inputs:
+        - **inputs** (Tensor) - those of `network`.
+
+    Outputs:
+        Tensor, the loss, not scaled.
+
+    Raises:
+        TypeError: if ``loss_scale`` is not a number.
+        ValueError: if ``loss_scale`` is not finite and above 0, or the optimizer divides by a loss scale too.
+
+    Supported Platforms:
+        ``Ascend`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from mindformers_adaptive import FixedScaleTrainOneStepCell
+        >>> net = nn.Dense(3, 2, weight_init="ones", bias_init="zeros")
+        >>> optimizer = nn.AdamWeightDecay(net.trainable_params(), learning_rate=0.01)
+        >>> train_step = FixedScaleTrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer, loss_scale=1024)
+        >>> float(train_step(Tensor(np.ones((4, 3), np.float32)), Tensor(np.zeros((4, 2), np.float32))))
+        9.0
+    """
+
+    def __init__(self, network: Any, optimizer: Any, loss_scale: float = 128.0) -> None:
+        if isinstance(loss_scale, amp.LossScaleManager):
+            raise TypeError(
+                f"'loss_scale' must be a number, but got the loss-scale manager {type(loss_scale).__name__}. Give "
+                "manager.get_loss_scale()."
+            )
+        loss_scale = require_positive("loss_scale", loss_scale)
+        refuse_dividing_optimizer(optimizer)
+        super().__init__(network, optimizer, loss_scale)
+        self.reciprocal = Tensor(1.0 / loss_scale, mstype.float32)
+
+    def construct(self, *inputs: Any) -> Any:
+        loss = self.network(*inputs)
+        sens = ops.fill(loss.dtype, loss.shape, self.sens)
+        grads = self.grad(self.network, self.weights)(*inputs, sens)
+        grads = _map(ops.partial(multiply_in_float32, self.reciprocal), grads)
+        grads = self.grad_reducer(grads)
+        return ops.depend(loss, self.optimizer(grads))

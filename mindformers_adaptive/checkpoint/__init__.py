@@ -1,1 +1,0 @@
-"""MindFormers' checkpoint formats: the state of loss scaling saved, restored and read."""

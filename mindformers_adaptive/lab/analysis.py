@@ -1,0 +1,262 @@
+"""What happened in a recorded run, what other policies would have done in it, and what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mindformers_adaptive.lab.advise import Advice, advise
+from mindformers_adaptive.lab.analysis_text import analysis_text
+from mindformers_adaptive.lab.configuration import Configuration
+from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, measure, require_steps
+from mindformers_adaptive.lab.policies import Policy, make_policy
+from mindformers_adaptive.lab.recorded_run import RecordedRun, forward_fill
+from mindformers_adaptive.lab.replay import compare
+from mindformers_adaptive.lab.scale_path import Phase, changes_of, phases
+from mindformers_adaptive.lab.trace import Trace, consecutive_runs
+from mindformers_adaptive.lab.tuning import Tuning
+from mindformers_adaptive.lab.unused_headroom import shown_by_gradients
+from mindformers_adaptive.rules import RULES
+from mindformers_adaptive.text.table import as_power_of_two
+
+__all__ = ["Analysis", "analyze", "raise_ceilings"]
+
+# The start-up of a run, in steps: published logs lose 16 to 19 of their first 30 to 100.
+_START_UP = 100
+
+# Where fewer of the steps have gradients, a rule that follows them is not replayed: nearly all would be assumed, and a
+# replay of it goes step by step, through a gap of millions of them too.
+_FEWEST_SHOWN = 0.01
+
+_COUNTS_OF_LINES = ("lines_read", "lines_used", "lines_ignored", "lines_superseded")
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What :func:`analyze` returns.
+
+    Attributes:
+        run (RecordedRun): what was analyzed.
+        phases (tuple[Phase, ...]): the path of the loss scale.
+        outcomes (tuple[dict, ...]): a row for the run itself and for each policy that was replayed on it, ready for
+            JSON: ``policy``, ``skipped``, ``headroom_lost`` (bits) and ``known_share`` with the ceilings that gradients
+            show, or where none are known with interpolated ones, raised by :func:`raise_ceilings`; and
+            ``fewest_skipped`` and ``most_skipped`` with these and the ceilings of each of ``run.assumptions``.
+        advice (tuple[Advice, ...]): what to change; empty if the run gives no reason for anything.
+        tuning (Tuning, optional): the settings that follow the advice, with how sure they are; None without any.
+    """
+
+    run: RecordedRun
+    phases: tuple[Phase, ...]
+    outcomes: tuple[dict[str, Any], ...]
+    advice: tuple[Advice, ...]
+    tuning: Tuning | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, ready for JSON: None stands for what is not known.
+
+        A number that the log does not give exactly is None, with its bounds in ``..._at_least`` and ``..._at_most``;
+        those of ``skipped`` are ``at_least`` and ``at_most``, and what has to be true for them is in ``holds_if``.
+
+        Returns:
+            dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``dropped_by_norm``,
+            ``start_up``, ``loss_scale`` (with ``phases``), ``shown_by_gradients``, ``outcomes``,
+            ``advice``, ``scale_sense`` (the YAML section as text) and ``certainty``, see
+            :meth:`~mindformers_adaptive.lab.tuning.Tuning.certainty`.
+        """
+        run, tuning = self.run, self.tuning
+        return {
+            "log": {
+                "name": run.name,
+                "files": list(run.files),
+                "format": run.log_format,
+                **{name: getattr(run, name) for name in _COUNTS_OF_LINES},
+                "notes": list(run.notes),
+                "problems": list(run.problems),
+            },
+            "steps": {"count": len(run), "first": int(run.step[0]), "last": int(run.step[-1])},
+            "skipped": _skipped(run),
+            "dropped_by_norm": {"count": len(run.dropped_by_norm), "ranges": _ranges(run.dropped_by_norm)},
+            "start_up": {
+                **_bounded("before_first_applied", *_before_first_applied(run)),
+                "first_steps": min(_START_UP, len(run)),
+                **_bounded("skipped_in_first_steps", *run.skipped_bounds(min(_START_UP, len(run)))),
+            },
+            "loss_scale": {**_scales(run), "phases": [phase._asdict() for phase in self.phases]},
+            "shown_by_gradients": shown_by_gradients(run),
+            "outcomes": list(self.outcomes),
+            "advice": [dataclasses.asdict(advice) for advice in self.advice],
+            "scale_sense": None if tuning is None else tuning.recommended.scale_sense(),
+            "certainty": None if tuning is None else tuning.certainty(),
+        }
+
+    def text(self) -> str:
+        """Return the analysis for a terminal; long lists are cut, and the text says so."""
+        return analysis_text(self.to_dict())
+
+
+def analyze(run: RecordedRun, *, progress: Callable[[int], None] | None = None) -> Analysis:
+    """Analyze a recorded run.
+
+    Policies are replayed from the run's first loss scale on. Advice is given where other settings would have cost less
+    on the run's own trace, see :func:`~mindformers_adaptive.lab.advise.advise`. With advice come the settings
+    to use: the windows that cost least there, or the defaults where the run has fewer steps than the largest default
+    window, 1000, and no advice is on windows.
+
+    Args:
+        run (RecordedRun): such as :func:`~mindformers_adaptive.lab.logs.read_log` returns.
+        progress (Callable, optional): called with the number of replays done. Default: None.
+
+    Returns:
+        Analysis, with the path of the loss scale, what other policies would have done, and what to change.
+
+    Raises:
+        ValueError: if the run has no step, or the loss scale of none is known.
+
+    Examples:
+        >>> flags = np.arange(100) < 16
+        >>> scale = 2.0 ** np.maximum(32 - np.arange(100), 16)
+        >>> analysis = analyze(RecordedRun("run", (), "jsonl", np.arange(1, 101), scale, flags, np.full(100, True)))
+        >>> analysis.advice[0].change
+        'Start at 2^16 (loss_scale_value: 65536) instead of 2^32.'
+    """
+    trace = run.to_trace()
+    if trace.largest_gradient is None:
+        trace = raise_ceilings(trace, run)
+    require_steps(trace)
+    if np.isnan(run.loss_scale).all():
+        raise ValueError(f"The run {run.name!r} must have a known loss scale, but has none. Give a log that names it.")
+    changes = changes_of(run)
+    advice, tuning = advise(run, trace, changes)
+    recommended = None if tuning is None else tuning.recommended
+    rows = _outcome_rows(run, trace, recommended, progress)
+    return Analysis(run, tuple(phases(changes)), tuple(rows), tuple(advice), tuning)
+
+
+def raise_ceilings(trace: Trace, run: RecordedRun) -> Trace:
+    """Return the trace of a run with the ceiling of each clean step raised to the largest scale of a later clean step.
+
+    Only the clean steps before the next overflow count. Without this, each scale that a run used would seem to be the
+    highest possible.
+
+    Examples:
+        >>> flags = np.array([True, False, False, True])
+        >>> scale, known = np.array([8.0, 4.0, 8.0, 16.0]), np.full(4, True)
+        >>> run = RecordedRun("run", (), "jsonl", np.arange(1, 5), scale, flags, known)
+        >>> trace = run.to_trace("lower_bound")
+        >>> trace.ceiling.tolist(), raise_ceilings(trace, run).ceiling.tolist()
+        ([4.0, 4.0, 8.0, 8.0], [4.0, 8.0, 8.0, 8.0])
+    """
+    ceiling, scale = trace.ceiling.copy(), np.nan_to_num(run.loss_scale, nan=0.0)
+    for first, last in consecutive_runs(np.flatnonzero(~run.overflow)).tolist():
+        row = slice(first, last + 1)
+        ceiling[row] = np.maximum(ceiling[row], np.maximum.accumulate(scale[row][::-1])[::-1])
+    return dataclasses.replace(trace, ceiling=ceiling)
+
+
+def _outcome_rows(
+    run: RecordedRun, trace: Trace, recommended: Configuration | None, progress: Callable[[int], None] | None
+) -> list[dict[str, Any]]:
+    """What the run and some policies from its first scale on do, under each assumption about the ceilings."""
+    used = forward_fill(run.loss_scale)
+    policies = _policies(used, trace)
+    if recommended is not None:
+        policies["as advised"] = partial(make_policy, recommended.policy, **recommended.arguments)
+    # They differ in their ceilings only, and of a long run all their bounds would not fit into memory.
+    traces = [trace, *(dataclasses.replace(trace, ceiling=run.to_trace(assume).ceiling) for assume in run.assumptions)]
+    outcomes = {"as recorded": tuple(measure(assumed, np.append(used, used[-1])) for assumed in traces)}
+    if policies:
+        outcomes |= compare(policies, traces, progress=progress).measures
+    rows: list[dict[str, Any]] = []
+    for name, measures in outcomes.items():
+        numbers = measures[0].as_dict()
+        row = {"policy": name, **{key: numbers[key] for key in ("skipped", "headroom_lost", "known_share")}}
+        skipped = [one.skipped for one in measures]
+        rows.append({**row, "fewest_skipped": min(skipped), "most_skipped": max(skipped)})
+    # What the run itself did is known but for the lines that stand for several steps.
+    fewest, most = run.skipped_bounds()
+    rows[0] |= {"fewest_skipped": fewest, "most_skipped": most}
+    if fewest != most:
+        rows[0] |= {"skipped": None, "headroom_lost": None}
+    return rows
+
+
+def _policies(used: NDArray[np.float64], trace: Trace) -> dict[str, Callable[[], Policy]]:
+    """Policies from the first scale that all can start from: known, and within the floor and the numbers they have."""
+    usable = used[(used >= 1.0) & (used <= LARGEST_LOSS_SCALE)]
+    if not len(usable):
+        return {}
+    start = float(usable[0])
+    at_start = f"from {as_power_of_two(start)}"
+    policies: dict[str, Callable[[], Policy]] = {
+        f"adaptive 20-1000 {at_start}": partial(make_policy, "adaptive", loss_scale_value=start),
+        f"dynamic 20 {at_start}": partial(make_policy, "dynamic", init_loss_scale=start, scale_window=20),
+        f"dynamic 1000 {at_start}": partial(make_policy, "dynamic", init_loss_scale=start, scale_window=1000),
+        f"megatron {at_start}": partial(make_policy, "megatron", initial_scale=start),
+    }
+    at_power = 2.0 ** math.floor(math.log2(start))
+    shown = 0.0 if trace.largest_gradient is None else float((~np.isnan(trace.largest_gradient)).mean())
+    for name, rule in RULES.items():
+        if shown >= _FEWEST_SHOWN and rule.signals:
+            start_at = {"loss_scale_value": at_power, "gradient_format": trace.gradient_format}
+            policies[f"{name} from {as_power_of_two(at_power)}"] = partial(make_policy, name, **start_at)
+    return policies
+
+
+def _ranges(steps: ArrayLike) -> list[tuple[int, int]]:
+    """The first and the last of each run of consecutive steps."""
+    return [(first, last) for first, last in consecutive_runs(steps).tolist()]
+
+
+def _skipped(run: RecordedRun) -> dict[str, Any]:
+    fewest, most = run.skipped_bounds()
+    known = run.overflow & run.position_known
+    runs = consecutive_runs(np.flatnonzero(known))
+    longest = runs[np.argmax(runs[:, 1] - runs[:, 0])] if len(runs) else None
+    seconds = np.empty(0) if run.seconds is None else run.seconds[run.overflow if fewest == most else known]
+    stated = seconds[~np.isnan(seconds)]
+    return {
+        "count": fewest if fewest == most else None,
+        "at_least": fewest,
+        "at_most": most,
+        "holds_if": run.holds_if or None,
+        "known": int(known.sum()),
+        "inferred": fewest - int(known.sum()),
+        "ranges": _ranges(run.step[known]),
+        "longest_run": 0 if longest is None else int(longest[1] - longest[0] + 1),
+        "longest_run_steps": None if longest is None else tuple(run.step[longest].tolist()),
+        "seconds_lost": float(stated.sum()) if len(stated) else None,
+        "steps_with_seconds": len(stated),
+    }
+
+
+def _bounded(name: str, fewest: int, most: int) -> dict[str, int | None]:
+    return {name: fewest if fewest == most else None, f"{name}_at_least": fewest, f"{name}_at_most": most}
+
+
+def _before_first_applied(run: RecordedRun) -> tuple[int, int]:
+    """How many steps at least and at most were skipped before the first that was applied."""
+    surely_skipped, surely_applied = run.overflow & run.position_known, ~run.overflow & run.position_known
+    least = len(run) if surely_skipped.all() else int(np.argmin(surely_skipped))
+    most = int(np.argmax(surely_applied)) if surely_applied.any() else len(run)
+    while run.skipped_bounds(most)[1] < most:
+        most = run.skipped_bounds(most)[1]
+    return least, most
+
+
+def _scales(run: RecordedRun) -> dict[str, Any]:
+    """The scales at the ends of lines; the first is that before the first step."""
+    starts = np.append(0, run.line_ends()[:-1])
+    scales = np.append(run.loss_scale[starts], run.final_loss_scale)
+    known = scales[~np.isnan(scales)].tolist() or run.loss_scale[~np.isnan(run.loss_scale)].tolist()
+    named = {"first": float(scales[0]), "final": known[-1], "smallest": min(known), "largest": max(known)}
+    return {
+        name: None if math.isnan(scale) else scale if math.isfinite(scale) else "inf" for name, scale in named.items()
+    }

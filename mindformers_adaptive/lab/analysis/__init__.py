@@ -1,1 +1,0 @@
-"""What happened in a recorded run, and what to change."""

@@ -1,0 +1,241 @@
+"""A configuration of a rule, and grids of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+from mindformers_adaptive.lab.policies import refuse_unknown, start_rule
+from mindformers_adaptive.rules import RULES, find_rule
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.description import all_arguments
+from mindformers_adaptive.rules.ladder import window_ladder
+from mindformers_adaptive.rules.rule import Rule
+
+__all__ = ["Configuration", "default_grid", "grid", "yaml_value"]
+
+# More would take hours.
+_MOST_COMBINATIONS = 100_000
+
+# Megatron-LM starts from 2**32.
+_INITIAL_SCALES = (2.0**12, 2.0**16, 2.0**20, 2.0**24, 2.0**32)
+
+
+@dataclass(init=False)
+class Configuration:
+    """A rule and its arguments, under the names that its update cell takes, and refused as the cell does.
+
+    A ladder of one window is dynamic loss scaling: :meth:`dynamic`.
+
+    Args:
+        policy (Union[str, type]): the rule: one of this package by its name, or one of your own as ``module.Class``
+            or as the class.
+        **arguments: those of the rule, with its defaults, and ``loss_scale_value``, the initial loss scale (default
+            65536, the usual start where the scale is known roughly, as in MindFormers' ``TrainingArguments``).
+
+    Attributes:
+        policy (str): the name of the rule, for :func:`~mindformers_adaptive.lab.policies.make_policy`.
+        arguments (dict[str, Any]): all arguments by name, those with their defaults included.
+        rule (Rule): made with them.
+        start (NamedTuple): the state of the rule before the first step.
+
+    Raises:
+        TypeError: if there is no such argument, or one is not of its type.
+        ValueError: if there is no such rule, an argument is out of its range, or the cell would give a warning and use
+            another value: that is not worth a replay.
+
+    Examples:
+        >>> Configuration("adaptive", min_scale_window=50).rule.ladder
+        (50, 100, 200, 500, 1000)
+        >>> Configuration("adaptive", min_scale_window=50).label
+        'adaptive 50-1000'
+    """
+
+    policy: str
+    arguments: dict[str, Any]
+    rule: Any = field(compare=False, repr=False)
+    start: Any = field(compare=False, repr=False)
+
+    def __init__(self, policy: str | type[Rule], /, **arguments: Any) -> None:
+        rule_class = find_rule(policy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            try:
+                rule, start = start_rule(policy, arguments)
+            except UserWarning as warning:
+                raise ValueError(f"{warning} A configuration must not rely on that: give values that fit.") from None
+        path = f"{rule_class.__module__}.{rule_class.__qualname__}"
+        name = rule_class.name if rule_class in RULES.values() else path
+        self.policy = policy if isinstance(policy, str) else name
+        self.arguments = {**all_arguments(rule_class), **arguments}
+        self.rule, self.start = rule, start
+
+    @classmethod
+    def dynamic(cls, scale_window: int, **others: Any) -> Configuration:
+        """Return MindSpore's dynamic loss scaling, but that the scale stays finite: a ladder of one window.
+
+        Args:
+            scale_window (int): the window, in steps.
+            others: the other arguments of the adaptive rule, by name.
+
+        Examples:
+            >>> Configuration.dynamic(200).rule.ladder
+            (200,)
+        """
+        windows = dict.fromkeys(("scale_window", "max_scale_window", "min_scale_window"), scale_window)
+        return cls("adaptive", **windows, **others)
+
+    def replace(self, **changes: Any) -> Configuration:
+        """Return the same configuration with other values of some arguments."""
+        return Configuration(self.policy, **{**self.arguments, **changes})
+
+    @property
+    def label(self) -> str:
+        """A short name, of the rule and whatever is not the default."""
+        name, told = _short_name(self.rule, self.arguments)
+        return " ".join([name, *(f"{key}={_short(value)}" for key, value in self._changed() if key not in told)])
+
+    def scale_sense(self) -> str:
+        """Return the section ``scale_sense`` for ``runner_wrapper`` in MindFormers' YAML, as text to paste.
+
+        Arguments without which the cell has these values anyway are left out, but for the usual ones.
+
+        Examples:
+            >>> print(Configuration("adaptive", min_scale_window=50, hysteresis=2).scale_sense(), end="")
+            scale_sense:
+              type: AdaptiveLossScale
+              loss_scale_value: 65536
+              scale_factor: 2
+              scale_window: 50
+              max_scale_window: 1000
+              min_scale_window: 50
+              hysteresis: 2
+        """
+        values = dict(self._changed(self.rule.usual_arguments))
+        values |= {name: getattr(self.start, name) for name in self.rule.start_arguments}
+        is_ours = type(self.rule) in RULES.values()
+        cell = [f"  type: {self.rule.cell}"] if is_ours else [f"  type: {Rule.cell}", f"  rule: {self.policy}"]
+        return "\n".join(
+            ["scale_sense:", *cell, *(f"  {key}: {yaml_value(value)}" for key, value in values.items()), ""]
+        )
+
+    def _changed(self, always: Sequence[str] = ()) -> list[tuple[str, Any]]:
+        defaults = all_arguments(type(self.rule))
+        return [(name, value) for name, value in self.arguments.items() if name in always or value != defaults[name]]
+
+
+def grid(policy: str | type[Rule], /, **values: Iterable[Any]) -> list[Configuration]:
+    """Return all combinations of values that fit each other.
+
+    Of the adaptive rule, those are left out whose largest window is below the smallest, and those that start at a
+    window that is not on their ladder.
+
+    Args:
+        policy (Union[str, type]): the rule, as of :class:`Configuration`.
+        values: for names of its arguments, the values to try.
+
+    Returns:
+        list[Configuration], the last name varying fastest.
+
+    Raises:
+        TypeError: if a name is none of the arguments', or a value not of its type.
+        ValueError: if there is no such rule, a value is out of its range, or no combination is left.
+
+    Examples:
+        >>> [one.label for one in grid("adaptive", min_scale_window=[20, 50], max_scale_window=[20, 1000])]
+        ['dynamic 20', 'adaptive 20-1000', 'adaptive 50-1000']
+    """
+    rule_class = find_rule(policy)
+    refuse_unknown(policy, values, all_arguments(rule_class))
+    tried = {name: list(choices) for name, choices in values.items()}
+    if (count := math.prod(map(len, tried.values()))) > _MOST_COMBINATIONS:
+        raise ValueError(
+            f"A grid must have at most {_MOST_COMBINATIONS:,} combinations, but got {count:,}. Try fewer values."
+        )
+    combinations = [dict(zip(tried, chosen, strict=True)) for chosen in itertools.product(*tried.values())]
+    configurations = [_configured(policy, one) for one in combinations if _values_fit(rule_class, one)]
+    if not configurations:
+        raise ValueError(
+            f"A grid must have at least one combination of values that fit each other, but got {tried}. Add values "
+            "that do: of windows, the smallest at most the largest, and the first one on their ladder."
+        )
+    return configurations
+
+
+def _configured(policy: str | type[Rule], arguments: Mapping[str, Any]) -> Configuration:
+    """Return a configuration of a grid, or raise an error that names what was refused."""
+    try:
+        return Configuration(policy, **arguments)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        if any(repr(name) in str(error) for name in arguments):
+            raise
+        # A rule of one's own may not say which argument it refuses.
+        tried = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"The arguments {tried} are refused: {error}") from error
+
+
+def default_grid(policy: str | type[Rule]) -> dict[str, Sequence[Any]]:
+    """Return the values that :func:`~mindformers_adaptive.lab.tuning.tune` tries: the rule's, and initial scales.
+
+    Examples:
+        >>> len(grid("adaptive", **default_grid("adaptive")))
+        900
+    """
+    rule_class = find_rule(policy)
+    # What a subclass has from the rule that it is made from may be for arguments that it does not take.
+    is_own, known = "tried" in vars(rule_class), all_arguments(rule_class)
+    tried = {name: values for name, values in rule_class.tried.items() if is_own or name in known}
+    return {"loss_scale_value": _INITIAL_SCALES, **tried}
+
+
+def _values_fit(rule_class: type[Rule], arguments: Mapping[str, Any]) -> bool:
+    """Whether arguments, each in its range, fit each other: a ladder, and the first window on it."""
+    if not issubclass(rule_class, AdaptiveRule):
+        return True
+    given = {**all_arguments(rule_class), **arguments}
+    # A subclass may have other arguments.
+    first, largest, smallest = map(given.get, ("scale_window", "max_scale_window", "min_scale_window"))
+    if largest is None or smallest is None:
+        return True
+    return bool(largest >= smallest and (not isinstance(first, int) or first in window_ladder(largest, smallest)))
+
+
+def _short_name(rule: Rule, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
+    """Return a short name of a rule with these arguments, and the arguments that it tells."""
+    if type(rule) is not AdaptiveRule:
+        return rule.name, set()
+    smallest, largest = rule.min_scale_window, rule.max_scale_window
+    told = {"min_scale_window", "max_scale_window"}
+    if arguments["scale_window"] == smallest:
+        told.add("scale_window")
+    return f"dynamic {smallest}" if smallest == largest else f"{rule.name} {smallest}-{largest}", told
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, Real) else str(value)
+
+
+def yaml_value(value: Any) -> str:
+    """Return a value as YAML 1.1 reads it.
+
+    Examples:
+        >>> yaml_value(65536.0), yaml_value(1e-05), yaml_value(True), yaml_value(None)
+        ('65536', '1.0e-05', 'True', 'null')
+    """
+    if isinstance(value, (bool, Integral)):
+        return str(value)
+    if not isinstance(value, Real):
+        return json.dumps(value)
+    number = float(value)
+    if number.is_integer():
+        return str(int(number))
+    digits, exponent, power = repr(number).partition("e")
+    # YAML 1.1 reads 1e-05 as text, and 1.0e-05 as a number.
+    return digits + ("" if "." in digits else ".0") + exponent + power

@@ -1,0 +1,171 @@
+"""Ceilings that gradients show: all of them, too much or nothing, and those that gradient sweeps measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32, require_integer
+from mindformers_adaptive.rules.formats import FLOAT16, Format, find_format
+from mindformers_adaptive.text.untrusted import printable
+
+__all__ = ["INDEPENDENT_CEILINGS", "MOST_STEPS", "checked_steps", "from_gradient_ranges", "implied_ceilings"]
+__all__ += ["independent_ceiling", "random_of", "with_gradients"]
+
+# (level, offset, spread, memory) of ceilings that activation gradients set: as measured in a LoRA fine-tuning (rank 4,
+# everything else frozen, batch 64), the same with no memory, with batch 1, and where only the first of fourteen layers
+# was trained.
+INDEPENDENT_CEILINGS = ((19.1, 1.4, 0.9, 0.95), (19.1, 1.4, 0.9, 0.0), (13.2, 5.4, 0.7, 0.3), (22.2, 14.4, 0.25, 0.5))
+
+# Beyond any training, and what a replay still can hold in memory.
+MOST_STEPS = 10**7
+
+_PLAIN_INTEGER = "Write it without quotes and without a decimal point."
+
+# How far the ceilings of independent_ceiling() move from step to step, in bits: below 0.1 as measured.
+_OWN_SPREAD = 0.05
+
+
+def implied_ceilings(largest_gradient: ArrayLike, gradient_format: Format = FLOAT16) -> NDArray[np.float64]:
+    """Return the ceilings that largest gradients imply: largest / largest_gradient, and nan where one shows nothing.
+
+    Args:
+        largest_gradient (ArrayLike): absolute values, unscaled, of any shape. 0, what is not a normal float32 number,
+            and nan show nothing.
+        gradient_format (Format): the format whose largest number that is. Default: float16.
+
+    Examples:
+        >>> implied_ceilings([1.0, 65504.0, 0.0, float("inf")]).tolist()
+        [65504.0, 1.0, nan, nan]
+    """
+    gradients = np.asarray(largest_gradient, np.float64)
+    shows = (gradients >= SMALLEST_FLOAT32) & (gradients <= LARGEST_FLOAT32)
+    return gradient_format.largest / np.where(shows, gradients, np.nan)
+
+
+def with_gradients(
+    trace: Trace, offset: float = 0.0, spread: float = 0.0, seed: int = 0, gradient_format: Format = FLOAT16
+) -> Trace:
+    r"""Return a trace with gradients that show its ceilings, higher or lower ones.
+
+    :math:`largest\_gradient_t = largest / (c_t \cdot 2^{offset + spread \cdot n_t})`, where *largest* is the
+    largest number of the format, :math:`c_t` the ceiling, and :math:`n_t` are independent standard normal numbers.
+
+    Args:
+        trace (Trace): the ceilings.
+        offset (float): bits by which the gradients show too much, as where activation gradients overflow first; a
+            negative one shows too little, as where a gradient is summed in float32. Default: 0, all of it.
+        spread (float): standard deviation of the offset, in bits. Default: 0.
+        seed (int): of the spread, at least 0. Default: 0.
+        gradient_format (Format): the format of the gradients. Default: float16.
+
+    Examples:
+        >>> with_gradients(Trace.exact("calm", [2.0**16] * 3), offset=3.0).largest_gradient.tolist()
+        [0.12493896484375, 0.12493896484375, 0.12493896484375]
+    """
+    noise = random_of(seed, "offset").standard_normal(len(trace)) if spread else 0.0
+    with np.errstate(divide="ignore", over="ignore"):
+        gradients = gradient_format.largest / trace.ceiling / np.exp2(offset + spread * noise)
+    shown = np.broadcast_to(gradients, trace.ceiling.shape)
+    return dataclasses.replace(trace, largest_gradient=shown, gradient_format=gradient_format)
+
+
+def independent_ceiling(steps: int, seed: int, level: float, offset: float, spread: float, memory: float) -> Trace:
+    r"""Return a ceiling that hardly moves, and gradients that say nothing of it: other gradients overflow first.
+
+    :math:`\log_2 c_t = level + 0.05\,n_t`, and the gradients show :math:`level + offset + x_t` with
+    :math:`x_t = memory \cdot x_{t-1} + \sqrt{1 - memory^2} \cdot spread \cdot n'_t`.
+
+    Args:
+        steps (int): how many, at least 1.
+        seed (int): at least 0; the same seed gives the same trace.
+        level (float): log2 of the ceiling.
+        offset (float), spread (float): mean and standard deviation of what the gradients show above it, in bits.
+        memory (float): correlation between consecutive steps of what the gradients show, 0 to 1.
+
+    Examples:
+        >>> traces = [independent_ceiling(1000, 0, *numbers) for numbers in INDEPENDENT_CEILINGS]
+        >>> [round(float(np.log2(trace.ceiling).mean()), 1) for trace in traces]
+        [19.1, 19.1, 13.2, 22.2]
+    """
+    count = checked_steps(steps)
+    ceiling = np.exp2(level + _OWN_SPREAD * random_of(seed, "ceiling").standard_normal(count))
+    wander = random_of(seed, "shown").standard_normal(count)
+    wander[1:] *= np.sqrt(1 - memory**2)
+    for step in range(1, count):
+        wander[step] += memory * wander[step - 1]
+    gradients = FLOAT16.largest / np.exp2(level + offset + spread * wander)
+    return dataclasses.replace(Trace.exact("own ceiling", ceiling), largest_gradient=gradients)
+
+
+def from_gradient_ranges(path: str | os.PathLike[str]) -> Trace:
+    """Return the trace of the steps at which ``GradientRangeMonitor`` swept over loss scales.
+
+    A sweep bounds the ceiling of its step: at least the largest scale below all that overflowed, and below the smallest
+    that did. The lower bound is assumed. The largest gradient is that of the largest scale that fits, unscaled. Steps
+    between the sweeps are not in the trace.
+
+    Args:
+        path (str or os.PathLike): ``gradient_ranges.jsonl`` of a monitor with ``loss_scales``.
+
+    Returns:
+        Trace, named as the file.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if a line is no sweep of that monitor, or there is none; the message names the line.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "gradient_ranges.jsonl")
+        >>> tried = [{"loss_scale": 64.0, "overflow": False}, {"loss_scale": 512.0, "overflow": True}]
+        >>> _ = file.write_text(json.dumps({"step": 100, "batches": [{"loss_scales": tried}]}))
+        >>> trace = from_gradient_ranges(file)
+        >>> trace.lower_bound.tolist(), trace.upper_bound.tolist()
+        ([64.0], [512.0])
+    """
+    sweeps, gradient_format = [], FLOAT16
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+        try:
+            sweep = json.loads(line)
+            sweeps.append(_bounds_and_gradient_of(sweep))
+            gradient_format = find_format(sweep.get("gradient_format", FLOAT16))
+        except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}:{number} is no sweep of GradientRangeMonitor ({type(error).__name__}: {error}). Take the line "
+                "out, or give another file."
+            ) from error
+    if not sweeps:
+        raise ValueError(f"{path} must have at least 1 sweep, but is empty. Give the record of a GradientRangeMonitor.")
+    lower, upper, gradients = np.array(sweeps, dtype=np.float64).T
+    known = None if np.isnan(gradients).all() else gradients
+    name = printable(Path(path).name)
+    return Trace(name, lower, lower, upper, largest_gradient=known, gradient_format=gradient_format)
+
+
+def _bounds_and_gradient_of(sweep: Mapping[str, Any]) -> tuple[float, float, float]:
+    tried = [(float(one["loss_scale"]), one["overflow"]) for batch in sweep["batches"] for one in batch["loss_scales"]]
+    upper = min((scale for scale, overflow in tried if overflow), default=math.inf)
+    lower = max((scale for scale, overflow in tried if not overflow and scale < upper), default=0.0)
+    # Multiplied by the scale, and by nothing else.
+    largest = [one["overall"]["largest"] for one in sweep.get("loss_scales", []) if float(one["loss_scale"]) == lower]
+    return lower, upper, float(largest[0]) / lower if largest else math.nan
+
+
+def random_of(seed: int, symbol: str) -> np.random.Generator:
+    """Return a generator for one symbol of a formula; its numbers are independent of the other symbols'."""
+    return np.random.default_rng([require_integer("seed", seed, 0, _PLAIN_INTEGER, most=2**63), *symbol.encode()])
+
+
+def checked_steps(steps: int) -> int:
+    """Return a number of steps of at least 1, or raise."""
+    return require_integer("steps", steps, 1, _PLAIN_INTEGER, most=MOST_STEPS)

@@ -1,0 +1,326 @@
+"""What a replay is judged by: every measure, and the oracle it is compared with, defined in this one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mindformers_adaptive.lab.trace import Trace, consecutive_runs
+from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
+
+__all__ = ["DEFAULT_EXCHANGE_RATE", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "MeasureAccumulator", "Measures"]
+__all__ += ["cost", "entry_skips", "measure", "overflow_flags", "overflows", "recovery_steps", "require_steps"]
+__all__ += ["rows_of"]
+
+# The normal float32 numbers. A step with a ceiling above them never overflows, and one with a ceiling below always.
+SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = SMALLEST_FLOAT32, LARGEST_FLOAT32
+
+# A scale has recovered within so many bits, and a regime has been entered after so many steps.
+_RECOVERED_BITS, _ENTRY_STEPS = 2, 20
+
+# Of a long trace so many steps are measured at once: what lies between them would fill the memory.
+_STEPS_AT_ONCE = 2**18
+
+# Skipped steps in 1000 that a bit of headroom is worth; cost() says where it comes from.
+DEFAULT_EXCHANGE_RATE = 1.0
+
+# The measures that count steps.
+_COUNTED = ["skipped", "unavoidable", "skipped_regret", "unbounded", "longest_skip_run", "steps_to_first_applied"]
+_COUNTED += ["scale_changes", "window_changes"]
+
+
+@dataclass(frozen=True)
+class Measures:
+    r"""What a policy did on a trace, in numbers.
+
+    With the ceiling :math:`c_t` of step t, the loss scale :math:`s_t` that the policy used, and the step *skipped*
+    where it overflowed (:math:`s_t > c_t`) and *applied* elsewhere:
+
+    .. code-block:: text
+
+        skipped                 number of t with s_t > c_t
+        unavoidable             number of t with c_t below the smallest float32: every loss scale overflows there
+        skipped_regret          number of skipped t that are not unavoidable: the oracle applies these
+        seconds_lost            sum of seconds_t over the skipped t
+        headroom_lost           mean of log2(c_t / s_t), in bits, over the applied t with c_t <= the largest float32
+        unbounded               number of t with c_t above the largest float32: no loss scale overflows there, so there
+                                is no headroom to measure, and headroom_lost leaves them out
+        longest_skip_run        largest number of skipped steps in a row
+        steps_to_first_applied  number of steps before the first applied one, all of them skipped
+        scale_changes           number of t with s_(t+1) != s_t, the scale after the last step included
+        window_changes          the same of the window in steps; 0 for a policy without one
+        known_share             share of t where the trace knows, and does not assume, what happens at s_t
+
+    Smallest and largest are those of the normal float32 numbers. The oracle knows the ceiling of each step and uses
+    exactly the ceiling (the largest float32 where the ceiling is above that); it skips the unavoidable steps only. It
+    is bound neither to powers of two nor to the floor of a policy: that way nothing does better on either measure, a
+    regret is never negative, and one oracle serves every policy. It loses no headroom, so ``headroom_regret`` equals
+    ``headroom_lost``. (A scale bound to powers of two loses at least half a bit on average where the ceilings are
+    spread evenly in log2.)
+
+    ``steps``, the length of the trace, and all other counts are integers.
+
+    Attributes:
+        seconds_lost (float, optional): None where the trace has no seconds.
+        headroom_lost (float), headroom_regret (float): bits; nan where no step counts.
+        steps_to_first_applied (int): all steps where none is applied.
+        known_share (float): from 0 to 1.
+
+    Examples:
+        >>> trace = Trace.exact("sudden drop", [8.0, 8.0, 2.0, 2.0])
+        >>> measures = measure(trace, [4.0, 4.0, 4.0, 2.0, 2.0])
+        >>> measures.skipped, measures.headroom_lost, measures.scale_changes
+        (1, 0.6666666666666666, 1)
+    """
+
+    steps: int
+    skipped: int
+    unavoidable: int
+    skipped_regret: int
+    seconds_lost: float | None
+    headroom_lost: float
+    headroom_regret: float
+    unbounded: int
+    longest_skip_run: int
+    steps_to_first_applied: int
+    scale_changes: int
+    window_changes: int
+    known_share: float
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the measures by name, ready for JSON: None stands for a number that there is not (nan)."""
+        return {
+            name: None if value is None or math.isnan(value) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+
+def overflows(loss_scale: float, ceiling: float) -> bool:
+    """Return whether a step overflows: its loss scale is above the ceiling, or no float32 above 0.
+
+    At a scale of 0 or beyond float32 the unscaled gradients are nan, whatever the ceiling is.
+
+    Examples:
+        >>> overflows(8.0, 4.0), overflows(4.0, 4.0), overflows(float("inf"), float("inf"))
+        (True, False, True)
+    """
+    return not 0.0 < loss_scale <= min(ceiling, LARGEST_LOSS_SCALE)
+
+
+def overflow_flags(loss_scale: NDArray[np.float64], ceiling: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return :func:`overflows` of arrays, bool of their common shape."""
+    return ~((loss_scale > 0.0) & (loss_scale <= np.minimum(ceiling, LARGEST_LOSS_SCALE)))
+
+
+def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None = None) -> Measures:
+    """Return the measures of the scales and windows that a policy had on a trace.
+
+    Args:
+        trace (Trace): what was replayed, of at least one step.
+        loss_scale (ArrayLike): the scale of each step and, last, that after the last step, shape (steps + 1,).
+        scale_window (ArrayLike, optional): the window in steps, likewise. Default: None, the policy has none.
+
+    Raises:
+        ValueError: if the trace is empty or the shapes do not fit.
+    """
+    scales = _one_more_than_steps("loss_scale", loss_scale, trace)
+    windows = None if scale_window is None else _one_more_than_steps("scale_window", scale_window, trace)
+    accumulator = MeasureAccumulator([trace], 1)
+    for start in range(0, len(trace), _STEPS_AT_ONCE):
+        rows = slice(start, min(start + _STEPS_AT_ONCE, len(trace)) + 1)
+        accumulator.add(start, scales[rows, np.newaxis], None if windows is None else windows[rows, np.newaxis])
+    return accumulator.measures()[0]
+
+
+class MeasureAccumulator:
+    """The measures of several policies side by side, gathered over one stretch of their traces after the other.
+
+    Args:
+        traces (Sequence[Trace]): one that all lanes are on, or one for each lane; of one length, at least one step.
+        lanes (int): how many policies there are.
+
+    Raises:
+        ValueError: if the traces have no steps.
+    """
+
+    def __init__(self, traces: Sequence[Trace], lanes: int) -> None:
+        require_steps(traces[0])
+        self._traces = traces
+        self._counts = {name: np.zeros(lanes, np.int64) for name in _COUNTED}
+        self._measured, self._known, self._run = np.zeros((3, lanes), np.int64)
+        self._headroom, self._seconds = np.zeros((2, lanes))
+
+    def add(self, start: int, loss_scale: NDArray[np.float64], scale_window: NDArray[Any] | None) -> None:
+        """Gather the steps of a stretch.
+
+        Args:
+            start (int): its first step, counted from 0; up to there all is gathered.
+            loss_scale (NDArray): the scale of each step and that after the last one, shape (steps + 1, lanes).
+            scale_window (NDArray, optional): the windows, likewise; None for policies without one.
+        """
+        used, steps = loss_scale[:-1], len(loss_scale) - 1
+        ceiling, lower_bound, upper_bound, seconds = (
+            rows_of(self._traces, name, start, start + steps)
+            for name in ("ceiling", "lower_bound", "upper_bound", "seconds")
+        )
+        overflow, counts = overflow_flags(used, ceiling), self._counts
+        skipped, unavoidable = np.count_nonzero(overflow, axis=0), ceiling < SMALLEST_LOSS_SCALE
+        counts["skipped"] += skipped
+        counts["unavoidable"] += np.count_nonzero(unavoidable, axis=0)
+        counts["skipped_regret"] += np.count_nonzero(overflow & ~unavoidable, axis=0)
+        counts["unbounded"] += np.count_nonzero(ceiling > LARGEST_LOSS_SCALE, axis=0)
+        counts["scale_changes"] += np.count_nonzero(loss_scale[1:] != used, axis=0)
+        if scale_window is not None:
+            counts["window_changes"] += np.count_nonzero(scale_window[1:] != scale_window[:-1], axis=0)
+        # While all steps so far were skipped, the first applied one is still ahead.
+        before_first = np.where(skipped == steps, steps, np.argmin(overflow, axis=0))
+        counts["steps_to_first_applied"] += np.where(counts["steps_to_first_applied"] == start, before_first, 0)
+        # All lanes one after the other, each with a step behind it that is not skipped.
+        lane_by_lane = np.zeros((len(self._run), steps + 1), np.bool_)
+        lane_by_lane[:, :steps] = overflow.T
+        lane, step = np.divmod(consecutive_runs(np.flatnonzero(lane_by_lane)), steps + 1)
+        lane, (first, last) = lane[:, 0], step.T
+        # A run of skips may have begun before this stretch.
+        lengths = last + 1 - first + np.where(first == 0, self._run[lane], 0)
+        np.maximum.at(counts["longest_skip_run"], lane, lengths)
+        self._run = np.zeros_like(self._run)
+        self._run[lane[last == steps - 1]] = lengths[last == steps - 1]
+        measured = ~overflow & (ceiling <= LARGEST_LOSS_SCALE)
+        ratio = np.divide(ceiling, used, out=np.ones(used.shape), where=measured)
+        self._measured += np.count_nonzero(measured, axis=0)
+        self._headroom += np.log2(ratio).sum(axis=0)
+        seconds_lost = np.zeros(overflow.shape)
+        np.copyto(seconds_lost, seconds, where=overflow)
+        self._seconds += seconds_lost.sum(axis=0)
+        self._known += np.count_nonzero((used <= lower_bound) | (used >= upper_bound), axis=0)
+
+    def measures(self) -> list[Measures]:
+        """Return the measures of each lane on its whole trace."""
+        steps, lanes = len(self._traces[0]), len(self._run)
+        has_seconds = [trace.seconds is not None for trace in self._traces]
+        found = np.full(lanes, math.nan)
+        headroom = np.divide(self._headroom, self._measured, out=found, where=self._measured > 0)
+        columns = {
+            **self._counts,
+            "steps": np.full(lanes, steps),
+            "seconds_lost": np.where(has_seconds, self._seconds, np.array(None)),
+            "headroom_lost": headroom,
+            "headroom_regret": headroom,
+            "known_share": self._known / steps,
+        }
+        lists = {name: column.tolist() for name, column in columns.items()}
+        return [Measures(**{name: values[lane] for name, values in lists.items()}) for lane in range(lanes)]
+
+
+def rows_of(traces: Sequence[Trace], name: str, start: int, stop: int) -> NDArray[np.float64]:
+    """Return a stretch of an attribute of traces, float64 of shape (steps, traces); nan where a trace has none."""
+    columns = [getattr(trace, name) for trace in traces]
+    missing = np.full(stop - start, math.nan)
+    return np.stack([missing if column is None else column[start:stop] for column in columns], axis=1)
+
+
+def cost(measures: Measures, exchange_rate: float = DEFAULT_EXCHANGE_RATE) -> float:
+    r"""Return what a configuration costs, in skipped steps for each 1000 steps of the run.
+
+    .. code-block:: text
+
+        cost = 1000 * skipped / steps + exchange_rate * headroom_lost
+
+    ``exchange_rate`` says how many skipped steps, for each 1000 of the run, one bit of headroom is worth that is
+    missing at every applied step. The two are of different kinds. A skipped step costs the time of a step. A bit of
+    headroom costs no time but may cost accuracy: the gradients lie one power of two lower than they could, so those
+    whose scaled values fall below FP16's normal numbers (2**-14) lose one bit of their 11, and those between 2**-25
+    and 2**-24, the last that round to something else than 0, become 0. How many gradients that are is a matter of
+    the model and not in a trace. FP16 spans 40 powers of two from its smallest subnormal to its largest number, so
+    where all gradients that matter lie close below the largest a bit is worth nothing, and where they already reach
+    into the subnormal numbers it may decide whether the training converges. Measure the gradients' range where you
+    can, and set the rate by it.
+
+    The default, 1 step in 1000 for a bit, is what usual settings pay: with a window of 1000 (the default of
+    ``loss_scale_window`` in MindFormers' ``TrainingArguments`` and of Megatron-LM) a scale that is as high as it can
+    be is raised all the same after 1000 steps, and one skipped step is paid to learn that there was not one bit more.
+    That price is a habit and not a measurement.
+
+    Args:
+        measures (Measures): of a replay. Without any step to measure headroom by, none counts as lost.
+        exchange_rate (float): skipped steps in 1000 that a bit is worth. Default: 1.0.
+
+    Returns:
+        float.
+    """
+    headroom = 0.0 if math.isnan(measures.headroom_lost) else measures.headroom_lost
+    return 1000.0 * measures.skipped / measures.steps + exchange_rate * headroom
+
+
+def recovery_steps(levels: ArrayLike, loss_scale: ArrayLike) -> NDArray[np.float64]:
+    """Return after how many steps the scale is back, for each rise of the ceilings.
+
+    The steps count from the first at which the ceilings are all the way up. The scale is back where it is at most 2
+    bits below the largest power of two that the level bears.
+
+    Args:
+        levels (ArrayLike): log2 of the ceilings without noise, shape (steps,), as
+            :func:`~mindformers_adaptive.lab.synthetic.regime_levels` returns it.
+        loss_scale (ArrayLike): the scale that each step used, shape (steps,).
+
+    Returns:
+        NDArray, float64 of shape (rises,); inf where the ceilings change, or the steps end, before the scale is back.
+
+    Examples:
+        >>> recovery_steps([8.5, 4.0, 8.5, 8.5, 8.5], [2.0**8, 2.0**8, 2.0**4, 2.0**5, 2.0**6]).tolist()
+        [2.0]
+    """
+    level = np.asarray(levels, np.float64)
+    back = np.floor(level) - np.log2(np.asarray(loss_scale, np.float64)) <= _RECOVERED_BITS
+    changes = np.append(np.flatnonzero(np.diff(level)) + 1, len(level))
+    ends = _runs_of_change(level, up=True)[:, 1]
+    stops = changes[np.searchsorted(changes, ends, side="right")]
+    found = [back[end:stop] for end, stop in zip(ends.tolist(), stops.tolist(), strict=True)]
+    return np.array([part.argmax() if part.any() else math.inf for part in found], np.float64)
+
+
+def entry_skips(levels: ArrayLike, overflow: ArrayLike) -> NDArray[np.int64]:
+    """Return how many steps are skipped as the ceilings fall and in the 20 steps after, for each fall.
+
+    Args:
+        levels (ArrayLike): as for :func:`recovery_steps`.
+        overflow (ArrayLike): whether each step was skipped, shape (steps,).
+
+    Returns:
+        NDArray, int64 of shape (falls,).
+
+    Examples:
+        >>> entry_skips([8.5, 4.0, 4.0, 8.5], [False, True, True, False]).tolist()
+        [2]
+    """
+    flags = np.asarray(overflow, np.bool_)
+    runs = _runs_of_change(np.asarray(levels, np.float64), up=False).tolist()
+    return np.array([flags[first : last + _ENTRY_STEPS].sum() for first, last in runs], np.int64)
+
+
+def _runs_of_change(levels: NDArray[np.float64], up: bool) -> NDArray[np.int64]:
+    """The first and the last step of each change upwards or downwards."""
+    change = np.diff(levels)
+    return consecutive_runs(np.flatnonzero(change > 0 if up else change < 0) + 1)
+
+
+def require_steps(trace: Trace) -> None:
+    """Refuse an empty trace: no mean is defined on it."""
+    if len(trace) == 0:
+        raise ValueError(f"The trace {trace.name!r} must have at least 1 step, but got none. Leave it out.")
+
+
+def _one_more_than_steps(name: str, values: ArrayLike, trace: Trace) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape != (len(trace) + 1,):
+        raise ValueError(
+            f"'{name}' must have one number for each of the {len(trace)} steps of the trace {trace.name!r} and one for "
+            f"after the last, but got shape {array.shape}. Append the value after the last step."
+        )
+    return array

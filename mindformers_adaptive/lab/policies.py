@@ -1,0 +1,208 @@
+"""What all policies look like from outside, and how one is made from its name and its system's own parameters."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from mindformers_adaptive.lab.dynamic_rule import DynamicRule
+from mindformers_adaptive.lab.presets import PRESETS, REMOVED_PRESETS, Preset
+from mindformers_adaptive.rules import RULES, find_rule, is_rule_name
+from mindformers_adaptive.rules.description import DEFAULT_LOSS_SCALE, all_arguments
+from mindformers_adaptive.rules.rule import Rule
+
+__all__ = ["POLICY_NAMES", "Policy", "make_policy", "refuse_unknown", "start_rule"]
+
+POLICY_NAMES = (*RULES, *PRESETS)
+
+# Arguments of a rule's start; what else a preset sets are the rule's own.
+_STARTS = ("loss_scale", "scale_window", "clean_steps")
+
+
+def make_policy(name: str | type[Rule], **params: Any) -> Policy:
+    """Return a loss-scaling policy by name, with the parameters of the system that it comes from.
+
+    ``adaptive`` is this package's own rule, with the arguments of ``AdaptiveLossScaleUpdateCell``: ``loss_scale_value``
+    (default 65536, as in MindFormers' ``TrainingArguments``), ``scale_window`` (default: the smallest window) and all
+    of :class:`~mindformers_adaptive.rules.adaptive.AdaptiveRule`. The others of
+    ``mindformers_adaptive.rules.RULES``, and ``module.Class``, a rule of one's own, see
+    :class:`~mindformers_adaptive.rules.rule.Rule`, take ``loss_scale_value`` (default 65536) and their own arguments.
+    All others are rows of ``PRESETS`` in :mod:`mindformers_adaptive.lab.presets`, each with its source,
+    parameters and defaults; ``fixed`` keeps ``loss_scale`` (default 128.0, as in MindSpore's
+    ``FixedLossScaleManager``).
+
+    Args:
+        name (Union[str, type]): one of ``POLICY_NAMES``, or a rule of one's own: ``module.Class``, or the class.
+        **params: the system's own parameters; what is left out has the system's own default.
+
+    Returns:
+        Policy, before its first step. ``step(overflow, largest_gradient=None)`` returns the loss scale for the next
+        step; only rules with this signal use the largest gradient, unscaled, of a step that was applied. Where the
+        system would end the training with an error, ``stopped`` is True from then on and the replay goes on.
+
+    Raises:
+        TypeError: if the policy has no such parameter, or a value is not of its type.
+        ValueError: if there is no such policy, or a value is out of its range.
+
+    Examples:
+        >>> policy = make_policy("megatron", initial_scale=1024.0, growth_interval=2, hysteresis=2)
+        >>> [policy.step(overflow) for overflow in (True, True, False, False)]
+        [1024.0, 512.0, 512.0, 1024.0]
+        >>> make_policy("adaptive", max_scale_window=1000, min_scale_window=20).scale_window
+        20
+    """
+    if isinstance(name, type) or is_rule_name(name):
+        own_rule, state = start_rule(name, params)
+        return Policy(name if isinstance(name, str) else own_rule.name, own_rule, state)
+    if name in REMOVED_PRESETS:
+        raise ValueError(
+            f"The policy {name!r} is gone since version 2.0.0. The nearest one that is left is {REMOVED_PRESETS[name]}."
+        )
+    if name not in POLICY_NAMES:
+        raise ValueError(
+            f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}.{_did_you_mean(name, POLICY_NAMES)}"
+        )
+    preset = PRESETS[name]
+    values = _values_of(name, preset, params)
+    settings = {parameter.sets: values[own] for own, parameter in preset.parameters.items() if parameter.sets}
+    _check_limits(preset, values)
+    start = {key: settings.pop(key) for key in _STARTS if key in settings}
+    rule = DynamicRule(**preset.constants, **settings)
+    return Policy(name, rule, rule.start(**start))
+
+
+def start_rule(policy: str | type[Rule], arguments: Mapping[str, Any]) -> tuple[Rule, Any]:
+    """Return a rule and its state before the first step.
+
+    Args:
+        policy (Union[str, type]): the name of the rule, or its class.
+        arguments (Mapping): by names of its ``all_arguments``; what is left out has its default.
+    """
+    rule_class = find_rule(policy)
+    refuse_unknown(policy, arguments, all_arguments(rule_class))
+    of_start = {"loss_scale_value", *rule_class.start_arguments}
+    rule = rule_class(**{name: value for name, value in arguments.items() if name not in of_start})
+    given = {name: value for name, value in arguments.items() if name in of_start}
+    return rule, rule.start(**{"loss_scale_value": DEFAULT_LOSS_SCALE, **given})
+
+
+def _values_of(name: str, preset: Preset, params: dict[str, Any]) -> dict[str, Any]:
+    """The values of all parameters by the system's own names, checked."""
+    refuse_unknown(name, params, [*preset.parameters, *preset.aliases])
+    given: dict[str, Any] = {}
+    for key, value in params.items():
+        own = preset.aliases.get(key, key)
+        if own in given:
+            raise TypeError(f"{key!r} and {own!r} of the policy {name!r} are one parameter. Give it once.")
+        given[own] = preset.parameters[own].check(key, value)
+        if preset.parameters[own].sets is None and given[own] != preset.parameters[own].default:
+            warnings.warn(
+                f"'{key}' of the policy {name!r} has no effect: the system takes it and always uses "
+                f"{preset.parameters[own].default}, and {value!r} came. Leave it out.",
+                stacklevel=4,
+            )
+    return {own: given.get(own, parameter.default) for own, parameter in preset.parameters.items()}
+
+
+def refuse_unknown(policy: str | type[Rule], params: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError for the first of some parameters that a policy does not know."""
+    name = policy if isinstance(policy, str) else policy.__qualname__
+    for key in params:
+        if key not in known:
+            raise TypeError(
+                f"The policy {name!r} has no parameter {key!r}. Its parameters are {', '.join(known)}."
+                f"{_did_you_mean(key, known)}"
+            )
+
+
+def _did_you_mean(word: object, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
+    named = {parameter.sets: own for own, parameter in preset.parameters.items()}
+    floor = values[named["floor"]] if "floor" in named else None
+    for upper in ("upper_bound", "loss_scale"):
+        if floor is not None and upper in named and values[named[upper]] < floor:
+            raise ValueError(
+                f"'{named[upper]}' must be at least '{named['floor']}' ({floor}), but got {values[named[upper]]}. "
+                "Raise the first or lower the second."
+            )
+    if "clean_steps" in named and values[named["clean_steps"]] >= values[named["scale_window"]]:
+        raise ValueError(
+            f"'{named['clean_steps']}' must be below '{named['scale_window']}' ({values[named['scale_window']]}), but "
+            f"got {values[named['clean_steps']]}. A counter that reaches its limit starts again at 0."
+        )
+
+
+class Policy:
+    """A policy of loss scaling: a rule and the state that it is in.
+
+    Args:
+        name (str): what the policy is called, see :func:`~mindformers_adaptive.lab.policies.make_policy`.
+        rule (Rule or DynamicRule): with ``step()``, what a step does to the state.
+        state (NamedTuple): the state before the first step.
+
+    Attributes:
+        current (NamedTuple): the state that it is in; do not change it.
+
+    Examples:
+        >>> from mindformers_adaptive.lab.policies import make_policy
+        >>> policy = make_policy("torch", init_scale=1024.0, growth_interval=2)
+        >>> [policy.step(overflow) for overflow in (True, False, False)]
+        [512.0, 512.0, 1024.0]
+        >>> policy.loss_scale, policy.scale_window
+        (1024.0, 2)
+    """
+
+    def __init__(self, name: str, rule: Any, state: Any) -> None:
+        self.name = name
+        self.rule = rule
+        self.current = state
+
+    @property
+    def loss_scale(self) -> float:
+        """float: the scale for the next step."""
+        return float(self.current.loss_scale)
+
+    @property
+    def scale_window(self) -> int | None:
+        """int: the clean steps before a raise, as of now; None where the policy has no window."""
+        window = getattr(self.current, "scale_window", None)
+        # What a user's rule calls so may be a vector.
+        return None if isinstance(window, tuple) else window
+
+    @property
+    def moves_by_one_factor(self) -> bool:
+        """bool: whether the scale falls at overflows only and rises at applied steps only, by one factor at a time."""
+        return bool(getattr(self.rule, "moves_by_one_factor", True))
+
+    @property
+    def stopped(self) -> bool:
+        """bool: whether the system itself would have ended the training with an error by now.
+
+        DeepSpeed's ``DynamicLossScaler`` does so at its smallest scale, with its default
+        ``raise_error_at_min_scale``. A replay can go on: the scale then stays where it is until a raise.
+        """
+        return bool(getattr(self.current, "stopped", False))
+
+    def step(self, overflow: bool, largest_gradient: float | None = None) -> float:
+        """Take a step that overflowed or was clean, and return the loss scale for the next one.
+
+        Args:
+            overflow (bool): whether it overflowed.
+            largest_gradient (float, optional): the largest absolute value of its gradients, unscaled, if it was
+                applied. Rules without this signal ignore it. Default: None, not known.
+        """
+        self.current = self.rule.step(self.current, bool(overflow), largest_gradient)
+        return self.loss_scale
+
+    def state(self) -> dict[str, Any]:
+        """Return all that the policy remembers, as plain Python numbers by name."""
+        return dict(self.current._asdict())
+
+    def __repr__(self) -> str:
+        return f"<policy {self.name}: {self.current}>"

@@ -1,0 +1,154 @@
+"""The scalers of other systems, as rows of arguments of one rule: their parameters, with the systems' own defaults.
+
+A comment names the source of each row. Where a system has no default of its own, the row says whose is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from mindformers_adaptive.lab.dynamic_rule import FLOAT32, FLOAT32_FLOAT64_FACTORS, FLOAT64
+from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number
+
+__all__ = ["PRESETS", "REMOVED_PRESETS", "Parameter", "Preset"]
+
+# Takes the name of a parameter and a value; returns the value as its type, or raises.
+_Check = Callable[[str, object], object]
+
+
+def _number(wanted: str, accepts: Callable[[float], bool], remedy: str) -> _Check:
+    return lambda name, value: require_number(name, value, wanted, accepts, remedy)
+
+
+_positive = _number("a finite number above 0", lambda number: number > 0, "Loss scales are usually 1 to 2^32.")
+_not_negative = _number("a finite number of at least 0", lambda number: number >= 0, "0 means no limit.")
+_not_negative_or_none: _Check = lambda name, value: 0.0 if value is None else _not_negative(name, value)  # noqa: E731
+_factor_above_one = _number("a finite number above 1", lambda number: number > 1, "The usual value is 2.")
+_ratio_below_one = _number("a number between 0 and 1", lambda number: 0 < number < 1, "The usual value is 0.5.")
+_steps: _Check = partial(require_integer, least=1, remedy="Give a positive number of steps.")
+_count: _Check = partial(require_integer, least=0, remedy="A fresh counter is 0.")
+
+
+class Parameter(NamedTuple):
+    """A parameter of a system.
+
+    Attributes:
+        sets (str, optional): what it is called in the rule or in its ``start``; None where the system takes it
+            and does not use it.
+        default (object): its value where it is left out.
+        check (Callable): takes its name and a value, returns the value as its type or raises.
+    """
+
+    sets: str | None
+    default: Any
+    check: _Check
+
+
+class Preset(NamedTuple):
+    """A system: the names of its parameters, and the arguments of the rule that it fixes.
+
+    Attributes:
+        parameters (Mapping[str, Parameter]): its parameters by name.
+        constants (Mapping[str, object]): arguments of the rule that are always the same.
+        aliases (Mapping[str, str]): second names of parameters.
+    """
+
+    parameters: Mapping[str, Parameter]
+    constants: Mapping[str, Any]
+    aliases: Mapping[str, str] = {}
+
+
+_scale = partial(Parameter, "loss_scale", check=_positive)
+_window = partial(Parameter, "scale_window", check=_steps)
+_factor = Parameter("growth_factor", 2.0, _factor_above_one)
+_backoff = Parameter("backoff_factor", 0.5, _ratio_below_one)
+_tolerance = partial(Parameter, "tolerance", check=_steps)
+
+PRESETS: dict[str, Preset] = {
+    # MindSpore amp.FixedLossScaleManager; the name 'loss_scale_value': nn.FixedLossScaleUpdateCell.
+    "fixed": Preset(
+        {"loss_scale": _scale(128.0)},
+        {"arithmetic": FLOAT64, "growth_factor": 1.0, "backoff_factor": 1.0},
+        aliases={"loss_scale_value": "loss_scale"},
+    ),
+    # MindSpore nn.DynamicLossScaleUpdateCell; defaults and the name 'init_loss_scale': DynamicLossScaleManager.
+    "dynamic": Preset(
+        {"init_loss_scale": _scale(2.0**24), "scale_factor": _factor, "scale_window": _window(2000)},
+        {"arithmetic": FLOAT32, "reciprocal": True, "floor": 1.0},
+        aliases={"loss_scale_value": "init_loss_scale"},
+    ),
+    # MindSpore amp.DynamicLossScaler, which has no defaults: those of DynamicLossScaleManager.
+    "dynamic_scaler": Preset(
+        {
+            "scale_value": _scale(2.0**24),
+            "scale_factor": _factor,
+            "scale_window": _window(2000),
+            "initial_counter": Parameter("clean_steps", 0, _count),
+        },
+        {"arithmetic": FLOAT32, "floor": 1.0, "stays_finite": True},
+    ),
+    # PyTorch torch.amp.GradScaler and the kernel of _amp_update_scale_.
+    "torch": Preset(
+        {
+            "init_scale": _scale(2.0**16),
+            "growth_factor": _factor,
+            "backoff_factor": _backoff,
+            "growth_interval": _window(2000),
+        },
+        {"arithmetic": FLOAT32_FLOAT64_FACTORS, "stays_finite": True},
+    ),
+    # Megatron-LM core DynamicGradScaler, which has no defaults: those of OptimizerConfig, and the factors that
+    # get_megatron_optimizer passes.
+    "megatron": Preset(
+        {
+            "initial_scale": _scale(2.0**32),
+            "min_scale": Parameter("floor", 1.0, _positive),
+            "growth_factor": _factor,
+            "backoff_factor": _backoff,
+            "growth_interval": _window(1000),
+            "hysteresis": _tolerance(2),
+        },
+        {"arithmetic": FLOAT32},
+    ),
+    # DeepSpeed runtime.fp16.loss_scaler.DynamicLossScaler, of the ZeRO optimizers.
+    "deepspeed": Preset(
+        {
+            "init_scale": _scale(2.0**32),
+            "scale_factor": _factor,
+            "scale_window": _window(1000),
+            "min_scale": Parameter("floor", 1.0, _not_negative),
+            "delayed_shift": _tolerance(1),
+            "consecutive_hysteresis": Parameter("clean_step_forgives", False, require_flag),
+            "raise_error_at_min_scale": Parameter("stops_at_floor", True, require_flag),
+        },
+        {"arithmetic": FLOAT64},
+    ),
+    # Apex amp.scaler.LossScaler, which takes a scale_factor and always doubles and halves.
+    "apex": Preset(
+        {
+            "init_scale": _scale(2.0**16),
+            "scale_factor": Parameter(None, 2.0, _factor_above_one),
+            "scale_window": _window(2000),
+            "min_loss_scale": Parameter("floor", 0.0, _not_negative_or_none),
+            "max_loss_scale": Parameter("upper_bound", 2.0**24, _positive),
+        },
+        {"arithmetic": FLOAT64},
+    ),
+}
+
+# Presets of before 2.0.0, each with the policy that is nearest to it.
+REMOVED_PRESETS = {
+    "metaseq": "deepspeed:init_scale=4,scale_window=256",
+    "fairseq": "deepspeed:init_scale=2^15,scale_window=2000",
+    "apex_hysteresis": "torch",
+    "tensorflow": "dynamic_scaler:scale_value=2^15",
+    "tensorflow_contrib": "megatron:initial_scale=2^15,growth_interval=2000,backoff_factor=0.8",
+    "keras": "torch:init_scale=2^15",
+    "keras2": "dynamic_scaler:scale_value=2^15",
+    "deepspeed_fused": "deepspeed",
+    "deepspeed_unfused": "deepspeed:init_scale=2^16,min_scale=0.25",
+    "jmp": "dynamic_scaler:scale_value=2^15",
+    "paddle": "dynamic_scaler:scale_value=2^16",
+}

@@ -1,0 +1,323 @@
+"""A run as its log tells it: the scale and the overflow of each step, and what is known and what is assumed of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.lab.gradient_ceilings import implied_ceilings
+from mindformers_adaptive.lab.trace import Trace, consecutive_runs, just_below, require_one_length
+from mindformers_adaptive.rules.formats import FLOAT16, find_format
+
+__all__ = ["ASSUMPTIONS", "RecordedRun", "bound_shares", "forward_fill"]
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+ASSUMPTIONS = ("interpolated", "lower_bound", "upper_bound", "gradients")
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRun:
+    """The steps of a run that was read from its log.
+
+    Attributes:
+        name (str): what the run is called in tables and pictures.
+        files (tuple[str, ...]): the files it was read from.
+        log_format (str): their format.
+        step (NDArray): int64 of shape (steps,), the numbers of the steps, increasing; without those that are not in the
+            log.
+        loss_scale (NDArray): float64 of shape (steps,), the scale used in the step; nan where nothing is known of it.
+        overflow (NDArray): bool of shape (steps,), whether the step overflowed and was skipped. Where lines stand for
+            several steps, a guess that agrees with them.
+        position_known (NDArray): bool of shape (steps,), whether the log says of just this step that it overflowed or
+            was applied. False where it only says that some steps of an interval were skipped, and which is inferred.
+        loss (NDArray, optional): float64 of shape (steps,), nan where the log does not say; inf for a NaN in a record.
+        seconds (NDArray, optional): float64 of shape (steps,), how long the step took, nan where the log does not say.
+        scale_factor (float): what the scale is divided by at an overflow, as the log shows it, or 2.
+        lines_read (int): how many lines the files have.
+        lines_used (int): how many of them something was read from.
+        notes (tuple[str, ...]): what was inferred, merged, superseded or is missing.
+        problems (tuple[str, ...]): lines that look like a step's and cannot be read, each as ``file:line: why``.
+        lines (NDArray, optional): int64 of shape (lines, 3), for each line of the log the number of steps up to its
+            last one, and the fewest and the most of them that may have been skipped. Default: None, a line for each
+            step, and ``overflow`` is exact.
+        final_loss_scale (float): the scale after the last step, nan where nothing is known of it.
+        factor_bound (float, optional): the largest ``scale_factor`` that the log allows. Default: None, that itself.
+        lines_superseded (int): used lines that speak of steps that later lines speak of otherwise.
+        largest_gradient (NDArray, optional): float64 of shape (steps,), the largest absolute gradient of the step,
+            unscaled, nan where the log does not say; None where it never does.
+        gradient_norm (NDArray, optional): float64 of shape (steps,), the norm of all gradients of the step, unscaled,
+            nan where the log does not say; None where it never does.
+        dropped_by_norm (tuple[int, ...]): numbers of the steps that did not overflow and were dropped all the same, for
+            the size of their gradients, as far as the log says.
+        next_loss_scale (NDArray, optional): float64 of shape (steps,), the scale after the step, nan where the log does
+            not name it beside the one that the step used; None where it never does.
+        scale_window (NDArray, optional): float64 of shape (steps,), the scale window after the step, in steps, nan
+            where the log does not say; None where it never does.
+        moves_by_one_factor (bool): whether the rule of the run is known, or taken, to change the scale by one factor at
+            a time, down at overflows only and up at applied steps only.
+        holds_if (str): what has to be true of the run for the bounds on its skipped steps to hold; "" where they hold
+            for any.
+        gradient_format (Format): the format of the gradients, also by its name or numbers. Default: float16.
+        without_line (NDArray, optional): bool of shape (steps,), whether a record has no line of just this step, and
+            others count it. Default: None, for no step.
+
+    Raises:
+        TypeError: if what must be an array is none.
+        ValueError: if the arrays do not have one length, or the steps do not increase.
+
+    Examples:
+        >>> run = RecordedRun("run", ("run.log",), "jsonl", np.array([1, 2, 3]), np.array([4.0, 2.0, 2.0]),
+        ...                   np.array([True, False, False]), np.array([True, True, True]), lines_read=3, lines_used=3)
+        >>> run.skipped_steps, run.to_trace().ceiling.round(2).tolist()
+        (1, [2.83, 2.83, 2.83])
+    """
+
+    name: str
+    files: tuple[str, ...]
+    log_format: str
+    step: NDArray[np.int64]
+    loss_scale: Floats
+    overflow: Flags
+    position_known: Flags
+    loss: Floats | None = None
+    seconds: Floats | None = None
+    scale_factor: float = 2.0
+    lines_read: int = 0
+    lines_used: int = 0
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    lines: NDArray[np.int64] | None = None
+    final_loss_scale: float = np.nan
+    factor_bound: float | None = None
+    lines_superseded: int = 0
+    largest_gradient: Floats | None = None
+    dropped_by_norm: tuple[int, ...] = ()
+    next_loss_scale: Floats | None = None
+    scale_window: Floats | None = None
+    moves_by_one_factor: bool = True
+    holds_if: str = ""
+    gradient_format: Any = FLOAT16
+    without_line: Flags | None = None
+    gradient_norm: Floats | None = None
+
+    def __post_init__(self) -> None:
+        arrays = [self.step, self.loss_scale, self.overflow, self.position_known, self.loss, self.seconds]
+        arrays += [self.largest_gradient, self.gradient_norm, self.next_loss_scale, self.scale_window]
+        require_one_length(f"run {self.name!r}", *arrays, self.without_line)
+        object.__setattr__(self, "gradient_format", find_format(self.gradient_format))
+        if (np.diff(self.step) <= 0).any():
+            raise ValueError(f"The steps of the run {self.name!r} must increase. Give each step once, in order.")
+        if self.lines is None:
+            exact = np.cumsum(self.overflow)
+            object.__setattr__(self, "lines", np.column_stack([np.arange(1, len(self) + 1), exact, exact]))
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def lines_ignored(self) -> int:
+        """int: how many lines were not used."""
+        return self.lines_read - self.lines_used
+
+    @property
+    def skipped_steps(self) -> int:
+        """int: how many steps ``overflow`` names; :meth:`skipped_bounds` says how many it may have been."""
+        return int(self.overflow.sum())
+
+    def line_ends(self) -> NDArray[np.int64]:
+        """Return the number of steps up to the last one of each line.
+
+        Returns:
+            NDArray, int64 of shape (lines,).
+        """
+        return np.asarray(self.lines, np.int64)[:, 0]
+
+    def skipped_bounds(self, steps: int | None = None) -> tuple[int, int]:
+        """Return how many of the first steps may have been skipped.
+
+        Args:
+            steps (int, optional): the number of these first steps. Default: None, all.
+
+        Returns:
+            tuple[int, int], the fewest and the most.
+
+        Examples:
+            >>> arrays = np.arange(1, 5), np.full(4, 8.0), np.full(4, False), np.full(4, False)
+            >>> run = RecordedRun("run", (), "mindformers", *arrays, lines=np.array([[4, 1, 3]]))
+            >>> run.skipped_bounds(), run.skipped_bounds(2)
+            ((1, 3), (0, 2))
+        """
+        count = len(self) if steps is None else steps
+        lines = np.asarray(self.lines)
+        place = int(np.searchsorted(lines[:, 0], count, side="right"))
+        before = lines[place - 1] if place else np.zeros(3, np.int64)
+        taken, fewest, most = before.tolist()
+        if taken < count:
+            length, fewest_inside, most_inside = (lines[place] - before).tolist()
+            inside = count - taken
+            fewest, most = fewest + max(fewest_inside - (length - inside), 0), most + min(most_inside, inside)
+        return fewest, most
+
+    def applied_gradients(self) -> Floats | None:
+        """Return the largest gradients of the applied steps.
+
+        Returns:
+            NDArray, optional: float64 of shape (steps,), unscaled, nan where they are not known; None if none shows
+            anything.
+        """
+        if self.largest_gradient is None:
+            return None
+        gradients = np.where(~self.overflow & self.position_known, self.largest_gradient, np.nan)
+        return None if np.isnan(implied_ceilings(gradients)).all() else np.where(np.isinf(gradients), np.nan, gradients)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """tuple[str, ...]: what :meth:`to_trace` can assume of this run, the default first."""
+        return ASSUMPTIONS[:-1] if self.applied_gradients() is None else (ASSUMPTIONS[-1], *ASSUMPTIONS[:-1])
+
+    def to_trace(self, assume: str | None = None) -> Trace:
+        r"""Return the trace of ceilings that this run is evidence of.
+
+        Bounds come from steps whose position and scale are known: a step that was applied at scale s has a ceiling of
+        at least s, one that was skipped has one below s. Of other steps nothing is known (0 and inf). Where only the
+        last of several steps of a line is known, s is the scale after it, taken back by the change that it may have
+        made. The ceiling is assumed, for inferred steps within the bounds that they would give:
+
+        - ``"interpolated"``: at each run of consecutive skipped steps, with s the smallest scale that was skipped and a
+          the scale of the next applied step, or s / scale_factor if that is smaller or there is none,
+          :math:`\log_2 c = (\log_2 s + \log_2 a) / 2`. Between two of them :math:`\log_2 c` is linear in the place of
+          the step, before the first and after the last it is constant; then it is moved into the step's own bounds.
+          Without any skipped step c is the largest scale that was applied.
+        - ``"lower_bound"``: an applied step has c = s; a skipped one the smallest of s / scale_factor and the scales of
+          the nearest applied steps before and after it.
+        - ``"upper_bound"``: a skipped step has the largest c below s; an applied one the larger of those of the
+          nearest skipped steps before and after it, at least s; inf if no step was skipped.
+        - ``"gradients"``: an applied step has the c that its largest gradient g shows, in FP16 65504 / g; between two
+          of them :math:`\log_2 c` is linear, for skipped steps and for those that show nothing. If after more than half
+          of the runs of skipped steps the gradients show more than the scale that was skipped, then something else
+          overflows first, and all c are lowered by the median of the excess. Without gradients as ``"interpolated"``.
+
+        Args:
+            assume (str, optional): one of ``ASSUMPTIONS``. Default: None, "gradients" where any are known, else
+                "interpolated", which errs to both sides.
+
+        Returns:
+            Trace, with this run's name, times, and the gradients of its applied steps.
+
+        Raises:
+            ValueError: if ``assume`` is none of these.
+        """
+        assume = assume or self.assumptions[0]
+        if assume not in ASSUMPTIONS:
+            raise ValueError(f"'assume' must be one of {ASSUMPTIONS}, but got {assume!r}. Leave it out.")
+        # A rule without a floor can get to a scale of 0, below which no ceiling lies.
+        scale = np.maximum(forward_fill(self.loss_scale), np.finfo(np.float64).tiny)
+        lower = np.where(self.overflow, 0.0, scale)
+        below = np.where(self.overflow, scale, np.inf)
+        known = self.position_known & ~np.isnan(self.loss_scale)
+        # The last step of a line that stands for several used the scale after it, or one that a change made it.
+        ends = self.line_ends()
+        last = ends[np.diff(ends, prepend=0) > 1] - 1
+        last = last[known[last] & ~known[last - 1]]
+        after = np.append(scale[1:], self.final_loss_scale)[last]
+        bound = self.factor_bound or self.scale_factor
+        lower[last] = np.where(self.overflow[last], 0.0, np.nan_to_num(after / bound))
+        below[last] = np.where(self.overflow[last], np.nan_to_num(after * bound, nan=np.inf), np.inf)
+        gradients = self.applied_gradients()
+        if assume == "gradients" and gradients is not None:
+            ceiling = _by_gradients(scale, self.overflow, implied_ceilings(gradients, self.gradient_format))
+        else:
+            assumed = {"lower_bound": _lower, "upper_bound": _upper}.get(assume, _interpolated)
+            ceiling = assumed(scale, self.overflow, self.scale_factor)
+        ceiling = np.maximum(np.minimum(ceiling, just_below(below)), lower)
+        lower, below = np.where(known, lower, 0.0), np.where(known, below, np.inf)
+        return Trace(self.name, ceiling, lower, below, self.seconds, gradients, self.gradient_format)
+
+
+def bound_shares(trace: Trace) -> dict[str, float]:
+    """Return which share of a trace's steps has which bounds on its ceiling.
+
+    A log bounds a step on one side only, by whether it was applied or skipped, so "both" is 0 for it; traces whose
+    ceilings were measured or made have both.
+
+    Args:
+        trace (Trace): at least one step.
+
+    Returns:
+        dict[str, float], the shares "both", "lower_bound", "upper_bound" and "neither"; they sum to 1.
+
+    Examples:
+        >>> bound_shares(Trace.exact("made", [8.0, 16.0]))
+        {'both': 1.0, 'lower_bound': 0.0, 'upper_bound': 0.0, 'neither': 0.0}
+    """
+    # A ceiling that is exactly 0 is bounded from below by 0 as well as any can be.
+    lower = (trace.lower_bound > 0) | (trace.upper_bound <= np.nextafter(0.0, 1.0))
+    upper = np.isfinite(trace.upper_bound)
+    return {
+        "both": float((lower & upper).mean()),
+        "lower_bound": float((lower & ~upper).mean()),
+        "upper_bound": float((upper & ~lower).mean()),
+        "neither": float((~lower & ~upper).mean()),
+    }
+
+
+def forward_fill(scale: Floats) -> Floats:
+    """Return the scales with each unknown one replaced by the known one before it, or else after it."""
+    known = np.flatnonzero(~np.isnan(scale))
+    if len(known) == 0:
+        return np.ones_like(scale)
+    before = np.searchsorted(known, np.arange(len(scale)), side="right") - 1
+    carried: Floats = scale[known[np.maximum(before, 0)]]
+    return carried
+
+
+def _nearest(values: Floats, chosen: Flags, missing: float) -> tuple[Floats, Floats]:
+    """For each step the value at the nearest chosen step before, and after it; itself where it is chosen."""
+    at = np.flatnonzero(chosen)
+    padded = np.concatenate([[missing], values[at], [missing]])
+    places = np.arange(len(values))
+    return padded[np.searchsorted(at, places, side="right")], padded[np.searchsorted(at, places, side="left") + 1]
+
+
+def _skipped_runs(scale: Floats, overflow: Flags) -> tuple[NDArray[np.int64], Floats]:
+    """The first and the last place of each run of consecutive skipped steps, and its smallest scale."""
+    runs = consecutive_runs(np.flatnonzero(overflow))
+    between = np.minimum.reduceat(np.append(scale, np.inf), (runs + np.array([0, 1])).ravel())
+    return runs, between[::2]
+
+
+def _lower(scale: Floats, overflow: Flags, factor: float) -> Floats:
+    before, after = _nearest(scale, ~overflow, np.inf)
+    return np.where(overflow, np.minimum(np.minimum(before, after), scale / factor), scale)
+
+
+def _upper(scale: Floats, overflow: Flags, factor: float) -> Floats:
+    if not overflow.any():
+        return np.full_like(scale, np.inf)
+    before, after = _nearest(just_below(scale), overflow, 0.0)
+    return np.maximum(before, after)
+
+
+def _interpolated(scale: Floats, overflow: Flags, factor: float) -> Floats:
+    if not overflow.any():
+        return np.full_like(scale, scale.max(initial=0.0))
+    runs, smallest = _skipped_runs(scale, overflow)
+    following = np.append(scale, np.inf)[runs[:, 1] + 1]
+    anchors = (np.log2(smallest) + np.log2(np.minimum(following, smallest / factor))) / 2
+    # Each run has one value, from its first step to its last.
+    return np.exp2(np.interp(np.arange(len(scale)), runs.ravel(), np.repeat(anchors, 2)))
+
+
+def _by_gradients(scale: Floats, overflow: Flags, shown: Floats) -> Floats:
+    known = np.flatnonzero(~np.isnan(shown))
+    exponents = np.interp(np.arange(len(scale)), known, np.log2(shown[known]))
+    if overflow.any():
+        runs, smallest = _skipped_runs(scale, overflow)
+        after = known[np.minimum(np.searchsorted(known, runs[:, 1]), len(known) - 1)]
+        exponents -= max(float(np.median(exponents[after] - np.log2(smallest))), 0.0)
+    return np.exp2(exponents)

@@ -1,0 +1,367 @@
+"""Replay policies on traces, one by one or many configurations side by side, and compare them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mindformers_adaptive.lab.configuration import Configuration
+from mindformers_adaptive.lab.measures import (
+    LARGEST_LOSS_SCALE,
+    MeasureAccumulator,
+    Measures,
+    measure,
+    overflow_flags,
+    overflows,
+    require_steps,
+    rows_of,
+)
+from mindformers_adaptive.lab.policies import Policy
+from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.rules.lanes import Lanes
+from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.text.table import as_power_of_two, text_table
+
+__all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "replay", "replay_side_by_side", "sweep"]
+
+# Scales that are kept until they are measured: enough that NumPy works on long arrays, and few enough for a cache.
+_SCALES_AT_ONCE = 2**16
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """What a policy did on a trace.
+
+    Attributes:
+        loss_scale (NDArray): float64 of shape (steps,), the scale that each step used.
+        overflow (NDArray): bool of shape (steps,), whether it overflowed.
+        scale_window (NDArray, optional): int64 of shape (steps,), the window in force; None for a policy without one.
+        measures (Measures): all measures.
+        final_state (dict): the policy's state after the last step, with ``loss_scale`` and ``scale_window``.
+    """
+
+    loss_scale: NDArray[np.float64]
+    overflow: NDArray[np.bool_]
+    scale_window: NDArray[np.int64] | None
+    measures: Measures
+    final_state: dict[str, Any]
+
+
+def replay(policy: Policy, trace: Trace) -> Replay:
+    """Take a policy through a trace, from the state that it is in.
+
+    Where the trace has ``largest_gradient``, the policy is given it for each step that is applied.
+
+    Args:
+        policy (Policy): is left in the state after the last step.
+        trace (Trace): at least one step.
+
+    Returns:
+        Replay, with the loss scale, window and overflow flag of each step, the measures and the last state.
+
+    Raises:
+        ValueError: if the trace has no steps.
+
+    Examples:
+        >>> from mindformers_adaptive.lab.policies import make_policy
+        >>> trace = Trace.exact("sudden drop", [2.0**16, 2.0**16, 2.0**10, 2.0**10])
+        >>> replay(make_policy("fixed", loss_scale_value=2.0**10), trace).measures.headroom_lost
+        3.0
+    """
+    if isinstance(getattr(policy, "rule", None), Rule):
+        scales, windows = _replay_lane(policy, trace)
+    else:
+        scales, windows = _replay_step_by_step(policy, trace)
+    return Replay(
+        scales[:-1],
+        overflow_flags(scales[:-1], trace.ceiling),
+        None if windows is None else windows[:-1],
+        measure(trace, scales, windows),
+        {"loss_scale": policy.loss_scale, "scale_window": policy.scale_window, **policy.state()},
+    )
+
+
+# The loss scale of each step and after the last one, and the windows of a policy that has any.
+_Path = tuple[NDArray[np.float64], NDArray[np.int64] | None]
+
+
+def _replay_lane(policy: Policy, trace: Trace) -> _Path:
+    require_steps(trace)
+    lanes = Lanes([policy.rule], [policy.current])
+    scales, windows = [], []
+    for _, chunk_scales, chunk_windows in _chunks(lanes, 1, [trace]):
+        scales.append(chunk_scales[:, 0])
+        if chunk_windows is not None:
+            windows.append(chunk_windows[:, 0])
+    [policy.current] = lanes.states()
+    return _joined(scales), _joined(windows) if windows else None
+
+
+def _joined(chunks: list[NDArray[Any]]) -> NDArray[Any]:
+    """Join chunks, each of which ends with the value that the next one begins with."""
+    return np.concatenate([*(chunk[:-1] for chunk in chunks), chunks[-1][-1:]])
+
+
+def _replay_step_by_step(policy: Policy, trace: Trace) -> _Path:
+    scales, windows = [float(policy.loss_scale)], [policy.scale_window]
+    gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
+    for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=True):
+        overflow = overflows(scales[-1], ceiling)
+        scales.append(float(policy.step(overflow, None if overflow or math.isnan(gradient) else gradient)))
+        windows.append(policy.scale_window)
+    return np.array(scales), None if windows[0] is None else np.array(windows, np.int64)
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What configurations did on a trace.
+
+    Attributes:
+        measures (tuple[Measures, ...]): of each configuration.
+        final_states (tuple[NamedTuple, ...]): of each configuration's rule after the last step.
+    """
+
+    measures: tuple[Measures, ...]
+    final_states: tuple[Any, ...]
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return one measure of all configurations, float64 of shape (configurations,); nan where there is none."""
+        return np.array([getattr(one, name) for one in self.measures], np.float64)
+
+
+def sweep(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
+    """Replay configurations side by side, with a few NumPy operations for each step of them all.
+
+    States, counts and ``known_share`` are exactly those of stepping each configuration's rule by itself.
+    ``headroom_lost`` and ``seconds_lost`` are float64 sums in another order, so their last digits may differ.
+
+    Args:
+        configurations (Sequence[Configuration]): at least one, of any rules.
+        trace (Trace): at least one step.
+
+    Returns:
+        SweepResult, in the order of ``configurations``.
+
+    Raises:
+        ValueError: if there is no configuration or no step.
+
+    Examples:
+        >>> trace = Trace.exact("calm", [2.0**20] * 1000)
+        >>> result = sweep([Configuration.dynamic(10), Configuration.dynamic(100)], trace)
+        >>> [one.skipped for one in result.measures]
+        [87, 5]
+    """
+    if len(configurations) == 0:
+        raise ValueError("'configurations' must have at least 1 configuration, but got none. Make some with grid().")
+    side_by_side: defaultdict[Any, list[int]] = defaultdict(list)
+    for place, one in enumerate(configurations):
+        side_by_side[type(one.rule), one.rule.traced.shape].append(place)
+    found: dict[int, tuple[Measures, Any]] = {}
+    for places in side_by_side.values():
+        group = [configurations[place] for place in places]
+        rules, states = [one.rule for one in group], [one.start for one in group]
+        found |= dict(zip(places, replay_side_by_side(rules, states, [trace]), strict=True))
+    measures, final_states = zip(*(found[place] for place in range(len(configurations))), strict=True)
+    return SweepResult(measures, final_states)
+
+
+def replay_side_by_side(
+    rules: Sequence[Rule], states: Sequence[Any], traces: Sequence[Trace]
+) -> list[tuple[Measures, Any]]:
+    """Replay rules of one class whose steps compute the same with other numbers, all at once.
+
+    Args:
+        rules (Sequence[Rule]): at least one, with equal ``rule.traced.shape``.
+        states (Sequence[NamedTuple]): of each rule, before the first step.
+        traces (Sequence[Trace]): one for all, or one for each rule; of one length, at least one step.
+
+    Returns:
+        list[tuple[Measures, NamedTuple]], the measures and the state after the last step of each rule.
+
+    Raises:
+        ValueError: if the traces have no steps.
+    """
+    lanes, accumulator = Lanes(rules, states), MeasureAccumulator(traces, len(rules))
+    for start, scales, windows in _chunks(lanes, len(rules), traces):
+        accumulator.add(start, scales, windows)
+    return list(zip(accumulator.measures(), lanes.states(), strict=True))
+
+
+def _chunks(
+    lanes: Lanes, count: int, traces: Sequence[Trace]
+) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.int64] | None]]:
+    """Take lanes through traces; yield chunks of steps, with the scales and windows of each and after its last step."""
+    steps = max(_SCALES_AT_ONCE // count, 1)
+    for start in range(0, len(traces[0]), steps):
+        stop = min(start + steps, len(traces[0]))
+        limits = np.minimum(rows_of(traces, "ceiling", start, stop), LARGEST_LOSS_SCALE)
+        gradients = np.broadcast_to(rows_of(traces, "largest_gradient", start, stop), (stop - start, count))
+        scales = np.empty((stop - start + 1, count))
+        windows = None if lanes.scale_window is None else np.empty(scales.shape, np.int64)
+        with lanes.watching():
+            for position in range(stop - start + 1):
+                if position:
+                    # As overflow_flags(): a rule keeps its scale above 0.
+                    lanes.advance(~(scales[position - 1] <= limits[position - 1]), gradients[position - 1])
+                scales[position] = lanes.loss_scale
+                if windows is not None:
+                    windows[position] = lanes.scale_window
+        yield start, scales, windows
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The measures of several policies on several traces.
+
+    Attributes:
+        traces (tuple[str, ...]): the names of the traces.
+        measures (dict[str, tuple[Measures, ...]]): for each policy its measures on each trace.
+        starts (dict[str, float]): for each policy the loss scale that it starts from.
+    """
+
+    traces: tuple[str, ...]
+    measures: dict[str, tuple[Measures, ...]]
+    starts: dict[str, float]
+
+    def means(self) -> dict[str, dict[str, float | None]]:
+        """Return for each policy the mean of each measure over the traces that have it, by name."""
+        means: dict[str, dict[str, float | None]] = {}
+        for policy, on_traces in self.measures.items():
+            rows: list[dict[str, Any]] = [measures.as_dict() for measures in on_traces]
+            there = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
+            means[policy] = {name: sum(values) / len(values) if values else None for name, values in there.items()}
+        return means
+
+    def pareto_front(self) -> list[str]:
+        """Return the policies for which no other is better in both skipped steps and headroom, in the mean."""
+        means = self.means()
+        # An array has nan for None.
+        skipped, headroom = np.array([(mean["skipped"], mean["headroom_lost"]) for mean in means.values()], float).T
+        front = pareto_front(skipped, headroom)
+        return [policy for policy, on_front in zip(means, front.tolist(), strict=True) if on_front]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each policy and trace and, with several traces, one for the mean; ready for JSON.
+
+        Returns:
+            list[dict], with ``policy``, ``start``, the loss scale that it starts from, ``trace`` (None in a row of
+            means), ``on_front`` (of the Pareto front of the means) and all names of
+            :class:`~mindformers_adaptive.lab.measures.Measures`.
+        """
+        front, means, rows = self.pareto_front(), self.means(), []
+        for policy, on_traces in self.measures.items():
+            head = {"policy": policy, "start": self.starts[policy], "on_front": policy in front}
+            named = [(name, measures.as_dict()) for name, measures in zip(self.traces, on_traces, strict=True)]
+            rows += [{**head, "trace": name, **measures} for name, measures in named]
+            if len(self.traces) > 1:
+                rows.append({**head, "trace": None, **means[policy]})
+        return rows
+
+    def text(self, each_trace: bool = True) -> str:
+        """Return the rows as a table; a ``*`` marks the Pareto front of skipped steps against headroom.
+
+        Args:
+            each_trace (bool): with a row for each trace; with several traces there are rows of means in any case.
+        """
+        rows = [
+            {
+                **row,
+                "start": as_power_of_two(row["start"]),
+                "trace": row["trace"] or "(mean)",
+                "front": "*" if row["on_front"] else "",
+            }
+            for row in self.rows()
+            if each_trace or len(self.traces) == 1 or row["trace"] is None
+        ]
+        # The oracle's regret of headroom is the headroom lost. Columns of zeros are left out; but a known share of 0
+        # says that every outcome was assumed.
+        names = [
+            field.name
+            for field in fields(Measures)
+            if field.name != "headroom_regret"
+            and (field.name in ("skipped", "headroom_lost", "known_share") or any(row[field.name] for row in rows))
+        ]
+        return text_table(["policy", "start", "trace", "front", *names], rows)
+
+
+def compare(
+    policies: Mapping[str, Callable[[], Policy]],
+    traces: Sequence[Trace],
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> Comparison:
+    """Replay each policy on each trace.
+
+    Args:
+        policies (Mapping): by name, what makes the policy in its first state. It is called once for each trace, and
+            once for its start.
+        traces (Sequence[Trace]): at least one.
+        progress (Callable, optional): called with the number of replays done; there are policies * traces.
+            Default: None.
+
+    Returns:
+        Comparison, with the measures of each policy on each trace.
+
+    Raises:
+        ValueError: if there is no policy or no trace, or a trace has no steps.
+
+    Examples:
+        >>> from functools import partial
+        >>> from mindformers_adaptive.lab.policies import make_policy
+        >>> policies = {name: partial(make_policy, name) for name in ("adaptive", "torch")}
+        >>> comparison = compare(policies, [Trace.exact("calm", [2.0**16] * 3000)])
+        >>> print(comparison.text())  # doctest: +SKIP
+    """
+    for name, given in (("policies", policies), ("traces", traces)):
+        if len(given) == 0:
+            raise ValueError(f"'{name}' must have at least 1 entry, but got none. There is nothing to compare.")
+    numbers = itertools.count(1)
+
+    def measured(make: Callable[[], Policy]) -> Iterator[Measures]:
+        policies_of_traces = [make() for _ in traces]
+        rules: list[Any] = [policy.rule for policy in policies_of_traces]
+        if isinstance(rules[0], Rule) and len({len(trace) for trace in traces}) == 1:
+            states = [policy.current for policy in policies_of_traces]
+            replayed = (measures for measures, _ in replay_side_by_side(rules, states, traces))
+        else:
+            pairs = zip(policies_of_traces, traces, strict=True)
+            replayed = (replay(policy, trace).measures for policy, trace in pairs)
+        for measures in replayed:
+            yield measures
+            if progress is not None:
+                progress(next(numbers))
+
+    names = tuple(trace.name for trace in traces)
+    starts = {name: float(make().loss_scale) for name, make in policies.items()}
+    return Comparison(names, {name: tuple(measured(make)) for name, make in policies.items()}, starts)
+
+
+def pareto_front(skipped: ArrayLike, headroom: ArrayLike) -> NDArray[np.bool_]:
+    """Return which of several results no other one beats: is at least as good in both and better in one.
+
+    Args:
+        skipped (ArrayLike): shape (results,).
+        headroom (ArrayLike): shape (results,); nan, no step to measure by, counts as worse than any number.
+
+    Returns:
+        NDArray, bool of shape (results,).
+
+    Examples:
+        >>> pareto_front([1, 2, 3, 1], [5.0, 1.0, 2.0, 5.0]).tolist()
+        [True, True, False, True]
+    """
+    # NaN, as no headroom, is the worst. The points come sorted by the first and then the second number, each once: one
+    # is beaten unless its second number is lower than that of all before it.
+    points, places = np.unique(
+        np.column_stack([skipped, np.nan_to_num(headroom, nan=np.inf, posinf=np.inf)]), axis=0, return_inverse=True
+    )
+    lowest = np.minimum.accumulate(points[:, 1])
+    front: NDArray[np.bool_] = np.append(True, lowest[1:] < lowest[:-1])[places.ravel()]
+    return front

@@ -1,0 +1,207 @@
+"""What a loss scale did in a run, as phases: consecutive drops, consecutive raises."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.lab.recorded_run import RecordedRun
+from mindformers_adaptive.lab.trace import consecutive_runs
+from mindformers_adaptive.text.table import as_power_of_two
+
+__all__ = ["Change", "Phase", "as_range", "changes_of", "path_line", "path_lines", "phases", "ranges"]
+
+_HEADING = "   steps      what the loss scale did      loss scale"
+
+_IN_WORDS = {
+    "fall": "fell over {} line",
+    "rise": "rose over {} line",
+    "applied fall": "fell at {} applied step",
+    "overflow rise": "rose at {} overflow",
+}
+
+# Printed scales are rounded.
+_NEAR = 1e-3
+
+
+class Change(NamedTuple):
+    """A step after which the loss scale or the window is another one.
+
+    Attributes:
+        step (int): the number of the step.
+        kind (str): "drop", after an overflow; "raise", after an applied step; "applied fall" and "overflow rise", which
+            only some rules make; "fall" or "rise", all that happened in the several steps of a line of the log; "jump",
+            which no step has made, as far as is known of the rule: at a restart or a gap in the log.
+        before (tuple[float, int or None]): the scale and the window that the step used; None for an unknown window.
+        after (tuple[float, int or None]): those for the next step.
+        first_step (int, optional): the first of several steps that the change lies in. Default: None, just ``step``.
+        clean_steps (int, optional): of a raise, the number of clean steps since the overflow or raise before it, if the
+            log knows each of them. Default: None.
+    """
+
+    step: int
+    kind: str
+    before: tuple[float, int | None]
+    after: tuple[float, int | None]
+    first_step: int | None = None
+    clean_steps: int | None = None
+
+
+class Phase(NamedTuple):
+    """Changes of one kind, one after another.
+
+    Attributes:
+        kind (str): as in :class:`Change`.
+        changes (int): how many.
+        first_step (int): the step of the first change.
+        last_step (int): that of the last.
+        scale_before (float): the loss scale before the first change.
+        scale_after (float): the loss scale after the last.
+        windows (tuple[int, ...]): the windows that were in force, in steps, each once; empty where unknown.
+    """
+
+    kind: str
+    changes: int
+    first_step: int
+    last_step: int
+    scale_before: float
+    scale_after: float
+    windows: tuple[int, ...]
+
+
+def phases(changes: Iterable[Change]) -> list[Phase]:
+    """Return the phases of changes, which come in the order of their steps.
+
+    Examples:
+        >>> drops = [Change(step, "drop", (2.0**k, 20), (2.0 ** (k - 1), 20)) for step, k in ((1, 18), (2, 17))]
+        >>> print(path_line(phases(drops)[0]))
+           1-2        2 drops                      2^18 -> 2^16      20
+    """
+    result = []
+    for kind, group in itertools.groupby(changes, key=lambda change: change.kind):
+        row = list(group)
+        windows = [row[0].before[1], *(change.after[1] for change in row)]
+        known = tuple(dict.fromkeys(window for window in windows if window is not None))
+        first = row[0].step if row[0].first_step is None else row[0].first_step
+        result.append(Phase(kind, len(row), first, row[-1].step, row[0].before[0], row[-1].after[0], known))
+    return result
+
+
+def path_lines(path: Sequence[Phase]) -> list[str]:
+    """Return phases as a table, with the windows where there are any."""
+    return [_HEADING + "        window" * any(phase.windows for phase in path), *map(path_line, path)]
+
+
+def path_line(phase: Phase) -> str:
+    """Return a phase as a line of that table."""
+    steps = as_range(phase.first_step, phase.last_step)
+    plural = "s" if phase.changes > 1 else ""
+    what = f"{_IN_WORDS.get(phase.kind, '{} ' + phase.kind).format(phase.changes)}{plural}"
+    scales = f"{as_power_of_two(phase.scale_before)} -> {as_power_of_two(phase.scale_after)}"
+    return f"   {steps:<10} {what:<28} {scales:<17} {' -> '.join(map(str, phase.windows))}".rstrip()
+
+
+def changes_of(run: RecordedRun) -> list[Change]:
+    """Return the changes of the scale of a recorded run.
+
+    Windows are those that the log names. What a step did to the scale is what the log says of it. Where it states only
+    one scale a line, a change that a rule with one factor cannot make is a jump.
+
+    Examples:
+        >>> flags = np.array([True, False, False, False])
+        >>> run = RecordedRun("run", (), "jsonl", np.arange(1, 5), np.array([4.0, 2.0, 2.0, 4.0]), flags, ~flags | True)
+        >>> [(change.step, change.kind, change.after, change.clean_steps) for change in changes_of(run)]
+        [(1, 'drop', (2.0, None), None), (3, 'raise', (4.0, None), 2)]
+    """
+    first, last = _units(run)
+    scale = np.append(run.loss_scale[first], run.final_loss_scale)
+    stated = np.full(len(run), math.nan) if run.next_loss_scale is None else run.next_loss_scale
+    follows = np.append(run.step[first[1:]] == run.step[last[:-1]] + 1, True)
+    known, skipped = np.flatnonzero(~np.isnan(scale)), np.flatnonzero(run.overflow)
+    # Most steps change nothing.
+    made_of_it, used = stated[last[known[1:] - 1]], scale[known[:-1]]
+    differs = (scale[known[1:]] != used) | (~np.isnan(made_of_it) & (made_of_it != used))
+    changes, started = [], -1
+    for unit, following in zip(known[:-1][differs].tolist(), known[1:][differs].tolist(), strict=True):
+        start, here = int(first[unit]), int(last[following - 1])
+        before, after = float(scale[unit]), float(scale[following])
+        made, kind = after, "jump"
+        if start == here and not math.isnan(stated[here]):
+            made = float(stated[here])
+            kind = _kind_of_step(before, made, run, here)
+        elif follows[unit:following].all():
+            kind = _kind(before, after, run, start, here)
+        windows = _window(run, max(start - 1, 0)), _window(run, here)
+        first_step = int(run.step[start]) if here > start else None
+        for one, old, new in ((kind, before, made), ("jump", made, after)):
+            if old == new:
+                continue
+            clean_steps = _clean_steps(run, skipped, started, here) if one == "raise" else None
+            # The scale of a jump, a fall or a rise began at an unknown step.
+            started = len(run) if one in ("jump", "fall", "rise") else here
+            ends = (old, windows[0]), (new, windows[1])
+            changes.append(Change(int(run.step[here]), one, *ends, first_step, clean_steps))
+    return changes
+
+
+def _units(run: RecordedRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first and the last place of each step that the log knows, and of each line with others."""
+    ends = run.line_ends()
+    lengths = np.diff(ends, prepend=0)
+    line = np.repeat(np.arange(len(ends)), lengths)
+    all_known = np.bincount(line, run.position_known) == lengths
+    last = np.flatnonzero(all_known[line] | np.isin(np.arange(len(run)), ends - 1))
+    return np.append(0, last[:-1] + 1), last
+
+
+def _kind(before: float, after: float, run: RecordedRun, first: int, last: int) -> str:
+    steps, factor, falls = last - first + 1, (run.factor_bound or run.scale_factor) * (1 + _NEAR), after < before
+    if run.moves_by_one_factor:
+        is_possible = min(before, after) > 0 and not math.isinf(max(before, after))
+        if not is_possible or abs(math.log2(after / before)) > steps * math.log2(factor):
+            return "jump"
+        if steps == 1 and run.overflow[first] != falls:
+            return "jump"
+    return ("rise", "fall")[falls] if steps > 1 else _kind_of_step(before, after, run, first)
+
+
+def _kind_of_step(before: float, after: float, run: RecordedRun, place: int) -> str:
+    if run.overflow[place]:
+        return "drop" if after < before else "overflow rise"
+    return "applied fall" if after < before else "raise"
+
+
+def _window(run: RecordedRun, place: int) -> int | None:
+    window = math.nan if run.scale_window is None else float(run.scale_window[place])
+    return None if math.isnan(window) else int(window)
+
+
+def _clean_steps(run: RecordedRun, skipped: NDArray[np.int64], started: int, here: int) -> int | None:
+    """How many clean steps lie after the last overflow, or where the scale began, up to a place; None if unknown."""
+    earlier = np.searchsorted(skipped, here)
+    last = max(started, int(skipped[earlier - 1]) if earlier else -1)
+    steps, first = here - last, max(last, 0)
+    begins_in_the_log = last >= 0 or run.step[0] == 1
+    if steps < 1 or not begins_in_the_log or run.step[here] - run.step[first] != here - first:
+        return None
+    return steps if run.position_known[first : here + 1].all() else None
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return increasing numbers as text, with a range for each run of consecutive ones.
+
+    Examples:
+        >>> ranges([1, 2, 3, 7]), ranges([])
+        ('1-3, 7', 'none')
+    """
+    return ", ".join(as_range(*run) for run in consecutive_runs(numbers).tolist()) or "none"
+
+
+def as_range(first: int, last: int) -> str:
+    """Return the steps from one to another as text."""
+    return f"{first}" if first == last else f"{first}-{last}"

@@ -1,0 +1,185 @@
+r"""Synthetic traces, each of one behaviour and repeatable by its seed.
+
+With :math:`t` from 0 to steps - 1, :math:`T` = max(steps - 1, 1) and independent standard normal numbers :math:`n_t`,
+log2 of the ceiling of step t is:
+
+.. code-block:: text
+
+    stationary       level + n_t / 2
+    slowly rising    level + 6 * (t / T - 1/2) + n_t / 2
+    slowly falling   level - 6 * (t / T - 1/2) + n_t / 2
+    sudden drop      level - 10 * [t >= steps // 2] + n_t / 2
+    sudden rise      level + 10 * ([t >= steps // 2] - 1) + n_t / 2
+    spikes           level - 6 * b_t + n_t / 2            b_t is 1 with probability 1 / 100, else 0
+    heavy-tailed     level + s_t / 2                      s_t: Student's t, 2 degrees of freedom, infinite variance
+    random walk      level + (n_0 + ... + n_t) / 10       1000 steps lead about 3 bits away
+
+The level is 18 unless another one is given. Single low steps come once in 100, a tenth of the largest window of 1000.
+
+A training whose gradients are larger for a while, with another kind of data or a second loss, goes through *regimes*.
+Each lasts 30 to 400 steps, evenly distributed. With :math:`d_t` from 4 to 14 bits in a regime, evenly distributed and 0
+outside of regimes, log2 of the ceiling is :math:`level - d_t + n_t / 4`:
+
+.. code-block:: text
+
+    one-off regime       one, after steps // 2
+    rare regimes         1000 to 3000 steps between them
+    alternating regimes  30 to 400 steps between them
+    ramped regimes       as alternating, d_t averaged over the last 20 steps
+    levels               one regime after the other, each 4 to 14 bits away from the last, d_t from 0 to 14
+
+Each is there without and, with ``with spikes`` behind its name, with the 6 * b_t of the spikes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindformers_adaptive.lab.gradient_ceilings import checked_steps, random_of, with_gradients
+from mindformers_adaptive.lab.trace import Trace
+
+__all__ = ["KINDS", "REGIMES", "regime_levels", "synthetic_trace", "synthetic_traces"]
+
+# A small Llama trained in FP16 on CPU kept its dynamic loss scale between 2^16 and 2^20.
+_LEVEL = 18.0
+
+# The ceilings stay within the exponents of normal float32 numbers, as loss scales do.
+_EXPONENTS = (-126.0, 127.0)
+
+# Of regimes: how long one lasts, how many bits it is away, how long it is between rare ones, how long a ramp is.
+_LENGTHS, _DEPTHS, _RARE, _RAMP = (30, 400), (4.0, 14.0), (1000, 3000), 20
+
+_WITH_SPIKES = " with spikes"
+
+_Floats = NDArray[np.float64]
+
+
+def _second_half(noise: _Floats) -> _Floats:
+    return (np.arange(len(noise)) >= len(noise) // 2).astype(np.float64)
+
+
+def _spikes(steps: int, seed: int) -> _Floats:
+    return 6.0 * (random_of(seed, "b_t").random(steps) < 0.01)
+
+
+# log2 of the ceilings, from the level, n_t, t / T and the seed.
+_FORMULAS: dict[str, Callable[[float, _Floats, _Floats, int], _Floats]] = {
+    "stationary": lambda level, noise, *_: level + 0.5 * noise,
+    "slowly rising": lambda level, noise, part, _: level + 6.0 * (part - 0.5) + 0.5 * noise,
+    "slowly falling": lambda level, noise, part, _: level - 6.0 * (part - 0.5) + 0.5 * noise,
+    "sudden drop": lambda level, noise, *_: level - 10.0 * _second_half(noise) + 0.5 * noise,
+    "sudden rise": lambda level, noise, *_: level + 10.0 * (_second_half(noise) - 1) + 0.5 * noise,
+    "spikes": lambda level, noise, _, seed: level - _spikes(len(noise), seed) + 0.5 * noise,
+    "heavy-tailed": lambda level, noise, _, seed: level + 0.5 * random_of(seed, "s_t").standard_t(2, len(noise)),
+    "random walk": lambda level, noise, *_: level + 0.1 * np.cumsum(noise),
+}
+
+
+KINDS = tuple(_FORMULAS)
+
+# How many steps lie before the next regime: of each kind a function of all steps and a generator.
+_BETWEEN: dict[str, Callable[[int, np.random.Generator], int]] = {
+    "one-off regime": lambda steps, _: steps // 2,
+    "rare regimes": lambda _, random: int(random.integers(*_RARE, endpoint=True)),
+    "alternating regimes": lambda _, random: int(random.integers(*_LENGTHS, endpoint=True)),
+    "ramped regimes": lambda _, random: int(random.integers(*_LENGTHS, endpoint=True)),
+    "levels": lambda *_: 0,
+}
+
+REGIMES = tuple(kind + spikes for spikes in ("", _WITH_SPIKES) for kind in _BETWEEN)
+
+
+def regime_levels(kind: str, steps: int, seed: int, level: float = _LEVEL) -> NDArray[np.float64]:
+    """Return log2 of the ceilings of regimes without noise and spikes: where regimes begin and end.
+
+    Args:
+        kind (str): one of ``REGIMES``.
+        steps (int), seed (int), level (float): as for :func:`synthetic_trace`.
+
+    Returns:
+        NDArray, float64 of shape (steps,).
+
+    Examples:
+        >>> levels = regime_levels("one-off regime", steps=1000, seed=0)
+        >>> int((levels < 18).argmax()), float(levels[-1])
+        (500, 18.0)
+    """
+    count, pattern = checked_steps(steps), kind.removesuffix(_WITH_SPIKES)
+    random = random_of(seed, pattern)
+    depths, place, depth = np.zeros(count + _RAMP), 0, 0.0
+    while place < count:
+        begin = place + _BETWEEN[pattern](count, random)
+        place = begin + int(random.integers(*_LENGTHS, endpoint=True))
+        depth = _next_depth(depth, random) if pattern == "levels" else random.uniform(*_DEPTHS)
+        depths[begin:place] = depth
+        if pattern == "one-off regime":
+            break
+    if pattern == "ramped regimes":
+        depths = np.convolve(depths, np.full(_RAMP, 1 / _RAMP))
+    return level - depths[:count]
+
+
+def _next_depth(depth: float, random: np.random.Generator) -> float:
+    """Return a depth that is 4 to 14 bits from this one: deeper if there is room, else drawn anew on either side."""
+    change = random.uniform(*_DEPTHS)
+    while not 0.0 <= depth + change <= _DEPTHS[1]:
+        change = random.choice((-1.0, 1.0)) * random.uniform(*_DEPTHS)
+    return float(depth + change)
+
+
+def synthetic_trace(kind: str, steps: int, seed: int, level: float = _LEVEL) -> Trace:
+    """Return a synthetic trace, whose ceilings are known and whose gradients show them.
+
+    Args:
+        kind (str): one of those in the tables of :mod:`mindformers_adaptive.lab.synthetic`, which is also the
+            name of the trace.
+        steps (int): how many, at least 1.
+        seed (int): at least 0; the same seed gives the same trace.
+        level (float): log2 of the ceilings that the formula starts from. Default: 18.
+
+    Returns:
+        Trace, with ``largest_gradient`` in each step.
+
+    Raises:
+        KeyError: if there is no such kind.
+        TypeError: if ``steps`` or ``seed`` is not an integer.
+        ValueError: if one of the two is too small.
+
+    Examples:
+        >>> len(synthetic_trace("random walk", steps=100, seed=0))
+        100
+    """
+    count = checked_steps(steps)
+    noise = random_of(seed, "n_t").standard_normal(count)
+    if kind in REGIMES:
+        spikes = _spikes(count, seed) if kind.endswith(_WITH_SPIKES) else 0.0
+        log2_ceiling = regime_levels(kind, count, seed, level) - spikes + 0.25 * noise
+    else:
+        log2_ceiling = _FORMULAS[kind](level, noise, np.arange(count) / max(count - 1, 1), seed)
+    return with_gradients(Trace.exact(kind, np.exp2(np.clip(log2_ceiling, *_EXPONENTS))))
+
+
+def synthetic_traces(steps: int, seed: int, kinds: Sequence[str] = KINDS) -> dict[str, Trace]:
+    """Return one trace of each kind by its name, as :func:`synthetic_trace` makes it.
+
+    Args:
+        steps (int): of each trace, at least 1.
+        seed (int): of each trace, at least 0.
+        kinds (Sequence[str]): their names. Default: ``KINDS``, the eight kinds of the first table.
+
+    Returns:
+        dict[str, Trace], by the names of the kinds.
+
+    Raises:
+        KeyError: if there is no such kind.
+        TypeError: if ``steps`` or ``seed`` is not an integer.
+        ValueError: if one of the two is too small.
+
+    Examples:
+        >>> list(synthetic_traces(10, seed=0))[:4]
+        ['stationary', 'slowly rising', 'slowly falling', 'sudden drop']
+    """
+    return {kind: synthetic_trace(kind, steps, seed) for kind in kinds}

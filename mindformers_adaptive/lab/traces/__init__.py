@@ -1,1 +1,0 @@
-"""Traces: what each step's ceiling is, or what is known of it."""

@@ -1,0 +1,87 @@
+"""The arrays of a checkpoint, and a file of arrays that is read in the same way."""
+
+import mindspore
+import numpy as np
+from mindspore import Tensor
+
+from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
+from mindformers_adaptive.text.files import atomic_write
+from mindformers_adaptive.text.install_hint import install_hint
+
+__all__ = ["load_newest", "read_arrays", "save_arrays"]
+
+
+def read_arrays(path):
+    """Return what a checkpoint, or a file of :func:`save_arrays`, holds of floating-point numbers.
+
+    Args:
+        path (str): a file or folder, as in :func:`load_newest`.
+
+    Returns:
+        tuple[dict[str, ndarray], int], the arrays by Parameter name, and the step, None where it is not known.
+
+    Raises:
+        FileNotFoundError: if there is no such path, or no checkpoint in the folder.
+        ValueError: if a file cannot be read.
+    """
+    newest, loaded = load_newest(path)
+    arrays = {name: value for name, value in loaded.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    return {name: to_numpy(value) for name, value in arrays.items()}, newest.step
+
+
+def save_arrays(file, arrays):
+    """Write arrays by name into a .safetensors file, which appears whole or not at all.
+
+    Args:
+        file (str): the file; one that is there is replaced.
+        arrays (dict[str, ndarray]): the arrays.
+    """
+    with install_hint("A .safetensors file"):
+        from safetensors.numpy import save
+
+    with atomic_write(file, "wb") as output:
+        output.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+
+
+def load_newest(path):
+    """Return the checkpoint, the newest of a folder, and its Parameters by name.
+
+    Args:
+        path (str): a ``.ckpt`` or ``.safetensors`` file, or a folder of them, of ``rank_N`` folders or of MindFormers'
+            ``checkpoint:`` format.
+
+    Returns:
+        tuple[Checkpoint, dict[str, Parameter]].
+
+    Raises:
+        FileNotFoundError: if there is no such path, or no checkpoint in the folder.
+        ValueError: if a file is no checkpoint, or has no Parameters.
+    """
+    checkpoints = read_checkpoints(path)
+    if not checkpoints:
+        raise FileNotFoundError(f"There is no .ckpt or .safetensors file in the folder {str(path)!r}.")
+    newest = checkpoints[-1]
+    files = [newest.path] if newest.path.is_file() else sorted(newest.path.glob("*-model-*.safetensors"))
+    loaded = {}
+    for file in files:
+        loaded |= _load(file)
+    return newest, loaded
+
+
+def _load(file):
+    if file.suffix not in (".ckpt", ".safetensors"):
+        raise ValueError(
+            f"{str(file)!r} must be a checkpoint, but its name ends neither in .ckpt nor in .safetensors. Give another "
+            "file, or a folder of them."
+        )
+    remedy = "Give one that was written to its end."
+    if file.stat().st_size == 0:
+        raise ValueError(f"{str(file)!r} must be a checkpoint, but is empty. {remedy}")
+    try:
+        return mindspore.load_checkpoint(str(file), format=file.suffix[1:])
+    except Exception as error:
+        # Of several types, and they speak of arguments that nobody gave.
+        raise ValueError(
+            f"{str(file)!r} must be a checkpoint with at least one Parameter, but MindSpore finds none in it. {remedy}"
+        ) from error

@@ -1,0 +1,189 @@
+"""MindFormers' ``CheckpointMonitor`` with the state of loss scaling, and functions that restore that state."""
+
+import functools
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+from mindformers.core.callback import callback as stock
+from mindspore import Tensor
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.cells.update_cell import RuleUpdateCell
+from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_sidecar, write_sidecar
+from mindformers_adaptive.rules.state_dict import RUN, run_in
+
+__all__ = ["CheckpointMonitor", "CommonInfo", "CommonInfoWithLossScale", "restores_sidecar"]
+
+# MindFormers before 1.7 has no `checkpoint:` format.
+_CommonInfo = getattr(stock, "CommonInfo", object)
+# MindSpore then hands checkpoints to another service.
+_SAVES_ELSEWHERE = os.getenv("AITURBO") == "1"
+
+
+class CheckpointMonitor(stock.CheckpointMonitor):
+    """MindFormers' ``CheckpointMonitor``, which keeps the state of loss scaling and notices when ``async_save`` fails.
+
+    In the ``checkpoint:`` format it writes ``loss_scale.json`` too.
+
+    With ``async_save``, MindFormers takes a checkpoint for complete as soon as the thread or process that writes it has
+    ended, even if that failed, as on a full disk. This class checks that the files are there. If they are not, it warns
+    at the next step, and training resumes from the last complete checkpoint. In the ``checkpoint:`` format incomplete
+    folders do not count among the ``save_max`` that are kept, and a single process removes them.
+
+    Arguments and everything else are those of the stock callback. After ``register()`` a YAML file that names
+    ``CheckpointMonitor`` gets this one.
+    """
+
+    _complete_folders = None
+
+    def _save_megatron_ckpt_file_format(self, cb_params):
+        if cb_params.cur_step_num == self._last_triggered_step:
+            return
+        # LossScaleMonitor looks when this is asked, which MindFormers does not do at the end of a training.
+        self._check_save_ckpt(cb_params, True)
+        update_cell = getattr(cb_params.network, "loss_scaling_manager", None)
+        if isinstance(update_cell, RuleUpdateCell):
+            # MindFormers saves it as common.json, into the folder of this step, before it calls the step complete.
+            self.common_info = CommonInfoWithLossScale(cb_params.network)
+        if self._config.async_save:
+            if self._complete_folders is None:
+                # What MindFormers would call at the end of a save is called by _finish_async_save.
+                call_at_end = self.async_save_manager.add_finalize_fn
+                self.async_save_manager.add_finalize_fn = lambda note_step: call_at_end(
+                    functools.partial(self._finish_async_save, note_step)
+                )
+                self._complete_folders = []
+            self.async_save_manager.maybe_finalize(wait_finish=True)
+            # MindFormers would remove the oldest folder of this list while the newest is still being written.
+            self.current_ckpt_step_list = []
+        super()._save_megatron_ckpt_file_format(cb_params)
+
+    def _finish_async_save(self, note_step):
+        # Rank 0 calls this when all ranks have ended a save. `note_step` makes its folder the one to resume from.
+        for folder in self.current_ckpt_step_list:
+            if missing := self._missing_files(Path(folder)):
+                _warn_of_failed_save(f"{folder} lacks {', '.join(missing)}")
+                if stock.get_real_group_size() == 1:
+                    shutil.rmtree(folder, ignore_errors=True)
+                return
+        try:
+            note_step()
+        except OSError as error:
+            _warn_of_failed_save(f"the step of the newest cannot be noted, {error}")
+        self._complete_folders += self.current_ckpt_step_list
+        for oldest in self._complete_folders[: -self._config.keep_checkpoint_max]:
+            shutil.rmtree(oldest, ignore_errors=True)
+            self._complete_folders.remove(oldest)
+
+    def _missing_files(self, folder):
+        from mindformers.checkpoint.utils import FileType, get_checkpoint_name
+
+        processes = stock.get_real_group_size()
+        if _SAVES_ELSEWHERE or (self.need_remove_redundancy and processes > 1):
+            # Which process writes which file depends on the parallel setting.
+            return []
+        kinds = [FileType.MODEL, *([FileType.OPTIMIZER] if self.save_optimizer else [])]
+        names = [
+            f"{get_checkpoint_name(None, self.origin_prefix, rank, processes, kind)}.safetensors"
+            for kind in kinds
+            for rank in range(processes)
+        ]
+        return [name for name in names if not (folder / name).is_file()]
+
+    def record_last_ckpt_to_json(self, epoch, step, ckpt_file):
+        """Note in ``meta.json`` the file to resume from, if an ``async_save`` has written it."""
+        if self._config.async_save and not _SAVES_ELSEWHERE and not Path(self._directory, ckpt_file).is_file():
+            _warn_of_failed_save(f"{Path(self._directory, ckpt_file)} is not there")
+            return
+        super().record_last_ckpt_to_json(epoch, step, ckpt_file)
+
+    def end(self, run_context):
+        """Save the last checkpoint, and note it when it is complete."""
+        super().end(run_context)
+        # MindFormers before 1.7 has no other format.
+        if getattr(self, "use_legacy_format", True) and self._config.async_save and not self.meta_updated:
+            self.record_last_ckpt_to_json(self.last_epoch_num, self.last_step_num_in_epoch, self.last_ckpoint_file)
+            self.meta_updated = True
+
+
+def _warn_of_failed_save(problem):
+    warnings.warn(
+        f"A checkpoint was not saved: {problem}. Look for the error in the log; the disk may be full. A resume starts "
+        "from the last complete checkpoint.",
+        stacklevel=3,
+    )
+
+
+class CommonInfoWithLossScale(_CommonInfo):
+    """What MindFormers saves as ``common.json``; it saves all attributes, so this one keeps its own in a slot."""
+
+    __slots__ = ("_train_step",)
+
+    def __init__(self, train_step):
+        super().__init__()
+        self._train_step = train_step
+
+    def save_common(self, common_filename):
+        update_cell = self._train_step.loss_scaling_manager
+        state = {**update_cell.state(), RUN: update_cell.run_number}
+        write_sidecar(Path(common_filename).parent, state.pop("loss_scale"), state)
+        super().save_common(common_filename)
+
+
+class CommonInfo(_CommonInfo):
+    """MindFormers' ``CommonInfo``, whose loss scale is a Tensor when it was restored, as in MindFormers' other formats.
+
+    A number is a loss scale that the user has set.
+    """
+
+    @classmethod
+    def load_common(cls, common_filename):
+        info = super().load_common(common_filename)
+        if info.loss_scale is not None:
+            info.loss_scale = Tensor(info.loss_scale, mstype.float32)
+        return info
+
+
+def restores_sidecar(load_checkpoint):
+    """Make a function that loads MindFormers' ``checkpoint:`` format restore ``loss_scale.json`` too.
+
+    Args:
+        load_checkpoint (function): takes ``checkpoint``, the folder of one step, ``network`` and ``optimizer``.
+
+    Returns:
+        function, with the same arguments.
+    """
+
+    @functools.wraps(load_checkpoint)
+    def load_checkpoint_and_sidecar(checkpoint, network, optimizer=None, *args, **kwargs):
+        load_checkpoint(checkpoint, network, optimizer, *args, **kwargs)
+        update_cell = getattr(optimizer, "loss_scaling_manager", None)
+        if not isinstance(update_cell, RuleUpdateCell):
+            return
+        # With optimizer state the Parameters have come back already, as a part of it; of several devices perhaps
+        # without the number of the run, which is in no graph.
+        has_state = update_cell.state()["cur_iter"] > 1
+        try:
+            _restore(update_cell, checkpoint, has_state)
+        except ValueError as error:
+            if not has_state:
+                warnings.warn(f"{error}. Loss scaling starts afresh.", stacklevel=2)
+
+    load_checkpoint_and_sidecar.restores_sidecar = True
+    return load_checkpoint_and_sidecar
+
+
+def _restore(update_cell, folder, has_state):
+    _, state = read_sidecar(folder) or (None, None)
+    if state is None:
+        return
+    try:
+        if has_state:
+            update_cell.run_number = run_in(state, update_cell.run_number)
+        else:
+            # MindFormers restores the loss scale itself.
+            update_cell.restore(state)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{Path(folder, FILE_NAME)} cannot be used: {str(error).rstrip('.')}") from error

@@ -1,0 +1,368 @@
+"""Read the state of loss scaling from checkpoints of every format, without keeping weights in memory; write a sidecar.
+
+MindSpore is imported only to read a ``.ckpt``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindformers_adaptive.rules import RULES
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.fields import SIGNALS, STEP_FIELDS, Field
+from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.rules.saved_state import all_fields
+from mindformers_adaptive.text.files import NOT_FINITE, write_json
+from mindformers_adaptive.text.install_hint import install_hint
+
+__all__ = ["FILE_NAME", "Checkpoint", "newest_state", "read_checkpoints", "read_sidecar", "write_sidecar"]
+
+# Beside common.json, what MindFormers' `checkpoint:` format leaves out where it saves no optimizer: the state of loss
+# scaling.
+FILE_NAME = "loss_scale.json"
+_FORMAT = 1
+
+# What a checkpoint has with any rule. MindFormers writes the loss scale beside the Parameter itself, which is better.
+_FIELDS = (
+    Field("step_num", parameter="step_num"),
+    Field("global_step", parameter="global_step"),
+    Field("loss_scale", "float32", parameter="loss_scale"),
+    Field("loss_scale", "float32", parameter="scale_sense"),
+)
+# What MindFormers' own adaptive cell has not.
+_NOT_MINDFORMERS = ("skipped_steps", "consecutive_overflows", "hysteresis_budget")
+
+# What a file holds, by key in the file or by name; and what it can hold, by the name of the Parameter.
+_Values = dict[str, Any]
+_Fields = dict[str, Field]
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """The state of loss scaling in one file, or in one folder of MindFormers' ``checkpoint:`` format.
+
+    Attributes:
+        path (Path): the file or folder.
+        rules (tuple[type, ...]): the rules whose states it can hold.
+        values (dict[str, int | float | list[float] | None]): steps, loss scale and the state of all rules; None where
+            there is no such value.
+        parameters (set[str]): the names of the Parameters that it has.
+        problems (list[str]): what could not be read, and what contradicts itself.
+        unreadable (bool): whether there is no state, and something could not be read.
+    """
+
+    path: Path
+    rules: tuple[type[Rule], ...]
+    values: _Values
+    parameters: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+    unreadable: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The kind of state, "none" if the checkpoint has no state, "unreadable" if that cannot be known."""
+        if self.unreadable:
+            return "unreadable"
+        counted = {field.parameter for field in STEP_FIELDS}
+        for rule in self.rules:
+            own = {field.parameter for field in all_fields(rule)} - counted - SIGNALS.keys()
+            if self.parameters & own:
+                by_mindformers = rule is AdaptiveRule and not self.parameters & set(_NOT_MINDFORMERS)
+                return f"{rule.name} (MindFormers' own cell)" if by_mindformers else rule.name
+        if any(self.values[name] is not None for name in ("cur_iter", "last_overflow_iter")):
+            return "dynamic (no window)"
+        return "none" if self.values["loss_scale"] is None else "loss scale only"
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether there is any state of loss scaling."""
+        return self.kind not in ("none", "unreadable")
+
+    @property
+    def rank(self) -> int | None:
+        """The rank whose folder the file lies in."""
+        match = re.fullmatch(r"rank_(\d+)", self.path.parent.name)
+        return int(match[1]) if match else None
+
+    @property
+    def step(self) -> int | None:
+        """The step it was saved at, or None if neither the content nor the name has it."""
+        if self.values["step_num"] is not None:
+            return int(self.values["step_num"])
+        # A file is named by epoch and step within the epoch, which is the step itself only in the first epoch.
+        match = re.fullmatch(r"iteration_(\d+)|(?s:.*)-1_(\d+)\.\w+", self.path.name)
+        return int(match[1] or match[2]) if match else None
+
+
+def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list[Checkpoint]:
+    """Read a checkpoint file, or all checkpoints of a folder.
+
+    A folder may hold files, folders ``rank_N`` with files, folders ``iteration_N``, or be such a folder itself.
+
+    Args:
+        path (str): the file or folder.
+        rules (Sequence[type]): classes of rules of one's own, whose states may be there. Default: none.
+
+    Returns:
+        list[Checkpoint], the newest last, with those of unknown step after all others. Empty if the folder has no
+        checkpoints.
+
+    Raises:
+        OSError: if there is no such path, or the folder cannot be read.
+    """
+    all_rules = (*RULES.values(), *rules)
+    try:
+        root = Path(path).resolve(strict=True)
+    except (RuntimeError, ValueError) as error:
+        # A link to itself, or a name that no file can have.
+        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}: {error}.") from None
+    if root.is_file():
+        return [_read(root, [root], all_rules)]
+    if _is_iteration(root):
+        return [_read_iteration(root, all_rules)]
+    checkpoints = []
+    for folder in (root, *filter(Path.is_dir, root.iterdir())):
+        if folder == root or re.fullmatch(r"rank_\d+", folder.name):
+            files = [file for file in folder.iterdir() if file.suffix in _READERS and file.is_file()]
+            checkpoints += [_read(file, [file], all_rules) for file in files]
+        elif _is_iteration(folder):
+            checkpoints.append(_read_iteration(folder, all_rules))
+    return sorted(checkpoints, key=_age)
+
+
+def newest_state(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str, Any]:
+    """Return the loss-scale state of the newest checkpoint that has one.
+
+    Args:
+        path (str): as in :func:`read_checkpoints`.
+        rules (Sequence[type]): classes of rules of your own, whose states may be there. Default: none.
+
+    Returns:
+        dict with ``file`` (relative to ``path``), ``rank``, ``kind``, the steps and the state by name, None for each
+        value that the checkpoint does not have, and ``notes``, a list of str: values that contradict each other, and
+        newer checkpoints that cannot be read. Of several ranks the first one is taken.
+
+    Raises:
+        OSError: if there is no such path, or the folder cannot be read.
+        ValueError: if no checkpoint there has a state.
+    """
+    checkpoints = read_checkpoints(path, rules)
+    torn = [checkpoint for checkpoint in checkpoints if checkpoint.unreadable]
+    with_state = [checkpoint for checkpoint in checkpoints if checkpoint.holds_state]
+    notes = [f"{_name_below(path, checkpoint)}: {'; '.join(checkpoint.problems)}" for checkpoint in torn]
+    if not with_state:
+        reason = "; ".join(notes) or f"{len(checkpoints)} checkpoints were read, and have none"
+        raise ValueError(f"There is no state of loss scaling in {str(path)!r}: {reason}.")
+    steps = [checkpoint.step for checkpoint in with_state]
+    newest = with_state[-1] if steps[-1] is None else with_state[steps.index(steps[-1])]
+    newer = checkpoints[checkpoints.index(newest) :]
+    notes = [note for checkpoint, note in zip(torn, notes, strict=True) if checkpoint in newer]
+    about = {"file": _name_below(path, newest), "rank": newest.rank, "kind": newest.kind}
+    return {**about, **newest.values, "notes": [*newest.problems, *notes]}
+
+
+def _name_below(path: str | Path, checkpoint: Checkpoint) -> str:
+    root = Path(path).resolve()
+    return checkpoint.path.name if root == checkpoint.path else str(checkpoint.path.relative_to(root))
+
+
+def _is_iteration(folder: Path) -> bool:
+    return bool(re.fullmatch(r"iteration_\d+", folder.name)) or any((folder / name).is_file() for name in _SMALL_FILES)
+
+
+def _age(checkpoint: Checkpoint) -> tuple[Any, ...]:
+    numbers_as_numbers = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", checkpoint.path.name)]
+    rank = -1 if checkpoint.rank is None else checkpoint.rank
+    return checkpoint.step is None, checkpoint.step or 0, numbers_as_numbers, rank
+
+
+def _read_iteration(folder: Path, rules: tuple[type[Rule], ...]) -> Checkpoint:
+    """Read a folder of MindFormers' ``checkpoint:`` format; the file that a resume reads comes first."""
+    files = sorted(folder.glob("*-opt-*.safetensors"))
+    return _read(folder, [*files, *(folder / name for name in _SMALL_FILES if (folder / name).exists())], rules)
+
+
+def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> Checkpoint:
+    fields = {field.parameter: field for field in (*_FIELDS, *(one for rule in rules for one in all_fields(rule)))}
+    checkpoint = Checkpoint(path, rules, dict.fromkeys(key for field in fields.values() for key in field.keys))
+    origin: dict[str, str] = {}
+    any_is_torn = False
+    for file in files:
+        read = _SMALL_FILES.get(file.name) or _READERS.get(file.suffix, _refuse)
+        try:
+            content = read(file, fields)
+            values = _by_name(content, fields, checkpoint.problems)
+        except Exception as error:  # for a torn file every library has errors of its own
+            name = "" if file == path else f"{file.name} "
+            checkpoint.problems.append(f"{name}cannot be read: {_one_line(error)}")
+            any_is_torn = True
+            continue
+        checkpoint.parameters |= set(map(_last_part, content))
+        for name, value in values.items():
+            if name not in origin:
+                origin[name], checkpoint.values[name] = file.name, value
+            elif str(checkpoint.values[name]) != str(value):
+                checkpoint.problems.append(
+                    f"{name} is {checkpoint.values[name]} in {origin[name]} but {value} in {file.name}"
+                )
+    checkpoint.unreadable = any_is_torn and not checkpoint.holds_state
+    return checkpoint
+
+
+def _by_name(content: Mapping[str, Any], fields: _Fields, problems: list[str]) -> _Values:
+    """Return the values in the content of a file by the names of ``state()``; add what contradicts itself."""
+    values: _Values = {}
+
+    def find(name: str) -> Any:
+        # A bare name before one with a prefix, which a cell gets as a child of another.
+        keys = sorted((key for key in content if _last_part(key) == name), key=lambda key: (key.count("."), key))
+        for other in keys[1:]:
+            if other.count(".") == keys[0].count(".") and content[other] != content[keys[0]]:
+                problems.append(f"{keys[0]} is {content[keys[0]]} but {other} is {content[other]}; {keys[0]} is shown")
+        return content[keys[0]] if keys else None
+
+    for one in fields.values():
+        if (value := find(one.parameter)) is None:
+            continue
+        if one.shape:
+            values |= zip(one.parts, value, strict=True) if one.parts else {one.name: value}
+        else:
+            values[one.name] = float(value) if one.dtype == "float32" else int(value)
+    return values
+
+
+def _read_safetensors(file: Path, fields: _Fields) -> _Values:
+    with install_hint("A .safetensors file"):
+        from safetensors import safe_open
+
+    with safe_open(file, "np") as content:
+        keys = [key for key in content.keys() if _last_part(key) in fields]  # noqa: SIM118 - it is not a dict
+        fitting = [key for key in keys if _fits(fields[_last_part(key)], content.get_slice(key).get_shape())]
+        return {key: content.get_tensor(key).reshape(fields[_last_part(key)].shape).tolist() for key in fitting}
+
+
+def _read_ckpt(file: Path, fields: _Fields) -> _Values:
+    with install_hint("A .ckpt file"):
+        from mindspore import load_checkpoint
+
+    keys: list[str] = []
+
+    def choose(key: str) -> bool:
+        keys.append(key)
+        return _last_part(key) in fields
+
+    if file.stat().st_size == 0:
+        raise ValueError("the file is empty")
+    try:
+        parameters = load_checkpoint(str(file), choice_func=choose)
+    except ValueError:
+        # MindSpore's answer also to a sound file in which nothing was chosen.
+        if not keys or any(_last_part(key) in fields for key in keys):
+            raise
+        return {}
+    # What the user appended may be text.
+    numbers = {key: value for key, value in parameters.items() if not isinstance(value, str)}
+    fitting = {key: value for key, value in numbers.items() if _fits(fields[_last_part(key)], value.shape)}
+    return {key: value.asnumpy().reshape(fields[_last_part(key)].shape).tolist() for key, value in fitting.items()}
+
+
+def _fits(field: Field, shape: Sequence[int]) -> bool:
+    """Return whether an array has the shape that it has in a state, which a weight of the same name has not."""
+    return tuple(shape) == field.shape if field.shape else set(shape) <= {1}
+
+
+def _read_common(file: Path, fields: _Fields) -> _Values:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return {key: content[key] for key in ("step_num", "global_step", "loss_scale") if content.get(key) is not None}
+
+
+def _read_sidecar(file: Path, fields: _Fields) -> _Values:
+    loss_scale, kept = read_sidecar(file.parent) or (None, {})
+    values: _Values = {"scale_sense": loss_scale}
+    for one in fields.values():
+        if all(key in kept for key in one.keys):
+            values[one.parameter] = one.value_in(kept)
+    # Another rule may have a piece of the same name.
+    if "list_index" not in values:
+        values.pop("scale_window", None)
+    return values
+
+
+def _refuse(file: Path, fields: _Fields) -> _Values:
+    raise ValueError(f"the name of a checkpoint ends in {' or '.join(_READERS)}")
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _one_line(error: Exception) -> str:
+    """Return the message of an error without line breaks, or the name of its class."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+_Reader = Callable[[Path, _Fields], _Values]
+_READERS: dict[str, _Reader] = {".ckpt": _read_ckpt, ".safetensors": _read_safetensors}
+# In the order in which a resume prefers them, after the optimizer's file.
+_SMALL_FILES: dict[str, _Reader] = {"common.json": _read_common, FILE_NAME: _read_sidecar}
+
+
+def write_sidecar(folder: str | Path, loss_scale: float, state: Mapping[str, float | Sequence[float]]) -> None:
+    """Write ``loss_scale.json``.
+
+    Args:
+        folder (str): the checkpoint of one step.
+        loss_scale (float): the loss scale for the next step.
+        state (dict): as ``state()`` of an update cell returns it, numbers and lists of numbers.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> write_sidecar(folder, 1024.0, {"scale_window": 20})
+        >>> read_sidecar(folder)
+        (1024.0, {'scale_window': 20})
+    """
+    write_json(Path(folder) / FILE_NAME, {"format": _FORMAT, "loss_scale": loss_scale, "state": state})
+
+
+def read_sidecar(folder: str | Path) -> tuple[float, dict[str, Any]] | None:
+    """Read ``loss_scale.json``.
+
+    Args:
+        folder (str): the checkpoint of one step.
+
+    Returns:
+        tuple[float, dict], the loss scale and the state, or None where there is no such file.
+
+    Raises:
+        ValueError: if the file is not one that :func:`write_sidecar` wrote.
+    """
+    file = Path(folder) / FILE_NAME
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        content = json.loads(text)
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, and this version reads {_FORMAT}")
+        loss_scale, state = float(content["loss_scale"]), content["state"]
+        state = {name: _numbers(value) for name, value in state.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} cannot be used: {error or type(error).__name__}") from error
+    return loss_scale, state
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(map(_numbers, value))
+    if isinstance(value, str) and value in NOT_FINITE:
+        return NOT_FINITE[value]
+    if type(value) not in (int, float):
+        raise ValueError(f"its state must be numbers, but has {value!r}")
+    return value

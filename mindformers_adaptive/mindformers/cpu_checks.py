@@ -1,0 +1,84 @@
+"""What MindSpore or MindFormers cannot do on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mindformers_adaptive.mindformers.keys import model_values, value_at
+
+__all__ = ["check_cpu"]
+
+# Of the configuration of a model: what a CPU needs, and why.
+_CPU_MODEL: dict[str, tuple[bool, str]] = {
+    "use_flash_attention": (False, "MindSpore has no flash attention (FlashAttentionScore) for a CPU"),
+    "fused_rms_norm": (False, "MindSpore has no fused norm (RmsNorm) for a CPU"),
+    "use_rope_slice": (True, "a CPU does not broadcast the matrices of the other way"),
+}
+# From parallel.parallel_mode: semi-automatic and automatic parallelism, by number and by name.
+_COMPILED_PARALLELISM = (1, 2, "semi_auto_parallel", "auto_parallel")
+_SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
+
+
+def check_cpu(config: Any, model_config: Any = None) -> None:
+    """Refuse a training on a CPU that asks for what MindSpore or MindFormers cannot do there.
+
+    MindSpore says it after it has compiled, or not at all.
+
+    Args:
+        config (MindFormerConfig): of a training.
+        model_config (PretrainedConfig, optional): of the model, where it is built already. Default: None, the section
+            ``model.model_config``, and the defaults of the class that it names.
+
+    Raises:
+        ValueError: for flash attention, fused norms, BF16, mixture of experts, mcore models, semi-automatic
+            parallelism, pipeline stages, the ``checkpoint:`` section of several processes, dumps of ``monitor_config``
+            and Lamb; it names each key, and what to set instead.
+    """
+    model = model_values(config) if model_config is None else vars(model_config)
+    if problems := [*_cpu_problems(config, model)]:
+        raise ValueError("This cannot be trained on a CPU:\n" + "\n".join(f"- {problem}." for problem in problems))
+
+
+def _cpu_problems(config: Any, model: Mapping[str, Any]) -> Iterator[str]:
+    for key, (needed, reason) in _CPU_MODEL.items():
+        if key in model and bool(model[key]) is not needed:
+            yield f"'model.model_config.{key}' must be {needed}, but is {model[key]}: {reason}"
+    for key, value in model.items():
+        if str(value).lower().rpartition(".")[2] == "bfloat16":
+            yield f"'model.model_config.{key}' must be another type, but is bfloat16. Set it to float16 or float32"
+    if config.get("use_legacy") is False:
+        yield (
+            "'use_legacy' must be True, but is False: the mcore models need operators that MindSpore does not have for "
+            "a CPU (RmsNorm, FlashAttentionScore). Take one of the models under mindformers.models.llama"
+        )
+    if (experts := value_at(config, "moe_config.expert_num") or 1) > 1:
+        yield f"'moe_config.expert_num' must be 1, but is {experts}: MindFormers' experts need an Ascend"
+    # MindFormers reads these in a parallel run only.
+    parallel = config if config.get("use_parallel") else {}
+    if (mode := value_at(parallel, "parallel.parallel_mode")) in _COMPILED_PARALLELISM:
+        yield (
+            f"'parallel.parallel_mode' must be 0 (data parallel), but is {mode}: MindSpore does not compile "
+            "semi-automatic parallelism for a CPU"
+        )
+    for key in _SPLITS:
+        parts = value_at(parallel, f"parallel_config.{key}")
+        if isinstance(parts, int) and parts > 1:
+            yield (
+                f"'parallel_config.{key}' must be 1, but is {parts}: it needs semi-automatic parallelism. Share the "
+                "work by 'data_parallel'"
+            )
+    if config.get("checkpoint") and (value_at(parallel, "parallel_config.data_parallel") or 1) > 1:
+        yield (
+            "'checkpoint' must be left out with several processes: MindFormers then asks for the layout of "
+            "semi-automatic parallelism, which a CPU does not have, and stops at the first save. CheckpointMonitor "
+            "saves to .ckpt and .safetensors without it"
+        )
+    folder = value_at(config, "monitor_config.dump_path")
+    if value_at(config, "monitor_config.monitor_on") and folder:
+        yield (
+            f"'monitor_config.dump_path' must be '', but is {folder!r}: MindSpore writes no dumps (TensorDump) on a "
+            "CPU. What the formats print to the log and to TensorBoard does not need it"
+        )
+    if value_at(config, "optimizer.type") == "Lamb":
+        yield "'optimizer.type' must be another optimizer, but is Lamb. Set it to AdamW"

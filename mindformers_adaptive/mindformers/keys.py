@@ -1,0 +1,51 @@
+"""Reading of a configuration by its keys."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["ACCUMULATION", "FORMER_KEYS", "PER_TOKEN", "SCALE_SENSE", "given_to_train_step", "model_values", "value_at"]
+
+SCALE_SENSE = "runner_wrapper.scale_sense"
+PER_TOKEN = "calculate_per_token_loss"
+ACCUMULATION = "runner_config.gradient_accumulation_steps"
+
+# Keys that MindFormers' train steps had, or that its documents show there, and the keys that have the effect today. Its
+# cells take them in silence. Overflows are always looked for.
+FORMER_KEYS = {
+    "clip_norm": "max_grad_norm",
+    "enable_check_overflow": "",
+    "enable_global_norm": "use_clip_grad",
+    "loss_scale_value": "scale_sense",
+    "scale_update_cell": "scale_sense",
+    "sens": "scale_sense",
+}
+
+
+def value_at(config: Any, key: str) -> Any:
+    """Return what a dotted key of a configuration leads to, or None."""
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config
+
+
+def given_to_train_step(config: Any, name: str) -> Any:
+    """Return what MindFormers gives to a train-step cell: from the cell's own section, or else from the top."""
+    own = value_at(config, f"runner_wrapper.{name}")
+    return value_at(config, name) if own is None else own
+
+
+def model_values(config: Any) -> Mapping[str, Any]:
+    """Return the section of the model, and the defaults of its class."""
+    section = value_at(config, "model.model_config")
+    if not isinstance(section, dict):
+        return {}
+    from mindformers.tools.register import MindFormerRegister
+
+    name = section.get("type")
+    if not isinstance(name, str) or not MindFormerRegister.is_exist("config", name):
+        return section
+    parameters = inspect.signature(MindFormerRegister.get_cls("config", name)).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty} | section

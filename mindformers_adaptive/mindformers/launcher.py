@@ -1,0 +1,212 @@
+"""The launcher: MindFormers' trainer from a YAML file and overrides of its keys, with adaptive loss scaling."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from mindformers_adaptive.mindformers.checks import check_config
+from mindformers_adaptive.mindformers.cpu_checks import check_cpu
+from mindformers_adaptive.mindformers.keys import value_at
+from mindformers_adaptive.mindformers.pynative_section import is_for_pynative_trainer
+from mindformers_adaptive.text.untrusted import read_yaml
+
+__all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "had_begun", "launch", "load_config", "require_yaml_file", "set_key"]
+
+NUM_SAMPLES = "train_dataset.data_loader.num_samples"
+EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"
+
+_RUN_MODES = ("train", "finetune", "eval", "predict")
+
+# More files than this only come from one that names itself, directly or through others.
+_MOST_FILES = 30
+
+# Where the steps of a training, an evaluation or a prediction are taken.
+_AT_WORK = ("mindspore.train.model", "mindformers.generation.text_generator")
+
+
+def load_config(
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    register_path: str | None = None,
+    may_add: Collection[str] = (),
+) -> Any:
+    """Register the plugin, load a YAML file and override some of its keys.
+
+    Args:
+        path (str): the YAML file.
+        overrides (Mapping, optional): values by dotted key, as in ``{"optimizer.betas.1": 0.99}``, set in this order;
+            see :func:`set_key`. A limit on the samples of evaluation data that are not there has no effect. Default:
+            None.
+        register_path (str, optional): folder of further classes for ``auto_register``. Default: None.
+        may_add (Collection[str]): keys that the file need not have; any other that is added is warned of. Default: ().
+
+    Returns:
+        MindFormerConfig, ready for :func:`launch`.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        TypeError: if the file, or one that its ``base_config`` leads to, does not hold keys, or
+            :func:`mindformers_adaptive.mindformers.checks.check_config` raises it.
+        ValueError: likewise, and by :func:`mindformers_adaptive.mindformers.cpu_checks.check_cpu`; and if the file's
+            name does not end in .yaml or .yml, it is not YAML, its ``base_config`` leads back to it, ``run_mode`` is
+            not one of train, finetune, eval and predict, or a key is unknown or cannot be set.
+    """
+    path = require_yaml_file(path)
+    _check_files(path)
+    import mindspore
+    from mindformers.tools.register import MindFormerConfig
+
+    from mindformers_adaptive.mindformers.registration import register
+
+    if register_path is not None:
+        folder = os.environ["REGISTER_PATH"] = str(Path(register_path).resolve())
+        if folder not in sys.path:
+            sys.path.append(folder)
+    register()
+    overrides = dict(overrides or {})
+    # MindFormers fills in its template by the run mode, so it has to know it while it reads the file.
+    run_mode = {key: value for key, value in overrides.items() if key == "run_mode"}
+    try:
+        config = MindFormerConfig(path, **run_mode)
+    except KeyError as error:
+        # MindFormers' answer to an unknown key.
+        raise ValueError(f"{path}: {error.args[0]}") from error
+    for key, value in overrides.items():
+        if key == EVAL_NUM_SAMPLES and not (config.eval_dataset and config.eval_dataset.data_loader):
+            continue
+        if not set_key(config, key, value) and key not in (*may_add, EVAL_NUM_SAMPLES):
+            warnings.warn(f"'{key}' was not in {path}; it is added, as {value!r}.", stacklevel=2)
+    if config.run_mode not in _RUN_MODES:
+        raise ValueError(
+            f"'run_mode' must be one of {', '.join(_RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
+            "or with --run-mode."
+        )
+    target = value_at(config, "context.device_target") or mindspore.get_context("device_target")
+    if config.run_mode in ("train", "finetune") and target == "CPU":
+        check_cpu(config)
+    check_config(config)
+    return config
+
+
+def require_yaml_file(path: str | Path) -> str:
+    """Return the path of a YAML file as text, or raise FileNotFoundError or ValueError."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {str(path)!r}, seen from {Path.cwd()}")
+    if not str(path).endswith(("yaml", "yml")):
+        # MindFormers would ignore the file.
+        raise ValueError(f"the name of a YAML file must end in .yaml or .yml, but got {str(path)!r}")
+    return str(path)
+
+
+def _check_files(path: str) -> None:
+    """Check what a YAML file and those that ``base_config`` leads to look like, before MindFormers reads them."""
+    waiting, read = [path], 0
+    while waiting:
+        file = waiting.pop()
+        if (read := read + 1) > _MOST_FILES:
+            raise ValueError(
+                f"'base_config' must lead to at most {_MOST_FILES} files, but from {path} it leads to more, such as "
+                f"{file}. See whether one of them names itself."
+            )
+        content = read_yaml(file)
+        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+            raise TypeError(
+                f"{file} must hold keys of MindFormers, but holds {str(content)[:80]!r}. Write lines such as 'seed: 0' "
+                "and 'runner_config:'."
+            )
+        if is_for_pynative_trainer(content):
+            raise ValueError(
+                f"{file} must be for MindFormers' graph-mode trainer here, but has 'training' of its PyNative trainer. "
+                "Of this project's commands only 'adaptive-loss-scale train' takes it."
+            )
+        bases = content.get("base_config", [])
+        for base in bases if isinstance(bases, list) else [bases]:
+            if not isinstance(base, str):
+                raise TypeError(f"{file}: 'base_config' must name a YAML file, but got {base!r}. Take it out.")
+            waiting.append(require_yaml_file(os.path.join(os.path.dirname(file), base)))
+
+
+def set_key(config: Any, key: str, value: Any) -> bool:
+    """Set one key of a loaded YAML file.
+
+    Args:
+        config (MindFormerConfig): the loaded file; changed in place.
+        key (str): the path to the key with dots between, a number for a place in a list: ``callbacks.0.type``.
+        value (object): the new value.
+
+    Returns:
+        bool, whether the key was there before, be it null. Where it was not, it is added, with the sections above it.
+
+    Raises:
+        ValueError: if the path leads through something that is neither a section nor a place in a list, or a key of
+            a section is no text.
+    """
+    *sections, last = key.split(".")
+    node = config
+    for section in sections:
+        place = _place(node, section, key)
+        if isinstance(node, dict) and node.get(place) is None:
+            node[place] = type(config)()
+        node = node[place]
+    place = _place(node, last, key)
+    was_there = isinstance(node, list) or place in node
+    if isinstance(value, dict) and not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{key!r} must be a section whose keys are names, but got {value!r}. Put numbers in quotes.")
+    # MindFormers reads the keys of a section as attributes, which a plain dict does not have.
+    node[place] = type(config)(**value) if isinstance(value, dict) else value
+    return was_there
+
+
+def had_begun(error: BaseException) -> bool:
+    """Return whether an error came out of the steps of a training, an evaluation or a prediction."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # What a callback refuses before the first step is bad input, as what the trainer refuses before it.
+    is_at_begin = any(frame.f_code.co_name in ("begin", "on_train_begin", "on_eval_begin") for frame in frames)
+    return not is_at_begin and any(frame.f_globals.get("__name__") in _AT_WORK for frame in frames)
+
+
+def launch(config: Any) -> None:
+    """Run the task that a loaded YAML file describes.
+
+    Args:
+        config (MindFormerConfig): what :func:`load_config` returned.
+    """
+    from mindformers.core.context import build_context
+
+    from mindformers_adaptive.mindformers.trainer import LaunchedTrainer
+
+    try:
+        from mindformers.utils.file_utils import set_output_path
+    except ImportError:  # before MindFormers 1.8
+        from mindformers.tools.utils import set_output_path
+
+    set_output_path(config.output_dir)
+    build_context(config)
+    trainer = LaunchedTrainer(config)
+    if config.run_mode in ("train", "finetune"):
+        trainer.train()
+    elif config.run_mode == "eval":
+        trainer.evaluate(eval_checkpoint=config.load_checkpoint)
+    else:
+        trainer.predict(
+            predict_checkpoint=config.load_checkpoint,
+            input_data=config.input_data,
+            batch_size=config.predict_batch_size,
+        )
+
+
+def _place(node: Any, name: str, key: str) -> str | int:
+    if isinstance(node, dict):
+        return name
+    if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+        return int(name)
+    raise ValueError(
+        f"'{key}' leads to nothing in the YAML file: there is no {name!r} in {node!r}. Name a section by its key and a "
+        "place in a list by its number, from 0."
+    )

@@ -1,0 +1,120 @@
+"""Why the training of a YAML file of MindFormers overflows, and which of its settings helps."""
+
+import functools
+import itertools
+
+from mindspore import Tensor
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.gradients.backward import to_numpy
+from mindformers_adaptive.mindformers.keys import value_at
+from mindformers_adaptive.mindformers.launcher import load_config
+from mindformers_adaptive.mindformers.training_probe import build_training, build_training_at_start
+from mindformers_adaptive.overflow.batch_file import read_batch
+from mindformers_adaptive.overflow.explain import explain_overflow
+from mindformers_adaptive.rules.checks import require_integer
+
+__all__ = ["DEFAULT_BATCHES", "why"]
+
+# Each is passed through three times in PyNative mode, and an overflow of the model is seen in any.
+DEFAULT_BATCHES = 2
+
+_SECTION = "model.model_config"
+
+# What a model computes in float16 or bfloat16 by these settings can be computed in float32: those of MindFormers'
+# legacy models, and those of its mcore models. compute_dtype, which is for everything, is the last resort.
+_DTYPES = ("softmax_compute_type", "softmax_compute_dtype", "layernorm_compute_type", "layernorm_compute_dtype")
+_DTYPES += ("rotary_dtype", "residual_dtype", "embedding_init_type", "moe_router_dtype", "router_dense_type")
+_LAST = ("compute_dtype",)
+_SWITCHES = ("fp32_residual_connection",)
+
+_NARROW = ("float16", "fp16", "bfloat16", "bf16")
+
+
+def why(
+    config_path,
+    checkpoint=None,
+    train_dataset_dir=None,
+    loss_scale=None,
+    batches=DEFAULT_BATCHES,
+    *,
+    batch=None,
+    graph=False,
+    overrides=None,
+    progress=None,
+):
+    """Say why the training of a YAML file overflows, in which layer, and which of its settings helps.
+
+    The passes are those of the train-step cell that a training would use, with the weights that it would start from, as
+    in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Where it overflows, each setting of the file's
+    ``model_config`` that makes a part of the model compute in half precision is tried in float32.
+
+    Args:
+        config_path (str): the YAML file.
+        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder of which the newest is taken.
+            Default: None, what the YAML file says to load.
+        train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
+        loss_scale (float, optional): the loss scale of the training. Default: None, the one that it starts from.
+        batches (int): how many batches of the training data. Default: 2.
+        batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, in place of the
+            training data. Default: None.
+        graph (bool): as in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: False.
+        overrides (dict, optional): values by dotted key that replace those of the YAML file. Default: None.
+        progress (Callable, optional): called with the number of backward passes done. Default: None.
+
+    Returns:
+        Explanation.
+
+    Raises:
+        TypeError: if ``batches`` is not an integer, or ``loss_scale`` not a number.
+        ValueError: if ``batches`` is below 1, the loss scale not above 0, the checkpoint has none of the network's
+            weights, or the file has no data.
+        FileNotFoundError: if there is no such file, or no checkpoint in the folder.
+        PyNativeError: if the model cannot run in PyNative mode, or with ``graph`` in graph mode.
+    """
+    require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
+    saved = None if batch is None else [tuple(map(Tensor, read_batch(batch)))]
+    train_step, dataset, measured = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
+    rows = saved or list(itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches))
+    if not rows:
+        raise ValueError("The training data must have at least one batch, but has none. Make the batches smaller.")
+    network = train_step.network
+    written = load_config(config_path, overrides, may_add=tuple(overrides or ()))
+    settings = {
+        f"{key}: {value}": functools.partial(
+            _with_setting, network, config_path, train_dataset_dir, {**(overrides or {}), f"{_SECTION}.{key}": value}
+        )
+        for key, value in _worth_trying(network, value_at(written, _SECTION) or {})
+    }
+    return explain_overflow(
+        train_step, rows, loss_scale, settings=settings, measured=measured, graph=graph, progress=progress
+    )
+
+
+def _worth_trying(network, section):
+    """Yield the settings of a model, and their values, that would make a part of it compute in float32."""
+    config = next((cell.config for _, cell in network.cells_and_names() if hasattr(cell, "config")), None)
+
+    def is_narrow(key):
+        value = section.get(key) if getattr(config, key, None) is None else getattr(config, key)
+        name = str(value).lower().rpartition(".")[2]
+        return name in _NARROW
+
+    yield from ((key, "float32") for key in _DTYPES if is_narrow(key))
+    yield from ((key, True) for key in _SWITCHES if getattr(config, key, section.get(key)) is False)
+    yield from ((key, "float32") for key in _LAST if is_narrow(key))
+
+
+def _with_setting(network, config_path, train_dataset_dir, overrides):
+    """Build the training with other settings, and with the weights of a network."""
+    import warnings
+
+    with warnings.catch_warnings():
+        # The key may not be in the file.
+        warnings.simplefilter("ignore")
+        train_step, _ = build_training(config_path, train_dataset_dir, overrides)
+    weights = {weight.name: weight for weight in network.get_parameters()}
+    for weight in train_step.network.get_parameters():
+        if weight.name in weights:
+            weight.set_data(Tensor(to_numpy(weights[weight.name]), mstype.float32).astype(weight.dtype))
+    return train_step

@@ -1,0 +1,87 @@
+"""The monitors of loss scaling as callbacks of MindFormers' PyNative trainer."""
+
+import contextlib
+
+from mindspore.train import RunContext
+from mindspore.train.callback import _InternalCallbackParam
+
+from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+
+__all__ = ["ConnectedMonitor", "connect", "release"]
+
+
+def connect(callbacks, train_step):
+    """Return callbacks of the trainer with the monitors among them connected to it.
+
+    Args:
+        callbacks (list): of the trainer, :class:`LossScaleMonitor` among them.
+        train_step (object): has the loss scale as ``scale_sense`` and the update cell as ``loss_scaling_manager``.
+
+    Returns:
+        list, in the order of ``callbacks``, but the monitors before what saves checkpoints, so that no checkpoint is
+        ahead of a record; and a :class:`CollapseWatch`.
+    """
+    savers = [callback for callback in callbacks if hasattr(callback, "save_path")]
+    monitors = [callback for callback in callbacks if isinstance(callback, LossScaleMonitor)]
+    connected = [ConnectedMonitor(monitor, train_step, monitors) for monitor in (*monitors, CollapseWatch())]
+    others = [callback for callback in callbacks if callback not in monitors]
+    first_saver = next((place for place, callback in enumerate(others) if callback in savers), len(others))
+    return [*others[:first_saver], *connected, *others[first_saver:]]
+
+
+def release(callbacks):
+    """Close what the connected monitors among the callbacks have opened, however the training ended."""
+    for callback in callbacks:
+        if isinstance(callback, ConnectedMonitor):
+            callback.close()
+
+
+class ConnectedMonitor:
+    """A callback of ``mindspore.train.Model`` that sees the steps of MindFormers' PyNative trainer.
+
+    Args:
+        monitor (Callback): the callback.
+        train_step (object): as of :func:`connect`.
+        monitors (list): all monitors of the training.
+
+    Raises:
+        ValueError: if the monitor is to explain a collapse, which needs a network of the graph-mode trainer.
+    """
+
+    def __init__(self, monitor, train_step, monitors):
+        if getattr(monitor, "_explain", False):
+            raise ValueError(
+                "'explain' of LossScaleMonitor must be False with the PyNative trainer, but is True: the passes that "
+                "explain a collapse need a train-step cell. Leave it out."
+            )
+        self.monitor = monitor
+        params = _InternalCallbackParam()
+        params.update(train_network=train_step, network=None, list_callback=[*monitors], dataset_sink_mode=False)
+        self._params, self._context, self._open = params, RunContext(params), contextlib.ExitStack()
+
+    def on_train_begin(self, args, state, **kwargs):
+        """Tell the monitor where the training begins."""
+        self._params.update(cur_step_num=state.global_step, epoch_num=1, batch_num=state.max_steps)
+        self._open.enter_context(self.monitor)
+        self.monitor.on_train_begin(self._context)
+
+    def on_step_end(self, args, state, loss=None, grad_norm=None, **kwargs):
+        """Tell the monitor of a step, and end the training if the monitor asks for it."""
+        self._params.update(cur_step_num=state.global_step, net_outputs=(loss, None, None, None, grad_norm))
+        self.monitor.on_train_step_end(self._context)
+        if self._context.get_stop_requested():
+            state.max_steps = state.global_step
+
+    def on_train_end(self, args, state, **kwargs):
+        """Tell the monitor that the training has ended."""
+        self.monitor.on_train_end(self._context)
+
+    def close(self):
+        """Close what the monitor has opened; calling it again does nothing."""
+        self._open.close()
+
+    def on_begin(self, args, state, **kwargs):
+        """Do nothing, as in all that the monitors do not look at."""
+
+    on_end = on_epoch_begin = on_epoch_end = on_step_begin = on_begin

@@ -1,0 +1,121 @@
+"""The launcher for MindFormers' PyNative trainer, with loss scaling where the YAML file has ``training.loss_scale``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from mindformers_adaptive.mindformers.launcher import require_yaml_file, set_key
+from mindformers_adaptive.mindformers.pynative_section import check_config, is_for_pynative_trainer, read_config
+from mindformers_adaptive.text.untrusted import read_yaml
+
+__all__ = ["had_begun", "is_for", "launch", "load_config"]
+
+# Where the PyNative trainer has what an option sets for the graph-mode trainer.
+_IN_ITS_PLACE = {
+    "seed": "training.seed",
+    "output_dir": "checkpoint.save_path",
+    "load_checkpoint": "checkpoint.load_path",
+    "resume_training": "checkpoint.load_path",
+    "runner_config.epochs": "training.steps",
+    "runner_config.batch_size": "training.local_batch_size",
+    "runner_config.gradient_accumulation_steps": "training.global_batch_size",
+}
+_IN_BOTH = ("run_mode", "context.mode", "context.device_target")
+
+
+def is_for(path: str | Path, mode: int | None = None) -> bool:
+    """Return whether a YAML file is for MindFormers' PyNative trainer; one that cannot be read is not.
+
+    Args:
+        path (str): the file.
+        mode (int, optional): the ``context.mode`` to be used instead of that of the file. Default: None.
+
+    Raises:
+        ValueError: as of :func:`mindformers_adaptive.mindformers.pynative_section.is_for_pynative_trainer`.
+    """
+    try:
+        content = read_yaml(path)
+    except ValueError:
+        return False
+    return is_for_pynative_trainer(content, mode)
+
+
+def load_config(
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    register_path: str | None = None,
+    may_add: Collection[str] = (),
+) -> dict[str, Any]:
+    """Load a YAML file of the PyNative trainer, override some of its keys, and check what it says of loss scaling.
+
+    Args:
+        path (str): the YAML file.
+        overrides (Mapping, optional): values by dotted key, set in this order. Default: None.
+        register_path (str, optional): folder of further classes, which can be imported from then on. Default: None.
+        may_add (Collection[str]): the keys of options for the graph-mode trainer, which this one has elsewhere.
+            Default: ().
+
+    Returns:
+        dict, ready for :func:`launch`.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        TypeError: as of :func:`mindformers_adaptive.mindformers.pynative_section.check_config`.
+        ValueError: likewise; if ``run_mode`` is not train, or a key is one of the graph-mode trainer or cannot be set.
+    """
+    path = require_yaml_file(path)
+    config, section = read_config(path)
+    config = copy.deepcopy({**config, "training": {**config["training"], "loss_scale": section}})
+    if register_path is not None:
+        folder = os.environ["REGISTER_PATH"] = str(Path(register_path).resolve())
+        sys.path.append(folder)
+    for key, value in (overrides or {}).items():
+        if key in may_add and key not in _IN_BOTH:
+            place = _IN_ITS_PLACE.get(key)
+            remedy = f"Set '{place}' with --options." if place else "Set the key of this trainer with --options."
+            raise ValueError(
+                f"'{key}' is a key of MindFormers' graph-mode trainer, but {path} is for its PyNative trainer. {remedy}"
+            )
+        if not set_key(config, key, value) and not key.startswith("training.loss_scale"):
+            warnings.warn(f"'{key}' was not in {path}; it is added, as {value!r}.", stacklevel=2)
+    if (run_mode := config.get("run_mode", "train")) != "train":
+        raise ValueError(
+            f"'run_mode' must be train with the PyNative trainer, but got {run_mode!r}. Predict with MindFormers' own "
+            "run_mindformer.py; no loss is scaled there."
+        )
+    check_config(*read_config(config))
+    return config
+
+
+def launch(config: dict[str, Any]) -> None:
+    """Train as a loaded YAML file says.
+
+    Args:
+        config (dict): what :func:`load_config` returned.
+
+    Raises:
+        ImportError: if MindFormers is older than 2.0.0, or hyper-parallel is not installed.
+    """
+    import mindspore
+
+    from mindformers_adaptive.mindformers.pynative_trainer import stock_trainer, trainer_class
+
+    without_section, section = read_config(config)
+    stock = stock_trainer()
+    target = config.get("context", {}).get("device_target", "Ascend")
+    mindspore.set_context(mode=mindspore.PYNATIVE_MODE, device_target=target)
+    trainer = stock.Trainer(config=without_section) if section is None else trainer_class()(config=config)
+    trainer.train()
+
+
+def had_begun(error: BaseException) -> bool:
+    """Return whether an error came out of the steps of the training."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(frame.f_code.co_name == "_inner_train_loop" for frame in frames)

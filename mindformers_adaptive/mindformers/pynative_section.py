@@ -1,0 +1,223 @@
+"""The section ``training.loss_scale`` of YAML files for MindFormers' PyNative trainer, and which trainer one is for."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindformers_adaptive.rules import RULES, find_rule, make_rule, rule_of_cell
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.checks import require_positive, warn_of_rounding
+from mindformers_adaptive.rules.description import all_arguments
+from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.text.untrusted import read_yaml
+
+__all__ = ["SECTION", "check_config", "is_for_pynative_trainer", "read_config", "read_section", "warn_of_dtype"]
+
+SECTION = "training.loss_scale"
+
+# Sections that only the graph-mode one of MindFormers' two trainers reads.
+_GRAPH = ("runner_config", "runner_wrapper", "parallel_config", "lr_schedule", "trainer")
+_TYPES = f"{', '.join(rule.cell for rule in RULES.values())}, or RuleLossScaleUpdateCell with a 'rule'"
+
+
+def is_for_pynative_trainer(content: object, mode: int | None = None) -> bool:
+    """Return whether the content of a YAML file is for MindFormers' PyNative trainer, and not for its graph-mode one.
+
+    Args:
+        content (object): what the file holds.
+        mode (int, optional): the ``context.mode`` to be used instead of that of the file. Default: None.
+
+    Raises:
+        ValueError: if the file has sections of both trainers, or is for the PyNative trainer in graph mode.
+
+    Examples:
+        >>> is_for_pynative_trainer({"training": {"steps": 100}}), is_for_pynative_trainer({"runner_config": {}})
+        (True, False)
+    """
+    if not isinstance(content, Mapping) or not isinstance(content.get("training"), Mapping):
+        return False
+    if both := [name for name in _GRAPH if content.get(name)]:
+        raise ValueError(
+            "The file must be for one of MindFormers' two trainers, but has 'training' of the PyNative trainer and "
+            f"{', '.join(map(repr, both))} of the graph-mode trainer. Take out the sections of the other one."
+        )
+    context = content.get("context")
+    mode = context.get("mode", 1) if mode is None and isinstance(context, Mapping) else mode
+    if mode not in (None, 1, "PYNATIVE_MODE"):
+        raise ValueError(
+            f"'context.mode' must be 1 in a file with 'training', which is for MindFormers' PyNative trainer, but is "
+            f"{mode!r}. Set it to 1, or write the file for the graph-mode trainer, with 'runner_config' and "
+            "'runner_wrapper'."
+        )
+    return True
+
+
+def read_config(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], Any]:
+    """Return a configuration without its section ``training.loss_scale``, which MindFormers would refuse, and that.
+
+    Args:
+        config (Union[str, Path, Mapping]): a YAML file, or what it holds; not changed.
+
+    Returns:
+        tuple[dict, object], the section is None where there is none.
+
+    Raises:
+        TypeError: if it is neither a file nor holds keys, or ``training`` is no section.
+        ValueError: if the file is not YAML.
+
+    Examples:
+        >>> read_config({"training": {"steps": 10, "loss_scale": 1024}})
+        ({'training': {'steps': 10}}, 1024)
+    """
+    if isinstance(config, str | Path):
+        config = read_yaml(config)
+    if not isinstance(config, Mapping):
+        raise TypeError(f"'config' must be a YAML file or a dict of its keys, but got {str(config)[:80]!r}.")
+    training = config.get("training") or {}
+    if not isinstance(training, Mapping):
+        raise TypeError(f"'training' must be a section of keys, but got {training!r}. Write its keys below, indented.")
+    rest = {name: value for name, value in training.items() if name != "loss_scale"}
+    return {**config, "training": rest}, training.get("loss_scale")
+
+
+def read_section(section: object) -> dict[str, Any]:
+    """Check the section ``training.loss_scale``, and return it with the class of its rule as ``rule``.
+
+    Args:
+        section (Union[float, Mapping]): a number for a loss scale that stays, or ``type`` and the arguments, as in the
+            ``scale_sense`` of the graph-mode trainer.
+
+    Returns:
+        dict, ``rule`` (type), ``loss_scale_value`` (float) and the other arguments.
+
+    Raises:
+        TypeError: if it is neither a number nor a section, lacks the ``type``, or has a key or value of a wrong kind.
+        ValueError: if there is no such type, or a value is out of its range.
+
+    Examples:
+        >>> section = read_section({"type": "AdaptiveLossScale", "loss_scale_value": 1024, "scale_window": 20})
+        >>> section.pop("rule").name, section
+        ('adaptive', {'loss_scale_value': 1024, 'scale_window': 20})
+    """
+    if isinstance(section, int | float) and not isinstance(section, bool):
+        scale = require_positive(SECTION, section)
+        return {"rule": AdaptiveRule} | dict.fromkeys(("loss_scale_value", "min_loss_scale", "max_loss_scale"), scale)
+    if not isinstance(section, Mapping):
+        raise TypeError(
+            f"'{SECTION}' must be a section or a number, but got {section!r}. Write 'type: AdaptiveLossScale' below "
+            "it, with 'loss_scale_value' and the other arguments."
+        )
+    arguments = {str(name): value for name, value in section.items()}
+    rule = _rule_of(arguments)
+    known = all_arguments(rule)
+    for name in arguments:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
+            raise TypeError(
+                f"'{SECTION}' must have keys that the rule {rule.name!r} takes, but got {name!r}. {hint}It takes "
+                f"{', '.join(known)}."
+            )
+    arguments.setdefault("loss_scale_value", known["loss_scale_value"])
+    of_start = {name: arguments[name] for name in rule.start_arguments if name in arguments}
+    of_rule = {name: value for name, value in arguments.items() if name not in (*of_start, "loss_scale_value")}
+    try:
+        with warnings.catch_warnings():
+            # It warns again when it is made to be used.
+            warnings.simplefilter("ignore")
+            make_rule(rule, **of_rule).start(arguments["loss_scale_value"], **of_start)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"'{SECTION}': {error}") from error
+    return {"rule": rule, **arguments}
+
+
+def _rule_of(arguments: dict[str, Any]) -> type[Rule]:
+    """Take ``type``, and ``rule`` if the type needs it, out of the section, and return the rule that they name."""
+    kind = arguments.pop("type", None)
+    if kind == Rule.cell:
+        try:
+            return find_rule(arguments.pop("rule", ""))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"'{SECTION}': {error}") from error
+    if (rule := rule_of_cell(kind)) is None:
+        wrong = "lacks it" if kind is None else f"got {kind!r}"
+        kind_of_error = ValueError if isinstance(kind, str) else TypeError
+        raise kind_of_error(f"'{SECTION}.type' must be {_TYPES}, but {wrong}. Write 'type: AdaptiveLossScale'.")
+    return rule
+
+
+def check_config(config: Mapping[str, Any], section: object) -> None:
+    """Check what a configuration says of loss scaling and of what it cannot be combined with.
+
+    Args:
+        config (Mapping): the configuration, without the section.
+        section (object): ``training.loss_scale``, or None where there is none.
+
+    Raises:
+        TypeError: as of :func:`read_section`.
+        ValueError: likewise; for a pipeline; and for a callback that works with the graph-mode trainer only.
+
+    Warns:
+        UserWarning: if a float16 model has no section, or a bfloat16 model has one that moves its loss scale.
+
+    Examples:
+        >>> check_config({"parallelism": {"pipeline_parallel": 2}}, 1024.0)
+        Traceback (most recent call last):
+        ValueError: 'parallelism.pipeline_parallel' must be 1 with 'training.loss_scale', but is 2: ...
+    """
+    if section is not None and read_section(section)["rule"] is AdaptiveRule:
+        scale = section.get("loss_scale_value") if isinstance(section, Mapping) else section
+        warn_of_rounding(f"{SECTION}.loss_scale_value" if scale is not section else SECTION, scale, stacklevel=2)
+    kind = section.get("type") if isinstance(section, Mapping) else None if section is None else ""
+    warn_of_dtype("model.compute_dtype", _section_of(config, "model").get("compute_dtype"), SECTION, kind, stacklevel=3)
+    if section is None:
+        return
+    stages = _section_of(config, "parallelism").get("pipeline_parallel", 1)
+    if isinstance(stages, int) and stages > 1:
+        raise ValueError(
+            f"'parallelism.pipeline_parallel' must be 1 with '{SECTION}', but is {stages}: the pipeline schedule of "
+            "MindFormers starts the backward passes itself, where this package cannot multiply by the loss scale. Use "
+            "data or tensor parallelism, or train in bfloat16 without the section."
+        )
+    callbacks = config.get("callbacks")
+    for place, callback in enumerate(callbacks if isinstance(callbacks, list) else []):
+        if isinstance(callback, Mapping) and callback.get("type") == "GradientRangeMonitor":
+            raise ValueError(
+                f"'callbacks.{place}.type' must be a callback of the PyNative trainer, but GradientRangeMonitor works "
+                "with the graph-mode trainer only. Take it out; LossScaleMonitor works with both."
+            )
+
+
+def warn_of_dtype(key: str, dtype: object, section: str, kind: object, stacklevel: int) -> None:
+    """Warn where a model in float16 has no loss scaling, or one in bfloat16 has one that moves its loss scale.
+
+    Args:
+        key (str): the key of the dtype.
+        dtype (object): what the model computes in.
+        section (str): the key of the loss scaling.
+        kind (str, optional): its type; "" for a scale that stays, None where there is none.
+        stacklevel (int): as of ``warnings.warn``.
+    """
+    name, short = str(dtype).lower().rpartition(".")[2], section.rpartition(".")[2]
+    if name in ("float16", "fp16") and kind is None:
+        warnings.warn(
+            f"'{key}' is {dtype}, in which small gradients become 0, but there is no '{section}', so the loss is not "
+            f"scaled. Add a section of type AdaptiveLossScale, or '{short}: 1.0' if that is what you mean.",
+            stacklevel=stacklevel,
+        )
+    if name in ("bfloat16", "bf16") and kind:
+        warnings.warn(
+            f"'{key}' is {dtype}, which has the range of float32 and needs no loss scaling, but '{section}' is of type "
+            f"{kind}. Training goes on with it. Set '{short}: 1.0' to train without, or '{key}' to float16 if that is "
+            "what you mean.",
+            stacklevel=stacklevel,
+        )
+
+
+def _section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}

@@ -1,0 +1,273 @@
+"""MindFormers' PyNative trainer with loss scaling."""
+
+import functools
+import importlib.metadata
+import math
+import warnings
+
+import numpy as np
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import Tensor, amp, ops
+from mindspore import dtype as mstype
+
+from mindformers_adaptive.cells.scaler import SCALERS, RuleLossScaler
+from mindformers_adaptive.mindformers.checkpoint_callback import CommonInfoWithLossScale
+from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_sidecar
+from mindformers_adaptive.mindformers.pynative_callbacks import connect, release
+from mindformers_adaptive.mindformers.pynative_section import SECTION, check_config, read_config, read_section
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+from mindformers_adaptive.rules.saved_state import repair_loss_scale
+from mindformers_adaptive.text.install_hint import install_hint
+
+__all__ = ["LossScaledTraining", "make_scaler", "restore", "stock_trainer", "trainer_class"]
+
+
+def make_scaler(section):
+    """Return the loss scaler of a section ``training.loss_scale``.
+
+    Args:
+        section (Union[float, dict]): as :func:`~mindformers_adaptive.mindformers.pynative_section.read_section` takes
+            it.
+
+    Returns:
+        RuleLossScaler, or a subclass.
+
+    Raises:
+        TypeError, ValueError: as of ``read_section``.
+
+    Examples:
+        >>> make_scaler({"type": "AdaptiveLossScale", "loss_scale_value": 1024}).state()["loss_scale"]
+        1024.0
+    """
+    arguments = read_section(section)
+    rule, loss_scale = arguments.pop("rule"), arguments.pop("loss_scale_value")
+    if rule in SCALERS:
+        return SCALERS[rule](loss_scale, **arguments)
+    return RuleLossScaler(rule, loss_scale, **arguments)
+
+
+def stock_trainer():
+    """Return the module ``mindformers.pynative.trainer.trainer``.
+
+    Raises:
+        ImportError: if MindFormers is older than 2.0.0, or hyper-parallel, which that trainer needs, is not installed.
+    """
+    with install_hint("MindFormers' PyNative trainer"):
+        version = importlib.metadata.version("mindformers")
+        if int(version.partition(".")[0]) < 2:
+            raise ImportError(
+                "The PyNative trainer with loss scaling needs MindFormers 2.0.0 or newer, but this is MindFormers "
+                f"{version}, whose PyNative trainer is another one. Install MindFormers 2, or use the graph-mode "
+                "trainer, which runs in PyNative mode too (context.mode 1)."
+            )
+        from mindformers.pynative.trainer import trainer
+
+        return trainer
+
+
+def trainer_class():
+    """Return MindFormers' PyNative trainer with loss scaling, a subclass of ``mindformers.pynative.trainer.Trainer``.
+
+    Returns:
+        type, :class:`LossScaledTraining` with MindFormers' trainer as its second base.
+
+    Raises:
+        ImportError: as of :func:`stock_trainer`.
+    """
+    return type("Trainer", (LossScaledTraining, stock_trainer().Trainer), {"__doc__": LossScaledTraining.__doc__})
+
+
+def _with_loss_scale(create_common_info, train_step, state):
+    """Return what a ``CheckpointCallback`` saves as ``common.json``, which then saves the state of loss scaling too."""
+    info = CommonInfoWithLossScale(train_step)
+    vars(info).update(vars(create_common_info(state)))
+    return info
+
+
+def restore(scaler, folder):
+    """Go on from the state that a checkpoint has in ``loss_scale.json``, or say that it has none.
+
+    Args:
+        scaler (RuleLossScaler): changed, unless there is nothing to go on from.
+        folder (str): the checkpoint of one step.
+
+    Warns:
+        UserWarning: if there is no such file, or it cannot be used; loss scaling starts afresh then.
+
+    Examples:
+        >>> import tempfile
+        >>> from mindformers_adaptive import AdaptiveLossScaler
+        >>> from mindformers_adaptive.mindformers.checkpoint_reader import write_sidecar
+        >>> scaler, folder = AdaptiveLossScaler(2.0**16), tempfile.mkdtemp()
+        >>> write_sidecar(folder, 512.0, {**scaler.state(), "cur_iter": 8})
+        >>> restore(scaler, folder)
+        >>> scaler.state()["loss_scale"], scaler.state()["cur_iter"]
+        (512.0, 8)
+    """
+    try:
+        found = read_sidecar(folder)
+        if found is None:
+            raise ValueError(f"{folder} has no {FILE_NAME}: the training that saved it scaled no loss")
+        loss_scale, state = found
+        loss_scale = repair_loss_scale(scaler.rule, loss_scale, "loss_scale")
+        scaler.scale_value.set_data(Tensor(loss_scale, mstype.float32))
+        scaler.update_cell.restore(state)
+    except (TypeError, ValueError) as error:
+        warnings.warn(f"{str(error).rstrip('.')}. Loss scaling starts afresh.", stacklevel=2)
+
+
+class _Step:
+    """What the monitors look up in a network: the loss scale and the update cell of a scaler."""
+
+    def __init__(self, scaler):
+        self.scale_sense, self.loss_scaling_manager = scaler.scale_value, scaler.update_cell
+
+    def cells_and_names(self):
+        yield "", self
+
+
+class _NoUpdate:
+    """Stands for the optimizer in a step that overflowed, so that nothing of it changes, not even its step."""
+
+    def __init__(self, optimizer):
+        self.parameters = optimizer.parameters
+
+    def __call__(self, gradients):
+        return gradients
+
+
+class LossScaledTraining:
+    """Loss scaling for MindFormers' PyNative trainer, of which :func:`trainer_class` makes a subclass by it.
+
+    The loss scale multiplies the sense of the backward pass and that of the auxiliary losses, so that the loss itself
+    stays as it is. Before the norm is computed and the gradients are clipped, they are divided by it. All micro-batches
+    of a step and all processes share one decision: where any gradient has an inf or a NaN, the optimizer is not called,
+    and neither weights, its state nor its step, by which the learning rate goes, change. The trainer's own
+    ``global_step``, the place in the data, goes on. ``TrainerState.loss_scale`` is that of the next step,
+    ``skipped_steps`` counts the overflows, and checkpoints keep the state in ``loss_scale.json``.
+
+    Args:
+        config (Union[str, dict]): the YAML file, or what it holds, with the section ``training.loss_scale``.
+        *args (Any): those of MindFormers' trainer.
+        loss_scaler (RuleLossScaler, optional): in place of the section. Default: None.
+        **kwargs (Any): those of MindFormers' trainer.
+
+    Raises:
+        TypeError: if the section, or what it has, is of the wrong type.
+        ValueError: if there is no section and no scaler, or both, or a value is out of its range.
+    """
+
+    def __init__(self, config=None, *args, loss_scaler=None, **kwargs):
+        config, section = read_config(config)
+        if (section is None) == (loss_scaler is None):
+            given = "neither" if section is None else "both"
+            raise ValueError(
+                f"The loss scale must come from '{SECTION}' in 'config' or from 'loss_scaler', but got {given}. Give "
+                "one of them; mindformers.pynative.trainer.Trainer trains without loss scaling."
+            )
+        if not isinstance(loss_scaler, RuleLossScaler | None):
+            raise TypeError(
+                f"'loss_scaler' must be a loss scaler of this package, but got {type(loss_scaler).__name__}. Give an "
+                "AdaptiveLossScaler, or a RuleLossScaler with a rule of your own."
+            )
+        # A scaler is checked already.
+        check_config(config, 1.0 if section is None else section)
+        self.scaler = make_scaler(section) if loss_scaler is None else loss_scaler
+        super().__init__(config, *args, **kwargs)
+
+    def _create_callback_handler(self, callbacks, config):
+        MindFormerRegister.register_cls(LossScaleMonitor, module_type=MindFormerModuleType.CALLBACK)
+        handler = super()._create_callback_handler(callbacks, config)
+        step = _Step(self.scaler)
+        handler.callbacks = connect(handler.callbacks, step)
+        for callback in handler.callbacks:
+            if create := getattr(callback, "_create_common_info", None):
+                callback._create_common_info = functools.partial(_with_loss_scale, create, step)
+        return handler
+
+    def train(self, *args, **kwargs):
+        """Train, as MindFormers' trainer does, with its arguments."""
+        try:
+            super().train(*args, **kwargs)
+        finally:
+            release(self.callback_handler.callbacks)
+
+    def _init_train_state(self):
+        self.state = super()._init_train_state()
+        self._show_state()
+        return self.state
+
+    def _show_state(self):
+        self.state.loss_scale = float(self.scaler.scale_value.asnumpy())
+        self.state.skipped_steps = int(self.scaler.update_cell.skipped_steps.asnumpy())
+
+    def _load_checkpoint(self, checkpoint_path, *args, **kwargs):
+        super()._load_checkpoint(checkpoint_path, *args, **kwargs)
+        if not self.config.checkpoint.no_load_optim and self.state.global_step:
+            restore(self.scaler, stock_trainer().get_checkpoint_path(checkpoint_path))
+            self._show_state()
+
+    def training_step(self, *args, **kwargs):
+        """Take a step, as MindFormers' trainer does, with auxiliary losses at the scale of the loss."""
+        from mindformers.pynative.transformers.experimental_attention_variant.indexer import _IndexerLossAutoScaler
+        from mindformers.pynative.transformers.moe.moe_utils import _MoEAuxLossAutoScaler
+        from mindformers.pynative.transformers.multi_token_prediction import _MTPLossAutoScaler
+
+        sense = stock_trainer().get_loss_sense(
+            parallelism=self.config.parallelism,
+            enable_parallel=self.enable_parallel,
+            gradient_accumulation_steps=self.num_accumulation_steps,
+            apply_gradient_accumulation=True,
+        )
+        for auxiliary in (_IndexerLossAutoScaler, _MoEAuxLossAutoScaler, _MTPLossAutoScaler):
+            auxiliary.set_loss_scale(sense * self.state.loss_scale)
+        return super().training_step(*args, **kwargs)
+
+    def _forward_backward(self, model, inputs):
+        # MindFormers has no other place to multiply what it calls backward() with.
+        module = stock_trainer()
+        get_loss_sense = module.get_loss_sense
+        module.get_loss_sense = lambda **arguments: get_loss_sense(**arguments) * self.state.loss_scale
+        try:
+            return super()._forward_backward(model, inputs)
+        finally:
+            module.get_loss_sense = get_loss_sense
+
+    def _optimizer_update(self):
+        optimizer = self.optimizer
+        with stock_trainer()._no_grad():
+            if self._decide(self._unscale(optimizer.parameters)):
+                self.optimizer = _NoUpdate(optimizer)
+        try:
+            return super()._optimizer_update()
+        finally:
+            self.optimizer = optimizer
+            self._show_state()
+
+    def _unscale(self, parameters):
+        """Divide the gradients by the loss scale where they are, and return what this process has of them."""
+        from mindformers.pynative.trainer.utils import get_grad
+
+        found = [gradient for gradient in map(get_grad, parameters) if gradient is not None]
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in found]
+        unscaled = self.scaler.unscale(tuple(local)) if local else ()
+        for gradient, divided in zip(local, unscaled, strict=True):
+            # Not by mul_(), which changes nothing on a CPU.
+            gradient.copy_(divided)
+        return tuple(local)
+
+    def _decide(self, gradients):
+        """Return whether the step overflowed in any process, after the scaler has taken it."""
+        # A process without gradients decides with the others.
+        overflow, largest = bool(gradients) and not bool(amp.all_finite(gradients)), 0.0
+        if gradients and self.scaler.rule.signals:
+            each = [ops.cast(gradient, mstype.float32).abs().max() for gradient in gradients]
+            largest = math.inf if overflow else float(ops.stack(each).max())
+        if self.enable_parallel:
+            module = stock_trainer()
+            seen = Tensor(np.array([overflow, largest], np.float32))
+            module.all_reduce(seen, op=ops.ReduceOp.MAX)
+            overflow, largest = bool(seen.asnumpy()[0]), float(seen.asnumpy()[1])
+        # A rule needs nothing of the gradients but the largest one.
+        self.scaler.adjust(Tensor(not overflow), (Tensor([largest], mstype.float32),))
+        return overflow

@@ -1,0 +1,72 @@
+"""Registration with MindFormers: after ``register()`` its YAML files find this package's classes."""
+
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.trainer import base_trainer
+
+from mindformers_adaptive import wrapper
+from mindformers_adaptive.mindformers.checkpoint_callback import CheckpointMonitor, CommonInfo, restores_sidecar
+from mindformers_adaptive.mindformers.checks import OWN_AUTO_REGISTER
+from mindformers_adaptive.mindformers.training_state_monitor import TrainingStateMonitor
+from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
+from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+
+__all__ = ["register"]
+
+# A name that MindFormers does not have, and the short names that it gives to its own wrappers beside their class names.
+_ALIASES = {
+    AdaptiveRule.cell: wrapper.AdaptiveLossScaleUpdateCell,
+    "loss_scale_wrapper": wrapper.TrainOneStepWithLossScaleCell,
+    "mf_wrapper": wrapper.MFTrainOneStepCell,
+    "pipeline_wrapper": wrapper.MFPipelineWithLossScaleCell,
+}
+
+
+def register():
+    """Put this package's classes into MindFormers' registry under the stock names.
+
+    From then on ``AdaptiveLossScaleUpdateCell``, ``TrainOneStepWithLossScaleCell``, ``MFTrainOneStepCell`` and
+    ``MFPipelineWithLossScaleCell`` in a YAML file mean the classes of :mod:`mindformers_adaptive.wrapper`,
+    ``CheckpointMonitor`` that of :mod:`mindformers_adaptive.mindformers.checkpoint_callback`, and
+    ``TrainingStateMonitor`` that of :mod:`mindformers_adaptive.mindformers.training_state_monitor`. MindFormers'
+    trainer restores the state of loss scaling from its ``checkpoint:`` format. The callbacks ``LossScaleMonitor`` and
+    ``GradientRangeMonitor`` are
+    registered. Calling it again changes nothing.
+
+    ``AdaptiveLossScale`` is a second name of the update cell. MindFormers has none of that name, so that training with
+    it fails where this package is missing. The line ``auto_register: adaptive_loss_scaling...`` in a YAML file is
+    accepted and has no effect.
+
+    Examples:
+        >>> from mindformers.tools.register import MindFormerRegister
+        >>> from mindformers_adaptive import AdaptiveLossScaleUpdateCell, register
+        >>> register()
+        >>> MindFormerRegister.get_cls("wrapper", "AdaptiveLossScaleUpdateCell") is AdaptiveLossScaleUpdateCell
+        True
+    """
+    wrappers = {name: getattr(wrapper, name) for name in wrapper.__all__} | _ALIASES
+    for name, cell in wrappers.items():
+        MindFormerRegister.register_cls(cell, module_type=MindFormerModuleType.WRAPPER, alias=name)
+    for callback in (CheckpointMonitor, CollapseWatch, GradientRangeMonitor, LossScaleMonitor, TrainingStateMonitor):
+        MindFormerRegister.register_cls(callback, module_type=MindFormerModuleType.CALLBACK)
+    # The trainer's own name for the function: where register() runs only when the trainer builds its wrapper, through
+    # auto_register, the checkpoint has still to be loaded.
+    load_checkpoint = getattr(base_trainer, "load_checkpoint", None)
+    if load_checkpoint is not None and not hasattr(load_checkpoint, "restores_sidecar"):
+        base_trainer.load_checkpoint = restores_sidecar(load_checkpoint)
+        base_trainer.CommonInfo = CommonInfo
+    auto_register = MindFormerRegister.auto_register
+    if not hasattr(auto_register, "leaves_out_own"):
+        MindFormerRegister.auto_register = staticmethod(_leaves_out_own(auto_register))
+
+
+def _leaves_out_own(auto_register):
+    """Return ``MindFormerRegister.auto_register`` without the classes of this package, which are registered already."""
+
+    def register_others(class_reference, *args, **kwargs):
+        if not str(class_reference).startswith(OWN_AUTO_REGISTER):
+            auto_register(class_reference, *args, **kwargs)
+
+    register_others.leaves_out_own = True
+    return register_others

@@ -1,0 +1,189 @@
+"""Checks of what a configuration says about loss scaling and the formats that it is for."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mindformers_adaptive.mindformers.keys import (
+    ACCUMULATION,
+    FORMER_KEYS,
+    PER_TOKEN,
+    SCALE_SENSE,
+    given_to_train_step,
+    model_values,
+    value_at,
+)
+from mindformers_adaptive.mindformers.pynative_section import warn_of_dtype
+from mindformers_adaptive.rules import find_rule, rule_of_cell
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.checks import require_number, require_positive, warn_of_rounding
+from mindformers_adaptive.rules.formats import FLOAT16
+from mindformers_adaptive.rules.rule import Rule
+
+__all__ = ["FIXED_SCALES", "check_scale_sense", "check_stock_arguments", "is_former_key", "train_step_instead_of"]
+__all__ += ["usual_values", "warn_of_ignored_key", "warn_of_scaling"]
+
+_WEIGHTS_DTYPE = "model.model_config.param_init_type"
+# Update cells that do not move the scale.
+FIXED_SCALES = ("FixedLossScaleUpdateCell", "NoLossScaleUpdateCell")
+# Update cells that move the scale beside those of RULES, and so skip steps and keep a state.
+_MOVING = ("DynamicLossScaleUpdateCell", Rule.cell)
+# The usual values of what an update cell cannot be built without; MindSpore's own cell uses the window below.
+_USUAL_VALUES = {"loss_scale_value": 65536, "scale_factor": 2, "scale_window": 20}
+_STOCK_WINDOW = 1000
+# From 2^32, the usual start, a training of mean losses loses about 16 steps. A start above that is worth a word.
+_USUAL_START = 2.0**32
+# Optimizers of MindSpore whose state has the type of the weights; that of MindFormers' AdamW is float32 always.
+_STATE_AS_WEIGHTS = ("Adam", "AdamWeightDecay")
+
+
+def check_scale_sense(scale_sense: Any) -> None:
+    """Raise TypeError or ValueError if ``runner_wrapper.scale_sense`` is neither a number nor a section with a type."""
+    if isinstance(scale_sense, str | list | bool | None):
+        kind = "the text " if isinstance(scale_sense, str) else ""
+        raise TypeError(
+            f"'{SCALE_SENSE}' must be a section or a number, but got {kind}{scale_sense!r}. Write the name of the "
+            "class as its 'type', with 'loss_scale_value' and the other arguments beside it; leave the key out where "
+            "the loss is not to be scaled."
+        )
+    if isinstance(scale_sense, int | float):
+        require_positive(SCALE_SENSE, scale_sense)
+    if isinstance(scale_sense, dict) and not scale_sense.get("type"):
+        what = f"has only {', '.join(scale_sense)}" if scale_sense else "has no keys"
+        what = "that is empty" if "type" in scale_sense else what
+        raise TypeError(f"'{SCALE_SENSE}' must have a 'type', but {what}. Add 'type: AdaptiveLossScale'.")
+
+
+def check_stock_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError if MindSpore's own update cells, which check nothing, cannot work with a value.
+
+    A factor of 1, with which the scale stays as it is, is in files that MindFormers ships.
+
+    Examples:
+        >>> check_stock_arguments({"loss_scale_value": 4096, "scale_factor": 1, "scale_window": 100000})
+    """
+    if "loss_scale_value" in arguments:
+        require_positive("loss_scale_value", arguments["loss_scale_value"])
+    if "scale_factor" in arguments:
+        remedy = "2 is usual; 1 keeps the loss scale as it is."
+        require_number("scale_factor", arguments["scale_factor"], "a finite number above 0", lambda n: n > 0, remedy)
+    if "scale_window" in arguments:
+        remedy = f"{_STOCK_WINDOW} is usual."
+        require_number("scale_window", arguments["scale_window"], "a finite number of steps", lambda _: True, remedy)
+
+
+def usual_values(cell: str, names: Iterable[str]) -> str:
+    """Return the advice to add missing arguments of an update cell, with the values that are usual.
+
+    Examples:
+        >>> usual_values("AdaptiveLossScale", ["scale_factor", "scale_window"])
+        "Add them; usual are 'scale_factor: 2' and 'scale_window: 20'."
+    """
+    usual = _USUAL_VALUES if rule_of_cell(cell) else _USUAL_VALUES | {"scale_window": _STOCK_WINDOW}
+    known = [f"'{name}: {usual[name]}'" for name in names if name in usual]
+    them = "them" if len(known) > 1 else "it"
+    return f"Add {them}; usual {'are' if len(known) > 1 else 'is'} {' and '.join(known)}." if known else "Add them."
+
+
+def is_former_key(key: str) -> bool:
+    """Return whether MindFormers' train steps took a key formerly, or users write it there by mistake."""
+    return key in FORMER_KEYS
+
+
+def warn_of_ignored_key(section: Mapping[str, Any], key: str) -> None:
+    """Warn of a key that MindFormers' train step ignores, and name the key that has the effect today."""
+    remedy = f"Write {_present_key(key, section[key])} instead." if FORMER_KEYS.get(key) else "Take it out."
+    warnings.warn(f"'runner_wrapper.{key}' has no effect, because {section['type']} ignores it. {remedy}", stacklevel=5)
+
+
+def train_step_instead_of(section: Mapping[str, Any]) -> str:
+    """Return the advice to use MindFormers' train step, with its names for former keys in the section.
+
+    Examples:
+        >>> train_step_instead_of({"type": "TrainOneStepCell", "sens": 1024})
+        "Use MFTrainOneStepCell, which scales the loss and clips gradients, with 'scale_sense: 1024' for 'sens'."
+    """
+    present = [f"{_present_key(key, section[key])} for {key!r}" for key in section if FORMER_KEYS.get(key)]
+    renamed = f", with {' and '.join(present)}" if present else ""
+    return f"Use MFTrainOneStepCell, which scales the loss and clips gradients{renamed}."
+
+
+def _present_key(key: str, value: Any) -> str:
+    return f"'{FORMER_KEYS[key]}: {value}'"
+
+
+def warn_of_scaling(config: Any) -> None:
+    """Warn of formats and starts with which a training loses updates or steps.
+
+    Args:
+        config (MindFormerConfig): of a training, with this package registered.
+    """
+    _warn_of_lost_updates(config)
+    if isinstance(config.runner_wrapper, dict) and config.runner_wrapper:
+        kind = None if value_at(config, SCALE_SENSE) is None else ""
+        if (cell := value_at(config, f"{SCALE_SENSE}.type")) in _MOVING or rule_of_cell(cell):
+            kind = cell
+        dtype = model_values(config).get("compute_dtype")
+        warn_of_dtype("model.model_config.compute_dtype", dtype, SCALE_SENSE, kind, stacklevel=5)
+        _warn_of_rounding_start(value_at(config, SCALE_SENSE))
+        _warn_of_high_start(config)
+
+
+def _warn_of_rounding_start(scale_sense: Any) -> None:
+    if not isinstance(scale_sense, dict):
+        warn_of_rounding(SCALE_SENSE, scale_sense, stacklevel=6)
+        return
+    kind = scale_sense.get("type")
+    rule = find_rule(scale_sense["rule"]) if kind == Rule.cell else rule_of_cell(kind)
+    # Other rules of this package start at a power of two below, and say so.
+    if rule in (None, AdaptiveRule):
+        warn_of_rounding(f"{SCALE_SENSE}.loss_scale_value", scale_sense.get("loss_scale_value"), stacklevel=6)
+
+
+def _warn_of_lost_updates(config: Any) -> None:
+    # The optimizers compute in float32, and write the weights in their own type. Half the distance between two numbers
+    # of float16 is 1/4096 to 1/2048 of them.
+    if str(value_at(config, _WEIGHTS_DTYPE)).lower() != "float16":
+        return
+    text = f"'{_WEIGHTS_DTYPE}' is float16: an update below 1/4096 of its weight is lost, at any loss scale."
+    optimizer, eps = value_at(config, "optimizer.type"), value_at(config, "optimizer.eps")
+    if optimizer in _STATE_AS_WEIGHTS:
+        text += (
+            f" 'optimizer.type' is {optimizer}, which then keeps its state in float16 too: gradients of 1e-4 and less "
+            "add 0 to its second moments."
+        )
+        if optimizer == "AdamWeightDecay" and (eps is None or eps <= FLOAT16.smallest_subnormal / 2):
+            text += " Its eps is 0 there, and weights with a gradient of 0 become NaN."
+        text += " AdamW keeps its state in float32."
+    warnings.warn(
+        f"{text} Training goes on with it. Set it to float32; 'compute_dtype' may stay float16.", stacklevel=5
+    )
+
+
+def _warn_of_high_start(config: Any) -> None:
+    scale_sense = value_at(config, SCALE_SENSE)
+    if config.get("resume_training") or not isinstance(scale_sense, dict):
+        return
+    # Whoever sees the gradients comes down in a few steps from anywhere.
+    if (rule := rule_of_cell(scale_sense.get("type"))) is not None and rule.signals:
+        return
+    scale = scale_sense.get("loss_scale_value")
+    # How many tokens the backward pass sums over in one process at most, where the file says.
+    sizes = [value_at(config, key) for key in ("runner_config.batch_size", "model.model_config.seq_length")]
+    sizes.append(value_at(config, ACCUMULATION) or 1)
+    is_known = all(isinstance(size, int) and size >= 1 for size in sizes)
+    # A wrong value is for the cell to refuse.
+    if not given_to_train_step(config, PER_TOKEN) or not is_known or not isinstance(scale, int | float):
+        return
+    if scale * (tokens := math.prod(sizes)) > _USUAL_START:
+        bits = math.log2(tokens)
+        warnings.warn(
+            f"With '{PER_TOKEN}' the gradients are divided by the number of tokens only after the backward pass, so "
+            f"overflows begin at a scale lower by log2({tokens}) = {bits:.0f} bits, and a start from "
+            f"2^{math.log2(scale):.0f} skips about {bits:.0f} steps more. 'adaptive-loss-scale find' says where to "
+            "start.",
+            stacklevel=5,
+        )

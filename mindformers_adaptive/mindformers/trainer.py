@@ -1,0 +1,320 @@
+"""MindFormers' ``Trainer`` with adaptive loss scaling registered, and with an argument for a train-step cell."""
+
+import copy
+import inspect
+import warnings
+
+import mindformers
+import mindspore
+from mindformers import TrainingArguments
+from mindformers.models import PreTrainedModel
+from mindformers.tools.register import MindFormerConfig
+from mindformers.wrapper.wrapper import GradAccumulationCellWithTwoOutput
+from mindspore import Tensor, nn
+from mindspore.dataset.engine.datasets import Dataset
+
+from mindformers_adaptive.mindformers.checks import check_config
+from mindformers_adaptive.mindformers.cpu_checks import check_cpu
+from mindformers_adaptive.mindformers.keys import ACCUMULATION, PER_TOKEN, given_to_train_step, value_at
+from mindformers_adaptive.mindformers.registration import register
+from mindformers_adaptive.mindformers.scaling_checks import FIXED_SCALES
+from mindformers_adaptive.mindformers.workarounds import apply_workarounds
+from mindformers_adaptive.rules import rule_of_cell
+
+__all__ = ["LaunchedTrainer", "MeanOverMicroBatches", "Trainer", "accumulate", "take_accumulation_steps"]
+
+
+class Trainer(mindformers.Trainer):
+    """``mindformers.Trainer`` that finds this package's classes and can train with a train-step cell of the user.
+
+    ``register()`` is called first, so that ``TrainingArguments(scale_sense="AdaptiveLossScaleUpdateCell")`` and the
+    names in a YAML file mean the classes of this package. Before it trains, it makes the changes that MindFormers needs
+    on a CPU and to resume; see
+    :func:`mindformers_adaptive.mindformers.workarounds.apply_workarounds`. Everything else is as in the stock class.
+
+    Args:
+        wrapper (nn.TrainOneStepCell, optional): a cell that makes one step of training, such as
+            :class:`mindformers_adaptive.wrapper.MFTrainOneStepCell`. Exactly this cell is trained, with its model and
+            its optimizer; leave ``model`` and ``optimizers`` out. The optimizer, loss scale and clipping in ``args``
+            have no effect, and in parallel training nothing is put around the cell's network. Default: None,
+            MindFormers builds the cell from ``args``.
+        *args: arguments of ``mindformers.Trainer``.
+        **kwargs: its arguments by name.
+
+    Raises:
+        TypeError: if ``wrapper`` is not a train-step cell, or does not train a model of MindFormers.
+        ValueError: if ``wrapper`` has another model or optimizer than ``model`` or ``optimizers``; if its model would
+            be built anew (``reset_model``, ``use_past``), because the cell would then train weights that are no longer
+            the model's; if it is a stock cell on a CPU, where stock cells do not run.
+
+    Examples:
+        >>> from mindformers import TrainingArguments
+        >>> from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
+        >>> from mindformers_adaptive.mindformers.trainer import Trainer
+        >>> from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+        >>> model = LlamaForCausalLM(LlamaConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=16))
+        >>> optimizer = nn.Momentum(model.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> update_cell = AdaptiveLossScaleUpdateCell(loss_scale_value=2**16, scale_factor=2, scale_window=20)
+        >>> train_step = MFTrainOneStepCell(model, optimizer, scale_sense=update_cell)
+        >>> trainer = Trainer(args=TrainingArguments(output_dir="output", sink_mode=False), wrapper=train_step)
+        >>> trainer.model is model, trainer.optimizers is optimizer
+        (True, True)
+    """
+
+    _checks_config = True
+
+    def __init__(self, *args, wrapper=None, **kwargs):
+        register()
+        arguments = inspect.signature(mindformers.Trainer).bind_partial(*args, **kwargs).arguments
+        if wrapper is not None:
+            _check_train_step(wrapper)
+            _set_or_compare(arguments, "model", _model_of(wrapper, arguments.get("reset_model")))
+            _set_or_compare(arguments, "optimizers", wrapper.optimizer)
+        with warnings.catch_warnings():
+            if wrapper is not None:
+                # The cell of the user does it.
+                warnings.filterwarnings("ignore", message=".*the loss is not scaled")
+            super().__init__(**arguments)
+        self.wrapper = wrapper
+        if wrapper is not None:
+            # MindFormers calls this to get the cell; it does not pass on a wrapper itself.
+            self.trainer.create_model_wrapper = self._give_wrapper
+            if hasattr(wrapper, "scale_sense"):
+                # MindFormers puts the loss scale of the checkpoint that it resumes from here.
+                loss_scale = MindFormerConfig(loss_scale_value=float(wrapper.scale_sense.asnumpy()))
+                self.config.runner_wrapper.scale_sense = loss_scale
+
+    def _config_init(self, args=None, task_config=None):
+        # The configuration is complete here, and nothing has been built.
+        config = mindformers.Trainer._config_init(args, task_config)
+        if isinstance(args, TrainingArguments):
+            _fit_window(args, config.runner_wrapper.scale_sense)
+        if self._checks_config:
+            check_config(config)
+        return config
+
+    def _check_config_rules(self):
+        # Runs when the arguments of train() are known, and before MindFormers looks for a checkpoint.
+        apply_workarounds(self.config)
+        if self.wrapper is None:
+            _keep_fixed_scale(self.trainer, self.config)
+        super()._check_config_rules()
+
+    def _init_model(self, is_train=False):
+        super()._init_model(is_train)
+        if is_train:
+            self._watch_for_collapse()
+        if is_train and mindspore.get_context("device_target") == "CPU":
+            if self._checks_config:
+                check_cpu(self.config, self.model.config if self.is_model_instance else None)
+            self._accumulate()
+
+    def _watch_for_collapse(self):
+        # Without it, a training whose steps are all skipped ends as if it had gone well.
+        watch = MindFormerConfig(type="CollapseWatch")
+        if not any(callback.get("type") == watch.type for callback in self.config.callbacks or []):
+            self.config.callbacks = [*(self.config.callbacks or []), watch]
+
+    def _accumulate(self):
+        steps = take_accumulation_steps(self.config) if self.wrapper is None else 1
+        if steps > 1:
+            data = self.train_dataset
+            if isinstance(data, Dataset) and data.get_batch_size() % steps:
+                raise ValueError(
+                    f"'train_dataset' must have batches that can be cut into {steps} micro batches, as "
+                    f"'gradient_accumulation_steps' says, but its batches have {data.get_batch_size()} samples. Make "
+                    "them larger, or leave the batching to MindFormers."
+                )
+            accumulate(self.trainer, steps)
+        elif (given := self.config.runner_config.gradient_accumulation_steps or 1) > 1:
+            warnings.warn(
+                f"'runner_config.gradient_accumulation_steps' must be 1 with 'wrapper', which is trained as it is, but "
+                f"got {given}: nothing is accumulated. Put nn.GradAccumulationCell around the model in the wrapper.",
+                stacklevel=4,
+            )
+
+    def _give_wrapper(self, network, optimizer):
+        if network is not self.model:
+            warnings.warn(
+                f"MindFormers would put a {type(network).__name__} around the model here; 'wrapper' is trained as it "
+                "is. If that cell is needed, put it around the model when you make the wrapper.",
+                stacklevel=2,
+            )
+        if hasattr(self.wrapper, "scale_sense"):
+            restored = self.config.runner_wrapper.scale_sense.loss_scale_value
+            if isinstance(restored, Tensor):
+                self.wrapper.scale_sense.set_data(Tensor(restored.asnumpy().item(), mindspore.float32))
+        return self.wrapper
+
+
+class LaunchedTrainer(Trainer):
+    """The trainer of a configuration that ``load_config`` of the launcher has checked already."""
+
+    _checks_config = False
+
+
+def _keep_fixed_scale(trainer, config):
+    """Make a trainer build its cell with the fixed loss scale of the configuration, not with that of a checkpoint."""
+    scale_sense = config.runner_wrapper and config.runner_wrapper.get("scale_sense")
+    if isinstance(scale_sense, dict):
+        if scale_sense.get("type") not in FIXED_SCALES:
+            return
+        scale_sense = MindFormerConfig(**copy.deepcopy(dict(scale_sense)))
+    elif not isinstance(scale_sense, int | float):
+        return
+    create_model_wrapper = trainer.create_model_wrapper
+
+    def create(*args, **kwargs):
+        # By now MindFormers has put the loss scale of the checkpoint here.
+        trainer.config.runner_wrapper.scale_sense = scale_sense
+        return create_model_wrapper(*args, **kwargs)
+
+    trainer.create_model_wrapper = create
+
+
+def _fit_window(args, scale_sense):
+    """Change the window in the section of the update cell that ``args`` names, where MindFormers' default is none."""
+    if (rule := rule_of_cell(args.scale_sense)) is None:
+        return
+    is_default = args.loss_scale_window == TrainingArguments.loss_scale_window
+    if "scale_window" not in rule.start_arguments:
+        scale_sense.pop("scale_window", None)
+    elif is_default:
+        # Its default, the largest window, is not on a ladder with other bounds.
+        scale_sense.scale_window = args.min_scale_window
+    if "scale_window" not in scale_sense and not is_default:
+        warnings.warn(
+            f"'loss_scale_window' {args.loss_scale_window} is not used: {rule.cell} finds its window itself. Leave it "
+            "out.",
+            stacklevel=2,
+        )
+
+
+def _check_train_step(wrapper):
+    if not isinstance(wrapper, nn.TrainOneStepCell):
+        got, scale_sense = repr(wrapper), "..."
+        if hasattr(wrapper, "get_loss_scale"):
+            got = "the loss scaling itself"
+            scale_sense = "wrapper.get_update_cell()" if hasattr(wrapper, "get_update_cell") else "wrapper"
+        raise TypeError(
+            f"'wrapper' must be a train-step cell, but got {got} of type {type(wrapper).__name__}. Give "
+            f"mindformers_adaptive.wrapper.MFTrainOneStepCell(model, optimizer, scale_sense={scale_sense})."
+        )
+    detection = getattr(wrapper, "get_overflow_status", None)
+    stock = nn.TrainOneStepWithLossScaleCell.get_overflow_status
+    on_cpu = mindspore.get_context("device_target") == "CPU"
+    if on_cpu and getattr(detection, "__func__", None) is stock and not wrapper.ascend_910b_target:
+        raise ValueError(
+            f"'wrapper' must be able to detect an overflow on CPU, but got {type(wrapper).__name__} of "
+            f"{type(wrapper).__module__}. Import the cell of this name from mindformers_adaptive.wrapper."
+        )
+
+
+def _model_of(wrapper, reset_model):
+    # The model may be within other cells, such as nn.GradAccumulationCell.
+    models = [cell for _, cell in wrapper.network.cells_and_names() if isinstance(cell, PreTrainedModel)]
+    if not models:
+        raise TypeError(
+            "'wrapper' must train a model of MindFormers, but its network is "
+            f"{type(wrapper.network).__name__}. Train another network with mindspore.train.Model(wrapper)."
+        )
+    if reset_model or getattr(models[0].config, "use_past", False):
+        raise ValueError(
+            "'wrapper' must have a model that is not built anew, but got reset_model=True or a model with "
+            "use_past=True. Leave 'reset_model' out, and make the model with use_past=False."
+        )
+    return models[0]
+
+
+def _set_or_compare(arguments, name, own):
+    given = arguments.get(name)
+    if given is not None and given is not own:
+        raise ValueError(
+            f"'{name}' must be that of 'wrapper', a {type(own).__name__}, but got another: {type(given).__name__}. "
+            f"Leave '{name}' out."
+        )
+    arguments[name] = own
+
+
+class MeanOverMicroBatches(nn.Cell):
+    """The mean loss over the micro batches that a batch is split into, whose gradients are accumulated.
+
+    Args:
+        network (Cell): returns the loss of a micro batch, a Tensor.
+        micro_batches (int): how many, at least 1.
+
+    Inputs:
+        - **inputs** (tuple[Tensor]) - of the network, with the batch as their first axis, a multiple of
+          ``micro_batches``.
+
+    Outputs:
+        Tensor, of the shape and dtype of the network's loss.
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor
+        >>> network = MeanOverMicroBatches(nn.WithLossCell(nn.Identity(), nn.MSELoss()), 2)
+        >>> float(network(Tensor(np.array([[1.0], [3.0]], np.float32)), Tensor(np.zeros((2, 1), np.float32))))
+        5.0
+    """
+
+    def __init__(self, network, micro_batches):
+        super().__init__(auto_prefix=False)
+        # MindSpore's own cell returns the sum, and leaves the division to a train-step cell for Ascend.
+        self.network = nn.GradAccumulationCell(network, micro_batches)
+        self.micro_batches = micro_batches
+
+    def construct(self, *inputs):
+        return self.network(*inputs) / self.micro_batches
+
+
+def take_accumulation_steps(config):
+    """Take ``runner_config.gradient_accumulation_steps`` out of a configuration, and return it.
+
+    The batches become larger by it, as MindFormers makes them in semi-automatic parallel mode; elsewhere it would set
+    the number to 1.
+
+    Args:
+        config (MindFormerConfig): of a training; changed in place.
+
+    Returns:
+        int, to be given to :func:`accumulate`; 1 for no accumulation.
+    """
+    steps = value_at(config, ACCUMULATION) or 1
+    if steps > 1:
+        config.runner_config.gradient_accumulation_steps = 1
+        config.runner_config.batch_size *= steps
+    return steps
+
+
+def accumulate(trainer, steps):
+    """Make a trainer cut each batch of its training into micro batches, and add up their gradients.
+
+    Args:
+        trainer (BaseTrainer): MindFormers' trainer of a task; changed in place, before its ``set_config()``.
+        steps (int): the number of micro batches, by which the batch size in its configuration was multiplied.
+    """
+    wrap_network = trainer.wrap_network_with_tool_cells
+    check_batch_size = trainer._check_global_batch_size_for_auto_parallel
+    reset_batch_size = trainer._reset_dataset_batch_size
+
+    def wrap(network):
+        # With a loss per token the sums of losses and tokens are what is needed, and the losses are no means.
+        per_token = given_to_train_step(trainer.config, PER_TOKEN)
+        cell = GradAccumulationCellWithTwoOutput if per_token else MeanOverMicroBatches
+        return cell(wrap_network(network), steps)
+
+    def check():
+        check_batch_size()
+        # What the model sees.
+        trainer.config.runner_config.mini_batch_size //= steps
+
+    def reset():
+        reset_batch_size()
+        # Evaluation accumulates nothing.
+        if trainer.config.eval_dataset is not None:
+            trainer.config.eval_dataset.batch_size //= steps
+
+    trainer.wrap_network_with_tool_cells = wrap
+    trainer._check_global_batch_size_for_auto_parallel = check
+    trainer._reset_dataset_batch_size = reset

@@ -1,0 +1,203 @@
+"""Gradient ranges and the loss-scale finder for a training that a YAML file of MindFormers describes."""
+
+import dataclasses
+import itertools
+import warnings
+from pathlib import Path
+
+import mindspore
+from mindspore import nn
+
+from mindformers_adaptive.gradients.ranges import DEFAULT_LOSS_SCALES, checked_loss_scales, gradient_ranges
+from mindformers_adaptive.mindformers.checkpoint_arrays import load_newest
+from mindformers_adaptive.mindformers.keys import value_at
+from mindformers_adaptive.mindformers.launcher import load_config
+from mindformers_adaptive.mindformers.trainer import accumulate, take_accumulation_steps
+from mindformers_adaptive.rules.checks import require_integer
+
+__all__ = ["build_training", "build_training_at_start", "load_weights", "probe"]
+
+# Batches differ little where a sum over many tokens is taken; a few tell of an unusual one.
+DEFAULT_BATCHES = 4
+
+_NEW = "new weights; a trained checkpoint can need loss scaling where new weights do not"
+
+
+def probe(
+    config_path,
+    checkpoint=None,
+    train_dataset_dir=None,
+    loss_scales=DEFAULT_LOSS_SCALES,
+    batches=DEFAULT_BATCHES,
+    *,
+    overrides=None,
+    layers=(),
+    progress=None,
+    observe=None,
+    gradient_format="float16",
+):
+    """Sweep over loss scales with the model and the data of a MindFormers YAML file.
+
+    The backward pass is that of the train-step cell that a training would use, with the weights that it would start
+    from. Which they are is the sweep's ``measured``.
+
+    Args:
+        config_path (str): the YAML file.
+        checkpoint (str, optional): a ``.ckpt`` or ``.safetensors`` file, or a folder of which the newest is taken.
+            Default: None, what the YAML file says to load, ``load_checkpoint`` or ``checkpoint.load_path``, and new
+            weights where it says nothing.
+        train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
+        loss_scales (Iterable[float]): in any order. Default: 2^0, 2^4, ..., 2^32.
+        batches (int): how many batches of the training data. Default: 4.
+        overrides (dict, optional): values by dotted key that replace those of the YAML file, ``{"seed": 1}``. Default:
+            None.
+        layers (Iterable[str]): layers whose outputs, and the gradients of these, are measured too, by name or by the
+            name of their class. Default: none.
+        progress (Callable, optional): called with the number of backward passes done; there are
+            ``batches * len(loss_scales)``, and with ``layers`` twice as many. Default: None.
+        observe (Callable, optional): called with the loss scale and the gradients of each pass, as there. Default:
+            None.
+        gradient_format (Union[str, dict, Format]): the format of the gradients in the backward pass, as in
+            :func:`~mindformers_adaptive.gradients.ranges.gradient_ranges`. Default: "float16".
+
+    Returns:
+        GradientRanges, for :func:`mindformers_adaptive.gradients.recommendation.recommend_loss_scale` as well.
+
+    Raises:
+        TypeError: if ``batches`` is not an integer, a loss scale not a number, or a layer not a string.
+        ValueError: if ``batches`` is below 1, the checkpoint has none of the network's weights, or the network has no
+            such layer.
+        FileNotFoundError: if there is no such file, or no checkpoint in the folder.
+    """
+    require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
+    loss_scales = checked_loss_scales(loss_scales)
+    train_step, dataset, measured = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
+    rows = itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches)
+    how = {"layers": layers, "progress": progress, "observe": observe, "gradient_format": gradient_format}
+    return dataclasses.replace(gradient_ranges(train_step, rows, loss_scales, **how), measured=measured)
+
+
+def build_training_at_start(config_path, checkpoint=None, train_dataset_dir=None, overrides=None):
+    """Build what :func:`build_training` builds, with the weights that the training would start from.
+
+    Args:
+        config_path, checkpoint, train_dataset_dir, overrides: as in :func:`probe`.
+
+    Returns:
+        tuple[Cell, Dataset, str], the train-step cell, the data, and which weights these are, in words.
+
+    Raises:
+        FileNotFoundError: if there is no such file, or no checkpoint in the folder.
+        ValueError: if the checkpoint has none of the network's weights.
+    """
+    _require_checkpoint("'checkpoint'", checkpoint)
+    config = _read_config(config_path, train_dataset_dir, overrides)
+    named = {"--checkpoint": checkpoint, "load_checkpoint": config.load_checkpoint}
+    named["checkpoint.load_path"] = value_at(config, "checkpoint.load_path")
+    key, path = next(((key, path) for key, path in named.items() if path), ("", None))
+    if checkpoint is None:
+        remedy = " Give another with --checkpoint, or measure new weights with --options load_checkpoint=''."
+        _require_checkpoint(f"'{key}' of the YAML file", path, remedy)
+    train_step, dataset = _build(config)
+    if path is None:
+        return train_step, dataset, _NEW
+    return train_step, dataset, f"weights of {load_weights(train_step.network, path)} ({key})"
+
+
+def _require_checkpoint(name, path, remedy=""):
+    if path is not None and not (str(path) and Path(path).exists()):
+        raise FileNotFoundError(f"{name} must name a file or folder, but there is no {str(path)!r}.{remedy}")
+
+
+def build_training(config_path, train_dataset_dir=None, overrides=None):
+    """Build the train-step cell and the training data of a YAML file as MindFormers' trainer does.
+
+    The optimizer is a stand-in, which has the Parameters and no state.
+
+    Args:
+        config_path (str): the YAML file.
+        train_dataset_dir (str, optional): the data, in place of what the YAML file names. Default: None.
+        overrides (dict, optional): values by dotted key that replace those of the YAML file. Default: None.
+
+    Returns:
+        tuple[Cell, Dataset], the train-step cell, which has the model as its ``network``, and the data in batches.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+    """
+    return _build(_read_config(config_path, train_dataset_dir, overrides))
+
+
+def _read_config(config_path, train_dataset_dir, overrides):
+    overrides = {"run_mode": "train", **(overrides or {})}
+    if train_dataset_dir is not None:
+        overrides["train_dataset.data_loader.dataset_dir"] = str(train_dataset_dir)
+    return load_config(config_path, overrides, may_add=("run_mode",))
+
+
+def _build(config):
+    from mindformers.core.context import build_context
+    from mindformers.core.parallel_config import build_parallel_config
+    from mindformers.dataset import build_dataset, check_dataset_config
+    from mindformers.trainer.base_trainer import BaseTrainer
+
+    if not (config.get("train_dataset") and config.get("train_dataset_task")):
+        raise ValueError(
+            "The YAML file must say which data to train on, but has no 'train_dataset' or no 'train_dataset_task'. Add "
+            "both sections; --train-dataset-dir only says where the data lies."
+        )
+    build_context(config)
+    build_parallel_config(config)
+    order_of_inputs = config.train_dataset.pop("construct_args_key", None)
+    trainer = BaseTrainer()
+    if mindspore.get_context("device_target") == "CPU" and (steps := take_accumulation_steps(config)) > 1:
+        accumulate(trainer, steps)
+    trainer.set_config(config, is_full_config=True)
+    check_dataset_config(config)
+    dataset = build_dataset(config.train_dataset_task)
+    network = trainer.create_network(
+        {
+            "parallel_config": config.parallel_config,
+            "moe_config": config.moe_config,
+            "dataset_config": config.train_dataset,
+            "calculate_per_token_loss": getattr(config, "calculate_per_token_loss", False),
+            "batch_size": config.runner_config.mini_batch_size,
+        }
+    )
+    if order_of_inputs is not None:
+        network = trainer.warp_data_order_with_tool_cells(network, order_of_inputs)
+    network = trainer.wrap_network_with_tool_cells(network)
+    return trainer.create_model_wrapper(network, nn.SGD(network.trainable_params(), learning_rate=0.0)), dataset
+
+
+def load_weights(network, checkpoint):
+    """Load the weights of a checkpoint into a network; everything else in the checkpoint is ignored.
+
+    Args:
+        network (Cell): changed in place.
+        checkpoint (str): a ``.ckpt`` or ``.safetensors`` file, or a folder of them, of ``rank_N`` folders or of
+            MindFormers' ``checkpoint:`` format, of which the newest is taken.
+
+    Returns:
+        str, the file or folder that was read.
+
+    Raises:
+        FileNotFoundError: if there is no such path, or no checkpoint in the folder.
+        ValueError: if the checkpoint has none of the network's weights.
+    """
+    newest, loaded = load_newest(checkpoint)
+    wanted = {weight.name for weight in network.get_parameters()}
+    missing = sorted(wanted - loaded.keys())
+    if not wanted & loaded.keys():
+        raise ValueError(
+            f"'checkpoint' must hold the network's weights, such as {missing[0]!r}, but {newest.path} has none of "
+            "them. Give a checkpoint of this model."
+        )
+    if missing:
+        warnings.warn(
+            f"{newest.path} does not have {len(missing)} of the network's {len(wanted)} Parameters, such as "
+            f"{missing[0]!r}: they keep their initial values.",
+            stacklevel=2,
+        )
+    mindspore.load_param_into_net(network, {name: value for name, value in loaded.items() if name in wanted})
+    return str(newest.path)

@@ -1,0 +1,126 @@
+"""Which inf and NaN are meant: the -inf by which a mask hides values, until softmax takes it away again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindformers_adaptive.overflow.readings import CASTS, Call, Operand, Pass
+
+__all__ = ["Masks"]
+
+# Operators that put numbers in the place of others.
+_FILLS = {"MaskedFill", "Select", "Where", "Fill", "FillV2", "Full", "FullLike", "MaskedScatter"}
+# Operators, by parts of their names, that multiply.
+_MULTIPLIES = ("MatMul", "Matmul", "Mul", "Bmm", "Mm", "Conv", "Dense", "Linear", "Norm", "Div")
+
+
+class Masks:
+    """Tells the values of masks of a pass from overflows.
+
+    A mask begins where an operator fills in inf, where one makes -inf of values that depend on no weight and get no
+    gradient, such as the logarithm of 0, and where a batch, a Parameter or a Tensor that gets no gradient has -inf. It
+    goes on where -inf stays -inf.
+
+    Args:
+        seen (Pass): the pass.
+    """
+
+    def __init__(self, seen: Pass) -> None:
+        self._pass = seen
+        self._from_weights: set[int] = set()
+        self._begins: set[int] = set()
+        self.calls: set[int] = set()
+        for call in seen.calls:
+            if any(value.weight or value.source in self._from_weights for value in call.inputs):
+                self._from_weights.add(call.index)
+            if self._begins_mask(call):
+                self._begins.add(call.index)
+            if call.index in self._begins or self._goes_on(call):
+                self.calls.add(call.index)
+        for call in reversed(seen.calls):
+            # What a cell returns comes from the calls inside, where these were seen.
+            inside = [each.index for each in seen.inside(call) if has_bad_output(each)] if has_bad_output(call) else []
+            if inside and self.calls.issuperset(inside):
+                self.calls.add(call.index)
+            elif inside:
+                self.calls.discard(call.index)
+
+    def is_mask(self, call: Call, place: int) -> bool:
+        """Return whether the inf of an input is meant."""
+        value = call.inputs[place]
+        if value.is_computed:
+            return value.source in self.calls
+        if multiplies(call) or not value.reading.only_minus_inf:
+            return False
+        # In graph mode all values seem to get a gradient.
+        is_known = self._pass.sees_operators or bool(value.weight)
+        return not (is_known and call.gets_gradient(place))
+
+    def overflowed_inputs(self, call: Call) -> list[Operand]:
+        """Return the inputs with inf or NaN that is not meant."""
+        bad = [place for place, value in enumerate(call.inputs) if not value.reading.finite]
+        return [call.inputs[place] for place in bad if not self.is_mask(call, place)]
+
+    def has_overflowed_output(self, call: Call) -> bool:
+        """Return whether an output has inf or NaN that is not meant."""
+        return has_bad_output(call) and call.index not in self.calls
+
+    def joins_weights(self, call: Call) -> bool:
+        """Return whether a mask that goes into a call hides what the network computes, and is not just data."""
+        sources = [value.source for value in self._masked_inputs(call)]
+        return not self._pass.sees_operators or any(source in self._from_weights for source in sources)
+
+    def begins(self, call: Call) -> Iterator[tuple[Call, Operand | None]]:
+        """Yield where the masks of a call begin: calls that make one, and calls with the operand that is one."""
+        waiting, visited = [call], {call.index}
+        while waiting:
+            each = waiting.pop()
+            for value in self._masked_inputs(each):
+                if not value.is_computed or value.source is None:
+                    yield each, value
+                elif value.source not in visited:
+                    visited.add(value.source)
+                    waiting.append(self._pass.calls[value.source])
+            if each.index in self._begins:
+                yield each, None
+
+    def _masked_inputs(self, call: Call) -> list[Operand]:
+        return [
+            value for place, value in enumerate(call.inputs) if not value.reading.finite and self.is_mask(call, place)
+        ]
+
+    def _begins_mask(self, call: Call) -> bool:
+        if not call.operator or not all(value.reading.finite for value in call.inputs):
+            return False
+        if fills(call):
+            return not any(reading.nans for reading in call.outputs)
+        is_constant = call.index not in self._from_weights and not call.gradients
+        return is_constant and has_bad_output(call) and _has_only_minus_inf(call)
+
+    def _goes_on(self, call: Call) -> bool:
+        masked = self._masked_inputs(call)
+        if self.overflowed_inputs(call):
+            return False
+        if not masked:
+            return call.kind in CASTS and any(value.source in self.calls for value in call.inputs)
+        may_be_positive = any(value.reading.positive_infs for value in masked)
+        return _has_only_minus_inf(call) or (may_be_positive and not any(reading.nans for reading in call.outputs))
+
+
+def multiplies(call: Call) -> bool:
+    """Return whether a call multiplies its inputs, of which a mask is none."""
+    return call.operator and any(part in call.kind for part in _MULTIPLIES)
+
+
+def fills(call: Call) -> bool:
+    """Return whether a call puts numbers in the place of others."""
+    return call.operator and call.kind in _FILLS
+
+
+def has_bad_output(call: Call) -> bool:
+    """Return whether an output of a call has inf or NaN."""
+    return not all(reading.finite for reading in call.outputs)
+
+
+def _has_only_minus_inf(call: Call) -> bool:
+    return all(reading.finite or reading.only_minus_inf for reading in call.outputs)

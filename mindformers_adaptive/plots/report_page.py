@@ -1,0 +1,139 @@
+"""One HTML page for runs, without anything from elsewhere: what is told, as text, and pictures as data."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from mindformers_adaptive.plots import canvas
+from mindformers_adaptive.text.table import as_power_of_two
+from mindformers_adaptive.text.untrusted import printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["RunTold", "picture", "render"]
+
+# Of the width of a picture on a narrow screen, as a share of the usual one; letters keep their size.
+_NARROW = 0.48
+
+
+@dataclass(frozen=True)
+class RunTold:
+    """What the page says of a run. No text in it is trusted.
+
+    Attributes:
+        name (str): what the run is called.
+        source (str): where it was read from.
+        analysis (Mapping): what :meth:`mindformers_adaptive.lab.analysis.Analysis.to_dict` returns.
+        text (str): what its ``text`` returns.
+        losses (str): where the loss went, in words.
+    """
+
+    name: str
+    source: str
+    analysis: Mapping[str, Any]
+    text: str
+    losses: str
+
+
+def render(runs: Sequence[RunTold], figures: Iterable[str], *, written: str, versions: str) -> str:
+    """Return the page.
+
+    Args:
+        runs (Sequence[RunTold]): at least one.
+        figures (Iterable[str]): what :func:`picture` returned.
+        written (str): when and by what it was written.
+        versions (str): of what.
+
+    Returns:
+        str, HTML in which all that was read is text.
+    """
+    template = Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=_escaped(f"Loss scaling of {', '.join(run.name for run in runs)}"),
+        written=_escaped(written),
+        figures="\n".join(figures),
+        runs="\n".join(map(_card, runs)),
+        versions=_escaped(versions),
+    )
+
+
+def picture(draw: Callable[[], Figure], heading: str) -> str:
+    """Return a figure of the page, with its title as text and a narrower picture for narrow screens.
+
+    Args:
+        draw (Callable): returns the picture, drawn anew at each call.
+        heading (str): above it.
+    """
+    wide = draw()
+    title = wide.get_suptitle()
+    with canvas.narrower(_NARROW):
+        narrow = draw()
+    caption, alternative = (
+        # A dollar sign in the name of a run is escaped, as it would begin a formula.
+        re.sub(r"\$2\^\{(-?[\d.]+)\}\$", power, _escaped(title)).replace(r"\$", "$")
+        for power in (r"2<sup>\1</sup>", r"2^\1")
+    )
+    return (
+        f"<h2>{_escaped(heading)}</h2>\n<figure>\n<figcaption>{caption}</figcaption>\n<picture>"
+        f'<source media="(max-width: 640px)" srcset="{_data(narrow)}"><img alt="{alternative}" src="{_data(wide)}">'
+        "</picture>\n</figure>"
+    )
+
+
+def _data(figure: Figure) -> str:
+    """A picture as an address that holds it: in an image no script runs, whatever it says."""
+    figure.suptitle("")
+    drawn = io.BytesIO()
+    canvas.write_svg(figure, drawn)
+    return f"data:image/svg+xml;base64,{base64.b64encode(drawn.getvalue()).decode('ascii')}"
+
+
+def _escaped(text: object) -> str:
+    return html.escape(printable(str(text), keep="\n"))
+
+
+def _card(run: RunTold) -> str:
+    told = run.analysis
+    steps, skipped, scale = told["steps"], told["skipped"], told["loss_scale"]
+    count = skipped["at_least"] if skipped["count"] is None else skipped["count"]
+    at_least = "at least " if skipped["count"] is None else ""
+    facts = {
+        "steps": f"{steps['count']:,} ({steps['first']:,} to {steps['last']:,})",
+        "skipped": f"{at_least}{count:,}, {at_least}{count / steps['count']:.2%}",
+        "loss": run.losses,
+        "loss scale": f"{_scale(scale['first'])} at first, {_scale(scale['final'])} at the end, "
+        f"{_scale(scale['smallest'])} to {_scale(scale['largest'])} between",
+    }
+    rows = "".join(f"<dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd>" for name, value in facts.items())
+    return (
+        f'<article class="card">\n<h2>{_escaped(run.name)}</h2>\n<p class="muted">{_escaped(run.source)}</p>\n'
+        f"<dl>{rows}</dl>\n<h3>What to change</h3>\n{_advice(told)}\n"
+        f"<details open><summary>All that was found</summary><pre>{_escaped(run.text)}</pre></details>\n</article>"
+    )
+
+
+def _scale(value: object) -> str:
+    return as_power_of_two(value) if isinstance(value, float) else "unknown" if value is None else str(value)
+
+
+def _advice(told: Mapping[str, Any]) -> str:
+    if not told["advice"]:
+        return "<p>Nothing: the run gives no reason for it.</p>"
+    entries = "".join(
+        f'<li>{_escaped(one["change"])}<span class="muted">{_escaped(one["reason"])}</span></li>'
+        for one in told["advice"]
+    )
+    if not told["scale_sense"]:
+        return f"<ol>{entries}</ol>"
+    verdict, share = told["certainty"]["verdict"], told["certainty"]["known_share"]
+    sure = f"For MindFormers' YAML, under runner_wrapper; {verdict}, the run knows {share:.0%} of its outcome."
+    return f'<ol>{entries}</ol><p class="muted">{_escaped(sure)}</p><pre>{_escaped(told["scale_sense"].rstrip())}</pre>'

@@ -1,0 +1,104 @@
+"""The page of run folders: what lies in them is read, analyzed, drawn and written as one file."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.lab.recorded_run import RecordedRun
+from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.plots.gradient_records import draw_gradient_records
+from mindformers_adaptive.plots.report_page import RunTold, picture, render
+from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.text.files import atomic_write, make_folder_of
+
+__all__ = ["GRADIENTS", "RECORD", "gradients_beside", "record_in", "write_report"]
+
+# What the monitors call their files; the modules that say so need MindSpore.
+RECORD, GRADIENTS = "loss_scale_record.jsonl", "gradient_ranges.jsonl"
+
+
+def record_in(source: str | os.PathLike[str]) -> Path:
+    """Return the record of a run: the file itself, or that in the folder of a run.
+
+    Raises:
+        FileNotFoundError: if there is no such file or folder, or no record in the folder.
+        ValueError: if there are several.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(f"There is no file or folder {str(path)!r}, seen from {Path.cwd()}.")
+        return path
+    found = [path / RECORD] if (path / RECORD).is_file() else sorted(path.rglob(RECORD))
+    if not found:
+        raise FileNotFoundError(
+            f"The folder {str(path)!r} must hold {RECORD}, which LossScaleMonitor writes, but holds none. Add the "
+            "monitor to the callbacks, or give the log of the training itself."
+        )
+    if len(found) > 1:
+        listed = ", ".join(str(one.relative_to(path)) for one in found[:3])
+        raise ValueError(f"The folder {str(path)!r} must hold one {RECORD}, but holds {listed}. Give one folder a run.")
+    return found[0]
+
+
+def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os.PathLike[str], versions: str) -> Path:
+    """Write the page of some runs, whole or not at all.
+
+    Args:
+        records (Mapping): by the name of each run its record or log; at least one. The gradients whose record lies
+            beside it are drawn too.
+        output (str): the file.
+        versions (str): what to say of them.
+
+    Returns:
+        Path, the file.
+
+    Raises:
+        ImportError: if matplotlib is missing.
+        OSError: if a file cannot be read or written.
+        ValueError: if a file is no record or log, or has no step.
+    """
+    runs = {name: read_log(path) for name, path in records.items()}
+    gradients = gradients_beside(records)
+    drawn = dict(zip([""] if len(runs) == 1 else runs, runs.values(), strict=True))
+    figures = [picture(lambda: draw_runs(drawn), "Loss and loss scale")]
+    if gradients:
+        figures.append(picture(lambda: draw_gradient_records(gradients), "Gradients by group of Parameters"))
+    told = [_told(name, str(records[name]), run) for name, run in runs.items()]
+    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
+    page = render(told, figures, written=f"Written {now}", versions=versions)
+    target = Path(output)
+    make_folder_of(target)
+    with atomic_write(target) as file:
+        file.write(page)
+    return target
+
+
+def gradients_beside(records: Mapping[str, str | os.PathLike[str]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the records of gradients that lie beside those of runs, by the names of these, where there is one."""
+    beside = {name: Path(path).with_name(GRADIENTS) for name, path in records.items()}
+    # Runs in one folder may share what lies there.
+    own = {name: path for name, path in beside.items() if [*beside.values()].count(path) == 1 and path.is_file()}
+    return {name: record for name, path in own.items() if (record := read_record(path))}
+
+
+def _told(name: str, source: str, run: RecordedRun) -> RunTold:
+    analysis = analyze(run)
+    return RunTold(name, source, analysis.to_dict(), analysis.text(), _losses(run))
+
+
+def _losses(run: RecordedRun) -> str:
+    """Say where the loss went."""
+    loss: Any = np.array([math.nan]) if run.loss is None else run.loss
+    finite, broken = loss[np.isfinite(loss)], run.step[np.isinf(loss)] if run.loss is not None else []
+    said = f"{finite[0]:.4g} at first, {finite[-1]:.4g} at the end" if len(finite) else "not known"
+    return f"{said}; inf or NaN in {len(broken)} step(s), first {broken[0]}" if len(broken) else said

@@ -1,1 +1,0 @@
-"""Loss scaling in MindFormers' PyNative trainer, ``mindformers.pynative.trainer``."""

@@ -1,0 +1,106 @@
+"""Gradients that show a trace's ceilings: all of them, too much, too little, or nothing; and ceilings by sweeps."""
+
+import json
+
+import numpy as np
+import pytest
+from records import gradient_line, unscaled_gradients
+
+from mindformers_adaptive.lab.gradient_ceilings import (
+    INDEPENDENT_CEILINGS,
+    from_gradient_ranges,
+    independent_ceiling,
+    with_gradients,
+)
+from mindformers_adaptive.lab.synthetic import synthetic_trace, synthetic_traces
+from mindformers_adaptive.lab.trace import Trace
+
+
+def shown_beyond(trace):
+    return np.log2(65504 / trace.largest_gradient) - np.log2(trace.ceiling)
+
+
+@pytest.mark.parametrize("kind", synthetic_traces(10, seed=0))
+def test_made_traces_show_their_ceilings(kind):
+    trace = synthetic_traces(1000, seed=3)[kind]
+    assert shown_beyond(trace) == pytest.approx(0, abs=1e-9)
+
+
+def test_offset_and_spread_are_in_bits():
+    trace = synthetic_trace("spikes", 20_000, seed=0)
+    assert shown_beyond(with_gradients(trace, -2)) == pytest.approx(-2)
+    hidden = shown_beyond(with_gradients(trace, 3, 0.4, seed=1))
+    assert (hidden.mean(), hidden.std()) == (pytest.approx(3, abs=0.02), pytest.approx(0.4, abs=0.02))
+    assert (shown_beyond(with_gradients(trace, 3, 0.4, seed=1)) == hidden).all()
+    assert (shown_beyond(with_gradients(trace, 3, 0.4, seed=2)) != hidden).any()
+
+
+def test_a_ceiling_of_0_and_one_without_bound_are_shown_as_such():
+    assert with_gradients(Trace.exact("made", [0.0, np.inf])).largest_gradient.tolist() == [np.inf, 0.0]
+
+
+@pytest.mark.parametrize(("level", "offset", "spread", "memory"), INDEPENDENT_CEILINGS)
+def test_a_ceiling_of_its_own_is_not_what_the_gradients_show(level, offset, spread, memory):
+    trace = independent_ceiling(20_000, 0, level, offset, spread, memory)
+    ceiling, beyond = np.log2(trace.ceiling), shown_beyond(trace)
+    assert (ceiling.mean(), ceiling.std()) == (pytest.approx(level, abs=0.01), pytest.approx(0.05, abs=0.005))
+    assert (beyond.mean(), beyond.std()) == (pytest.approx(offset, abs=0.15), pytest.approx(spread, abs=0.1))
+    shown = beyond + ceiling
+    assert np.corrcoef(shown[1:], shown[:-1])[0, 1] == pytest.approx(memory, abs=0.03)
+    assert np.corrcoef(shown, ceiling)[0, 1] == pytest.approx(0, abs=0.05)
+
+
+def test_bad_numbers_are_refused():
+    with pytest.raises(TypeError, match="'steps' must be an integer"):
+        independent_ceiling(1.5, 0, *INDEPENDENT_CEILINGS[0])
+    with pytest.raises(ValueError, match="'seed' must be at least 0, but got -1"):
+        independent_ceiling(10, -1, *INDEPENDENT_CEILINGS[0])
+
+
+def sweep_line(step, *batches):
+    tried = [[{"loss_scale": scale, "overflow": mark == "!"} for scale, mark in batch] for batch in batches]
+    return json.dumps({"step": step, "batches": [{"loss_scales": batch} for batch in tried]})
+
+
+def test_a_sweep_bounds_the_ceiling_between_what_fits_and_what_overflows(tmp_path):
+    file = tmp_path / "gradient_ranges.jsonl"
+    lines = [
+        sweep_line(100, [(64, "."), (512, "."), (4096, "!")]),
+        # The batch that overflows first decides.
+        sweep_line(200, [(64, "."), (512, "!"), (4096, "!")], [(64, "."), (512, "."), (4096, ".")]),
+        sweep_line(300, [(64, "!"), (512, "!")]),
+        sweep_line(400, [(64, "."), (512, ".")]),
+        # Beyond an overflow nothing counts as bearable.
+        sweep_line(500, [(64, "."), (512, "!"), (4096, ".")]),
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    trace = from_gradient_ranges(file)
+    assert trace.name == "gradient_ranges.jsonl"
+    assert trace.lower_bound.tolist() == trace.ceiling.tolist() == [512, 64, 0, 512, 64]
+    assert trace.upper_bound.tolist() == [4096, 512, 64, np.inf, 512]
+
+
+def test_a_sweep_has_the_largest_gradient_of_the_largest_scale_that_fits(tmp_path):
+    file = tmp_path / "gradient_ranges.jsonl"
+    lines = [gradient_line(10, 64.0, 4096.0, 2.0**40), gradient_line(20, 64.0, 2.0**40)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    trace = from_gradient_ranges(file)
+    assert trace.lower_bound.tolist() == [4096.0, 64.0]
+    expected = [max(np.abs(array).max() for array in unscaled_gradients(step).values()) for step in (10, 20)]
+    assert trace.largest_gradient.tolist() == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "must have at least 1 sweep, but is empty"),
+        (sweep_line(1, [(64, ".")]) + "\n{", r"gradient_ranges.jsonl:2 is no sweep .*JSONDecodeError"),
+        ('{"step": 1}', r"gradient_ranges.jsonl:1 is no sweep .*'batches'"),
+        ("[1]", r"gradient_ranges.jsonl:1 is no sweep"),
+    ],
+)
+def test_a_file_that_is_no_record_of_sweeps_is_refused(tmp_path, content, message):
+    file = tmp_path / "gradient_ranges.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        from_gradient_ranges(file)

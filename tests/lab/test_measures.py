@@ -1,0 +1,128 @@
+"""The measures of a replay: hand-made tables, the edges of what can be measured, and the oracle that nothing beats."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindformers_adaptive.lab.measures import MeasureAccumulator, cost, entry_skips, measure, overflows, recovery_steps
+from mindformers_adaptive.lab.trace import Trace
+
+INF = math.inf
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "loss_scale", "expected"),
+    [
+        ([8, 8, 8], [8, 8, 8, 8], {"skipped": 0, "headroom_lost": 0.0, "steps_to_first_applied": 0}),
+        ([8, 8, 8], [4, 2, 1, 1], {"headroom_lost": 2.0, "headroom_regret": 2.0, "scale_changes": 2}),
+        # The change after the last step counts too.
+        ([8, 8], [8, 8, 16], {"skipped": 0, "scale_changes": 1}),
+        # A skipped step loses no headroom, and the mean is over the applied ones.
+        ([8, 8, 8], [16, 4, 8, 8], {"skipped": 1, "skipped_regret": 1, "headroom_lost": 0.5, "scale_changes": 2}),
+        ([8, 8, 8, 8], [32, 16, 8, 9, 9], {"skipped": 3, "longest_skip_run": 2, "steps_to_first_applied": 2}),
+        # At a ceiling of infinity nothing overflows: no headroom to measure, and the step is counted.
+        ([INF, 8, INF], [1, 4, 1e30, 1], {"headroom_lost": 1.0, "unbounded": 2, "skipped": 0}),
+        # A ceiling above the largest float32 is as good as infinity.
+        ([1e39, 8], [4, 4, 4], {"headroom_lost": 1.0, "unbounded": 1}),
+        ([3e38, 8], [3e38, 4, 4], {"headroom_lost": 0.5, "unbounded": 0}),
+        # Where every scale overflows, skipping cannot be avoided.
+        ([0, 0, 4], [4, 2, 8, 8], {"skipped": 3, "unavoidable": 2, "skipped_regret": 1, "headroom_lost": math.nan}),
+        ([1e-39, 2**-126], [1, 1, 1], {"skipped": 2, "unavoidable": 1, "skipped_regret": 1}),
+        ([0, 0], [1, 1, 1], {"longest_skip_run": 2, "steps_to_first_applied": 2, "skipped_regret": 0}),
+        # Scales that no step can be unscaled by.
+        ([INF, INF, INF], [INF, 0, 1, 1], {"skipped": 2, "skipped_regret": 2, "longest_skip_run": 2}),
+    ],
+)
+def test_measures_of_hand_made_replays(ceiling, loss_scale, expected):
+    found = dataclasses.asdict(measure(Trace.exact("made", ceiling), loss_scale))
+    assert {name: found[name] for name in expected} == pytest.approx(expected, nan_ok=True)
+
+
+def test_window_changes_are_counted_and_a_policy_without_a_window_has_none():
+    trace = Trace.exact("made", [8, 8, 8])
+    assert measure(trace, [8, 8, 8, 8], [20, 1, 1, 20]).window_changes == 2
+    assert measure(trace, [8, 8, 8, 8]).window_changes == 0
+
+
+def test_seconds_lost_are_those_of_the_skipped_steps():
+    trace = dataclasses.replace(Trace.exact("made", [8, 8, 8]), seconds=np.array([0.5, 2.0, 4.0]))
+    assert measure(trace, [16, 8, 16, 16]).seconds_lost == 4.5
+    assert measure(Trace.exact("made", [8]), [16, 16]).seconds_lost is None
+
+
+def test_known_share_counts_the_outcomes_that_the_bounds_decide():
+    trace = Trace("log", np.full(4, 8.0), lower_bound=np.full(4, 4.0), upper_bound=np.full(4, 32.0))
+    assert measure(trace, [4, 8, 16, 32, 32]).known_share == 0.5
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.lists(st.integers(1, 30), max_size=3))
+def test_runs_of_skips_are_counted_across_the_stretches_that_a_accumulator_gets(flags, cuts):
+    trace, scales = Trace.exact("made", [4.0] * len(flags)), np.where([*flags, False], 8.0, 4.0)[:, np.newaxis]
+    accumulator, starts = MeasureAccumulator([trace], 1), sorted({0, *(cut for cut in cuts if cut < len(flags))})
+    for start, stop in itertools.pairwise([*starts, len(flags)]):
+        accumulator.add(start, scales[start : stop + 1], None)
+    text = "".join("x" if flag else " " for flag in flags)
+    [found] = accumulator.measures()
+    assert found.longest_skip_run == max(map(len, text.split()), default=0)
+    assert found.steps_to_first_applied == len(text) - len(text.lstrip("x"))
+    assert found.as_dict() == measure(trace, scales[:, 0]).as_dict()
+
+
+SCALES = st.one_of(st.sampled_from([0.0, 2.0**-140, 2.0**-126, 1.0, 2.0**16, 1e38, 1e39, INF]), st.floats(1e-3, 1e9))
+
+
+@given(st.lists(st.tuples(SCALES, SCALES), min_size=1, max_size=30))
+def test_no_scales_do_better_than_the_oracle(pairs):
+    ceiling, scales = np.array(pairs).T
+    trace = Trace.exact("made", ceiling)
+    found = measure(trace, [*scales, 1.0])
+    smallest, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    oracle = measure(trace, [*np.clip(ceiling, smallest, largest), 1.0])
+    assert oracle.skipped == found.unavoidable == oracle.unavoidable
+    assert oracle.skipped_regret == 0 <= found.skipped_regret <= found.skipped
+    assert math.isnan(oracle.headroom_regret) or oracle.headroom_regret == 0
+    assert math.isnan(found.headroom_regret) or found.headroom_regret >= 0
+    assert found.skipped == sum(overflows(scale, limit) for limit, scale in pairs)
+
+
+def test_cost_is_skipped_steps_in_a_thousand_and_bits_at_their_rate():
+    found = measure(Trace.exact("made", [8] * 4), [16, 4, 2, 4, 4])
+    assert cost(found, exchange_rate=0.0) == 250.0
+    assert cost(found, exchange_rate=3.0) == pytest.approx(250.0 + 3.0 * 4 / 3)
+    nothing_applied = measure(Trace.exact("made", [8]), [16, 16])
+    assert cost(nothing_applied) == 1000.0
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "loss_scale", "message"),
+    [
+        ([], [1.0], r"The trace 'made' must have at least 1 step, but got none"),
+        ([8, 8], [1.0, 1.0], r"'loss_scale' must have one number for each of the 2 steps .* but got shape \(2,\)"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(ceiling, loss_scale, message):
+    with pytest.raises(ValueError, match=message):
+        measure(Trace.exact("made", ceiling), loss_scale)
+
+
+def test_recovery_counts_from_the_end_of_a_rise_to_2_bits_below_the_largest_power_of_two():
+    levels = [10.9, 10.9, 4.0, 4.0, 7.0, 10.9, 10.9, 10.9, 10.9]
+    scales = np.exp2([10, 10, 3, 3, 3, 7, 7, 8, 9])
+    assert recovery_steps(levels, scales).tolist() == [2.0]
+    assert recovery_steps(levels[:7], scales[:7]).tolist() == [np.inf]
+    # Down again before the scale is back.
+    assert recovery_steps([4.0, 10.9, 10.9, 4.0], np.exp2([3, 3, 7, 8])).tolist() == [np.inf]
+    assert recovery_steps([8.0] * 3, [1.0] * 3).tolist() == []
+
+
+def test_skips_of_an_entry_are_those_of_the_fall_and_of_20_steps():
+    levels = np.array([9.0] * 5 + [6.0, 3.0] + [3.0] * 30 + [9.0] * 3 + [5.0])
+    overflow = np.zeros(len(levels), bool)
+    overflow[[4, 5, 6, 25, 26, 40]] = True
+    assert entry_skips(levels, overflow).tolist() == [3, 1]
+    assert entry_skips([3.0, 9.0], [True, True]).tolist() == []

@@ -1,0 +1,289 @@
+"""The policies' interface, defaults, off-by-ones, tolerances, limits, arithmetic, and bad input."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from own_rules import Follow
+
+from mindformers_adaptive.cli.lab_arguments import policy_maker
+from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
+from mindformers_adaptive.lab.presets import PRESETS, REMOVED_PRESETS
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
+
+# What each system calls its scale and its window, to start every policy alike.
+NAMES = {
+    name: [
+        next(own for own, one in preset.parameters.items() if one.sets == what)
+        for what in ("loss_scale", "scale_window")
+    ]
+    for name, preset in PRESETS.items()
+    if name != "fixed"
+}
+
+
+def start(name, scale, window, **others):
+    of_scale, of_window = NAMES[name]
+    return make_policy(name, **{of_scale: scale, of_window: window, **others})
+
+
+def replay(policy, steps):
+    return [policy.step(step == "!") for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "window", "scale_after_a_drop"),
+    [
+        ("adaptive", 2.0**16, 20, 2.0**15),
+        ("guided", 2.0**16, 500, 2.0**6),
+        ("fixed", 128.0, None, 128.0),
+        ("dynamic", 2.0**24, 2000, 2.0**23),
+        ("dynamic_scaler", 2.0**24, 2000, 2.0**23),
+        ("torch", 2.0**16, 2000, 2.0**15),
+        ("megatron", 2.0**32, 1000, 2.0**32),
+        ("deepspeed", 2.0**32, 1000, 2.0**31),
+        ("apex", 2.0**16, 2000, 2.0**15),
+    ],
+)
+def test_defaults_are_those_of_the_system(name, scale, window, scale_after_a_drop):
+    policy = make_policy(name)
+    assert (policy.loss_scale, policy.scale_window) == (scale, window)
+    assert type(policy.loss_scale) is float
+    assert policy.step(True) == scale_after_a_drop
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clean_steps_before_the_first_raise_the_next_one_and_one_after_an_overflow(name):
+    policy = start(name, 1024.0, 3)
+    assert replay(policy, "." * 5) == [1024.0] * 2 + [2048.0] * 3
+    policy.step(True)
+    scale = policy.loss_scale
+    assert replay(policy, "." * 6) == [scale] * 2 + [2 * scale] * 3 + [4 * scale]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        # A budget that only a raise refills: once it is spent, every overflow drops.
+        ("megatron", {"hysteresis": 2}, ".!.vv.vvv.v"),
+        ("megatron", {"hysteresis": 1}, ".v.vv.vvv.v"),
+        ("deepspeed", {"delayed_shift": 2}, ".!.vv.vvv.v"),
+        ("deepspeed", {"delayed_shift": 3}, ".!.!v.vvv.v"),
+        # A budget that every clean step refills too.
+        ("deepspeed", {"delayed_shift": 2, "consecutive_hysteresis": True}, ".!.!v.!vv.!"),
+    ],
+)
+def test_which_overflows_are_tolerated(name, params, expected):
+    assert changes(start(name, 1024.0, 1000, **params), ".!.!!.!!!.!") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        ("megatron", {"hysteresis": 2}, "!.^!v"),
+        ("deepspeed", {"delayed_shift": 2}, "!.^!v"),
+    ],
+)
+def test_a_raise_sets_the_count_of_overflows_back(name, params, expected):
+    assert changes(start(name, 1024.0, 2, **params), "!..!!") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "smallest"),
+    [
+        ("adaptive", {"loss_scale_value": 4.0, "min_loss_scale": 0.5}, 0.5),
+        ("dynamic", {}, 1.0),
+        ("dynamic_scaler", {}, 1.0),
+        ("torch", {}, 0.0),
+        ("megatron", {"hysteresis": 1}, 1.0),
+        ("megatron", {"hysteresis": 1, "min_scale": 0.1}, float(np.float32(0.1))),
+        ("deepspeed", {}, 1.0),
+        ("apex", {}, 0.0),
+        ("apex", {"min_loss_scale": 0.75}, 0.75),
+    ],
+)
+def test_many_overflows_end_at_the_floor(name, params, smallest):
+    policy = make_policy(name, **params) if name == "adaptive" else start(name, 1024.0, 10, **params)
+    assert replay(policy, "!" * 3000)[-1] == smallest
+
+
+KEPT_FINITE = ("dynamic_scaler", "torch")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_clean_steps_end_at_the_cap_or_at_inf(name):
+    policy = start(name, 1024.0, 1)
+    replay(policy, "." * 1200)
+    assert policy.loss_scale == (2.0**127 if name in KEPT_FINITE else 2.0**24 if name == "apex" else math.inf)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "megatron", "deepspeed"])
+def test_a_scale_that_nothing_caps_is_inf_beyond_float32_but_as_a_python_number(name):
+    python_number = name == "deepspeed"
+    assert replay(start(name, 2.0**125, 1), "...")[1:] == [2.0**127, 2.0**128 if python_number else math.inf]
+
+
+def test_apex_cuts_the_start_and_the_raise_to_its_maximum():
+    policy = make_policy("apex", init_scale=2.0**30, max_loss_scale=3000.0, scale_window=1)
+    assert [policy.loss_scale, *replay(policy, "!..")] == [3000.0, 1500.0, 3000.0, 3000.0]
+
+
+def test_apex_takes_a_scale_factor_and_does_not_use_it():
+    with pytest.warns(UserWarning, match=r"'scale_factor' of the policy 'apex' has no effect: .* uses 2.0, and 4 came"):
+        policy = make_policy("apex", init_scale=1024.0, scale_factor=4)
+    assert policy.step(True) == 512.0
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "drop", "growth"),
+    [
+        ("adaptive", {"scale_factor": 3}, lambda s: s * (np.float32(1) / np.float32(3)), 3),
+        ("dynamic", {"scale_factor": 3}, lambda s: s * (np.float32(1) / np.float32(3)), 3),
+        ("dynamic_scaler", {"scale_factor": 3}, lambda s: s / np.float32(3), 3),
+        ("megatron", {"hysteresis": 1, "backoff_factor": 0.8}, lambda s: s * np.float32(0.8), 2),
+        ("torch", {"backoff_factor": 0.8}, lambda s: np.float32(float(s) * 0.8), 2),
+    ],
+)
+def test_arithmetic_is_float32_in_the_order_of_the_system(name, params, drop, growth):
+    # 0.8 as a double, which the kernels take, and as a float32 give other products.
+    window = {"max_scale_window": 1, "min_scale_window": 1, "loss_scale_value": 2.0**60}
+    policy = make_policy(name, **window, **params) if name == "adaptive" else start(name, 2.0**60, 1, **params)
+    expected = np.float32(2.0**60)
+    for step in "!" * 20 + "." * 5 + "!" * 20:
+        expected = drop(expected) if step == "!" else expected * np.float32(growth)
+        assert policy.step(step == "!") == float(expected)
+
+
+def test_arithmetic_of_deepspeed_is_that_of_python_numbers():
+    policy, expected = start("deepspeed", 2.0**60, 1000, scale_factor=3), 2.0**60
+    for _ in range(20):
+        expected /= 3.0
+        assert policy.step(True) == expected
+
+
+def test_deepspeed_would_stop_at_its_smallest_scale_and_the_replay_goes_on():
+    policy = make_policy("deepspeed", init_scale=2.0, scale_window=2)
+    seen = [(policy.step(overflow), policy.stopped) for overflow in (True, True, False, False)]
+    assert seen == [(1.0, False), (1.0, True), (1.0, True), (2.0, True)]
+    policy = make_policy("deepspeed", init_scale=2.0, raise_error_at_min_scale=False)
+    assert (replay(policy, "!!!"), policy.stopped) == ([1.0] * 3, False)
+    # A tolerated overflow at the smallest scale is no reason to stop.
+    policy = make_policy("deepspeed", init_scale=1.0, delayed_shift=2)
+    assert [(policy.step(True), policy.stopped) for _ in "!!"] == [(1.0, False), (1.0, True)]
+
+
+def test_counter_can_be_preset():
+    assert replay(start("dynamic_scaler", 1024.0, 5, initial_counter=4), "..") == [2048.0, 2048.0]
+
+
+ADAPTIVE = AdaptiveRule(max_scale_window=4, min_scale_window=2, hysteresis=2, min_loss_scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule", "start"),
+    [
+        ("adaptive", ADAPTIVE, {"scale_window": 3}),
+        ("guided", GuidedRule(5.0, max_loss_scale=2.0**30), {}),
+        ("own_rules.Follow", Follow(margin=3, max_loss_scale=2.0**30), {}),
+        (Follow, Follow(margin=3), {}),
+    ],
+)
+def test_a_rule_is_a_policy_by_its_name_or_its_class(policy, rule, start):
+    name = policy if isinstance(policy, str) else "follow"
+    policy, state = make_policy(policy, loss_scale_value=64.0, **rule.arguments, **start), rule.start(64.0, **start)
+    assert policy.name == name
+    for step, mark in enumerate(("!!!" + "." * 40 + "!!!!.!!" + "." * 10) * 5):
+        gradient = None if mark == "!" else 0.3 + 0.01 * (step % 7)
+        state = rule.step(state, mark == "!", gradient)
+        assert policy.step(mark == "!", gradient) == state.loss_scale
+        assert policy.scale_window == getattr(state, "scale_window", None)
+        assert policy.state() == state._asdict()
+
+
+# Small settings, so that short sequences reach every branch.
+SMALL = {
+    "adaptive": {"max_scale_window": 2, "min_scale_window": 1, "hysteresis": 2},
+    "guided": {"loss_scale_value": 4.0, "exchange_rate": 300},
+    "fixed": {},
+    "deepspeed": {"init_scale": 4.0, "scale_window": 2, "delayed_shift": 2},
+    "megatron": {"initial_scale": 4.0, "growth_interval": 2, "hysteresis": 2},
+}
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_state_is_all_that_a_policy_remembers(name):
+    after = {}
+    for steps in itertools.product(".!", repeat=9):
+        policy = make_policy(name, **SMALL[name]) if name in SMALL else start(name, 4.0, 2)
+        for step in steps:
+            before = tuple(policy.state().items())
+            policy.step(step == "!")
+            assert all(type(value) in (int, float, bool, tuple, type(None)) for value in policy.state().values())
+            assert after.setdefault((before, step), policy.state()) == policy.state()
+    assert policy.state()["loss_scale"] == policy.loss_scale
+
+
+@pytest.mark.parametrize(
+    ("name", "by_one_factor"),
+    [
+        *(("adaptive", True), ("guided", False), ("torch", True), ("own_rules.Follow", False)),
+        *(("own_rules.Plain", True), ("own_rules.CappedAdaptive", False)),
+    ],
+)
+def test_whether_the_scale_alone_tells_which_steps_were_skipped(name, by_one_factor):
+    assert make_policy(name).moves_by_one_factor is by_one_factor
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "error", "message"),
+    [
+        ("own_rules.Nothing", {}, ValueError, r"'own_rules.Nothing' cannot be imported"),
+        ("own_rules.NoRule", {}, TypeError, r"'rule' must be .* such a class, but got 'own_rules.NoRule'"),
+        ("own_rules.Follow", {"margins": 1}, TypeError, r"'own_rules.Follow' has no parameter 'margins'.* 'margin'\?"),
+        ("adaptiv", {}, ValueError, r"'name' must be one of adaptive, guided, .*, but got 'adaptiv'. .* 'adaptive'\?"),
+        (
+            "torch",
+            {"init_scal": 2},
+            TypeError,
+            r"'torch' has no parameter 'init_scal'. .* init_scale, .* 'init_scale'\?",
+        ),
+        ("adaptive", {"hysteresis": 0}, ValueError, r"'hysteresis' must be at least 1, but got 0"),
+        ("fixed", {"loss_scale": 2, "loss_scale_value": 2}, TypeError, r"'loss_scale_value' and 'loss_scale' .* once"),
+        ("dynamic", {"loss_scale_value": 0}, ValueError, r"'loss_scale_value' must be .* above 0 .* but got 0"),
+        ("torch", {"init_scale": 1e39}, ValueError, r"'init_scale' must be a finite .* in float32, but got 1e\+39"),
+        ("torch", {"init_scale": "2e16"}, TypeError, r"'init_scale' must be .* but got '2e16' of type str"),
+        ("torch", {"growth_factor": 1}, ValueError, r"'growth_factor' must be a finite number above 1 .* but got 1"),
+        ("torch", {"backoff_factor": 1.0}, ValueError, r"'backoff_factor' must be a number between 0 and 1"),
+        ("torch", {"growth_interval": 0}, ValueError, r"'growth_interval' must be at least 1, but got 0"),
+        ("megatron", {"min_scale": 0}, ValueError, r"'min_scale' must be a finite number above 0"),
+        ("megatron", {"initial_scale": 1, "min_scale": 2}, ValueError, r"'initial_scale' must be .* 'min_scale' \(2.0"),
+        ("apex", {"min_loss_scale": 2.0**25}, ValueError, r"'max_loss_scale' must be at least 'min_loss_scale'"),
+        ("deepspeed", {"min_scale": -1}, ValueError, r"'min_scale' must be a finite number of at least 0 .* got -1"),
+        ("deepspeed", {"consecutive_hysteresis": 1}, TypeError, r"'consecutive_hysteresis' must be True or False"),
+        ("dynamic_scaler", {"initial_counter": -1}, ValueError, r"'initial_counter' must be at least 0, but got -1"),
+        ("dynamic_scaler", {"initial_counter": 2000}, ValueError, r"'initial_counter' must be below 'scale_window'"),
+    ],
+)
+def test_bad_arguments_are_refused(name, params, error, message):
+    with pytest.raises(error, match=message):
+        make_policy(name, **params)
+
+
+@pytest.mark.parametrize("name", REMOVED_PRESETS)
+def test_a_policy_that_is_gone_names_the_nearest_one(name):
+    with pytest.raises(ValueError, match=rf"'{name}' is gone since version 2.0.0\. .* left is ") as refusal:
+        make_policy(name, init_scale=4.0)
+    nearest = str(refusal.value).rpartition(" is ")[2].removesuffix(".")
+    assert policy_maker(nearest)[1]().name in PRESETS
+
+
+def changes(policy, steps):
+    """The steps, with "v" for an overflow that dropped the scale and "^" for a clean step that raised it."""
+    marks = ""
+    for step in steps:
+        before = policy.loss_scale
+        after = policy.step(step == "!")
+        marks += "v" if after < before else "^" if after > before else step
+    return marks

@@ -1,0 +1,149 @@
+"""From a recorded run to a trace: the formulas of the assumed ceilings, the bounds, and what is known."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import records
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindformers_adaptive.lab.recorded_run import ASSUMPTIONS, bound_shares
+
+
+def run_of(scales, overflow, **others):
+    return records.run_of(scales, [mark == "!" for mark in overflow], **others)
+
+
+def exponents(ceiling):
+    return np.log2(ceiling).round(6).tolist()
+
+
+def test_interpolated_ceilings_lie_between_the_rows_of_skipped_steps():
+    # Rows of skipped steps at places 0-1 (down from 16 to 8, then 4 is applied) and 6 (at 16, then 8).
+    run = run_of([16, 8, 4, 4, 4, 4, 16, 8], "!!....!.")
+    # log2: row one (3 + 2) / 2 = 2.5, row two (4 + 3) / 2 = 3.5; linear between places 1 and 6; then constant.
+    assert exponents(run.to_trace().ceiling) == [2.5, 2.5, 2.7, 2.9, 3.1, 3.3, 3.5, 3.5]
+
+
+def test_interpolated_ceilings_are_moved_into_the_bounds():
+    # Row at place 1: (3 + 2) / 2; the step before was applied at 2^3, above that.
+    assert exponents(run_of([8, 8, 4], ".!.").to_trace().ceiling) == [3, 2.5, 2.5]
+    # A tolerated overflow: the next step was applied at the same scale, so half of it stands in.
+    assert exponents(run_of([8, 8, 8], "!..").to_trace().ceiling) == [2.5, 3, 3]
+    # A row at the end has no next step.
+    assert exponents(run_of([4, 8], ".!").to_trace().ceiling) == [2.5, 2.5]
+
+
+def test_without_skips_the_largest_applied_scale_is_assumed_and_nothing_bounds_from_above():
+    run = run_of([4, 8, 4], "...")
+    assert exponents(run.to_trace().ceiling) == [3, 3, 3]
+    assert run.to_trace("lower_bound").ceiling.tolist() == [4, 8, 4]
+    assert np.isinf(run.to_trace("upper_bound").ceiling).all()
+
+
+def test_lower_bound_takes_the_applied_scale_and_for_skips_what_the_neighbours_bore():
+    run = run_of([4, 16, 8, 2, 16, 8], ".!!.!.")
+    assert run.to_trace("lower_bound").ceiling.tolist() == [4, 2, 2, 2, 2, 8]
+
+
+@pytest.mark.parametrize("assume", ASSUMPTIONS)
+def test_a_scale_that_collapsed_to_zero_has_a_ceiling_below_every_float32(assume):
+    trace = run_of([2.0**-148, 2.0**-149, 0, 0], "!!!!").to_trace(assume)
+    assert (trace.ceiling[2:] < 2.0**-149).all()
+
+
+def test_upper_bound_is_just_below_what_the_neighbours_did_not_bear():
+    run = run_of([4, 16, 8, 2, 32, 8], ".!!.!.")
+    expected = [np.nextafter(scale, 0) for scale in (16, 16, 8, 32, 32, 32)]
+    assert run.to_trace("upper_bound").ceiling.tolist() == expected
+
+
+def test_bounds_come_only_from_steps_whose_place_and_scale_are_known():
+    run = run_of([16, 8, 4, np.nan], "!.!.", known=[True, True, False, True])
+    trace = run.to_trace()
+    assert trace.lower_bound.tolist() == [0, 8, 0, 0]
+    assert trace.upper_bound.tolist() == [16, np.inf, np.inf, np.inf]
+    assert bound_shares(trace) == {"both": 0.0, "lower_bound": 0.25, "upper_bound": 0.25, "neither": 0.5}
+    assert trace.known([16, 8, 4, 4]).tolist() == [True, True, False, False]
+
+
+def test_the_trace_carries_what_the_run_recorded():
+    seconds = np.array([0.5, np.nan])
+    trace = run_of([8, 4], "!.", seconds=seconds).to_trace()
+    assert trace.name == "run"
+    assert trace.seconds is seconds
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.booleans(), st.booleans(), st.floats(0, 1e9) | st.just(np.nan)),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_every_assumption_agrees_with_every_step_and_lower_is_below_upper(steps):
+    exponent, overflow, known, gradients = zip(*steps, strict=True)
+    flags = "".join("!" if over else "." for over in overflow)
+    run = run_of([2.0**k for k in exponent], flags, known=known, largest_gradient=np.array(gradients))
+    lower, upper = run.to_trace("lower_bound").ceiling, run.to_trace("upper_bound").ceiling
+    for ceiling in (run.to_trace(assume).ceiling for assume in ASSUMPTIONS):
+        # Replayed at its own scales, the run overflows where it did.
+        assert ((run.loss_scale > ceiling) == run.overflow).all()
+    assert (lower <= upper).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": np.ones(3)}, r"All arrays of the run 'run' must have one number for each step"),
+        ({"step": np.array([2, 2])}, r"The steps of the run 'run' must increase"),
+    ],
+)
+def test_a_run_that_contradicts_itself_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(run_of([8, 4], "!."), **changes)
+
+
+def test_an_unknown_assumption_is_refused():
+    with pytest.raises(ValueError, match=r"'assume' must be one of \('interpolated', .*, but got 'hopeful'"):
+        run_of([8], ".").to_trace("hopeful")
+    assert run_of([8], ".").assumptions[0] == "interpolated"
+
+
+def shown(exponents):
+    """Largest gradients that show these log2 of the ceiling; None is not known."""
+    return np.array([np.nan if exponent is None else 65504.0 / 2.0**exponent for exponent in exponents])
+
+
+def test_known_gradients_show_the_ceilings_and_the_rest_lies_between_them():
+    run = run_of([4, 4, 4, 16, 4, 4], "...!..", largest_gradient=shown([5, None, 3, None, 4, 1]))
+    # Place 1 lies between 5 and 3; the skip between 3 and 4, below its own scale; the last bore 2^2 all the same.
+    assert run.assumptions[0] == "gradients"
+    assert exponents(run.to_trace().ceiling) == [5, 4, 3, 3.5, 4, 2]
+    assert exponents(run.to_trace("interpolated").ceiling) == [3] * 6
+
+
+def test_gradients_that_show_more_than_what_overflowed_are_lowered_by_it():
+    # Skipped at 2^4, twice, where the next steps show 2^7 and 2^8: 3.5 bits too much.
+    gradients = shown([7, None, 7, 7, None, 8])
+    trace = run_of([8, 16, 8, 8, 16, 8], ".!..!.", largest_gradient=gradients).to_trace()
+    assert exponents(trace.ceiling) == [3.5, 3.5, 3.5, 3.5, 4, 4.5]
+    # One of three is a spike, and nothing else.
+    trace = run_of([8, 16, 8, 16, 8, 16, 8], ".!.!.!.", largest_gradient=shown([3.5, None] * 2 + [9, None, 3.5]))
+    assert exponents(trace.to_trace().ceiling)[4] == 9
+
+
+def test_the_trace_has_the_gradients_of_applied_steps_only():
+    # One that is inf in an applied step is none that a policy can be given.
+    gradients = np.array([np.inf, 2.0, 0.0, np.nan, np.inf, 8.0])
+    trace = run_of([8, 4, 4, 4, 4, 4], "!....!", known=[True] * 6, largest_gradient=gradients).to_trace()
+    np.testing.assert_array_equal(trace.largest_gradient, [np.nan, 2.0, 0.0, np.nan, np.nan, np.nan])
+
+
+@pytest.mark.parametrize("gradients", [None, np.full(2, np.nan), np.zeros(2), np.array([np.inf, 1e-300])])
+def test_without_gradients_that_show_anything_all_is_as_before(gradients):
+    run = run_of([8, 4], "!.", largest_gradient=gradients)
+    assert run.assumptions == ("interpolated", "lower_bound", "upper_bound")
+    assert run.to_trace("gradients").ceiling.tolist() == run.to_trace().ceiling.tolist()
+    assert run.to_trace().largest_gradient is None

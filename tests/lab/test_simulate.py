@@ -1,0 +1,155 @@
+"""Replays and comparisons of policies: hand-made traces, means, and the Pareto front."""
+
+import dataclasses
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindformers_adaptive.lab.gradient_ceilings import with_gradients
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay import compare, pareto_front, replay
+from mindformers_adaptive.lab.synthetic import synthetic_trace
+from mindformers_adaptive.lab.trace import Trace
+
+SMALL = {"loss_scale_value": 16.0, "max_scale_window": 3, "min_scale_window": 2}
+
+
+def test_replay_shows_the_scale_the_flag_and_the_window_of_each_step():
+    trace = Trace.exact("made", [16, 8, 8, 8, 8, 8])
+    found = replay(make_policy("adaptive", **SMALL), trace)
+    assert found.loss_scale.tolist() == [16, 16, 8, 8, 16, 8]
+    assert found.overflow.tolist() == [False, True, False, False, True, False]
+    assert found.scale_window.tolist() == [2] * 6
+    assert (found.final_state["loss_scale"], found.final_state["skipped_steps"]) == (8.0, 2)
+    assert (found.measures.skipped, found.measures.scale_changes, found.measures.headroom_lost) == (2, 3, 0.0)
+
+
+def test_replay_goes_on_from_the_state_that_the_policy_is_in():
+    policy, whole = make_policy("adaptive", **SMALL), make_policy("adaptive", **SMALL)
+    ceilings = [16, 8, 32, 8, 64, 64, 64, 2, 2]
+    parts = [replay(policy, Trace.exact("part", part)) for part in (ceilings[:4], ceilings[4:])]
+    scales = replay(whole, Trace.exact("whole", ceilings)).loss_scale.tolist()
+    assert parts[0].loss_scale.tolist() + parts[1].loss_scale.tolist() == scales
+    assert policy.state() == whole.state()
+
+
+def fixed(scale):
+    return partial(make_policy, "fixed", loss_scale_value=scale)
+
+
+def test_comparison_has_a_row_for_each_policy_and_trace_and_their_mean():
+    traces = [Trace.exact("low", [4.0] * 4), Trace.exact("high", [16.0] * 4), Trace.exact("free", [float("inf")] * 4)]
+    found = compare({"two": fixed(2.0), "eight": fixed(8.0)}, traces)
+    rows = {(row["policy"], row["trace"]): row for row in found.rows()}
+    assert rows.keys() == {(policy, trace) for policy in ("two", "eight") for trace in ("low", "high", "free", None)}
+    assert [rows["two", trace]["headroom_lost"] for trace in ("low", "high", "free", None)] == [1.0, 3.0, None, 2.0]
+    assert [rows["eight", trace]["skipped"] for trace in ("low", "high", "free", None)] == [4, 0, 0, 4 / 3]
+    json.dumps(found.rows(), allow_nan=False)
+
+
+def test_each_trace_begins_with_a_fresh_policy():
+    trace = Trace.exact("low", [4.0] * 4)
+    found = compare({"adaptive": partial(make_policy, "adaptive", **SMALL)}, [trace, trace])
+    assert found.measures["adaptive"][0] == found.measures["adaptive"][1]
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 60)])
+def test_comparison_of_a_rule_that_takes_traces_side_by_side_is_that_of_its_replays(lengths):
+    drops = [synthetic_trace("sudden drop", steps, seed=steps) for steps in lengths]
+    traces = [dataclasses.replace(trace, name=str(len(trace))) for trace in drops]
+    done = []
+    found = compare({"guided": partial(make_policy, "guided")}, traces, progress=done.append)
+    for trace, measures in zip(traces, found.measures["guided"], strict=True):
+        expected = replay(make_policy("guided"), trace).measures
+        assert measures.as_dict() == pytest.approx(expected.as_dict())
+    assert done == [1, 2]
+
+
+def test_pareto_front_of_a_comparison_leaves_out_what_another_beats_in_both():
+    trace = Trace.exact("made", [4.0, 4.0, 16.0, 16.0])
+    found = compare({"one": fixed(1.0), "four": fixed(4.0), "five": fixed(5.0), "sixteen": fixed(16.0)}, [trace])
+    # "one" loses more headroom than "four" and skips as little; "five" skips as much as "sixteen".
+    assert found.pareto_front() == ["four", "sixteen"]
+    assert [row["policy"] for row in found.rows() if row["on_front"]] == ["four", "sixteen"]
+
+
+def test_comparison_as_text_marks_the_front_and_aligns_its_columns():
+    found = compare({"one": fixed(1.0), "sixteen": fixed(16.0)}, [Trace.exact(name, [16.0] * 4) for name in "ab"])
+    lines = found.text().splitlines()
+    # Each with the scale that it starts from, without which they cannot be compared.
+    assert [line.split()[:4] for line in lines[-3:]] == [
+        ["sixteen", "2^4", "a", "*"],
+        ["sixteen", "2^4", "b", "*"],
+        ["sixteen", "2^4", "(mean)", "*"],
+    ]
+    assert {row["policy"]: row["start"] for row in found.rows()} == {"one": 1.0, "sixteen": 16.0}
+    assert "*" not in lines[-6]
+    ends = {line.rindex(cell) + len(cell) for line, cell in zip(lines[-6:], ["1.00"] * 6, strict=True)}
+    assert len(ends) == 1
+    assert "skipped" in found.text()
+
+
+def test_a_known_share_of_0_is_shown():
+    trace = Trace("log", np.full(4, 16.0), np.zeros(4), np.full(4, np.inf))
+    heading, row = compare({"one": fixed(1.0)}, [trace]).text().splitlines()[-2:]
+    assert (heading.split()[-1], row.split()[-1]) == ("share", "0.00")
+
+
+NUMBERS = st.integers(0, 4).map(float)
+
+
+@given(st.lists(st.tuples(NUMBERS, st.one_of(NUMBERS, st.just(float("nan")))), max_size=12))
+def test_pareto_front_is_what_no_other_result_beats(results):
+    def number(value):
+        return float("inf") if value != value else value
+
+    points = [(first, number(second)) for first, second in results]
+    expected = [
+        not any(other != point and other[0] <= point[0] and other[1] <= point[1] for other in points)
+        for point in points
+    ]
+    assert pareto_front([first for first, _ in results], [second for _, second in results]).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("policies", "traces", "message"),
+    [
+        ({}, [Trace.exact("made", [1.0])], r"'policies' must have at least 1 entry, but got none"),
+        ({"one": fixed(1.0)}, [], r"'traces' must have at least 1 entry, but got none"),
+        ({"one": partial(make_policy, "guided")}, [Trace.exact("empty", [])], r"The trace 'empty' must have at least"),
+        ({"one": fixed(1.0)}, [Trace.exact("empty", [])], r"The trace 'empty' must have at least 1 step"),
+    ],
+)
+def test_nothing_to_compare_is_refused(policies, traces, message):
+    with pytest.raises(ValueError, match=message):
+        compare(policies, traces)
+
+
+class Listener:
+    """A policy of a fixed scale that keeps what it was told."""
+
+    scale_window, loss_scale = None, 8.0
+
+    def __init__(self):
+        self.steps = []
+
+    def step(self, overflow, largest_gradient=None):
+        self.steps.append((overflow, largest_gradient))
+        return self.loss_scale
+
+    def state(self):
+        return {}
+
+
+def test_a_policy_is_given_the_largest_gradient_of_applied_steps_only():
+    trace = Trace.exact("made", [16.0, 4.0, 8.0])
+    listener = Listener()
+    replay(listener, trace)
+    assert listener.steps == [(False, None), (True, None), (False, None)]
+    listener = Listener()
+    replay(listener, with_gradients(trace))
+    assert listener.steps == [(False, 65504 / 16), (True, None), (False, 65504 / 8)]

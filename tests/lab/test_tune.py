@@ -1,0 +1,249 @@
+"""Tuning recommends what costs least, says how sure that is, and writes a section that the cell accepts."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import yaml
+from own_rules import Follow
+
+from mindformers_adaptive import RuleLossScaleUpdateCell
+from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
+from mindformers_adaptive.lab.gradient_ceilings import with_gradients
+from mindformers_adaptive.lab.measures import cost
+from mindformers_adaptive.lab.policies import make_policy
+from mindformers_adaptive.lab.replay import replay
+from mindformers_adaptive.lab.synthetic import synthetic_trace
+from mindformers_adaptive.lab.trace import Trace
+from mindformers_adaptive.lab.tuning import tune
+from mindformers_adaptive.rules.lanes import Lanes
+
+CALM = Trace.exact("calm", [2.0**16] * 2000)
+RISING = Trace.exact("rising", 2.0 ** np.linspace(16, 66, 2000))
+
+
+def test_costs_are_those_of_replaying_each_configuration():
+    tried = grid("adaptive", min_scale_window=[5, 50], max_scale_window=[50, 500], scale_factor=[2, 3])
+    found = tune([CALM, RISING], tried, exchange_rate=2.5)
+    for place, configuration in enumerate(tried):
+        expected = [
+            cost(replay(make_policy("adaptive", **configuration.arguments), trace).measures, 2.5)
+            for trace in (CALM, RISING)
+        ]
+        assert found.costs[place].tolist() == pytest.approx(expected)
+    assert found.recommended == tried[int(np.argmin(found.costs.mean(axis=1)))]
+    assert [row["cost"] for row in found.rows(3)] == sorted(found.costs.mean(axis=1).tolist())[:3]
+
+
+def test_of_equals_the_first_is_recommended():
+    tried = [Configuration("adaptive", hysteresis=count) for count in (2, 1)]
+    assert tune([Trace.exact("free", [float("inf")] * 10)], tried).best == 0
+
+
+@pytest.mark.parametrize(
+    ("lower_bound", "upper_bound", "known", "verdict"),
+    [(2.0**16, 2.0**16 + 1, 1.0, "known"), (2.0**16, np.inf, 0.9, "known"), (2.0**15, np.inf, 0.0, "a guess")],
+)
+def test_certainty_tells_how_much_the_trace_knows(lower_bound, upper_bound, known, verdict):
+    steps = 1000
+    trace = Trace("log", np.full(steps, 2.0**16), np.full(steps, lower_bound), np.full(steps, upper_bound))
+    # At 2**16 but for the step after each full window, at 2**17.
+    told = tune([trace], [Configuration.dynamic(9)]).certainty()
+    assert (told["known_share"], told["verdict"]) == (pytest.approx(known), verdict)
+    json.dumps(told, allow_nan=False)
+
+
+def test_the_known_share_counts_each_step_of_all_traces():
+    known, unknown = (Trace("log", *np.full((3, steps), 4.0) * [[1], [of], [2]]) for steps, of in ((300, 1), (100, 0)))
+    assert tune([known, unknown], [Configuration.dynamic(500, loss_scale_value=2.0)]).known_share(0) == 0.75
+
+
+def test_certainty_shows_costs_at_the_lowest_and_the_highest_ceilings():
+    trace = Trace("log", np.full(1000, 2.0**16), np.full(1000, 2.0**15), np.full(1000, 2.0**20))
+    tried = [Configuration.dynamic(9), Configuration.dynamic(99)]
+    told = tune([trace], tried).certainty()["assumed"]
+    for name, ceiling in (("lowest", 2.0**15), ("highest", np.nextafter(2.0**20, 0))):
+        costs = [
+            cost(replay(make_policy("adaptive", **one.arguments), Trace.exact("", [ceiling] * 1000)).measures)
+            for one in tried
+        ]
+        found = told[f"the {name} possible ceilings"]
+        assert (found["cost"], found["smallest"]) == pytest.approx((costs[1], min(costs)))
+        assert found["best"] == tried[int(np.argmin(costs))].label
+
+
+def test_assumptions_of_ones_own_replace_the_bounds():
+    trace = Trace("log", np.full(100, 2.0**16), np.zeros(100), np.full(100, np.inf))
+    higher = dataclasses.replace(trace, ceiling=np.full(100, 2.0**20))
+    found = tune([trace], [Configuration.dynamic(9)], assumptions={"four bits more": [higher]})
+    assert found.certainty()["assumed"].keys() == {"four bits more"}
+    assert found.assumed["four bits more"][0, 0] != found.costs[0, 0]
+
+
+def test_leaving_a_trace_out_shows_what_the_others_would_have_recommended_for_it():
+    tried = [Configuration.dynamic(window) for window in (10, 1000)]
+    found = tune([CALM, RISING], tried, exchange_rate=20.0)
+    by_trace = {row["trace"]: row for row in found.certainty()["left_out"]}
+    assert by_trace["calm"]["recommended"] == "dynamic 10"
+    assert by_trace["calm"]["above_smallest"] == pytest.approx(found.costs[0, 0] - found.costs[1, 0])
+    assert by_trace["rising"]["recommended"] == "dynamic 1000"
+    assert tune([CALM], tried).certainty()["left_out"] == []
+
+
+def test_text_holds_the_table_the_section_and_how_sure_it_is():
+    found = tune([CALM, RISING], [Configuration.dynamic(10), Configuration("adaptive", hysteresis=2)])
+    text = found.text()
+    assert found.recommended.scale_sense() in text
+    assert "adaptive 20-1000 hysteresis=2" in text
+    assert "How sure: known. The traces know the outcome of 100.0%" in text
+    assert "Without trace 'calm': " in text
+    assert "possible ceilings" not in text
+
+
+def test_text_shows_other_assumptions_where_they_matter():
+    trace = Trace("log", np.full(1000, 2.0**16), np.full(1000, 1.5 * 2.0**15), np.full(1000, 2.0**20))
+    text = tune([trace], [Configuration.dynamic(9)]).text()
+    assert "How sure: a guess." in text
+    # What is a guess is nothing to paste.
+    assert ("scale_sense:" in text, "No settings to paste: " in text) == (False, True)
+    assert "With the lowest possible ceilings: " in text
+    assert "With the highest possible ceilings: " in text
+
+
+def test_a_configuration_that_applies_nothing_is_not_on_the_front():
+    stuck = Configuration("adaptive", min_loss_scale=2.0**16)
+    rows = tune([Trace.exact("low", [2.0**10] * 50)], [stuck, Configuration("adaptive")]).rows()
+    assert [(row["on_front"], row["headroom_lost"]) for row in rows] == [(True, pytest.approx(0.0)), (False, None)]
+    json.dumps(rows, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        Configuration("adaptive"),
+        Configuration.dynamic(200, loss_scale_value=2.0**32),
+        Configuration("adaptive", max_loss_scale=2.0**100, min_loss_scale=1e-5, hysteresis=2, scale_factor=1.5),
+        Configuration("adaptive", loss_scale_value=50000.5, scale_window=100, shrink_from_min_window=True),
+    ],
+)
+def test_section_to_paste_makes_the_cell_that_was_recommended(configuration):
+    from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
+
+    section = yaml.safe_load(configuration.scale_sense())["scale_sense"]
+    assert section.pop("type") == "AdaptiveLossScale"
+    cell = AdaptiveLossScaleUpdateCell(**section)
+    # Some of their values are arrays.
+    assert repr(vars(cell.rule)) == repr(vars(configuration.rule))
+    assert (cell.get_loss_scale(), cell.state()["scale_window"]) == configuration.start[:2]
+    assert Configuration("adaptive", **section).start == configuration.start
+
+
+def test_default_grid_has_dynamic_and_adaptive_configurations_once_each():
+    tried = grid("adaptive", **default_grid("adaptive"))
+    assert len(tried) == 900
+    assert {one.label.split()[0] for one in tried} == {"dynamic", "adaptive"}
+    assert len({one.label for one in tried}) == len(tried)
+
+
+def test_grid_leaves_out_windows_that_do_not_fit():
+    tried = grid("adaptive", min_scale_window=[20, 100], max_scale_window=[50, 100], scale_window=[20, 100])
+    names = ("min_scale_window", "max_scale_window", "scale_window")
+    windows = [tuple(one.arguments[name] for name in names) for one in tried]
+    assert windows == [(20, 50, 20), (20, 100, 20), (20, 100, 100), (100, 100, 100)]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: grid("adaptive", window=[1]), TypeError, r"'adaptive' has no parameter 'window'"),
+        (lambda: grid("adaptive", max_scale_window=[5]), ValueError, r"must have at least one combination .* but got"),
+        (lambda: grid("adaptive", hysteresis=[0]), ValueError, r"'hysteresis' must be at least 1, but got 0"),
+        (lambda: Configuration("adaptive", scale_window=25), ValueError, r"one of the ladder .* must not rely"),
+        (lambda: Configuration("adaptive", max_scale_window=5), ValueError, r"'max_scale_window' must be .* not rely"),
+        (lambda: grid("guided", windows=[1]), TypeError, r"no parameter 'windows'. .* loss_scale_value, exchange_rate"),
+        (lambda: grid("guided", exchange_rate=[0]), ValueError, r"must be a number from 0.001 to 1000.* got 0"),
+        (
+            lambda: grid("guided", loss_scale_value=[1000]),
+            ValueError,
+            r"must be a power of two here, .* not rely on",
+        ),
+        (lambda: grid("guided", max_loss_scale=[2.0]), ValueError, r"'loss_scale_value' must lie between"),
+        (lambda: tune([]), ValueError, r"'traces' must have at least 1 trace, but got none"),
+        (lambda: tune([CALM], []), ValueError, r"'configurations' must have at least 1 configuration"),
+        (lambda: tune([CALM], exchange_rate=True), TypeError, r"'exchange_rate' must be a finite .* got True"),
+        (lambda: tune([CALM], exchange_rate=-1), ValueError, r"'exchange_rate' must be .* at least 0 .* but got -1"),
+    ],
+)
+def test_bad_arguments_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_of_exchange_rates_that_which_is_asked_for_is_near_the_best():
+    """The rule's own exchange rate is what it is tuned for."""
+    trace = with_gradients(synthetic_trace("random walk", 5000, seed=1))
+    costs = {}
+    for rate in (0.5, 20.0):
+        found = tune([trace], grid("guided", exchange_rate=[0.5, 20.0]), exchange_rate=rate)
+        costs[rate] = found.recommended.rule.exchange_rate
+    assert costs == {0.5: 0.5, 20.0: 20.0}
+
+
+GUIDED = Configuration("guided", loss_scale_value=2.0**10, exchange_rate=0.001, max_loss_scale=2.0**20)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "label"),
+    [
+        (GUIDED, "guided loss_scale_value=1024 exchange_rate=0.001 max_loss_scale=1.04858e+06"),
+        (Configuration("own_rules.Follow", margin=1), "follow margin=1"),
+        (Configuration(Follow), "follow"),
+        (Configuration("adaptive", scale_window=20), "adaptive 20-1000"),
+        (Configuration("adaptive", scale_window=30), "adaptive 20-1000 scale_window=30"),
+        (Configuration.dynamic(20, shrink_from_min_window=True), "dynamic 20 shrink_from_min_window=1"),
+    ],
+)
+def test_label_tells_what_is_not_the_default(configuration, label):
+    assert configuration.label == label
+
+
+@pytest.mark.parametrize(
+    ("configuration", "section"),
+    [
+        (
+            GUIDED,
+            {"type": "GradientGuidedLossScaleUpdateCell", "loss_scale_value": 1024, "exchange_rate": 0.001}
+            | {"max_loss_scale": 2**20},
+        ),
+        (
+            Configuration(Follow, margin=1),
+            {"type": "RuleLossScaleUpdateCell", "rule": "own_rules.Follow", "loss_scale_value": 65536, "margin": 1},
+        ),
+    ],
+)
+def test_section_of_other_rules(configuration, section):
+    assert yaml.safe_load(configuration.scale_sense())["scale_sense"] == section
+
+
+def test_default_grid_of_a_rule_of_ones_own_has_its_values_and_the_initial_scales():
+    tried = grid("own_rules.Follow", **default_grid("own_rules.Follow"))
+    assert len(tried) == 15
+    assert {one.rule.margin for one in tried} == {1, 2, 4}
+
+
+@pytest.mark.parametrize(("name", "cap"), [("own_rules.CappedGuided", 10), ("own_rules.CappedAdaptive", 1024)])
+def test_a_rule_made_from_one_of_this_package_has_its_own_arguments(name, cap):
+    tried = grid(name, **default_grid(name), cap=[cap])
+    assert {one.rule.cap for one in tried} == {cap}
+    section = yaml.safe_load(tried[0].scale_sense())["scale_sense"]
+    assert RuleLossScaleUpdateCell(**{key: section[key] for key in section if key != "type"}).rule.cap == cap
+    assert {"exchange_rate", "max_scale_window", "scale_window"}.isdisjoint(section)
+    assert tried[0].label.startswith(name.removeprefix("own_rules.").replace("Capped", "capped_").lower())
+
+
+def test_a_vector_that_is_called_scale_window_is_no_window():
+    policy = make_policy("own_rules.Windows")
+    assert Lanes([policy.rule], [policy.current]).scale_window is None
+    found = replay(policy, CALM)
+    assert (found.scale_window, found.measures.window_changes) == (None, 0)

@@ -1,0 +1,50 @@
+"""The state beside ``common.json``: whole or not at all, and never taken from a torn file."""
+
+import json
+
+import pytest
+
+from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_sidecar, write_sidecar
+
+STATE = {"scale_window": 200, "window_index": 5}
+
+
+def test_floats_and_lists_are_kept_bit_for_bit_in_strict_json(tmp_path):
+    state = {**STATE, "level": 17.46875, "overflow_rate": [0.5, 0.1, 1 / 3], "largest_gradient": float("inf")}
+    write_sidecar(tmp_path, 2.0**17, state)
+    json.loads((tmp_path / FILE_NAME).read_text(), parse_constant=pytest.fail)
+    assert read_sidecar(tmp_path) == (2.0**17, state)
+    assert [file.name for file in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_an_earlier_file_stays_when_writing_fails(tmp_path):
+    write_sidecar(tmp_path, 2.0**17, STATE)
+    with pytest.raises(TypeError):
+        write_sidecar(tmp_path, 2.0**18, {"scale_window": object()})
+    assert read_sidecar(tmp_path) == (2.0**17, STATE)
+
+
+def test_every_torn_file_is_refused(tmp_path):
+    write_sidecar(tmp_path, 2.0**17, STATE)
+    whole = (tmp_path / FILE_NAME).read_text()
+    for length in range(len(whole.rstrip())):
+        (tmp_path / FILE_NAME).write_text(whole[:length])
+        with pytest.raises(ValueError, match=rf"{FILE_NAME} cannot be used: "):
+            read_sidecar(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"format": 2, "loss_scale": 1.0, "state": {}}, "its format is 2, and this version reads 1"),
+        ({"format": 1, "loss_scale": 1.0, "state": {"scale_window": "20"}}, "its state must be numbers, but has '20'"),
+        ({"format": 1, "loss_scale": 1.0, "state": {"bound": True}}, "its state must be numbers, but has True"),
+        ({"format": 1, "loss_scale": 1.0}, "'state'"),
+        ({"format": 1, "loss_scale": 1.0, "state": [1]}, "no attribute 'items'"),
+        ([], "list indices"),
+    ],
+)
+def test_other_content_is_refused_with_the_reason(tmp_path, content, message):
+    (tmp_path / FILE_NAME).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        read_sidecar(tmp_path)

@@ -1,0 +1,407 @@
+"""Mistakes, and what a CPU cannot do, are named with the key and the remedy before anything is built."""
+
+import contextlib
+import json
+import re
+import warnings
+
+import numpy as np
+import pytest
+import yaml
+from conftest import CONFIG, ROOT
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import Tensor, nn
+from training_runs import training_arguments
+from versions import BEFORE_2
+
+from mindformers_adaptive.cli.program import main
+from mindformers_adaptive.mindformers.checks import check_config
+from mindformers_adaptive.mindformers.launcher import load_config
+from mindformers_adaptive.mindformers.trainer import LaunchedTrainer, Trainer
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+from scripts.examples.tiny_llama import build_dataset, build_model
+
+SCALE_SENSE = "runner_wrapper.scale_sense"
+COMPLETE = {"type": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 20}
+GUIDED = {"type": "GradientGuidedLossScaleUpdateCell", "loss_scale_value": 2**32}
+AUTO_REGISTER = "adaptive_loss_scaling.AdaptiveLossScaleUpdateCell"
+
+pytestmark = pytest.mark.usefixtures("registry_put_back", "in_a_folder_of_its_own")
+
+
+def load(changes):
+    """Load the YAML file of the demo with other values; a warning is an error, but for those that say what is added."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(it is added|needs no loss scaling|loss is not scaled)")
+        return load_config(CONFIG, changes)
+
+
+TYPE = "runner_wrapper.type"
+EVERY, RULE = "callbacks.2.every_n_steps", "RuleLossScaleUpdateCell"
+BY_RULE = {"type": RULE, "loss_scale_value": 1024}
+DYNAMIC, RANGES = {**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, {"type": "GradientRangeMonitor"}
+PER_TOKEN = "calculate_per_token_loss"
+# changes of the YAML file, and the message
+WRONG_TYPES = [
+    ({"runner_wrapper.use_clip_gard": True}, "MFTrainOneStepCell takes, but got 'use_clip_gard'.*'use_clip_g"),
+    ({f"{SCALE_SENSE}.max_scale_windows": 5}, "Adaptive.* but got 'max_scale_windows'.*'max_scale_window'"),
+    ({f"{SCALE_SENSE}.xyz": 5}, "but got 'xyz'. It takes backoff_factor, history_size, "),
+    ({f"{SCALE_SENSE}.type": "DynamicLossScaleUpdateCell"}, "Dynamic.*'m.._scale_window'.*It takes loss"),
+    ({TYPE: "TrainOneStepWithLossScaleCell"}, "got 'TrainOne.*Use MFTrainOneStepCell"),
+    ({"callbacks.2.max_consecutive_overflow": 9}, "'callbacks.2'.*mean 'max_consecutive_overflows'"),
+    ({SCALE_SENSE: {"loss_scale_value": 1024}}, "must have a 'type', but has only loss_scale_value"),
+    ({SCALE_SENSE: {}}, "must have a 'type', but has no keys. Add"),
+    ({SCALE_SENSE: {"type": None}}, "must have a 'type', but that is empty. Add"),
+    ({SCALE_SENSE: "AdaptiveLossScaleUpdateCell"}, "must be a section or a number, but got the text"),
+    ({SCALE_SENSE: {**COMPLETE, "scale_facto": 2}}, "but got 'scale_facto'.*'scale_factor'"),
+    ({SCALE_SENSE: {**COMPLETE, "auto_register": AUTO_REGISTER, "hysteresys": 2}}, "'hysteresys'.*'hysteresis'"),
+    ({SCALE_SENSE: {"type": COMPLETE["type"], "loss_scale_value": 2}}, "lacks scale_factor, scale_window.*them"),
+    ({"resume_training": "true"}, "'resume_training' must be True, False or the name .* text 'true'"),
+    ({"resume_training": "false"}, "'resume_training' must be True, False or the name .* text 'false'"),
+    ({"resume_training": 5}, "'resume_training' must be True, False or the name .*, but got 5"),
+    ({"callbacks.0.type": None}, "'callbacks.0.type' must be the name of a class, but got None"),
+    ({TYPE: 5}, "'runner_wrapper.type' must be the name of a class, but got 5"),
+    ({SCALE_SENSE: True}, "must be a section or a number, but got True"),
+    ({SCALE_SENSE: [1]}, r"must be a section or a number, but got \[1\]"),
+    ({SCALE_SENSE: None}, f"'{SCALE_SENSE}' must be a section or a number, but got None. .* leave the key out"),
+    ({f"{SCALE_SENSE}.loss_scale_value": "2e16"}, f"'{SCALE_SENSE}': 'loss_scale_value' must be a number"),
+    ({f"{SCALE_SENSE}.max_scale_window": 1.5}, "'max_scale_window' must be an integer number of steps"),
+    ({f"{SCALE_SENSE}.shrink_from_min_window": "yes"}, "'shrink_from_min_window' must be True or False"),
+    ({f"{SCALE_SENSE}.history_size": "x"}, "'history_size' must be an integer number of steps"),
+    ({SCALE_SENSE: {**DYNAMIC, "scale_window": "x"}}, "'scale_window' must be a finite number of steps, but got 'x'"),
+    ({EVERY: "x"}, "'callbacks.2': 'every_n_steps' must be an integer number of steps"),
+    ({"callbacks.2.max_consecutive_overflows": "None"}, "got .None. of type str. Give 1 or more; null, in Py"),
+    ({SCALE_SENSE: {**BY_RULE, "rule": 5}}, f"'{SCALE_SENSE}': 'rule' must be .* but got 5"),
+    ({"callbacks.2.record_path": 5}, "'callbacks.2': 'record_path' must be"),
+    ({"callbacks": [{**RANGES, "loss_scales": "x"}]}, "'callbacks.0': 'loss_scales' must be a list of numbers"),
+]
+WRONG_VALUES = [
+    ({f"{SCALE_SENSE}.type": "AdaptivLossScaleUpdateCell"}, "'Adaptiv.*mean 'AdaptiveLossScaleUpdateCell'"),
+    ({f"{SCALE_SENSE}.type": "TrainOneStepWithLossScaleCel"}, "'TrainOneStepWithLossScaleCel'. A class of your own"),
+    ({TYPE: "TrainOneStepWithLossScaleCel"}, "'TrainOneStepWithLossScaleCel'. Use MFTrainOneStepCell"),
+    ({SCALE_SENSE: {1: 2}}, f"'{SCALE_SENSE}' must be a section whose keys are names, but got "),
+    ({TYPE: "MFTrainOneStep"}, "'runner_wrapper.type'.*'MFTrainOneStep'.*'MFTrainOneStepC"),
+    ({"callbacks.2.type": "LossScaleMonitr"}, "'callbacks.2.type' must name .* Did you mean 'LossScaleMonitor'"),
+    ({SCALE_SENSE: -1}, f"'{SCALE_SENSE}' must be finite and above 0 in float32, but got -1"),
+    ({f"{SCALE_SENSE}.loss_scale_value": -1}, f"'{SCALE_SENSE}': 'loss_scale_value' must be finite and above 0"),
+    ({f"{SCALE_SENSE}.loss_scale_value": 10**400}, "'loss_scale_value' must be finite and above 0"),
+    ({f"{SCALE_SENSE}.scale_factor": 1}, "'scale_factor' must be a finite number above 1"),
+    ({f"{SCALE_SENSE}.min_scale_window": 0}, "'min_scale_window' must be at least 1 step"),
+    ({f"{SCALE_SENSE}.hysteresis": 10**400}, "'hysteresis' must be at most 2147483647"),
+    ({f"{SCALE_SENSE}.max_loss_scale": 0.5}, "'min_loss_scale' must not be above 'max_loss_scale'"),
+    ({f"{SCALE_SENSE}.history_size": 10**9}, "'history_size' must be at most 1000000"),
+    ({SCALE_SENSE: {**GUIDED, "exchange_rate": 0}}, f"'{SCALE_SENSE}': 'exchange_rate' must be a number from"),
+    ({SCALE_SENSE: {**BY_RULE, "rule": "none.Such"}}, f"'{SCALE_SENSE}': 'rule' must be .* 'none.Such' cannot be imp"),
+    ({SCALE_SENSE: {**COMPLETE, "auto_register": "adaptive_scaling.A"}}, f"'{SCALE_SENSE}.auto_register' .* leave"),
+    ({SCALE_SENSE: {**GUIDED, "scale_factor": 3}}, "'scale_factor' must be 2"),
+    ({SCALE_SENSE: {**GUIDED, "type": RULE, "rule": "guided", "exchange_rate": 0}}, "'exchange_rate' must be"),
+    ({SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": -1}}, "'loss_scale_value' must be finite"),
+    ({SCALE_SENSE: {**DYNAMIC, "scale_factor": 0}}, "'scale_factor' must be a finite number above 0"),
+    ({EVERY: 0}, "'callbacks.2': 'every_n_steps' must be at least 1, but got 0"),
+    ({"callbacks.2.on_collapse": "explode"}, "'callbacks.2': 'on_collapse' must be one of"),
+    ({"callbacks": [{**RANGES, "loss_scales": [-1]}]}, "'callbacks.0': 'loss_scales' must be finite and above 0"),
+]
+MISTAKES = [
+    *(pytest.param(changes, TypeError, message, id=next(iter(changes))) for changes, message in WRONG_TYPES),
+    *(pytest.param(changes, ValueError, message, id=next(iter(changes))) for changes, message in WRONG_VALUES),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), MISTAKES)
+def test_a_mistake_is_named_with_its_key_and_the_remedy(changes, error, message):
+    with pytest.raises(error, match=message):
+        load(changes)
+
+
+def test_a_key_that_is_a_number_in_the_file_is_refused_like_others():
+    config = load({})
+    config.runner_wrapper.scale_sense[7] = 8
+    with pytest.raises(TypeError, match=f"'{SCALE_SENSE}' must have keys that Adaptive.* takes, but got '7'"):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {SCALE_SENSE: 1024},
+        {SCALE_SENSE: 1024.0},
+        {SCALE_SENSE: {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 1024}},
+        {SCALE_SENSE: {**COMPLETE, "auto_register": "my_cells.MyUpdateCell", "type": "MyUpdateCell", "mine": 1}},
+        {SCALE_SENSE: {**COMPLETE, "auto_register": AUTO_REGISTER}},
+        {TYPE: "mf_wrapper"},
+        {TYPE: "MFPipelineWithLossScaleCell", "runner_wrapper.micro_batch_num": 4},
+        {"runner_wrapper.micro_batch_num": 4},
+        {"runner_wrapper.max_grad_norm": 1},
+        {"resume_training": "last.ckpt"},
+        {"run_mode": "predict", f"{SCALE_SENSE}.loss_scale_value": 0},
+        # The demo has 8 * 128 tokens a batch.
+        {PER_TOKEN: True, f"{SCALE_SENSE}.loss_scale_value": 2**22},
+        {PER_TOKEN: True, "resume_training": True},
+        {PER_TOKEN: True, SCALE_SENSE: GUIDED},
+        # These run on a CPU. MindFormers reads those of the last but one in a parallel run only.
+        {"monitor_config": {"monitor_on": True, "dump_path": "", "local_norm_format": ["log"]}},
+        {"monitor_config": {"monitor_on": False, "dump_path": "./dump"}},
+        {"parallel.parallel_mode": 1, "parallel_config.pipeline_stage": 2},
+        {"use_parallel": True, "parallel_config.data_parallel": 2},
+    ],
+    ids=str,
+)
+def test_what_mindformers_accepts_is_accepted(changes, monkeypatch):
+    monkeypatch.setenv("REGISTER_PATH", "folder_of_my_cells")
+    load(changes)
+
+
+def test_the_checkpoint_section_in_pynative_mode_is_refused_where_it_needs_hyper_parallel():
+    message = "'context.mode' must be 0 .* MindFormers needs hyper-parallel, which is not installed"
+    with contextlib.nullcontext() if BEFORE_2 else pytest.raises(ValueError, match=message):
+        load({"context.mode": 1, "checkpoint.save_path": "saved"})
+    load({"context.mode": 0, "checkpoint.save_path": "saved"})
+    load({"context.mode": 1})
+
+
+@pytest.mark.parametrize(("accumulated", "bits"), [(1, 10), (4, 12)])
+def test_a_high_start_with_a_loss_per_token_is_advised_to_ask_find(accumulated, bits):
+    changes = {PER_TOKEN: True, "runner_config.gradient_accumulation_steps": accumulated}
+    message = rf"lower by log2\({2**bits}\) = {bits} bits.* from 2\^32 skips about {bits} .*adaptive-loss-scale find"
+    with pytest.warns(UserWarning, match=message):
+        load(changes)
+
+
+ODD = {"loss_scale_value": 65535}
+
+
+BY_NAME = {"type": RULE, "rule": "adaptive"}
+ODD_STARTS = [65535, {"type": "FixedLossScaleUpdateCell", **ODD}, {**COMPLETE, **ODD}, {**BY_NAME, **ODD}]
+
+
+@pytest.mark.parametrize("scale_sense", ODD_STARTS, ids=str)
+def test_a_start_that_is_no_power_of_two_is_warned_of(scale_sense):
+    message = "scale_sense.* must be a power of two, but got 65535.* near it is 65536"
+    with pytest.warns(UserWarning, match=message) as caught:
+        load({SCALE_SENSE: scale_sense})
+    assert len(caught) == 1
+    # This rule starts at the power of two below, and says so itself.
+    load({SCALE_SENSE: {**GUIDED, **ODD}})
+
+
+def config_of(dtype, scale_sense):
+    """The configuration of the demo in a number format; a CPU would refuse bfloat16 as the file is loaded."""
+    scale_sense = {} if scale_sense is None else {"scale_sense": scale_sense}
+    config = load({"runner_wrapper": {"type": "MFTrainOneStepCell", **scale_sense}})
+    config.model.model_config.compute_dtype = dtype
+    return config
+
+
+@pytest.mark.parametrize("cell", [{**COMPLETE, "type": "DynamicLossScaleUpdateCell"}, COMPLETE, GUIDED])
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16"])
+def test_a_moving_scale_in_bfloat16_gets_one_warning(dtype, cell):
+    with pytest.warns(UserWarning, match=f"compute_dtype' is {dtype}.* needs no loss .*'scale_sense: 1.0'") as caught:
+        check_config(config_of(dtype, cell))
+    [warning] = caught
+    assert f"is of type {cell['type']}" in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale_sense"),
+    [
+        ("float16", COMPLETE),
+        ("float16", 1.0),
+        ("float32", None),
+        ("bfloat16", {"type": "FixedLossScaleUpdateCell", "loss_scale_value": 8}),
+        ("bfloat16", 1.0),
+        (None, None),
+    ],
+)
+def test_a_scale_that_is_needed_or_stands_still_gets_none(dtype, scale_sense):
+    # A warning would be an error.
+    check_config(config_of(dtype, scale_sense))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "fp16", "mindspore.float16"])
+def test_float16_without_loss_scaling_gets_one_warning(dtype):
+    message = f"compute_dtype' is {dtype}, in which small gradients become 0, .*no '{SCALE_SENSE}'.*'scale_sense: 1.0'"
+    with pytest.warns(UserWarning, match=message) as caught:
+        check_config(config_of(dtype, None))
+    assert len(caught) == 1
+
+
+def test_the_launcher_and_trainer_warn_of_float16_without_loss_scaling():
+    with pytest.warns(UserWarning, match="the loss is not scaled"):
+        config = load_config(CONFIG, {"runner_wrapper": {"type": "MFTrainOneStepCell"}})
+    with pytest.warns(UserWarning, match="the loss is not scaled"):
+        Trainer(config)
+    # The launcher's trainer leaves it at the first warning. Another would be an error.
+    LaunchedTrainer(config)
+    # A cell of the user scales as it says.
+    model = build_model()
+    Trainer(config, wrapper=MFTrainOneStepCell(model, nn.SGD(model.trainable_params()), scale_sense=Tensor(8.0)))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "of_state"),
+    [
+        ({}, "at any loss scale. Training"),
+        ({"optimizer.type": "Adam"}, "'optimizer.type' is Adam, .* second moments. AdamW keeps"),
+        (
+            {"optimizer.type": "AdamWeightDecay"},
+            "Its eps is 0 there, and weights with a gradient of 0 become NaN. AdamW",
+        ),
+        # The largest eps that float16 rounds to 0.
+        ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 2.0**-25}, "Its eps is 0 there"),
+        ({"optimizer.type": "AdamWeightDecay", "optimizer.eps": 1e-6}, "second moments. AdamW keeps"),
+    ],
+)
+def test_weights_in_float16_get_one_warning(optimizer, of_state):
+    text = f"param_init_type' is float16: .* below 1/4096 .*{of_state}.* Set it to float32"
+    with pytest.warns(UserWarning, match=text) as caught:
+        load({f"{MODEL}.param_init_type": "float16", **optimizer})
+    assert len(caught) == 1
+
+
+def test_the_warning_of_weights_in_float16_is_true(run_forked):
+    # All of FP16 from 2^-13 to 1.
+    weights = np.arange(0x0800, 0x3C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    assert ((weights * (1 + 2.0**-12.01)).astype(np.float16) == weights).all()
+    assert ((weights * (1 + 2.0**-10.99)).astype(np.float16) > weights).all()
+    # What the optimizers keep and do. In a process of its own, which no other test has changed.
+    printed = run_forked(ROOT / "tests" / "helpers" / "optimizers_in_fp16.py").stdout.splitlines()
+    assert [json.loads(line) for line in printed if line.startswith("[")] == [
+        ["AdamWeightDecay, eps 1e-8", "Float16", True, True],
+        ["AdamWeightDecay, eps 1e-6", "Float16", True, False],
+        ["Adam", "Float16", True, False],
+        ["MindFormers' AdamW", "Float32", False, False],
+    ]
+
+
+class MyUpdateCell(AdaptiveLossScaleUpdateCell):
+    """Takes an argument of its own, and passes the others on."""
+
+    def __init__(self, *args, patience=1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.patience = patience
+
+
+class MyTrainStep(MFTrainOneStepCell):
+    """Takes out of ``kwargs`` what it needs."""
+
+    def __init__(self, network, optimizer, **kwargs):
+        self.mine = kwargs.pop("something_else", None)
+        super().__init__(network, optimizer, **kwargs)
+
+
+def test_classes_of_users_keep_working_and_a_doubtful_key_is_warned_of():
+    load({})
+    for cls in (MyUpdateCell, MyTrainStep):
+        MindFormerRegister.register_cls(cls, MindFormerModuleType.WRAPPER)
+    mine = {TYPE: "MyTrainStep", SCALE_SENSE: {**COMPLETE, "type": "MyUpdateCell", "patience": 2}}
+    load({**mine, "runner_wrapper.something_else": 1, f"{SCALE_SENSE}.hysteresis": 2})
+    with pytest.warns(UserWarning, match="MyTrainStep takes, but got 'use_clip_gard'.*'use_clip_grad'.* passed on"):
+        load({**mine, "runner_wrapper.use_clip_gard": True})
+
+
+def test_an_unknown_key_of_another_section_is_named_with_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    content = yaml.safe_load(CONFIG.read_text())
+    content["runner_config"]["epoks"] = 2
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=rf"{file}: The config 'runner_config' gets an unexpected key: epoks"):
+        load_config(file)
+
+
+def test_the_launcher_prints_a_mistake_without_a_traceback(capsys):
+    options = ["--config", str(CONFIG), "--options", f"{SCALE_SENSE}.max_scale_windows=5"]
+    with pytest.warns(UserWarning, match="it is added"):
+        assert main(["train", *options]) == 1
+    assert re.match("adaptive-loss-scale train: error: .*mean 'max_scale_window'", capsys.readouterr().err)
+
+
+def trainer(model=None, dataset=None, **arguments):
+    """A Trainer from ``TrainingArguments``."""
+    return Trainer(training_arguments(**arguments), model=model or build_model(), train_dataset=dataset)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"scale_sense": "AdaptivLossScaleUpdateCell"}, ValueError, "mean 'AdaptiveLossScaleUpdateCell'"),
+        ({"wrapper_type": "MFTrainOneStepCel"}, ValueError, "mean 'MFTrainOneStepCell'"),
+        ({"scale_sense": "DynamicLossScaleUpdateCell", **ODD}, UserWarning, "got 65535.* near it is 65536"),
+    ],
+)
+def test_trainer_makes_the_same_checks(arguments, error, message):
+    with pytest.raises(error, match=message):
+        trainer(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, 20),
+        ({"min_scale_window": 5, "max_scale_window": 300}, 5),
+        ({"loss_scale_window": 50}, 50),
+        # The window of another cell is that of the arguments.
+        ({"scale_sense": "DynamicLossScaleUpdateCell"}, 1000),
+    ],
+)
+def test_training_starts_at_the_smallest_window_if_the_user_gave_none(arguments, expected):
+    config = trainer(**{"scale_sense": "AdaptiveLossScaleUpdateCell", "loss_scale_value": 2**24, **arguments}).config
+    section = dict(config.runner_wrapper.scale_sense)
+    assert (section["scale_window"], section["loss_scale_value"]) == (expected, 2**24)
+    if section.pop("type") == "AdaptiveLossScaleUpdateCell":
+        # Without a warning: the window is on the ladder.
+        assert AdaptiveLossScaleUpdateCell(**section).state()["scale_window"] == expected
+
+
+MODEL = "model.model_config"
+PARALLEL = {"use_parallel": True}
+DUMP = {"monitor_config": {"monitor_on": True, "dump_path": "./dump"}}
+# changes of the YAML file, and what the message says of them
+REFUSED_ON_CPU = [
+    ({f"{MODEL}.use_flash_attention": True}, "use_flash_attention' must be False, but is True: .*FlashAttentionScore"),
+    ({f"{MODEL}.fused_rms_norm": True}, "fused_rms_norm' must be False, but is True: .*RmsNorm"),
+    ({f"{MODEL}.use_rope_slice": False}, "use_rope_slice' must be True, but is False"),
+    ({f"{MODEL}.compute_dtype": "bfloat16"}, "compute_dtype' must be another type, but is bfloat16. Set it to float16"),
+    ({f"{MODEL}.param_init_type": "bfloat16"}, "param_init_type' must be another type, but is bfloat16"),
+    ({f"{MODEL}.layernorm_compute_type": "bfloat16"}, "layernorm_compute_type' must be another type"),
+    ({"moe_config": {"expert_num": 4}}, "'moe_config.expert_num' must be 1, but is 4"),
+    ({"use_legacy": False}, "'use_legacy' must be True, but is False: the mcore models need"),
+    ({**PARALLEL, "parallel.parallel_mode": 1}, r"'parallel.parallel_mode' must be 0 \(data parallel\), but is 1"),
+    ({**PARALLEL, "parallel.parallel_mode": "auto_parallel"}, "parallel_mode' must be 0 .*, but is auto_parallel"),
+    ({**PARALLEL, "parallel_config.pipeline_stage": 2}, "'parallel_config.pipeline_stage' must be 1, but is 2"),
+    ({**PARALLEL, "parallel_config.model_parallel": 4}, "'parallel_config.model_parallel' must be 1, but is 4"),
+    ({**PARALLEL, "parallel_config.context_parallel": 2}, "'parallel_config.context_parallel' must be 1, but is 2"),
+    ({**PARALLEL, "parallel_config.expert_parallel": 2}, "'parallel_config.expert_parallel' must be 1, but is 2"),
+    (
+        {**PARALLEL, "parallel_config.data_parallel": 2, "checkpoint.save_path": "saved"},
+        "'checkpoint' must be left out with several processes: .* CheckpointMonitor saves",
+    ),
+    (DUMP, "dump_path' must be '', but is './dump'"),
+    ({"optimizer.type": "Lamb"}, "'optimizer.type' must be another optimizer, but is Lamb. Set it to AdamW"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED_ON_CPU, ids=[[*row[0]][-1] for row in REFUSED_ON_CPU])
+def test_what_a_cpu_cannot_do_is_refused_there_and_left_to_mindformers_on_an_ascend(changes, message):
+    with pytest.raises(ValueError, match=rf"^This cannot be trained on a CPU:\n- '.*{message.lstrip(chr(39))}"):
+        load(changes)
+    load({"context.device_target": "Ascend", **changes})
+
+
+def test_all_that_a_cpu_cannot_do_is_named_at_once():
+    with pytest.raises(ValueError, match=r"use_flash_attention(.|\n)*compute_dtype(.|\n)*monitor_config.dump_path"):
+        load({f"{MODEL}.use_flash_attention": True, f"{MODEL}.compute_dtype": "bfloat16", **DUMP})
+
+
+def test_a_key_that_is_not_in_the_file_has_the_default_of_the_model(tmp_path):
+    text = CONFIG.read_text(encoding="utf-8").replace("    fused_rms_norm: False\n", "")
+    (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="fused_rms_norm' must be False, but is True"):
+        load_config(tmp_path / "my.yaml")
+
+
+def test_trainer_looks_at_the_model_that_it_is_given():
+    model = build_model()
+    model.config.use_flash_attention = True
+    with pytest.raises(ValueError, match="use_flash_attention' must be False, but is True"):
+        trainer(model, build_dataset().take(1)).train()

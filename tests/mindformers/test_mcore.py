@@ -1,0 +1,173 @@
+"""mcore models (``use_legacy: False``): a real tiny Qwen3 in FP16, and overflows in each of the four losses."""
+
+import mindspore
+import numpy as np
+import pytest
+from conftest import ROOT, mindspore_mode
+from mcore_on_cpu import STAND_INS, FourLosses, mcore_on_cpu, rows
+from mindformers.utils.parameter_register import parameter_register
+from mindspore import Parameter, Tensor, dataset, nn
+from mindspore.train import LambdaCallback, Model
+from record_checks import assert_follows
+
+from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.wrapper import (
+    AdaptiveLossScaleUpdateCell,
+    GradientGuidedLossScaleUpdateCell,
+    MFTrainOneStepCell,
+)
+from scripts.ascend.mcore import build_qwen3
+from scripts.ascend.printed_parameters import LOSSES, forget_printed
+
+START, STEPS = 2.0**24, 30
+WINDOWS = {"max_scale_window": 4, "min_scale_window": 2}
+
+# One worker, because the training is shared.
+pytestmark = pytest.mark.xdist_group("mcore")
+
+
+@pytest.mark.parametrize("page", ["compatibility", "contributing"])
+def test_a_page_says_how_many_operators_have_stand_ins(page):
+    said = " ".join((ROOT / "docs" / "en" / f"{page}.md").read_text(encoding="utf-8").split())
+    number = ["no", "one", "two", "three", "four", "five", "six"][len(STAND_INS)]
+    assert f"{number} operators that a CPU lacks" in said
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _mcore(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch, mindspore_mode("graph"):
+        # MindFormers writes its logs there.
+        monkeypatch.chdir(tmp_path_factory.mktemp("mcore"))
+        with mcore_on_cpu(monkeypatch):
+            yield
+
+
+def build_train_step(network, loss_scale=START, **arguments):
+    schedule = nn.CosineDecayLR(0.001, 0.02, 40)
+    optimizer = nn.Adam(network.trainable_params(), schedule)
+    update_cell = AdaptiveLossScaleUpdateCell(loss_scale, 2, 2, **WINDOWS)
+    return MFTrainOneStepCell(network, optimizer, use_clip_grad=True, scale_sense=update_cell, **arguments)
+
+
+def train(train_step, batches, record):
+    """Train, and return all Parameters of the training before it and after each step."""
+    states = []
+
+    def remember(_):
+        states.append({name: value.asnumpy().copy() for name, value in train_step.parameters_dict().items()})
+
+    remembering = LambdaCallback(on_train_begin=remember, on_train_step_end=remember)
+    data = dataset.GeneratorDataset(batches, ["input_ids", "labels", "loss_mask"], shuffle=False)
+    Model(train_step).train(1, data, callbacks=[remembering, LossScaleMonitor(record)])
+    return states
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A training of the real Qwen3: its train-step cell, states and record."""
+    train_step = build_train_step(build_qwen3())
+    record = tmp_path_factory.mktemp("qwen3") / "record.jsonl"
+    states = train(train_step, rows(STEPS), record)
+    return train_step, states, read_record(record)
+
+
+def test_qwen3_learns_in_fp16_by_the_rule(run):
+    _, _, lines = run
+    rule = AdaptiveRule(**WINDOWS)
+    assert_follows(rule, rule.start(START, 2), lines)
+    assert len(lines) == STEPS
+    # Those of the start, and later ones after a raise.
+    assert lines[-1]["skipped_steps"] >= 6
+    assert any(line["overflow"] for line in lines[15:])
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+
+
+def test_a_skipped_step_of_qwen3_changes_nothing_but_loss_scaling(run):
+    train_step, states, lines = run
+    own = {*train_step.loss_scaling_manager.parameters_dict(), "scale_sense"}
+    for before, after, line in zip(states[:-1], states[1:], lines, strict=True):
+        changed = {name for name in before if not np.array_equal(before[name], after[name])}
+        assert (changed - own == set()) is line["overflow"]
+    assert int(states[-1]["global_step"][0]) == STEPS - lines[-1]["skipped_steps"]
+
+
+def test_qwen3_resumes_as_if_it_had_never_stopped(run, tmp_path):
+    _, states, lines = run
+    resumed = build_train_step(build_qwen3())
+    mindspore.load_param_into_net(resumed, {name: Parameter(value) for name, value in states[15].items()})
+    # The count of steps comes back with the cell.
+    later = train(resumed, rows(STEPS)[15:], tmp_path / "record.jsonl")
+    lines_after = [line for line in read_record(tmp_path / "record.jsonl") if "step" in line]
+    assert lines_after == lines[15:]
+    for name, value in states[-1].items():
+        np.testing.assert_array_equal(later[-1][name], value)
+
+
+def test_find_agrees_with_the_training_of_qwen3_and_a_loss_per_token_lowers_the_ceiling_by_the_tokens(run):
+    _, _, lines = run
+    # All steps before were skipped, so this one came at the weights of the start.
+    first_applied = next(line for line in lines if not line["overflow"])
+    batch = rows(STEPS)[first_applied["step"] - 1]
+    mean, per_token = (
+        find_loss_scale(build_train_step(build_qwen3(given), calculate_per_token_loss=given), batch)
+        for given in (False, True)
+    )
+    assert mean.ceiling in (first_applied["loss_scale"], 2 * first_applied["loss_scale"])
+    assert mean.ceiling / per_token.ceiling == batch[0].size
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_an_overflow_in_any_of_the_four_losses_skips_the_step(per_token):
+    arguments = {"calculate_per_token_loss": per_token, "print_separate_loss": True}
+    forget_printed(LOSSES)
+    train_step = build_train_step(FourLosses(per_token), 2.0**10, **arguments).set_train()
+    rule = AdaptiveRule(**WINDOWS)
+    state = rule.start(2.0**10, 2)
+    # The gradient of each weight is its factor times the scale, in FP16: 2^7 overflows at 2^10, 2^3 does not.
+    for number in range(9):
+        factors = np.full(4, 8.0, np.float32)
+        wrong = number // 2 if number % 2 else None
+        if wrong is not None:
+            factors[wrong] = 2.0**17 / state.loss_scale
+        before = [weight.asnumpy().copy() for weight in train_step.weights]
+        loss, overflow, loss_scale, *_ = train_step(Tensor(factors))
+        # Only the gradient is too large: each of the losses is finite, also as it is printed by itself.
+        assert np.isfinite(loss.asnumpy()).all()
+        assert np.isfinite([parameter_register.get(name).asnumpy().item() for name in LOSSES]).all()
+        state = rule.step(state, wrong is not None)
+        assert (bool(overflow), float(loss_scale)) == (wrong is not None, state.loss_scale), LOSSES[wrong or 0]
+        for weight, value in zip(train_step.weights, before, strict=True):
+            assert np.array_equal(weight.asnumpy(), value) is (wrong is not None)
+    assert state.skipped_steps == 4
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_guided_cell_sees_the_gradient_that_overflows(per_token):
+    network = FourLosses(per_token)
+    optimizer = nn.SGD(network.trainable_params(), 0.01)
+    update_cell = GradientGuidedLossScaleUpdateCell(2.0**10)
+    arguments = {"use_clip_grad": True, "calculate_per_token_loss": per_token}
+    train_step = MFTrainOneStepCell(network, optimizer, scale_sense=update_cell, **arguments).set_train()
+    train_step(Tensor(np.float32([8, 4, 2, 1])))
+    # Before it is divided by the number of tokens.
+    assert update_cell.state()["largest_gradient"] == 8.0
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_sweep_measures_the_norm_of_the_step_and_leaves_what_mindformers_prints_alone(per_token):
+    forget_printed(LOSSES)
+    arguments = {"calculate_per_token_loss": per_token, "print_separate_loss": True}
+    train_step = build_train_step(FourLosses(per_token), 2.0**6, **arguments).set_train()
+    factors = Tensor(np.float32([8, 4, 2, 1]))
+    train_step(factors)
+    printed = {name: value.asnumpy().copy() for name, value in parameter_register.items()}
+    ranges = GradientSweep(train_step)(factors, [1, 2.0**6])
+    assert {name: value.asnumpy() for name, value in parameter_register.items()} == printed
+    # Without experts there is no auxiliary loss.
+    assert all(printed[name] != 0 for name in LOSSES if name != "aux_loss")
+    *_, norm = train_step(factors)
+    for scale in ranges.loss_scales:
+        assert ranges.overall(scale, unscaled=True).norm == pytest.approx(float(norm), rel=1e-5)

@@ -1,0 +1,144 @@
+"""The probe: a YAML file of MindFormers and a checkpoint in, gradient ranges out."""
+
+import json
+from pathlib import Path
+
+import mindspore
+import numpy as np
+import pytest
+from conftest import CONFIG, PROGRAM, mindspore_mode
+from training_runs import SMALL_MODEL, TrainingRun
+
+from mindformers_adaptive.mindformers.training_probe import build_training, load_weights, probe
+
+pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
+
+# With half of the weights of a new model.
+HALVED = ["halved-1_5.ckpt", "checkpoints/rank_0/halved-1_5.safetensors"]
+HALVED += ["iteration_00000005/x-model-0000000-0000001.safetensors"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """The current folder, where MindFormers writes its logs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("probe"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def network(corpus):
+    """A model with half of the weights of a new one, which lie in files of each format."""
+    with mindspore_mode("graph"):
+        network = build_training(CONFIG, corpus, SMALL_MODEL)[0].network
+    for weight in network.get_parameters():
+        weight.set_data(weight * 0.5)
+    for file in map(Path, HALVED):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        mindspore.save_checkpoint(network, str(file), format=file.suffix[1:])
+    return network
+
+
+def test_every_weight_of_the_model_is_probed_at_every_scale(corpus, network):
+    told = []
+    scales = [2.0**4, 2.0**12, 2.0**30]
+    fresh = probe(CONFIG, None, corpus, scales, 2, overrides=SMALL_MODEL, progress=told.append).to_dict()
+    names = fresh["weights"]["parameters"].keys()
+    assert {"model.tok_embeddings.embedding_weight", "lm_head.weight"} < names
+    for scale in fresh["loss_scales"]:
+        assert scale["parameters"].keys() == names
+    assert [scale["overflowed_batches"] for scale in fresh["loss_scales"]] == [0, 0, 2]
+    assert fresh["loss_scales"][1]["overall"]["largest"] > 0
+    assert told == [1, 2, 3, 4, 5, 6]
+    # The loss is that of an untrained model, and the batches differ.
+    losses = [batch["loss_scales"][0]["loss"] for batch in fresh["batches"]]
+    assert losses == pytest.approx([5.55, 5.55], abs=0.1)
+    assert losses[0] != losses[1]
+    halved = probe(CONFIG, HALVED[0], corpus, scales[:1], 1, overrides=SMALL_MODEL).to_dict()
+    assert halved["weights"]["overall"]["norm"] == pytest.approx(fresh["weights"]["overall"]["norm"] / 2)
+
+
+@pytest.mark.parametrize("path", [HALVED[0], "checkpoints", "iteration_00000005"])
+def test_checkpoints_are_read_in_every_format(network, path):
+    weight = next(network.get_parameters())
+    before = weight.asnumpy().copy()
+    weight.set_data(weight * 3)
+    load_weights(network, path)
+    np.testing.assert_array_equal(weight.asnumpy(), before)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_one_with_gaps_warned_of(network):
+    weight = next(network.get_parameters())
+    for name in (weight.name, "other"):
+        mindspore.save_checkpoint([{"name": name, "data": weight}], f"{name}.ckpt")
+    with pytest.warns(UserWarning, match=r"does not have \d+ of the network's"):
+        load_weights(network, f"{weight.name}.ckpt")
+    with pytest.raises(ValueError, match="has none of them"):
+        load_weights(network, "other.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"batches": 0}, ValueError, "'batches' must be at least 1"),
+        ({"batches": 2.0}, TypeError, "'batches' must be an integer"),
+        ({"config_path": "missing.yaml"}, FileNotFoundError, "there is no file 'missing.yaml'"),
+        ({"checkpoint": "missing"}, FileNotFoundError, "'checkpoint' must name .*, but there is no 'missing'"),
+        ({"checkpoint": ""}, FileNotFoundError, "'checkpoint' must name .*, but there is no ''"),
+    ],
+)
+def test_bad_input_is_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        probe(**{"config_path": str(CONFIG), **changes})
+
+
+@pytest.mark.slow
+def test_scale_found_for_a_loss_per_token_trains_and_norms_are_those_that_mindformers_logs(
+    run_forked, corpus, tmp_path
+):
+    model = ["model.model_config.seq_length=32", "model.model_config.hidden_size=32", "calculate_per_token_loss=True"]
+    training = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 2, "--options", *model]
+    scale = json.loads(run_forked(PROGRAM, "find", "--json", *training).stdout)["loss_scale_value"]
+    monitor = "{type: GradientRangeMonitor, every_n_steps: 1, loss_scales: [1]}"
+    options = {"calculate_per_token_loss": True, "callbacks.1": monitor}
+    options |= {"runner_wrapper.scale_sense.loss_scale_value": scale, "runner_wrapper.scale_sense.scale_window": 20}
+    options |= {"runner_wrapper.scale_sense.min_scale_window": 20, "runner_wrapper.scale_sense.max_scale_window": 1000}
+    with TrainingRun(tmp_path / "run", corpus, options, steps=8) as run:
+        steps = run.wait().steps()
+    assert sum(step.overflow for step in steps.values()) <= 1
+    lines = (tmp_path / "run" / "gradient_ranges.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines):
+        logged = steps[line["step"]]
+        [batch] = line["batches"]
+        # 8 samples of 32 tokens.
+        assert batch["grad_scale_factor"] == 256
+        for at_scale in line["loss_scales"]:
+            norm = at_scale["overall"]["norm"] / at_scale["loss_scale"] / batch["grad_scale_factor"]
+            assert logged.overflow or norm == pytest.approx(float(logged.global_norm.strip("[]")), rel=1e-3)
+    assert len(lines) == len(steps) == 8
+
+
+def test_gradients_are_written_as_the_optimizer_takes_them_and_compared(corpus, run_program):
+    training = ["probe", "--config", CONFIG, "--train-dataset-dir", corpus, "--batches", "2"]
+    model = ["--options", *(f"{key}={value}" for key, value in SMALL_MODEL.items())]
+    layers = {12: ["--layers", "*.feed_forward", "--output", "ranges.json"], 14: []}
+    for scale in layers:
+        sweep = ["--loss-scales", f"2^{scale}", "--gradients", f"{scale}.safetensors"]
+        code, printed, _ = run_program(*training, *sweep, *layers[scale], *model)
+        assert code == 0
+        assert ("\ngradients of these outputs\nat 2^12" in printed) == (scale == 12)
+    [*rows, _, equal] = run_program("diff", "12.safetensors", "14.safetensors")[1].splitlines()
+    assert equal.endswith("Parameters are equal.")
+    assert {"model.tok_embeddings.embedding_weight", "lm_head.weight"} < {row.split()[0] for row in rows[1:]}
+    # Rounding of subnormal numbers at the lower scale, and no factor between the scales.
+    assert 0 < float(rows[1].split()[-2]) < 0.01
+    [at_scale] = json.loads(Path("ranges.json").read_text())["activation_gradients"]
+    # 2 batches of 8 samples of 32 tokens, and a hidden size of 32.
+    assert {name: each["size"] for name, each in at_scale["layers"].items()} == {
+        "model.layers.0.feed_forward": 2 * 8 * 32 * 32
+    }
+    drawn = run_program("plot", "ranges.json", "x.png", "--of", "activation_gradients", "--modules", "*.feed_forward")
+    assert drawn[0] == 0, drawn[2]
+    refused = run_program(*training, "--loss-scales", "1", "2", "--gradients", "x.safetensors", *model)
+    assert refused[0] == 2
+    assert "one loss scale" in refused[2]

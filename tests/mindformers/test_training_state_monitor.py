@@ -1,0 +1,141 @@
+"""Traps of MindFormers' own monitor and of dropping steps by their norm, in trainings that overflow at their start."""
+
+import math
+
+import mindformers.core.callback
+import numpy as np
+import pytest
+from fp16_networks import HalfPrecisionSum
+from mindformers.tools.register import MindFormerConfig
+from mindspore import dataset, nn
+from mindspore.train import LambdaCallback, Model
+from record_checks import assert_follows
+
+from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.mindformers.training_state_monitor import TrainingStateMonitor
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
+
+pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")
+
+STOCK = mindformers.core.callback.TrainingStateMonitor
+# The gradient of the weight is the value of the step times the scale, in FP16. With the value of a spike 2^32 to 2^14
+# overflow and 2^13 does not, and from there its norm, 4 for each of 4 elements, is that of the threshold.
+START, OVERFLOWS_AT_START = 2.0**32, 19
+THRESHOLD = 8.0
+SPIKE = 4.0
+SIZE = 4
+SEARCH = [SPIKE] * OVERFLOWS_AT_START
+
+
+def train(values, monitor, record=None, drops=False):
+    """Train a step a value, of which all features are.
+
+    Return the weight and the optimizer's count of steps after each, and the error that ended the training.
+    """
+    seen = []
+
+    def remember(_):
+        seen.append((train_step.weights[0].asnumpy().tolist(), int(optimizer.global_step.asnumpy()[0])))
+
+    network = HalfPrecisionSum(SIZE)
+    optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.001, momentum=0.9)
+    train_step = MFTrainOneStepCell(
+        network,
+        optimizer,
+        use_clip_grad=True,
+        scale_sense=AdaptiveLossScaleUpdateCell(START, 2, 20),
+        use_skip_data_by_global_norm=drops,
+        global_norm_spike_threshold=THRESHOLD,
+    )
+    rows = [(np.full(SIZE, value, np.float32),) for value in values]
+    callbacks = [LambdaCallback(on_train_step_end=remember)]
+    # The monitor comes last, because it may end the training.
+    callbacks += [monitor] if record is None else [LossScaleMonitor(record), monitor]
+    try:
+        Model(train_step).train(1, dataset.GeneratorDataset(rows, ["x"], shuffle=False), callbacks=callbacks)
+    except (RuntimeError, ValueError) as error:
+        return seen, str(error)
+    return seen, None
+
+
+def spike_monitor(kind, **config):
+    section = MindFormerConfig(global_norm_spike_threshold=THRESHOLD, global_norm_spike_count_threshold=10, **config)
+    return kind(100, section, use_skip_data_by_global_norm=not config.get("check_for_global_norm"))
+
+
+def nan_monitor(kind):
+    return kind(100, check_for_nan_in_loss_and_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("make_monitor", "stock_ends_at", "error_of_stock"),
+    [(nan_monitor, 1, "global_norm"), (spike_monitor, 10, "10 consecutive")],
+)
+@pytest.mark.parametrize("kind", [STOCK, TrainingStateMonitor])
+def test_the_overflows_of_the_start_are_no_anomaly(kind, make_monitor, stock_ends_at, error_of_stock):
+    seen, error = train([*SEARCH, 1.0], make_monitor(kind), drops=make_monitor is spike_monitor)
+    if kind is STOCK:
+        assert (len(seen), error_of_stock in error) == (stock_ends_at, True)
+    else:
+        assert (len(seen), error) == (20, None)
+
+
+def test_a_loss_that_is_nan_at_a_scale_that_held_for_a_window_ends_the_training():
+    clean = [*SEARCH, *[1.0] * 22]
+    seen, error = train([*clean, np.nan, 1.0], nan_monitor(TrainingStateMonitor))
+    assert len(seen) == len(clean) + 1
+    assert error.startswith(f"The loss of step {len(seen)} is nan. No loss scale causes that")
+
+
+def test_ten_spikes_of_the_norm_still_end_the_training_with_overflows_among_them():
+    values = [*SEARCH, *[SPIKE] * 5, np.inf, *[SPIKE] * 6]
+    seen, error = train(values, spike_monitor(TrainingStateMonitor), drops=True)
+    assert (len(seen), "10 consecutive" in error) == (OVERFLOWS_AT_START + 11, True)
+
+
+def test_an_overflow_does_not_end_a_training_that_a_large_norm_should_end():
+    seen, error = train([*SEARCH, 1.0, SPIKE], spike_monitor(TrainingStateMonitor, check_for_global_norm=True))
+    assert (len(seen), "TREError" in error) == (21, True)
+
+
+def test_steps_dropped_by_norm_are_in_record_and_analysis_and_leave_the_scale_alone():
+    values = [*SEARCH, 1.0, SPIKE, SPIKE, *[1.0] * 15, SPIKE, 1.0, SPIKE, 1.0]
+    dropped, overflowed_again = [21, 22, 38], 40
+    seen, _ = train(values, TrainingStateMonitor(100), "record.jsonl", drops=True)
+    lines = read_record("record.jsonl")
+    assert [line["step"] for line in lines if line["dropped_by_norm"]] == dropped
+    assert {line["dropped_by_norm"] for line in lines} == {True, False}
+    # The gradient of each of 4 elements is the value of the step.
+    applied = [
+        (line["gradient_norm"], value) for line, value in zip(lines, values, strict=True) if not line["overflow"]
+    ]
+    assert [norm for norm, _ in applied] == [2 * value for _, value in applied]
+    assert not any(math.isfinite(line["gradient_norm"]) for line in lines if line["overflow"])
+    assert [line["step"] for line in lines if line["overflow"]] == [*range(1, OVERFLOWS_AT_START + 1), overflowed_again]
+    # A dropped step is clean to the rule: the 20th since the overflows raises the scale, at which the spike overflows.
+    rule = AdaptiveRule()
+    assert_follows(rule, rule.start(START), lines)
+    for step in dropped:
+        assert seen[step - 1] == seen[step - 2]
+    # Neither an overflowed nor a dropped step moves the schedule of the learning rate.
+    assert seen[-1][1] == len(values) - OVERFLOWS_AT_START - 1 - len(dropped)
+
+    analysis = analyze(read_log("record.jsonl"))
+    assert analysis.to_dict()["dropped_by_norm"] == {"count": 3, "ranges": [(21, 22), (38, 38)]}
+    assert analysis.to_dict()["skipped"]["count"] == OVERFLOWS_AT_START + 1
+    assert "Dropped   3 without an overflow, because of their gradient norm: 21-22, 38" in analysis.text()
+
+
+def test_dropping_by_a_norm_that_is_not_calculated_is_refused():
+    network = HalfPrecisionSum(SIZE)
+    with pytest.raises(ValueError, match=r"'use_clip_grad' must be True with 'use_skip_data_by_global_norm'"):
+        MFTrainOneStepCell(
+            network,
+            nn.SGD(network.trainable_params()),
+            scale_sense=AdaptiveLossScaleUpdateCell(START, 2, 20),
+            use_skip_data_by_global_norm=True,
+        )

@@ -1,0 +1,155 @@
+"""Trainings with MindFormers' PyNative trainer, through overflows and kills.
+
+``hyper_parallel_stand_in`` stands for hyper-parallel and for what a CPU lacks. The trainings are taken in processes of
+their own, because it changes MindSpore.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from launched import with_this_python
+from versions import BEFORE_2
+
+from mindformers_adaptive.mindformers.checkpoint_reader import newest_state
+from mindformers_adaptive.monitor.record import read_record
+
+if BEFORE_2:
+    pytest.skip("this version of MindFormers has another PyNative trainer", allow_module_level=True)
+
+STEPS = 16
+SCRIPT = ROOT / "tests" / "helpers" / "pynative_runs.py"
+pytestmark = pytest.mark.xdist_group("pynative trainings")
+
+
+def run(folder, task, expect_exit=0, prefix=(sys.executable,)):
+    """Take the trainings of a task in a process of its own, and return what it printed."""
+    path = os.pathsep.join(map(str, (ROOT, SCRIPT.parent)))
+    finished = subprocess.run(
+        [*prefix, str(SCRIPT), str(folder), task],
+        cwd=folder,
+        env={**with_this_python(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    printed = finished.stdout + finished.stderr
+    assert finished.returncode == expect_exit, printed[-5000:]
+    return printed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the trainings write."""
+    return tmp_path_factory.mktemp("trainings")
+
+
+@pytest.fixture(scope="module")
+def seen(folder):
+    """What was seen of each training of one process, and what the process printed."""
+    printed = run(folder, "all")
+    return pickle.loads((folder / "all.pickle").read_bytes()) | {"printed": printed}
+
+
+def assert_same_weights(one, other):
+    names = [name for name in one if name.startswith("weight ")]
+    assert len(names) == 8
+    for name in names:
+        assert np.isfinite(one[name]).all()
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def overflows_of(training):
+    """In which steps a training of the trainer overflowed, by its counts of skipped steps."""
+    return np.diff(training["steps"][:, 3], prepend=0) > 0
+
+
+@pytest.mark.parametrize("name", ["adaptive", "guided", "own", "accumulated"])
+def test_losses_scales_and_weights_are_those_of_a_plain_loop_through_overflows(seen, name):
+    trained, loop = seen[name], seen[f"{name} loop"]
+    np.testing.assert_array_equal(trained["steps"][:, [0, 2, 3]], loop["steps"][:, [0, 2, 3]])
+    assert_same_weights(trained, loop)
+    # The guided rule comes down in one step.
+    assert (1 if name == "guided" else 5) <= overflows_of(trained).sum() <= STEPS - 4
+
+
+@pytest.mark.parametrize("name", ["adaptive", "guided", "own", "accumulated"])
+def test_a_step_that_overflows_does_not_count_for_the_optimizer_and_others_do(seen, name):
+    trained = seen[name]
+    overflows = overflows_of(trained)
+    assert trained["updates"] == STEPS - overflows.sum()
+    # By its norm; another inf or NaN than that of an overflow there is none.
+    np.testing.assert_array_equal(np.isfinite(trained["steps"][:, 1]), ~overflows)
+
+
+def test_micro_batches_share_one_decision(seen):
+    assert seen["accumulated"]["decisions"] == seen["adaptive"]["decisions"] == STEPS
+
+
+def test_the_state_of_the_trainer_has_scale_and_count(seen):
+    assert seen["adaptive"]["steps"][-1, 2] > 1.0
+    assert seen["adaptive"]["steps"][-1, 3] > 0
+
+
+@pytest.mark.parametrize("name", ["one", "scaled"])
+def test_in_float32_the_unchanged_trainer_takes_the_same_steps_with_an_auxiliary_loss(seen, name):
+    stock, trained = seen["stock float32"], seen[f"{name} float32"]
+    np.testing.assert_array_equal(trained["steps"][:, :2], stock["steps"][:, :2])
+    assert_same_weights(trained, stock)
+    assert {*trained["steps"][:, 2]} == {1.0 if name == "one" else 1024.0}
+
+
+def test_gradients_are_clipped_by_their_norm_without_the_scale(seen):
+    """With a ``Tensor.mul_`` that does what its name says."""
+    stock, trained = seen["stock clipped in place"], seen["scaled clipped in place"]
+    np.testing.assert_array_equal(trained["steps"][:, :2], stock["steps"][:, :2])
+    assert_same_weights(trained, stock)
+    assert (trained["steps"][:, 1] > 0.5).all()
+
+
+def test_on_a_cpu_the_clipping_of_mindformers_changes_nothing(seen):
+    """Whoever sees this fail can take the sentence on it out of the documentation."""
+    unclipped, clipped = seen["stock clipped"], seen["stock clipped in place"]
+    assert any((unclipped[name] != clipped[name]).any() for name in clipped if name.startswith("weight "))
+
+
+def test_the_record_is_what_the_trainer_did(seen, folder):
+    for name in ("adaptive", "guided", "own", "accumulated"):
+        record, steps = read_record(folder / name / "record.jsonl"), seen[name]["steps"]
+        assert [line["step"] for line in record] == [*range(1, STEPS + 1)]
+        assert [(line["loss"], line["next_loss_scale"], line["skipped_steps"]) for line in record] == [
+            (loss, scale, skipped) for loss, _, scale, skipped in steps
+        ]
+        assert [line["overflow"] for line in record] == [*overflows_of(seen[name])]
+    assert all(line["largest_gradient"] > 0 for line in read_record(folder / "guided" / "record.jsonl"))
+
+
+def test_checkpoints_hold_the_state_and_inspect_shows_it(seen, folder):
+    state = newest_state(folder / "adaptive" / "checkpoint")
+    scale, skipped = seen["adaptive"]["steps"][-1, 2:]
+    assert (state["loss_scale"], state["skipped_steps"]) == (scale, skipped)
+
+
+def test_a_run_that_is_killed_takes_the_same_steps_after_a_resume(seen, folder):
+    run(folder, "killed", expect_exit=-signal.SIGKILL)
+    [*_, last] = read_record(folder / "killed" / "record.jsonl")
+    assert last["step"] == 10
+    run(folder, "resumed")
+    resumed = pickle.loads((folder / "resumed.pickle").read_bytes())["resumed"]
+    np.testing.assert_array_equal(resumed["steps"], seen["adaptive"]["steps"][6:])
+    assert_same_weights(resumed, seen["adaptive"])
+    whole, record = (read_record(folder / name / "record.jsonl") for name in ("adaptive", "killed"))
+    assert [line | {"run": 0} for line in record] == [line | {"run": 0} for line in whole]
+
+
+def test_the_program_starts_the_trainer_with_a_file(seen, folder):
+    printed = run(folder, "launched")
+    assert "Loss scaling is recorded in" in printed
+    record = read_record(folder / "launched" / "record.jsonl")
+    assert [line["step"] for line in record] == [*range(1, 9)]
+    assert sum(line["overflow"] for line in record) >= 5

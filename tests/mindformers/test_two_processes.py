@@ -1,0 +1,74 @@
+"""Two processes on CPU: an overflow of one is an overflow of both, and their states stay the same."""
+
+import json
+import math
+
+import pytest
+from conftest import ROOT
+from launched import run_in_processes
+from versions import NEEDS_SECTION
+
+from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from mindformers_adaptive.rules.guided import GuidedRule
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several processes")]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """What each of two processes saw, by the kind of training."""
+    folder = tmp_path_factory.mktemp("two_processes")
+    worker = ROOT / "tests" / "helpers" / "two_processes.py"
+    run_in_processes(2, folder, worker, folder)
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["data_parallel", "pipeline"])
+def test_overflow_in_one_process_is_skipped_by_both(two_processes, kind):
+    first, second = (seen[kind] for seen in two_processes)
+    rule = AdaptiveRule(max_scale_window=2, min_scale_window=2)
+    state, expected = rule.start(4096.0), []
+    for overflow in (False, False, True, False, False):
+        state = rule.step(state, overflow)
+        expected.append({"overflow": overflow, "loss_scale": state.loss_scale, "changed": not overflow})
+    assert first["steps"] == expected
+    assert second["steps"] == expected
+    assert first["state"] == second["state"]
+    assert first["state"]["skipped_steps"] == 1
+    # The detection adds 4 bytes to what the processes exchange.
+    detection = ["AllReduce", "FLOAT", []]
+    if kind == "data_parallel":
+        assert first["weight"] == second["weight"]
+        gradients = [["AllReduce", "FLOAT", [3, 4]], ["AllReduce", "FLOAT", [3]]]
+        assert first["collectives"] == [*gradients, detection]
+    else:
+        assert first["collectives"] == [detection]
+    assert_both_are_guided_by_the_largest_gradient_of_all(kind, first["guided"], second["guided"])
+
+
+def assert_both_are_guided_by_the_largest_gradient_of_all(kind, first, second):
+    assert first["steps"] == second["steps"]
+    assert first["state"] == second["state"]
+    rule = GuidedRule()
+    state = rule.start(4096.0)
+    for step in first["steps"]:
+        state = rule.step(state, step["overflow"], step["largest"])
+        assert step["loss_scale"] == state.loss_scale
+    assert [step["overflow"] for step in first["steps"]] == [False, False, True, False, False]
+    assert [math.isinf(step["largest"]) for step in first["steps"]] == [False, False, True, False, False]
+    # At the first step the largest gradient is 8 / 3 in the first process, and 32 / 3 in the second.
+    largest = {"data_parallel": (8 / 3 + 32 / 3) / 2, "pipeline": 32 / 3}[kind]
+    assert first["steps"][0]["largest"] == pytest.approx(largest)
+
+
+def test_fixed_scale_gives_the_weights_of_unscaled_data_parallel_training(two_processes):
+    first, second = (seen["fixed_scale"] for seen in two_processes)
+    # Had the gradients not been averaged, the two would differ, as their batches do.
+    assert first["weight"] == second["weight"] == first["plain"] == second["plain"]
+
+
+@NEEDS_SECTION
+def test_mindformers_cannot_save_its_checkpoint_section_from_two_processes_on_cpu(two_processes):
+    # When this fails, the table of formats can promise one more.
+    for seen in two_processes:
+        assert seen["data_parallel"]["shards"].startswith("RuntimeError: `get_strategy_metadata` returns `None`")

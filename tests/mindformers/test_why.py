@@ -1,0 +1,125 @@
+"""``why``: a YAML file of MindFormers in; the layer that overflows, and the settings that help, out."""
+
+import json
+from pathlib import Path
+
+import mindspore
+import numpy as np
+import pytest
+import yaml
+from conftest import CONFIG, PROGRAM, mindspore_mode
+from mindspore import Tensor
+from training_runs import SMALL_MODEL
+
+from mindformers_adaptive.mindformers.overflow_probe import why
+from mindformers_adaptive.mindformers.training_probe import build_training, build_training_at_start, probe
+
+pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
+
+# A softmax in FP16 harms nothing here, and the embedding overflows as soon as it is cast.
+MODEL = {**SMALL_MODEL, "model.model_config.softmax_compute_type": "float16"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """The current folder, where MindFormers writes its logs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("why"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(corpus):
+    """A trained model, as it were, whose feed forward overflows in FP16."""
+    with mindspore_mode("graph"):
+        network = build_training(CONFIG, corpus, MODEL)[0].network
+    for weight in network.get_parameters():
+        if "feed_forward" in weight.name:
+            weight.set_data(Tensor(weight.asnumpy() * 3e4))
+    mindspore.save_checkpoint(network, "trained-1_5.ckpt")
+    return "trained-1_5.ckpt"
+
+
+@pytest.mark.slow
+def test_the_layer_is_named_and_the_settings_of_the_file_are_tried(corpus, checkpoint, run_program):
+    options = ["--options", *(f"{key}={value}" for key, value in MODEL.items()), f"load_checkpoint={checkpoint}"]
+    command = ["why", "--config", CONFIG, "--train-dataset-dir", corpus, "--loss-scale", "2^10", "--batches", 1]
+    code, printed, _ = run_program(*command, "--plot", "layers.svg", *options)
+    assert code == 0
+    lines = printed.splitlines()
+    assert len(lines) <= 25
+    assert lines[0].startswith("The forward pass overflows, whatever the loss scale: in model.layers.0.feed_forward")
+    assert lines[1].endswith("/trained-1_5.ckpt (load_checkpoint)")
+    tried = lines[lines.index("tried, the same passes with:") + 1 :]
+    outcomes = dict(line.strip().split(" -> ") for line in tried)
+    assert outcomes["compute_dtype: float32"].startswith("no overflow up to 2^")
+    assert outcomes["softmax_compute_type: float32"].startswith(
+        "the forward pass still overflows, in model.layers.0.feed"
+    )
+    assert outcomes["a lower loss_scale_value"].startswith("no help")
+    assert "layernorm_compute_type: float32" not in outcomes
+    assert "model.layers.0.feed_forward.w1" in Path("layers.svg").read_text(encoding="utf-8")
+
+
+def test_json_has_every_layer_in_the_order_of_execution(corpus, run_program):
+    model = ["--options", *(f"{key}={value}" for key, value in SMALL_MODEL.items())]
+    command = ["why", "--config", CONFIG, "--train-dataset-dir", corpus, "--loss-scale", 1, "--batches", 1, "--json"]
+    code, printed, _ = run_program(*command, *model)
+    found = json.loads(printed)
+    assert (code, found["overflow"], found["tried"]) == (0, False, [])
+    layers = [layer["layer"] for layer in found["layers"]]
+    assert layers.index("model.tok_embeddings") < layers.index("model.layers.0.attention.wo") < layers.index("lm_head")
+    assert found["measured"].startswith("new weights")
+
+
+def test_all_measure_the_weights_that_the_training_would_start_from(corpus, checkpoint):
+    named = {"load_checkpoint": checkpoint}
+    step, _, measured = build_training_at_start(CONFIG, None, corpus, {**MODEL, **named})
+    assert measured == f"weights of {Path.cwd() / checkpoint} (load_checkpoint)"
+    saved = mindspore.load_checkpoint(checkpoint)
+    for weight in step.network.get_parameters():
+        np.testing.assert_array_equal(weight.asnumpy(), saved[weight.name].asnumpy())
+    ranges = probe(CONFIG, None, corpus, [1], 1, overrides={**MODEL, **named})
+    assert ranges.overflowed_batches(1)
+    assert ranges.to_dict()["measured"] == measured
+    assert "(--checkpoint)" in build_training_at_start(CONFIG, checkpoint, corpus, MODEL)[2]
+    section = {"checkpoint.load_path": checkpoint}
+    with pytest.warns(UserWarning, match=r"'checkpoint.load_path' was not in"):
+        assert "(checkpoint.load_path)" in build_training_at_start(CONFIG, None, corpus, {**MODEL, **section})[2]
+
+
+def test_what_cannot_be_measured_is_refused_without_a_traceback(corpus, tmp_path, run_program):
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    del config["train_dataset"], config["train_dataset_task"]
+    (tmp_path / "no_data.yaml").write_text(yaml.safe_dump(config))
+    missing = [[tmp_path / "no_data.yaml"], "must say which data to train on, but has no 'train_dataset'"]
+    named = [[CONFIG, "--train-dataset-dir", corpus, "--options", "load_checkpoint=gone.ckpt"]]
+    named += [
+        "'load_checkpoint' of the YAML file must name a file or folder, but there is no 'gone.ckpt'. Give another"
+    ]
+    (tmp_path / "other.txt").write_text("")
+    for words, message in (missing, named):
+        for command in ("why", "find"):
+            code, printed, errors = run_program(command, "--config", *words)
+            assert (code, printed) == (1, "")
+            assert errors.splitlines()[-1].startswith(f"adaptive-loss-scale {command}: error: ")
+            assert message in errors
+    with pytest.raises(ValueError, match="'batches' must be at least 1"):
+        why(CONFIG, batches=0)
+    mindspore.save_checkpoint([{"name": "other", "data": Tensor([1.0])}], "other.ckpt")
+    with pytest.raises(ValueError, match="must hold the network's weights"):
+        why(CONFIG, "other.ckpt", corpus, overrides=SMALL_MODEL)
+
+
+@pytest.mark.slow
+def test_a_training_without_the_monitor_that_skips_every_step_says_so(corpus, checkpoint, run_forked, tmp_path):
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    config["callbacks"] = [{"type": "MFLossMonitor", "per_print_times": 1}]
+    config["load_checkpoint"] = str(Path.cwd() / checkpoint)
+    (tmp_path / "silent.yaml").write_text(yaml.safe_dump(config))
+    model = [f"{key}={value}" for key, value in MODEL.items()]
+    training = ["train", "--config", "silent.yaml", "--train-dataset-dir", corpus, "--num-samples", 32]
+    finished = run_forked(PROGRAM, *training, "--options", *model)
+    printed = finished.stdout + finished.stderr
+    assert "The loss of step 1 is nan, and no loss scale can help" in printed
+    assert "all 4 steps of this training overflowed and were skipped" in printed

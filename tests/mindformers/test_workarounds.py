@@ -1,0 +1,230 @@
+"""What is changed before MindFormers trains, on real configurations and files; whole runs are in test_resume.py."""
+
+import json
+import os
+import shutil
+import sys
+
+import mindspore
+import numpy as np
+import pytest
+from conftest import CONFIG, ROOT
+from mindformers import TrainingArguments
+from mindformers.tools.register import MindFormerConfig
+from mindspore import Tensor
+from safetensors.numpy import save_file
+from versions import NEEDS_SECTION
+
+from mindformers_adaptive.mindformers.launcher import load_config
+from mindformers_adaptive.mindformers.trainer import Trainer
+from mindformers_adaptive.mindformers.workarounds import apply_workarounds
+from scripts.examples.tiny_llama import build_model
+
+
+@pytest.fixture
+def rank_folder(tmp_path):
+    """A folder with three checkpoints of a single process, of which the last one is torn."""
+    folder = tmp_path / "checkpoint" / "rank_0"
+    folder.mkdir(parents=True)
+    for age, name in enumerate(("a-1_20", "a-1_40", "a-1_60")):
+        save_file({"weight": np.full(8, age, np.float32)}, folder / f"{name}.safetensors")
+        os.utime(folder / f"{name}.safetensors", (age, age))
+    last = folder / "a-1_60.safetensors"
+    last.write_bytes(last.read_bytes()[:-4])
+    os.utime(last, (9, 9))
+    return folder
+
+
+def resume(rank_folder, **changes):
+    """Prepare a run that resumes from the folder; return the file that it is going to read."""
+    changes = {"load_ckpt_format": "safetensors", "output_dir": str(rank_folder.parent.parent / "output"), **changes}
+    changes = {"load_checkpoint": str(rank_folder.parent), "resume_training": True, **changes}
+    config = load_config(CONFIG, changes, may_add=changes)
+    apply_workarounds(config)
+    assert config.resume_training is True
+    [link] = os.scandir(config.load_checkpoint)
+    return os.path.realpath(link.path)
+
+
+def test_the_file_that_meta_json_names_is_read(rank_folder):
+    (rank_folder / "meta.json").write_text(json.dumps({"last_ckpt_file": "a-1_20.safetensors"}))
+    # A warning would be an error.
+    assert resume(rank_folder) == str(rank_folder / "a-1_20.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("meta", "problem"),
+    [
+        (b'{"last_ckpt_file": "gone-1_80.safetensors"}', "names 'gone-1_80.safetensors', which is not there"),
+        (b'{"last_ckpt_file": "a-1_60.safetensors"}', "names 'a-1_60.safetensors', which is not a whole file"),
+        (b'{"last_ckpt_file": ""}', "must name a file beside it, but names ''"),
+        (b'{"last_ckpt_file": ".."}', "must name a file beside it, but names '..'|names '..', which is not there"),
+        (b'{"last_ckpt_file": "../../other.safetensors"}', "must name a file beside it, but names '../../other"),
+        (b'{"last_ckpt_file": "%s"}', "must name a file beside it, but names '/"),
+        (b'{"last_ckpt_file": 7}', "must name a file beside it, but names 7"),
+        (b'{"last_ckpt_file": "a\\u0000b"}', "names 'a.x00b', which is not there"),
+        (b'{"last_ckpt_file": "\xff\xfe.safetensors"}', "names no complete checkpoint"),
+        (b"[" * 100_000, "names no complete checkpoint"),
+        (b"[]", "names no complete checkpoint"),
+        (b"", "names no complete checkpoint"),
+        (None, "names no complete checkpoint"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_where_meta_json_is_of_no_use_the_newest_whole_file_is_read(rank_folder, tmp_path, meta, problem):
+    outside = tmp_path / "other.safetensors"
+    save_file({"weight": np.ones(8, np.float32)}, outside)
+    if meta is not None:
+        (rank_folder / "meta.json").write_bytes(meta.replace(b"%s", str(outside).encode()))
+    resumes = "training resumes from the newest whole file, a-1_40.safetensors"
+    with pytest.warns(UserWarning, match=f"meta.json ({problem}).*: {resumes}"):
+        assert resume(rank_folder) == str(rank_folder / "a-1_40.safetensors")
+
+
+def test_a_folder_without_a_whole_file_is_refused(rank_folder):
+    for name in ("a-1_20", "a-1_40"):
+        (rank_folder / f"{name}.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"meta.json names no complete .* none of the .safetensors files .* is whole"):
+        resume(rank_folder)
+
+
+@pytest.fixture
+def ckpt_folders(tmp_path):
+    """The folders of two processes with three checkpoints each, noted in ``meta.json``."""
+    folders = [tmp_path / "checkpoint" / f"rank_{rank}" for rank in range(2)]
+    for rank, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        for age, step in enumerate((20, 40, 60)):
+            file = folder / f"a_rank_{rank}-1_{step}.ckpt"
+            parameters = [{"name": name, "data": Tensor(np.full(300, age, np.float32))} for name in ("weight", "bias")]
+            mindspore.save_checkpoint(parameters, str(file), append_dict={"step_num": step})
+            os.chmod(file, 0o644)
+            os.utime(file, (age, age))
+        (folder / "meta.json").write_text(json.dumps({"last_epoch": 1, "last_step": 60, "last_ckpt_file": file.name}))
+    return folders
+
+
+def chosen(folder, **changes):
+    """Prepare a run that resumes from ``.ckpt`` files; return what MindFormers is told to resume from."""
+    changes = {"load_checkpoint": str(folder), "resume_training": True, "load_ckpt_format": "ckpt", **changes}
+    config = load_config(CONFIG, changes, may_add=changes)
+    apply_workarounds(config)
+    assert config.load_checkpoint == str(folder)
+    return config.resume_training
+
+
+DAMAGES = {
+    "torn": lambda content: content[:-7],
+    "torn in a length": lambda content: content[:2],
+    "zeros": lambda content: bytes(len(content)),
+    "empty": lambda content: b"",
+    "longer": lambda content: content + b"x",
+}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_ckpt_gives_way_to_the_newest_whole_one(ckpt_folders, damage, processes):
+    if processes == 1:
+        shutil.rmtree(ckpt_folders.pop())
+    folder = ckpt_folders[0].parent
+    # MindFormers takes what it noted.
+    assert chosen(folder) is True
+    newest = ckpt_folders[-1] / f"a_rank_{processes - 1}-1_60.ckpt"
+    newest.write_bytes(DAMAGES[damage](newest.read_bytes()))
+    told = "names 'a_rank_0-1_60.ckpt', which is not a whole file: training resumes from .* whole file, a_rank_0-1_40"
+    with pytest.warns(UserWarning, match=told):
+        assert chosen(folder) == "a_rank_0-1_40.ckpt"
+    # Without a note MindFormers would take the newest of each process, and one that is named it takes as it is.
+    (ckpt_folders[0] / "meta.json").unlink()
+    with pytest.warns(UserWarning, match="names no complete checkpoint: .* whole file, a_rank_0-1_40"):
+        assert chosen(folder) == "a_rank_0-1_40.ckpt"
+    assert chosen(folder, resume_training="a_rank_0-1_60.ckpt") == "a_rank_0-1_60.ckpt"
+    for file in ckpt_folders[-1].glob("*.ckpt"):
+        file.write_bytes(b"\n")
+    with pytest.raises(ValueError, match=r"meta.json names no complete .* none of the .ckpt files .* is whole"):
+        chosen(folder)
+
+
+@pytest.mark.parametrize(("folder", "reason"), [("", "'load_.*' is empty"), ("empty", "the folder .*/empty is empty")])
+def test_resuming_without_a_checkpoint_is_warned_of(tmp_path, folder, reason):
+    (tmp_path / "empty").mkdir()
+    config = load_config(CONFIG, {"resume_training": True, "load_checkpoint": folder and str(tmp_path / folder)})
+    with pytest.warns(UserWarning, match=rf"'resume_training' must have .* {reason}: training starts at step 1"):
+        apply_workarounds(config)
+
+
+@pytest.mark.parametrize("changes", [{}, {"resume_training": False}, {"load_checkpoint": str(ROOT)}], ids=str)
+def test_other_starts_are_not_warned_of(changes):
+    # A warning would be an error.
+    apply_workarounds(load_config(CONFIG, changes))
+
+
+def save_iteration(folder, step, torn=False):
+    iteration = folder / f"iteration_{step:08d}"
+    iteration.mkdir(parents=True)
+    file = iteration / "a-model-0000000-0000001.safetensors"
+    save_file({"weight": np.ones(8, np.float32)}, file)
+    if torn:
+        file.write_bytes(file.read_bytes()[:-4])
+    (iteration / "common.json").write_text(json.dumps({"step_num": step}))
+    return iteration
+
+
+@pytest.mark.parametrize(
+    ("note", "problem"),
+    [
+        ("", "is empty"),
+        ("60", "names step 60, whose folder is not complete"),
+        ("80", "names step 80, whose folder is not"),
+    ],
+)
+@pytest.mark.parametrize("torn", ["weights", "common.json"])
+def test_a_note_that_names_no_complete_iteration_gives_way_to_the_newest(tmp_path, note, problem, torn):
+    complete = [save_iteration(tmp_path, step) for step in (20, 40)]
+    newest = save_iteration(tmp_path, 60, torn=torn == "weights")
+    if torn == "common.json":
+        (newest / torn).write_text((newest / torn).read_text()[:-3])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(note)
+    config = load_config(CONFIG, {"checkpoint": {"load_path": str(tmp_path)}}, may_add=("checkpoint",))
+    with pytest.warns(UserWarning, match=f"iteration.txt {problem}.*: .* the newest folder, {complete[-1].name}"):
+        apply_workarounds(config)
+    assert config.checkpoint.load_path == str(complete[-1])
+
+
+def test_the_newest_iteration_is_the_one_that_was_written_last(tmp_path):
+    # A run that went back to step 10 saved step 20 beside the later steps of the run before.
+    for age, step in enumerate((40, 20)):
+        os.utime(save_iteration(tmp_path, step) / "common.json", (age, age))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
+    config = load_config(CONFIG, {"checkpoint": {"load_path": str(tmp_path)}}, may_add=("checkpoint",))
+    with pytest.warns(UserWarning, match="the newest folder, iteration_00000020"):
+        apply_workarounds(config)
+
+
+@pytest.mark.parametrize("note", ["20", "release"])
+def test_a_note_that_mindformers_can_use_is_left_to_it(tmp_path, note):
+    for step in (20, 40):
+        save_iteration(tmp_path, step)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(note)
+    config = load_config(CONFIG, {"checkpoint": {"load_path": str(tmp_path)}}, may_add=("checkpoint",))
+    apply_workarounds(config)
+    assert config.checkpoint.load_path == str(tmp_path)
+
+
+@NEEDS_SECTION
+def test_resume_training_with_a_load_path_alone_loads_the_optimizer_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "saved" / "iteration_00000004").mkdir(parents=True)
+    trainer = Trainer(TrainingArguments(output_dir="output", sink_mode=False), model=build_model())
+    trainer.config.resume_training = True
+    trainer.config.checkpoint = MindFormerConfig(load_path=str(tmp_path / "saved"))
+    trainer._check_config_rules()
+    assert trainer.config.checkpoint.no_load_optim is False
+    assert trainer.config.checkpoint.load_path == str(tmp_path / "saved")
+
+
+def test_a_mindspore_without_the_old_barrier_is_left_alone(monkeypatch):
+    monkeypatch.delattr("mindspore.communication.comm_func")
+    monkeypatch.setitem(sys.modules, "mindspore.communication.comm_func", None)
+    apply_workarounds(load_config(CONFIG, {"use_parallel": True}))

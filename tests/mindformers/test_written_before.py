@@ -1,0 +1,240 @@
+"""What version 0.1.0 wrote, before the update cells had one base class, goes on and is read as it was then.
+
+The files are in ``written_before``, and its README says how they were made.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import mindspore
+import numpy as np
+import pytest
+from every_rule import KINDS
+from mindspore import Tensor, dataset, nn
+from mindspore.train import Model
+from training_runs import CheckpointSection, TrainingRun
+from versions import NEEDS_SECTION
+
+from mindformers_adaptive import AdaptiveLossScaleManager
+from mindformers_adaptive.mindformers.checkpoint_callback import restores_sidecar
+from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
+from mindformers_adaptive.monitor.record import read_record
+from mindformers_adaptive.wrapper import TrainOneStepWithLossScaleCell
+
+# What a gradient-guided cell warns of when it goes on from the form of its state that these files have.
+OLDER_FORM_WARNING = "has an older form of the state of gradient-guided scaling: it starts afresh at loss scale"
+
+WRITTEN = Path(__file__).parent / "written_before"
+EXPECTED = json.loads((WRITTEN / "expected.json").read_text())
+ADAPTIVE, GUIDED = ["adaptive", "adaptive_hysteresis_2"], ["guided"]
+LAUNCHED = ["adaptive_launched", "guided_launched"]
+CHECKPOINTS = ["train_step.ckpt", "train_step.safetensors"]
+SIDECAR = "iteration_00000060"
+STATE_DICTS = ["update_cell.json", "manager.json", "scaler.json"]
+STEP_COUNTERS = ("cur_iter", "last_overflow_iter", "skipped_steps", "consecutive_overflows")
+
+
+def go_on(run, file):
+    """Return a new update cell, manager or scaler that goes on from a file, and a function that takes a step.
+
+    The function takes whether the step overflows. The manager and the scaler go on from their own files, and the update
+    cell, in a train step, from the others.
+    """
+    kind = KINDS[EXPECTED[run]["kind"]]
+    # Not the loss scale that the file has.
+    arguments, path = {"scale_factor": 2, **EXPECTED[run]["arguments"]}, WRITTEN / run / file
+    if file == "manager.json":
+        manager = kind.manager_class(8.0, **arguments)
+        manager.load_state_dict(json.loads(path.read_text()))
+        return manager, manager.update_loss_scale
+    if file == "scaler.json":
+        scaler = kind.scaler_class(8.0, **arguments)
+        scaler.load_state_dict(json.loads(path.read_text()))
+        return scaler, lambda overflow: scaler.adjust(Tensor(not overflow))
+    step = train_step_of(run, file)
+    cell = step.loss_scaling_manager
+    return cell, lambda overflow: cell(step.scale_sense, Tensor(overflow))
+
+
+def train_step_of(run, file):
+    """Return a new train step that goes on from a file."""
+    arguments, path = {"scale_factor": 2, **EXPECTED[run]["arguments"]}, WRITTEN / run / file
+    cell = KINDS[EXPECTED[run]["kind"]].cell_class(8.0, **arguments)
+    network = nn.Dense(3, 2, has_bias=False)
+    optimizer = nn.Momentum(network.trainable_params(), 0.001, 0.9)
+    step = TrainOneStepWithLossScaleCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, scale_sense=cell)
+    if file == "update_cell.json":
+        cell.load_state_dict(json.loads(path.read_text()))
+    elif file == SIDECAR:
+        # MindFormers restores the loss scale itself.
+        step.scale_sense.set_data(Tensor(EXPECTED[run]["loss_scale"], mindspore.float32))
+        restores_sidecar(lambda checkpoint, network, optimizer: None)(str(path), network, optimizer)
+    else:
+        saved = mindspore.load_checkpoint(str(path), format=path.suffix[1:])
+        mindspore.load_param_into_net(step, saved)
+    step.set_train()
+    return step
+
+
+@pytest.mark.parametrize("file", [*CHECKPOINTS, SIDECAR, *STATE_DICTS])
+@pytest.mark.parametrize("run", ADAPTIVE)
+def test_adaptive_scaling_takes_the_steps_that_it_took_then(graph_mode, run, file):
+    expected = EXPECTED[run]
+    owner, take_step = go_on(run, file)
+    state = owner.state_dict()
+    assert (state["scale"], {name: state[name] for name in expected["state"]}) == (
+        expected["loss_scale"],
+        expected["state"],
+    )
+    assert len(expected["next"]) == 30
+    for number, (overflow, *after) in enumerate(expected["next"]):
+        take_step(overflow)
+        state = owner.state_dict()
+        assert [state["scale"], state["scale_window"]] == after, number
+
+
+@pytest.mark.parametrize("file", [*CHECKPOINTS, SIDECAR, *STATE_DICTS])
+@pytest.mark.parametrize("run", GUIDED)
+def test_guided_scaling_goes_on_at_its_loss_scale_and_step(graph_mode, run, file):
+    expected = EXPECTED[run]
+    with pytest.warns(UserWarning, match=OLDER_FORM_WARNING) as caught:
+        owner, take_step = go_on(run, file)
+    assert len(caught) == 1
+
+    def seen():
+        state = owner.state_dict()
+        return state["scale"], state["cur_iter"], state["skipped_steps"]
+
+    steps, skipped = expected["state"]["cur_iter"], expected["state"]["skipped_steps"]
+    assert seen() == (expected["loss_scale"], steps, skipped)
+    if file not in ("manager.json", "scaler.json"):
+        # The last step before did not overflow.
+        take_step(True)
+        assert seen() == (expected["loss_scale"] / 2**10, steps + 1, skipped + 1)
+
+
+@pytest.fixture
+def printed_json(run_program):
+    """Return a function that runs a command with ``--json``, and returns the object that it printed."""
+
+    def run(*arguments):
+        code, printed, _ = run_program(*arguments, "--json")
+        assert code == 0
+        return json.loads(printed, parse_constant=pytest.fail)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "file"),
+    [
+        *((run, file) for run in (*ADAPTIVE, *GUIDED) for file in (*CHECKPOINTS, SIDECAR)),
+        *((run, file) for run in LAUNCHED for file in ("saved", "saved/iteration_00000020")),
+    ],
+)
+def test_inspect_shows_the_state(printed_json, run, file):
+    expected = EXPECTED[run]
+    (shown,) = printed_json("inspect", WRITTEN / run / file)["checkpoints"]
+    # Of the gradient-guided state the counters that all cells have.
+    names = expected["state"] if expected["kind"] == "adaptive" else STEP_COUNTERS
+    assert (shown["kind"], shown["loss_scale"]) == (expected["kind"], expected["loss_scale"])
+    assert {name: shown[name] for name in names} == {name: expected["state"][name] for name in names}
+    assert shown["notes"] == (["latest"] if file == "saved" else [])
+
+
+@pytest.mark.parametrize("run", EXPECTED)
+def test_records_are_read_and_analyzed(printed_json, run):
+    expected, file = EXPECTED[run], WRITTEN / run / "loss_scale_record.jsonl"
+    entries = read_record(file)
+    lines = [json.loads(line, object_hook=with_infinities) for line in file.read_text().splitlines()]
+    assert entries == lines
+    assert [entry["step"] for entry in entries] == list(range(1, expected["steps"] + 1))
+    last = entries[-1]
+    skipped = expected["state"]["skipped_steps"]
+    assert (last["next_loss_scale"], last["skipped_steps"]) == (expected["loss_scale"], skipped)
+    analysis = printed_json("analyze", file)
+    assert (analysis["steps"]["count"], analysis["skipped"]["count"]) == (expected["steps"], skipped)
+    assert analysis["log"]["lines_used"] == expected["steps"]
+
+
+@pytest.mark.parametrize("file", [CHECKPOINTS[0], SIDECAR, STATE_DICTS[0]])
+def test_a_record_without_the_number_of_its_run_goes_on(graph_mode, tmp_path, file):
+    record, before = tmp_path / "record.jsonl", (WRITTEN / "adaptive" / "loss_scale_record.jsonl").read_text()
+    record.write_text(before)
+    step, rows = train_step_of("adaptive", file), np.ones((3, 3), np.float32)
+    for _ in range(2):
+        data = dataset.NumpySlicesDataset((rows, rows[:, :2])).batch(1)
+        Model(step).train(1, data, callbacks=[LossScaleMonitor(record)], dataset_sink_mode=False)
+    assert record.read_text().startswith(before)
+    assert [entry["step"] for entry in read_record(record)] == list(range(1, 67))
+    assert list(tmp_path.iterdir()) == [record]
+
+
+def with_infinities(line):
+    return {name: float(value) if value in ("inf", "-inf", "nan") else value for name, value in line.items()}
+
+
+# The model of the launched runs, and the gradient-guided cell in place of the file's.
+TINY = {"model.model_config.hidden_size": 8, "model.model_config.num_heads": 2, "model.model_config.multiple_of": 8}
+GUIDED_CELL = "{type: GradientGuidedLossScaleUpdateCell, loss_scale_value: 1048576, exchange_rate: 200}"
+LAST = 30
+
+
+def resumed_run(run, corpus, output, scale_sense=None):
+    """Copy what a launched run left, and resume it up to step ``LAST``; return the run and its entries since then."""
+    shutil.copytree(WRITTEN / run, output)
+    form, first = CheckpointSection(), EXPECTED[run]["steps"] + 1
+    options = TINY | form.save_options(output, every=LAST, keep=3) | form.resume_options(output)
+    if EXPECTED[run]["kind"] == "guided":
+        scale_sense = GUIDED_CELL
+    if scale_sense:
+        options |= {"runner_wrapper.scale_sense": scale_sense}
+    resumed = TrainingRun(output, corpus, options, LAST).wait()
+    assert list(resumed.steps()) == list(range(first, LAST + 1))
+    assert form.newest_complete(output) == LAST
+    # One record for both runs.
+    record = read_record(output / "loss_scale_record.jsonl")
+    assert record[: first - 1] == read_record(WRITTEN / run / "loss_scale_record.jsonl")
+    entries = {entry["step"]: entry["next_loss_scale"] for entry in record[first - 1 :]}
+    assert entries == {number: step.loss_scale for number, step in resumed.steps().items()}
+    return resumed
+
+
+@NEEDS_SECTION
+@pytest.mark.slow
+def test_a_launched_run_goes_on_by_the_rule(long_corpus, tmp_path):
+    expected = EXPECTED["adaptive_launched"]
+    resumed = resumed_run("adaptive_launched", long_corpus, tmp_path / "output")
+    assert resumed.restored_state() == {"loss_scale": expected["loss_scale"], **expected["state"]}
+    # What overflows depends on the corpus, which is cut from the files of this Python.
+    manager = AdaptiveLossScaleManager(8.0, max_scale_window=4, min_scale_window=1)
+    manager.load_state_dict({"scale": expected["loss_scale"], **expected["state"]})
+    for number, step in resumed.steps().items():
+        manager.update_loss_scale(step.overflow)
+        assert manager.get_loss_scale() == step.loss_scale, number
+
+
+@NEEDS_SECTION
+@pytest.mark.slow
+def test_a_launched_run_goes_on_at_a_fixed_scale_where_the_file_has_one(long_corpus, tmp_path):
+    scale_sense = "{type: FixedLossScaleUpdateCell, loss_scale_value: 1024}"
+    resumed = resumed_run("adaptive_launched", long_corpus, tmp_path / "output", scale_sense)
+    restored = EXPECTED["adaptive_launched"]["loss_scale"]
+    assert {step.loss_scale for step in resumed.steps().values()} == {1024.0} != {restored}
+    first = EXPECTED["adaptive_launched"]["steps"]
+    record = read_record(tmp_path / "output" / "loss_scale_record.jsonl")[first:]
+    assert {line["loss_scale"] for line in record} == {1024.0}
+
+
+@NEEDS_SECTION
+@pytest.mark.slow
+def test_a_launched_run_of_an_older_form_goes_on_at_its_loss_scale_and_step(long_corpus, tmp_path):
+    expected = EXPECTED["guided_launched"]
+    resumed = resumed_run("guided_launched", long_corpus, tmp_path / "output")
+    restored = resumed.restored_state()
+    assert restored["loss_scale"] == expected["loss_scale"]
+    for name in ("cur_iter", "skipped_steps"):
+        assert restored[name] == expected["state"][name], name
+    assert len(re.findall(OLDER_FORM_WARNING, resumed.text())) == 1

@@ -1,0 +1,217 @@
+"""The page of a run: what it tells, that nothing read from a file is markup, and that a browser shows it."""
+
+import functools
+import html
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import threading
+
+import numpy as np
+import pytest
+from drawn import title
+from matplotlib.figure import Figure
+from records import gradient_line, record_of, run_of
+
+from mindformers_adaptive.lab.analysis import analyze
+from mindformers_adaptive.lab.logs.record import run_of_record
+from mindformers_adaptive.plots.report_page import RunTold, picture, render
+from mindformers_adaptive.plots.runs import draw_runs
+
+EVIL = "<script>document.title='taken over'</script>"
+SKIPPED = range(1, 13)
+RECORD = record_of([2.0 ** max(24 - step, 12) for step in range(61)], SKIPPED, gradient_norm=[1.5] * 60)
+GRADIENTS = [{**gradient_line(step, 64.0, 1024.0), "loss_scale": 64.0} for step in (10, 20)]
+
+
+def write(folder, record=RECORD, gradients=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in (("loss_scale_record", record), ("gradient_ranges", gradients or [])):
+        if lines:
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return str(folder)
+
+
+@pytest.fixture
+def page_of(tmp_path, run_program):
+    """A function that writes the page of some runs, and returns it."""
+
+    def write_page(*runs, options=()):
+        code, printed, errors = run_program("report", *runs, "--output", str(tmp_path / "report.html"), *options)
+        assert (code, errors) == (0, ""), errors
+        assert printed == f"written: {tmp_path / 'report.html'}\n"
+        return (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    return write_page
+
+
+def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path):
+    page = page_of(write(tmp_path / "run", gradients=GRADIENTS))
+    found = analyze(run_of_record(RECORD))
+    for text in (found.advice[0].change, found.to_dict()["scale_sense"].rstrip(), "skipped</dt><dd>12, 20.00%"):
+        assert (text if "<" in text else html.escape(text)) in page
+    # Loss, norm, scale; and the gradients that lie beside. Each wide, and narrow.
+    assert page.count("data:image/svg+xml;base64,") == 4
+    shown = draw_runs({"": RECORD})
+    assert [axes.get_ylabel() for axes in shown.axes][:2] == ["loss, unscaled", "gradient norm"]
+    assert title(shown).replace("$2^{24}$", "2<sup>24</sup>").replace("$2^{12}$", "2<sup>12</sup>") in page
+    assert re.search(r"mindformers_adaptive \d+\.\d+", page)
+
+
+def test_runs_in_one_folder_share_no_gradients_and_a_broken_loss_is_counted(page_of, tmp_path):
+    record = [{**line, "loss": "nan" if line["step"] == 4 else 2.5} for line in RECORD[:5]]
+    write(tmp_path / "run", record, GRADIENTS)
+    other = tmp_path / "run" / "other.jsonl"
+    other.write_text((tmp_path / "run" / "loss_scale_record.jsonl").read_text())
+    page = page_of(tmp_path / "run" / "loss_scale_record.jsonl", other)
+    # Whose they are is not known.
+    assert "Gradients by group of Parameters" not in page
+    assert page.count("2.5 at first, 2.5 at the end; inf or NaN in 1 step(s), first 4") == 2
+
+
+def test_nothing_is_loaded_from_elsewhere(page_of, tmp_path):
+    page = page_of(write(tmp_path / "a"), write(tmp_path / "b"))
+    addresses = re.findall(r"""(?:src|srcset|href|url)\s*[=(]\s*["']?([^"')\s]{1,40})""", page)
+    assert len(addresses) == 2
+    assert {address[:19] for address in addresses} == {"data:image/svg+xml;"}
+    assert "default-src 'none'" in page
+    for script in ("<script", "javascript:", "@import", "http://", "https://"):
+        assert script not in page.lower()
+
+
+def test_what_comes_from_files_is_text(page_of, tmp_path):
+    record = [{**line, "loss": EVIL} if line["step"] == 5 else line for line in RECORD]
+    record[7] |= {"note": [EVIL, "--><b>"], "gradient_format": "float16"}
+    page = page_of(write(tmp_path / "<script>alert(1)<" / "run", record), write(tmp_path / "b & <i>"))
+    assert ("<script" in page, "<i>" in page, "<b>" in page) == (False, False, False)
+    assert "&lt;script&gt;alert(1)&lt;" in page
+
+
+def test_names_of_rules_and_settings_are_text():
+    told = analyze(run_of_record(RECORD)).to_dict()
+    told["advice"][0] |= {"change": EVIL, "reason": f"'\"{EVIL}"}
+    told["scale_sense"], told["certainty"]["verdict"] = f"type: {EVIL}", EVIL
+    told["loss_scale"]["first"] = EVIL
+    page = render([RunTold(EVIL, EVIL, told, EVIL, EVIL)], [], written=EVIL, versions=EVIL)
+    assert "<script" not in page
+    assert page.count(html.escape(EVIL)) == 13
+
+
+def test_what_is_known_within_bounds_only_is_told_so_and_advice_may_have_no_settings():
+    """A log whose first line stands for ten steps, and whose last twenty overflow at the smallest scale."""
+    overflow = np.arange(40) >= 20
+    lines = [[10, 0, 3], *([step, max(step - 20, 0), max(step - 20, 0) + 3] for step in range(11, 41))]
+    run = run_of([np.nan] * 10 + [1.0] * 30, overflow, known=np.arange(40) >= 9, lines=np.array(lines))
+    found = analyze(run)
+    page = render([RunTold("run", "run.log", found.to_dict(), found.text(), "")], [], written="", versions="")
+    assert "<dt>skipped</dt><dd>at least 20, at least 50.00%</dd>" in page
+    assert "<dd>unknown at first, 2^0 at the end" in page
+    assert f"<ol><li>{found.advice[0].change.partition(':')[0]}" in page
+    assert "runner_wrapper" not in page
+
+
+def test_the_title_of_a_picture_is_text():
+    page = picture(lambda: draw_runs({f"{EVIL} $1": RECORD, "-->": RECORD}), EVIL)
+    assert "<script" not in page
+    assert f"({html.escape(EVIL)} $1)" in page
+
+
+def test_powers_and_dollars_in_the_title_of_a_picture_are_written_for_html():
+    def draw():
+        figure = Figure()
+        figure.suptitle(r"$2^{-3}$ to $2^{4.5}$ for \$1")
+        return figure
+
+    page = picture(draw, "")
+    assert "<figcaption>2<sup>-3</sup> to 2<sup>4.5</sup> for $1</figcaption>" in page
+    assert 'alt="2^-3 to 2^4.5 for $1"' in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none"], "There is no file or folder 'none'"),
+        (["empty"], "must hold loss_scale_record.jsonl, which LossScaleMonitor writes, but holds none"),
+        (
+            ["."],
+            "must hold one loss_scale_record.jsonl, but holds a/loss_scale_record.jsonl, b/loss_scale_record.jsonl",
+        ),
+        (["a", "--output", "page.pdf"], "must name a file that ends in .html, but got 'page.pdf'"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(tmp_path, monkeypatch, run_program, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a"), write(tmp_path / "b"), (tmp_path / "empty").mkdir()
+    (tmp_path / "page.html").write_text("as it was")
+    code, _, errors = run_program("report", "--output", "page.html", *arguments)
+    assert (code > 0, message in errors) == (True, True), errors
+    assert (tmp_path / "page.html").read_text() == "as it was"
+
+
+# In a browser
+
+# Reads from the page, in a frame of some width, what can be seen.
+_FRAME = """<!DOCTYPE html><iframe id="page" src="report.html" width="{width}" height="900" style="border:0"></iframe>
+<p id="seen"></p><script>
+document.getElementById("page").onload = function () {{
+  const page = this.contentDocument, picture = page.querySelector("img");
+  picture.decode().finally(() => document.getElementById("seen").textContent = JSON.stringify({{
+    width: page.documentElement.scrollWidth, image: picture.naturalWidth, shown: picture.clientWidth,
+    narrow: picture.currentSrc === page.querySelector("source").srcset, title: page.title,
+    background: getComputedStyle(page.body).backgroundColor, filter: getComputedStyle(picture).filter,
+    scripts: page.scripts.length,
+  }}));
+}};
+</script>"""
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def seen(tmp_path):
+    """A function that opens the page in a frame in Chromium, and returns what can be seen, and the console."""
+    chromium = shutil.which("chromium") or pytest.skip("There is no chromium: apt-get install chromium")
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(QuietHandler, directory=tmp_path)
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def look(width, dark):
+            (tmp_path / "frame.html").write_text(_FRAME.format(width=width))
+            options = [
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--enable-logging=stderr",
+                "--window-size=1400,1000",
+            ]
+            options += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=5000"]
+            address = f"http://127.0.0.1:{server.server_port}/frame.html"
+            shown = subprocess.run(
+                [chromium, *options, "--dump-dom", address], capture_output=True, text=True, check=True
+            )
+            found = json.loads(html.unescape(re.search(r'<p id="seen">(.*?)</p>', shown.stdout)[1]))
+            return found, [line for line in shown.stderr.splitlines() if ":CONSOLE" in line]
+
+        yield look
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (400, True)])
+def test_a_browser_shows_the_page_in_its_width_and_colours(page_of, seen, tmp_path, width, dark):
+    page_of(write(tmp_path / EVIL.replace("/", "") / "a", gradients=GRADIENTS), write(tmp_path / "b"))
+    found, console = seen(width, dark)
+    assert console == []
+    # Nothing sticks out, the picture is the one for this width, and nothing ran.
+    assert found["width"] <= width
+    assert (found["image"] > 0, 0.5 * width < found["shown"] <= width) == (True, True)
+    assert (found["narrow"], found["scripts"], found["title"].startswith("Loss scaling of ")) == (width == 400, 0, True)
+    dark_page, dark_picture = "rgb(20, 23, 26)", "invert(0.92) hue-rotate(180deg)"
+    assert (found["background"], found["filter"]) == (
+        (dark_page, dark_picture) if dark else ("rgb(255, 255, 255)", "none")
+    )
