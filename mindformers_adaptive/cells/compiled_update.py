@@ -50,7 +50,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         step = GraphStep(rule)
         self.step_function = step.function
         # Where each input of the step comes from: an attribute, or None for what the update computes first.
-        computed = ("loss_scale", "overflow", "since_event")
+        computed = {"loss_scale", "overflow"} | ({"clean_steps"} if rule.counts_clean_steps else set())
         self.inputs = tuple((name, None if name in computed else name) for name in step.inputs)
         places = {name: place for place, name in enumerate(step.outputs)}
         own = {field.name for field in rule.fields}
@@ -90,8 +90,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
     # compile the construct of a subclass that calls it.
     @jit(backend="ms_backend")
     def _compiled_update(self, loss_scale: Any, overflow: Any) -> Any:
-        since_event = self.cur_iter - self.last_overflow_iter
-        computed = {"loss_scale": loss_scale, "overflow": overflow, "since_event": since_event}
+        clean_steps = self.cur_iter - self.last_overflow_iter - self.one
+        computed = {"loss_scale": loss_scale, "overflow": overflow, "clean_steps": clean_steps}
         given = _NO_TENSORS
         for name, attribute in self.inputs:
             given = (*given, computed[name] if attribute is None else getattr(self, attribute))
@@ -104,7 +104,7 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             # Before the assignments, because the step's loss scale and number are read from Parameters.
             self._remember(loss_scale, next_loss_scale, overflowed, in_a_row, after)
         if self.counts_clean_steps:
-            last_event = self.cur_iter - after[self.place_of_clean]
+            last_event = self.cur_iter - (clean_steps if self.place_of_clean is None else after[self.place_of_clean])
         else:
             is_event = self.logic_or(overflow, ops.less(loss_scale, next_loss_scale))
             last_event = self.select(is_event, self.cur_iter, self.last_overflow_iter)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.rules import operations
-from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
+from mindformers_adaptive.rules.emit import changed_by, emit, needed_by
 from mindformers_adaptive.rules.generated import make_function
-from mindformers_adaptive.rules.program import Node, make_program
+from mindformers_adaptive.rules.operations import CONSTANTS, operation_of
 from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.rules.tracing import trace_for_cell
+from mindformers_adaptive.rules.values import Value
 
 __all__ = ["GraphStep"]
 
 _numbers = itertools.count()
+
+# Of these the compiler may find that they are one of their arguments, as of a product with 1.
+_MAY_HAND_ON = frozenset(
+    {"add", "sub", "mul", "div", "floordiv", "neg", "abs", "minimum", "maximum", "where", "stack", "element"}
+)
 
 
 class GraphStep:
@@ -38,135 +43,50 @@ class GraphStep:
     """
 
     def __init__(self, rule: Rule) -> None:
-        program = make_program([rule.traced.outputs], rule.fixed_state)
-        self._program, self._names, nodes = program, _names(), program.nodes
-        self._lines: list[str] = []
-        self._copies = {place for name, place in program.outputs.items() if nodes[place].op == "input"}
-        changed = {name: place for name, place in program.outputs.items() if nodes[place].extra != name}
-        together = self._picked_together(changed.values())
-        elements = {nodes[place].args[1] for place in together}
-        for place in program.used:
-            if place not in together and place not in elements:
-                self._compute(place)
-        if together:
-            self._pick_together(together)
-        self.inputs = tuple(sorted({nodes[place].extra for place in program.used if nodes[place].op == "input"}))
-        self.outputs = tuple(changed)
-        results = "".join(f"v{place}{'_copy' if place in self._copies else ''}, " for place in changed.values())
-        head = f"def step({', '.join(f'in_{name}' for name in self.inputs)}):"
-        source = "\n".join([head, *self._lines, f"    return ({results})", ""])
+        outputs = changed_by(trace_for_cell(rule).outputs)
+        self._names: dict[str, Any] = {name: Tensor(number) for name, number in CONSTANTS.items()}
+        self._names |= {"ops": ops, "mstype": mstype, "reduce_sum": ops.ReduceSum()}
+        self._names |= {"argmin": ops.Argmin(axis=0, output_type=mstype.int32), "move": ops.Primitive("TensorMove")}
+        self._constants: dict[tuple[Any, ...], str] = {}
+        emitted = emit(outputs.values(), self._expression_of)
+        handed_on = _handed_on(outputs.values())
+        # The update computes them before, and no Parameter is handed on.
+        computed = ("clean_steps",) if rule.counts_clean_steps else ()
+        results = []
+        for name, value in outputs.items():
+            result, inputs = emitted.names[value.place], handed_on[value.place]
+            if len(inputs) == 1 and inputs.isdisjoint((name, *computed)):
+                # Before MindSpore 2.8 copy() takes integers through float32.
+                result = f"move({result})" if value.dtype == "int32" else f"{result}.copy()"
+            results.append(result)
+        self.inputs, self.outputs = emitted.inputs, tuple(outputs)
         # MindSpore looks names up in the module that a function says it is from.
         module = types.ModuleType(f"mindformers_adaptive_step_{next(_numbers)}")
         vars(module).update(self._names)
-        self.function = make_function(rule.name, source, vars(module))
+        arguments = [f"in_{name}" for name in self.inputs]
+        self.function = make_function(rule.name, arguments, emitted.lines, results, vars(module))
         sys.modules[module.__name__] = module
 
-    def _picked_together(self, results: Iterable[int]) -> list[int]:
-        """Return the results that are each an element of a vector or something else, as one flag says for all."""
-        nodes, groups = self._program.nodes, collections.defaultdict(list)
-        for place in results:
-            if nodes[place].op == "where" and nodes[nodes[place].args[1]].op == "element":
-                flag, element, _ = nodes[place].args
-                groups[flag, nodes[element].args[0]].append(place)
-        for (_, vector), places in groups.items():
-            elements = [nodes[place].args[1] for place in places]
-            # What the pick itself takes, and what all else does: none of it may be picked.
-            others = {arg for place in places for arg in (nodes[place].args[0], nodes[place].args[2])}
-            others |= {arg for place in self._program.used if place not in places for arg in nodes[place].args}
-            is_whole = [nodes[element].extra for element in elements] == list(range(*nodes[vector].shape))
-            if is_whole and others.isdisjoint([*elements, *places]):
-                return places
-        return []
+    def _expression_of(self, value: Value, arguments: Sequence[str]) -> str:
+        if value.op == "constant":
+            return self._constant(value.extra)
+        operation = operation_of([value])
+        constants = {name: self._constant(make(value)) for name, make in operation.constants.items()}
+        return operation.mindspore.format(*arguments, all=", ".join(arguments), extra=value.extra, **constants)
 
-    def _pick_together(self, places: list[int]) -> None:
-        """Pick between two vectors, which takes fewer kernels than to pick between their elements."""
-        nodes = self._program.nodes
-        flag, vector = nodes[places[0]].args[0], nodes[nodes[places[0]].args[1]].args[0]
-        others = "".join(f"v{nodes[place].args[2]}, " for place in places)
-        self._add(f"picked = ops.unstack(ops.select(v{flag}, v{vector}, ops.stack(({others}))))")
-        for element, place in enumerate(places):
-            self._add(f"v{place} = picked[{element}]")
-
-    def _add(self, line: str) -> None:
-        self._lines.append(f"    {line}")
-
-    def _compute(self, place: int) -> None:
-        node, constants = self._program.nodes[place], self._program.constants
-        if node.op == "input":
-            self._add(f"v{place} = in_{node.extra}")
-            if place in self._copies:
-                # Before MindSpore 2.8 copy() takes integers through float32.
-                copied = "move(v{0})" if node.dtype == "int32" else "v{0}.copy()"
-                self._add(f"v{place}_copy = {copied.format(place)}")
-            return
-        if node.op == "constant":
-            self._names[f"v{place}"] = Tensor(np.array(constants[place][..., 0]))
-            return
-        args = [f"v{arg}" for arg in node.args]
-        known: list[Any] = [constants.get(arg) for arg in node.args]
-        extra = {"all": ", ".join(args), "extra": node.extra}
-        if node.op == "element" and f"{args[0]}_parts" not in self._names:
-            self._add(f"{args[0]}_parts = ops.unstack({args[0]})")
-            self._names[f"{args[0]}_parts"] = None
-        if node.op == "take":
-            extra["last"] = self._constant(f"last{place}", np.int32(self._program.nodes[node.args[0]].shape[0] - 1))
-        if node.op == "lookup":
-            table, lowest = known[1][..., 0], known[2][..., 0]
-            extra["table"] = self._constant(f"table{place}", table.reshape(*node.extra[2], table.shape[-1]))
-            extra["minus_lowest"] = f" - {args[2]}" if lowest.any() else ""
-        if node.op in ("exponent", "power"):
-            lowest, highest = (int(known[n][0]) for n in (1, 2))
-            self._constant("powers", [2.0**n for n in range(lowest, highest + 1)], np.float32)
-            self._constant("below_lowest", np.int32(lowest - 1))
-        if node.op == "max_safe_exponent":
-            # A gradient that is at most so many of these shows that exponent: inf and NaN none, 0 all of them.
-            largest = float(known[2][0])
-            exponents = operations.possible_exponents(largest)
-            fits_at = [min(largest * 2.0**-n, LARGEST_FLOAT32) for n in exponents]
-            self._constant("fits_at", [*fits_at, np.nextafter(np.float32(SMALLEST_FLOAT32), np.float32(0))], np.float32)
-            self._constant("exponents", [operations.UNSHOWN, *exponents, operations.UNSHOWN], np.int32)
-        if (other := self._folded(node)) is not None:
-            self._add(f"v{place} = {other}")
-            return
-        dtype = self._program.nodes[node.args[0]].dtype
-        self._add(f"v{place} = " + operations.operation_of(node.op, dtype, known).mindspore.format(*args, **extra))
-
-    def _folded(self, node: Node) -> str | None:
-        """Return another expression with the same bits for what the compiler would change, or None."""
-        nodes, constants = self._program.nodes, self._program.constants
-        for x, c in (node.args, node.args[::-1]) if node.op in ("add", "mul") and node.dtype == "float32" else ():
-            if c not in constants:
-                continue
-            array = constants[c][..., 0]
-            # It takes NaN, which other constants give, for 1, and leaves the product out.
-            if node.op == "mul" and (is_nan := np.isnan(array)).any():
-                others = self._constant(f"others_v{c}", -np.where(is_nan, np.float32(2), array))
-                return f"ops.select({self._constant(f'nan_v{c}', is_nan)}, NAN, -v{x} * {others})"
-            inner = [arg for arg in nodes[x].args if arg in constants] if nodes[x].op == "mul" else []
-            # It multiplies two constants first, with another last bit. A change of both signs keeps it.
-            if node.op == "mul" and inner:
-                return f"-v{x} * {self._constant(f'minus_v{c}', -array)}"
-            # It leaves out a sum with what is about 0, which is none for -0.0.
-            if node.op == "add" and (np.abs(array) <= SMALLEST_FLOAT32).any():
-                return f"v{x} - {self._constant(f'minus_v{c}', -array)}"
-        return None
-
-    def _constant(self, name: str, array: Any, dtype: Any = None) -> str:
-        self._names.setdefault(name, Tensor(np.array(array, dtype)))
+    def _constant(self, numbers: Any) -> str:
+        array = np.array(numbers)
+        key = (array.dtype, array.shape, array.tobytes())
+        name = self._constants.setdefault(key, f"c{len(self._constants)}")
+        self._names[name] = Tensor(array)
         return name
 
 
-def _names() -> dict[str, Any]:
-    return {
-        "ops": ops,
-        "mstype": mstype,
-        "reduce_sum": ops.ReduceSum(),
-        "move": ops.Primitive("TensorMove"),
-        "argmin": ops.Argmin(axis=0, output_type=mstype.int32),
-        "ZERO": Tensor(0.0, mstype.float32),
-        "NONE": Tensor(0, mstype.int32),
-        "NAN": Tensor(np.nan, mstype.float32),
-        "INF": Tensor(np.inf, mstype.float32),
-        "SMALLEST_AS_INT32": Tensor(operations.SMALLEST_AS_INT32),
-        "LARGEST_AS_INT32": Tensor(operations.largest_int32_of_float32),
-    }
+def _handed_on(results: Iterable[Value]) -> dict[int, set[str]]:
+    """Return by the place of a value the inputs that the compiler may find it to be."""
+    handed_on: dict[int, set[str]] = {}
+    for value in needed_by(results):
+        taken = (value.args[1:] if value.op == "where" else value.args) if value.op in _MAY_HAND_ON else ()
+        handed_on[value.place] = {value.extra} if value.op == "input" else set()
+        handed_on[value.place].update(*(handed_on[argument.place] for argument in taken))
+    return handed_on

@@ -30,8 +30,8 @@ COUNTER_LIMIT = 3
 # checkpoints.
 HIDDEN_WINDOW, HIDDEN_INDEX = 1, -1
 
-# What can happen to the window: W clean steps, or an overflow that drops the scale or is tolerated.
-RAISE, DROP, TOLERATE = range(3)
+# What a step can do to the window: nothing, W clean steps, or an overflow that drops the scale or is tolerated.
+NOTHING, RAISE, DROP, TOLERATE = range(4)
 
 
 class LossScaleState(NamedTuple):
@@ -206,29 +206,29 @@ class AdaptiveRule(Rule):
 
     def next_state(self, state: Any, seen: Any) -> Any:
         clean_steps = state.clean_steps + 1
-        is_full = state.scale_window <= clean_steps
+        is_event = seen.overflow | (state.scale_window <= clean_steps)
         spent = maximum(state.hysteresis_budget - 1, 0)
         tolerated = seen.overflow & (spent > 0)
         window, index, growth_num, down_num = tabulate(
             _counters_after(self.ladder, self.shrink_from_min_window),
-            event=(int32(seen.overflow) + int32(tolerated), RAISE, TOLERATE),
+            event=(int32(is_event) + int32(seen.overflow) + int32(tolerated), NOTHING, TOLERATE),
             window_index=(state.window_index, HIDDEN_INDEX, len(self.ladder) - 1),
             growth_num=(state.growth_num, 0, COUNTER_LIMIT),
             down_num=(state.down_num, 0, COUNTER_LIMIT),
         )
         scaled = state.loss_scale * where(seen.overflow, self.drop_factor, self.scale_factor)
         # A raise beyond the upper bound is left out; only a drop can pass the floor.
-        loss_scale = where(scaled <= self.max_loss_scale, maximum(scaled, self.min_loss_scale), state.loss_scale)
-        after = state.replace(
-            loss_scale=where(tolerated, state.loss_scale, loss_scale),
+        moves = is_event & ~tolerated & (scaled <= self.max_loss_scale)
+        budget = where(seen.overflow, spent, self.hysteresis)
+        return state.replace(
+            loss_scale=where(moves, maximum(scaled, self.min_loss_scale), state.loss_scale),
             scale_window=window,
             window_index=index,
             growth_num=growth_num,
             down_num=down_num,
-            clean_steps=0,
-            hysteresis_budget=where(seen.overflow, spent, self.hysteresis),
+            clean_steps=where(is_event, 0, clean_steps),
+            hysteresis_budget=where(is_event, budget, state.hysteresis_budget),
         )
-        return where(seen.overflow | is_full, after, state.replace(clean_steps=clean_steps))
 
     def window_at(self, window_index: int) -> int:
         """Return a window of the ladder, or the hidden window.

@@ -15,6 +15,7 @@ from mindformers_adaptive.rules.checks import LARGEST_INT32
 from mindformers_adaptive.rules.values import (
     Value,
     arithmetic,
+    computed,
     constant,
     number_of,
     of_one_dtype,
@@ -51,7 +52,7 @@ class DType:
         nearest integer that a float32 number in the range has, and NaN the smallest int32.
         """
         if isinstance(value, Value):
-            return value if own(value).dtype == self.name else Value(self.name, (value,), self.name, value.shape)
+            return value if own(value).dtype == self.name else computed(self.name, (value,), self.name, value.shape)
         number = number_of(value)
         if self.name == "int32" and not abs(number) < math.inf:
             raise refused(f"has {number}, which is no int32. Use a finite number")
@@ -136,7 +137,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     if isinstance(x, State) or isinstance(y, State):
         raise refused("picks a state or something else. Give where(condition, a, b) two states, or two values")
     x, y = of_one_dtype("where", x, y)
-    return Value("where", (condition, x, y), x.dtype, shape_of(condition, x, y))
+    return computed("where", (condition, x, y), x.dtype, shape_of(condition, x, y))
 
 
 def minimum(x: Any, y: Any) -> Any:
@@ -164,7 +165,20 @@ def stack(values: Sequence[Any]) -> Any:
     parts = of_one_dtype("stack", *values)
     if any(part.shape for part in parts):
         raise refused("stacks a vector. A vector is made of numbers: take it apart with *")
-    return Value("stack", parts, parts[0].dtype, (len(parts),))
+    first = parts[0]
+    if _are_whole_vector(parts):
+        return first.args[0]
+    if all(part.op == "where" and part.args[0] is first.args[0] for part in parts):
+        # One pick of vectors takes fewer kernels than picks of their elements.
+        return where(first.args[0], *(stack([part.args[side] for part in parts]) for side in (1, 2)))
+    return computed("stack", parts, parts[0].dtype, (len(parts),))
+
+
+def _are_whole_vector(parts: Sequence[Value]) -> bool:
+    """Return whether values are all elements of one vector, in order."""
+    vector = parts[0].args[0] if parts[0].op == "element" else None
+    elements = [part.extra for part in parts if part.op == "element" and part.args[0] is vector]
+    return vector is not None and elements == list(range(*vector.shape)) and len(parts) == len(elements)
 
 
 def count(flags: Any) -> Any:
@@ -181,7 +195,7 @@ def _reduce(op: str, x: Any, dtype: str) -> Value:
     x = x if isinstance(x, Value) else constant(x, None)
     if not x.shape or own(x).dtype != dtype:
         raise refused(f"has {op} of {x.dtype} of shape {x.shape}. It is for a vector of {dtype}")
-    return Value(op, (x,), "int32", ())
+    return computed(op, (x,), "int32", ())
 
 
 def take(vector: Any, index: Any) -> Any:
@@ -191,7 +205,7 @@ def take(vector: Any, index: Any) -> Any:
         return vector[index]
     if not vector.shape or own(index).dtype != "int32" or index.shape:
         raise refused("needs take(vector, index) with a vector and an int32 index. Write int32(...) around it")
-    return Value("take", (own(vector), index), vector.dtype, ())
+    return computed("take", (own(vector), index), vector.dtype, ())
 
 
 def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
@@ -225,7 +239,7 @@ def tabulate(function: Callable[..., Any], **arguments: Any) -> Any:
     table = fill(function, tuple(arguments), tuple(spans))
     values[0].trace.numbers.append(table.tobytes())
     lowest = np.array([int(span[0]) for span in spans], np.int32)
-    return tuple(Value("lookup", tuple(values), "int32", table.shape[-1:], (table, lowest)))
+    return tuple(Value("lookup", (stack(values),), "int32", table.shape[-1:], (table, lowest)))
 
 
 @functools.lru_cache(maxsize=256)

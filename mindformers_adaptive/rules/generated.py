@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -16,18 +16,20 @@ from typing import Any
 __all__ = ["make_function"]
 
 
-def make_function(rule: str, source: str, names: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function ``step`` of a source.
+def make_function(
+    rule: str, arguments: Iterable[str], lines: Iterable[str], results: Iterable[str], names: dict[str, Any]
+) -> Callable[..., Any]:
+    """Return a function ``step`` with these lines.
 
     Args:
-        rule (str): the name of the rule, for that of the file.
-        source (str): of a module that defines ``step``.
-        names (dict[str, Any]): what the source uses; the function is added.
-
-    Returns:
-        Callable, with these names as its globals.
+        rule (str): the name of the rule, for the name of the file.
+        arguments (Iterable[str]): the names of what it takes.
+        lines (Iterable[str]): its statements.
+        results (Iterable[str]): the expressions of what it returns, as a tuple.
+        names (dict[str, Any]): its globals; the function is added.
     """
-    exec(_compiled(rule, source), names)
+    head, end = f"def step({', '.join(arguments)}):", f"return ({''.join(f'{result}, ' for result in results)})"
+    exec(_compiled(rule, "\n    ".join([head, *lines, end]) + "\n"), names)
     found: Callable[..., Any] = names["step"]
     return found
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from mindformers_adaptive.rules.checks import SMALLEST_FLOAT32
 from mindformers_adaptive.rules.description import is_of_this_package
 from mindformers_adaptive.rules.numpy_form import NumpyStep, lower_to_numpy
-from mindformers_adaptive.rules.program import make_program
 
 __all__ = ["Lanes"]
 
@@ -43,11 +42,10 @@ class Lanes:
         self._rule, self._fields, self._count = rule, rule.fields, len(rules)
         self._step = _step_of(rules)
         self._values = self._arrays(states)
-        self._counts_clean, self._shows = rule.counts_clean_steps, "largest_gradient" in self._step.inputs
+        self._shows = "largest_gradient" in self._step.inputs
         numbers = [field for field in self._fields if field.parts or not field.shape]
         window = [field for field in numbers if "scale_window" in field.keys]
         self._window = (window[0].name, window[0].keys.index("scale_window")) if window else None
-        self._is_in_a_row = bool(self._values["consecutive_overflows"].any())
         self._told: set[str] = set()
 
     def _arrays(self, states: Sequence[Any]) -> dict[str, NDArray[Any]]:
@@ -64,7 +62,6 @@ class Lanes:
         for name, array in self._arrays(states).items():
             whole = self._values[name] = self._values[name].copy()
             whole[..., places] = array
-        self._is_in_a_row = True
 
     @property
     def loss_scale(self) -> NDArray[np.float32]:
@@ -97,8 +94,6 @@ class Lanes:
         """Take a step as :meth:`step` does, within :meth:`watching`."""
         values = self._values
         values["overflow"] = overflow
-        if self._counts_clean:
-            values["since_event"] = values["clean_steps"] + _ONE
         if self._shows:
             # As float32, where 0 stands for what is too small for it.
             gradient = np.asarray(largest_gradient)
@@ -106,15 +101,9 @@ class Lanes:
             values["largest_gradient"] = np.where(tiny, 0.0, gradient).astype(np.float32)
         after = self._step.function(self._count, *map(values.__getitem__, self._step.inputs))
         values.update(zip(self._step.outputs, after, strict=True))
-        # In most steps nothing overflows.
-        places = overflow.nonzero()[0]
-        if self._is_in_a_row or len(places):
-            values["skipped_steps"][places] += _ONE
-            in_a_row = values["consecutive_overflows"]
-            longer = in_a_row[places] + _ONE
-            in_a_row.fill(0)
-            in_a_row[places] = longer
-            self._is_in_a_row = len(places) > 0
+        # Not in place, because a field may have been given the same array.
+        values["skipped_steps"] = values["skipped_steps"] + overflow
+        values["consecutive_overflows"] = (values["consecutive_overflows"] + _ONE) * overflow
 
     def states(self, places: NDArray[np.int64] | None = None) -> list[Any]:
         """Return the state of each lane, or of some, as the rules have it."""
@@ -143,14 +132,16 @@ class Lanes:
 
 
 def _step_of(rules: Sequence[Any]) -> NumpyStep:
-    first = rules[0]
-    if any(rule.traced.shape != first.traced.shape for rule in rules[1:]):
-        raise ValueError("'rules' must have equal traced.shape, but they have not. Group them by it, as sweep() does.")
+    first, steps = rules[0], [rule.traced for rule in rules]
     # Those of this package keep away from numbers that are too small.
     is_watched = not is_of_this_package(type(first))
-    if any(rule is not first for rule in rules[1:]):
-        return lower_to_numpy(first.name, make_program([rule.traced.outputs for rule in rules]), is_watched)
+    if any(rule is not first for rule in rules):
+        shape = steps[0].shape
+        if any(step.shape != shape for step in steps):
+            raise ValueError("'rules' must have equal traced.shape. Group them by it, as sweep() does.")
+        return lower_to_numpy(first.name, steps, is_watched)
+    # Made once, because step() makes lanes of one rule each time.
     if "_single" not in vars(first):
-        vars(first)["_single"] = lower_to_numpy(first.name, make_program([first.traced.outputs]), is_watched)
+        vars(first)["_single"] = lower_to_numpy(first.name, steps[:1], is_watched)
     found: NumpyStep = vars(first)["_single"]
     return found

@@ -1,13 +1,14 @@
 """Each operation of a step, once for NumPy and once for MindSpore: the whole of what could differ between them.
 
-The generated functions are these lines. In NumPy each array has the lanes, one for each run, as its last axis; what is
-not an operator is a function of this module. In MindSpore ``ops`` and ``mstype`` are those of MindSpore, and the rest
-is made in :mod:`mindformers_adaptive.cells.graph_form`.
+A row has both expressions, and a guard where it is for some values only, such as constants for which MindSpore's
+compiler would compute something else than the plain expression does. In NumPy each array has the lanes, one for each
+run, as its last axis; what is not an operator is a function of this module. In MindSpore, names in capitals are Tensors
+of ``CONSTANTS``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 
-__all__ = ["OPERATIONS", "UNSHOWN", "Operation", "fold", "largest_int32_of_float32", "operation_of"]
+__all__ = ["CONSTANTS", "OPERATIONS", "UNSHOWN", "Operation", "fold", "operation_of"]
 __all__ += ["possible_exponents", "safe_exponents"]
 
 Array = NDArray[Any]
@@ -26,8 +27,64 @@ UNSHOWN = -1024
 # The smallest normal number, and its bits without the sign, less one.
 _TINY, _SMALLEST_BITS = np.float32(SMALLEST_FLOAT32), np.uint32(2**24 - 1)
 
-# The bounds of float32 numbers that become int32.
-SMALLEST_AS_INT32, largest_int32_of_float32 = np.float32(-(2.0**31)), np.float32(2.0**31 - 2.0**7)
+# The constants that expressions have; the last two are the bounds of float32 numbers that become int32.
+ZERO, NONE, NAN, INF = np.float32(0), np.int32(0), np.float32(np.nan), np.float32(np.inf)
+SMALLEST_AS_INT32, LARGEST_AS_INT32 = np.float32(-(2.0**31)), np.float32(2.0**31 - 2.0**7)
+CONSTANTS = {"ZERO": ZERO, "NONE": NONE, "NAN": NAN, "INF": INF}
+CONSTANTS |= {"SMALLEST_AS_INT32": SMALLEST_AS_INT32, "LARGEST_AS_INT32": LARGEST_AS_INT32}
+
+
+def _constant(value: Any, position: int) -> Array | None:
+    """Return the numbers of an argument that is a constant, and None for another argument."""
+    argument = value.args[position]
+    numbers: Array | None = argument.extra if argument.op == "constant" else None
+    return numbers
+
+
+def _is_known_divisor(value: Any) -> bool:
+    divisor = _constant(value, 1)
+    return divisor is not None and bool(divisor.all())
+
+
+def _has_nearly_largest(value: Any) -> bool:
+    numbers = [_constant(value, 0), _constant(value, 1)]
+    return any(one is not None and bool((np.abs(one) >= 2.0**126).any()) for one in numbers)
+
+
+def _has_nearly_zero(value: Any) -> bool:
+    number = _constant(value, 1) if value.dtype == "float32" else None
+    return number is not None and bool((np.abs(number) <= SMALLEST_FLOAT32).any())
+
+
+def _has_nan(value: Any) -> bool:
+    number = _constant(value, 1) if value.dtype == "float32" else None
+    return number is not None and bool(np.isnan(number).any())
+
+
+def _is_product_of_product(value: Any) -> bool:
+    inner = value.args[0]
+    is_product = value.dtype == "float32" and inner.op == "mul" and _constant(inner, 1) is not None
+    return is_product and _constant(value, 1) is not None
+
+
+def _is_of_float32(value: Any) -> bool:
+    return bool(value.args[0].dtype == "float32")
+
+
+def _powers(value: Any) -> Array:
+    lowest, highest = (int(value.args[position].extra) for position in (1, 2))
+    return np.array([2.0**exponent for exponent in range(lowest, highest + 1)], np.float32)
+
+
+def _fits_at(value: Any) -> Array:
+    """Return the largest gradients that show each exponent: inf and NaN are at most none of them, 0 is at most all."""
+    largest = float(value.args[2].extra)
+    fits = [min(largest * 2.0**-exponent, LARGEST_FLOAT32) for exponent in possible_exponents(largest)]
+    return np.array([*fits, np.nextafter(_TINY, ZERO)], np.float32)
+
+
+def _exponents(value: Any) -> Array:
+    return np.array([UNSHOWN, *possible_exponents(float(value.args[2].extra)), UNSHOWN], np.int32)
 
 
 class Operation(NamedTuple):
@@ -36,34 +93,58 @@ class Operation(NamedTuple):
     Attributes:
         numpy (str): with the functions of this module.
         mindspore (str): with ``ops``, ``mstype`` and the names of ``cells/graph_form.py``.
+        guard (Callable, optional): whether the row is for a value of this operation. Default: None, for all.
+        constants (Mapping[str, Callable]): what else ``mindspore`` takes by name, as an array made from the value.
     """
 
     numpy: str
     mindspore: str
+    guard: Callable[[Any], bool] | None = None
+    constants: Mapping[str, Callable[[Any], Any]] = {}
 
 
-def _both(text: str) -> Operation:
-    return Operation(text, text)
+def _both(text: str, guard: Callable[[Any], bool] | None = None) -> Operation:
+    return Operation(text, text, guard)
 
 
-# By name, or by name and dtype of the first thing that it takes.
+_MINUS = {"minus": lambda value: -value.args[1].extra}
+_NAN_PRODUCT = {
+    "is_nan": lambda value: np.isnan(value.args[1].extra),
+    "minus": lambda value: -np.where(np.isnan(value.args[1].extra), np.float32(2), value.args[1].extra),
+}
+
+# By name. Of the rows with one first word, the first whose guard holds is used.
 OPERATIONS = {
+    # The compiler leaves out a sum with a number near 0, and -0.0 + 0.0 is another number.
+    "add nearly zero": Operation("{0} + {1}", "{0} - {minus}", _has_nearly_zero, _MINUS),
     "add": _both("{0} + {1}"),
     "sub": _both("{0} - {1}"),
+    # The compiler takes a constant NaN, which other constants can give, for 1.
+    "mul by NaN": Operation("{0} * {1}", "ops.select({is_nan}, NAN, -{0} * {minus})", _has_nan, _NAN_PRODUCT),
+    # The compiler multiplies two constants first, with another last bit. A change of both signs prevents it.
+    "mul again": Operation("{0} * {1}", "-{0} * {minus}", _is_product_of_product, _MINUS),
     "mul": _both("{0} * {1}"),
+    "div by a constant": _both("{0} / {1}", _is_known_divisor),
     "div": Operation("{0} / or_nan({1})", "{0} / ops.select(ops.equal({1}, ZERO), NAN, {1})"),
-    "div by a constant": _both("{0} / {1}"),
+    "floordiv by a constant": _both("{0} // {1}", _is_known_divisor),
     "floordiv": Operation("{0} // {1}", "ops.select(ops.equal({1}, NONE), NONE, {0} // {1})"),
-    "floordiv by a constant": _both("{0} // {1}"),
     "neg": _both("-{0}"),
     "abs": Operation("np.absolute({0})", "ops.abs({0})"),
-    "minimum": Operation("np.where({0} < {1}, {0}, {1})", "ops.minimum({0}, {1})"),
-    "maximum": Operation("np.where({1} < {0}, {0}, {1})", "ops.maximum({0}, {1})"),
     # The compiler leaves out a minimum with a number from 2^127 on, and inf would pass.
-    "minimum with an end": Operation("np.where({0} < {1}, {0}, {1})", "ops.select(ops.less({0}, {1}), {0}, {1})"),
-    "maximum with an end": Operation("np.where({1} < {0}, {0}, {1})", "ops.select(ops.less({1}, {0}), {0}, {1})"),
-    "minimum int32": Operation("np.minimum({0}, {1})", "ops.minimum({0}, {1})"),
-    "maximum int32": Operation("np.maximum({0}, {1})", "ops.maximum({0}, {1})"),
+    "minimum with an end": Operation(
+        "np.where({0} < {1}, {0}, {1})",
+        "ops.select(ops.less({0}, {1}), {0}, {1})",
+        lambda value: _is_of_float32(value) and _has_nearly_largest(value),
+    ),
+    "maximum with an end": Operation(
+        "np.where({1} < {0}, {0}, {1})",
+        "ops.select(ops.less({1}, {0}), {0}, {1})",
+        lambda value: _is_of_float32(value) and _has_nearly_largest(value),
+    ),
+    "minimum float32": Operation("np.where({0} < {1}, {0}, {1})", "ops.minimum({0}, {1})", _is_of_float32),
+    "maximum float32": Operation("np.where({1} < {0}, {0}, {1})", "ops.maximum({0}, {1})", _is_of_float32),
+    "minimum": Operation("np.minimum({0}, {1})", "ops.minimum({0}, {1})"),
+    "maximum": Operation("np.maximum({0}, {1})", "ops.maximum({0}, {1})"),
     "floor": Operation("np.floor({0})", "ops.floor({0})"),
     "ceil": Operation("np.ceil({0})", "ops.ceil({0})"),
     "less": Operation("{0} < {1}", "ops.less({0}, {1})"),
@@ -73,74 +154,82 @@ OPERATIONS = {
     "or": Operation("{0} | {1}", "ops.logical_or({0}, {1})"),
     "not": Operation("~{0}", "ops.logical_not({0})"),
     "where": Operation("np.where({0}, {1}, {2})", "ops.select({0}, {1}, {2})"),
-    "int32": Operation("{0}.astype(np.int32)", "ops.cast({0}, mstype.int32)"),
     "int32 float32": Operation(
-        "np.fmin(np.fmax({0}, SMALLEST_AS_INT32), largest_int32_of_float32).astype(np.int32)",
+        "np.fmin(np.fmax({0}, SMALLEST_AS_INT32), LARGEST_AS_INT32).astype(np.int32)",
         "ops.cast(ops.minimum(ops.maximum({0}, SMALLEST_AS_INT32), LARGEST_AS_INT32), mstype.int32)",
+        _is_of_float32,
     ),
+    "int32": Operation("{0}.astype(np.int32)", "ops.cast({0}, mstype.int32)"),
     "float32": Operation("{0}.astype(np.float32)", "ops.cast({0}, mstype.float32)"),
     "stack": Operation("stacked({all})", "ops.stack(({all},))"),
-    "element": Operation("{0}[{extra}]", "{0}_parts[{extra}]"),
-    "take": Operation("taken({0}, {1})", "ops.gather({0}, ops.minimum(ops.maximum({1}, NONE), {last}), 0)"),
+    "element": Operation("{0}[{extra}]", "ops.unstack({0})[{extra}]"),
+    "take": Operation(
+        "taken({0}, {1})",
+        "ops.gather({0}, ops.minimum(ops.maximum({1}, NONE), {last}), 0)",
+        constants={"last": lambda value: np.int32(value.args[0].shape[0] - 1)},
+    ),
     # In float32, exact up to 2**24 flags, because Ascend sums float32.
     "count": Operation(
         "np.count_nonzero({0}, axis=0).astype(np.int32)",
         "ops.cast(reduce_sum(ops.cast({0}, mstype.float32)), mstype.int32)",
     ),
     "argmin": Operation(
-        "np.argmin(np.where({0} == {0}, {0}, np.float32(np.inf)), axis=0).astype(np.int32)",
+        "np.argmin(np.where({0} == {0}, {0}, INF), axis=0).astype(np.int32)",
         "argmin(ops.select(ops.equal({0}, {0}), {0}, INF))",
     ),
-    # The place in a table, one vector; the bounds of the places; their strides and the first row in NumPy's table.
     "lookup": Operation(
-        "{1}[..., 0].take(np.add.reduce(np.minimum(np.maximum({0}, {2}), {3}) * {4}, axis=0) + {5}, axis=0).T",
-        "ops.gather_nd({table}, ops.minimum(ops.maximum({0}, {2}), {3}){minus_lowest})",
+        "{table}({0})",
+        "ops.gather_nd({rows}, ops.minimum(ops.maximum({0}, {lowest}), {highest}) - {lowest})",
+        constants={
+            "rows": lambda value: value.extra[0],
+            "lowest": lambda value: value.extra[1],
+            "highest": lambda value: value.extra[1] + np.array(value.extra[0].shape[:-1], np.int32) - 1,
+        },
     ),
     # Those that only the package uses: log2 of a power of two and back, and the largest gradient as an exponent.
     "exponent": Operation(
         "np.frexp({0})[1].astype(np.int32) - np.int32(1)",
-        "below_lowest + ops.cast(reduce_sum(ops.cast(ops.less_equal(powers, {0}), mstype.float32)), mstype.int32)",
+        "{below} + ops.cast(reduce_sum(ops.cast(ops.less_equal({powers}, {0}), mstype.float32)), mstype.int32)",
+        constants={"powers": _powers, "below": lambda value: value.args[1].extra - np.int32(1)},
     ),
-    "power": Operation("np.ldexp(np.float32(1), {0})", "ops.gather(powers, {0} - {1}, 0)"),
+    "power": Operation(
+        "np.ldexp(np.float32(1), {0})", "ops.gather({powers}, {0} - {1}, 0)", constants={"powers": _powers}
+    ),
     "max_safe_exponent": Operation(
         "shown({0}, {1}, {2})",
-        "ops.gather(exponents, ops.select({1}, NONE, ops.cast(reduce_sum("
-        "ops.cast(ops.less_equal({0}, fits_at), mstype.float32)), mstype.int32)), 0)",
+        "ops.gather({exponents}, ops.select({1}, NONE, ops.cast(reduce_sum("
+        "ops.cast(ops.less_equal({0}, {fits_at}), mstype.float32)), mstype.int32)), 0)",
+        constants={"exponents": _exponents, "fits_at": _fits_at},
     ),
 }
 
+_ROWS: dict[str, list[str]] = {}
+for _name in OPERATIONS:
+    _ROWS.setdefault(_name.partition(" ")[0], []).append(_name)
 
-def operation_of(op: str, dtype: str, constants: Sequence[Array | None]) -> Operation:
-    """Return an operation for what it takes: its dtype, and the constants among it."""
-    second = constants[1] if len(constants) > 1 else None
-    if op in ("div", "floordiv") and second is not None and second.all():
-        return OPERATIONS[f"{op} by a constant"]
-    if op in ("minimum", "maximum") and dtype == "float32":
-        known = [array for array in constants if array is not None]
-        if any((np.abs(array) >= 2.0**126).any() for array in known):
-            return OPERATIONS[f"{op} with an end"]
-    return OPERATIONS.get(f"{op} {dtype}", OPERATIONS[op])
+# Not of constants alone, or of what differs between rules in more than its numbers.
+_UNFOLDED = ("input", "constant", "lookup", "exponent", "power", "max_safe_exponent")
 
 
-def fold(op: str, extra: Any, constants: Sequence[Array]) -> Array | None:
-    """Return what an operation of constants gives, computed once in NumPy; None for one that is left to be computed.
+def operation_of(values: Sequence[Any]) -> Operation:
+    """Return the row for one value, as it is in the traces of several rules: the first whose guard holds in all."""
+    rows = [OPERATIONS[name] for name in _ROWS[values[0].op]]
+    return next(row for row in rows if row.guard is None or all(map(row.guard, values)))
 
-    That is also what comes nearer to 0 than 2^-126, so that each step notices it.
+
+def fold(value: Any) -> Array | None:
+    """Return the numbers of an operation of constants, computed once in NumPy; None for another operation.
+
+    The guards can see them then, and MindSpore's compiler does not compute them in its own way.
     """
-    if op not in OPERATIONS or op in ("lookup", "exponent", "power", "max_safe_exponent"):
+    if value.op in _UNFOLDED or any(argument.op != "constant" for argument in value.args):
         return None
-    dtype = str(constants[0].dtype)
-    text = operation_of(op, dtype, constants).numpy
-    names = [f"v{place}" for place in range(len(constants))]
-    expression = text.format(*names, all=", ".join(names), extra=extra)
-    try:
-        with np.errstate(all="ignore", under="raise"):
-            found: Array = eval(expression, globals(), dict(zip(names, constants, strict=True)))
-            if found.dtype == np.float32:
-                notice_subnormal(found)
-    except FloatingPointError:
-        return None
-    return found
+    names = [f"v{position}" for position in range(len(value.args))]
+    arrays = [argument.extra[..., np.newaxis] for argument in value.args]
+    expression = operation_of([value]).numpy.format(*names, all=", ".join(names), extra=value.extra)
+    with np.errstate(all="ignore"):
+        lanes: Array = eval(expression, globals(), dict(zip(names, arrays, strict=True)))
+    return lanes[..., 0]
 
 
 def or_nan(divisor: Array) -> Array:
@@ -204,6 +293,45 @@ def shown(largest_gradient: Array, overflow: Array, largest: Array) -> Array:
     """Return :func:`safe_exponents` as int32, ``UNSHOWN`` where a step overflowed or its gradient shows nothing."""
     known, exponents = safe_exponents(largest_gradient, largest)
     return np.where(known & ~overflow, exponents, np.int32(UNSHOWN))
+
+
+class Table:
+    """What ``tabulate`` looks up: the tables of rules laid end to end, each once, and a row by its number.
+
+    Args:
+        tables (Sequence[tuple[NDArray, NDArray]]): of each lane, or one for all: the rows, with an axis for each
+            argument, and the lowest value of each argument.
+    """
+
+    def __init__(self, tables: Sequence[tuple[Array, Array]]) -> None:
+        each = {id(rows): rows.reshape(-1, rows.shape[-1]) for rows, _ in tables}
+        self._rows = np.concatenate(list(each.values()))
+        starts = dict(zip(each, np.cumsum([0, *map(len, each.values())]).tolist(), strict=False))
+        lowest = np.array([lowest for _, lowest in tables])
+        sizes = np.array([rows.shape[:-1] for rows, _ in tables])
+        ones = np.ones((len(tables), 1), np.int64)
+        strides = np.concatenate([np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1], ones], axis=1)
+        first = np.array([starts[id(rows)] for rows, _ in tables]) - (lowest * strides).sum(axis=1)
+        bounds = (lowest, lowest + sizes - 1, strides, first)
+        self._lowest, self._highest, self._strides, self._first = (merged(one.astype(np.int32)) for one in bounds)
+
+    def __call__(self, index: Array) -> Array:
+        """Return the rows at an index of shape (arguments, lanes), as an array of shape (columns, lanes)."""
+        places = np.minimum(np.maximum(index, self._lowest), self._highest) * self._strides
+        found: Array = self._rows.take(np.add.reduce(places, axis=0) + self._first, axis=0).T
+        return found
+
+
+def merged(each: Array) -> Array:
+    """Return constants of rules, which are the first axis, with the last one for them, of length 1 where all agree."""
+    # By their bits, because -0.0 is equal to 0.0.
+    is_one = len({array.tobytes() for array in each}) == 1
+    return np.ascontiguousarray(np.moveaxis(each[:1] if is_one else each, 0, -1))
+
+
+def in_all_lanes(array: Array, lanes: int) -> Array:
+    """Return an array whose last axis, which may have one lane for all, has this many."""
+    return array if array.shape[-1] == lanes else np.broadcast_to(array, (*array.shape[:-1], lanes))
 
 
 def notice_subnormal(*computed: Array) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import traceback
-import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mindformers_adaptive.rules.description import is_of_this_package
 from mindformers_adaptive.rules.functions import State, maximum, minimum, stack, where
 from mindformers_adaptive.rules.operations import UNSHOWN
-from mindformers_adaptive.rules.program import shape_of_trace
 from mindformers_adaptive.rules.values import RuleError, Trace, Value, constant, is_line_of_a_rule, refused
 
-__all__ = ["TracedStep", "told", "trace_step"]
+__all__ = ["TracedStep", "told", "trace_for_cell", "trace_step"]
 
 _COUNTS = ("skipped_steps", "consecutive_overflows")
 
@@ -26,14 +23,14 @@ class TracedStep(NamedTuple):
         outputs (Mapping[str, Value]): ``loss_scale``, the fields of the rule, and ``clean_steps`` where the rule counts
             them, after the step.
         moves_by_bits (bool): whether the scale is always a power of two.
-        shape (int): the number of the shape of the trace, which has to be equal for rules to share a program.
-        numbers (list): the constants, as they were given.
+        shape (tuple): what has to be equal for rules to run side by side: all but the numbers and the sizes of tables.
+        trace (Trace): all values.
     """
 
     outputs: Mapping[str, Value]
     moves_by_bits: bool
-    shape: int
-    numbers: list[Any]
+    shape: tuple[Any, ...]
+    trace: Trace
 
 
 class Seen:
@@ -81,28 +78,24 @@ def trace_step(rule: Any) -> TracedStep:
     Raises:
         ValueError: if the step does something that cannot be computed in the same way everywhere, or raises an error.
     """
-    traced = _traced_once(rule)
-    # What depends on more than its arguments, as on the time or on chance, would stay as it was in this one call.
-    compared = _compared.setdefault(type(rule), set())
-    # The rules of this package do not, and many are made of them.
-    if traced.shape not in compared or not is_of_this_package(type(rule)):
-        if traced[-2:] != _traced_once(rule)[-2:]:
+    traced = _traced_once(rule, {})
+    # What depends on more than its arguments, as on the time or on chance, would stay as it was in this one call. The
+    # rules of this package do not, and many are made of them.
+    if not is_of_this_package(type(rule)):
+        again = _traced_once(rule, {})
+        if (again.shape, again.trace.numbers) != (traced.shape, traced.trace.numbers):
             raise ValueError(_message(rule, "differs when it is called again. It must depend on its arguments only"))
-        compared.add(traced.shape)
     return traced
 
 
-# The shapes of traces of which a second one was the same, by the class of the rule.
-_compared: weakref.WeakKeyDictionary[type[Any], set[int]] = weakref.WeakKeyDictionary()
-
-# Shapes by what they are made of, which takes long to compare.
-_shapes: dict[tuple[Any, ...], int] = {}
-_numbers = itertools.count()
+def trace_for_cell(rule: Any) -> TracedStep:
+    """Return what a step computes where the fields that cannot change with the rule's arguments are constants."""
+    return _traced_once(rule, rule.fixed_state) if rule.fixed_state else rule.traced
 
 
-def _traced_once(rule: Any) -> TracedStep:
+def _traced_once(rule: Any, constants: Mapping[str, int]) -> TracedStep:
     with Trace(rule) as trace:
-        before, groups = _state_before(rule)
+        before, groups = _state_before(rule, constants)
         names = set(before)
         dtypes = {name: (value.dtype, value.shape) for name, value in before.items() if name not in _COUNTS}
         state = _ReadState(before, dtypes)
@@ -129,11 +122,21 @@ def _traced_once(rule: Any) -> TracedStep:
             )
         outputs = {"loss_scale": _next_scale(rule, values, before, moves_by_bits)}
         for name, keys in groups.items():
+            if name in constants:
+                continue
             outputs[name] = stack([values[key] for key in keys]) if keys else values[name]
         if rule.counts_clean_steps:
             outputs["clean_steps"] = values["clean_steps"]
-        shape = _shapes.setdefault(shape_of_trace(outputs), next(_numbers))
-        return TracedStep(outputs, moves_by_bits, shape, trace.numbers)
+        return TracedStep(outputs, moves_by_bits, _shape_of(trace, outputs), trace)
+
+
+def _shape_of(trace: Trace, outputs: Mapping[str, Value]) -> tuple[Any, ...]:
+    values = (
+        (value.op, *(argument.place for argument in value.args), value.dtype, value.shape)
+        + ((value.extra,) if value.op in ("input", "element") else ())
+        for value in trace.values
+    )
+    return (*values, *((name, value.place) for name, value in outputs.items()))
 
 
 class _ReadState(State):
@@ -152,7 +155,7 @@ def _input(name: str, dtype: str, shape: tuple[int, ...] = ()) -> Any:
     return Value("input", (), dtype, shape, name)
 
 
-def _state_before(rule: Any) -> tuple[dict[str, Value], dict[str, tuple[str, ...]]]:
+def _state_before(rule: Any, constants: Mapping[str, int]) -> tuple[dict[str, Value], dict[str, tuple[str, ...]]]:
     """Return the values of the state by name, and for each field the names of its parts."""
     loss_scale = _input("loss_scale", "float32")
     exponent = Value("exponent", (loss_scale, *_bounds(rule)), "int32", ())
@@ -160,13 +163,17 @@ def _state_before(rule: Any) -> tuple[dict[str, Value], dict[str, tuple[str, ...
     groups: dict[str, tuple[str, ...]]
     before, groups = {"loss_scale": loss_scale, "exponent": exponent}, {}
     for field in rule.fields:
-        value = _input(field.name, field.dtype, field.shape)
+        is_constant = field.name in constants
+        value = (
+            constant(constants[field.name], field.dtype)
+            if is_constant
+            else _input(field.name, field.dtype, field.shape)
+        )
         groups[field.name] = field.parts
         before |= dict(zip(field.parts, value, strict=True)) if field.parts else {field.name: value}
     before |= {name: _input(name, "int32") for name in _COUNTS}
     if rule.counts_clean_steps:
-        # The number of this step, counted from the last overflow or raise.
-        before["clean_steps"] = _input("since_event", "int32") - 1
+        before["clean_steps"] = _input("clean_steps", "int32")
     return before, groups
 
 

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, LARGEST_INT32, SMALLEST_FLOAT32
+from mindformers_adaptive.rules.operations import fold
 
-__all__ = ["RuleError", "Trace", "Value", "arithmetic", "constant", "number_of", "of_one_dtype", "own"]
+__all__ = ["RuleError", "Trace", "Value", "arithmetic", "computed", "constant", "number_of", "of_one_dtype", "own"]
 __all__ += ["is_line_of_a_rule", "is_traced_now", "refused", "shape_of", "unary"]
 
 # Calls from here, or from the standard library and NumPy, are no lines of a rule.
@@ -144,7 +145,11 @@ class Value:
         place = int(place)
         if not -self.shape[0] <= place < self.shape[0]:
             raise refused(f"takes the element {place} of {self.shape[0]}. Its places are 0 to {self.shape[0] - 1}")
-        return Value("element", (own(self),), self.dtype, (), place % self.shape[0])
+        if self.op == "stack":
+            # The compiler finds this too, and would hand on an input untouched.
+            element: Value = own(self).args[place % self.shape[0]]
+            return element
+        return computed("element", (own(self),), self.dtype, (), place % self.shape[0])
 
     def __iter__(self) -> Iterator[Value]:
         return (self[place] for place in range(len(self)))
@@ -173,6 +178,13 @@ class Value:
 
     def __array_function__(self, function: Any, *_: Any) -> Value:
         raise refused(f"calls numpy.{function.__name__}. {_INSTEAD}")
+
+
+def computed(op: str, args: tuple[Value, ...], dtype: str, shape: tuple[int, ...], extra: Any = None) -> Value:
+    """Return the value of an operation, as a constant where all that it takes are constants."""
+    value = Value(op, args, dtype, shape, extra)
+    numbers = fold(value)
+    return value if numbers is None else Value("constant", (), dtype, numbers.shape, numbers)
 
 
 _INSTEAD = (
@@ -337,6 +349,10 @@ _TAKES = {
 }
 
 
+# Their constant comes second, where the guards of operations look for it.
+_COMMUTATIVE = frozenset({"add", "mul", "and", "or", "equal"})
+
+
 def _check_dtype(op: str, dtype: str) -> None:
     dtypes, instead = _TAKES[op]
     if dtype not in dtypes:
@@ -350,13 +366,15 @@ def arithmetic(op: str, x: Any, y: Any) -> Value:
     x, y = of_one_dtype(op, x, y)
     _check_dtype(op, x.dtype)
     result = "bool" if op in ("less", "less_equal", "equal") else x.dtype
-    return Value(op, (x, y), result, shape_of(x, y))
+    if op in _COMMUTATIVE and x.op == "constant":
+        x, y = y, x
+    return computed(op, (x, y), result, shape_of(x, y))
 
 
 def unary(op: str, x: Value) -> Value:
     """Return an operation of a value."""
     _check_dtype(op, own(x).dtype)
-    return Value(op, (x,), x.dtype, x.shape)
+    return computed(op, (x,), x.dtype, x.shape)
 
 
 def _place() -> str:

@@ -50,8 +50,8 @@ def test_random_rules_reach_all_operations_and_numbers_at_which_ways_part(tmp_pa
 PLANTED = {
     "div": "{0} / {1}",
     "less": "{0} <= {1}",
-    "minimum": "np.minimum({0}, {1})",
-    "int32 float32": "np.rint(np.fmin(np.fmax({0}, SMALLEST_AS_INT32), largest_int32_of_float32)).astype(np.int32)",
+    "minimum float32": "np.minimum({0}, {1})",
+    "int32 float32": "np.rint(np.fmin(np.fmax({0}, SMALLEST_AS_INT32), LARGEST_AS_INT32)).astype(np.int32)",
 }
 TELLING = (7, 37)
 

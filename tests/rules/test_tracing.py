@@ -481,7 +481,6 @@ def described(**names):
                 "max_exponent",
                 "cur_iter",
                 "skipped_steps",
-                "since_event",
                 "step",
             )
         ),

@@ -1,0 +1,61 @@
+"""The lines of a generated function: one for each value that its results need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from mindformers_adaptive.rules.values import Value
+
+__all__ = ["Emitted", "emit", "needed_by"]
+
+
+class Emitted(NamedTuple):
+    """The body of a generated function.
+
+    Attributes:
+        lines (list[str]): the assignments, in order.
+        names (dict[int, str]): the variable of each value, by the place of the value in its trace.
+        inputs (tuple[str, ...]): the names of the inputs; the variable of an input begins with ``in_``.
+    """
+
+    lines: list[str]
+    names: dict[int, str]
+    inputs: tuple[str, ...]
+
+
+def emit(results: Iterable[Value], expression_of: Callable[[Value, Sequence[str]], str]) -> Emitted:
+    """Return a line for each value that results need; equal expressions share one.
+
+    Args:
+        results (Iterable[Value]): what the function returns.
+        expression_of (Callable): returns the expression of a value whose arguments have these variables; of a constant
+            a variable.
+    """
+    names: dict[int, str] = {}
+    variables: dict[str, str] = {}
+    needed = needed_by(results)
+    for value in needed:
+        arguments = [names[argument.place] for argument in value.args]
+        expression = f"in_{value.extra}" if value.op == "input" else expression_of(value, arguments)
+        is_variable = expression.isidentifier()
+        names[value.place] = expression if is_variable else variables.setdefault(expression, f"v{value.place}")
+    lines = [f"{variable} = {expression}" for expression, variable in variables.items()]
+    return Emitted(lines, names, tuple(sorted({value.extra for value in needed if value.op == "input"})))
+
+
+def needed_by(results: Iterable[Value]) -> list[Value]:
+    """Return the values that results need, these included, each after what it takes."""
+    needed: dict[int, Value] = {}
+    waiting = list(results)
+    while waiting:
+        value = waiting.pop()
+        if value.place not in needed:
+            needed[value.place] = value
+            waiting += value.args
+    return [needed[place] for place in sorted(needed)]
+
+
+def changed_by(outputs: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the results of a step without those that are what the step was given by that name."""
+    return {name: value for name, value in outputs.items() if value.op != "input" or value.extra != name}
