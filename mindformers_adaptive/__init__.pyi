@@ -1,6 +1,5 @@
 """The public names, for editors and type checkers."""
 
-from mindformers_adaptive.amp.simulated_formats import simulate_formats as simulate_formats
 from mindformers_adaptive.cells.manager import AdaptiveLossScaleManager as AdaptiveLossScaleManager
 from mindformers_adaptive.cells.manager import GradientGuidedLossScaleManager as GradientGuidedLossScaleManager
 from mindformers_adaptive.cells.manager import RuleLossScaleManager as RuleLossScaleManager

@@ -42,9 +42,6 @@ PUBLIC: dict[str, dict[str, str]] = {
         "build_train_network": "cells.train_network",
         "enable_loss_scale_on_cpu": "cells.train_network",
         "scale_sense_from_megatron": "rules.megatron",
-        "simulate_formats": "amp.simulated_formats",
-        "amp.simulated_products": "amp.simulated_formats",
-        "amp.RoundToFormat": "amp.simulated_formats",
     },
     "Monitors and records": {
         "LossScaleMonitor": "monitor.loss_scale_monitor",
@@ -89,8 +86,11 @@ PUBLIC: dict[str, dict[str, str]] = {
     },
 }
 
-# Names of before, and what is there in their place.
-_REPLACED = {"TextRule": "Rule"}
+# Names of before in the package itself, and what to use instead.
+_GONE = {
+    "TextRule": f"{_PACKAGE}.Rule",
+    "simulate_formats": "scripts/studies/simulated_formats.py in the repository",
+}
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
@@ -111,8 +111,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
     }
 
     def load(name: str) -> object:
-        if name in _REPLACED and _REPLACED[name] in names:
-            raise ImportError(f"{package} has no {name} any more: see {package}.{_REPLACED[name]}.")
+        if name in _GONE and not prefix:
+            raise ImportError(f"{package} has no {name} any more: see {_GONE[name]}.")
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with install_hint(f"{package}.{name}"):

@@ -21,7 +21,6 @@ MAY_IMPORT = {
     "public_names": {"text"},
     "rules": set(),
     "cells": {"text", "public_names", "rules"},
-    "amp": {"public_names", "rules", "cells"},
     "gradients": {"text", "public_names", "rules"},
     "lab": {"text", "public_names", "rules"},
     "overflow": {"text", "public_names", "rules", "gradients"},

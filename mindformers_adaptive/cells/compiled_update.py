@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.graph_form import GraphStep
 from mindformers_adaptive.cells.scale_history import ScaleHistory, refuse_kept_graphs
-from mindformers_adaptive.rules.checks import require_flag, require_integer
+from mindformers_adaptive.rules.checks import require_integer
 from mindformers_adaptive.rules.fields import STEP_FIELDS, Field
 from mindformers_adaptive.rules.rule import Rule
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
@@ -30,15 +29,13 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         rule (Rule): the rule.
         start (NamedTuple): its state before the first step.
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0.
-        track_per_parameter (bool): whether to keep the largest gradient of each Parameter, for a rule that needs the
-            largest gradient. Default: False.
 
     Attributes:
         rule (Rule): the rule.
         signals (tuple[str, ...]): what a train-step cell has to assign in each step, Parameters by these names.
     """
 
-    def __init__(self, rule: Rule, start: Any, history_size: int = 0, track_per_parameter: bool = False) -> None:
+    def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         remedy = "Give the number of steps between two reads by the host, such as the sink_size; 0 keeps no history."
         history_size = require_integer("history_size", history_size, 0, remedy, most=10**6, unit="number of steps")
         factor = getattr(rule, "scale_factor", 2)
@@ -47,16 +44,8 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
         super().__init__(start.loss_scale, factor, getattr(start, "scale_window", 1))
         self.rule = rule
         self.signals = rule.signals
-        self.track_per_parameter = require_flag("track_per_parameter", track_per_parameter)
-        if track_per_parameter and not self.signals:
-            raise ValueError(
-                "'track_per_parameter' must be False for a rule without signals, but got True: the train step measures "
-                f"no gradients for {rule.name!r}. Leave it out."
-            )
-        for name, value in (("history_size", history_size), ("track_per_parameter", track_per_parameter)):
-            if value:
-                refuse_kept_graphs(name, value)
-        self.largest_per_parameter: Any = None
+        if history_size:
+            refuse_kept_graphs(history_size)
         self.has_signal = not self.signals
         step = GraphStep(rule)
         self.step_function = step.function
@@ -142,36 +131,9 @@ class CompiledUpdateCell(nn.DynamicLossScaleUpdateCell):
             floats = (*floats, getattr(self, name))
         self.history(loss_scale, next_loss_scale, self.cur_iter, counts, floats)
 
-    def declare_signal(self, names: Sequence[str]) -> None:
-        """Declare that the train step assigns ``largest_gradient`` before each call, as those of this package do.
-
-        Args:
-            names (Sequence[str]): those of the Parameters, in the order of their gradients.
-        """
+    def declare_signal(self) -> None:
+        """Declare that the train step assigns ``largest_gradient`` before each call, as this package's cells do."""
         self.has_signal = True
-        if not self.track_per_parameter:
-            return
-        self.parameter_names = tuple(names)
-        largest = Parameter(
-            Tensor(np.zeros(len(names)), mstype.float32), name="largest_per_parameter", requires_grad=False
-        )
-        # Not through nn.Cell, which would put it into every checkpoint.
-        object.__setattr__(self, "largest_per_parameter", largest)
-
-    # Its name of before; without a docstring it is not in the reference.
-    each_largest = property(lambda self: self.largest_per_parameter)
-
-    def overflowed_parameters(self) -> list[str]:
-        """Return the names of the Parameters whose gradients had an inf or a NaN in the last step.
-
-        Returns:
-            list[str], in the order of the Parameters; empty without ``track_per_parameter=True``. Reading waits for
-            the device.
-        """
-        if self.largest_per_parameter is None:
-            return []
-        largest = self.largest_per_parameter.asnumpy()
-        return [name for name, value in zip(self.parameter_names, largest, strict=True) if not math.isfinite(value)]
 
     def recent_steps(self, since: int = 0) -> list[dict[str, Any]]:
         """Return the steps after ``since``, oldest first, at most the last ``history_size``.

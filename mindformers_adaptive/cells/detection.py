@@ -6,7 +6,6 @@ from typing import Any
 
 from mindspore import Tensor, context, nn, ops
 from mindspore import dtype as mstype
-from mindspore.communication import get_group_size
 
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
 
@@ -22,17 +21,11 @@ def _magnitudes_of(gradient: Any) -> Any:
     return ops.abs(ops.cast(gradient, mstype.float32))
 
 
-def _place_of(place: Any, gradient: Any) -> Any:
-    # The compiler leaves out the places of gradients that it leaves out.
-    return ops.depend(place, gradient)
-
-
 class LargestGradient(nn.Cell):
     """Assigns the largest absolute value of the gradients to an update cell.
 
     Args:
-        update_cell (Cell): has the Parameter ``largest_gradient`` and, if it keeps the largest gradient of each
-            Parameter, ``largest_per_parameter``.
+        update_cell (Cell): has the Parameter ``largest_gradient``.
         is_distributed (bool): whether several processes train together; the largest value of all counts then.
         is_divided (bool): whether the gradients were divided by more than the loss scale. Then :meth:`keep_divisor` is
             called first in each step, and the largest gradient is that before this division. Default: False.
@@ -48,23 +41,14 @@ class LargestGradient(nn.Cell):
         super().__init__(auto_prefix=False)
         # Not through nn.Cell: the update cell is a child of the train-step cell.
         object.__setattr__(self, "largest_gradient", update_cell.largest_gradient)
-        object.__setattr__(self, "largest_per_parameter", update_cell.largest_per_parameter)
-        self.keeps_each = update_cell.largest_per_parameter is not None
         self.is_divided = is_divided
         self.is_distributed = is_distributed
         self.on_cpu = context.get_context("device_target") == "CPU"
         self.largest_float32 = Tensor(LARGEST_FLOAT32, mstype.float32)
         self.infinite = Tensor(float("inf"), mstype.float32)
-        # With pipeline stages a process has the gradients of its own stage only.
-        self.in_stages = self.keeps_each and context.get_auto_parallel_context("pipeline_stages") > 1
-        if self.in_stages:
-            count = update_cell.largest_per_parameter.size
-            self.places = tuple(Tensor(place, mstype.int32) for place in range(count))
-            self.no_gradients = ops.zeros(count, mstype.float32)
         if is_distributed:
             # AllReduce on CPU takes sums only.
             self.collect = ops.AllGather() if self.on_cpu else ops.AllReduce(ops.ReduceOp.MAX)
-            self.processes = get_group_size()
 
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         magnitudes = _hyper_map(_magnitudes_of, gradients)
@@ -76,22 +60,12 @@ class LargestGradient(nn.Cell):
             each = each * self.largest_gradient
         # NaN becomes inf, which no maximum drops.
         is_finite = ops.logical_and(ops.less_equal(each, self.largest_float32), without_nan)
-        # The shape of `each` must not be asked for: with pipeline stages it is read before the gradients of the other
-        # stages are left out.
-        each = ops.select(is_finite, each, self.infinite)
-        if not self.keeps_each:
-            # And no Reshape, which semi-automatic parallelism takes for one of the model.
-            each = _reduce_max_of_one_element(each)
-        if self.in_stages:
-            places = ops.stack(_hyper_map(_place_of, self.places, gradients))
-            each = ops.tensor_scatter_update(self.no_gradients, ops.expand_dims(places, 1), each)
+        # Do not read the shape of `each`: with pipeline stages it still counts the gradients of the other stages.
+        # Do not call Reshape: semi-automatic parallelism would take it for an operator of the model.
+        largest = _reduce_max_of_one_element(ops.select(is_finite, each, self.infinite))
         if self.is_distributed:
-            each = self.collect(each)
-            if self.on_cpu:
-                each = _reduce_max(ops.reshape(each, (self.processes, -1)), 0)
-        if self.keeps_each:
-            ops.assign(self.largest_per_parameter, each)
-        largest = _reduce_max(each)
+            largest = self.collect(largest)
+        largest = _reduce_max(largest)
         ops.assign(self.largest_gradient, largest)
         return ops.logical_not(ops.less_equal(largest, self.largest_float32))
 

@@ -31,8 +31,6 @@ class RuleLossScaleManager(amp.LossScaleManager):
     Args:
         rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         init_loss_scale (float): the initial loss scale. Default: 2**24, as ``amp.DynamicLossScaleManager``.
-        track_per_parameter (bool): as in
-            :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`. Default: False.
         **arguments: those of the rule, by name, unless it is made already.
 
     Raises:
@@ -52,17 +50,14 @@ class RuleLossScaleManager(amp.LossScaleManager):
 
     cell_class: Any = update_cells.RuleLossScaleUpdateCell
 
-    def __init__(
-        self, rule: Any, init_loss_scale: float = 2**24, *, track_per_parameter: bool = False, **arguments: Any
-    ) -> None:
+    def __init__(self, rule: Any, init_loss_scale: float = 2**24, **arguments: Any) -> None:
         rule = make_rule(rule, **arguments)
-        options = {"track_per_parameter": track_per_parameter} if rule.signals or track_per_parameter else {}
-        self._follow(rule, rule.start(init_loss_scale, argument="init_loss_scale"), **options)
+        self._follow(rule, rule.start(init_loss_scale, argument="init_loss_scale"))
 
-    def _follow(self, rule: Any, start: Any, **options: Any) -> None:
-        self.rule, self._options = rule, options
+    def _follow(self, rule: Any, start: Any) -> None:
+        self.rule = rule
         # What follows the steps on the host, and the cell that was given away last.
-        self._own_cell = self.cell_class._for_rule(rule, start, **options)
+        self._own_cell = self.cell_class._for_rule(rule, start)
         self.update_cell: Any = None
 
     @property
@@ -143,7 +138,7 @@ class RuleLossScaleManager(amp.LossScaleManager):
                 "mindformers_adaptive.enable_loss_scale_on_cpu() before the Model is made."
             )
         present = self._present_cell
-        cell = self.cell_class._for_rule(self.rule, present.rule_state(), **self._options)
+        cell = self.cell_class._for_rule(self.rule, present.rule_state())
         cell.load_state_dict(present.state_dict())
         self.update_cell = cell
         return cell
@@ -246,7 +241,6 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
         scale_factor, exchange_rate, min_loss_scale, max_loss_scale (float): as in
             :class:`~mindformers_adaptive.cells.update_cells.GradientGuidedLossScaleUpdateCell`, with its defaults.
         gradient_format (Union[str, Mapping, Format]): as there.
-        track_per_parameter (bool): as there. Default: False.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -270,13 +264,5 @@ class GradientGuidedLossScaleManager(RuleLossScaleManager):
 
     cell_class = update_cells.GradientGuidedLossScaleUpdateCell
 
-    def __init__(
-        self,
-        init_loss_scale: float = 2**24,
-        scale_factor: float = 2,
-        *,
-        track_per_parameter: bool = False,
-        **arguments: Any,
-    ) -> None:
-        rule = GuidedRule(scale_factor=scale_factor, **arguments)
-        super().__init__(rule, init_loss_scale, track_per_parameter=track_per_parameter)
+    def __init__(self, init_loss_scale: float = 2**24, scale_factor: float = 2, **arguments: Any) -> None:
+        super().__init__(GuidedRule(scale_factor=scale_factor, **arguments), init_loss_scale)

@@ -79,16 +79,11 @@ class ScaleHistory(nn.Cell):
         object.__setattr__(self, name, parameter)
 
 
-def refuse_kept_graphs(name: str, value: int) -> None:
-    """Raise ValueError where MindSpore keeps compiled graphs: one from there leaves a Parameter of no cell as it is.
-
-    Args:
-        name (str): the argument of the update cell that needs such a Parameter.
-        value (Union[int, bool]): the value that was given; 0 or False is for none.
-    """
+def refuse_kept_graphs(history_size: int) -> None:
+    """Raise ValueError where MindSpore keeps compiled graphs: a graph from its cache does not write the history."""
     if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1" or mindspore.get_context("enable_compile_cache"):
         raise ValueError(
-            f"'{name}' must be {type(value)()} while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
-            f"enable_compile_cache), but got {value}: a graph from there does not write what this keeps. Switch one of "
-            "both off."
+            "'history_size' must be 0 while MindSpore keeps compiled graphs (MS_COMPILER_CACHE_ENABLE or "
+            f"enable_compile_cache), but got {history_size}: a graph from the cache does not write the history. Switch "
+            "one of both off."
         )

@@ -78,7 +78,7 @@ class RuleLossScaler(amp.LossScaler):
         self.update_cell.bind_loss_scale(self.scale_value)
         self._measure_and_update: Any = None
         if rule.signals:
-            self.update_cell.declare_signal(())
+            self.update_cell.declare_signal()
             measure, update_cell = LargestGradient(self.update_cell), self.update_cell
 
             # Compiled, because launched one by one its small operations can take longer than a whole training step.

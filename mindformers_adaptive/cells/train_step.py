@@ -97,7 +97,7 @@ class LossScaleTrainStep(_Base):
 
     def _measure_largest_gradient(self) -> None:
         update_cell = self.loss_scaling_manager
-        update_cell.declare_signal([weight.name for weight in self.weights])
+        update_cell.declare_signal()
         self.keeps_divisor = self._tells_divisor()
         measure = LargestGradient(update_cell, self.is_distributed, is_divided=self.keeps_divisor)
         self.measure_largest_gradient = measure

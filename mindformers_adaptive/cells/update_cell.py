@@ -30,14 +30,13 @@ class RuleUpdateCell(CompiledUpdateCell):
     """Update cell of a rule whose state is read, saved, restored and repaired.
 
     Args:
-        rule, start, history_size, track_per_parameter: as of
-            :class:`~mindformers_adaptive.cells.compiled_update.CompiledUpdateCell`.
+        rule, start, history_size: as of :class:`~mindformers_adaptive.cells.compiled_update.CompiledUpdateCell`.
     """
 
     bound_loss_scale: Any = None
 
-    def __init__(self, rule: Rule, start: Any, history_size: int = 0, track_per_parameter: bool = False) -> None:
-        super().__init__(rule, start, history_size, track_per_parameter)
+    def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
+        super().__init__(rule, start, history_size)
         # Read by no graph. A Parameter, because a checkpoint that MindSpore loads brings back nothing else.
         self.loss_scaling_run = Parameter(Tensor(0, mstype.int32), name=RUN, requires_grad=False)
         # The loss scale and the state that this cell wrote or checked last; None if it did not know the scale then.
@@ -285,7 +284,7 @@ class RuleUpdateCell(CompiledUpdateCell):
                 f"{type(self).__name__} needs a train-step cell that gives it the largest gradient of each step. Use "
                 "TrainOneStepWithLossScaleCell, MFTrainOneStepCell or MFPipelineWithLossScaleCell of "
                 "mindformers_adaptive.wrapper; for a train-step cell of your own, assign update_cell.largest_gradient "
-                "in each step and call update_cell.declare_signal(names) once."
+                "in each step and call update_cell.declare_signal() once."
             )
         super().add_flags_recursive(**flags)
         if flags.get("training"):

@@ -156,9 +156,6 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
             :class:`~mindformers_adaptive.rules.guided.GuidedRule`. Default: "float16".
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0, as in
             MindSpore's cells.
-        track_per_parameter (bool): whether to keep the largest gradient of each Parameter of the last step, for
-            :meth:`overflowed_parameters` and for ``LossScaleMonitor``, which then names the Parameters with inf or NaN
-            when a step overflows. Refused where MindSpore keeps compiled graphs. Default: False.
 
     Inputs:
         - **loss_scale** (Parameter) - the loss scale of this step, float32 of shape :math:`()`. It is assigned the
@@ -197,7 +194,6 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
         max_loss_scale: float | None = None,
         gradient_format: str | Mapping[str, Any] | Format = "float16",
         history_size: int = 0,
-        track_per_parameter: bool = False,
     ) -> None:
         rule = GuidedRule(
             exchange_rate,
@@ -207,7 +203,7 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
             gradient_format=gradient_format,
         )
         start = rule.start(read_restored_scale(rule, loss_scale_value))
-        super().__init__(rule, start, history_size, track_per_parameter)
+        super().__init__(rule, start, history_size)
 
 
 class RuleLossScaleUpdateCell(RuleUpdateCell):
@@ -225,8 +221,6 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
             element, as MindFormers passes on resume, is only read.
         rule (Union[str, type, Rule]): ``module.Class``, the class, or the rule itself.
         history_size (int): how many of the last steps the device keeps, for :meth:`recent_steps`. Default: 0.
-        track_per_parameter (bool): as in :class:`GradientGuidedLossScaleUpdateCell`, for a rule that needs the largest
-            gradient. Default: False.
         **arguments: those of the rule, by name, unless it is made already.
 
     Inputs, outputs, platforms: as in :class:`GradientGuidedLossScaleUpdateCell`.
@@ -247,12 +241,11 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
         rule: str | type[Rule] | Rule,
         *,
         history_size: int = 0,
-        track_per_parameter: bool = False,
         **arguments: Any,
     ) -> None:
         rule = make_rule(rule, **arguments)
         start = rule.start(read_restored_scale(rule, loss_scale_value))
-        super().__init__(rule, start, history_size, track_per_parameter)
+        super().__init__(rule, start, history_size)
 
     @classmethod
     def _for_rule(cls, rule: Rule, state: Any, **options: Any) -> RuleUpdateCell:

@@ -3,7 +3,7 @@
 examples:
   adaptive-loss-scale compare output/log/rank_0/info.log
   adaptive-loss-scale compare synthetic --policies adaptive torch megatron dynamic:scale_window=20
-  adaptive-loss-scale compare synthetic --policies fixed:loss_scale=1024 metaseq:init_scale=2^16
+  adaptive-loss-scale compare synthetic --policies fixed:loss_scale=1024 torch:init_scale=2^20
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Show the state of loss scaling that a checkpoint holds: one row per checkpoint, the newest last.
+"""Show the loss-scale state of the newest checkpoint in a file or folder.
 
 PATH is a .ckpt or .safetensors file, a folder of them, a folder with rank_0, rank_1, ..., a folder iteration_N of
-MindFormers' `checkpoint:` format, or the folder above it. In the table, '-' marks what a checkpoint does not have. The
-exit code is 1 if no state was found, or PATH cannot be read.
+MindFormers' `checkpoint:` format, or the folder above it. The exit code is 1 if no checkpoint there has a state.
 
 examples:
   adaptive-loss-scale inspect output/checkpoint
@@ -12,9 +11,10 @@ examples:
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from mindformers_adaptive.cli.output import add_output_arguments, print_result, read_source, wrong_usage
-from mindformers_adaptive.mindformers.checkpoint_report import build_report, report_text, why_no_state
+from mindformers_adaptive.mindformers.checkpoint_reader import newest_state
 from mindformers_adaptive.rules import find_rule
 
 __all__ = ["add_arguments", "run"]
@@ -34,15 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read the checkpoints, and print their state.
-
-    Raises:
-        RuntimeError: if no state was found.
-    """
+    """Print the state of the newest checkpoint."""
     with wrong_usage("argument --policy: "):
         rules = [find_rule(name) for name in options.policy]
-    report = build_report(options.path, rules)
-    if options.json or report["checkpoints"]:
-        print_result(options, lambda: report, lambda: report_text(report))
-    if not report["found"]:
-        raise RuntimeError(why_no_state(report))
+    state = newest_state(options.path, rules)
+    print_result(options, lambda: state, lambda: _text(state))
+
+
+def _text(state: dict[str, Any]) -> str:
+    """Return a line for each value that the checkpoint has, and for each note; vectors are left to ``--json``."""
+    values = {name: value for name, value in state.items() if value is not None and not isinstance(value, list)}
+    lines = [f"{name}: {_number(value) if isinstance(value, float) else value}" for name, value in values.items()]
+    return "\n".join([*lines, *(f"note: {note}" for note in state["notes"])])
+
+
+def _number(value: float) -> str:
+    # A power of two is easier to recognise without an exponent, as long as it is short.
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e16 else f"{value:.9g}"

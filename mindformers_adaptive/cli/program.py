@@ -22,7 +22,7 @@ __all__ = ["COMMANDS", "main"]
 # `others` to a list.
 COMMANDS = {
     "train": "[*] train, fine-tune, evaluate or predict from a YAML file of MindFormers",
-    "inspect": "show the state of loss scaling that a checkpoint holds (a .ckpt file needs MindSpore)",
+    "inspect": "show the loss-scale state in the newest checkpoint (a .ckpt file needs MindSpore)",
     "probe": "[*] measure the ranges of gradients and weights at several loss scales",
     "find": "[*] find the loss scale that a training should start from",
     "why": "[*] say why a training overflows: in which layer, and which setting helps",

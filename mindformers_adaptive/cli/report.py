@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from mindformers_adaptive.cli.output import UsageError, integer, print_text, read_source, require_file
+from mindformers_adaptive.cli.output import UsageError, print_text, read_source, require_file
 from mindformers_adaptive.cli.plot import tell_apart
 from mindformers_adaptive.cli.versions import short
 from mindformers_adaptive.plots.report_runs import record_in, write_report
@@ -30,12 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the output folder of a run, its loss_scale_record.jsonl, or its log",
     )
     parser.add_argument("--output", type=_page, required=True, metavar="FILE", help="the .html file to write")
-    parser.add_argument(
-        "--refresh-every",
-        type=integer(1),
-        metavar="SECONDS",
-        help="let the browser reload the page this often, while the training goes on",
-    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -43,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     given = list(dict.fromkeys(options.runs))
     names = tell_apart(given)
     records = {names[source]: record_in(source) for source in given}
-    write_report(records, options.output, short(), options.refresh_every)
+    write_report(records, options.output, short())
     print_text(f"written: {options.output}")
 
 

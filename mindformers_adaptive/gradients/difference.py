@@ -1,21 +1,17 @@
-"""How far the arrays of two checkpoints, or the gradients of two devices, are apart: by Parameter, and step by step."""
+"""How far the arrays of two checkpoints, or the gradients of two devices, are apart, by Parameter."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.gradients.groups import group_parameters, parameter_group
 from mindformers_adaptive.text.table import align
 
-__all__ = ["ArrayDifference", "by_group", "compare_arrays", "difference_table", "parting", "series_table"]
-
-# Of one step: the differences of its Parameters, the worst first.
-Series = Mapping[int, list["ArrayDifference"]]
+__all__ = ["ArrayDifference", "compare_arrays", "difference_table"]
 
 
 class ArrayDifference(NamedTuple):
@@ -82,14 +78,10 @@ def _compare(name: str, array: NDArray[np.floating[Any]], reference: NDArray[np.
     with np.errstate(invalid="ignore"):
         apart = first - second
     error, largest = float(np.linalg.norm(apart)), float(np.abs(apart).max(initial=0.0))
-    relative = _relative(error, reference_norm)
+    relative = error / reference_norm if reference_norm > 0 else math.inf if error > 0 else 0.0
     if not math.isfinite(norm + reference_norm):
         relative = largest = math.nan
     return ArrayDifference(name, array.size, norm, reference_norm, relative, largest, error)
-
-
-def _relative(error: float, norm: float) -> float:
-    return error / norm if norm > 0 else math.inf if error > 0 else 0.0
 
 
 def difference_table(differences: list[ArrayDifference]) -> str:
@@ -99,58 +91,3 @@ def difference_table(differences: list[ArrayDifference]) -> str:
         numbers = [f"{one.norm:.4g}", f"{one.reference_norm:.4g}", f"{one.relative_error:.2e}"]
         lines.append([one.name, f"{one.size:,}", *numbers, f"{one.largest_error:.2e}"])
     return align(lines, to_the_left=[0])
-
-
-def by_group(series: Series, group: Callable[[str], str | None] = parameter_group) -> dict[str, list[float]]:
-    """Return the relative error of each group of Parameters, and of all, in each step of a series.
-
-    Args:
-        series (Mapping[int, list[ArrayDifference]]): by step.
-        group (Callable): from a Parameter's name to its group, see
-            :func:`mindformers_adaptive.gradients.groups.group_parameters`. Default: :func:`parameter_group`.
-
-    Examples:
-        >>> steps = {1: ({"wq": np.ones(1)},) * 2, 2: ({"wq": np.ones(1)}, {"wq": np.full(1, 2.0)})}
-        >>> by_group({step: compare_arrays(*both) for step, both in steps.items()}, lambda name: name)
-        {'wq': [0.0, 0.5], 'all': [0.0, 0.5]}
-    """
-    sizes = {one.name: one.size for differences in series.values() for one in differences}
-    members = {**group_parameters(sizes, group), "all": list(sizes)}
-    return {
-        name: [_together([one for one in differences if one.name in {*names}]) for differences in series.values()]
-        for name, names in members.items()
-    }
-
-
-def _together(differences: list[ArrayDifference]) -> float:
-    """The relative error of several Parameters as of one."""
-    error = math.hypot(*(one.error for one in differences))
-    norm = math.hypot(*(one.reference_norm for one in differences))
-    return _relative(error, norm) if math.isfinite(error + norm) else math.nan
-
-
-def parting(series: Series) -> str:
-    """Say at which step two series begin to part, and where."""
-    apart = [step for step, differences in series.items() if differences[0].relative_error != 0]
-    if not apart:
-        return f"All Parameters are equal in {len(series)} step(s), {min(series)} to {max(series)}."
-    first, last = apart[0], max(series)
-    errors = dict(zip(series, by_group(series)["all"], strict=True))
-    different = [one for one in series[first] if one.relative_error != 0]
-    equal = [step for step in series if step < first]
-    since = f"equal up to step {equal[-1]}, apart from step {first} on" if equal else f"apart from step {first} on"
-    return (
-        f"They are {since}, in {len(different)} of {len(series[first])} Parameters, the most in {different[0].name}. "
-        f"Relative error of all: {errors[first]:.2e} at step {first}, {errors[last]:.2e} at step {last}."
-    )
-
-
-def series_table(series: Series, group: Callable[[str], str | None] = parameter_group) -> str:
-    """Return a table to print, a row for each step: the relative error of each group, and the worst Parameter."""
-    errors = by_group(series, group)
-    lines = [["step", *errors, "worst", "its error"]]
-    for place, (step, differences) in enumerate(series.items()):
-        worst = differences[0]
-        cells = [f"{error[place]:.2e}" for error in errors.values()]
-        lines.append([str(step), *cells, worst.name, f"{worst.relative_error:.2e}"])
-    return align(lines, to_the_left=[len(errors) + 1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -68,11 +67,9 @@ class Analysis:
 
         Returns:
             dict with ``log`` (files, format, lines, notes and problems), ``steps``, ``skipped``, ``dropped_by_norm``,
-            ``start_up``, ``loss_scale`` (with ``phases``), ``shown_by_gradients``, ``overflowed_parameters``,
-            ``outcomes``, ``advice``, ``scale_sense`` (the YAML section as text) and ``certainty``, see
-            :meth:`~mindformers_adaptive.lab.tuning.Tuning.certainty`. ``overflowed_parameters`` has
-            ``known_steps``, of how many skipped steps they are known, ``steps_without``, in how many of those no
-            gradient of a Parameter overflowed, and ``counts``, in how many each did, by name, the most frequent first.
+            ``start_up``, ``loss_scale`` (with ``phases``), ``shown_by_gradients``, ``outcomes``,
+            ``advice``, ``scale_sense`` (the YAML section as text) and ``certainty``, see
+            :meth:`~mindformers_adaptive.lab.tuning.Tuning.certainty`.
         """
         run, tuning = self.run, self.tuning
         return {
@@ -94,7 +91,6 @@ class Analysis:
             },
             "loss_scale": {**_scales(run), "phases": [phase._asdict() for phase in self.phases]},
             "shown_by_gradients": shown_by_gradients(run),
-            "overflowed_parameters": _overflowed_parameters(run),
             "outcomes": list(self.outcomes),
             "advice": [dataclasses.asdict(advice) for advice in self.advice],
             "scale_sense": None if tuning is None else tuning.recommended.scale_sense(),
@@ -238,16 +234,6 @@ def _skipped(run: RecordedRun) -> dict[str, Any]:
         "longest_run_steps": None if longest is None else tuple(run.step[longest].tolist()),
         "seconds_lost": float(stated.sum()) if len(stated) else None,
         "steps_with_seconds": len(stated),
-    }
-
-
-def _overflowed_parameters(run: RecordedRun) -> dict[str, Any]:
-    """Of how many skipped steps the Parameters are known whose gradients overflowed, and how often each did."""
-    counts = Counter(name for names in run.overflowed_parameters for name in dict.fromkeys(names))
-    return {
-        "known_steps": len(run.overflowed_parameters),
-        "steps_without": sum(not names for names in run.overflowed_parameters),
-        "counts": dict(sorted(counts.items(), key=lambda item: -item[1])),
     }
 
 

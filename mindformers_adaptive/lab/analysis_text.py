@@ -13,7 +13,7 @@ from mindformers_adaptive.text.table import as_power_of_two, counted, text_table
 __all__ = ["analysis_text"]
 
 # What fits on a screen.
-_RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN, _PARAMETERS_SHOWN = 20, 30, 10, 10
+_RANGES_SHOWN, _PHASES_SHOWN, _PROBLEMS_SHOWN = 20, 30, 10
 _WIDTH = 110
 _INDENTED: dict[str, Any] = {"initial_indent": " " * 10, "subsequent_indent": " " * 10}
 
@@ -26,7 +26,7 @@ _JUMP = (
 
 def analysis_text(analysis: Mapping[str, Any]) -> str:
     """Return what :meth:`~mindformers_adaptive.lab.analysis.Analysis.to_dict` returned as text."""
-    parts = [_log(analysis["log"]), [*_steps(analysis), *_overflowed(**analysis["overflowed_parameters"])]]
+    parts = [_log(analysis["log"]), _steps(analysis)]
     parts += [_path(analysis["loss_scale"]["phases"]), _outcomes(analysis["outcomes"]), _advice(analysis)]
     return "\n\n".join("\n".join(part) for part in parts)
 
@@ -78,21 +78,6 @@ def _steps(analysis: Mapping[str, Any]) -> list[str]:
         shown and textwrap.fill(f"Gradients {shown_in_words(shown)}", _WIDTH, subsequent_indent=" " * 10),
     ]
     return list(filter(None, lines))
-
-
-def _overflowed(known_steps: int, steps_without: int, counts: Mapping[str, int]) -> list[str]:
-    """Whose gradients overflowed, the most frequent first."""
-    if not known_steps:
-        return []
-    named = [f"{name} ({count})" for name, count in counts.items()]
-    listed = ", ".join(_cut(named, _PARAMETERS_SHOWN, "and {} more Parameter(s)"))
-    lines = [
-        f"Overflow  known for {known_steps} skipped step(s); in how many of them each Parameter's gradient overflowed:",
-        textwrap.fill(listed, _WIDTH, **_INDENTED),
-    ]
-    if steps_without:
-        lines.append(f"          in {steps_without} of them none did: something else overflowed")
-    return lines
 
 
 def _between(numbers: Mapping[str, Any], name: str = "") -> str:

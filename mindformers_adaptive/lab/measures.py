@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from mindformers_adaptive.lab.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32, SMALLEST_FLOAT32
 
-__all__ = ["DEFAULT_EXCHANGE_RATE", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "Measures", "Tally"]
+__all__ = ["DEFAULT_EXCHANGE_RATE", "LARGEST_LOSS_SCALE", "SMALLEST_LOSS_SCALE", "MeasureAccumulator", "Measures"]
 __all__ += ["cost", "entry_skips", "measure", "overflow_flags", "overflows", "recovery_steps", "require_steps"]
 __all__ += ["rows_of"]
 
@@ -131,14 +131,14 @@ def measure(trace: Trace, loss_scale: ArrayLike, scale_window: ArrayLike | None 
     """
     scales = _one_more_than_steps("loss_scale", loss_scale, trace)
     windows = None if scale_window is None else _one_more_than_steps("scale_window", scale_window, trace)
-    tally = Tally([trace], 1)
+    accumulator = MeasureAccumulator([trace], 1)
     for start in range(0, len(trace), _STEPS_AT_ONCE):
         rows = slice(start, min(start + _STEPS_AT_ONCE, len(trace)) + 1)
-        tally.add(start, scales[rows, np.newaxis], None if windows is None else windows[rows, np.newaxis])
-    return tally.measures()[0]
+        accumulator.add(start, scales[rows, np.newaxis], None if windows is None else windows[rows, np.newaxis])
+    return accumulator.measures()[0]
 
 
-class Tally:
+class MeasureAccumulator:
     """The measures of several policies side by side, gathered over one stretch of their traces after the other.
 
     Args:

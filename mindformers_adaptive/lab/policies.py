@@ -5,20 +5,20 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from mindformers_adaptive.lab.dynamic_rule import DynamicRule
-from mindformers_adaptive.lab.presets import PRESETS, Preset
+from mindformers_adaptive.lab.presets import PRESETS, REMOVED_PRESETS, Preset
 from mindformers_adaptive.rules import RULES, find_rule, is_rule_name
 from mindformers_adaptive.rules.description import DEFAULT_LOSS_SCALE, all_arguments
 from mindformers_adaptive.rules.rule import Rule
 
-__all__ = ["POLICY_NAMES", "FixedRule", "FixedState", "Policy", "make_policy", "refuse_unknown", "start_rule"]
+__all__ = ["POLICY_NAMES", "Policy", "make_policy", "refuse_unknown", "start_rule"]
 
 POLICY_NAMES = (*RULES, *PRESETS)
 
 # Arguments of a rule's start; what else a preset sets are the rule's own.
-_STARTS = ("loss_scale", "scale_window", "clean_steps", "overflows")
+_STARTS = ("loss_scale", "scale_window", "clean_steps")
 
 
 def make_policy(name: str | type[Rule], **params: Any) -> Policy:
@@ -56,6 +56,10 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
     if isinstance(name, type) or is_rule_name(name):
         own_rule, state = start_rule(name, params)
         return Policy(name if isinstance(name, str) else own_rule.name, own_rule, state)
+    if name in REMOVED_PRESETS:
+        raise ValueError(
+            f"The policy {name!r} is gone since version 2.0.0. The nearest one that is left is {REMOVED_PRESETS[name]}."
+        )
     if name not in POLICY_NAMES:
         raise ValueError(
             f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}.{_did_you_mean(name, POLICY_NAMES)}"
@@ -63,11 +67,9 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
     preset = PRESETS[name]
     values = _values_of(name, preset, params)
     settings = {parameter.sets: values[own] for own, parameter in preset.parameters.items() if parameter.sets}
-    if name == "fixed":
-        return Policy(name, FixedRule(), FixedState(settings["loss_scale"]))
     _check_limits(preset, values)
     start = {key: settings.pop(key) for key in _STARTS if key in settings}
-    rule = DynamicRule(**preset.constants, **{key: value for key, value in settings.items() if value is not None})
+    rule = DynamicRule(**preset.constants, **settings)
     return Policy(name, rule, rule.start(**start))
 
 
@@ -129,12 +131,11 @@ def _check_limits(preset: Preset, values: dict[str, Any]) -> None:
                 f"'{named[upper]}' must be at least '{named['floor']}' ({floor}), but got {values[named[upper]]}. "
                 "Raise the first or lower the second."
             )
-    for counter, limit in (("clean_steps", "scale_window"), ("overflows", "tolerance")):
-        if counter in named and values[named[counter]] >= values[named[limit]]:
-            raise ValueError(
-                f"'{named[counter]}' must be below '{named[limit]}' ({values[named[limit]]}), but got "
-                f"{values[named[counter]]}. A counter that reaches its limit starts again at 0."
-            )
+    if "clean_steps" in named and values[named["clean_steps"]] >= values[named["scale_window"]]:
+        raise ValueError(
+            f"'{named['clean_steps']}' must be below '{named['scale_window']}' ({values[named['scale_window']]}), but "
+            f"got {values[named['clean_steps']]}. A counter that reaches its limit starts again at 0."
+        )
 
 
 class Policy:
@@ -142,7 +143,7 @@ class Policy:
 
     Args:
         name (str): what the policy is called, see :func:`~mindformers_adaptive.lab.policies.make_policy`.
-        rule (Rule, DynamicRule or FixedRule): with ``step()``, what a step does to the state.
+        rule (Rule or DynamicRule): with ``step()``, what a step does to the state.
         state (NamedTuple): the state before the first step.
 
     Attributes:
@@ -183,7 +184,7 @@ class Policy:
     def stopped(self) -> bool:
         """bool: whether the system itself would have ended the training with an error by now.
 
-        fairseq does so at its smallest scale, and so does DeepSpeed's ``DynamicLossScaler`` with its default
+        DeepSpeed's ``DynamicLossScaler`` does so at its smallest scale, with its default
         ``raise_error_at_min_scale``. A replay can go on: the scale then stays where it is until a raise.
         """
         return bool(getattr(self.current, "stopped", False))
@@ -205,18 +206,3 @@ class Policy:
 
     def __repr__(self) -> str:
         return f"<policy {self.name}: {self.current}>"
-
-
-class FixedState(NamedTuple):
-    """The state of a scale that never changes."""
-
-    loss_scale: float
-    scale_window: None = None
-
-
-class FixedRule:
-    """The rule that leaves the scale as it is."""
-
-    def step(self, state: FixedState, overflow: bool, largest_gradient: float | None = None) -> FixedState:
-        """Return ``state``."""
-        return state

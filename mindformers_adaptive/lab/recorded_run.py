@@ -52,8 +52,6 @@ class RecordedRun:
             unscaled, nan where the log does not say; None where it never does.
         gradient_norm (NDArray, optional): float64 of shape (steps,), the norm of all gradients of the step, unscaled,
             nan where the log does not say; None where it never does.
-        overflowed_parameters (tuple[tuple[str, ...], ...]): for each skipped step of which it is known, the Parameters
-            whose gradients overflowed.
         dropped_by_norm (tuple[int, ...]): numbers of the steps that did not overflow and were dropped all the same, for
             the size of their gradients, as far as the log says.
         next_loss_scale (NDArray, optional): float64 of shape (steps,), the scale after the step, nan where the log does
@@ -98,7 +96,6 @@ class RecordedRun:
     factor_bound: float | None = None
     lines_superseded: int = 0
     largest_gradient: Floats | None = None
-    overflowed_parameters: tuple[tuple[str, ...], ...] = ()
     dropped_by_norm: tuple[int, ...] = ()
     next_loss_scale: Floats | None = None
     scale_window: Floats | None = None

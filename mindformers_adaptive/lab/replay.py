@@ -13,9 +13,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration
-from mindformers_adaptive.lab.events import EventPath, clean_steps_counted, follow
-from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, Measures, Tally, measure, overflows, rows_of
-from mindformers_adaptive.lab.overflow_places import Overflows
+from mindformers_adaptive.lab.measures import (
+    LARGEST_LOSS_SCALE,
+    MeasureAccumulator,
+    Measures,
+    measure,
+    overflow_flags,
+    overflows,
+    require_steps,
+    rows_of,
+)
 from mindformers_adaptive.lab.policies import Policy
 from mindformers_adaptive.lab.trace import Trace
 from mindformers_adaptive.rules.lanes import Lanes
@@ -26,9 +33,6 @@ __all__ = ["Comparison", "Replay", "SweepResult", "compare", "pareto_front", "re
 
 # Scales that are kept until they are measured: enough that NumPy works on long arrays, and few enough for a cache.
 _SCALES_AT_ONCE = 2**16
-
-# So many traces are replayed from event to event, one after the other, in less time than step by step all at once.
-_FEW_TRACES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,34 +75,48 @@ def replay(policy: Policy, trace: Trace) -> Replay:
         >>> replay(make_policy("fixed", loss_scale_value=2.0**10), trace).measures.headroom_lost
         3.0
     """
-    rule = getattr(policy, "rule", None)
-    if len(trace) and (path := follow(rule, policy.current, Overflows(trace.ceiling)) if rule else None) is not None:
-        return _replay_of(policy, trace, path)
-    scales, windows, flags = [float(policy.loss_scale)], [policy.scale_window], []
-    gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
-    for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=True):
-        flags.append(overflows(scales[-1], ceiling))
-        scales.append(float(policy.step(flags[-1], None if flags[-1] or math.isnan(gradient) else gradient)))
-        windows.append(policy.scale_window)
-    window = None if windows[0] is None else np.array(windows, np.int64)
+    if isinstance(getattr(policy, "rule", None), Rule):
+        scales, windows = _replay_lane(policy, trace)
+    else:
+        scales, windows = _replay_step_by_step(policy, trace)
     return Replay(
-        np.array(scales[:-1]),
-        np.array(flags),
-        None if window is None else window[:-1],
-        measure(trace, scales, window),
-        {"loss_scale": scales[-1], "scale_window": windows[-1], **policy.state()},
+        scales[:-1],
+        overflow_flags(scales[:-1], trace.ceiling),
+        None if windows is None else windows[:-1],
+        measure(trace, scales, windows),
+        {"loss_scale": policy.loss_scale, "scale_window": policy.scale_window, **policy.state()},
     )
 
 
-def _replay_of(policy: Policy, trace: Trace, path: EventPath) -> Replay:
-    scale = path.each_step(path.loss_scale, len(trace))
-    window = None if path.scale_window is None else path.each_step(path.scale_window, len(trace)).astype(np.int64)
-    overflow = np.full(len(trace), False)
-    overflow[path.skipped] = True
-    policy.current = path.final_state
-    last = {"loss_scale": policy.loss_scale, "scale_window": policy.scale_window, **policy.state()}
-    measures = measure(trace, scale, window)
-    return Replay(scale[:-1], overflow, None if window is None else window[:-1], measures, last)
+# The loss scale of each step and after the last one, and the windows of a policy that has any.
+_Path = tuple[NDArray[np.float64], NDArray[np.int64] | None]
+
+
+def _replay_lane(policy: Policy, trace: Trace) -> _Path:
+    require_steps(trace)
+    lanes = Lanes([policy.rule], [policy.current])
+    scales, windows = [], []
+    for _, chunk_scales, chunk_windows in _chunks(lanes, 1, [trace]):
+        scales.append(chunk_scales[:, 0])
+        if chunk_windows is not None:
+            windows.append(chunk_windows[:, 0])
+    [policy.current] = lanes.states()
+    return _joined(scales), _joined(windows) if windows else None
+
+
+def _joined(chunks: list[NDArray[Any]]) -> NDArray[Any]:
+    """Join chunks, each of which ends with the value that the next one begins with."""
+    return np.concatenate([*(chunk[:-1] for chunk in chunks), chunks[-1][-1:]])
+
+
+def _replay_step_by_step(policy: Policy, trace: Trace) -> _Path:
+    scales, windows = [float(policy.loss_scale)], [policy.scale_window]
+    gradients = [math.nan] * len(trace) if trace.largest_gradient is None else trace.largest_gradient.tolist()
+    for ceiling, gradient in zip(trace.ceiling.tolist(), gradients, strict=True):
+        overflow = overflows(scales[-1], ceiling)
+        scales.append(float(policy.step(overflow, None if overflow or math.isnan(gradient) else gradient)))
+        windows.append(policy.scale_window)
+    return np.array(scales), None if windows[0] is None else np.array(windows, np.int64)
 
 
 @dataclass(frozen=True)
@@ -170,8 +188,17 @@ def replay_side_by_side(
     Raises:
         ValueError: if the traces have no steps.
     """
-    lanes, count = Lanes(rules, states), len(rules)
-    tally, steps = Tally(traces, count), max(_SCALES_AT_ONCE // count, 1)
+    lanes, accumulator = Lanes(rules, states), MeasureAccumulator(traces, len(rules))
+    for start, scales, windows in _chunks(lanes, len(rules), traces):
+        accumulator.add(start, scales, windows)
+    return list(zip(accumulator.measures(), lanes.states(), strict=True))
+
+
+def _chunks(
+    lanes: Lanes, count: int, traces: Sequence[Trace]
+) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.int64] | None]]:
+    """Take lanes through traces; yield chunks of steps, with the scales and windows of each and after its last step."""
+    steps = max(_SCALES_AT_ONCE // count, 1)
     for start in range(0, len(traces[0]), steps):
         stop = min(start + steps, len(traces[0]))
         limits = np.minimum(rows_of(traces, "ceiling", start, stop), LARGEST_LOSS_SCALE)
@@ -179,15 +206,14 @@ def replay_side_by_side(
         scales = np.empty((stop - start + 1, count))
         windows = None if lanes.scale_window is None else np.empty(scales.shape, np.int64)
         with lanes.watching():
-            for place in range(stop - start + 1):
-                if place:
+            for position in range(stop - start + 1):
+                if position:
                     # As overflow_flags(): a rule keeps its scale above 0.
-                    lanes.advance(~(scales[place - 1] <= limits[place - 1]), gradients[place - 1])
-                scales[place] = lanes.loss_scale
+                    lanes.advance(~(scales[position - 1] <= limits[position - 1]), gradients[position - 1])
+                scales[position] = lanes.loss_scale
                 if windows is not None:
-                    windows[place] = lanes.scale_window
-        tally.add(start, scales, windows)
-    return list(zip(tally.measures(), lanes.states(), strict=True))
+                    windows[position] = lanes.scale_window
+        yield start, scales, windows
 
 
 @dataclass(frozen=True)
@@ -299,16 +325,15 @@ def compare(
     numbers = itertools.count(1)
 
     def measured(make: Callable[[], Policy]) -> Iterator[Measures]:
-        made = [make() for _ in traces]
-        rules: list[Any] = [policy.rule for policy in made]
-        states = [policy.current for policy in made]
-        # A step of many runs takes about as long as of one, and that of a few longer than from event to event.
-        by_events = len(traces) <= _FEW_TRACES and clean_steps_counted(rules[0], states[0]) is not None
-        if isinstance(rules[0], Rule) and len({len(trace) for trace in traces}) == 1 and not by_events:
-            found = (measures for measures, _ in replay_side_by_side(rules, states, traces))
+        policies_of_traces = [make() for _ in traces]
+        rules: list[Any] = [policy.rule for policy in policies_of_traces]
+        if isinstance(rules[0], Rule) and len({len(trace) for trace in traces}) == 1:
+            states = [policy.current for policy in policies_of_traces]
+            replayed = (measures for measures, _ in replay_side_by_side(rules, states, traces))
         else:
-            found = (replay(policy, trace).measures for policy, trace in zip(made, traces, strict=True))
-        for measures in found:
+            pairs = zip(policies_of_traces, traces, strict=True)
+            replayed = (replay(policy, trace).measures for policy, trace in pairs)
+        for measures in replayed:
             yield measures
             if progress is not None:
                 progress(next(numbers))

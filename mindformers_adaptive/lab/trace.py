@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,12 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.ceiling)
+
+    def last(self, steps: int) -> Trace:
+        """Return the last steps of the trace, or all of a shorter one."""
+        names = ("ceiling", "lower_bound", "upper_bound", "seconds", "largest_gradient")
+        columns = {name: column[-steps:] for name in names if (column := getattr(self, name)) is not None}
+        return replace(self, **columns)
 
     def known(self, loss_scale: ArrayLike) -> NDArray[np.bool_]:
         """Return for each step whether it is known, and not assumed, what happens at a loss scale.

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindformers_adaptive.lab.configuration import Configuration, default_grid, grid
-from mindformers_adaptive.lab.event_measures import pays_for, replay_by_events
 from mindformers_adaptive.lab.measures import DEFAULT_EXCHANGE_RATE, cost
 from mindformers_adaptive.lab.replay import SweepResult, pareto_front, sweep
 from mindformers_adaptive.lab.trace import Trace, just_below
@@ -19,13 +18,17 @@ from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.checks import require_number
 from mindformers_adaptive.text.table import text_table
 
-__all__ = ["Tuning", "tune"]
+__all__ = ["MOST_STEPS_SWEPT", "Tuning", "tune"]
 
 # Shares of outcomes that are known, from which on a recommendation is called likely and known. They are a judgement:
 # below the first, most of what was counted was assumed.
 _LIKELY_FROM = 0.5
 _KNOWN_FROM = 0.9
 _FOLLOWING = " or ".join(rule.title for rule in RULES.values() if rule.signals)
+
+# A sweep of 900 settings over more steps takes minutes. Settings are for the run that goes on, so the last steps count.
+MOST_STEPS_SWEPT = 200_000
+
 _NO_SETTINGS = (
     "No settings to paste: what is known of the traces does not carry any. Give more of them, or records with largest "
     f"gradients, as {_FOLLOWING} writes them; 'find' names a start for any training.\n"
@@ -44,6 +47,7 @@ class Tuning:
         costs (NDArray): float64 of shape (configurations, traces), see
             :func:`~mindformers_adaptive.lab.measures.cost`.
         assumed (dict[str, NDArray]): the costs under other assumptions about the ceilings, by the assumption's name.
+        notes (tuple[str, ...]): which traces were swept in part only.
     """
 
     traces: tuple[Trace, ...]
@@ -52,6 +56,7 @@ class Tuning:
     exchange_rate: float
     costs: NDArray[np.float64]
     assumed: dict[str, NDArray[np.float64]]
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> int:
@@ -135,6 +140,7 @@ class Tuning:
         lines = [
             f"{len(self.configurations)} configurations on {len(self.sweeps)} trace(s); cost: skipped steps in 1000, "
             f"and {self.exchange_rate:g} for each bit of headroom lost",
+            *self.notes,
             "",
             text_table(names, marked_rows),
             "",
@@ -183,6 +189,8 @@ def tune(
 ) -> Tuning:
     """Try configurations on traces and recommend the one of the smallest mean cost.
 
+    Of a trace with more than ``MOST_STEPS_SWEPT`` steps only the last ones are swept, and the notes say so.
+
     Args:
         traces (Sequence[Trace]): at least one; each counts the same, however long it is.
         configurations (Sequence[Configuration], optional): what to try, of any rules, see
@@ -220,10 +228,16 @@ def tune(
     if len(traces) == 0:
         raise ValueError("'traces' must have at least 1 trace, but got none. There is nothing to tune on.")
     tried = grid("adaptive", **default_grid("adaptive")) if configurations is None else configurations
+    notes = tuple(
+        f"Only the last {MOST_STEPS_SWEPT:,} of the {len(trace):,} steps of {trace.name} were swept."
+        for trace in traces
+        if len(trace) > MOST_STEPS_SWEPT
+    )
+    traces = [trace.last(MOST_STEPS_SWEPT) for trace in traces]
     done, numbers = progress or (lambda _: None), itertools.count(1)
     sweeps = []
     for trace in traces:
-        sweeps.append(_swept(tried, trace))
+        sweeps.append(sweep(tried, trace))
         done(next(numbers))
     if assumptions is None:
         assumptions = {
@@ -232,23 +246,16 @@ def tune(
         }
 
     def swept(others: Sequence[Trace]) -> Iterator[SweepResult]:
-        for trace, found, other in zip(traces, sweeps, others, strict=True):
-            # What is known is not swept twice.
-            yield found if np.array_equal(trace.ceiling, other.ceiling) else _swept(tried, other)
+        for trace, found, assumed_trace in zip(traces, sweeps, others, strict=True):
+            other = assumed_trace.last(MOST_STEPS_SWEPT)
+            # Reuse the sweep if both assumptions give the same ceilings.
+            yield found if np.array_equal(trace.ceiling, other.ceiling) else sweep(tried, other)
             done(next(numbers))
 
     assumed = {name: _costs(swept(others), rate) for name, others in assumptions.items()}
-    return Tuning(tuple(traces), tuple(tried), tuple(sweeps), rate, _costs(sweeps, rate), assumed)
+    return Tuning(tuple(traces), tuple(tried), tuple(sweeps), rate, _costs(sweeps, rate), assumed, notes)
 
 
 def _costs(sweeps: Iterable[SweepResult], exchange_rate: float) -> NDArray[np.float64]:
     """The costs of configurations, float64 of shape (configurations, traces)."""
     return np.array([[cost(one, exchange_rate) for one in result.measures] for result in sweeps]).T
-
-
-def _swept(configurations: Sequence[Configuration], trace: Trace) -> SweepResult:
-    """What configurations do on a trace, in the quicker of two ways."""
-    if not pays_for(configurations, trace):
-        return sweep(configurations, trace)
-    measures, final_states = zip(*replay_by_events(configurations, trace), strict=True)
-    return SweepResult(measures, final_states)

@@ -9,7 +9,7 @@ from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
 from mindformers_adaptive.text.files import atomic_write
 from mindformers_adaptive.text.install_hint import install_hint
 
-__all__ = ["by_step", "load_newest", "read_arrays", "save_arrays"]
+__all__ = ["load_newest", "read_arrays", "save_arrays"]
 
 
 def read_arrays(path):
@@ -67,30 +67,6 @@ def load_newest(path):
     for file in files:
         loaded |= _load(file)
     return newest, loaded
-
-
-def by_step(folder):
-    """Return the checkpoints of a folder by step, in increasing order; of several ranks that of the first.
-
-    Args:
-        folder (str): as in :func:`load_newest`.
-
-    Returns:
-        dict[int, Path].
-
-    Raises:
-        FileNotFoundError: if there is no such folder.
-        ValueError: if none of its checkpoints has a step that is known.
-    """
-    checkpoints = [one for one in read_checkpoints(folder) if one.step is not None]
-    if not checkpoints:
-        raise ValueError(
-            f"The folder {str(folder)!r} must hold checkpoints whose steps are known, by their content or their names, "
-            "but holds none."
-        )
-    # A later one of the same step, of a higher rank, does not replace the first.
-    first = {one.step: one.path for one in reversed(checkpoints)}
-    return {step: first[step] for step in sorted(first)}
 
 
 def _load(file):

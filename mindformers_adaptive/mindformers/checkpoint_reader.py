@@ -20,7 +20,7 @@ from mindformers_adaptive.rules.saved_state import all_fields
 from mindformers_adaptive.text.files import NOT_FINITE, write_json
 from mindformers_adaptive.text.install_hint import install_hint
 
-__all__ = ["FILE_NAME", "Checkpoint", "one_line", "read_checkpoints", "read_sidecar", "write_sidecar"]
+__all__ = ["FILE_NAME", "Checkpoint", "newest_state", "read_checkpoints", "read_sidecar", "write_sidecar"]
 
 # Beside common.json, what MindFormers' `checkpoint:` format leaves out where it saves no optimizer: the state of loss
 # scaling.
@@ -135,6 +135,42 @@ def read_checkpoints(path: str | Path, rules: Sequence[type[Rule]] = ()) -> list
     return sorted(checkpoints, key=_age)
 
 
+def newest_state(path: str | Path, rules: Sequence[type[Rule]] = ()) -> dict[str, Any]:
+    """Return the loss-scale state of the newest checkpoint that has one.
+
+    Args:
+        path (str): as in :func:`read_checkpoints`.
+        rules (Sequence[type]): classes of rules of your own, whose states may be there. Default: none.
+
+    Returns:
+        dict with ``file`` (relative to ``path``), ``rank``, ``kind``, the steps and the state by name, None for each
+        value that the checkpoint does not have, and ``notes``, a list of str: values that contradict each other, and
+        newer checkpoints that cannot be read. Of several ranks the first one is taken.
+
+    Raises:
+        OSError: if there is no such path, or the folder cannot be read.
+        ValueError: if no checkpoint there has a state.
+    """
+    checkpoints = read_checkpoints(path, rules)
+    torn = [checkpoint for checkpoint in checkpoints if checkpoint.unreadable]
+    with_state = [checkpoint for checkpoint in checkpoints if checkpoint.holds_state]
+    notes = [f"{_name_below(path, checkpoint)}: {'; '.join(checkpoint.problems)}" for checkpoint in torn]
+    if not with_state:
+        reason = "; ".join(notes) or f"{len(checkpoints)} checkpoints were read, and have none"
+        raise ValueError(f"There is no state of loss scaling in {str(path)!r}: {reason}.")
+    steps = [checkpoint.step for checkpoint in with_state]
+    newest = with_state[-1] if steps[-1] is None else with_state[steps.index(steps[-1])]
+    newer = checkpoints[checkpoints.index(newest) :]
+    notes = [note for checkpoint, note in zip(torn, notes, strict=True) if checkpoint in newer]
+    about = {"file": _name_below(path, newest), "rank": newest.rank, "kind": newest.kind}
+    return {**about, **newest.values, "notes": [*newest.problems, *notes]}
+
+
+def _name_below(path: str | Path, checkpoint: Checkpoint) -> str:
+    root = Path(path).resolve()
+    return checkpoint.path.name if root == checkpoint.path else str(checkpoint.path.relative_to(root))
+
+
 def _is_iteration(folder: Path) -> bool:
     return bool(re.fullmatch(r"iteration_\d+", folder.name)) or any((folder / name).is_file() for name in _SMALL_FILES)
 
@@ -163,7 +199,7 @@ def _read(path: Path, files: Sequence[Path], rules: tuple[type[Rule], ...]) -> C
             values = _by_name(content, fields, checkpoint.problems)
         except Exception as error:  # for a torn file every library has errors of its own
             name = "" if file == path else f"{file.name} "
-            checkpoint.problems.append(f"{name}cannot be read: {one_line(error)}")
+            checkpoint.problems.append(f"{name}cannot be read: {_one_line(error)}")
             any_is_torn = True
             continue
         checkpoint.parameters |= set(map(_last_part, content))
@@ -265,7 +301,7 @@ def _last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def one_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """Return the message of an error without line breaks, or the name of its class."""
     return " ".join(str(error).split()) or type(error).__name__
 

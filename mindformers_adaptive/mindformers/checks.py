@@ -6,38 +6,19 @@ import difflib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
-from mindformers_adaptive.mindformers.keys import ACCUMULATION, PER_TOKEN, SCALE_SENSE, given_to_train_step, value_at
+from mindformers_adaptive.mindformers.keys import PER_TOKEN, SCALE_SENSE, value_at
 from mindformers_adaptive.mindformers.scaling_checks import check_scale_sense, warn_of_scaling
 from mindformers_adaptive.rules import find_rule
-from mindformers_adaptive.rules.checks import require_flag, require_integer, require_number, require_positive
+from mindformers_adaptive.rules.checks import require_integer, require_number, require_positive
 from mindformers_adaptive.rules.description import arguments_of
 from mindformers_adaptive.rules.rule import Rule
 
-__all__ = ["OWN_AUTO_REGISTER", "check_config", "check_sections"]
+__all__ = ["OWN_AUTO_REGISTER", "check_config"]
 
-_SKIP = "use_skip_data_by_global_norm"
 _TRAIN_STEP = "runner_wrapper"
-_FLAGS = (
-    "use_parallel",
-    PER_TOKEN,
-    _SKIP,
-    "check_for_nan_in_loss_and_grad",
-    "runner_config.sink_mode",
-    "runner_wrapper.use_clip_grad",
-    "runner_wrapper.local_norm",
-)
-# What MindFormers reads as a section of keys, and as a list of such sections.
-_SECTIONS = (
-    *("context", "eval_dataset", "eval_dataset_task", "lr_schedule", "metric", "model", "moe_config", "monitor_config"),
-    *("optimizer", "parallel", "parallel_config", "processor", "recompute_config", "runner_config", _TRAIN_STEP),
-    *("swap_config", "train_dataset", "train_dataset_task", "trainer", "model.model_config", "model.arch"),
-)
-_LISTS = ("callbacks", "eval_callbacks")
-# Both stop on a norm that is too large, where use_skip_data_by_global_norm goes on.
-_STOP_BY_NORM = ("check_for_global_norm", "health_checkpoint.global_norm_spike_threshold")
 
 # Arguments of MindSpore's own update cells, which do not check them.
 _STOCK_ARGUMENTS: dict[str, Callable[[str, Any], object]] = {
@@ -55,26 +36,12 @@ _OWN_CALLBACKS = ("LossScaleMonitor", "GradientRangeMonitor")
 OWN_AUTO_REGISTER = "adaptive_loss_scaling."
 
 
-def check_sections(config: Mapping[str, Any]) -> None:
-    """Raise TypeError where a configuration, or a YAML file, has something else for a section of MindFormers."""
-    for key in _SECTIONS:
-        if not isinstance(value := value_at(config, key), dict | None):
-            raise TypeError(f"'{key}' must be a section of keys, but got {value!r}. Write its keys below it, indented.")
-    for key in _LISTS:
-        callbacks = config.get(key)
-        if not isinstance(callbacks, list | None) or not all(isinstance(one, dict) for one in callbacks or []):
-            raise TypeError(
-                f"'{key}' must be a list of sections, but got {callbacks!r}. Write '- type: LossScaleMonitor', its "
-                "arguments below that."
-            )
-
-
 def check_config(config: Any) -> None:
-    """Check what a configuration says about the training loop, the train step, loss scaling and its callbacks.
+    """Check what a configuration says about the train step, loss scaling, resuming, formats and callbacks.
 
     Keys are compared with the arguments of the class that ``type`` names. A class that ``auto_register`` is still to
-    load is not checked, and for a user's class with ``**kwargs`` a doubtful key is only warned of. Values are those
-    that the update cells and the callbacks of this package take.
+    load is not checked, and for a user's class with ``**kwargs`` a doubtful key is only warned of. Values
+    are checked by the update cells and callbacks of this package. All else is left to MindFormers.
 
     Args:
         config (MindFormerConfig): a loaded configuration, with this package registered. That of an evaluation or a
@@ -82,9 +49,9 @@ def check_config(config: Any) -> None:
 
     Raises:
         TypeError: if a value has the wrong type, a section has a key that its class does not take, or lacks one.
-        ValueError: if a value is out of range, no class has the name that ``type`` gives, steps are to be dropped
-            by a norm that is not calculated, or that two features react to, or the ``checkpoint:`` section is used in
-            PyNative mode with a MindFormers that needs hyper-parallel for it, which is not installed.
+        ValueError: if a value is out of range, no class has the name that ``type`` gives, or the ``checkpoint:``
+            section is used in PyNative mode with a MindFormers that needs hyper-parallel for it, which is not
+            installed.
 
     Warns:
         UserWarning: if a loss per token starts from a scale that costs a dozen steps more than the usual start, if
@@ -92,10 +59,8 @@ def check_config(config: Any) -> None:
     """
     if config.run_mode in ("eval", "predict"):
         return
-    _check_values(config)
+    _check_resuming(config.resume_training)
     _check_format_of_checkpoints(config)
-    if given_to_train_step(config, _SKIP):
-        _check_dropping(config)
     train_step = config.runner_wrapper
     if isinstance(train_step, dict) and train_step:
         _check_section(train_step, _TRAIN_STEP)
@@ -104,62 +69,20 @@ def check_config(config: Any) -> None:
         if isinstance(train_step.get("scale_sense"), dict):
             _check_section(train_step["scale_sense"], SCALE_SENSE)
     warn_of_scaling(config)
-    for section, kind in (("optimizer", "optimizer"), ("lr_schedule", "lr")):
-        if value_at(config, f"{section}.type") is not None:
-            _find_class(config[section], section, kind)
-    _warn_of_order(config)
-    for place, callback in enumerate(config.callbacks or []):
+    for index, callback in enumerate(config.callbacks or []):
         if isinstance(callback, dict):
-            _find_class(callback, f"callbacks.{place}", "callback")
+            _find_class(callback, f"callbacks.{index}", "callback")
             if callback["type"] in _OWN_CALLBACKS:
-                _check_section(callback, f"callbacks.{place}", "callback")
+                _check_section(callback, f"callbacks.{index}", "callback")
 
 
-def _warn_of_order(config: Any) -> None:
-    """Warn where the copies of hot experts would go back into place only after a checkpoint was saved."""
-    named = [callback.get("type") for callback in config.callbacks or [] if isinstance(callback, dict)]
-    if not value_at(config, "moe_config.enable_cold_hot_expert") or "CheckpointMonitor" not in named:
-        return
-    # MindFormers sorts its own callbacks, and then puts ColdHotExpertMonitor into the second place.
-    before = [name for name in ("MFLossMonitor", "TrainingStateMonitor") if name in named]
-    if not before:
-        warnings.warn(
-            "'moe_config.enable_cold_hot_expert' must come with another callback before CheckpointMonitor, because "
-            "MindFormers puts ColdHotExpertMonitor into the second place, but CheckpointMonitor is the first: "
-            "checkpoints are saved before the experts are back in place. Add MFLossMonitor to 'callbacks'.",
-            stacklevel=3,
-        )
-
-
-def _check_values(config: Any) -> None:
-    for key in _FLAGS:
-        if (value := value_at(config, key)) is not None:
-            require_flag(key, value)
-    resume = config.resume_training
+def _check_resuming(resume: Any) -> None:
+    # MindFormers would look for a checkpoint file called 'true'.
     if not isinstance(resume, bool | str | None) or repr(resume).lower() in ("'true'", "'false'"):
         kind = "the text " if isinstance(resume, str) else ""
         raise TypeError(
             f"'resume_training' must be True, False or the name of a checkpoint file, but got {kind}{resume!r}. Write "
             "it without quotation marks."
-        )
-    if (epochs := value_at(config, "runner_config.epochs")) is not None:
-        # The default of TrainingArguments is 3.0.
-        epochs = int(epochs) if isinstance(epochs, float) and epochs.is_integer() else epochs
-        require_integer("runner_config.epochs", epochs, 1, "Give the number of passes over the data.")
-    if (size := value_at(config, "runner_config.batch_size")) is not None:
-        require_integer("runner_config.batch_size", size, 1, "Give the samples of a step.")
-    if (seed := config.seed) is not None:
-        require_integer("seed", seed, 0, "The usual value is 0.", most=2**32 - 1)
-    if (steps := value_at(config, ACCUMULATION)) is not None:
-        require_integer(ACCUMULATION, steps, 1, "Give 1 for no accumulation.", unit="number of batches")
-    if (norm := value_at(config, "runner_wrapper.max_grad_norm")) is not None:
-        remedy = "YAML reads '1.0' in quotation marks and 1e-3 as text, and 1.0 and 1.0e-3 as numbers."
-        require_number("runner_wrapper.max_grad_norm", norm, "a finite number above 0", lambda value: value > 0, remedy)
-    threshold = value_at(config, "monitor_config.global_norm_spike_threshold")
-    if not isinstance(threshold, float | None):
-        raise TypeError(
-            f"'monitor_config.global_norm_spike_threshold' must be a float, but got {threshold!r}. Write it with a "
-            "decimal point, as in 3.0."
         )
 
 
@@ -175,20 +98,6 @@ def _check_format_of_checkpoints(config: Any) -> None:
             "MindFormers needs hyper-parallel, which is not installed. Set it to 0, or take out the section: "
             "CheckpointMonitor saves without it."
         )
-
-
-def _check_dropping(config: Any) -> None:
-    if not value_at(config, "runner_wrapper.use_clip_grad"):
-        raise ValueError(
-            f"'{_SKIP}' must come with 'runner_wrapper.use_clip_grad: True', because only clipping calculates the norm "
-            "of the gradients, but got use_clip_grad=False. Set it to True; a large 'max_grad_norm' clips nothing."
-        )
-    for other in _STOP_BY_NORM:
-        if value_at(config, "monitor_config.monitor_on") and value_at(config, f"monitor_config.{other}"):
-            raise ValueError(
-                f"'{_SKIP}' must not be True beside 'monitor_config.{other}': one drops a step with a large norm, the "
-                "other ends the training there. Set one of them to False."
-            )
 
 
 def _check_arguments(cls: Callable[..., Any], section: dict[str, Any], path: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.mindformers.checks import check_config, check_sections
+from mindformers_adaptive.mindformers.checks import check_config
 from mindformers_adaptive.mindformers.cpu_checks import check_cpu
 from mindformers_adaptive.mindformers.keys import value_at
 from mindformers_adaptive.mindformers.pynative_section import is_for_pynative_trainer
@@ -82,7 +82,6 @@ def load_config(
             continue
         if not set_key(config, key, value) and key not in (*may_add, EVAL_NUM_SAMPLES):
             warnings.warn(f"'{key}' was not in {path}; it is added, as {value!r}.", stacklevel=2)
-    check_sections(config)
     if config.run_mode not in _RUN_MODES:
         raise ValueError(
             f"'run_mode' must be one of {', '.join(_RUN_MODES)}, but got {config.run_mode!r}. Set it in the YAML file "
@@ -126,10 +125,6 @@ def _check_files(path: str) -> None:
                 f"{file} must be for MindFormers' graph-mode trainer here, but has 'training' of its PyNative trainer. "
                 "Of this project's commands only 'adaptive-loss-scale train' takes it."
             )
-        try:
-            check_sections(content)
-        except TypeError as error:
-            raise TypeError(f"{file}: {error}") from error
         bases = content.get("base_config", [])
         for base in bases if isinstance(bases, list) else [bases]:
             if not isinstance(base, str):

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from mindspore.train import ModelCheckpoint, RunContext
+from mindspore.train import RunContext
 from mindspore.train.callback import _InternalCallbackParam
 
 from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
@@ -24,7 +24,7 @@ def connect(callbacks, train_step):
     """
     savers = [callback for callback in callbacks if hasattr(callback, "save_path")]
     monitors = [callback for callback in callbacks if isinstance(callback, LossScaleMonitor)]
-    connected = [ConnectedMonitor(one, train_step, monitors, savers) for one in (*monitors, CollapseWatch())]
+    connected = [ConnectedMonitor(monitor, train_step, monitors) for monitor in (*monitors, CollapseWatch())]
     others = [callback for callback in callbacks if callback not in monitors]
     first_saver = next((place for place, callback in enumerate(others) if callback in savers), len(others))
     return [*others[:first_saver], *connected, *others[first_saver:]]
@@ -37,15 +37,6 @@ def release(callbacks):
             callback.close()
 
 
-class _Saver(ModelCheckpoint):
-    """What a monitor looks up in a callback that saves checkpoints, to say how to resume."""
-
-    use_legacy_format = False
-
-    def __init__(self, directory):
-        self.directory = directory
-
-
 class ConnectedMonitor:
     """A callback of ``mindspore.train.Model`` that sees the steps of MindFormers' PyNative trainer.
 
@@ -53,13 +44,12 @@ class ConnectedMonitor:
         monitor (Callback): the callback.
         train_step (object): as of :func:`connect`.
         monitors (list): all monitors of the training.
-        savers (list): the callbacks that save checkpoints.
 
     Raises:
         ValueError: if the monitor is to explain a collapse, which needs a network of the graph-mode trainer.
     """
 
-    def __init__(self, monitor, train_step, monitors, savers):
+    def __init__(self, monitor, train_step, monitors):
         if getattr(monitor, "_explain", False):
             raise ValueError(
                 "'explain' of LossScaleMonitor must be False with the PyNative trainer, but is True: the passes that "
@@ -67,15 +57,12 @@ class ConnectedMonitor:
             )
         self.monitor = monitor
         params = _InternalCallbackParam()
-        listed = [*monitors, *(_Saver(saver.save_path) for saver in savers)]
-        params.update(train_network=train_step, network=None, list_callback=listed, dataset_sink_mode=False)
+        params.update(train_network=train_step, network=None, list_callback=[*monitors], dataset_sink_mode=False)
         self._params, self._context, self._open = params, RunContext(params), contextlib.ExitStack()
 
     def on_train_begin(self, args, state, **kwargs):
         """Tell the monitor where the training begins."""
         self._params.update(cur_step_num=state.global_step, epoch_num=1, batch_num=state.max_steps)
-        if args.checkpoint.load_path:
-            self.monitor.resumed_from = "checkpoint.load_path", args.checkpoint.load_path
         self._open.enter_context(self.monitor)
         self.monitor.on_train_begin(self._context)
 

@@ -19,7 +19,6 @@ from mindformers_adaptive.mindformers.keys import ACCUMULATION, PER_TOKEN, given
 from mindformers_adaptive.mindformers.registration import register
 from mindformers_adaptive.mindformers.scaling_checks import FIXED_SCALES
 from mindformers_adaptive.mindformers.workarounds import apply_workarounds
-from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.rules import rule_of_cell
 
 __all__ = ["LaunchedTrainer", "MeanOverMicroBatches", "Trainer", "accumulate", "take_accumulation_steps"]
@@ -96,7 +95,6 @@ class Trainer(mindformers.Trainer):
 
     def _check_config_rules(self):
         # Runs when the arguments of train() are known, and before MindFormers looks for a checkpoint.
-        _tell_monitors(self.trainer, self.config)
         apply_workarounds(self.config)
         if self.wrapper is None:
             _keep_fixed_scale(self.trainer, self.config)
@@ -172,24 +170,6 @@ def _keep_fixed_scale(trainer, config):
         return create_model_wrapper(*args, **kwargs)
 
     trainer.create_model_wrapper = create
-
-
-def _tell_monitors(trainer, config):
-    """Tell each monitor which checkpoint the training is resumed from, for the line on a signal."""
-    resumed_from = None
-    if path := value_at(config, "checkpoint.load_path"):
-        resumed_from = "checkpoint.load_path", path
-    elif config.resume_training and config.load_checkpoint:
-        resumed_from = "load_checkpoint", config.load_checkpoint
-    sort_callbacks = trainer.sort_callbacks
-
-    def sort(callbacks):
-        for callback in callbacks:
-            if isinstance(callback, LossScaleMonitor):
-                callback.resumed_from = resumed_from
-        return sort_callbacks(callbacks)
-
-    trainer.sort_callbacks = sort
 
 
 def _fit_window(args, scale_sense):

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from mindformers.core.callback import CheckpointMonitor
 from mindformers.tools.logger import logger
 from mindspore.train import ModelCheckpoint
 
 from mindformers_adaptive.monitor import reports
-from mindformers_adaptive.monitor.page_writer import PageWriter
 from mindformers_adaptive.monitor.record import FIELDS
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback, require_choice
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
 from mindformers_adaptive.rules.checks import require_flag, require_integer
 
 __all__ = ["LossScaleMonitor"]
-
-
-_PAGE = "loss_scale_report.html"
 
 
 class LossScaleMonitor(RecordingCallback):
@@ -46,7 +39,6 @@ class LossScaleMonitor(RecordingCallback):
     ``skipped_steps``                overflowed steps so far
     ``largest_gradient``             largest absolute gradient of the step, unscaled and before clipping
     ``gradient_format``              the format that a rule takes it to be in; only where the rule needs it
-    ``overflowed_parameters``        only if it can be known: the Parameters whose gradients had an inf or a NaN
     ``dropped_by_norm``              whether MindFormers dropped the step for the size of its gradients, with
                                      ``use_skip_data_by_global_norm``; that is no overflow, and the scale stays
     ``gradient_norm``                norm of all gradients, unscaled and before clipping, as MindFormers' train-step
@@ -54,16 +46,14 @@ class LossScaleMonitor(RecordingCallback):
     ================================ ===========================================================================
 
     A value is null where it is unknown: the window of another update cell, the largest gradient where the cell does not
-    track it, or the loss of a step inside a sink. ``overflowed_parameters`` needs a cell with
-    ``track_per_parameter=True``, and that the host reads the device right after the step; the log names them too. The
-    host reads the device every ``every_n_steps`` steps, or once a sink. If ``history_size`` of the update cell is at
-    least as large, the record has every step; otherwise one line counts those that are missing.
+    track it, or the loss of a step inside a sink. The host reads the device every ``every_n_steps`` steps, or once a
+    sink. If ``history_size`` of the update cell is at least as large, the record has every step; otherwise one line
+    counts those that are missing.
 
     A run that is resumed from a checkpoint continues the file, and steps that it takes again replace the old ones. A
     new run keeps an older file under another name; one that starts while another run writes the file takes a file with
     ``_2`` in its name. By the number of the run in the first line each finds its own again. The host reads the device
-    before each checkpoint too, so that none is ahead of the record. When SIGTERM or SIGINT stops the process, a line of
-    the log says at which step, and how to resume.
+    before each checkpoint too, so that none is ahead of the record.
 
     Args:
         record_path (str, optional): the file. Default: None, ``loss_scale_record.jsonl`` in the output folder of
@@ -83,10 +73,6 @@ class LossScaleMonitor(RecordingCallback):
         explain (bool): whether, at the first collapse, the process that writes says which layer overflows, and what of
             what can be changed helps, by passes in PyNative mode on the batch at hand. The log has the text; beside the
             record, ``overflow_explanation.json`` has everything and ``overflow_batch.npz`` the batch. Default: False.
-        report_every_n_steps (int, optional): every how many steps ``loss_scale_report.html``, beside the record, is
-            written anew and whole, and once more at the end, as ``adaptive-loss-scale report`` writes it. A process of
-            its own does it: if it fails, as without matplotlib, a warning says so and training goes on. Default: None,
-            no page.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -125,27 +111,17 @@ class LossScaleMonitor(RecordingCallback):
         on_write_error: str = "warn",
         all_ranks: bool = False,
         explain: bool = False,
-        report_every_n_steps: int | None = None,
     ) -> None:
         super().__init__(record_path, tensorboard_dir, all_ranks, on_write_error)
         self._explain = require_flag("explain", explain)
         self._every_n_steps = require_integer(
             "every_n_steps", every_n_steps, 1, "Give 1 or more; 1 looks at every step.", unit="number of steps"
         )
-        self._report_every = report_every_n_steps
-        if report_every_n_steps is not None:
-            require_integer(
-                "report_every_n_steps", report_every_n_steps, 1, "Leave it out for no page.", unit="number of steps"
-            )
-        self._page: PageWriter | None = None
         self._collapse = reports.CollapseDetector(max_consecutive_overflows)
         self._on_collapse = require_choice("on_collapse", on_collapse, ("warn", "stop", "raise"))
-        self._signals = reports.StopSignals(self._report_signal)
         self._reader: Any = None
         self._train_step: Any = None
         self._savers: list[Any] = []
-        # The key and the folder of the checkpoint that the run was resumed from, where this project's Trainer tells it.
-        self.resumed_from: tuple[str, Any] | None = None
 
     def on_train_begin(self, run_context: Any) -> None:
         """Look up the loss scaling, and the step to go on from.
@@ -163,7 +139,7 @@ class LossScaleMonitor(RecordingCallback):
             )
             return
         self._train_step, self._explained = train_step, False
-        self._overflows, self._bad_loss = reports.OverflowNames(), reports.BadLossDetector()
+        self._bad_loss = reports.BadLossDetector()
         self._open(params, train_step)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
         self._called_at = self._last_step
@@ -176,11 +152,6 @@ class LossScaleMonitor(RecordingCallback):
         window = None if self._reader.measures_gradients else self._reader.window[0]
         if message := reports.too_short_for_window(params, window, self._last_step):
             logger.warning("%s", message)
-        if self._writes:
-            self._signals.install()
-        if self._writes and self._report_every is not None:
-            self._page = PageWriter(self._record.path, self._record.path.with_name(_PAGE))
-            self._page_failed = False
 
     def on_train_step_end(self, run_context: Any) -> None:
         """Record the steps since the last look, if it is the turn of this step.
@@ -195,9 +166,6 @@ class LossScaleMonitor(RecordingCallback):
         # A sink may step over a multiple.
         if self._called_at // self._every_n_steps > called_before // self._every_n_steps:
             self._look(run_context)
-        page, every = self._page, self._report_every
-        if page is not None and every and self._called_at // every > called_before // every:
-            self._warn_of_page(page.write())
 
     def on_train_end(self, run_context: Any) -> None:
         """Record the steps since the last look.
@@ -211,22 +179,13 @@ class LossScaleMonitor(RecordingCallback):
 
     def _release(self) -> None:
         super()._release()
-        page, self._page = self._page, None
-        if page is not None:
-            self._warn_of_page(page.finish())
         self._train_step = None
-        self._signals.restore()
         for saver in self._savers:
             saver.looks_before_saving.remove(self._look_now)
             if not saver.looks_before_saving:
                 # From then on the method of its class is called again.
                 del saver._check_save_ckpt
         self._savers = []
-
-    def _warn_of_page(self, problem: str) -> None:
-        if problem and not self._page_failed:
-            logger.warning("%s could not be written; training goes on: %s", _PAGE, problem)
-        self._page_failed = self._page_failed or bool(problem)
 
     def _note_call(self, run_context: Any) -> None:
         params = run_context.original_args()
@@ -243,34 +202,10 @@ class LossScaleMonitor(RecordingCallback):
             if not looks:
                 saver._check_save_ckpt = functools.partial(_look_if_due, saver._check_save_ckpt, looks)
             looks.append(self._look_now)
-        self._saved_before = [_notes_of(saver) for saver in self._savers]
 
     def _note_and_look(self, run_context: Any) -> None:
         self._note_call(run_context)
         self._look(run_context)
-
-    def _report_signal(self, name: str) -> None:
-        logger.warning("Training was stopped by %s after step %s. %s", name, self._called_at, self._how_to_resume())
-
-    def _how_to_resume(self) -> str:
-        if not self._savers:
-            return "It cannot be resumed, because it saves no checkpoint: add a CheckpointMonitor to the callbacks."
-        for saver, before in zip(self._savers, self._saved_before, strict=True):
-            if _notes_of(saver) == before:
-                continue
-            if not getattr(saver, "use_legacy_format", True):
-                return f"To resume, start it again with 'checkpoint.load_path' set to {saver.directory}."
-            if isinstance(saver, CheckpointMonitor):
-                folder = Path(saver._directory).parent
-                return f"To resume, start it again with 'resume_training' True and 'load_checkpoint' set to {folder}."
-            return f"To resume, load the newest checkpoint in {saver._directory} before you train again."
-        if self.resumed_from is None:
-            return "No checkpoint has been saved yet: there is none to resume from. Start it again as it was started."
-        key, folder = self.resumed_from
-        return (
-            f"No checkpoint has been saved since it was resumed: start it again as it was started, with {key!r} set to "
-            f"{folder}."
-        )
 
     def _look(self, run_context: Any) -> None:
         window = self._reader.window
@@ -278,7 +213,7 @@ class LossScaleMonitor(RecordingCallback):
         if not entries:
             return
         fields = (*FIELDS, *self._reader.recorded)
-        kept = (*fields, "gradient_format", "overflowed_parameters")
+        kept = (*fields, "gradient_format")
         self._append([{field: entry[field] for field in kept if field in entry} for entry in entries])
         for entry in entries:
             for field in fields[1:]:
@@ -286,21 +221,11 @@ class LossScaleMonitor(RecordingCallback):
             window = self._report_window(window, entry)
         # After the record, which is then complete for whoever looks for the cause.
         for entry in entries:
-            if (line := self._overflows.check(entry)) and self._writes:
-                logger.info("%s", line)
             if (line := self._bad_loss.check(entry)) and self._writes:
                 logger.warning("%s", line)
             if message := self._collapse.check(entry):
-                message += self._name_overflows(entries[-1])
                 self._explain_once(run_context.original_args(), entry)
                 self._react_to_collapse(message, run_context)
-
-    def _name_overflows(self, last_entry: Mapping[str, Any]) -> str:
-        """What a collapse message says of the Parameters; only of the last step is it known which they are."""
-        if self._reader.names_parameters:
-            sentence = reports.overflowed_in(last_entry)
-            return f" {sentence[0].upper()}{sentence[1:]}" if sentence else ""
-        return f" {reports.HOW_TO_NAME}" if self._reader.measures_gradients else ""
 
     def _read_entries(self, outputs: Any) -> list[dict[str, Any]]:
         """Return the steps since the last look, oldest first, with the losses and norms that the host has seen."""
@@ -361,19 +286,3 @@ def _look_if_due(is_due: Callable[..., bool], looks: Iterable[Callable[[], None]
     for look in looks if due else []:
         look()
     return due
-
-
-def _notes_of(saver: Any) -> dict[str, int]:
-    """Return what changes when a saver has completed a checkpoint: files, and when they were written."""
-    if not getattr(saver, "use_legacy_format", True):
-        notes = [Path(saver.directory, "latest_checkpointed_iteration.txt")]
-    elif isinstance(saver, CheckpointMonitor):
-        notes = [Path(saver._directory, "meta.json")]
-    else:
-        # Beside them MindSpore writes the graph, at the start.
-        notes = [*Path(saver._directory).glob("*.ckpt"), *Path(saver._directory).glob("*.safetensors")]
-    found = {}
-    for note in notes:
-        with contextlib.suppress(OSError):
-            found[note.name] = note.stat().st_mtime_ns
-    return found

@@ -1,25 +1,16 @@
-"""What the log says of a run: overflows, a collapsed scale, a window that is too long, a signal that stops it."""
+"""What the log says of a run: overflows, a collapsed scale, and a window that is too long."""
 
 from __future__ import annotations
 
 import math
-import os
-import signal
-import threading
-from collections.abc import Callable, Mapping
-from types import FrameType
+from collections.abc import Mapping
 from typing import Any
 
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["HOW_TO_NAME", "BadLossDetector", "CollapseDetector", "OverflowNames", "StopSignals"]
-__all__ += ["none_applied", "overflowed_in", "too_short_for_window"]
+__all__ = ["BadLossDetector", "CollapseDetector", "none_applied", "too_short_for_window"]
 
 _WHY = "'adaptive-loss-scale why --config FILE'"
-
-HOW_TO_NAME = "To have the Parameters named whose gradients overflow, set track_per_parameter=True in the update cell."
-
-_MOST_NAMES = 3
 
 
 class CollapseDetector:
@@ -122,57 +113,6 @@ def none_applied(steps: int) -> str:
     )
 
 
-class OverflowNames:
-    """Makes one log line per run of consecutive overflows, at the first step whose Parameters are known.
-
-    Examples:
-        >>> step = {"step": 7, "overflow": True, "loss_scale": 1024.0, "consecutive_overflows": 1}
-        >>> names = OverflowNames()
-        >>> names.check(step | {"overflowed_parameters": ["weight", "bias"]})
-        'Loss scaling: at loss scale 1024.0, step 7 had inf or NaN in the gradients of weight, bias.'
-        >>> names.check(step | {"step": 8, "consecutive_overflows": 2, "overflowed_parameters": ["bias"]})
-    """
-
-    def __init__(self) -> None:
-        self._last_clean_step: int | None = None
-
-    def check(self, entry: Mapping[str, Any]) -> str | None:
-        """Return the line for a step, or None.
-
-        Args:
-            entry (Mapping): a step, with ``step``, ``loss_scale``, ``consecutive_overflows`` and, where they are known,
-                ``overflowed_parameters``.
-        """
-        sentence = overflowed_in(entry)
-        last_clean_step = entry["step"] - entry["consecutive_overflows"]
-        if sentence is None or last_clean_step == self._last_clean_step:
-            return None
-        self._last_clean_step = last_clean_step
-        where = "" if entry["loss_scale"] is None else f"at loss scale {entry['loss_scale']}, "
-        return f"Loss scaling: {where}{sentence}"
-
-
-def overflowed_in(entry: Mapping[str, Any]) -> str | None:
-    """Return a sentence that names the Parameters whose gradients overflowed in a step, or None if nothing is known.
-
-    Args:
-        entry (Mapping): a step, with ``step`` and, where they are known, ``overflowed_parameters``.
-
-    Examples:
-        >>> overflowed_in({"step": 7, "overflowed_parameters": ["a", "b", "c", "d"]})
-        'step 7 had inf or NaN in the gradients of a, b, c and 1 more.'
-        >>> overflowed_in({"step": 7, "overflowed_parameters": []})
-        'step 7 overflowed, but had neither inf nor NaN in the gradients of the Parameters.'
-    """
-    names = entry.get("overflowed_parameters")
-    if names is None:
-        return None
-    if not names:
-        return f"step {entry['step']} overflowed, but had neither inf nor NaN in the gradients of the Parameters."
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"step {entry['step']} had inf or NaN in the gradients of {', '.join(names[:_MOST_NAMES])}{more}."
-
-
 def too_short_for_window(params: Mapping[str, Any], scale_window: int | None, steps_before: int) -> str | None:
     """Return a warning for a training that ends before its loss scale can rise, else None.
 
@@ -195,48 +135,3 @@ def too_short_for_window(params: Mapping[str, Any], scale_window: int | None, st
         "steps without an overflow. It trains on from where it starts, and can only fall. Start at the scale that "
         f"'adaptive-loss-scale find' says, or set 'scale_window' and 'min_scale_window' below {steps}."
     )
-
-
-class StopSignals:
-    """Calls a function when SIGTERM or SIGINT arrives, and then the handler that was there before.
-
-    Python runs handlers between two steps of the interpreter: the report, and the end of the process, wait until the
-    call of MindSpore that is under way returns.
-
-    Args:
-        report (Callable): called with the signal's name.
-    """
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-        self._process = 0
-        self._previous: dict[int, Callable[[int, FrameType | None], object] | int] = {}
-
-    def install(self) -> None:
-        """Install the handlers; outside the main thread this does nothing."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._process = os.getpid()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            previous = signal.getsignal(number)
-            # None is a handler that was not set from Python and could not be restored.
-            if previous not in (None, signal.SIG_IGN, self._handle):
-                self._previous[number] = previous
-                signal.signal(number, self._handle)
-
-    def restore(self) -> None:
-        """Restore the previous handlers, unless others have been installed since."""
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, previous)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A process that was forked to load data is not the run.
-        if os.getpid() == self._process:
-            self._report(signal.Signals(number).name)
-        previous = self._previous[number]
-        if callable(previous):
-            previous(number, frame)
-        else:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)

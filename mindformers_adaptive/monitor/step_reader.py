@@ -91,7 +91,6 @@ class StepReader:
         recorded (tuple[str, ...]): what the rule of the update cell records beside what all of them do.
         measures_gradients (bool): whether the update cell is told the largest gradient of each step.
         counts_overflows (bool): whether it counts consecutive overflows, so that the host need not look at each step.
-        names_parameters (bool): whether it keeps that of each Parameter, and so can name those that overflowed.
     """
 
     def __init__(self, train_step: Any) -> None:
@@ -102,7 +101,6 @@ class StepReader:
         self._parameters = {field.name: parameter for field, parameter in self._fields}
         self.measures_gradients = "largest_gradient" in self._parameters
         self.counts_overflows = "consecutive_overflows" in self._state()
-        self.names_parameters = getattr(self._update_cell, "largest_per_parameter", None) is not None
         self.window = tuple(map(self._state().get, _OF_WINDOW))
         self._loss_scale = self._read_loss_scale()
         self._skipped_steps: int | None = 0
@@ -134,15 +132,12 @@ class StepReader:
 
         Returns:
             list[dict], oldest first and without gaps: the last step at least, and all ``count`` if the update cell
-            has a history that is long enough. Unknown values are None. If the last step overflowed and the update cell
-            keeps the largest gradient of each Parameter, it has ``overflowed_parameters`` too, list[str].
+            has a history that is long enough. Unknown values are None.
         """
         last = self.steps_taken() if hasattr(self._update_cell, "recent_steps") else None
         history = [] if last is None else self._update_cell.recent_steps(since=last - count)
         entries = [{**_UNKNOWN, **entry, "step": entry["step"] - last + step} for entry in history]
         entries = entries or [self._read_last(step, count, outputs)]
-        if entries[-1]["overflow"] and self.names_parameters:
-            entries[-1]["overflowed_parameters"] = self._update_cell.overflowed_parameters()
         if self.measures_gradients:
             told = {"gradient_format": self._update_cell.rule.gradient_format.to_config()}
             entries = [entry | told for entry in entries]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["ALARMING", "CONTEXT", "FAINT", "LINE_STYLES", "MAIN", "MUTED", "PURPLE", "SECOND", "WARNING", "Floats"]
-__all__ += ["as_text", "count", "draw_ceiling", "draw_steps", "headline", "legend_above", "legend_below", "listed"]
+__all__ += ["as_text", "count", "draw_ceiling", "draw_steps", "headline", "legend_above", "legend_below"]
 __all__ += ["mark_above", "narrower", "new_figure", "percent", "point_marker", "power_of_two", "require_picture"]
 __all__ += ["save", "say_instead", "style_axes", "use_percent_axis", "use_power_of_two_axis", "use_step_axis"]
 __all__ += ["write_svg"]
@@ -289,16 +289,3 @@ def as_text(name: str) -> str:
         run \\$1
     """
     return printable(name).replace("$", r"\$")
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as a sentence lists them; of more than three, only how many policies they are.
-
-    Examples:
-        >>> listed(["torch"]), listed(["adaptive", "torch"]), listed(list("abcd"))
-        ('torch', 'adaptive and torch', '4 policies')
-    """
-    if len(names) > 3:
-        return f"{len(names)} policies"
-    *others, last = map(as_text, names)
-    return f"{', '.join(others)} and {last}" if others else last

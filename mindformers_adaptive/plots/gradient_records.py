@@ -108,8 +108,7 @@ def draw_gradient_records(
             :func:`~mindformers_adaptive.plots.gradients.draw_sweeps`.
 
     Returns:
-        Figure, at least 1200 pixels wide; the title says what each run loses at worst, and of weights and outputs how
-        the median moved.
+        Figure, at least 1200 pixels wide; each panel says what its group loses in the worst step.
 
     Raises:
         ImportError: if matplotlib is missing.
@@ -121,7 +120,7 @@ def draw_gradient_records(
         >>> at_64 = {"loss_scale": 64.0, "overflowed_batches": 0, "parameters": {"attention.weight": counts}}
         >>> line = {"step": 100, "loss_scale": 64.0, "loss_scales": [at_64]}
         >>> draw_gradient_records({"a.jsonl": [line]}).get_suptitle()
-        'At most 40 % of the gradients underflow and 10 % are subnormal at loss scale $2^{6}$'
+        'Gradients over the steps'
     """
     runs = {name: series_of_gradients(record, group, kind, modules, axis) for name, record in records.items()}
     rows = list(dict.fromkeys(row for run in runs.values() for row in run.groups))
@@ -148,7 +147,7 @@ def draw_gradient_records(
     handles = {handle.get_label(): handle for axes in panels.flat for handle in axes.get_legend_handles_labels()[0]}
     canvas.legend_below(figure, list(handles.values()))
     figure.align_ylabels()
-    canvas.headline(figure, _finding(runs, kind) if kind in SCALED and not is_linear else _drift(runs, kind, axis))
+    canvas.headline(figure, f"{kind.capitalize().replace('_', ' ')} over the steps")
     return figure
 
 
@@ -199,45 +198,6 @@ def _worst(group: GroupSeries) -> list[str]:
     return [
         f"{canvas.percent(float(np.nanmax(share)))} {what}" for what, share in known.items() if np.isfinite(share).any()
     ]
-
-
-def _finding(runs: Mapping[str, GradientSeries], kind: str) -> str:
-    findings = []
-    for name, run in runs.items():
-        worst, applied = _worst(run.overall), run.loss_scale[~run.overflow & np.isfinite(run.loss_scale)]
-        scales = " to ".join(map(canvas.power_of_two, np.unique([applied.min(), applied.max()]))) if worst else ""
-        lost = f"at most {' and '.join(worst)} at loss scale {scales}"
-        finding = lost if worst else f"what {run.gradient_format.title} loses is not known"
-        if run.overflow.any():
-            finding = f"{run.overflow.sum():,} of {canvas.count(len(run.step), 'measured step')} overflowed"
-            finding += f", in the others {lost}" if worst else ""
-        findings.append(f"{canvas.as_text(name)}: {finding}" if len(runs) > 1 else finding[0].upper() + finding[1:])
-    known = [share for run in runs.values() for share in (run.overall.underflowed, run.overall.subnormal)]
-    most = max((float(np.nanmax(share)) for share in known if np.isfinite(share).any()), default=math.nan)
-    calm = most < canvas.ALARMING and not any(run.overflow.any() for run in runs.values())
-    prefix = "Hardly anything is lost: " if calm else ""
-    told = "; ".join(findings).replace(" %", f" % of the {kind.replace('_', ' ')}", 1)
-    return prefix + (told[0].lower() + told[1:] if calm and len(runs) == 1 else told)
-
-
-def _drift(runs: Mapping[str, GradientSeries], kind: str, axis: str) -> str:
-    """Say where the median of weights or outputs went, or between which values gradients lay."""
-    is_linear = axis == "linear"
-    findings = []
-    for name, run in runs.items():
-        step, median = run.step, run.overall.bands[2]
-        known = np.flatnonzero(np.isfinite(median))
-        places = sorted({*known[:1], *known[-1:]})
-        if is_linear and kind == "gradients":
-            values = [f"{low:.2g} to {high:.2g}" for low, high in run.overall.bands[::4, places].T]
-        else:
-            as_text = "{:.4g}".format if is_linear else lambda exponent: canvas.power_of_two(2.0**exponent)
-            values = [as_text(value) for value in median[places].tolist()]
-        ends = [f"{value} at step {step[place]:,.0f}" for value, place in zip(values, places, strict=True)]
-        prefix = f"{canvas.as_text(name)}: " if len(runs) > 1 else ""
-        findings.append(prefix + (", ".join(ends) or "not known"))
-    what = "90 %" if is_linear and kind == "gradients" else "Median" if is_linear else "Median magnitude"
-    return f"{what} of the {kind.replace('_', ' ')}: {'; '.join(findings)}"
 
 
 def series_of_gradients(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -68,7 +68,7 @@ def draw_histograms(
             :func:`mindformers_adaptive.gradients.selection.group_of_modules`. Default: none, the groups.
 
     Returns:
-        Figure, at least 1200 pixels wide; the title gives the shares of underflows and subnormal numbers at each scale.
+        Figure, at least 1200 pixels wide; each panel gives the shares of underflows and subnormal numbers.
 
     Raises:
         ImportError: if matplotlib is missing.
@@ -79,7 +79,7 @@ def draw_histograms(
         >>> counts = {"size": 10, "zeros": 4, "underflowed": 4, "infs_and_nans": 0, "histogram": {"-20": 1, "-3": 5}}
         >>> at_64 = {"loss_scale": 64.0, "overflowed_batches": 0, "parameters": {"attention.weight": counts}}
         >>> draw_histograms({"loss_scales": [at_64], "batches": [{}]}, [64]).get_suptitle()
-        'At loss scale $2^{6}$, 40 % of the gradients underflow and 10 % are subnormal'
+        'Gradients by magnitude'
     """
     return draw_sweeps({"": sweep}, loss_scales, group, kind, modules)
 
@@ -153,7 +153,8 @@ def draw_sweeps(
         axes.set_xlabel(f"{what}, with its sign" if axis == "linear" else magnitude, fontsize=10.5)
     canvas.legend_below(figure, panels[0, 0].get_legend_handles_labels()[0])
     figure.align_ylabels()
-    canvas.headline(figure, _signed_finding(columns, kind) if axis == "linear" else _finding(columns, kind))
+    what = kind.capitalize().replace("_", " ")
+    canvas.headline(figure, f"{what} by {'value' if axis == 'linear' else 'magnitude'}")
     return figure
 
 
@@ -188,27 +189,6 @@ def require_signed(counts: ArrayStatistics) -> SignedHistogram:
     return counts.signed
 
 
-def _signed_finding(columns: Sequence[_Column], kind: str) -> str:
-    findings = []
-    for name, ranges, scale, _ in columns:
-        signed = require_signed(ranges.overall(scale)).divided_by(scale if kind in SCALED else 1.0)
-        low, high = signed.quantiles((0.05, 0.95))
-        at_scale = f" at {canvas.power_of_two(scale)}" if kind in SCALED else ""
-        findings.append(f"{low:.3g} to {high:.3g}{at_scale}{f' ({canvas.as_text(name)})' if name else ''}")
-    return f"90 % of the {kind.replace('_', ' ')} lie from {'; '.join(findings)}"
-
-
-def _finding(columns: Sequence[_Column], kind: str) -> str:
-    findings = []
-    for ranges in dict.fromkeys(id(column.ranges) for column in columns):
-        of_one = [column for column in columns if id(column.ranges) == ranges]
-        [name, sweep, *_] = of_one[0]
-        scales = [column.scale for column in of_one]
-        told = _histogram_finding(sweep, scales, kind) if kind in SCALED else _values_finding(sweep, kind)
-        findings.append(f"{canvas.as_text(name)}: {told[0].lower()}{told[1:]}" if name else told)
-    return "; ".join(findings)
-
-
 def draw_underflow(
     sweep: GradientRanges | Mapping[str, Any], group: Callable[[str], str | None] = parameter_group
 ) -> Figure:
@@ -221,7 +201,7 @@ def draw_underflow(
         group (Callable): likewise.
 
     Returns:
-        Figure; the title gives the share at the lowest and at the highest scale without overflow.
+        Figure of one panel.
 
     Raises:
         ImportError: if matplotlib is missing.
@@ -251,7 +231,7 @@ def draw_underflow(
         shade.update(fill=True, linewidth=0, transform=axes.get_xaxis_transform(), gid="overflow")
         axes.stairs(np.where(overflow, 1.0, np.nan), edges, **shade)
     canvas.legend_above(axes)
-    canvas.headline(figure, _underflow_finding(ranges))
+    canvas.headline(figure, "Gradients that underflow at each loss scale")
     return figure
 
 
@@ -310,39 +290,6 @@ def _draw_histogram(axes: Axes, counts: ArrayStatistics, gradient_format: Format
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     axes.text(0.01, 0.97, text, transform=axes.transAxes, va="top", fontsize=10, color=colour, bbox=box, gid="lost")
     return shares
-
-
-def _histogram_finding(ranges: GradientRanges, scales: Iterable[float], kind: str) -> str:
-    findings = []
-    for scale in scales:
-        counts = ranges.overall(scale)
-        underflow, subnormal, inf_or_nan = _lost(counts, ranges.gradient_format)
-        lost = f"{subnormal} are subnormal"
-        if counts.infs_and_nans:
-            lost = f"{inf_or_nan} are inf or NaN"
-        elif counts.underflowed is not None:
-            lost = f"{underflow} underflow and {lost}"
-        findings.append(f"at {canvas.power_of_two(scale)}, {lost}")
-    first = findings[0].replace("at ", "At loss scale ", 1).replace(" %", f" % of the {kind.replace('_', ' ')}", 1)
-    return "; ".join([first, *findings[1:]])
-
-
-def _values_finding(ranges: GradientRanges, kind: str) -> str:
-    counts, name = ranges.overall(1.0), ranges.gradient_format.title
-    small = f"{_lost(counts, ranges.gradient_format)[1]} of the {kind} are subnormal in {name} or below"
-    return f"{small}; the largest is {counts.largest:.3g}"
-
-
-def _underflow_finding(ranges: GradientRanges) -> str:
-    scales, fits = ranges.loss_scales, ranges.fitting_scales
-    if not fits:
-        return f"Every loss scale from {canvas.power_of_two(scales[0])} to {canvas.power_of_two(scales[-1])} overflows"
-    ends = sorted({fits[0], fits[-1]})
-    known = [
-        f"{_lost(ranges.overall(scale), ranges.gradient_format)[0]} at {canvas.power_of_two(scale)}" for scale in ends
-    ]
-    last = "the highest tried" if fits[-1] == scales[-1] else "the highest that does not overflow"
-    return f"Underflow: {', '.join(known)}, {last}"
 
 
 def _lost(counts: ArrayStatistics, gradient_format: Format) -> list[str]:

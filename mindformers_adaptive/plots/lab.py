@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mindformers_adaptive.lab.gradient_ceilings import implied_ceilings
-from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE, Measures
+from mindformers_adaptive.lab.measures import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from mindformers_adaptive.lab.replay import Comparison, Replay, pareto_front
 from mindformers_adaptive.lab.trace import Trace
 from mindformers_adaptive.plots import canvas
@@ -24,7 +22,6 @@ __all__ = ["draw_comparison", "draw_pareto_front", "draw_replays"]
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
 
 
 # Ceilings whose log2 differ by less, but in a few of the steps, are drawn as one line.
@@ -43,19 +40,18 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
             :func:`mindformers_adaptive.lab.replay.replay` returned on this trace; at least one.
 
     Returns:
-        Figure of two panels over the same steps, 1200 pixels wide; the title says who skipped the fewest steps and who
-        lost the least headroom.
+        Figure of two panels over the same steps, 1200 pixels wide; the lower one counts the skipped steps.
 
     Raises:
         ImportError: if matplotlib is missing.
-        ValueError: if there is no replay, or one is of another number of steps.
+        ValueError: if a replay is of another number of steps.
 
     Examples:
         >>> from mindformers_adaptive.lab.policies import make_policy
         >>> from mindformers_adaptive.lab.replay import replay
         >>> trace = Trace.exact("sudden drop", [8.0, 8.0, 2.0, 2.0])
         >>> draw_replays(trace, {"fixed": replay(make_policy("fixed", loss_scale_value=4.0), trace)}).get_suptitle()
-        'sudden drop: fixed skipped 2 of 4 steps and lost 1.0 bits of headroom'
+        'sudden drop'
     """
     figure = canvas.new_figure(10, 5.2 + 0.32 * len(replays))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4.2, 0.6 + 0.32 * len(replays)])
@@ -77,8 +73,7 @@ def draw_replays(trace: Trace, replays: Mapping[str, Replay]) -> Figure:
     lower.grid(visible=False, axis="y")
     canvas.use_step_axis(lower, 1, len(trace))
     canvas.legend_above(upper)
-    finding = _finding({name: result.measures for name, result in replays.items()})
-    canvas.headline(figure, f"{canvas.as_text(trace.name)}: {finding}")
+    canvas.headline(figure, canvas.as_text(trace.name))
     return figure
 
 
@@ -104,38 +99,13 @@ def _draw_ceiling(axes: Axes, trace: Trace, replays: Mapping[str, Replay]) -> No
         canvas.draw_steps(axes, steps[known], values, opacity=0.1, label="what the gradients show", **style)
 
 
-def _finding(measures: Mapping[str, Measures]) -> str:
-    if len(measures) == 1:
-        [(name, only)] = measures.items()
-        finding = f"{canvas.as_text(name)} skipped {only.skipped:,} of {canvas.count(only.steps, 'step')}"
-        lost = only.headroom_lost
-        return finding if math.isnan(lost) else f"{finding} and lost {lost:.1f} bits of headroom"
-    skipped = {name: one.skipped for name, one in measures.items()}
-    headroom = {name: one.headroom_lost for name, one in measures.items() if not math.isnan(one.headroom_lost)}
-    fewest, best = _smallest(skipped)
-    steps = next(iter(measures.values())).steps
-    finding = f"{best} skipped the fewest steps ({fewest:,.0f} of {steps:,})"
-    if headroom:
-        least, best = _smallest(headroom)
-        finding += f", {best} lost the least headroom ({least:.1f} bits)"
-    return finding
-
-
-def _smallest(values: Mapping[str, float]) -> tuple[float, str]:
-    """Return the smallest value, and the names that have it as a text."""
-    smallest = min(values.values())
-    return smallest, canvas.listed([name for name, value in values.items() if value == smallest])
-
-
 # An outlier with so many times the median of skipped steps needs a logarithmic axis.
 _LOG_SKIPPED_FROM = 50.0
 
-# Where a name may stand, in font points from its point, and on which side of it; the first free place is taken.
-_SIDES = ((1, 1), (1, 0), (1, -1), (0, 1), (0, -1), (-1, 1), (-1, 0), (-1, -1))
-_PLACES = [(distance, *side) for distance in (9, 22, 38, 56, 78, 104) for side in _SIDES]
-_BESIDE = 22
+# Up to this many results each has a colour and its name in the legend; of more, those on the front.
+_NAMED = 12
 
-# Names of one point stand together, on lines of so many letters.
+# The width of a name in the legend, in letters.
 _LETTERS = 34
 
 
@@ -168,7 +138,7 @@ def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Seque
         where (str): the trace or traces, for the title.
 
     Returns:
-        Figure; the title says which policies are on the front, of more than three how many.
+        Figure; the legend names the policies, of more than 12 up to 12 of those on the front.
 
     Raises:
         ImportError: if matplotlib is missing.
@@ -176,7 +146,7 @@ def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Seque
 
     Examples:
         >>> draw_pareto_front([1, 5, 9], [3.0, 1.0, 2.0], ["torch", "adaptive", "fixed"], "drop").get_suptitle()
-        'drop: torch and adaptive are on the Pareto front of skipped steps and headroom lost'
+        'drop: skipped steps and headroom lost'
     """
     x, y = np.asarray(skipped, np.float64), np.asarray(headroom_lost, np.float64)
     measured = np.isfinite(x) & np.isfinite(y)
@@ -193,76 +163,30 @@ def draw_pareto_front(skipped: ArrayLike, headroom_lost: ArrayLike, names: Seque
     if len(x) < len(measured):
         x_label += f"; {canvas.count(len(measured) - len(x), 'result')} without headroom not shown"
     canvas.style_axes(axes, x_label=x_label, y_label="headroom lost, bits in the mean of applied steps")
-    corners = _draw_points(axes, x, y, front)
-    canvas.legend_above(axes)
-    _place_labels(axes, x, y, shown, corners)
-    best = [name for name, on_front in zip(shown, front.tolist(), strict=True) if on_front]
-    subject = canvas.listed(best) if len(best) <= 3 else f"{len(best):,} of {len(front):,} policies"
-    finding = f"{subject} {'is' if len(best) == 1 else 'are'} on the Pareto front of skipped steps and headroom lost"
-    canvas.headline(figure, f"{canvas.as_text(where)}: {finding}")
+    _draw_points(axes, x, y, front, shown)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=10)
+    canvas.headline(figure, f"{canvas.as_text(where)}: skipped steps and headroom lost")
     return figure
 
 
-def _draw_points(axes: Axes, x: Floats, y: Floats, front: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Draw the results and the front; return the corners of its line, x and y."""
-    beaten: dict[str, Any] = {"color": canvas.MUTED, "alpha": 0.55, "markersize": 6, "label": "beaten by another"}
-    axes.plot(x[~front], y[~front], "o", gid="beaten", **beaten)
+def _draw_points(axes: Axes, x: Floats, y: Floats, front: NDArray[np.bool_], names: Sequence[str]) -> None:
+    """Draw the results and the front; results at one point share an entry of the legend."""
     order = np.lexsort((y[front], x[front]))
     corners_x, corners_y = np.repeat(x[front][order], 2)[1:], np.repeat(y[front][order], 2)[:-1]
-    axes.plot(corners_x, corners_y, color=canvas.MAIN, linewidth=1.2, gid="front line")
-    axes.plot(x[front], y[front], "o", color=canvas.MAIN, markersize=8, label="Pareto front", gid="front", zorder=3)
+    axes.plot(corners_x, corners_y, color=canvas.MUTED, linewidth=1.2, label="Pareto front", gid="front line")
+    together: dict[tuple[float, float, bool], list[str]] = {}
+    for point, name in sorted(zip(zip(x.tolist(), y.tolist(), front.tolist(), strict=True), names, strict=True)):
+        together.setdefault(point, []).append(name)
+    named = [point for point in together if len(together) <= _NAMED or point[-1]][:_NAMED]
+    rest = np.array([point[:2] for point in together if point not in named]).reshape(-1, 2).T
+    if rest.size:
+        axes.plot(*rest, "o", color=canvas.MUTED, alpha=0.55, markersize=6, label="not named", gid="not named")
+    for (x_of_point, y_of_point, on_front), (colour, dashes) in zip(named, canvas.LINE_STYLES, strict=False):
+        called = canvas.as_text(textwrap.fill(", ".join(together[x_of_point, y_of_point, on_front]), _LETTERS))
+        style: dict[str, Any] = {"color": colour, "marker": "o" if dashes == "solid" else "D", "linestyle": "none"}
+        style |= {"markersize": 8, "fillstyle": "full" if on_front else "none", "zorder": 3}
+        axes.plot([x_of_point], [y_of_point], label=called, gid="front" if on_front else "beaten", **style)
     if x.max() > _LOG_SKIPPED_FROM * max(float(np.median(x)), 1.0):
         axes.set_xscale("symlog", linthresh=1.0)
     axes.margins(x=0.12, y=0.14)
     axes.xaxis.set_major_formatter(lambda steps, _: f"{steps:,.6g}")
-    return corners_x, corners_y
-
-
-def _place_labels(axes: Axes, x: Floats, y: Floats, names: Sequence[str], corners: tuple[Floats, Floats]) -> None:
-    """Write a name beside each point; it covers no other name, no point and no line as long as there is room.
-
-    Args:
-        axes (Axes): the panel with its points; its limits and scales are final.
-        x, y (NDArray): the points, shape (points,).
-        names (Sequence[str]): a name for each.
-        corners (tuple[NDArray, NDArray]): x and y of a line of horizontal and vertical pieces, to be kept free.
-    """
-    from matplotlib.transforms import Bbox
-
-    drawn: Any = axes.figure.canvas
-    drawn.draw()  # The layout decides where the points are.
-    centres, ends = (axes.transData.transform(np.column_stack(line)) for line in ((x, y), corners))
-    taken = [Bbox([centre, centre]).padded(6) for centre in centres]
-    taken += [Bbox(np.sort(piece, axis=0)).padded(2) for piece in pairwise(ends)]
-    together: dict[tuple[float, float], list[str]] = {}
-    for point, name in zip(zip(x.tolist(), y.tolist(), strict=True), names, strict=True):
-        together.setdefault(point, []).append(name)
-    for point, called in sorted(together.items()):
-        taken.append(_place(axes, point, canvas.as_text(textwrap.fill(", ".join(called), _LETTERS)), taken))
-
-
-def _place(axes: Axes, point: tuple[float, float], text: str, taken: Sequence[Bbox]) -> Bbox:
-    """Write a text where it covers the fewest boxes, and return its own box; all boxes are in pixels."""
-    style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 10, "color": canvas.MUTED}
-    label = axes.annotate(text, point, (0, 0), gid="name", **style)
-    frame = axes.get_window_extent()
-
-    def move(place: tuple[int, int, int]) -> Bbox:
-        distance, x, y = place
-        sides = {"ha": ("center", "left", "right")[x], "va": ("center", "bottom", "top")[y]}
-        label.set(position=(distance * x, 0.8 * distance * y), **sides)
-        return label.get_window_extent()
-
-    def cost(place: tuple[int, int, int]) -> int:
-        box = move(place)
-        inside = frame.contains(*box.min) and frame.contains(*box.max)
-        return box.count_overlaps(taken) + (0 if inside else 1000)
-
-    best = min(_PLACES, key=cost)
-    box = move(best)
-    if best[0] >= _BESIDE:
-        arrow = {"arrowstyle": "-", "color": canvas.MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 5}
-        centre = axes.transData.transform(point)
-        nearest = (np.clip(centre, box.min, box.max) - centre) * 72 / axes.figure.dpi
-        axes.annotate("", point, tuple(nearest), textcoords="offset points", arrowprops=arrow)
-    return box

@@ -44,9 +44,7 @@ class RunTold:
     losses: str
 
 
-def render(
-    runs: Sequence[RunTold], figures: Iterable[str], *, written: str, versions: str, refresh_every: int | None = None
-) -> str:
+def render(runs: Sequence[RunTold], figures: Iterable[str], *, written: str, versions: str) -> str:
     """Return the page.
 
     Args:
@@ -54,16 +52,13 @@ def render(
         figures (Iterable[str]): what :func:`picture` returned.
         written (str): when and by what it was written.
         versions (str): of what.
-        refresh_every (int, optional): in seconds, how often a browser loads the page again. Default: None, never.
 
     Returns:
         str, HTML in which all that was read is text.
     """
     template = Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    refresh = "" if refresh_every is None else f'<meta http-equiv="refresh" content="{refresh_every:d}">'
     return template.substitute(
         title=_escaped(f"Loss scaling of {', '.join(run.name for run in runs)}"),
-        refresh=refresh,
         written=_escaped(written),
         figures="\n".join(figures),
         runs="\n".join(map(_card, runs)),

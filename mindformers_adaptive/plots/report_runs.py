@@ -50,12 +50,7 @@ def record_in(source: str | os.PathLike[str]) -> Path:
     return found[0]
 
 
-def write_report(
-    records: Mapping[str, str | os.PathLike[str]],
-    output: str | os.PathLike[str],
-    versions: str,
-    refresh_every: int | None = None,
-) -> Path:
+def write_report(records: Mapping[str, str | os.PathLike[str]], output: str | os.PathLike[str], versions: str) -> Path:
     """Write the page of some runs, whole or not at all.
 
     Args:
@@ -63,7 +58,6 @@ def write_report(
             beside it are drawn too.
         output (str): the file.
         versions (str): what to say of them.
-        refresh_every (int, optional): as in :func:`mindformers_adaptive.plots.report_page.render`.
 
     Returns:
         Path, the file.
@@ -81,7 +75,7 @@ def write_report(
         figures.append(picture(lambda: draw_gradient_records(gradients), "Gradients by group of Parameters"))
     told = [_told(name, str(records[name]), run) for name, run in runs.items()]
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
-    page = render(told, figures, written=f"Written {now}", versions=versions, refresh_every=refresh_every)
+    page = render(told, figures, written=f"Written {now}", versions=versions)
     target = Path(output)
     make_folder_of(target)
     with atomic_write(target) as file:

@@ -31,7 +31,7 @@ _TAKEN |= {"gradient_known", "max_safe_exponent", "since_event", *SIGNALS, *(fie
 OF_EVERY_RULE = ("start", "step", "fields", "State", "traced", "arguments", "moves_by_bits", "nearest_scale")
 
 # Of cells, managers and scalers, and of a YAML section, beside those of the rule.
-_ARGUMENTS_OF_CELLS = {"loss_scale_value", "init_loss_scale", "scale_value", "history_size", "track_per_parameter"}
+_ARGUMENTS_OF_CELLS = {"loss_scale_value", "init_loss_scale", "scale_value", "history_size"}
 _ARGUMENTS_OF_CELLS |= {"rule", "type"}
 _BASE = "mindformers_adaptive.rules.rule"
 

@@ -53,10 +53,10 @@ class Case:
     needs_process: bool = False
 
 
-STOCK, ADAPTIVE, GUIDED, EACH = "stock", "adaptive", "guided", "guided_each"
+STOCK, ADAPTIVE, GUIDED = "stock", "adaptive", "guided"
 # The ways of scaling, and what a table calls them: MindSpore's dynamic update cell in a train-step cell of MindSpore or
 # MindFormers, and the cells of this package.
-WAYS = {STOCK: "stock", ADAPTIVE: "adaptive", GUIDED: "guided", EACH: "guided, `track_per_parameter`"}
+WAYS = {STOCK: "stock", ADAPTIVE: "adaptive", GUIDED: "guided"}
 
 # What a dry run has to say of operators that are known not to be an Ascend's: part of the error, or the operator that
 # moves to the CPU.
@@ -96,18 +96,17 @@ _QUICK = (
     "step/910A/guided",
     "step/910B/adaptive",
     "step/910B/guided",
-    "mf_step/guided_each",
+    "mf_step/guided",
     "per_token/guided",
-    "simulated_fp8/adaptive",
     "fixed_scale/adaptive",
     "scaler/guided",
     "watched/stock",
-    "semi_auto_2/guided_each",
-    "pipeline_2/rank_1/guided_each",
+    "semi_auto_2/guided",
+    "pipeline_2/rank_1/guided",
 )
 
 _DATA, _SEMI_AUTO = "data_parallel", "semi_auto_parallel"
-_THREE, _OURS = (STOCK, ADAPTIVE, GUIDED), (ADAPTIVE, GUIDED)
+_OURS = (ADAPTIVE, GUIDED)
 
 
 def _steps():
@@ -126,17 +125,14 @@ def _steps():
         "low_rank": {"network": "LowRank"},
         "grouped_rates": {"optimizer": "grouped"},
         "averaging": {"optimizer": "averaging"},
-        "simulated_fp8": {"network": "in FP8"},
-        "simulated_hif8": {"network": "in HiF8"},
-        "simulated_bf16": {"network": "in BF16"},
     }.items():
-        yield from _in_each_way(setting, "mf_step", _THREE, arguments=arguments)
+        yield from _in_each_way(setting, "mf_step", arguments=arguments)
     yield from _in_each_way("fixed_scale", "fixed_scale_step", (STOCK, ADAPTIVE))
     for setting in ("built", "model", "scaler"):
-        yield from _in_each_way(setting, f"{setting}_step", _THREE)
+        yield from _in_each_way(setting, f"{setting}_step")
     yield from _in_each_way("watched", "watched_step", (STOCK,))
     for ranks in (2, 8):
-        yield from _in_each_way(f"data_parallel_{ranks}", "plain_step", _THREE, world=World(ranks, mode=_DATA))
+        yield from _in_each_way(f"data_parallel_{ranks}", "plain_step", world=World(ranks, mode=_DATA))
     split = World(2, mode=_SEMI_AUTO)
     yield from _in_each_way("semi_auto_2", "plain_step", world=split, arguments={"network": "split"})
     per_token = {**per_token, "network": "split, SumAndNumber"}
@@ -144,7 +140,7 @@ def _steps():
     for stages in (2, 4):
         for rank in range(stages):
             world = World(stages, rank, _SEMI_AUTO, stages)
-            ways = WAYS if stages == 2 else (EACH,)
+            ways = WAYS if stages == 2 else (GUIDED,)
             yield from _in_each_way(f"pipeline_{stages}/rank_{rank}", "pipeline_step", ways, world=world)
 
 
@@ -157,7 +153,7 @@ _LORA = {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.
 _FILES = {"pretrain": (8, 1), "finetune": (8, 1), "resume": (8, 1), "megatron_like": (8, 1), "cluster": (16, 2)}
 
 
-def _launched(setting, config="tiny_llama_cpu_fp16.yaml", ranks=1, rank=0, ways=_THREE, **options):
+def _launched(setting, config="tiny_llama_cpu_fp16.yaml", ranks=1, rank=0, ways=WAYS, **options):
     world, arguments = World(ranks, rank), {"config": config, **_SMALL, **options}
     options = {"world": world, "needs_process": True, "is_large": True, "arguments": arguments}
     return _in_each_way(setting, "launched", ways, **options)

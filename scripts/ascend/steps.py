@@ -62,7 +62,6 @@ def update_cell(way, **options):
         return mindformers_adaptive.AdaptiveLossScaleUpdateCell(START, 2, 20, **options)
     if way == "log_max":
         return mindformers_adaptive.RuleLossScaleUpdateCell(START, "log_max.LogMaxRule", **options)
-    options = {"track_per_parameter": True, **options} if way == "guided_each" else options
     return mindformers_adaptive.GradientGuidedLossScaleUpdateCell(START, **options)
 
 
@@ -277,9 +276,6 @@ NETWORKS = {
     "LowRank": LowRank,
     "recomputed": recomputed,
     "SumAndNumber": SumAndNumber,
-    "in FP8": lambda: mindformers_adaptive.simulate_formats(Layers(), "float8_e4m3fn", "float8_e5m2"),
-    "in HiF8": lambda: mindformers_adaptive.simulate_formats(Layers(), "hifloat8", "hifloat8"),
-    "in BF16": lambda: mindformers_adaptive.simulate_formats(Layers(), "bfloat16", "bfloat16"),
     "split": lambda: split(Layers()),
     "split, SumAndNumber": lambda: split(SumAndNumber()),
 }

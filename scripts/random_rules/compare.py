@@ -172,7 +172,7 @@ class _SharedGraph(nn.Cell):
         for cell, scale in zip(made, self.scales, strict=True):
             cell.bind_loss_scale(scale)
             if cell.signals:
-                cell.declare_signal(())
+                cell.declare_signal()
         self.count = len(made)
 
     def construct(self, overflow, largest_gradient):

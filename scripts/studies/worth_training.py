@@ -11,7 +11,6 @@ from mindformers.wrapper.adaptive_loss_scale import AdaptiveLossScaleUpdateCell 
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive import simulate_formats
 from mindformers_adaptive.gradients.backward import backward_pass
 from mindformers_adaptive.gradients.ranges import find_loss_scale
 from mindformers_adaptive.wrapper import (
@@ -20,6 +19,7 @@ from mindformers_adaptive.wrapper import (
     NoLossScaleUpdateCell,
 )
 from scripts.demo.prepare_corpus import cut_into_samples, read_standard_library
+from scripts.studies.simulated_formats import simulate_formats
 from scripts.studies.worth_report import ADAPTIVE_HIGH, FP32, GUIDED, GUIDED_HIGH, MEGATRON, MINDFORMERS, OURS, UNSCALED
 from scripts.studies.worth_tasks import Llama
 
@@ -211,7 +211,9 @@ class Trainings:
     def _new_network(self, dtype):
         if self.formats is None or dtype != mstype.float16:
             return self.task.network(dtype, 0)
-        return simulate_formats(self.task.network(mstype.float32, 0), *self.formats)
+        network = self.task.network(mstype.float32, 0)
+        simulate_formats(network, *self.formats)
+        return network
 
     def _find(self, seed):
         """Return what find_loss_scale() says of the weights and the first batches of a seed."""

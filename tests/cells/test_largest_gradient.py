@@ -3,7 +3,6 @@
 import collections
 import math
 
-import mindspore
 import numpy as np
 import pytest
 from dense_network import Dense
@@ -22,22 +21,18 @@ from scripts.benchmarks.exported_graph import export_graph
 class Pass(nn.Cell):
     """The pass over two gradients."""
 
-    def __init__(self, update_cell, is_divided=True):
+    def __init__(self, update_cell):
         super().__init__(auto_prefix=False)
         self.update_cell = update_cell
-        update_cell.declare_signal(["first", "second"])
-        self.measure = LargestGradient(update_cell, is_divided=is_divided)
-        if update_cell.largest_per_parameter is not None:
-            # Only for the export, which takes no Parameter that belongs to no cell.
-            self.insert_param_to_cell("largest_per_parameter", update_cell.largest_per_parameter)
+        update_cell.declare_signal()
+        self.measure = LargestGradient(update_cell, is_divided=True)
 
     def construct(self, first, second):
         return self.measure((first, second))
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_pass_over_the_gradients_is_one_for_ascend(graph_mode, keeps):
-    cell = GradientGuidedLossScaleUpdateCell(2**16, track_per_parameter=keeps)
+def test_pass_over_the_gradients_is_one_for_ascend(graph_mode):
+    cell = GradientGuidedLossScaleUpdateCell(2**16)
     gradients = Tensor(np.ones((3, 2), np.float16)), Tensor(np.ones(4, np.float32))
     graph = export_graph(Pass(cell), *gradients)
     assert control_flow(graph) == set()
@@ -46,41 +41,16 @@ def test_pass_over_the_gradients_is_one_for_ascend(graph_mode, keeps):
     assert undocumented_on_ascend(graph) == set()
 
 
-def test_with_pipeline_stages_each_gradient_comes_to_its_place(mode):
-    cell, plain = (GradientGuidedLossScaleUpdateCell(2**16, track_per_parameter=True) for _ in range(2))
-    mindspore.set_auto_parallel_context(pipeline_stages=2)
-    try:
-        step = Pass(cell, is_divided=False)
-    finally:
-        mindspore.reset_auto_parallel_context()
-    for gradients in (([3.0, -4.0], [2.0]), ([1.0, np.nan], [-5.0]), ([0.5], [np.inf, 1.0])):
-        gradients = [Tensor(gradient, mindspore.float32) for gradient in gradients]
-        overflows = [bool(one(*gradients)) for one in (step, Pass(plain, is_divided=False))]
-        assert overflows == [not np.isfinite(plain.largest_per_parameter.asnumpy()).all()] * 2
-        np.testing.assert_array_equal(cell.largest_per_parameter.asnumpy(), plain.largest_per_parameter.asnumpy())
-        assert (
-            cell.state()["largest_gradient"]
-            == plain.state()["largest_gradient"]
-            == plain.largest_per_parameter.asnumpy().max()
-        )
-    assert step.measure.in_stages
-    # The name of before.
-    assert cell.each_largest is cell.largest_per_parameter
-
-
 @pytest.mark.parametrize("train_step_class", [TrainOneStepWithLossScaleCell, MFTrainOneStepCell])
 def test_training_follows_the_gradients(mode, train_step_class):
-    dense, cell = Dense(), GradientGuidedLossScaleUpdateCell(2.0**32, track_per_parameter=True)
+    dense, cell = Dense(), GradientGuidedLossScaleUpdateCell(2.0**32)
     step, state = dense.train_step(cell, train_step_class).set_train(), cell.rule.start(2.0**32)
     for overflow in (True, False, False, True, False):
         assert bool(step(*Dense.batch(overflow))[1]) is overflow
         gradient = cell.state()["largest_gradient"]
         assert math.isinf(gradient) if overflow else 0 < gradient < 65504
-        assert bool(cell.overflowed_parameters()) is overflow
         state = cell.rule.step(state, overflow, gradient)
         assert float(step.scale_sense) == state.loss_scale
-    step(*Dense.batch(overflow=True))
-    assert cell.overflowed_parameters() == [weight.name for weight in step.weights]
 
 
 @NEEDS_LOSS_PER_TOKEN
@@ -88,7 +58,7 @@ def test_training_follows_the_gradients(mode, train_step_class):
 def test_with_a_loss_per_token_the_gradient_that_overflows_is_measured(mode, clip):
     network = PerToken()
     optimizer = nn.SGD(network.trainable_params(), learning_rate=0.01)
-    cell = GradientGuidedLossScaleUpdateCell(2.0**8, track_per_parameter=True)
+    cell = GradientGuidedLossScaleUpdateCell(2.0**8)
     arguments = {"calculate_per_token_loss": True, "use_clip_grad": clip, "max_grad_norm": 1e-4}
     step = MFTrainOneStepCell(network, optimizer, scale_sense=cell, **arguments).set_train()
     inputs = np.random.default_rng(0).standard_normal((TOKENS, 8)).astype(np.float16)
@@ -97,7 +67,6 @@ def test_with_a_loss_per_token_the_gradient_that_overflows_is_measured(mode, cli
     _, overflow, *_ = step(Tensor(inputs))
     assert not bool(overflow)
     assert cell.state()["largest_gradient"] == pytest.approx(largest, rel=1e-2)
-    assert float(cell.largest_per_parameter.asnumpy()[0]) == cell.state()["largest_gradient"]
 
 
 class WithItsOwnDetection(TrainOneStepWithLossScaleCell):

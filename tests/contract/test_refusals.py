@@ -11,7 +11,7 @@ from log_max import LogMaxRule
 from mindspore import Parameter, Tensor, nn
 from mindspore.train import Model
 
-from mindformers_adaptive import RuleLossScaleManager, RuleLossScaleUpdateCell, build_train_network
+from mindformers_adaptive import RuleLossScaleUpdateCell, build_train_network
 from mindformers_adaptive.rules import Rule, float32
 
 WITH_SIGNALS = [name for name, kind in KINDS.items() if kind.rule_class.signals]
@@ -89,19 +89,11 @@ def test_a_bad_argument_is_named(kind, owner, name):
     assert (rule.min_loss_scale, rule.max_loss_scale) == (2, 4096)
 
 
-@pytest.mark.parametrize("make", [RuleLossScaleUpdateCell, RuleLossScaleManager])
-def test_gradients_by_parameter_are_refused_for_a_rule_that_needs_none(make):
-    scale = {"loss_scale_value": 1024} if make is RuleLossScaleUpdateCell else {}
-    with pytest.raises(ValueError, match=r"'track_per_parameter' must be False for a rule without signals.*'adaptive'"):
-        make(rule="adaptive", track_per_parameter=True, **scale)
-
-
 def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
     for arguments, error, message in (
         ({"history_size": True}, TypeError, "'history_size' must be an integer number of steps, but got True of type"),
         ({"history_size": 2.0}, TypeError, "'history_size' must be an integer number of steps, but got 2.0 of type"),
         ({"history_size": -1}, ValueError, "'history_size' must be at least 0, but got -1"),
-        *([({"track_per_parameter": 1}, TypeError, "'track_per_parameter' must be")] if kind.rule.signals else []),
         ({"loss_scale": Tensor([1.0, 2.0])}, ValueError, "'loss_scale_value' must hold one number, but got .*2,"),
         ({"loss_scale": Tensor(np.nan)}, ValueError, "'loss_scale_value' nan; a loss scale must be finite and above"),
     ):
@@ -111,9 +103,6 @@ def test_a_bad_argument_of_the_cell_is_named(kind, monkeypatch):
     monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
     with pytest.raises(ValueError, match=r"'history_size' must be 0 while MindSpore keeps compiled graphs.*but got 3"):
         kind.cell(history_size=3)
-    if kind.rule.signals:
-        with pytest.raises(ValueError, match=r"'track_per_parameter' must be False while MindSpore.*but got True"):
-            kind.cell(track_per_parameter=True)
     kind.cell()
     monkeypatch.delenv("MS_COMPILER_CACHE_ENABLE")
     mindspore.set_context(enable_compile_cache=True)

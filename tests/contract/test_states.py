@@ -14,8 +14,13 @@ from every_rule import KINDS, RULES, Owned, is_same
 from mindspore import Tensor, nn
 
 from mindformers_adaptive.mindformers.checkpoint_callback import restores_sidecar
-from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_sidecar, write_sidecar
-from mindformers_adaptive.mindformers.checkpoint_report import build_report
+from mindformers_adaptive.mindformers.checkpoint_reader import (
+    FILE_NAME,
+    newest_state,
+    read_checkpoints,
+    read_sidecar,
+    write_sidecar,
+)
 from mindformers_adaptive.rules.fields import STEP_FIELDS
 from mindformers_adaptive.rules.saved_state import all_fields, to_values
 from mindformers_adaptive.text.files import json_text
@@ -168,12 +173,11 @@ def test_a_state_that_looks_like_a_start_is_none(kind, overflow, form, tmp_path)
 def test_inspect_shows_every_value(kind, form, tmp_path):
     owned = in_a_state(kind)
     save(owned, tmp_path, form)
-    report = build_report(tmp_path, rules=[RULES[-1]])
-    [shown] = report["checkpoints"]
+    shown = newest_state(tmp_path, rules=[RULES[-1]])
     assert (shown["kind"], shown["loss_scale"]) == (kind.rule.name, float(owned.scale_sense))
     state = json.loads(json.dumps(owned.update_cell.state()))
     assert is_same({name: shown[name] for name in state}, state)
-    assert (report["found"], shown["notes"]) == (True, [])
+    assert shown["notes"] == []
 
 
 @pytest.mark.parametrize("form", ["ckpt", "sidecar"])
@@ -265,7 +269,7 @@ def test_a_sidecar_that_holds_something_else_ends_no_training(kind, tmp_path):
             is_such_a_number = isinstance(value, float) and isinstance(other, int | float)
             assert is_such_a_number or caught, (name, other)
             assert all(re.search("cannot be used|The checkpoint has", str(one.message)) for one in caught)
-            assert len(build_report(tmp_path, rules=[RULES[-1]])["checkpoints"]) == 1
+            assert len(read_checkpoints(tmp_path, rules=[RULES[-1]])) == 1
 
 
 def test_a_run_without_state_is_warned_of_in_the_words_of_its_rule(kind):

@@ -54,7 +54,7 @@ class Owned(nn.Cell):
             update_cell.bind_loss_scale(self.scale_sense)
         self.hands_gradient = bool(getattr(update_cell, "signals", ()))
         if self.hands_gradient:
-            update_cell.declare_signal(())
+            update_cell.declare_signal()
         self.assign = ops.Assign()
 
     def construct(self, overflow, largest_gradient):

@@ -287,19 +287,6 @@ def test_single_overflows_are_not_worth_a_step_more_for_each_raise_that_fails():
     assert "more hysteresis" not in rules(recorded(ceilings, init_loss_scale=2.0**16, scale_window=200))
 
 
-def test_tolerating_that_never_helps_is_told():
-    # Every third step of these cannot be taken at the scale before, nor can the step after it.
-    ceilings = np.repeat(2.0 ** np.arange(20, 4, -1), 30)
-    run = recorded(ceilings, "tensorflow_contrib", init_loss_scale=2.0**20, decr_ratio=0.5)
-    assert "less hysteresis" in rules(run)
-    assert "less hysteresis" not in rules(recorded(ceilings, init_loss_scale=2.0**20))
-    assert "less hysteresis" not in rules(run_of(run.loss_scale, run.overflow, known=False))
-    # Single overflows: each second one is tolerated, and the next step is clean at the same scale.
-    ceilings = np.full(1000, 2.0**30)
-    ceilings[50::50] = 1.0
-    assert "less hysteresis" not in rules(recorded(ceilings, "tensorflow_contrib", init_loss_scale=2.0**20))
-
-
 def test_overflows_at_the_floor_lead_to_the_model_and_to_no_settings():
     found = analyze(recorded([2.0**16] * 100 + [0.0] * 40, init_loss_scale=2.0**16))
     assert [advice.rule for advice in found.advice] == ["collapse"]
@@ -468,22 +455,6 @@ def test_the_start_that_is_advised_is_what_the_first_gradients_allow():
     assert analyze(run).tuning is not None
     assert analyze(dataclasses.replace(run, largest_gradient=gradients)).tuning is None
     assert "5 steps were skipped before gradients allowed 2^16, from step 6 on." in advice.reason
-
-
-def test_parameters_that_overflowed_are_counted_with_the_most_frequent_first():
-    names = (("wq",), ("wk", "wq"), ())
-    found = analyze(run_of([8, 4, 2, 2], [1, 1, 1, 0], overflowed_parameters=names))
-    assert found.to_dict()["overflowed_parameters"] == {
-        "known_steps": 3,
-        "steps_without": 1,
-        "counts": {"wq": 2, "wk": 1},
-    }
-    assert list(found.to_dict()["overflowed_parameters"]["counts"]) == ["wq", "wk"]
-    json.dumps(found.to_dict(), allow_nan=False)
-    assert "          wq (2), wk (1)\n          in 1 of them none did: something else overflowed" in found.text()
-    many = (tuple(f"layers.{number}" for number in range(15)),)
-    text = analyze(run_of([8, 4], [1, 0], overflowed_parameters=many)).text()
-    assert "layers.9 (1), and 5 more Parameter(s)" in text
 
 
 def short_run(steps, window, first_step=1, scales=None):

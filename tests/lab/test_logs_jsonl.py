@@ -29,12 +29,12 @@ def read(tmp_path, *lines):
 
 
 def test_the_record_is_read_as_it_stands(tmp_path):
-    run = read(tmp_path, record(1, True, 2048.0), record(2, novelty={"step": [1]}, overflowed_parameters="wq"))
+    run = read(tmp_path, record(1, True, 2048.0), record(2, novelty={"step": [1]}))
     assert (run.log_format, run.step.tolist(), run.overflow.tolist()) == ("jsonl", [1, 2], [True, False])
     assert (run.loss_scale.tolist(), run.loss.tolist()) == ([2048.0, 1024.0], [2.5, 2.5])
     assert run.position_known.all()
     assert (run.notes, run.problems, run.seconds) == ((), (), None)
-    assert (run.largest_gradient, run.overflowed_parameters) == (None, ())
+    assert run.largest_gradient is None
 
 
 @pytest.mark.parametrize(
@@ -87,20 +87,18 @@ def test_norms_of_the_gradients_and_losses_are_read(tmp_path, is_own):
     np.testing.assert_array_equal(run.loss, [0.5, np.inf, np.nan])
 
 
-def test_largest_gradients_and_the_parameters_that_overflowed_are_read(tmp_path):
+def test_largest_gradients_are_read(tmp_path):
     lines = [
-        record(1, True, 2048.0, largest_gradient="inf", overflowed_parameters=["wq", "wk"]),
+        record(1, True, 2048.0, largest_gradient="inf"),
         record(2, largest_gradient=0.5),
         record(3, largest_gradient=None),
     ]
     run = read(tmp_path, *lines)
     assert run.largest_gradient.tolist() == pytest.approx([float("inf"), 0.5, float("nan")], nan_ok=True)
-    assert run.overflowed_parameters == (("wq", "wk"),)
     assert run.to_trace().largest_gradient.tolist() == pytest.approx([float("nan"), 0.5, float("nan")], nan_ok=True)
     # Steps that a restart repeats count once.
-    again = [record(step, True, 64.0, overflowed_parameters=["wv"]) for step in (1, 2)]
+    again = [record(step, True, 64.0) for step in (1, 2)]
     run = read(tmp_path, *lines, *map(record, range(4, 20)), *again)
-    assert run.overflowed_parameters == (("wv",), ("wv",))
     assert run.largest_gradient is None
 
 
@@ -309,7 +307,7 @@ def own_lines(draw):
     line |= {"skipped_steps": draw(st.integers(0, 30) | st.none())}
     line |= {"scale_window": draw(st.integers(0, 100) | st.none())}
     line = {name: line[name] for name in FIELDS if name in line}
-    extra = {"mean": 2.5, "gradient_format": "bfloat16", "overflowed_parameters": ["w"], "seconds": 0.5}
+    extra = {"mean": 2.5, "gradient_format": "bfloat16", "note": ["w"], "seconds": 0.5}
     return line | {name: extra[name] for name in draw(st.lists(st.sampled_from(sorted(extra)), unique=True))}
 
 

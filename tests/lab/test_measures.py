@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_adaptive.lab.measures import Tally, cost, entry_skips, measure, overflows, recovery_steps
+from mindformers_adaptive.lab.measures import MeasureAccumulator, cost, entry_skips, measure, overflows, recovery_steps
 from mindformers_adaptive.lab.trace import Trace
 
 INF = math.inf
@@ -61,13 +61,13 @@ def test_known_share_counts_the_outcomes_that_the_bounds_decide():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.lists(st.integers(1, 30), max_size=3))
-def test_runs_of_skips_are_counted_across_the_stretches_that_a_tally_gets(flags, cuts):
+def test_runs_of_skips_are_counted_across_the_stretches_that_a_accumulator_gets(flags, cuts):
     trace, scales = Trace.exact("made", [4.0] * len(flags)), np.where([*flags, False], 8.0, 4.0)[:, np.newaxis]
-    tally, starts = Tally([trace], 1), sorted({0, *(cut for cut in cuts if cut < len(flags))})
+    accumulator, starts = MeasureAccumulator([trace], 1), sorted({0, *(cut for cut in cuts if cut < len(flags))})
     for start, stop in itertools.pairwise([*starts, len(flags)]):
-        tally.add(start, scales[start : stop + 1], None)
+        accumulator.add(start, scales[start : stop + 1], None)
     text = "".join("x" if flag else " " for flag in flags)
-    [found] = tally.measures()
+    [found] = accumulator.measures()
     assert found.longest_skip_run == max(map(len, text.split()), default=0)
     assert found.steps_to_first_applied == len(text) - len(text.lstrip("x"))
     assert found.as_dict() == measure(trace, scales[:, 0]).as_dict()

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from own_rules import Follow
 
+from mindformers_adaptive.cli.lab_arguments import policy_maker
 from mindformers_adaptive.lab.policies import POLICY_NAMES, make_policy
-from mindformers_adaptive.lab.presets import PRESETS
+from mindformers_adaptive.lab.presets import PRESETS, REMOVED_PRESETS
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 
@@ -19,7 +20,7 @@ NAMES = {
         for what in ("loss_scale", "scale_window")
     ]
     for name, preset in PRESETS.items()
-    if name not in ("fixed", "metaseq")
+    if name != "fixed"
 }
 
 
@@ -38,23 +39,12 @@ def replay(policy, steps):
         ("adaptive", 2.0**16, 20, 2.0**15),
         ("guided", 2.0**16, 500, 2.0**6),
         ("fixed", 128.0, None, 128.0),
-        ("metaseq", 4.0, 256, 2.0),
         ("dynamic", 2.0**24, 2000, 2.0**23),
         ("dynamic_scaler", 2.0**24, 2000, 2.0**23),
         ("torch", 2.0**16, 2000, 2.0**15),
         ("megatron", 2.0**32, 1000, 2.0**32),
         ("deepspeed", 2.0**32, 1000, 2.0**31),
-        ("deepspeed_fused", 2.0**32, 1000, 2.0**31),
-        ("deepspeed_unfused", 2.0**16, 1000, 2.0**15),
         ("apex", 2.0**16, 2000, 2.0**15),
-        ("apex_hysteresis", 2.0**16, 2000, 2.0**15),
-        ("fairseq", 2.0**15, 2000, 2.0**14),
-        ("tensorflow", 2.0**15, 2000, 2.0**14),
-        ("tensorflow_contrib", 2.0**15, 2000, 2.0**15),
-        ("keras", 2.0**15, 2000, 2.0**14),
-        ("keras2", 2.0**15, 2000, 2.0**14),
-        ("jmp", 2.0**15, 2000, 2.0**14),
-        ("paddle", 2.0**16, 2000, 2.0**15),
     ],
 )
 def test_defaults_are_those_of_the_system(name, scale, window, scale_after_a_drop):
@@ -66,13 +56,11 @@ def test_defaults_are_those_of_the_system(name, scale, window, scale_after_a_dro
 
 @pytest.mark.parametrize("name", NAMES)
 def test_clean_steps_before_the_first_raise_the_next_one_and_one_after_an_overflow(name):
-    # The optimizers of DeepSpeed do not count the first clean step after the start and after an overflow.
-    late = 1 if name in ("deepspeed_fused", "deepspeed_unfused") else 0
     policy = start(name, 1024.0, 3)
-    assert replay(policy, "." * (5 + late)) == [1024.0] * (2 + late) + [2048.0] * 3
+    assert replay(policy, "." * 5) == [1024.0] * 2 + [2048.0] * 3
     policy.step(True)
     scale = policy.loss_scale
-    assert replay(policy, "." * (6 + late)) == [scale] * (2 + late) + [2 * scale] * 3 + [4 * scale]
+    assert replay(policy, "." * 6) == [scale] * 2 + [2 * scale] * 3 + [4 * scale]
 
 
 @pytest.mark.parametrize(
@@ -85,14 +73,6 @@ def test_clean_steps_before_the_first_raise_the_next_one_and_one_after_an_overfl
         ("deepspeed", {"delayed_shift": 3}, ".!.!v.vvv.v"),
         # A budget that every clean step refills too.
         ("deepspeed", {"delayed_shift": 2, "consecutive_hysteresis": True}, ".!.!v.!vv.!"),
-        ("apex_hysteresis", {"hysteresis": 2}, ".!.!v.!vv.!"),
-        # A count that starts again after a drop, and that a clean step sets back or not.
-        ("paddle", {"decr_every_n_nan_or_inf": 2}, ".!.!v.!v!.!"),
-        ("tensorflow_contrib", {"decr_every_n_nan_or_inf": 2}, ".!.v!.v!v.!"),
-        # A share of the steps since the last drop or raise.
-        ("fairseq", {"tolerance": 0.0}, ".v.vv.vvv.v"),
-        ("fairseq", {"tolerance": 0.5}, ".v.vv.vvv.v"),
-        ("fairseq", {"tolerance": 0.51}, ".!.!v.!vv.!"),
     ],
 )
 def test_which_overflows_are_tolerated(name, params, expected):
@@ -104,9 +84,6 @@ def test_which_overflows_are_tolerated(name, params, expected):
     [
         ("megatron", {"hysteresis": 2}, "!.^!v"),
         ("deepspeed", {"delayed_shift": 2}, "!.^!v"),
-        ("tensorflow_contrib", {"decr_every_n_nan_or_inf": 2}, "!.^!v"),
-        # fairseq's does not: with the overflow tolerated before it, the next makes 2 in the one step since the raise.
-        ("fairseq", {"tolerance": 1.5}, "!.^v!"),
     ],
 )
 def test_a_raise_sets_the_count_of_overflows_back(name, params, expected):
@@ -123,19 +100,8 @@ def test_a_raise_sets_the_count_of_overflows_back(name, params, expected):
         ("megatron", {"hysteresis": 1}, 1.0),
         ("megatron", {"hysteresis": 1, "min_scale": 0.1}, float(np.float32(0.1))),
         ("deepspeed", {}, 1.0),
-        ("deepspeed_fused", {"min_scale": 0.0}, 0.0),
-        ("deepspeed_unfused", {}, 0.25),
         ("apex", {}, 0.0),
         ("apex", {"min_loss_scale": 0.75}, 0.75),
-        ("apex_hysteresis", {}, 0.0),
-        ("fairseq", {}, 2.0**-13),
-        ("fairseq", {"threshold": 0.5}, 0.5),
-        ("tensorflow", {}, 1.0),
-        ("tensorflow_contrib", {}, 1.0),
-        ("keras", {}, 0.0),
-        ("keras2", {}, 1.0),
-        ("jmp", {"min_loss_scale": 0.37}, 0.37),
-        ("paddle", {}, 1.0),
     ],
 )
 def test_many_overflows_end_at_the_floor(name, params, smallest):
@@ -143,16 +109,7 @@ def test_many_overflows_end_at_the_floor(name, params, smallest):
     assert replay(policy, "!" * 3000)[-1] == smallest
 
 
-KEPT_FINITE = (
-    "dynamic_scaler",
-    "torch",
-    "apex_hysteresis",
-    "tensorflow",
-    "tensorflow_contrib",
-    "keras2",
-    "jmp",
-    "paddle",
-)
+KEPT_FINITE = ("dynamic_scaler", "torch")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,9 +119,9 @@ def test_many_clean_steps_end_at_the_cap_or_at_inf(name):
     assert policy.loss_scale == (2.0**127 if name in KEPT_FINITE else 2.0**24 if name == "apex" else math.inf)
 
 
-@pytest.mark.parametrize("name", ["dynamic", "megatron", "keras", "deepspeed", "fairseq"])
+@pytest.mark.parametrize("name", ["dynamic", "megatron", "deepspeed"])
 def test_a_scale_that_nothing_caps_is_inf_beyond_float32_but_as_a_python_number(name):
-    python_number = name.startswith(("deepspeed", "fairseq"))
+    python_number = name == "deepspeed"
     assert replay(start(name, 2.0**125, 1), "...")[1:] == [2.0**127, 2.0**128 if python_number else math.inf]
 
 
@@ -185,12 +142,8 @@ def test_apex_takes_a_scale_factor_and_does_not_use_it():
         ("adaptive", {"scale_factor": 3}, lambda s: s * (np.float32(1) / np.float32(3)), 3),
         ("dynamic", {"scale_factor": 3}, lambda s: s * (np.float32(1) / np.float32(3)), 3),
         ("dynamic_scaler", {"scale_factor": 3}, lambda s: s / np.float32(3), 3),
-        ("tensorflow", {"multiplier": 3}, lambda s: s / np.float32(3), 3),
-        ("tensorflow_contrib", {"decr_every_n_nan_or_inf": 1}, lambda s: s * np.float32(0.8), 2),
-        ("paddle", {"decr_ratio": 0.8}, lambda s: s * np.float32(0.8), 2),
         ("megatron", {"hysteresis": 1, "backoff_factor": 0.8}, lambda s: s * np.float32(0.8), 2),
         ("torch", {"backoff_factor": 0.8}, lambda s: np.float32(float(s) * 0.8), 2),
-        ("apex_hysteresis", {"backoff_factor": 0.8}, lambda s: np.float32(float(s) * 0.8), 2),
     ],
 )
 def test_arithmetic_is_float32_in_the_order_of_the_system(name, params, drop, growth):
@@ -203,9 +156,8 @@ def test_arithmetic_is_float32_in_the_order_of_the_system(name, params, drop, gr
         assert policy.step(step == "!") == float(expected)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "deepspeed_fused", "fairseq"])
-def test_arithmetic_is_that_of_python_numbers(name):
-    policy, expected = start(name, 2.0**60, 1000, scale_factor=3), 2.0**60
+def test_arithmetic_of_deepspeed_is_that_of_python_numbers():
+    policy, expected = start("deepspeed", 2.0**60, 1000, scale_factor=3), 2.0**60
     for _ in range(20):
         expected /= 3.0
         assert policy.step(True) == expected
@@ -222,20 +174,7 @@ def test_deepspeed_would_stop_at_its_smallest_scale_and_the_replay_goes_on():
     assert [(policy.step(True), policy.stopped) for _ in "!!"] == [(1.0, False), (1.0, True)]
 
 
-def test_fairseq_would_stop_at_its_smallest_scale_which_it_does_not_take():
-    policy = make_policy("fairseq", init_scale=4.0, min_loss_scale=1.0, scale_window=2)
-    seen = [(policy.step(step == "!"), policy.stopped) for step in "!!.."]
-    assert seen == [(2.0, False), (2.0, True), (2.0, True), (4.0, True)]
-    # The threshold keeps the scale above the smallest.
-    policy = make_policy("fairseq", init_scale=4.0, min_loss_scale=1.0, threshold=1.5)
-    assert (replay(policy, "!!!"), policy.stopped) == ([2.0, 1.5, 1.5], False)
-
-
-def test_counters_can_be_preset():
-    params = {"init_loss_scaling": 1024.0, "incr_every_n_steps": 5, "decr_every_n_nan_or_inf": 3}
-    assert replay(make_policy("paddle", **params, initial_good_steps=3), "..") == [1024.0, 2048.0]
-    assert replay(make_policy("paddle", **params, initial_bad_steps=1), "!!") == [1024.0, 512.0]
-    assert replay(make_policy("jmp", loss_scale=1024.0, period=5, counter=3), "..") == [1024.0, 2048.0]
+def test_counter_can_be_preset():
     assert replay(start("dynamic_scaler", 1024.0, 5, initial_counter=4), "..") == [2048.0, 2048.0]
 
 
@@ -268,12 +207,8 @@ SMALL = {
     "adaptive": {"max_scale_window": 2, "min_scale_window": 1, "hysteresis": 2},
     "guided": {"loss_scale_value": 4.0, "exchange_rate": 300},
     "fixed": {},
-    "metaseq": {"scale_window": 2},
     "deepspeed": {"init_scale": 4.0, "scale_window": 2, "delayed_shift": 2},
-    "fairseq": {"init_scale": 4.0, "scale_window": 2, "tolerance": 0.6, "min_loss_scale": 1.0},
     "megatron": {"initial_scale": 4.0, "growth_interval": 2, "hysteresis": 2},
-    "paddle": {"incr_every_n_steps": 2, "decr_every_n_nan_or_inf": 2},
-    "tensorflow_contrib": {"incr_every_n_steps": 2},
 }
 
 
@@ -301,37 +236,6 @@ def test_whether_the_scale_alone_tells_which_steps_were_skipped(name, by_one_fac
     assert make_policy(name).moves_by_one_factor is by_one_factor
 
 
-# From 4 with a window of 4; a step is "." or "!", and each list has the scale and the window after it.
-@pytest.mark.parametrize(
-    ("steps", "params", "expected"),
-    [
-        # A raise doubles both, and does not start the count again: the next is due at step 8, not 12.
-        ("." * 4, {}, (8, 8)),
-        ("." * 7, {}, (8, 8)),
-        ("." * 8, {}, (16, 16)),
-        ("." * 16, {}, (32, 32)),
-        ("!", {}, (2, 2)),
-        ("!..", {}, (4, 4)),
-        ("!!!!", {}, (0.25, 1)),
-        ("!!!!.", {}, (0.5, 2)),
-        ("." * 8 + "!", {}, (8, 8)),
-        # A drop below the smallest scale is taken back, that of the window is not.
-        ("!!", {"min_loss_scale": 2.0}, (2, 1)),
-        ("!!!", {"threshold": 1.5}, (1.5, 1)),
-        # One overflow in two steps is tolerated at 0.6, two in three are not.
-        (".!", {"tolerance": 0.6}, (4, 4)),
-        (".!!", {"tolerance": 0.6}, (2, 2)),
-        ("...", {"scale_factor": 1.5, "scale_window": 3}, (6, 4.5)),
-        ("." * 9, {"scale_factor": 1.5, "scale_window": 3}, (9, 6.75)),
-        ("!", {"scale_factor": 1.5, "scale_window": 4}, (4 / 1.5, 2)),
-    ],
-)
-def test_window_of_metaseq_follows_its_scale(steps, params, expected):
-    policy = make_policy("metaseq", **{"scale_window": 4, **params})
-    replay(policy, steps)
-    assert (policy.loss_scale, policy.scale_window) == expected
-
-
 @pytest.mark.parametrize(
     ("name", "params", "error", "message"),
     [
@@ -353,22 +257,26 @@ def test_window_of_metaseq_follows_its_scale(steps, params, expected):
         ("torch", {"growth_factor": 1}, ValueError, r"'growth_factor' must be a finite number above 1 .* but got 1"),
         ("torch", {"backoff_factor": 1.0}, ValueError, r"'backoff_factor' must be a number between 0 and 1"),
         ("torch", {"growth_interval": 0}, ValueError, r"'growth_interval' must be at least 1, but got 0"),
-        ("apex_hysteresis", {"growth_factor": 0.5}, ValueError, r"'growth_factor' must be .* at least 1 .* got 0.5"),
-        ("apex_hysteresis", {"backoff_factor": 1.5}, ValueError, r"'backoff_factor' must be .* at most 1 .* got 1.5"),
         ("megatron", {"min_scale": 0}, ValueError, r"'min_scale' must be a finite number above 0"),
         ("megatron", {"initial_scale": 1, "min_scale": 2}, ValueError, r"'initial_scale' must be .* 'min_scale' \(2.0"),
-        ("metaseq", {"threshold": 8.0}, ValueError, r"'init_scale' must be at least 'threshold' \(8.0\), but got 4.0"),
         ("apex", {"min_loss_scale": 2.0**25}, ValueError, r"'max_loss_scale' must be at least 'min_loss_scale'"),
         ("deepspeed", {"min_scale": -1}, ValueError, r"'min_scale' must be a finite number of at least 0 .* got -1"),
         ("deepspeed", {"consecutive_hysteresis": 1}, TypeError, r"'consecutive_hysteresis' must be True or False"),
-        ("paddle", {"initial_good_steps": -1}, ValueError, r"'initial_good_steps' must be at least 0, but got -1"),
-        ("paddle", {"initial_good_steps": 2000}, ValueError, r"_good_steps' must be below 'incr_every_n_steps'"),
-        ("paddle", {"initial_bad_steps": 1}, ValueError, r"_bad_steps' must be below 'decr_every_n_nan_or_inf'"),
+        ("dynamic_scaler", {"initial_counter": -1}, ValueError, r"'initial_counter' must be at least 0, but got -1"),
+        ("dynamic_scaler", {"initial_counter": 2000}, ValueError, r"'initial_counter' must be below 'scale_window'"),
     ],
 )
 def test_bad_arguments_are_refused(name, params, error, message):
     with pytest.raises(error, match=message):
         make_policy(name, **params)
+
+
+@pytest.mark.parametrize("name", REMOVED_PRESETS)
+def test_a_policy_that_is_gone_names_the_nearest_one(name):
+    with pytest.raises(ValueError, match=rf"'{name}' is gone since version 2.0.0\. .* left is ") as refusal:
+        make_policy(name, init_scale=4.0)
+    nearest = str(refusal.value).rpartition(" is ")[2].removesuffix(".")
+    assert policy_maker(nearest)[1]().name in PRESETS
 
 
 def changes(policy, steps):

@@ -153,13 +153,3 @@ def test_a_policy_is_given_the_largest_gradient_of_applied_steps_only():
     listener = Listener()
     replay(listener, with_gradients(trace))
     assert listener.steps == [(False, 65504 / 16), (True, None), (False, 65504 / 8)]
-
-
-def test_on_a_few_traces_a_rule_that_only_counts_is_not_taken_step_by_step(monkeypatch):
-    traces = [Trace.exact("made", np.exp2(np.random.default_rng(seed).normal(16, 2, 2000))) for seed in range(5)]
-    policies = {"adaptive": partial(make_policy, "adaptive", min_scale_window=5)}
-    by_steps = compare(policies, traces).measures["adaptive"]
-    monkeypatch.setattr("mindformers_adaptive.lab.replay.replay_side_by_side", None)
-    by_events = compare(policies, traces[:4]).measures["adaptive"]
-    for one, other in zip(by_events, by_steps[:4], strict=True):
-        assert one.as_dict() == pytest.approx(other.as_dict(), rel=1e-12)

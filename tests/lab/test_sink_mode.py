@@ -14,7 +14,6 @@ from mindformers_adaptive.lab.recorded_run import RecordedRun
 
 # What each rule calls the scale that it starts from.
 START = {"dynamic": "init_loss_scale", "megatron": "initial_scale", "torch": "init_scale"}
-START["tensorflow_contrib"] = "init_loss_scale"
 
 RULES = [
     ("adaptive", {}),
@@ -41,7 +40,7 @@ OTHER_RULES = [
     ("own_rules.Weigh", {}),
     ("torch", {"growth_interval": 5, "growth_factor": 4.0, "backoff_factor": 0.1}),
     ("adaptive", {"min_scale_window": 5, "backoff_factor": 0.25}),
-    ("tensorflow_contrib", {"incr_every_n_steps": 10}),
+    ("torch", {"growth_interval": 10, "backoff_factor": 0.8}),
 ]
 
 

@@ -10,8 +10,6 @@ from mindspore import Parameter, Tensor, dataset, nn
 from mindspore.train import LambdaCallback, Model
 from record_checks import assert_follows
 
-from mindformers_adaptive import simulate_formats
-from mindformers_adaptive.amp.simulated_formats import simulated_products
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
 from mindformers_adaptive.monitor.loss_scale_monitor import LossScaleMonitor
 from mindformers_adaptive.monitor.record import read_record
@@ -173,14 +171,3 @@ def test_a_sweep_measures_the_norm_of_the_step_and_leaves_what_mindformers_print
     *_, norm = train_step(factors)
     for scale in ranges.loss_scales:
         assert ranges.overall(scale, unscaled=True).norm == pytest.approx(float(norm), rel=1e-5)
-
-
-def test_the_linear_layers_can_be_simulated_in_other_formats():
-    network = build_qwen3()
-    plain = network(*map(Tensor, rows(1)[0])).asnumpy()
-    simulated = simulate_formats(build_qwen3(), "float8_e4m3fn", "float8_e5m2")
-    # Of the attention, which is fused, those of the stand-in.
-    of_layers = {"ColumnParallelLinear": 5, "RowParallelLinear": 4}
-    assert simulated_products(simulated) == {**of_layers, "FlashAttentionScoreOnCpu": 4}
-    found = simulated(*map(Tensor, rows(1)[0])).asnumpy()
-    assert 0 < np.abs(found - plain).max() < 0.3 * np.abs(plain).max()

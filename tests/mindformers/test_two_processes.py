@@ -56,7 +56,6 @@ def assert_both_are_guided_by_the_largest_gradient_of_all(kind, first, second):
         assert step["loss_scale"] == state.loss_scale
     assert [step["overflow"] for step in first["steps"]] == [False, False, True, False, False]
     assert [math.isinf(step["largest"]) for step in first["steps"]] == [False, False, True, False, False]
-    assert [len(step["overflowed"]) for step in first["steps"]] == [0, 0, 2, 0, 0]
     # At the first step the largest gradient is 8 / 3 in the first process, and 32 / 3 in the second.
     largest = {"data_parallel": (8 / 3 + 32 / 3) / 2, "pipeline": 32 / 3}[kind]
     assert first["steps"][0]["largest"] == pytest.approx(largest)

@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import signal
 
 import mindspore
 import numpy as np
@@ -455,34 +454,6 @@ def test_skipped_steps_do_not_fall_when_another_cell_goes_on(path, tmp_path):
     assert [line["skipped_steps"] for line in lines] == np.cumsum(OVERFLOWS).tolist()
 
 
-@pytest.mark.parametrize("saves", [2, 10, None])
-@pytest.mark.parametrize("older", [True, False])
-def test_a_signal_that_stops_the_run_is_told_with_the_step_and_how_to_resume(path, tmp_path, messages, saves, older):
-    def stop(run_context):
-        if run_context.original_args().cur_step_num == 3:
-            signal.raise_signal(signal.SIGTERM)
-
-    callbacks = [LossScaleMonitor(path), LambdaCallback(on_train_step_end=stop)]
-    received, remedy = [], "It cannot be resumed, because it saves no"
-    if saves:
-        if older:
-            # Of another run in the same folder.
-            (tmp_path / "saved").mkdir()
-            (tmp_path / "saved" / "y-1_2.ckpt").touch()
-        saver = ModelCheckpoint("x", str(tmp_path / "saved"), CheckpointConfig(save_checkpoint_steps=saves))
-        callbacks, remedy = [*callbacks, saver], f"To resume, load the newest checkpoint in {tmp_path}/saved before"
-        if saves > 3:
-            remedy = "No checkpoint has been saved yet: there is none to resume from."
-    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    try:
-        train(build_again(), callbacks, OVERFLOWS[:4])
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    [message] = [message for message in messages() if "stopped" in message]
-    assert message.startswith(f"Training was stopped by SIGTERM after step 3. {remedy}")
-    assert received == [signal.SIGTERM]
-
-
 def test_a_network_without_loss_scaling_is_told_and_trains_on(path, messages):
     dense, losses = Dense(), Losses()
     model = Model(dense.layer, dense.loss_fn, dense.optimizer())
@@ -614,7 +585,6 @@ def test_two_monitors_with_one_path_write_a_file_each_also_after_a_resume(path, 
         ("max_consecutive_overflows", "5", TypeError, "'max_consecutive_overflows' must be an integer number of steps"),
         ("on_collapse", "halt", ValueError, "'on_collapse' must be one of 'warn', 'stop', 'raise', but got 'halt'"),
         ("on_write_error", "stop", ValueError, "'on_write_error' must be one of 'warn', 'raise', but got 'stop'"),
-        ("report_every_n_steps", 0, ValueError, "'report_every_n_steps' must be at least 1, but got 0"),
         ("all_ranks", 1, TypeError, "'all_ranks' must be True or False, but got 1 of type int"),
     ],
 )
@@ -653,21 +623,3 @@ def test_squared_norms_of_one_process_are_not_taken_for_those_of_all():
     reader = StepReader(train_step := build(train_step_class=MFTrainOneStepCell))
     train_step.is_distributed = True
     assert reader.gradient_norm((0.5, False, 8.0, 0.1, None, Tensor([9.0], mindspore.float32), (2,))) is None
-
-
-def test_a_page_is_written_while_a_training_goes_on_and_at_its_end(path):
-    train(build_again(), [LossScaleMonitor(path, report_every_n_steps=2)])
-    page = path.with_name("loss_scale_report.html").read_text(encoding="utf-8")
-    assert f"<dd>{len(OVERFLOWS)} (1 to {len(OVERFLOWS)})</dd>" in page
-    # The last one is not loaded again.
-    assert 'http-equiv="refresh"' not in page
-
-
-def test_a_page_that_cannot_be_written_stops_no_training_and_is_told_once(path, messages, monkeypatch, tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('broken on purpose')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    train(build_again(), [LossScaleMonitor(path, report_every_n_steps=1)])
-    assert len(read_record(path)) == len(OVERFLOWS)
-    [told] = [message for message in messages() if "loss_scale_report.html" in message]
-    assert "training goes on: " in told
-    assert "Pictures need matplotlib, which cannot be imported (broken on purpose)" in told

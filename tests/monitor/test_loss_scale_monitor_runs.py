@@ -1,7 +1,6 @@
 """``LossScaleMonitor`` from a MindFormers YAML file: runs of the launcher, killed and resumed too."""
 
 import os
-import re
 import signal
 
 import pytest
@@ -44,27 +43,12 @@ def assert_is_what_happened(lines, printed):
         assert len({line[name] for line in lines}) > 1, f"{name} never moved"
 
 
-def stop_before_saving(run):
-    """Stop a run by SIGTERM before it has saved; return what it says of how to resume."""
-    run.wait_until(lambda: max(run.steps(), default=0) > 0)
-    os.kill(run.process.pid, signal.SIGTERM)
-    assert run.process.wait(60) == -signal.SIGTERM
-    [remedy] = re.findall(r"Training was stopped by SIGTERM after step \d+\. (.*)", run.text())
-    return remedy
-
-
 def stop_after_saving(run, form, output, step):
-    """Stop a run by SIGTERM once it has saved a step; see that it says how to resume from there."""
+    """Stop a run by SIGTERM once it has saved a step."""
     run.wait_until_saved(form, output)
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.process.wait(60) == -signal.SIGTERM
     assert form.newest_complete(output) == step
-    [(stopped_after, remedy)] = re.findall(r"Training was stopped by SIGTERM after step (\d+)\. (.*)", run.text())
-    assert step <= int(stopped_after) <= step - SAVED_EVERY + HELD_AFTER
-    asked_for = {key: str(value) for key, value in form.resume_options(output).items() if key != "load_ckpt_format"}
-    for key, value in asked_for.items():
-        assert f"'{key}'" in remedy
-        assert value in remedy
 
 
 def test_a_run_that_is_killed_then_stopped_and_resumed_twice_has_one_record_with_every_step_once(corpus, tmp_path):
@@ -100,19 +84,11 @@ def test_a_run_that_is_killed_then_stopped_and_resumed_twice_has_one_record_with
 
 
 @NEEDS_SECTION
-def test_a_run_that_saves_by_the_checkpoint_section_says_how_to_resume_and_that_works(corpus, tmp_path):
+def test_a_run_that_saves_by_the_checkpoint_section_is_resumed(corpus, tmp_path):
     output, form = tmp_path / "output", CheckpointSection()
     options = {"callbacks.2": "{type: LossScaleMonitor, every_n_steps: 9}", **form.save_options(output, SAVED_EVERY, 2)}
     options |= {"runner_wrapper.scale_sense.history_size": 9}
     with TrainingRun(output, corpus, options, hold_after=HELD_AFTER) as stopped:
         stop_after_saving(stopped, form, output, SAVED_EVERY)
-    # Into another folder, where it has saved nothing yet.
-    elsewhere = form.save_options(tmp_path / "elsewhere", 30, 2) | form.resume_options(output)
-    with TrainingRun(tmp_path / "elsewhere", corpus, options | elsewhere, hold_after=1) as again:
-        remedy = stop_before_saving(again)
-    assert remedy == (
-        "No checkpoint has been saved since it was resumed: start it again as it was started, with "
-        f"'checkpoint.load_path' set to {output / 'saved'}."
-    )
     resumed = TrainingRun(output, corpus, options | form.resume_options(output)).wait()
     assert_is_what_happened(read_record(output / "loss_scale_record.jsonl"), stopped.steps() | resumed.steps())

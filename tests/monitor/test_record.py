@@ -75,7 +75,7 @@ def test_steps_that_are_taken_again_are_replaced(path, run):
 
 def test_steps_that_are_kept_aside_are_kept_whole_however_many_they_are(path):
     # More than is copied at once.
-    later = [{"step": step, "overflowed_parameters": ["w" * 2**19] * 2} for step in (2, 3)]
+    later = [{"step": step, "note": "w" * 2**20} for step in (2, 3)]
     write(path, [{"step": 1}, *later])
     write(path, last_step=1)
     assert read_record(path) == [{"step": 1}]

@@ -1,12 +1,8 @@
-"""What the log says of a run: a collapsed scale, Parameters that overflowed, a signal that stops the run."""
-
-import os
-import signal
-import threading
+"""What the log says of a run: a collapsed scale and the first bad loss."""
 
 import pytest
 
-from mindformers_adaptive.monitor.reports import BadLossDetector, CollapseDetector, OverflowNames, StopSignals
+from mindformers_adaptive.monitor.reports import BadLossDetector, CollapseDetector
 
 
 def step(consecutive_overflows, **entry):
@@ -58,81 +54,6 @@ def test_a_step_whose_own_scale_is_unknown_is_told_with_the_next():
     message = CollapseDetector(2).check(step(2, loss_scale=None))
     assert "the last of them at loss scale 4.0." in message
     assert "falls no further" not in message
-
-
-def test_a_row_that_goes_on_after_a_resume_has_its_line_too():
-    step = {"loss_scale": None, "overflowed_parameters": []}
-    names = OverflowNames()
-    line = "Loss scaling: step 7 overflowed, but had neither inf nor NaN in the gradients of the Parameters."
-    assert names.check({**step, "step": 7, "consecutive_overflows": 4}) == line
-    assert names.check({**step, "step": 8, "consecutive_overflows": 5}) is None
-    assert names.check({**step, "step": 10, "consecutive_overflows": 1}) == line.replace("7", "10")
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-@pytest.fixture
-def received():
-    """Handlers that note the signals instead of ending the test."""
-    received, before = [], {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        signal.signal(number, lambda number, frame: received.append(number))
-    yield received
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_the_report_comes_first_and_then_the_previous_handler(received, number):
-    handler, reports = signal.getsignal(number), []
-    signals = StopSignals(lambda name: reports.append((name, list(received))))
-    signals.install()
-    signals.install()
-    signal.raise_signal(number)
-    assert (reports, received) == ([(signal.Signals(number).name, [])], [number])
-    signals.restore()
-    signals.restore()
-    assert signal.getsignal(number) is handler
-
-
-def test_a_handler_that_came_later_stays(received):
-    signals, later = StopSignals(lambda name: None), lambda number, frame: None
-    signals.install()
-    signal.signal(signal.SIGTERM, later)
-    signals.restore()
-    assert signal.getsignal(signal.SIGTERM) is later
-
-
-def test_a_signal_that_is_ignored_stays_ignored(received):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signals = StopSignals(lambda name: pytest.fail("reported"))
-    signals.install()
-    signal.raise_signal(signal.SIGINT)
-    signals.restore()
-
-
-def test_other_threads_have_no_handlers(received):
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=StopSignals(lambda name: None).install)
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_process_that_was_forked_reports_nothing(received):
-    reading, writing = os.pipe()
-    signals = StopSignals(lambda name: os.write(writing, b"reported"))
-    signals.install()
-    child = os.fork()
-    if child == 0:
-        signal.raise_signal(signal.SIGTERM)
-        os._exit(0 if received == [signal.SIGTERM] else 1)
-    signals.restore()
-    os.close(writing)
-    assert os.waitpid(child, 0)[1] == 0
-    assert os.read(reading, 100) == b""
-    os.close(reading)
 
 
 def test_the_first_bad_loss_is_told_once_and_at_once():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -80,20 +79,14 @@ def test_limits_of_the_format_move_with_the_loss_scale(record, name):
     assert low < -30 < -20 < high
 
 
-def test_title_tells_the_worst_step(record):
-    both = {step: [np.concatenate(list(in_fp16(step, scale).values())) for scale in (64.0, 512.0)] for step in (10, 20)}
-    underflow = max(100 * np.mean((at_64 == 0) & (at_512 != 0)) for at_64, at_512 in both.values())
-    subnormal = max(100 * np.mean((at_64 != 0) & (np.abs(at_64) < 2.0**-14)) for at_64, _ in both.values())
-    worst = f"at most {underflow:.2g} % of the gradients underflow and {subnormal:.2g} % are subnormal"
-    worst += " at loss scale $2^{6}$"
-    assert title(draw_gradient_records({"run": record[:2]})) == worst.capitalize()
-    overflowed = title(draw_gradient_records({"run": record}))
-    assert overflowed == f"1 of 3 measured steps overflowed, in the others {worst}"
-    assert title(draw_gradient_records({"run": record[2:]})) == "1 of 1 measured step overflowed"
-    other = [{**gradient_line(10, 512.0), "loss_scale": 512.0}, {**gradient_line(20, 64.0), "loss_scale": 64.0}]
-    assert title(draw_gradient_records({"run": other})).endswith(" at loss scale $2^{6}$ to $2^{9}$")
-    two = draw_gradient_records({"a": record[:2], "b": record[2:]})
-    assert title(two) == f"a: {worst}; b: 1 of 1 measured step overflowed"
+def test_each_panel_says_what_its_group_loses_in_the_worst_step(record):
+    lost = []
+    for step in (10, 20):
+        at_64, at_512 = (in_fp16(step, scale)[NAMES[2]] for scale in (64.0, 512.0))
+        lost.append([np.mean((at_64 == 0) & (at_512 != 0)), np.mean((at_64 != 0) & (np.abs(at_64) < 2.0**-14))])
+    underflow, subnormal = 100 * np.max(lost, axis=0)
+    told = draw_gradient_records({"run": record}).axes[1].get_title("right")
+    assert told == f"at most {underflow:.2g} % underflow, {subnormal:.2g} % are subnormal"
 
 
 def test_runs_have_columns_on_one_axis(record):
@@ -108,7 +101,7 @@ def test_of_steps_of_unknown_scale_the_magnitudes_alone_are_drawn(record):
     lines = [{**line, "loss_scale": None} for line in record]
     assert np.isfinite(series_of_gradients(lines, lambda name: name).overall.bands).all()
     figure = draw_gradient_records({"run": lines})
-    assert title(figure) == "What FP16 loses is not known"
+    assert [axes.get_title("right") for axes in figure.axes] == ["", ""]
     assert artists(figure.axes[0], "overflows") == []
 
 
@@ -117,7 +110,7 @@ def test_steps_without_gradients_above_0_break_the_line():
     nothing = GradientRanges({"a": zeros}, ((ScaleRanges(64.0, 1.0, {"a": zeros}),),)).to_dict()
     record = [{"step": 1, "loss_scale": 64.0, **nothing}]
     assert np.isnan(series_of_gradients(record, lambda name: name).groups["a"].bands).all()
-    assert title(draw_gradient_records({"run": record})).startswith("Hardly anything is lost: at most 0 %")
+    assert draw_gradient_records({"run": record}).axes[0].get_title("right").startswith("at most 0 % are subnormal")
 
 
 def test_missing_steps_are_no_steps(record):
@@ -167,9 +160,7 @@ def test_weights_and_outputs_are_drawn_without_a_scale_and_its_limits(values):
     both = {*NAMES[:2]}
     medians = [series_of_gradients(values, lambda name: name, "weights").groups[name].bands[2] for name in both]
     assert np.array(medians) == pytest.approx(np.array([[first, second]] * 2))
-    found = title(draw_gradient_records({"run": values}, kind="outputs"))
-    assert found.startswith("Median magnitude of the outputs: $2^{")
-    assert found.endswith("}$ at step 20")
+    assert title(draw_gradient_records({"run": values}, kind="outputs")) == "Outputs over the steps"
     assert [axes.get_ylabel() for axes in draw_gradient_records({"run": values}, kind="outputs").axes] == [
         "attention\nmagnitude",
         "output\nmagnitude",
@@ -190,11 +181,7 @@ def test_gradients_of_outputs_are_drawn_over_the_steps_without_the_scale_and_wit
     assert first == pytest.approx(second)
     assert 2**first == pytest.approx(np.median(np.abs(random)), rel=0.1)
     assert len(artists(axes, "overflowed")) == len(artists(axes, "overflows")) == 1
-    assert (
-        title(figure)
-        == "1 of 2 measured steps overflowed, in the others at most " + title(figure).partition("most ")[2]
-    )
-    assert "of the activation gradients" in title(figure)
+    assert title(figure) == "Activation gradients over the steps"
 
 
 def test_modules_have_a_row_each_and_nothing_else_is_drawn(values):
@@ -237,7 +224,6 @@ def test_values_with_their_signs_show_a_drift_of_weights_around_1():
         assert points(axes, "median")[1] == pytest.approx([1.0, last], abs=4e-4)
         assert points(axes, "largest")[1] == pytest.approx([1.01, last + 0.01])
         assert axes.get_yscale() == "linear"
-    assert re.fullmatch(r"Median of the weights: a: 1\S* at step 1, 1.001 at step 2; b: .*", title(figure))
 
 
 def test_gradients_on_a_linear_axis_are_those_without_the_loss_scale(record):
@@ -246,13 +232,6 @@ def test_gradients_on_a_linear_axis_are_those_without_the_loss_scale(record):
     np.testing.assert_allclose(
         series.groups[NAMES[2]].bands[:, 0], np.quantile(at_64, [0.05, 0.25, 0.5, 0.75, 0.95]), atol=np.ptp(at_64) / 64
     )
-
-
-def test_the_title_of_gradients_on_a_linear_axis_says_between_which_values_they_lie(record):
-    figure = draw_gradient_records({"run": record[:2]}, axis="linear")
-    low, high = series_of_gradients(record[:2], lambda name: name, axis="linear").overall.bands[[0, 4], 1]
-    assert title(figure).startswith("90 % of the gradients: ")
-    assert title(figure).endswith(f", {low:.2g} to {high:.2g} at step 20")
 
 
 def test_a_linear_axis_needs_what_was_measured_with_signs(record):

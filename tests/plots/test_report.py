@@ -58,7 +58,6 @@ def test_page_tells_what_analyze_tells_with_the_yaml_to_paste(page_of, tmp_path)
     assert [axes.get_ylabel() for axes in shown.axes][:2] == ["loss, unscaled", "gradient norm"]
     assert title(shown).replace("$2^{24}$", "2<sup>24</sup>").replace("$2^{12}$", "2<sup>12</sup>") in page
     assert re.search(r"mindformers_adaptive \d+\.\d+", page)
-    assert 'http-equiv="refresh"' not in page
 
 
 def test_runs_in_one_folder_share_no_gradients_and_a_broken_loss_is_counted(page_of, tmp_path):
@@ -84,10 +83,9 @@ def test_nothing_is_loaded_from_elsewhere(page_of, tmp_path):
 
 def test_what_comes_from_files_is_text(page_of, tmp_path):
     record = [{**line, "loss": EVIL} if line["step"] == 5 else line for line in RECORD]
-    record[7] |= {"overflowed_parameters": [EVIL, "--><b>"], "gradient_format": "float16"}
+    record[7] |= {"note": [EVIL, "--><b>"], "gradient_format": "float16"}
     page = page_of(write(tmp_path / "<script>alert(1)<" / "run", record), write(tmp_path / "b & <i>"))
     assert ("<script" in page, "<i>" in page, "<b>" in page) == (False, False, False)
-    assert html.escape(EVIL) in page
     assert "&lt;script&gt;alert(1)&lt;" in page
 
 

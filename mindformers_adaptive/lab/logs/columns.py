@@ -150,10 +150,6 @@ class LogColumns(Sequence[LogEntry]):
                 values[place] = rare[name]
         return values
 
-    def rare(self, name: str) -> list[Any]:
-        """Return the values of a field of those entries that have it, in order."""
-        return [values[name] for _, values in sorted(self.sparse.items()) if name in values]
-
     def with_inserted(self, places: Sequence[int], entries: Sequence[LogEntry]) -> LogColumns:
         """Return these columns with entries in front of those at some places, which increase."""
         result, added = LogColumns(), LogColumns.holding(entries)

@@ -97,7 +97,6 @@ def run_of_entries(entries: Sequence[LogEntry], rule: Policy | None, log_format:
         factor_bound=factor_bound,
         largest_gradient=at_last_steps(columns.array("largest_gradient")),
         gradient_norm=at_last_steps(columns.array("gradient_norm")),
-        overflowed_parameters=tuple(columns.rare("overflowed_parameters")),
         dropped_by_norm=tuple(columns.array("step")[columns.array("dropped_by_norm") == 1].tolist()),
         next_loss_scale=at_last_steps(np.where(np.isnan(stated_scale), math.nan, columns.array("next_loss_scale"))),
         scale_window=at_last_steps(np.where(is_window, scale_window, math.nan)),

@@ -187,7 +187,6 @@ class LogEntry(NamedTuple):
         placed (bool): whether ``step`` stood in the log; False where it was counted.
         loss (float), seconds (float): the step's loss, and how long a step took; nan where the line does not say.
         largest_gradient (float): the largest absolute gradient of the step, unscaled; nan where the line does not say.
-        overflowed_parameters (tuple[str, ...], optional): whose gradients overflowed; None where that is not known.
         dropped_by_norm (bool): whether the step was dropped for the size of its gradients, which is no overflow.
         gradient_norm (float): the norm of all gradients of the step, unscaled; nan where the line does not say.
         scale_window (float): the window after the step, in steps; nan where the line does not say.
@@ -212,7 +211,6 @@ class LogEntry(NamedTuple):
     loss: float = math.nan
     seconds: float = math.nan
     largest_gradient: float = math.nan
-    overflowed_parameters: tuple[str, ...] | None = None
     dropped_by_norm: bool = False
     scale_window: float = math.nan
     gradient_norm: float = math.nan

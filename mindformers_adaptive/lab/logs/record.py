@@ -42,7 +42,7 @@ _LINES = re.compile(
 )
 # Keys that are read, and that no line has twice.
 _READ = "step loss overflow loss_scale next_loss_scale scale_window skipped_steps largest_gradient dropped_by_norm"
-_READ += " gradient_norm seconds gradient_format overflowed_parameters missing_steps"
+_READ += " gradient_norm seconds gradient_format missing_steps"
 _READ_AT_THE_END = re.compile("|".join(f'"{name}"' for name in _READ.split()))
 _FLAGS = {"true": 1, "false": 0, "null": -1}
 _WORDS = {"": math.nan, "null": math.nan, '"nan"': math.nan, '"inf"': math.inf, '"-inf"': -math.inf}
@@ -80,8 +80,7 @@ class JsonlReader(Reader):
 
     ``step``, ``overflow`` and ``loss_scale`` (used in the step) must be there, the last two may be null;
     ``next_loss_scale``, ``loss``, ``seconds``, ``scale_window``, ``largest_gradient``, ``gradient_norm``,
-    ``gradient_format``, ``overflowed_parameters`` and ``dropped_by_norm`` are used where they are, and other keys are
-    ignored.
+    ``gradient_format`` and ``dropped_by_norm`` are used where they are, and other keys are ignored.
     {"missing_steps": 3, "first_step": 5, "last_step": 7} says that steps were not recorded. Where the lines count
     ``skipped_steps``, it is known how many of those were skipped.
     """
@@ -339,7 +338,7 @@ def _entry_of(record: Mapping[str, Any], where: str) -> LogEntry | None:
     unknown = {key for key in ("overflow", "loss_scale") if key in record and record[key] is None}
     if not (isinstance(overflow, bool) or "overflow" in unknown) or not (loss_scale or "loss_scale" in unknown):
         return None
-    names, skipped = record.get("overflowed_parameters"), record.get("skipped_steps")
+    skipped = record.get("skipped_steps")
     is_count = isinstance(skipped, int) and not isinstance(skipped, bool) and 0 <= skipped <= LARGEST_STEP
     return LogEntry(
         step,
@@ -348,7 +347,6 @@ def _entry_of(record: Mapping[str, Any], where: str) -> LogEntry | None:
         loss_scale=loss_scale or math.nan,
         overflow=overflow if isinstance(overflow, bool) else None,
         steps=1,
-        overflowed_parameters=tuple(map(str, names)) if isinstance(names, list) else None,
         dropped_by_norm=record.get("dropped_by_norm") is True,
         loss=_loss(parse_number(record.get("loss")), record.get("loss")),
         seconds=_seconds(parse_number(record.get("seconds"))),
