@@ -1,6 +1,7 @@
 """``explain_overflow``: passes of a train step that are watched, and the same passes with what could help."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -36,7 +37,7 @@ _OF_WEIGHTS = ("param", "init", "weight")
 
 
 class PyNativeError(RuntimeError):
-    """A network cannot run in PyNative mode, which its values are seen in."""
+    """A network cannot run in the mode that its values are seen in."""
 
 
 def explain_overflow(
@@ -47,7 +48,7 @@ def explain_overflow(
     remedies=True,
     settings: Mapping[str, Callable[[], nn.Cell]] | None = None,
     measured="",
-    graph=False,
+    graph=None,
     progress=None,
 ):
     """Say why a network overflows, in which layer, and what of the things that can be changed helps.
@@ -68,8 +69,9 @@ def explain_overflow(
         settings (dict[str, Callable], optional): what else to try: by what it is called, a function that returns the
             network with it and the same weights. Default: None.
         measured (str): which weights these are, for the text. Default: "".
-        graph (bool): whether the passes are run in graph mode, in which cells are seen and operators are not, for a
-            network that does not run in PyNative mode. Default: False.
+        graph (bool, optional): whether the passes are run in graph mode, in which cells are seen and operators are
+            not, and of the things that can be changed only a lower loss scale is tried. Default: None, only if the
+            network does not run in PyNative mode.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
 
     Returns:
@@ -78,7 +80,7 @@ def explain_overflow(
     Raises:
         TypeError: if an argument is not of its type.
         ValueError: if there is no batch or no Parameter to train, or the loss scale is not finite and above 0.
-        PyNativeError: if the network cannot run in PyNative mode, or with ``graph`` in graph mode.
+        PyNativeError: if the network cannot run in the mode, or in neither.
 
     Examples:
         >>> class Squares(nn.Cell):
@@ -92,23 +94,37 @@ def explain_overflow(
         forward Pow 400.0
     """
     require_flag("remedies", remedies)
-    require_flag("graph", graph)
     loss_scale = _scale_of(network) if loss_scale is None else require_positive("loss_scale", loss_scale)
-    watched = functools.partial(watched_passes, done=counts_for(progress), graph=graph)
+    batches = list(batches_of(batches)) if isinstance(network, nn.Cell) else []
+    done = counts_for(progress)
+
+    def explain(graph):
+        watched = functools.partial(watched_passes, done=done, graph=graph)
+        return _explain(network, batches, loss_scale, remedies, settings or {}, measured, watched)
+
+    if graph is not None:
+        return explain(require_flag("graph", graph))
+    try:
+        return explain(False)
+    except PyNativeError as error:
+        with contextlib.suppress(PyNativeError):
+            return dataclasses.replace(explain(True), why_graph=_reason(error.__cause__))
+        raise
+
+
+def _explain(network, batches, loss_scale, remedies, settings, measured, watched):
     with watched(network) as passes:
-        batches = list(batches_of(batches))
         if not batches:
             raise ValueError("'batches' must hold at least one batch, but is empty. Give a tuple of Tensors.")
         seen = _look(passes, batches, loss_scale)
-        tried = []
-        if remedies and seen.overflow:
-            tried += _try_scale(passes, batches, seen)
-    if remedies and seen.overflow:
+        remedies = remedies and seen.overflow and not seen.origin.mask
+        tried = _try_scale(passes, batches, seen) if remedies else []
+    # In graph mode each trial would compile the network anew.
+    sees_operators = seen.closest[0].sees_operators
+    if remedies and sees_operators:
         tried += _try_layer(network, batches, seen, watched)
+        tried += [_try_setting(name, build, batches, seen, watched) for name, build in settings.items()]
     readings = (reading for one in seen.closest for call in one.calls for reading in call.outputs)
-    weights = _weights_beyond(network, any(reading.dtype == "float16" for reading in readings))
-    for name, build in (settings or {}).items() if seen.overflow else ():
-        tried.append(_try_setting(name, build, batches, seen, watched))
     return Explanation(
         loss_scale,
         len(batches),
@@ -117,10 +133,11 @@ def explain_overflow(
         seen.origin,
         layer_ranges(seen.closest),
         seen.closest[0].loss_scale,
-        weights,
+        _weights_beyond(network, any(reading.dtype == "float16" for reading in readings)),
         tuple(tried),
         measured,
         _overflow_mode(),
+        graph=not sees_operators,
     )
 
 
@@ -162,20 +179,21 @@ def watched_passes(network, done=lambda: None, graph=False):
         stack.callback(mindspore.set_context, **before)
         mindspore.set_context(**modes)
         watch = (GraphWatch if graph else Watch)(inner, named_cells(inner))
-        stack.enter_context(watch.watching())
+        stack.enter_context(watch.watching(backward, network))
 
         def run(batch, scale):
             restore_random_state()
             try:
                 loss, gradients, _ = backward(Tensor(scale, mstype.float32), *batch)
+                gradients, of_sinks = gradients[: len(names)], gradients[len(names) :]
                 weights = dict(zip(names, map(read_tensor, gradients), strict=True))
-                calls, of_calls, source = watch.take(loss)
-                return Pass(scale, float(to_numpy(loss).astype(np.float64).mean()), calls, of_calls, weights, source)
+                calls, of_calls, source = watch.take(loss, weights, of_sinks)
+                loss = float(to_numpy(loss).astype(np.float64).mean())
+                return Pass(scale, loss, calls, of_calls, weights, source, sees_operators=not graph)
             except Exception as error:
-                mode, other = ("graph", "without 'graph'") if graph else ("PyNative", "with 'graph'")
                 raise PyNativeError(
-                    f"The layers of this network can be seen only if it runs in {mode} mode, where it fails: "
-                    f"{_reason(error)}. Check the shapes and types of the batch, or try {other}."
+                    f"The layers of this network can be seen only if it runs in {'graph' if graph else 'PyNative'} "
+                    f"mode, where it fails: {_reason(error)}. Check the shapes and types of the batch."
                 ) from error
             finally:
                 done()

@@ -65,6 +65,8 @@ class Explanation:
         measured (str): which weights were measured. Default: "", those that the network has.
         overflow_mode (str): what the device makes of an overflow: "inf", or "saturation", where it becomes the largest
             number and nobody sees it. Default: "inf".
+        graph (bool): whether the passes were run in graph mode, which shows layers and no operators. Default: False.
+        why_graph (str): why the network does not run in PyNative mode. Default: "", not tried.
 
     Examples:
         >>> print(Explanation(65536.0, 2, (1.5, 1.4), {65536.0: False}).headline)
@@ -82,6 +84,8 @@ class Explanation:
     tried: tuple[Tried, ...] = ()
     measured: str = ""
     overflow_mode: str = "inf"
+    graph: bool = False
+    why_graph: str = ""
 
     @property
     def safe_scale(self) -> float | None:
@@ -124,6 +128,8 @@ class Explanation:
             return none + swallowed
         assert self.origin is not None
         where, at = _place(self.origin), as_power_of_two(bad)
+        if self.origin.mask:
+            return f"A mask leaves nothing of a row, of which NaN is made: {where}"
         if self.origin.phase == "forward":
             hidden = ", though the loss is finite" if self.origin.hidden else ""
             whatever = ", whatever the loss scale" if safe is None else ""
@@ -143,7 +149,9 @@ class Explanation:
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         weights = f", {self.measured}" if self.measured else ""
         mode = "; saturation mode: numbers too large become the largest, see the docs" if self.saturates else ""
-        return f"measured: {batches}, loss {losses}{weights}{mode}"
+        because = f", because PyNative mode fails: {self.why_graph[:200]}" if self.why_graph else ""
+        graph = f"; in graph mode, which shows layers and no operators{because}" if self.graph else ""
+        return f"measured: {batches}, loss {losses}{weights}{mode}{graph}"
 
     def _origin_lines(self) -> list[str]:
         if (origin := self.origin) is None:
@@ -211,7 +219,7 @@ class Explanation:
         """
         told = ("headline", "loss_scale", "batches", "overflow", "safe_scale", "overflowing_scale", "layers_scale")
         return {
-            **{name: getattr(self, name) for name in (*told, "measured", "overflow_mode")},
+            **{name: getattr(self, name) for name in (*told, "measured", "overflow_mode", "graph", "why_graph")},
             "losses": list(self.losses),
             "scales": [{"loss_scale": scale, "overflow": bad} for scale, bad in sorted(self.scales.items())],
             "origin": None if self.origin is None else self.origin.to_dict(),

@@ -1,29 +1,33 @@
-"""Looks at the cells of a network while it runs in graph mode: cells around them keep how large values are."""
+"""Looks at the cells of a network while it runs in graph mode: their magnitudes come out as gradients."""
 
 import contextlib
+import inspect
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from mindformers_adaptive.gradients.backward import replaced_in
+from mindformers_adaptive.gradients.backward import replaced_in, to_numpy
 from mindformers_adaptive.overflow.readings import Call, Gradient, Operand, Reading
 from mindformers_adaptive.overflow.watch import read_tensor
 
 __all__ = ["GraphWatch"]
 
 _DTYPES = (mstype.float16, mstype.bfloat16, mstype.float32)
-# Times count down from here, so that the largest is the first.
-_TIMES = 2.0**24
-# What is kept of each cell.
-_KEPT = ("given", "made", "received", "returned")
+# What is measured of a value: of the value, of its gradient, and what is the same for both.
+_MEASURED = ("largest", "bad", "sum_of_bad", "gradient_largest", "gradient_bad", "size", "dtype", "calls")
+# Of cells that take any number of inputs, so many are looked at; flash attention returns its values as the fourth.
+_MOST_INPUTS, _MOST_OUTPUTS = 8, 4
 
 
 class GraphWatch:
     """Records each pass of a network within ``watching()``, as ``Watch`` does, but of cells only.
 
-    For a network that does not run op by op. Each cell is called by another that keeps what it saw in Parameters on the
-    device. Operators are not seen: where values overflow between cells, the cell around them is named.
+    For a network that does not run op by op. Each value that goes into a cell or comes out passes through a cell with a
+    gradient of its own, which has a second input: a Parameter, the sink. The gradient of the sink is what is measured.
+    So nothing is written in the backward pass, where MindSpore could not put writing into an order. Operators are not
+    seen: where values overflow between cells, the cell around them is named. Of a cell that is called several times,
+    the mean of the calls is measured.
 
     Args:
         network (Cell): without a train-step cell around it.
@@ -32,16 +36,27 @@ class GraphWatch:
 
     def __init__(self, network, names):
         self._network = network
-        clocks = [Parameter(Tensor(0.0, mstype.float32), f"clock_of_watch_{n}", requires_grad=False) for n in range(2)]
+        clock = Parameter(Tensor(0.0, mstype.float32), "clock_of_watch", requires_grad=False)
         called = {name: cell for name, cell in names.items() if not isinstance(cell, nn.CellList | nn.CellDict)}
-        self._watched = {name: _Watched(name, cell, *clocks) for name, cell in called.items()}
+        self._watched = {name: _Watched(name, cell, clock) for name, cell in called.items()}
         self._by_cell = {id(watched.layer): watched for watched in self._watched.values()}
         self._owners = (network, *names.values())
+        self._parents = _parents(network, {id(cell): name for name, cell in called.items()})
+        self.sinks = tuple(sink for watched in self._watched.values() for sink in watched.sinks)
 
     @contextlib.contextmanager
-    def watching(self):
-        """Record passes, as many as are made."""
+    def watching(self, *differentiating):
+        """Record passes, as many as are made.
+
+        Args:
+            *differentiating (Cell): the cells whose ``weights`` say what to differentiate by. Their gradients get those
+                of ``sinks`` added at the end.
+        """
         with contextlib.ExitStack() as stack:
+            for cell in differentiating:
+                if (weights := getattr(cell, "weights", None)) is not None:
+                    stack.callback(setattr, cell, "weights", weights)
+                    cell.weights = ParameterTuple((*weights, *self.sinks))
             # Some cells keep lists of those that they call, too.
             for values in (values for owner in self._owners for values in (owner._cells, vars(owner))):
                 for name, value in list(values.items()):
@@ -50,62 +65,89 @@ class GraphWatch:
                         stack.enter_context(replaced_in(values, name, watched))
             yield
 
-    def take(self, loss):
-        """Return what was recorded of the pass that was made last, and forget it; as in ``Watch``."""
+    def take(self, loss, weights, gradients_of_sinks):
+        """Return what was recorded of the pass that was made last, and forget it.
+
+        Args:
+            loss (Tensor): what it returned as the loss.
+            weights (Mapping[str, Reading]): the gradients of the trained Parameters.
+            gradients_of_sinks (Sequence[Tensor]): in the order of ``sinks``.
+
+        Returns:
+            tuple, ``calls``, ``backward`` and ``loss_source`` of a ``Pass``.
+        """
+        names = [sink.name for sink in self.sinks]
+        measured = dict(zip(names, (to_numpy(each).tolist() for each in gradients_of_sinks), strict=True))
         whole = Call(0, "", type(self._network).__name__, outputs=[read_tensor(loss)])
-        calls, places, backward = [whole], {"": 0}, []
+        calls, indexes = [whole], {"": 0}
         began = {name: float(watched.began.asnumpy()) for name, watched in self._watched.items()}
         for name in sorted((name for name, time in began.items() if time), key=began.get):
-            watched = self._watched[name]
-            parent = name
-            while parent not in places:
-                parent = parent.rpartition(".")[0]
-            made = Call(len(calls), name, type(watched.layer).__name__, parent=places[parent])
-            places[name] = made.index
-            calls.append(made)
-            made.inputs = [Operand(reading) for reading, _ in watched.seen("given")]
-            made.inputs += [Operand(read_tensor(weight), None, weight.name) for weight in _own(watched.layer)]
-            made.outputs = [reading for reading, _ in watched.seen("made")]
-            for of_output, which in ((True, "received"), (False, "returned")):
-                for reading, time in watched.seen(which):
-                    gradient = Gradient(of_output, 0, reading)
-                    made.gradients.append(gradient)
-                    backward.append((time, made.index, gradient))
-            watched.forget()
-        return calls, [(index, gradient) for _, index, gradient in sorted(backward, key=lambda one: one[0])], None
+            parent = self._parents.get(name, "")
+            while parent not in indexes:
+                parent = self._parents.get(parent, "")
+            indexes[name] = len(calls)
+            calls.append(self._watched[name].read(measured, len(calls), indexes[parent]))
+        return calls, list(_backward_order(calls, dict(weights))), None
 
     def _watched_for(self, value):
         if type(value) in (tuple, list):
-            found = [self._by_cell.get(id(each), each) for each in value]
-            changed = any(new is not old for new, old in zip(found, value, strict=True))
-            return type(value)(found) if changed else value
+            replaced = [self._by_cell.get(id(each), each) for each in value]
+            changed = any(new is not old for new, old in zip(replaced, value, strict=True))
+            return type(value)(replaced) if changed else value
         return self._by_cell.get(id(value), value)
 
 
-def _own(cell):
-    return [weight for weight in cell._params.values() if weight is not None and weight.is_floating_point()]
+def _parents(network, names):
+    """Return the name of the cell around each cell; by paths, because names leave out cells around the network."""
+    paths = {path: id(cell) for path, cell in network.cells_and_names() if path}
+    parents = {}
+    for path, cell in paths.items():
+        around = path.rpartition(".")[0]
+        while around and paths.get(around) not in names:
+            around = around.rpartition(".")[0]
+        if cell in names:
+            parents.setdefault(names[cell], names[paths[around]] if around else "")
+    return parents
+
+
+def _backward_order(calls, weights):
+    """Yield the gradients in the reverse of the nested order of the forward pass; those of weights become gradients."""
+    inside = {}
+    for call in calls[1:]:
+        inside.setdefault(call.parent, []).append(call)
+
+    def go_back(call):
+        yield from ((call.index, gradient) for gradient in call.gradients if gradient.of_output)
+        for child in reversed(inside.get(call.index, [])):
+            yield from go_back(child)
+        of_inputs = [gradient for gradient in call.gradients if not gradient.of_output]
+        # A layer's weights come before what it gives back to the layers before it.
+        for place, value in enumerate(call.inputs):
+            if value.weight in weights:
+                call.gradients.append(Gradient(False, place, weights.pop(value.weight)))
+                yield call.index, call.gradients[-1]
+        yield from ((call.index, gradient) for gradient in of_inputs)
+
+    yield from go_back(calls[0])
 
 
 class _Watched(nn.Cell):
     """A cell in the place of another that it calls."""
 
-    def __init__(self, name, layer, forward_clock, backward_clock):
+    def __init__(self, name, layer, clock):
         super().__init__(auto_prefix=False)
-        self.layer = layer
-        self.forward_clock, self.backward_clock = forward_clock, backward_clock
+        self.layer, self.clock, self.measure = layer, clock, _Measure()
+        parameters = list(inspect.signature(layer.construct).parameters.values())
+        takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+        self.sinks_in = _sinks(f"{name}.in", _MOST_INPUTS if takes_any else len(parameters))
+        self.sinks_out = _sinks(f"{name}.out", _MOST_OUTPUTS)
         self.began = Parameter(Tensor(0.0, mstype.float32), f"watch_of_{name}.began", requires_grad=False)
-        for which in _KEPT:
-            kept = Parameter(Tensor(np.zeros(5, np.float32)), f"watch_of_{name}.{which}", requires_grad=False)
-            setattr(self, which, kept)
-        self.note_returned = ops.InsertGradientOf(self._note_returned)
-        self.note_received = ops.InsertGradientOf(self._note_received)
-        self.one = Tensor(1.0, mstype.float32)
-        # A graph is compiled from functions many times slower than from these.
-        self.abs, self.cast, self.depend = ops.Abs(), ops.Cast(), ops.Depend()
-        self.is_finite, self.logical_not, self.select = ops.IsFinite(), ops.LogicalNot(), ops.Select()
-        self.reduce_max, self.reduce_sum, self.stack = ops.ReduceMax(), ops.ReduceSum(), ops.Stack()
-        self.minimum, self.maximum, self.zeros_like = ops.Minimum(), ops.Maximum(), ops.ZerosLike()
         self.assign, self.assign_add = ops.Assign(), ops.AssignAdd()
+        self.one = Tensor(1.0, mstype.float32)
+
+    @property
+    def sinks(self):
+        return (*self.sinks_in, *self.sinks_out)
 
     def __getattr__(self, name):
         try:
@@ -118,57 +160,85 @@ class _Watched(nn.Cell):
             return getattr(layer, name)
 
     def construct(self, *args, **kwargs):
-        self.assign(self.began, self.assign_add(self.forward_clock, self.one))
-        given = []
-        for value in args:
-            seen = value
-            if self._is_seen(value):
-                self._note(self.given, value, self.forward_clock)
-                seen = self.note_returned(value)
-            given.append(seen)
-        output = self.layer(*given, **kwargs)
+        self.assign(self.began, self.assign_add(self.clock, self.one))
+        inputs = []
+        for value, sink in zip(args, self.sinks_in):  # noqa: B905, which a graph does not have
+            inputs.append(self.measured(value, sink))
+        output = self.layer(*inputs, **kwargs)
         if isinstance(output, tuple):
             outputs = []
-            for value in output:
-                outputs.append(self._noted(value))
-            return tuple(outputs)
-        return self._noted(output)
+            for value, sink in zip(output, self.sinks_out):  # noqa: B905
+                outputs.append(self.measured(value, sink))
+            return tuple(outputs) + output[len(outputs) :]
+        return self.measured(output, self.sinks_out[0])
 
-    def _noted(self, value):
-        if self._is_seen(value):
-            self._note(self.made, value, self.forward_clock)
-            return self.note_received(value)
+    def measured(self, value, sink):
+        if isinstance(value, Tensor) and value.dtype in _DTYPES:
+            return self.measure(value, sink)
         return value
 
-    def _is_seen(self, value):
-        return isinstance(value, Tensor) and value.dtype in _DTYPES
-
-    def _note_returned(self, gradient):
-        # Without this the assignment would be left out of the graph.
-        return self.depend(gradient, self._note(self.returned, gradient, self.backward_clock))
-
-    def _note_received(self, gradient):
-        return self.depend(gradient, self._note(self.received, gradient, self.backward_clock))
-
-    def _note(self, record, tensor, clock):
-        """Keep the largest of each: of finite magnitudes, of inf and NaN how many, and the first time of these."""
-        size = self.abs(self.cast(tensor, mstype.float32))
-        is_finite = self.is_finite(size)
-        largest = self.reduce_max(self.select(is_finite, size, self.zeros_like(size)))
-        bad = self.reduce_sum(self.cast(self.logical_not(is_finite), mstype.float32))
-        time = (_TIMES - self.assign_add(clock, self.one)) * self.minimum(bad, self.one)
-        dtype = 0.0 if tensor.dtype == mstype.float16 else 1.0 if tensor.dtype == mstype.bfloat16 else 2.0
-        size, dtype = self.cast(float(tensor.size), mstype.float32), self.cast(dtype, mstype.float32)
-        return self.assign(record, self.maximum(record, self.stack((largest, bad, time, size, dtype))))
-
-    def seen(self, which):
-        """Return what was kept as a list of one reading and its time, which is empty if nothing was."""
-        largest, bad, time, size, dtype = getattr(self, which).asnumpy().tolist()
-        reading = Reading(str(_DTYPES[int(dtype)]).lower(), int(size), largest, int(bad))
-        return [(reading, _TIMES - time)] if size else []
-
-    def forget(self):
-        """Start anew."""
-        for which in _KEPT:
-            getattr(self, which).set_data(Tensor(np.zeros(5, np.float32)))
+    def read(self, measured, index, parent):
+        """Return the call of the pass that was made last, from what was measured of all sinks, and forget it."""
+        name = self.began.name.removeprefix("watch_of_").removesuffix(".began")
+        call = Call(index, name, type(self.layer).__name__, parent=parent)
+        for sinks, of_output in ((self.sinks_in, False), (self.sinks_out, True)):
+            for sink in sinks:
+                values = dict(zip(_MEASURED, measured[sink.name], strict=True))
+                if not values["calls"]:
+                    continue
+                reading, gradient = _readings(values)
+                call.gradients.append(Gradient(of_output, len(call.outputs if of_output else call.inputs), gradient))
+                if of_output:
+                    call.outputs.append(reading)
+                else:
+                    call.inputs.append(Operand(reading))
+        weights = [weight for weight in self.layer._params.values() if weight is not None]
+        weights = [weight for weight in weights if weight.is_floating_point()]
+        call.inputs += [Operand(read_tensor(weight), None, weight.name) for weight in weights]
         self.began.set_data(Tensor(0.0, mstype.float32))
+        return call
+
+
+def _sinks(name, number):
+    zeros = np.zeros(len(_MEASURED), np.float32)
+    return ParameterTuple([Parameter(Tensor(zeros), name=f"sink_of_{name}{place}") for place in range(number)])
+
+
+def _readings(values):
+    calls, bad, of_bad = values["calls"], int(values["bad"]), values["sum_of_bad"]
+    dtype, size = str(_DTYPES[round(values["dtype"] / calls)]).lower(), int(values["size"] / calls)
+    nans, positive = (bad if is_so else 0 for is_so in (np.isnan(of_bad), of_bad == np.inf))
+    gradient = Reading(dtype, size, values["gradient_largest"] / calls, int(values["gradient_bad"]))
+    return Reading(dtype, size, values["largest"] / calls, bad, nans, positive), gradient
+
+
+class _Measure(nn.Cell):
+    """Return a value as it is. The gradient of the second input is what was measured of the value."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        # A graph is compiled from functions many times slower than from these.
+        self.abs, self.cast, self.zeros_like = ops.Abs(), ops.Cast(), ops.ZerosLike()
+        self.is_finite, self.logical_not, self.select = ops.IsFinite(), ops.LogicalNot(), ops.Select()
+        self.reduce_max, self.reduce_sum, self.stack = ops.ReduceMax(), ops.ReduceSum(), ops.Stack()
+        self.one = Tensor(1.0, mstype.float32)
+
+    def construct(self, value, sink):
+        return value
+
+    def bprop(self, value, sink, out, dout):
+        dtype = 0.0 if value.dtype == mstype.float16 else 1.0 if value.dtype == mstype.bfloat16 else 2.0
+        size, dtype = self.cast(float(value.size), mstype.float32), self.cast(dtype, mstype.float32)
+        in_float32 = self.cast(value, mstype.float32)
+        largest, bad, is_finite = self._largest(in_float32)
+        # -inf, inf or NaN: which of them the value has, be it in one element or in many.
+        sum_of_bad = self.reduce_sum(self.select(is_finite, self.zeros_like(in_float32), in_float32))
+        gradient_largest, gradient_bad, _ = self._largest(self.cast(dout, mstype.float32))
+        measured = (largest, bad, sum_of_bad, gradient_largest, gradient_bad, size, dtype, self.one)
+        return dout, self.stack(measured)
+
+    def _largest(self, tensor):
+        magnitude = self.abs(tensor)
+        is_finite = self.is_finite(magnitude)
+        largest = self.reduce_max(self.select(is_finite, magnitude, self.zeros_like(magnitude)))
+        return largest, self.reduce_sum(self.cast(self.logical_not(is_finite), mstype.float32)), is_finite

@@ -72,7 +72,8 @@ def _constant_calls(seen: Pass) -> set[int]:
     constant: set[int] = set()
     for call in seen.calls:
         # A cell that was looked into is known by what it returns, from the operator that made it.
-        if all(_is_constant(call, place, constant) for place in range(len(call.inputs))) and not call.gradients:
+        gets_gradient = call.gradients and (seen.sees_operators or call.inputs)
+        if all(_is_constant(call, place, constant) for place in range(len(call.inputs))) and not gets_gradient:
             constant.add(call.index)
     return constant
 

@@ -52,9 +52,10 @@ class Masks:
             return value.source in self.calls
         if multiplies(call) or not value.reading.only_minus_inf:
             return False
+        if value.weight or self._pass.sees_operators:
+            return not call.gets_gradient(place)
         # In graph mode all values seem to get a gradient.
-        is_known = self._pass.sees_operators or bool(value.weight)
-        return not (is_known and call.gets_gradient(place))
+        return not value.reading.largest
 
     def overflowed_inputs(self, call: Call) -> list[Operand]:
         """Return the inputs with inf or NaN that is not meant."""

@@ -73,6 +73,8 @@ class Watch:
         names (Mapping[str, Cell]): the cells to record, by name.
     """
 
+    sinks = ()
+
     def __init__(self, network, names: Mapping[str, nn.Cell]):
         names = {"": network, **names}
         names |= _cells_in_lists(names)
@@ -94,7 +96,7 @@ class Watch:
         self._start()
 
     @contextlib.contextmanager
-    def watching(self):
+    def watching(self, *_):
         """Record passes, as many as are made."""
         with contextlib.ExitStack() as self._patches:
             # Else a Parameter that the forward pass overwrites would look like a bad checkpoint.
@@ -119,15 +121,8 @@ class Watch:
                     self._patches.enter_context(replaced_in(vars(cell), "_recompute_cell", None))
             yield
 
-    def take(self, loss):
-        """Return what was recorded of the pass that was made last, and forget it.
-
-        Args:
-            loss (Tensor): what it returned as the loss.
-
-        Returns:
-            tuple, ``calls``, ``backward`` and ``loss_source`` of a ``Pass``.
-        """
+    def take(self, *_):
+        """Return ``calls``, ``backward`` and ``loss_source`` of the ``Pass`` that was made last, and forget it."""
         recorded = self._calls, self._backward, self._loss_source
         self._start()
         return recorded

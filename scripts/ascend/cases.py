@@ -172,11 +172,14 @@ def _models():
     guided = (GUIDED,)
     yield from _launched("llama")
     yield from _launched("llama_fused", ways=_OURS, **_FUSED)
+    yield from _launched("llama_watched", ways=(STOCK,), watched=True)
     yield from _launched("llama_lora", ways=guided, **{"model.model_config.pet_config": _LORA})
     yield from _launched("llama_recompute", ways=guided, **{"recompute_config.recompute": True})
     for model in ("qwen3", "deepseek_v3"):
         options = {"needs_process": True, "is_large": True, "arguments": {"model": model}}
         yield from _in_each_way(model, "mcore_step", _OURS, **options)
+    watched = {"needs_process": True, "is_large": True, "arguments": {"model": "qwen3", "watched": True}}
+    yield from _in_each_way("qwen3_watched", "mcore_step", (ADAPTIVE,), **watched)
     yield from _launched("llama_data_parallel_2", "tiny_llama_cpu_fp16_parallel.yaml", 2, ways=_OURS)
     yield from _launched("llama_model_parallel_2", ranks=2, ways=_OURS, **_FUSED, **_split(model=2))
     sharding = _split(data=2, enable_parallel_optimizer=True)

@@ -15,6 +15,7 @@ from mindformers_adaptive.gradients.backward import backward_pass
 from mindformers_adaptive.gradients.layers import named_cells
 from mindformers_adaptive.mindformers.launcher import launch, load_config
 from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
+from mindformers_adaptive.mindformers.training_probe import build_training
 from mindformers_adaptive.overflow.graph_watch import GraphWatch
 from scripts.ascend import optimizers
 from scripts.ascend.printed_parameters import LEARNING_RATES, forget_printed
@@ -234,11 +235,15 @@ def scaler_step(way):
 
 
 def watched_step(way):
-    """The backward pass of a train step with a cell around each layer that keeps its largest values."""
+    """The backward pass of a train step in which the values of each layer are measured, as ``why --graph`` does it."""
     network = Layers()
-    backward = backward_pass(nn.TrainOneStepWithLossScaleCell(network, momentum(network), update_cell(way)))
-    with GraphWatch(network, named_cells(network)).watching():
-        backward.compile(Tensor(START, mindspore.float32), *rows())
+    compile_watched(nn.TrainOneStepWithLossScaleCell(network, momentum(network), update_cell(way)), rows())
+
+
+def compile_watched(step, inputs):
+    backward = backward_pass(step.set_train())
+    with GraphWatch(step.network, named_cells(step.network)).watching(backward, step):
+        backward.compile(Tensor(START, mindspore.float32), *inputs)
 
 
 # Train steps in several processes
@@ -279,10 +284,11 @@ NETWORKS = {
 # Whole models
 
 
-def launched(way, config, as_it_is=False, **options):
+def launched(way, config, as_it_is=False, watched=False, **options):
     """The launcher with a YAML file, a small model and rows of zeros; the steps of the only epoch are sunk.
 
-    A file that is taken as it is has adaptive scaling already.
+    A file that is taken as it is has adaptive scaling already. Of a training that is watched, what is compiled is the
+    backward pass in which the values of each layer are measured.
     """
     update_cells = {
         "stock": "DynamicLossScaleUpdateCell",
@@ -305,9 +311,14 @@ def launched(way, config, as_it_is=False, **options):
         "train_dataset.num_parallel_workers": 1,
         **options,
     }
-    config = load_config(ROOT / "configs" / config, overrides, may_add=list(overrides))
+    file = ROOT / "configs" / config
+    config = load_config(file, overrides, may_add=list(overrides))
     write_rows(folder, config.train_dataset.input_columns, config.model.model_config.seq_length + 1)
-    launch(config)
+    if watched:
+        step, dataset = build_training(file, folder, overrides)
+        compile_watched(step, next(dataset.create_tuple_iterator()))
+    else:
+        launch(config)
 
 
 def write_rows(folder, columns, length):
@@ -318,7 +329,7 @@ def write_rows(folder, columns, length):
     writer.commit()
 
 
-def mcore_step(way, model):
+def mcore_step(way, model, watched=False):
     """A tiny mcore model of MindFormers with its own operators: flash attention, fused norms, experts."""
     from mindformers.core.context.build_context import MFContextOperator
     from mindformers.tools.register import MindFormerConfig
@@ -330,7 +341,7 @@ def mcore_step(way, model):
     optimizer = nn.Adam(network.trainable_params(), nn.CosineDecayLR(0.001, 0.02, 40))
     step = wrapper_of(way).MFTrainOneStepCell(network, optimizer, use_clip_grad=True, scale_sense=update_cell(way))
     tokens = Tensor(np.ones((tiny.BATCH, tiny.SEQ_LENGTH)), mindspore.int32)
-    compile_step(step, (tokens, tokens, ops.cast(tokens, mindspore.float32)))
+    (compile_watched if watched else compile_step)(step, (tokens, tokens, ops.cast(tokens, mindspore.float32)))
 
 
 def deepseek(length):

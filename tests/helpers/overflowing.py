@@ -30,7 +30,9 @@ def tokens():
 def planted(network, changes):
     """Multiply Parameters whose names contain a text by a number, or set them to an array, and undo that."""
     before = {}
-    for weight in network.get_parameters():
+    # Those by which a network is watched in a graph have the names of its layers in theirs.
+    weights = [weight for weight in network.get_parameters() if not weight.name.startswith(("sink_of", "watch_of"))]
+    for weight in weights:
         for text, change in changes.items():
             if text in weight.name:
                 before[weight] = weight.asnumpy().copy()

@@ -252,15 +252,22 @@ def test_layers_in_float32_are_put_back():
         ([Residuals(), [Tensor([1.0])], "high"], TypeError, "'loss_scale' must be"),
         ([Residuals(), [Tensor([1.0])], 0], ValueError, "'loss_scale' must be"),
         (
-            [GraphOnly(), [(Tensor(np.ones((1, 4), np.float32)),)]],
+            [Residuals(), [(Tensor(np.ones((1, 3), np.float32)),)]],
             PyNativeError,
-            r"in PyNative mode, where it fails: RuntimeError: a kern.*, or try with 'graph'\.",
+            r"in PyNative mode, where it fails: .*Check the shapes and types of the batch",
         ),
     ],
 )
 def test_bad_input_is_refused(graph_mode, arguments, error, message):
     with pytest.raises(error, match=message):
         explain_overflow(*arguments)
+    assert mindspore.get_context("mode") == mindspore.GRAPH_MODE
+
+
+def test_a_network_that_fails_op_by_op_is_run_in_graph_mode(graph_mode):
+    explanation = explain_overflow(GraphOnly(), [(Tensor(np.ones((1, 4), np.float32)),)], 2.0**8)
+    assert explanation.graph
+    assert "because PyNative mode fails: RuntimeError: a kernel" in str(explanation)
     assert mindspore.get_context("mode") == mindspore.GRAPH_MODE
 
 

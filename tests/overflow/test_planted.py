@@ -40,7 +40,8 @@ from overflowing import (
     written_in_place,
 )
 
-from mindformers_adaptive.overflow.explain import explain_overflow
+from mindformers_adaptive.overflow.explain import explain_overflow, watched_passes
+from mindformers_adaptive.overflow.origin import find_origin
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 
 
@@ -99,58 +100,30 @@ def test_in_llama(model, changes, scale, expected):
 LORA = {"pet_type": "lora", "lora_rank": 2, "lora_alpha": 2, "target_modules": ".*wq|.*wv"}
 
 
-def test_in_a_frozen_layer_of_llama_with_lora():
-    """The gradient of activations overflows in a layer that is not trained: its weight has no gradient to show it."""
+@pytest.fixture(scope="module")
+def lora():
     mindspore.set_seed(0)
     with mindspore_mode("pynative"):
-        network = get_pet_model(llama(), MindFormerConfig(**LORA))
-        assert len(network.trainable_params()) == 8
-        # The values that go into the head are small, so that its product fits, and its weights are large.
-        with planted(network, {"lm_head": 3e5, "norm_out": 1e-6}):
-            assert named(network, tokens(), 2.0**18) == ("backward", "lm_head", "MatMul")
+        yield get_pet_model(llama(), MindFormerConfig(**LORA))
 
 
-IN_QWEN3 = {
-    "norm": ({"layers.0.input_layernorm": 1e5}, 1, ("forward", "decoder.layers.0.input_layernorm", "Cast")),
-    "query and key": (
-        {"layers.1.self_attention.q_layernorm": 300, "layers.1.self_attention.k_layernorm": 300},
-        1,
-        ("forward", "decoder.layers.1.self_attention.core_attention.flash_attention", "BatchMatMul"),
-    ),
-    "feed forward": ({"layers.1.mlp.linear_fc1": 1e4}, 1, ("forward", "decoder.layers.1.mlp", "Mul")),
-    "head, backward": ({"output_layer": 1.0}, 2.0**32, ("backward", "output_layer", "MatMul")),
-}
+# The values that go into the head are small, so that its product fits, and its weights are large. It is not trained:
+# its weight has no gradient to show the overflow.
+FROZEN_HEAD = {"lm_head": 3e5, "norm_out": 1e-6}
 
 
-# What a CPU lacks op by op, beside what it lacks in a graph.
-ON_CPU = {
-    "OneHotExt": lambda _, labels, classes, on, off: ops.one_hot(labels, classes, on, off),
-    "ZerosLikeExt": lambda _, like, dtype=None: ops.ZerosLike()(like),
-    "SumExt": lambda _, x, axis=None, keep=False, dtype=None: ops.ReduceSum(keep)(x, () if axis is None else axis),
-}
+def test_in_a_frozen_layer_of_llama_with_lora(lora):
+    assert len(lora.trainable_params()) == 8
+    with planted(lora, FROZEN_HEAD):
+        assert named(lora, tokens(), 2.0**18) == ("backward", "lm_head", "MatMul")
 
 
-@pytest.fixture(scope="module")
-def qwen3():
-    import mcore_on_cpu
-
-    from scripts.ascend.mcore import build_qwen3
-
-    with pytest.MonkeyPatch.context() as patch, mindspore_mode("pynative"), mcore_on_cpu.mcore_on_cpu(patch):
-        network = build_qwen3()
-        for name, function in ON_CPU.items():
-            patch.setattr(getattr(auto_generate, name), "__call__", function)
-        optimizer = nn.SGD(network.trainable_params(), 0.1)
-        yield MFTrainOneStepCell(network, optimizer, scale_sense=AdaptiveLossScaleUpdateCell(2**16, 2, 20))
-
-
-@pytest.mark.parametrize(("changes", "scale", "expected"), IN_QWEN3.values(), ids=IN_QWEN3)
-def test_in_an_mcore_model(qwen3, changes, scale, expected):
-    import mcore_on_cpu
-
-    batch = tuple(map(Tensor, mcore_on_cpu.rows(1)[0]))
-    with planted(qwen3.network, changes):
-        assert named(qwen3, batch, scale) == expected
+@pytest.mark.slow
+def test_in_a_graph_of_llama_with_lora(lora):
+    with mindspore_mode("graph"), watched_passes(lora, graph=True) as passes:
+        assert origin_of(passes, lora, FROZEN_HEAD, tokens(), 2.0**18) == ("backward", "lm_head")
+        key = {"layers.1.attention.wk": np.full(1, 4e4)}
+        assert origin_of(passes, lora, key, tokens(), 1) == ("forward", "model.layers.1.attention.wk")
 
 
 def mean_of_powers(x, weight):
@@ -424,32 +397,105 @@ def test_values_that_overflow_though_the_loss_is_finite_are_said_to():
     assert (without.overflow, without.swallowed) == (False, "")
 
 
-IN_GRAPHS = {
-    "forward": (lambda: Stack(Calls(ops.relu), Calls(ops.relu, 300.0)), np.full((2, 4), 300, np.float32), 1),
-    "backward": (Frozen, values(2, 4), 2.0**10),
-}
-
-
-@pytest.mark.parametrize(("phase", "layer"), [("forward", "layers.1.dense"), ("backward", "frozen")])
-def test_in_graphs_the_layer_is_named_too(phase, layer):
-    make, batch, scale = IN_GRAPHS[phase]
+def test_in_a_graph_the_same_is_measured_and_nothing_is_changed():
     mindspore.set_seed(0)
-    network = make()
+    network, batch = Frozen(), (Tensor(values(2, 4)),)
     cells = [(name, id(cell)) for name, cell in network.cells_and_names()]
     with mindspore_mode("graph"):
-        explanation = explain_overflow(network, [(Tensor(batch),)], scale, graph=True, remedies=False)
+        explanation = explain_overflow(network, [batch], 2.0**10, remedies=False, graph=True)
     with mindspore_mode("pynative"):
-        op_by_op = explain_overflow(network, [(Tensor(batch),)], scale, remedies=False)
+        op_by_op = explain_overflow(network, [batch], 2.0**10, remedies=False)
     origin, other = explanation.origin, op_by_op.origin
-    assert (origin.phase, origin.layer, origin.operator) == (phase, layer, "")
+    assert (origin.phase, origin.layer, origin.operator) == ("backward", "frozen", "")
     assert (other.phase, other.layer, other.what, other.reading.size) == (
-        phase,
-        layer,
+        "backward",
+        "frozen",
         origin.what,
         origin.reading.size,
     )
-    assert (explanation.overflowing_scale, explanation.losses) == (op_by_op.overflowing_scale, op_by_op.losses)
-    seen = {one.layer: one.backward.largest for one in explanation.layers if one.backward}
-    if phase == "backward":
-        assert seen["frozen"] == {one.layer: one.backward.largest for one in op_by_op.layers}["frozen"]
+    assert (explanation.scales, explanation.losses) == (op_by_op.scales, op_by_op.losses)
+    measured, expected = (
+        {layer.layer: layer.backward.largest for layer in each.layers if layer.backward}
+        for each in (explanation, op_by_op)
+    )
+    assert measured["frozen"] == expected["frozen"]
+    assert "in graph mode, which shows layers and no operators" in str(explanation)
     assert [(name, id(cell)) for name, cell in network.cells_and_names()] == cells
+
+
+@pytest.fixture(scope="module")
+def passes_in_a_graph(model):
+    """Passes of a Llama that is compiled once."""
+    with mindspore_mode("graph"), watched_passes(model, graph=True) as passes:
+        yield passes
+
+
+def origin_of(passes, network, changes, batch, scale):
+    with mindspore_mode("graph"), planted(network, changes):
+        [seen] = passes([batch], scale)
+    origin = find_origin(seen)
+    return origin.phase, origin.layer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_LLAMA)
+def test_in_a_graph_of_llama(model, passes_in_a_graph, case):
+    changes, scale, (phase, layer, _) = IN_LLAMA[case]
+    # At the highest scale other layers overflow as well, before this one.
+    scale = {"head, backward": 2.0**19, "norm, backward": 2.0**17}.get(case, scale)
+    assert origin_of(passes_in_a_graph, model, changes, tokens(), scale) == (phase, layer)
+
+
+# Last, because from then on MindFormers makes its mcore layers.
+IN_QWEN3 = {
+    "norm": ({"layers.0.input_layernorm": 1e5}, 1, ("forward", "decoder.layers.0.input_layernorm", "Cast")),
+    "query and key": (
+        {"layers.1.self_attention.q_layernorm": 300, "layers.1.self_attention.k_layernorm": 300},
+        1,
+        ("forward", "decoder.layers.1.self_attention.core_attention.flash_attention", "BatchMatMul"),
+    ),
+    "feed forward": ({"layers.1.mlp.linear_fc1": 1e4}, 1, ("forward", "decoder.layers.1.mlp", "Mul")),
+    "head, backward": ({"output_layer": 1.0}, 2.0**32, ("backward", "output_layer", "MatMul")),
+}
+
+
+# What a CPU lacks op by op, beside what it lacks in a graph.
+ON_CPU = {
+    "OneHotExt": lambda _, labels, classes, on, off: ops.one_hot(labels, classes, on, off),
+    "ZerosLikeExt": lambda _, like, dtype=None: ops.ZerosLike()(like),
+    "SumExt": lambda _, x, axis=None, keep=False, dtype=None: ops.ReduceSum(keep)(x, () if axis is None else axis),
+}
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    import mcore_on_cpu
+
+    from scripts.ascend.mcore import build_qwen3
+
+    with pytest.MonkeyPatch.context() as patch, mindspore_mode("pynative"), mcore_on_cpu.mcore_on_cpu(patch):
+        network = build_qwen3()
+        for name, function in ON_CPU.items():
+            patch.setattr(getattr(auto_generate, name), "__call__", function)
+        optimizer = nn.SGD(network.trainable_params(), 0.1)
+        yield MFTrainOneStepCell(network, optimizer, scale_sense=AdaptiveLossScaleUpdateCell(2**16, 2, 20))
+
+
+@pytest.mark.parametrize(("changes", "scale", "expected"), IN_QWEN3.values(), ids=IN_QWEN3)
+def test_in_an_mcore_model(qwen3, changes, scale, expected):
+    import mcore_on_cpu
+
+    batch = tuple(map(Tensor, mcore_on_cpu.rows(1)[0]))
+    with planted(qwen3.network, changes):
+        assert named(qwen3, batch, scale) == expected
+
+
+@pytest.mark.slow
+def test_in_a_graph_of_an_mcore_model(qwen3):
+    import mcore_on_cpu
+
+    batch = tuple(map(Tensor, mcore_on_cpu.rows(1)[0]))
+    with mindspore_mode("graph"), watched_passes(qwen3, graph=True) as passes:
+        for changes, scale, (phase, layer, _) in IN_QWEN3.values():
+            scale = min(scale, 2.0**20)
+            assert origin_of(passes, qwen3.network, changes, batch, scale) == (phase, layer)
