@@ -26,6 +26,7 @@ from mindformers_adaptive.cli.output import (
 from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
 from mindformers_adaptive.gradients.recommendation import judge, table_of_groups
 from mindformers_adaptive.gradients.selection import select
+from mindformers_adaptive.mindformers.launcher import use_register_path
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradients import draw_histograms
 from mindformers_adaptive.rules.formats import FORMATS
@@ -92,6 +93,8 @@ def run(options: argparse.Namespace) -> None:
     ranges = sweep(options, scales, options.layers, add_up if options.gradients else None)
 
     def tables() -> Iterator[str]:
+        if ranges.division:
+            yield f"Measured {ranges.division}, as the training does."
         yield ranges.table()
         lowest = judge(ranges, ranges.loss_scales[0])
         if lowest.groups:
@@ -119,6 +122,7 @@ def run(options: argparse.Namespace) -> None:
 def sweep(options: argparse.Namespace, loss_scales, layers=(), observe=None):  # type: ignore[no-untyped-def]
     """Run the sweep with a progress bar; what MindFormers prints goes to the standard error."""
     overrides = read_options(options.options)
+    use_register_path(options.register_path)
     with contextlib.redirect_stdout(sys.stderr):
         from mindformers_adaptive.mindformers.training_probe import probe
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
-import sys
 import traceback
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindformers_adaptive.mindformers.launcher import require_yaml_file, set_key
+from mindformers_adaptive.mindformers.launcher import require_yaml_file, set_key, use_register_path
 from mindformers_adaptive.mindformers.pynative_section import check_config, is_for_pynative_trainer, read_config
 from mindformers_adaptive.text.untrusted import read_yaml
 
@@ -73,9 +71,7 @@ def load_config(
     path = require_yaml_file(path)
     config, section = read_config(path)
     config = copy.deepcopy({**config, "training": {**config["training"], "loss_scale": section}})
-    if register_path is not None:
-        folder = os.environ["REGISTER_PATH"] = str(Path(register_path).resolve())
-        sys.path.append(folder)
+    use_register_path(register_path)
     for key, value in (overrides or {}).items():
         if key in may_add and key not in _IN_BOTH:
             place = _IN_ITS_PLACE.get(key)
