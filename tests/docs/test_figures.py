@@ -8,8 +8,6 @@ import json
 import re
 
 import pytest
-from conftest import ROOT
-from pages import ENGLISH, ENGLISH_DOCS, blocks, chinese, figure, name_of
 
 from mindformers_adaptive.rules import RULES
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
@@ -21,6 +19,8 @@ from scripts.benchmarks.sweep import SWEEP
 from scripts.demo import demo
 from scripts.studies import figures, guided_training
 from scripts.studies.figures import DATA, FIGURES, PAGES, Figure
+from tests.conftest import ROOT
+from tests.shared.pages import ENGLISH, ENGLISH_DOCS, blocks, chinese, figure, name_of
 
 
 def shown_on(page):

@@ -3,8 +3,9 @@
 import re
 
 import pytest
-from conftest import ROOT
-from pages import CHINESE, ENGLISH, blocks, chinese, headings, links, name_of, prose, tables
+
+from tests.conftest import ROOT
+from tests.shared.pages import CHINESE, ENGLISH, blocks, chinese, headings, links, name_of, prose, tables
 
 
 def test_each_page_is_there_in_both_languages():
