@@ -1,4 +1,4 @@
-"""Train the demo's model for 5,000 steps in FP32, and in FP16 by each way of scaling, and compare the results.
+"""Train the demo's model for 5,000 steps in FP32, and in FP16 by each way of scaling, and compare what comes of it.
 
     python -m scripts.studies.long_training [--seeds N] [--processes N] [--json FILE]
 
@@ -6,9 +6,6 @@ A run goes on in pieces, each in a process of its own, from a checkpoint of the 
 where it was when this is started again. What a run showed is written to docs/figures/long_training/ once all of its
 steps are taken, and is not trained again; with ``--results FOLDER`` all of it is, into that folder. Prints Markdown,
 and draws docs/images/long_training.svg. All ways of one seed have the same weights and data.
-
-Each step stands for one of 256 micro-batches whose losses are divided by 256 before the backward pass. That is done by
-dividing the loss scale, which gives the same gradients. FP32 needs no division, and one way is trained without it.
 """
 
 import argparse
@@ -35,16 +32,13 @@ _COLOURS = (canvas.MUTED, canvas.WARNING, canvas.CONTEXT, canvas.SECOND, canvas.
 # The keys of the ways, and what the tables call them.
 WAYS = {
     "fp32": "FP32",
-    "single": "FP16, no scaling, one micro-batch",
     "none": "FP16, no scaling",
-    "fixed": "fixed 2^16",
+    "fixed": "fixed 2^10",
     "dynamic": "MindSpore's dynamic, window 1000",
     "adaptive": "adaptive",
     "guided": "guided",
 }
-# Ways that train as one of so many micro-batches.
-MICRO_BATCHES, DIVIDED = 256, ("none", "fixed", "dynamic", "adaptive", "guided")
-# The fixed scale, and the start of the scales that move: what a YAML file of MindFormers usually has.
+# Of all ways that move: what a YAML file of MindFormers usually has.
 START = 2.0**16
 STEPS, SEEDS, PIECE = 5000, 3, 2500
 # A sample of the demo has 128 bytes; a step of these takes a third of the time.
@@ -215,12 +209,15 @@ class LongTraining:
 
 
 def method_of(way):
-    from scripts.studies.worth_training import FP32, METHODS, UNSCALED, divided
+    from scripts.studies.worth_training import FP32, GUIDED, METHODS, OURS, UNSCALED, Method, dynamic, fixed
 
     by_name = {method.name: method for method in METHODS}
-    if way in ("fp32", "single"):
+    if way in ("fp32", "none"):
         return by_name[FP32 if way == "fp32" else UNSCALED]
-    return divided(way, START, MICRO_BATCHES)
+    if way == "fixed":
+        return fixed(2.0**10)
+    cell = {"dynamic": dynamic(1000), "adaptive": by_name[OURS], "guided": by_name[GUIDED]}[way].cell
+    return Method(WAYS[way], cell, START)
 
 
 def whole_runs(folder, steps):
@@ -262,7 +259,7 @@ def tables(result):
 def draw(runs):
     """Above the loss on held-out text over the steps, below the scale, of the first seed of each way."""
     figure = canvas.new_figure(9, 5.6)
-    canvas.headline(figure, f"The demo's model as one of {MICRO_BATCHES} micro-batches: held-out loss, and loss scale")
+    canvas.headline(figure, f"The demo's model: loss on held-out text, and loss scale, of {len(runs)} ways of scaling")
     losses, scales = figure.subplots(2, sharex=True)
     for way, color in zip(runs, itertools.cycle(_COLOURS), strict=False):
         run = runs[way][0]
@@ -271,8 +268,6 @@ def draw(runs):
         if way != "fp32":
             starts, exponents = zip(*run["scales"], strict=True)
             ends = [*starts[1:], run["steps"]]
-            if way in DIVIDED:
-                exponents = [exponent + math.log2(MICRO_BATCHES) for exponent in exponents]
             scales.stairs(exponents, [*starts, ends[-1]], baseline=None, color=color, linewidth=1.2)
     canvas.style_axes(losses, y_label="loss on held-out text")
     canvas.style_axes(scales, x_label="step", y_label="log2 of the loss scale")

@@ -31,7 +31,7 @@ WAYS = {
 }
 START, SEEDS = 2.0**16, 3
 LLAMA = {"steps": 400, "seq_length": 32}
-LOOK_EVERY = 100
+LOOK_EVERY = 400
 # The picture has these ways only, so that it is readable when small.
 DRAWN = {"none": canvas.WARNING, "dynamic": canvas.SECOND, "adaptive": canvas.MAIN}
 
