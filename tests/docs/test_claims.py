@@ -7,14 +7,14 @@ import re
 
 import numpy as np
 import pytest
-from beside_stock_cell import PYNATIVE_STEPS, STEPS
-from conftest import ROOT
-from pages import figure
 
 from mindformers_adaptive.public_names import PUBLIC
 from mindformers_adaptive.rules.formats import FLOAT16
 from mindformers_adaptive.rules.guided import GuidedRule
 from scripts.studies import formats_training, worth_report
+from tests.cells.beside_stock_cell import PYNATIVE_STEPS, STEPS
+from tests.conftest import ROOT
+from tests.shared.pages import figure
 
 ADAPTIVE, FROM_FOUND = "ours, adaptive from 2^32", "ours, adaptive from the found scale"
 GUIDED_FROM = {FROM_FOUND: "ours, guided from the found scale", ADAPTIVE: "ours, guided from 2^32"}

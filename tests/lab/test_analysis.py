@@ -7,8 +7,6 @@ import re
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from records import run_of
 
 from mindformers_adaptive.lab.analysis import analyze, raise_ceilings
 from mindformers_adaptive.lab.gradient_ceilings import with_gradients
@@ -19,6 +17,8 @@ from mindformers_adaptive.lab.scale_path import changes_of
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import Trace
 from mindformers_adaptive.rules.formats import FORMATS
+from tests.conftest import ROOT
+from tests.shared.records import run_of
 
 LOGS = ROOT / "tests" / "lab" / "samples"
 
