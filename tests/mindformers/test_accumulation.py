@@ -4,11 +4,9 @@ import re
 
 import numpy as np
 import pytest
-from conftest import CONFIG
 from mindformers.tools.register import MindFormerConfig
 from mindformers.trainer.base_trainer import BaseTrainer
 from mindspore import nn
-from training_runs import SMALL_MODEL, training_arguments
 
 from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.mindformers.keys import micro_batches_of
@@ -24,6 +22,8 @@ from mindformers_adaptive.overflow.batch_file import save_batch
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from scripts.examples.tiny_llama import build_dataset, build_model
+from tests.conftest import CONFIG
+from tests.mindformers.training_runs import SMALL_MODEL, training_arguments
 
 SAMPLES, BATCH, MICRO_BATCHES = 48, 8, 4
 STEPS = SAMPLES // BATCH
