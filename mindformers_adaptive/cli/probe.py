@@ -68,7 +68,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, picture: str = "") -> N
     add_yaml_arguments(parser)
     parser.add_argument("--train-dataset-dir", help="the data, instead of that in the YAML file")
     parser.add_argument("--checkpoint", help="a .ckpt or .safetensors file, or a folder of them; default: new weights")
-    parser.add_argument("--batches", type=integer(1), default=4, help="number of training batches; default: 4")
+    parser.add_argument("--batches", type=integer(1), default=4, help="number of batches or micro-batches; default: 4")
     parser.add_argument(
         "--gradient-format", choices=FORMATS, default="float16", help="format of the gradients; default: float16"
     )
