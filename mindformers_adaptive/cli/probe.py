@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
 
     def tables() -> Iterator[str]:
         if ranges.division:
-            yield f"Measured {ranges.division}, as the training does."
+            yield f"Each batch was measured {ranges.division}, as the training does it."
         yield ranges.table()
         lowest = judge(ranges, ranges.loss_scales[0])
         if lowest.groups:

@@ -264,7 +264,8 @@ class LossScaleRecommendation:
         return f"Start at {as_power_of_two(self.loss_scale_value)}. {ceiling}; {left}."
 
     def _evidence(self) -> list[str]:
-        lines = [f"Measured {self.ranges.division}, as the training does."] if self.ranges.division else []
+        division = self.ranges.division
+        lines = [f"Each batch was measured {division}, as the training does it."] if division else []
         if self.ceiling is None or self.loss_scale_value is None:
             return lines
         if not self.loss_is_finite:

@@ -176,12 +176,12 @@ class GradientRanges:
         """Return everything as dicts, lists and numbers.
 
         Returns:
-            dict[str, object], with ``gradient_format``, ``micro_batches``, ``weights``, ``loss_scales``, ``batches``,
-            ``outputs`` and ``activation_gradients``, and with ``measured`` where it is known.
+            dict[str, object], with ``gradient_format``, ``weights``, ``loss_scales``, ``batches``, ``outputs`` and
+            ``activation_gradients``; with ``micro_batches`` where there are several, and ``measured`` where known.
         """
         return {
             **({"measured": self.measured} if self.measured else {}),
-            "micro_batches": self.micro_batches,
+            **({"micro_batches": self.micro_batches} if self.micro_batches > 1 else {}),
             "gradient_format": self.gradient_format.to_config(),
             "weights": {
                 "overall": merge_statistics(self.weights.values()).to_dict(),
@@ -306,14 +306,11 @@ def loss_division(micro_batches: int) -> str:
 
     Examples:
         >>> loss_division(4)
-        'each batch as one of 4 micro-batches, with its loss divided by 4 before the backward pass'
+        'as one of 4 micro-batches, with its loss divided by 4 before the backward pass'
     """
     if micro_batches == 1:
         return ""
-    return (
-        f"each batch as one of {micro_batches} micro-batches, with its loss divided by {micro_batches} before the "
-        "backward pass"
-    )
+    return f"as one of {micro_batches} micro-batches, with its loss divided by {micro_batches} before the backward pass"
 
 
 def _with_lost_share(statistics: ArrayStatistics) -> dict[str, object]:

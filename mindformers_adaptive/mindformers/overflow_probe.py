@@ -90,12 +90,13 @@ def why(
         )
         for key, value in _worth_trying(network, value_at(written, _SECTION) or {})
     }
+    division = loss_division(training.micro_batches)
     return explain_overflow(
         training.train_step,
         rows,
         loss_scale,
         settings=settings,
-        measured=", ".join(filter(None, [training.weights, loss_division(training.micro_batches)])),
+        measured=f"{training.weights}, each batch {division}" if division else training.weights,
         graph=graph,
         progress=progress,
         micro_batches=training.micro_batches,

@@ -157,7 +157,7 @@ def test_find_starts_higher_for_a_micro_batch_and_says_so(corpus, run_program):
         words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--options"]
         code, printed, _ = run_program(command, *words, *(f"{key}={value}" for key, value in changes.items()))
         assert code == 0
-        assert "each batch as one of 8 micro-batches, with its loss divided by 8 before the backward pass" in printed
+        assert "as one of 8 micro-batches, with its loss divided by 8 before the backward pass" in printed
         starts[command] = printed
     alone = run_program("find", *words, *(f"{key}={value}" for key, value in SMALL_MODEL.items()))[1]
     assert len(starts["find"].splitlines()) <= 15
