@@ -9,7 +9,7 @@ from mindformers.trainer.base_trainer import BaseTrainer
 from mindspore import nn
 
 from mindformers_adaptive import LossScaleMonitor
-from mindformers_adaptive.mindformers.keys import micro_batches_of
+from mindformers_adaptive.mindformers.keys import ACCUMULATION, micro_batches_of
 from mindformers_adaptive.mindformers.launcher import launch, load_config, set_key
 from mindformers_adaptive.mindformers.overflow_probe import why
 from mindformers_adaptive.mindformers.trainer import (
@@ -29,7 +29,6 @@ SAMPLES, BATCH, MICRO_BATCHES = 48, 8, 4
 STEPS = SAMPLES // BATCH
 # FP16 has 11 bits.
 ACCURACY = 2.0**-10
-ONE = {"runner_config.gradient_accumulation_steps": 1}
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back", "in_a_folder_of_its_own")
 
@@ -39,7 +38,7 @@ def options(corpus, steps, **changes):
         **SMALL_MODEL,
         "model.model_config.multiple_of": 16,
         "runner_config.batch_size": BATCH // steps,
-        "runner_config.gradient_accumulation_steps": steps,
+        ACCUMULATION: steps,
         "train_dataset.data_loader.dataset_dir": str(corpus),
         "train_dataset.data_loader.num_samples": SAMPLES,
         "lr_schedule.warmup_steps": 2,
@@ -103,20 +102,22 @@ def test_a_wrapper_of_the_user_accumulates_as_it_was_made():
 
 def test_probe_divides_the_loss_as_the_training_does(corpus):
     # The training adds up the gradients of 4 micro-batches of 2 samples, so a probe of these has their mean.
-    changes = options(corpus, MICRO_BATCHES)
+    changes, scales = options(corpus, MICRO_BATCHES), [2.0**8, 2.0**20, 2.0**21, 2.0**22]
     whole, parts = {}, {}
 
     def add_to(sums):
-        return lambda _, gradients: sums.update({name: sums.get(name, 0) + each for name, each in gradients.items()})
+        def add(scale, gradients):
+            for name, each in gradients.items() if scale == scales[0] else ():
+                sums[name] = sums.get(name, 0) + each
 
-    plain = {**changes, "runner_config.batch_size": BATCH, "runner_config.gradient_accumulation_steps": 1}
-    scales = [2.0**8, 2.0**20, 2.0**21, 2.0**22]
-    probe(CONFIG, None, None, [2.0**8], 1, overrides=plain, observe=add_to(whole))
-    probe(CONFIG, None, None, [2.0**8], MICRO_BATCHES, overrides=changes, observe=add_to(parts))
+        return add
+
+    probe(CONFIG, None, None, scales[:1], 1, overrides=options(corpus, 1), observe=add_to(whole))
+    divided = probe(CONFIG, None, None, scales, MICRO_BATCHES, overrides=changes, observe=add_to(parts))
     for name, gradient in whole.items():
         np.testing.assert_allclose(parts[name] / MICRO_BATCHES, gradient, atol=2.0**-8 * np.abs(gradient).max())
-    divided = probe(CONFIG, None, None, scales, 2, overrides=changes)
-    alone = probe(CONFIG, None, None, [scale / MICRO_BATCHES for scale in scales], 2, overrides={**changes, **ONE})
+    lower = [scale / MICRO_BATCHES for scale in scales]
+    alone = probe(CONFIG, None, None, lower, MICRO_BATCHES, overrides={**changes, ACCUMULATION: 1})
     assert (divided.micro_batches, alone.micro_batches) == (MICRO_BATCHES, 1)
     for scale in scales:
         assert divided.overall(scale) == alone.overall(scale / MICRO_BATCHES)
@@ -132,12 +133,12 @@ SEMI_AUTO = {"use_parallel": True, "parallel.parallel_mode": 1, "parallel_config
     ("target", "changes", "micro_batches"),
     [
         ("CPU", {}, 1),
-        ("CPU", {"runner_config.gradient_accumulation_steps": 3}, 3),
-        ("CPU", {"runner_config.gradient_accumulation_steps": 3, "calculate_per_token_loss": True}, 1),
-        ("Ascend", {"runner_config.gradient_accumulation_steps": 3}, 1),
+        ("CPU", {ACCUMULATION: 3}, 3),
+        ("CPU", {ACCUMULATION: 3, "calculate_per_token_loss": True}, 1),
+        ("Ascend", {ACCUMULATION: 3}, 1),
         ("Ascend", {**SEMI_AUTO, "parallel.parallel_mode": 0, **STAGES}, 1),
-        ("Ascend", {**SEMI_AUTO, "runner_config.gradient_accumulation_steps": 3}, 12),
-        ("Ascend", {**SEMI_AUTO, **STAGES, "runner_config.gradient_accumulation_steps": 3}, 32),
+        ("Ascend", {**SEMI_AUTO, ACCUMULATION: 3}, 12),
+        ("Ascend", {**SEMI_AUTO, **STAGES, ACCUMULATION: 3}, 32),
         ("Ascend", {**SEMI_AUTO, **STAGES, "calculate_per_token_loss": True}, 1),
         ("Ascend", {**SEMI_AUTO, **STAGES, "use_parallel": False}, 1),
     ],
@@ -168,9 +169,8 @@ def test_find_starts_higher_for_a_micro_batch_and_says_so(corpus, run_program):
 def test_a_saved_batch_is_cut_into_its_micro_batches(corpus):
     rows = [np.arange(BATCH * 33, dtype=np.int32).reshape(BATCH, 33) % 256]
     save_batch("batch.npz", rows)
-    size = BATCH // MICRO_BATCHES
-    explanation = why(CONFIG, None, None, 2.0**6, batch="batch.npz", overrides=options(corpus, MICRO_BATCHES))
-    assert len(explanation.losses) == BATCH // size == MICRO_BATCHES
+    explanation = why(CONFIG, None, None, 2.0**6, batch="batch.npz", overrides=options(corpus, 2))
+    assert len(explanation.losses) == 2
 
 
 def test_the_model_and_evaluation_see_micro_batches(corpus):
