@@ -135,9 +135,9 @@ def test_a_record_with_gaps_is_told_alike_by_the_picture_and_by_the_analysis(tmp
         record += [{"missing_steps": 6, "first_step": line["step"] - 6, "last_step": line["step"] - 1}, line]
     file = tmp_path / "record.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in record))
-    run = read_log(file)
-    assert analyze(run).to_dict()["skipped"]["count"] == 43
-    for run in (record, run):
+    read = read_log(file)
+    assert analyze(read).to_dict()["skipped"]["count"] == 43
+    for run in (record, read):
         assert title(draw_one(run)).startswith("43 of 700 steps skipped")
         assert series_of(run).step.tolist() == list(range(7, 701, 7))
 
