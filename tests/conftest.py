@@ -33,9 +33,6 @@ TRAINERS = [ROOT / "tests" / name for name in ("gradients", "mindformers")]
 IN_OTHER_PROCESSES = "several processes"
 SEVERAL_PROCESSES = (IN_OTHER_PROCESSES, "two processes and the pipeline", "rule resume")
 
-# Programs that change MindSpore, or run, where they are imported, as pytest would do to look for examples in them.
-collect_ignore = ["helpers/pynative_runs.py", "helpers/pynative_two_processes.py", "helpers/scheduler.py"]
-
 # A test, or the setup of a fixture, that takes longer hangs; and one that is marked as slow. Busy machines are slow.
 SECONDS, SLOW_SECONDS = 900, 1800
 
@@ -45,6 +42,12 @@ SET_SCHEDULING = {"x86_64": 314, "aarch64": 274}
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=1, help="how often each run that is killed while it saves is killed")
+
+
+def pytest_ignore_collect(collection_path):
+    """Look for tests in test files alone: some helpers are programs, which change MindSpore where they are imported."""
+    is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return True if is_helper else None
 
 
 def pytest_configure(config):
@@ -98,7 +101,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.name == "mindformers_adaptive.mindformers.trainer.Trainer":
             # Not before: other tests do without MindFormers.
-            from versions import BEFORE_1_7
+            from tests.shared.versions import BEFORE_1_7
 
             why = "MindFormers before 1.7 logs to where the example prints"
             item.add_marker(pytest.mark.skipif(BEFORE_1_7, reason=why))
@@ -268,7 +271,7 @@ def run_python(tmp_path):
 @pytest.fixture
 def run_forked(tmp_path, tmp_path_factory):
     """As ``run_python``, for a script, in a process that has imported MindSpore and MindFormers already."""
-    from launched import ForkedRun
+    from tests.shared.launched import ForkedRun
 
     def run(script, *arguments, expect_exit=0, timeout=600, **environment):
         folder = tmp_path_factory.mktemp("printed")

@@ -8,7 +8,8 @@ from pathlib import Path
 import mindspore
 import pytest
 import yaml
-from conftest import CONFIG
+
+from tests.conftest import CONFIG
 
 GUIDED = "GradientGuidedLossScaleUpdateCell"
 

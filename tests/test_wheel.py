@@ -12,11 +12,11 @@ import zipfile
 
 import pytest
 import yaml
-from conftest import CONFIG, ROOT, with_exit_code
 
 import mindformers_adaptive
 from mindformers_adaptive.cli.versions import TESTED_PAIRS
 from mindformers_adaptive.public_names import PUBLIC
+from tests.conftest import CONFIG, ROOT, with_exit_code
 
 PACKAGE_FILES = {
     path.relative_to(ROOT).as_posix()

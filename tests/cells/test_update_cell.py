@@ -2,10 +2,10 @@
 
 import mindformers.wrapper
 import pytest
-from dense_network import Dense
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
+from tests.shared.networks import Dense
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from every_rule import Owned
 from mindformers.wrapper import AdaptiveLossScaleUpdateCell as MindFormersUpdateCell
 from mindspore import nn
 
@@ -10,6 +9,7 @@ from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import window_ladder
 from mindformers_adaptive.rules.saved_state import to_values
+from tests.shared.every_rule import Owned
 
 INITIAL_SCALE = 2.0**16
 

@@ -4,10 +4,10 @@ import ast
 import re
 
 import pytest
-from conftest import ROOT
-from pages import CHINESE, ENGLISH, figure, tables
 
 from scripts.ascend.program import problem
+from tests.conftest import ROOT
+from tests.shared.pages import CHINESE, ENGLISH, figure, tables
 
 PAGES = [page for page in (*ENGLISH, *CHINESE) if page.name == "compatibility.md"]
 

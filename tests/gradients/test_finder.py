@@ -7,13 +7,10 @@ import re
 import numpy as np
 import pytest
 import yaml
-from conftest import CONFIG, PROGRAM, write_corpus
-from fp16_networks import HalfPrecisionSum
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
-from pages import figure
 
 from mindformers_adaptive.cells.update_cells import AdaptiveLossScaleUpdateCell
 from mindformers_adaptive.gradients.ranges import GradientSweep, find_loss_scale
@@ -21,6 +18,9 @@ from mindformers_adaptive.gradients.recommendation import DEFAULT_MARGIN as MARG
 from mindformers_adaptive.gradients.recommendation import EVERY_POWER, recommend_loss_scale
 from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges, ScaleRanges
 from mindformers_adaptive.record.writer import read_record
+from tests.conftest import CONFIG, PROGRAM, write_corpus
+from tests.shared.networks import HalfPrecisionSum
+from tests.shared.pages import figure
 
 # Compiled, 33 passes take a moment.
 pytestmark = pytest.mark.usefixtures("graph_mode")

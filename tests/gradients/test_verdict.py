@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fp16_networks import HalfPrecisionSum, gradient_in_fp16
 
 from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.gradients.recommendation import HARMLESS_SHARE, judge, recommend_loss_scale, table_of_groups
 from mindformers_adaptive.gradients.report import ArrayStatistics, GradientRanges, ScaleRanges
 from mindformers_adaptive.rules.formats import FORMATS
+from tests.shared.networks import HalfPrecisionSum, gradient_in_fp16
 
 ATTENTION, OUTPUT, SILENT = "layers.0.attention.wq.weight", "lm_head.weight", "layers.0.feed_forward.w1.weight"
 

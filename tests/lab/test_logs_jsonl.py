@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_checks import missing
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.logs import record as record_module
@@ -17,6 +16,7 @@ from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.record.step import FIELDS
 from mindformers_adaptive.record.writer import RunRecord
 from mindformers_adaptive.text.files import json_text
+from tests.shared.records import missing
 
 
 def record(step, overflow=False, loss_scale=1024.0, **others):

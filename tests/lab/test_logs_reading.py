@@ -4,9 +4,9 @@ import os
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
 from mindformers_adaptive.lab.logs import FORMATS, read_log
+from tests.conftest import ROOT
 
 LOGS = ROOT / "tests" / "lab" / "samples"
 MINDFORMERS = (LOGS / "mindformers_1_9_cpu.log").read_text(encoding="utf-8").splitlines()

@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 import pytest
-from sink_logs import run_of, write_sink_log
 
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.logs.intervals import intervals_of
 from mindformers_adaptive.lab.logs.reader import LogEntry
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.record.run import RecordedRun
+from tests.lab.sink_logs import run_of, write_sink_log
 
 # What each rule calls the scale that it starts from.
 START = {"dynamic": "init_loss_scale", "megatron": "initial_scale", "torch": "init_scale"}
@@ -36,8 +36,8 @@ RULES = [
 OTHER_RULES = [
     ("guided", {}),
     ("guided", {"exchange_rate": 20.0}),
-    ("own_rules.Follow", {}),
-    ("own_rules.Weigh", {}),
+    ("tests.shared.own_rules.Follow", {}),
+    ("tests.shared.own_rules.Weigh", {}),
     ("torch", {"growth_interval": 5, "growth_factor": 4.0, "backoff_factor": 0.1}),
     ("adaptive", {"min_scale_window": 5, "backoff_factor": 0.25}),
     ("torch", {"growth_interval": 10, "backoff_factor": 0.8}),
@@ -90,7 +90,7 @@ def test_the_truth_lies_within_the_bounds(tmp_path, sink):
         ("adaptive", {"hysteresis": 2, "min_loss_scale": 2.0**14, "min_scale_window": 5}, 10),
         ("dynamic", {"scale_window": 20}, 50),
         ("megatron", {"growth_interval": 15}, 10),
-        ("own_rules.Plain", {"window": 15}, 10),
+        ("tests.shared.own_rules.Plain", {"window": 15}, 10),
     ],
 )
 def test_bounds_of_the_rule_of_the_run_hold_and_are_narrower(tmp_path, rule, params, sink):

@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from sink_logs import run_of, write_sink_log
 
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.policies import make_policy
+from tests.lab.sink_logs import run_of, write_sink_log
 
 
 def analysis_of(tmp_path, ceilings, sink, start=2.0**32, **rule):

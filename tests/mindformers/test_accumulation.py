@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
-from conftest import CONFIG
 from mindformers.tools.register import MindFormerConfig
 from mindformers.trainer.base_trainer import BaseTrainer
 from mindspore import nn
-from training_runs import SMALL_MODEL, training_arguments
 
 from mindformers_adaptive import LossScaleMonitor
 from mindformers_adaptive.mindformers.launcher import launch, load_config
@@ -20,6 +18,8 @@ from mindformers_adaptive.mindformers.training_probe import build_training
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from scripts.examples.tiny_llama import build_dataset, build_model
+from tests.conftest import CONFIG
+from tests.mindformers.training_runs import SMALL_MODEL, training_arguments
 
 SAMPLES, BATCH, MICRO_BATCHES = 48, 8, 4
 STEPS = SAMPLES // BATCH

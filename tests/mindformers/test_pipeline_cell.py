@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from launched import run_in_processes
 from pipeline_cell import MAX_NORM, OVERFLOWS, SCALE
 
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from tests.conftest import ROOT
+from tests.shared.launched import run_in_processes
 
 # One worker, because what was seen is shared.
 pytestmark = pytest.mark.xdist_group("two processes and the pipeline")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("two processes and the pipeline")
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
-    run_in_processes(1, folder, ROOT / "tests" / "helpers" / "pipeline_cell.py", folder)
+    run_in_processes(1, folder, ROOT / "tests" / "mindformers" / "pipeline_cell.py", folder)
     return json.loads((folder / "seen.json").read_text())
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import mindspore
 import numpy as np
 import pytest
-from conftest import CONFIG, PROGRAM, mindspore_mode
-from training_runs import SMALL_MODEL, TrainingRun
 
 from mindformers_adaptive.mindformers.training_probe import build_training, load_weights, probe
+from tests.conftest import CONFIG, PROGRAM, mindspore_mode
+from tests.mindformers.training_runs import SMALL_MODEL, TrainingRun
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
 

@@ -7,12 +7,12 @@ import mindspore
 import numpy as np
 import pytest
 import yaml
-from conftest import CONFIG, PROGRAM, mindspore_mode
 from mindspore import Tensor
-from training_runs import SMALL_MODEL
 
 from mindformers_adaptive.mindformers.overflow_probe import why
 from mindformers_adaptive.mindformers.training_probe import build_training, build_training_at_start, probe
+from tests.conftest import CONFIG, PROGRAM, mindspore_mode
+from tests.mindformers.training_runs import SMALL_MODEL
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back")
 

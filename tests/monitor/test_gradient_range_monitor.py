@@ -5,13 +5,9 @@ import json
 import mindspore
 import numpy as np
 import pytest
-from event_files import read_scalars
-from fp16_networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, rows, seeded_train_step
 from mindspore import Model, Tensor, dataset, nn
 from mindspore import dtype as mstype
 from mindspore.train import LambdaCallback
-from training_runs import TrainingRun
-from versions import NEEDS_LOSS_PER_TOKEN
 
 from mindformers_adaptive.gradients.ranges import gradient_ranges
 from mindformers_adaptive.monitor.gradient_range_monitor import GradientRangeMonitor
@@ -22,6 +18,10 @@ from mindformers_adaptive.wrapper import (
     MFTrainOneStepCell,
     TrainOneStepWithLossScaleCell,
 )
+from tests.mindformers.training_runs import TrainingRun
+from tests.monitor.event_files import read_scalars
+from tests.shared.networks import TOKENS, GraphOnly, HalfPrecisionSum, PerToken, rows, seeded_train_step
+from tests.shared.versions import NEEDS_LOSS_PER_TOKEN
 
 # No more: after five calls MindSpore's dropout on CPU settles on a number of threads, by the time they took, and draws
 # by thread.

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from records import gradient_line, record_of
 
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.gradient_records import draw_gradient_records
 from mindformers_adaptive.plots.gradients import draw_histograms, draw_sweeps
 from mindformers_adaptive.plots.runs import draw_runs
+from tests.shared.records import gradient_line, record_of
 
 RUNS = {"64": record_of([64.0] * 21), "512": record_of([512.0] * 21, [7])}
 GRADIENTS = {

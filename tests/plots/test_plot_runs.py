@@ -6,8 +6,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from drawn import artist, artists, legend, overlap, points, title
-from records import gradient_line, record_of, run_of
 
 from mindformers_adaptive.lab.analysis import analyze
 from mindformers_adaptive.lab.logs import read_log
@@ -16,6 +14,8 @@ from mindformers_adaptive.plots.run_series import series_of
 from mindformers_adaptive.plots.runs import draw_runs
 from mindformers_adaptive.record.writer import RunRecord, read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
+from tests.plots.drawn import artist, artists, legend, overlap, points, title
+from tests.shared.records import gradient_line, record_of, run_of
 
 NAN = math.nan
 

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import mindspore_mode
-from every_rule import Owned
 from mindspore import Tensor
 
 from mindformers_adaptive import RuleLossScaleUpdateCell, rules
 from mindformers_adaptive.rules import Rule, float32, int32, operations
 from mindformers_adaptive.rules.lanes import Lanes
+from tests.conftest import mindspore_mode
+from tests.shared.every_rule import Owned
 
 LARGEST = float(np.finfo(np.float32).max)
 FLOATS = (0.0, -0.0, 1.0, -1.0, 2.5, -2.5, math.inf, -math.inf, math.nan, LARGEST, -LARGEST, 2.0**31, -(2.0**31))

@@ -19,9 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from every_rule import SILENT, Owned, is_same
 from log_max import LogMaxRule
-from own_rules import Follow, Plain, Weigh
 
 from mindformers_adaptive import RuleLossScaleUpdateCell
 from mindformers_adaptive.rules import (
@@ -42,6 +40,8 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import LARGEST_FLOAT32
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
+from tests.shared.every_rule import SILENT, Owned, is_same
+from tests.shared.own_rules import Follow, Plain, Weigh
 
 SCALAR, INTEGER, VECTOR = {"x": float32}, {"x": int32}, {"x": float32[2]}
 FLAGS = [False, False, True, False, True, True, False, False]

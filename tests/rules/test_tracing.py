@@ -7,10 +7,10 @@ import textwrap
 
 import numpy as np
 import pytest
-from every_rule import Owned, is_same
 
 from mindformers_adaptive import RuleLossScaleUpdateCell
 from mindformers_adaptive.rules import Rule, RuleError, count, float32, int32, minimum, stack, where
+from tests.shared.every_rule import Owned, is_same
 
 HEAD = """
 import copy, decimal, fractions, functools, itertools, math, operator, random, statistics, sys, time

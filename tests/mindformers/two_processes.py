@@ -12,7 +12,6 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank, init
-from versions import BEFORE_1_7
 
 from mindformers_adaptive import FixedScaleTrainOneStepCell
 from mindformers_adaptive.wrapper import (
@@ -22,6 +21,7 @@ from mindformers_adaptive.wrapper import (
     TrainOneStepWithLossScaleCell,
 )
 from scripts.benchmarks.exported_graph import export_graph
+from tests.shared.versions import BEFORE_1_7
 
 
 def main(folder):

@@ -3,7 +3,7 @@
 import json
 import re
 
-from conftest import ROOT
+from tests.conftest import ROOT
 
 ENGLISH_DOCS = ROOT / "docs" / "en"
 ENGLISH = [ROOT / "README.md", *sorted(ENGLISH_DOCS.glob("*.md"))]

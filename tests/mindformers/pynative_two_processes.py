@@ -11,11 +11,11 @@ from pathlib import Path
 
 import mindspore
 import numpy as np
-import pynative_runs
 from mindspore import communication, dataset, ops
 from mindspore.mint.distributed import all_reduce, get_rank
 
 from mindformers_adaptive.mindformers.pynative_trainer import stock_trainer, trainer_class
+from tests.mindformers import pynative_runs
 
 STEPS, LOCAL = 6, 4
 

@@ -1,4 +1,4 @@
-"""Lines of the records of runs and of gradients, for tests of what reads them."""
+"""Lines of the records of runs and of gradients, and a check that a record is what the rule does."""
 
 import json
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges, array_statistics
 from mindformers_adaptive.record.run import RecordedRun
+from mindformers_adaptive.record.step import FIELDS
 
 NAMES = ("layers.0.attention.wq.weight", "layers.1.attention.wo.weight", "lm_head.weight")
 SIZE = 1000
@@ -50,3 +51,19 @@ def run_of(scale, overflow, known=True, first_step=1, **others):
     step = np.arange(first_step, first_step + len(scale))
     scale, overflow = np.array(scale, np.float64), np.array(overflow, bool)
     return RecordedRun("run", ("run.log",), "jsonl", step, scale, overflow, np.broadcast_to(known, len(step)), **others)
+
+
+def assert_follows(rule, state, lines):
+    """See that the lines are those of the rule from this state on, in all that they know; return the last state."""
+    for line in lines:
+        assert line["loss_scale"] == state.loss_scale
+        state = rule.step(state, line["overflow"], line.get("largest_gradient"))
+        after = {"next_loss_scale": state.loss_scale, **state._asdict()}
+        known = [field for field in FIELDS[4:10] if line.get(field) is not None]
+        assert {field: line[field] for field in known} == {field: after[field] for field in known}
+    return state
+
+
+def missing(first, last):
+    """The line of a record that stands for steps that nobody saw."""
+    return {"missing_steps": last - first + 1, "first_step": first, "last_step": last}

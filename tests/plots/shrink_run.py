@@ -1,4 +1,4 @@
-"""Makes of runs of the demo's model what is small enough to commit: ``python tests/helpers/shrink_run.py RUN OUT``.
+"""Makes of runs of the demo's model what is small enough to commit: ``python tests/plots/shrink_run.py RUN OUT``.
 
 The figures of docs/en/monitoring.md are drawn from it, in tests/plots/test_figures_of_runs.py. The runs are real ones,
 of configs/tiny_llama_cpu_fp16.yaml with a hidden size of 32; some Parameters and steps of them are left out.

@@ -15,9 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # All are forked from one server, because to import MindFormers takes half of the time of a short training.
 _forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["imported_once"])
+_forked.set_forkserver_preload(["tests.shared.imported_once"])
 
 
 class Killable:
@@ -72,7 +74,7 @@ class ForkedRun(Killable):
 def _ensure_server():
     # It finds what it imports by its environment only.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", str(ROOT))
         forkserver.ensure_running()
 
 
@@ -104,7 +106,7 @@ class ForkedCluster:
         shared = {"MS_WORKER_NUM": str(processes), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port())}
         environment = {**environment, **shared}
         as_scheduler = {**environment, "MS_ROLE": "MS_SCHED"}
-        script = str(Path(__file__).with_name("scheduler.py"))
+        script = str(Path(__file__).with_name("imported_once.py"))
         self._scheduler = ForkedRun([script], cwd, as_scheduler, outputs[0].with_name("scheduler.log"))
         self._workers = []
         for rank, output in enumerate(outputs):

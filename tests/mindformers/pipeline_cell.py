@@ -11,12 +11,12 @@ from pathlib import Path
 
 import mindspore
 import numpy as np
-from fp16_networks import HalfPrecisionSum
 from mindspore import Tensor, nn
 from mindspore.communication import init
 
 from mindformers_adaptive.mindformers.trainer import MeanOverMicroBatches
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFPipelineWithLossScaleCell, MFTrainOneStepCell
+from tests.shared.networks import HalfPrecisionSum
 
 SIZE, BATCH, SCALE = 4, 8, 2.0**12
 MAX_NORM = 0.25

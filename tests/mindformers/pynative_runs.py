@@ -13,12 +13,13 @@ import signal
 import sys
 from pathlib import Path
 
-import hyper_parallel_stand_in
 import mindspore
 import numpy as np
 import yaml
 from mindspore import Tensor, amp, dataset, nn
 from mindspore.mindrecord import FileWriter
+
+from tests.mindformers import hyper_parallel_stand_in
 
 hyper_parallel_stand_in.install()
 mindspore.set_context(mode=mindspore.PYNATIVE_MODE, device_target="CPU")
@@ -39,7 +40,7 @@ from mindformers_adaptive.mindformers.pynative_trainer import make_scaler, train
 STEPS, BATCH, FEATURES, SAMPLES = 16, 8, 8, 160
 ADAPTIVE = {"type": "AdaptiveLossScale", "loss_scale_value": 2.0**22, "min_scale_window": 2, "max_scale_window": 4}
 GUIDED = {"type": "GradientGuidedLossScaleUpdateCell", "loss_scale_value": 2.0**22}
-OWN = {"type": "RuleLossScaleUpdateCell", "rule": "own_rules.Plain", "loss_scale_value": 2.0**20}
+OWN = {"type": "RuleLossScaleUpdateCell", "rule": "tests.shared.own_rules.Plain", "loss_scale_value": 2.0**20}
 
 
 class Config(PretrainedConfig):

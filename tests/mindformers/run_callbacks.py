@@ -1,11 +1,31 @@
-"""A callback for the launcher's ``--register-path`` that makes one process overflow at chosen steps."""
+"""Callbacks of training runs: one waits to be stopped, one makes a process overflow at chosen steps."""
 
 import os
+import time
 
 import numpy as np
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor
 from mindspore.train import Callback
+
+
+@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+class HoldAfter(Callback):
+    """Waits after so many steps of this run, so that how far the run gets does not depend on how busy the machine is.
+
+    Args:
+        steps (int): how many.
+    """
+
+    def __init__(self, steps):
+        super().__init__()
+        self._left = steps
+
+    def on_train_step_begin(self, _):
+        """Wait for a signal if all steps are taken."""
+        while self._left == 0:
+            time.sleep(0.1)
+        self._left -= 1
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)

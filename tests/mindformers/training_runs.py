@@ -13,18 +13,18 @@ import mindspore
 import numpy as np
 import psutil
 import yaml
-from conftest import CONFIG, ROOT
-from dense_network import Dense
-from every_rule import RULES
-from launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
 from mindformers import TrainingArguments
 from mindformers.wrapper import build_wrapper
-from versions import BEFORE_1_7
 
 from mindformers_adaptive.mindformers.checkpoint_reader import read_sidecar
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys
 from mindformers_adaptive.rules.state_dict import RUN
+from tests.conftest import CONFIG, ROOT
+from tests.shared.every_rule import RULES
+from tests.shared.launched import ForkedCluster, ForkedRun, StartedRun, free_port, with_this_python
+from tests.shared.networks import Dense
+from tests.shared.versions import BEFORE_1_7
 
 SMALL_MODEL = {
     "model.model_config.seq_length": 32,
@@ -359,7 +359,7 @@ def _with_hold(config, steps, folder):
     """Write a YAML file that adds a callback to another, which waits after so many steps; return it."""
     callbacks = yaml.safe_load(CONFIG.read_text())["callbacks"]
     # MindFormers finds the class in the folder that is its register_path.
-    hold = {"type": "HoldAfter", "auto_register": "hold_after.HoldAfter", "steps": steps}
+    hold = {"type": "HoldAfter", "auto_register": "run_callbacks.HoldAfter", "steps": steps}
     written = folder / config.name
     written.write_text(yaml.safe_dump({"base_config": str(config), "callbacks": [*callbacks, hold]}))
     return written
