@@ -1,5 +1,7 @@
 """Gradient accumulation on a CPU, in the launcher and in ``Trainer``: the same training as with the large batch."""
 
+import re
+
 import numpy as np
 import pytest
 from mindformers.tools.register import MindFormerConfig
@@ -7,14 +9,16 @@ from mindformers.trainer.base_trainer import BaseTrainer
 from mindspore import nn
 
 from mindformers_adaptive import LossScaleMonitor
-from mindformers_adaptive.mindformers.launcher import launch, load_config
+from mindformers_adaptive.mindformers.keys import micro_batches_of
+from mindformers_adaptive.mindformers.launcher import launch, load_config, set_key
+from mindformers_adaptive.mindformers.overflow_probe import why
 from mindformers_adaptive.mindformers.trainer import (
-    MeanOverMicroBatches,
     Trainer,
     accumulate,
     take_accumulation_steps,
 )
-from mindformers_adaptive.mindformers.training_probe import build_training
+from mindformers_adaptive.mindformers.training_probe import probe
+from mindformers_adaptive.overflow.batch_file import save_batch
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.wrapper import AdaptiveLossScaleUpdateCell, MFTrainOneStepCell
 from scripts.examples.tiny_llama import build_dataset, build_model
@@ -25,6 +29,7 @@ SAMPLES, BATCH, MICRO_BATCHES = 48, 8, 4
 STEPS = SAMPLES // BATCH
 # FP16 has 11 bits.
 ACCURACY = 2.0**-10
+ONE = {"runner_config.gradient_accumulation_steps": 1}
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "registry_put_back", "in_a_folder_of_its_own")
 
@@ -96,10 +101,76 @@ def test_a_wrapper_of_the_user_accumulates_as_it_was_made():
     assert with_wrapper.config.runner_config.batch_size == 4
 
 
-def test_probe_and_find_measure_the_accumulated_gradients(corpus):
-    train_step, dataset = build_training(CONFIG, None, options(corpus, MICRO_BATCHES))
-    assert isinstance(train_step.network, MeanOverMicroBatches)
-    assert (train_step.network.micro_batches, dataset.get_batch_size()) == (MICRO_BATCHES, BATCH)
+def test_probe_divides_the_loss_as_the_training_does(corpus):
+    # The training adds up the gradients of 4 micro-batches of 2 samples, so a probe of these has their mean.
+    changes = options(corpus, MICRO_BATCHES)
+    whole, parts = {}, {}
+
+    def add_to(sums):
+        return lambda _, gradients: sums.update({name: sums.get(name, 0) + each for name, each in gradients.items()})
+
+    plain = {**changes, "runner_config.batch_size": BATCH, "runner_config.gradient_accumulation_steps": 1}
+    scales = [2.0**8, 2.0**20, 2.0**21, 2.0**22]
+    probe(CONFIG, None, None, [2.0**8], 1, overrides=plain, observe=add_to(whole))
+    probe(CONFIG, None, None, [2.0**8], MICRO_BATCHES, overrides=changes, observe=add_to(parts))
+    for name, gradient in whole.items():
+        np.testing.assert_allclose(parts[name] / MICRO_BATCHES, gradient, atol=2.0**-8 * np.abs(gradient).max())
+    divided = probe(CONFIG, None, None, scales, 2, overrides=changes)
+    alone = probe(CONFIG, None, None, [scale / MICRO_BATCHES for scale in scales], 2, overrides={**changes, **ONE})
+    assert (divided.micro_batches, alone.micro_batches) == (MICRO_BATCHES, 1)
+    for scale in scales:
+        assert divided.overall(scale) == alone.overall(scale / MICRO_BATCHES)
+        unscaled = alone.overall(scale / MICRO_BATCHES, unscaled=True)
+        assert divided.overall(scale, unscaled=True) == unscaled
+
+
+STAGES = {"parallel_config.pipeline_stage": 2, "parallel_config.micro_batch_num": 8}
+SEMI_AUTO = {"use_parallel": True, "parallel.parallel_mode": 1, "parallel_config.data_parallel": 4}
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "micro_batches"),
+    [
+        ("CPU", {}, 1),
+        ("CPU", {"runner_config.gradient_accumulation_steps": 3}, 3),
+        ("CPU", {"runner_config.gradient_accumulation_steps": 3, "calculate_per_token_loss": True}, 1),
+        ("Ascend", {"runner_config.gradient_accumulation_steps": 3}, 1),
+        ("Ascend", {**SEMI_AUTO, "parallel.parallel_mode": 0, **STAGES}, 1),
+        ("Ascend", {**SEMI_AUTO, "runner_config.gradient_accumulation_steps": 3}, 12),
+        ("Ascend", {**SEMI_AUTO, **STAGES, "runner_config.gradient_accumulation_steps": 3}, 32),
+        ("Ascend", {**SEMI_AUTO, **STAGES, "calculate_per_token_loss": True}, 1),
+        ("Ascend", {**SEMI_AUTO, **STAGES, "use_parallel": False}, 1),
+    ],
+)
+def test_who_divides_before_the_backward_pass(target, changes, micro_batches):
+    config = MindFormerConfig(str(CONFIG))
+    for key, value in changes.items():
+        set_key(config, key, value)
+    assert micro_batches_of(config, config.use_parallel, target) == micro_batches
+
+
+def test_find_starts_higher_for_a_micro_batch_and_says_so(corpus, run_program):
+    # A file of a training with pipeline stages is measured in one process.
+    changes = {**SMALL_MODEL, **STAGES, **SEMI_AUTO, "parallel_config.data_parallel": 1}
+    starts = {}
+    for command in ("find", "why"):
+        words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--options"]
+        code, printed, _ = run_program(command, *words, *(f"{key}={value}" for key, value in changes.items()))
+        assert code == 0
+        assert "as one of 8 micro-batches, with its loss divided by 8 before the backward pass" in printed
+        starts[command] = printed
+    alone = run_program("find", *words, *(f"{key}={value}" for key, value in SMALL_MODEL.items()))[1]
+    assert len(starts["find"].splitlines()) <= 15
+    first = [int(re.match(r"Start at 2\^(\d+)\.", text)[1]) for text in (alone, starts["find"])]
+    assert first[1] == first[0] + 3
+
+
+def test_a_saved_batch_is_cut_into_its_micro_batches(corpus):
+    rows = [np.arange(BATCH * 33, dtype=np.int32).reshape(BATCH, 33) % 256]
+    save_batch("batch.npz", rows)
+    size = BATCH // MICRO_BATCHES
+    explanation = why(CONFIG, None, None, 2.0**6, batch="batch.npz", overrides=options(corpus, MICRO_BATCHES))
+    assert len(explanation.losses) == BATCH // size == MICRO_BATCHES
 
 
 def test_the_model_and_evaluation_see_micro_batches(corpus):
