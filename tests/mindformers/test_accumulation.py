@@ -1,7 +1,5 @@
 """Gradient accumulation on a CPU, in the launcher and in ``Trainer``: the same training as with the large batch."""
 
-import re
-
 import numpy as np
 import pytest
 from mindformers.tools.register import MindFormerConfig
@@ -150,20 +148,15 @@ def test_who_divides_before_the_backward_pass(target, changes, micro_batches):
     assert micro_batches_of(config, config.use_parallel, target) == micro_batches
 
 
-def test_find_starts_higher_for_a_micro_batch_and_says_so(corpus, run_program):
+def test_find_and_why_say_that_they_measure_a_micro_batch(corpus, run_program):
     # A file of a training with pipeline stages is measured in one process.
     changes = {**SMALL_MODEL, **STAGES, **SEMI_AUTO, "parallel_config.data_parallel": 1}
-    starts = {}
     for command in ("find", "why"):
         words = ["--config", CONFIG, "--train-dataset-dir", corpus, "--batches", 1, "--options"]
         code, printed, _ = run_program(command, *words, *(f"{key}={value}" for key, value in changes.items()))
         assert code == 0
         assert "as one of 8 micro-batches, with its loss divided by 8 before the backward pass" in printed
-        starts[command] = printed
-    alone = run_program("find", *words, *(f"{key}={value}" for key, value in SMALL_MODEL.items()))[1]
-    assert len(starts["find"].splitlines()) <= 15
-    first = [int(re.match(r"Start at 2\^(\d+)\.", text)[1]) for text in (alone, starts["find"])]
-    assert first[1] == first[0] + 3
+        assert command == "why" or len(printed.splitlines()) <= 15
 
 
 def test_a_saved_batch_is_cut_into_its_micro_batches(corpus):
