@@ -8,9 +8,9 @@ from mindspore.dataset import NumpySlicesDataset
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, LossScaleMonitor, register, wrapper
 from mindformers_adaptive.lab.analysis import analyze
-from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.monitor.collapse_watch import CollapseWatch
 from mindformers_adaptive.plots.runs import draw_runs
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record
 
 pytestmark = pytest.mark.usefixtures("graph_mode", "in_a_folder_of_its_own")

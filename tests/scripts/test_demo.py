@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, write_corpus
 from record_checks import assert_follows
 
-from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.record.writer import read_record
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from scripts.demo import demo

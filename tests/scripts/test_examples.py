@@ -11,7 +11,7 @@ from mindspore import DynamicLossScaleManager, Model, nn
 from mindspore.train.callback import LossMonitor
 from pages import figure
 
-from mindformers_adaptive.lab.logs import read_log
+from mindformers_adaptive.record.logs import read_log
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.text.table import as_power_of_two
 from scripts.examples import lenet5_managers
