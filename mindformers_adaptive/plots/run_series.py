@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindformers_adaptive.lab.logs.record import run_of_record
 from mindformers_adaptive.plots.canvas import Floats, count, power_of_two
+from mindformers_adaptive.record.logs import run_of_record
 from mindformers_adaptive.record.run import RecordedRun
 from mindformers_adaptive.record.trace import implied_ceilings
 
@@ -137,8 +137,8 @@ def series_of(run: RecordedRun | Sequence[Mapping[str, object]]) -> RunSeries:
     """Return the series of a run.
 
     Args:
-        run (RecordedRun or Sequence[Mapping]): the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it, or
-            the lines that :func:`mindformers_adaptive.record.writer.read_record` returns.
+        run (RecordedRun or Sequence[Mapping]): the run as :func:`mindformers_adaptive.record.logs.read_log` returns it,
+            or the lines that :func:`mindformers_adaptive.record.writer.read_record` returns.
 
     Raises:
         TypeError: if a line is not a mapping, or a value is neither a number nor None.

@@ -62,8 +62,8 @@ def draw_runs(
 
     Args:
         runs (Mapping): by name the record of each run, as :func:`mindformers_adaptive.record.writer.read_record`
-            returns it, or the run as :func:`mindformers_adaptive.lab.logs.read_log` returns it; at least one. A single
-            run may have the name "", which leaves it out of the title.
+            returns it, or the run as :func:`mindformers_adaptive.record.logs.read_log` returns it; at least one. A
+            single run may have the name "", which leaves it out of the title.
         gradients (Mapping, optional): by name of the run the record of its gradients, where there is one. Default:
             None, no panel for the underflow.
 
