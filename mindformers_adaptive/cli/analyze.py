@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "'adaptive:loss_scale_value=2^32,scale_window=20'; with it, a log of every k-th step bounds the number of "
         "skipped steps more narrowly",
     )
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="print all changes of the scale too, and what other rules would have done",
+    )
     add_output_arguments(parser, "draw loss, loss scale and skipped steps to this PNG or SVG file")
 
 
@@ -46,6 +51,6 @@ def run(options: argparse.Namespace) -> None:
     recorded = read_log(options.logs, options.format, rule=rule)
     with progress_bar(None, "replaying") as progress:
         analysis = analyze(recorded, progress=progress)
-    print_result(options, analysis.to_dict, analysis.text)
+    print_result(options, analysis.to_dict, lambda: analysis.text(options.details))
     if options.plot:
         save(draw_runs({recorded.name: recorded}), options.plot)

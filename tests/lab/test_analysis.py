@@ -325,7 +325,7 @@ def test_a_steep_fall_that_ends_is_no_collapse():
 
 def test_a_run_without_trouble_has_nothing_to_change():
     found = analyze(recorded([2.0**16] * 900, init_loss_scale=2.0**16, scale_window=1000))
-    assert (found.advice, found.tuning) == ((), None)
+    assert (found.advice, found.settings) == ((), None)
     assert "Nothing to change" in found.text()
     assert "The loss scale did not change." in found.text()
     assert "Overflow " not in found.text()
