@@ -231,7 +231,7 @@ def _power_of_two_up_to(scale: float) -> float:
 
 
 def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Configuration | None:
-    """Return the settings that cost least among those whose windows are above the largest of the run."""
+    """Return the settings that cost least of those that the log decides, with windows above the largest of the run."""
     tried = [window for window in AdaptiveRule.tried["min_scale_window"] if window > largest]
     if not tried:
         return None
@@ -242,8 +242,9 @@ def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Co
     ]
     fixed = {name: [value] for name, value in arguments.items()}
     configurations = grid("adaptive", **fixed, max_scale_window=ordered[0], min_scale_window=ordered[1])
-    costs = [cost(measures) for measures in sweep(configurations, trace.last(MOST_STEPS_SWEPT)).measures]
-    return configurations[int(np.argmin(costs))]
+    swept = zip(configurations, sweep(configurations, trace.last(MOST_STEPS_SWEPT)).measures, strict=True)
+    costs = [(cost(measures), each) for each, measures in swept if measures.known_share >= DECIDED_FROM]
+    return min(costs, key=lambda row: row[0], default=(0.0, None))[1]
 
 
 def _larger_window(

@@ -27,9 +27,10 @@ def test_a_start_of_lost_steps_is_bounded_and_gets_advice(tmp_path, sink, ceilin
     in_first = sum(flags[:100])
     assert start["skipped_in_first_steps_at_least"] <= in_first <= start["skipped_in_first_steps_at_most"]
     assert told["loss_scale"]["first"] is None
-    assert found.advice[0].rule == "start lower"
-    assert found.advice[0].settings["loss_scale_value"] <= 2.0 ** (ceiling + 1)
-    assert "Nothing to change" not in found.text()
+    # A start is advised where more than two skipped steps are sure.
+    starts = [advice.figures["scale"] for advice in found.advice if advice.rule == "start lower"]
+    assert all(scale <= 2.0 ** (ceiling + 1) for scale in starts)
+    assert (len(starts), found.settings) == (int((sink, ceiling) in ((4, 24), (4, 16), (10, 16))), None)
 
 
 def test_skips_between_lines_are_stated_as_bounds(tmp_path):
@@ -40,7 +41,7 @@ def test_skips_between_lines_are_stated_as_bounds(tmp_path):
     row = told["outcomes"][0]
     assert (row["policy"], row["skipped"], row["headroom_lost"]) == ("as recorded", None, None)
     assert (row["fewest_skipped"], row["most_skipped"]) == (told["skipped"]["at_least"], told["skipped"]["at_most"])
-    assert f"of which at least {row['fewest_skipped']} and at most {row['most_skipped']} (" in found.text()
+    assert f"At least {row['fewest_skipped']} and at most {row['most_skipped']} of 1000 steps" in found.text()
     # Only the last step of each line is known.
     assert all(first == last and last % 10 == 0 and flags[last - 1] for first, last in told["skipped"]["ranges"])
 
@@ -56,7 +57,7 @@ def test_a_change_between_lines_is_no_event_of_a_step(tmp_path):
         ("fall", 1, 5, 8),
         ("rise", 1, 25, 28),
     ]
-    assert "5-8        fell over 1 line             2^16 -> 2^15" in found.text()
+    assert "5-8        fell over 1 line             2^16 -> 2^15" in found.text(details=True)
 
 
 def test_a_line_whose_steps_must_all_have_been_skipped_shows_each(tmp_path):
@@ -68,7 +69,7 @@ def test_a_line_whose_steps_must_all_have_been_skipped_shows_each(tmp_path):
 def test_windows_are_not_judged_by_a_log_that_does_not_show_them(tmp_path):
     found, _ = analysis_of(tmp_path, [2.0**16] * 2000, 2, start=2.0**16, max_scale_window=20)
     assert [advice.rule for advice in found.advice] == []
-    assert "It does not show every step, so windows and hysteresis could not be judged." in found.text()
+    assert "The log does not show every step, so windows could not be judged." in found.text()
 
 
 def test_the_rule_of_the_run_says_where_it_started(tmp_path):
@@ -90,13 +91,13 @@ def test_a_collapse_is_seen_by_the_last_step_of_each_line(tmp_path):
 def test_what_the_counts_rest_on_is_said(tmp_path, run_program):
     found, _ = analysis_of(tmp_path, [2.0**16] * 40, 4)
     assert found.run.holds_if
-    assert f"These counts hold if {found.run.holds_if}" in " ".join(found.text().split())
+    assert f"These counts hold if {found.run.holds_if}" in " ".join(found.text(details=True).split())
     assert found.to_dict()["skipped"]["holds_if"] == found.run.holds_if
-    _, printed, _ = run_program("compare", tmp_path / "sink.log")
+    _, printed, _ = run_program("compare", "--details", tmp_path / "sink.log")
     assert f"Skipped steps and ceilings hold if {found.run.holds_if}" in printed
     every_step, _ = analysis_of(tmp_path, [2.0**16] * 40, 1)
     assert (every_step.run.holds_if, every_step.to_dict()["skipped"]["holds_if"]) == ("", None)
-    assert "hold if" not in every_step.text()
+    assert "hold if" not in every_step.text(details=True)
 
 
 def test_a_rule_that_is_named_makes_no_jumps(tmp_path):
@@ -105,7 +106,7 @@ def test_a_rule_that_is_named_makes_no_jumps(tmp_path):
     log = write_sink_log(tmp_path / "run.log", flags, scales, 1)
     guessed, known = analyze(read_log(log)), analyze(read_log(log, rule=make_policy("guided", **rule)))
     assert "jump" in {phase.kind for phase in guessed.phases}
-    assert "if the run followed another rule, name it" in " ".join(guessed.text().split())
+    assert "if the run followed another rule, name it" in " ".join(guessed.text(details=True).split())
     assert {phase.kind for phase in known.phases} in ({"drop", "raise"}, {"drop", "applied fall", "raise"})
     assert known.run.loss_scale.tolist() == [2.0**20, *scales[:-1]]
     assert not [note for note in known.run.notes if "does not follow" in note]
