@@ -108,7 +108,7 @@ def start_and_next():
 SAID = {
     "a window of 100 is better in both in the random walk": (
         lambda: window_of_100_is_better_in_both() - {"mean"} == {"random walk"},
-        [("evidence", "kind by kind it is better in both in the random walk only", "它只在随机游走上两项都更优")],
+        [("study", "kind by kind it is better in both in the random walk only", "它只在随机游走上两项都更优")],
     ),
     "a window of 100 is better in the mean": (
         lambda: all(better_in("mean")),
