@@ -107,18 +107,19 @@ def advise(
         "min_loss_scale": min(1.0, 2.0 ** math.floor(math.log2(smallest))),
     }
     raised_after = [change.clean_steps for change in changes if change.clean_steps is not None]
-    if raised_after and run.position_known.mean() >= DECIDED_FROM:
-        settings = _accepted(_larger_windows(traces[0], arguments, max(raised_after)), traces, recorded)
-        window = [] if settings is None else _larger_window(raised_after, recorded[0], settings, start)
-        if window:
-            return [*start, *window], settings
-    if not start:
+    if not (start or raised_after):
         return _short_run(run, changes), None
-    windows = [*raised_after, *([] if run.scale_window is None else np.unique(run.scale_window).tolist())]
-    known = [int(window) for window in windows if 0 < window < math.inf]
-    arguments["min_scale_window"] = max(DEFAULT_MIN_SCALE_WINDOW, min(known, default=0))
-    arguments["max_scale_window"] = max(DEFAULT_MAX_SCALE_WINDOW, max(known, default=0))
-    return start, _accepted(Configuration("adaptive", **arguments), traces, recorded)
+    larger = _accepted(_larger_windows(traces[0], arguments, max(raised_after, default=0)), traces, recorded)
+    window = []
+    if larger is not None and raised_after and run.position_known.mean() >= DECIDED_FROM:
+        window = _larger_window(raised_after, recorded[0], larger, start)
+    if window or not start:
+        return [*start, *window], larger if window else None
+    arguments["min_scale_window"] = max(DEFAULT_MIN_SCALE_WINDOW, min(raised_after, default=0))
+    arguments["max_scale_window"] = max(DEFAULT_MAX_SCALE_WINDOW, max(raised_after, default=0))
+    as_before = _accepted(Configuration("adaptive", **arguments), traces, recorded)
+    settings = [each for each in (as_before, larger) if each is not None]
+    return start, min(settings, key=lambda each: cost(each.measures[0]), default=None)
 
 
 def _accepted(
@@ -201,16 +202,17 @@ def _lower_start(run: RecordedRun, start_up: StartUp) -> list[Advice]:
     better = 0.0 if start_up.scale is None else _power_of_two_up_to(start_up.scale)
     if not SMALLEST_LOSS_SCALE <= better < first or start_up.fewest <= _TOLERABLE:
         return []
-    at_least = "" if start_up.fewest == start_up.most else "at least "
+    at_least = "" if start_up.fewest == start_up.most else "At least "
     instead = "" if math.isnan(run.loss_scale[0]) else f" instead of {as_power_of_two(first)}"
-    resumed = f" The log begins at step {run.step[0]}: if the run was resumed there, resume its loss scale too."
+    resumed = ""
+    if run.step[0] > 1:
+        resumed = f" The log begins at step {run.step[0]}: if the run was resumed there, resume its loss scale too."
     return [
         Advice(
             "start lower",
             f"Start at {as_power_of_two(better)} (loss_scale_value: {better:.15g}){instead}.",
             f"{at_least}{start_up.fewest} steps were skipped before a scale held. {as_power_of_two(better)} is the "
-            f"highest power of two that held, from step {start_up.first_step} on.".capitalize()
-            + resumed * (run.step[0] != 1),
+            f"highest power of two that held, from step {start_up.first_step} on.{resumed}",
             {
                 "scale": better,
                 "reached_at": start_up.first_step,
@@ -229,7 +231,7 @@ def _power_of_two_up_to(scale: float) -> float:
 
 
 def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Configuration | None:
-    """Return the settings that cost least among those whose windows are above the largest of the run."""
+    """Return the settings that cost least of those that the log decides, with windows above the largest of the run."""
     tried = [window for window in AdaptiveRule.tried["min_scale_window"] if window > largest]
     if not tried:
         return None
@@ -240,8 +242,9 @@ def _larger_windows(trace: Trace, arguments: dict[str, Any], largest: int) -> Co
     ]
     fixed = {name: [value] for name, value in arguments.items()}
     configurations = grid("adaptive", **fixed, max_scale_window=ordered[0], min_scale_window=ordered[1])
-    costs = [cost(measures) for measures in sweep(configurations, trace.last(MOST_STEPS_SWEPT)).measures]
-    return configurations[int(np.argmin(costs))]
+    swept = zip(configurations, sweep(configurations, trace.last(MOST_STEPS_SWEPT)).measures, strict=True)
+    costs = [(cost(measures), each) for each, measures in swept if measures.known_share >= DECIDED_FROM]
+    return min(costs, key=lambda row: row[0], default=(0.0, None))[1]
 
 
 def _larger_window(

@@ -285,11 +285,11 @@ class Comparison:
         rows.sort(key=lambda row: (row["skipped"], math.inf if row["headroom_lost"] is None else row["headroom_lost"]))
         tables = [_table(_COLUMNS, rows), *([_table(_MORE_COLUMNS, rows)] if details else [])]
         share = sum(row["known_share"] for row in rows) / len(rows)
-        sure = (
-            "" if share == 1 else f" The traces decide {share:.0%} of the replayed steps; for the rest the ceiling is "
-        )
-        sure += "assumed (--ceilings)." * bool(sure)
-        return "\n\n".join(tables) + f"\n\nSorted by skipped steps; * is best in one of both.{sure}"
+        notes = [
+            "Sorted by skipped steps. No rule is better than those with * in both skipped steps and headroom.",
+            f"The log decides {share:.0%} of the replayed steps; for the rest the ceiling is assumed (--ceilings).",
+        ]
+        return "\n\n".join([*tables, "\n".join(notes[: 1 if share == 1 else 2])])
 
 
 _COLUMNS = {

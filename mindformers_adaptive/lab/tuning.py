@@ -171,30 +171,25 @@ class Tuning:
         Args:
             count (int): how many of the best configurations to list too. Default: 0.
         """
-        certainty, [best, *others] = self.certainty(), self.rows(len(self.configurations))
+        [best, *others] = self.rows(len(self.configurations))
         lines = [f"Best of {counted(len(self.configurations), 'setting')}: {best['configuration']} ({_lost(best)})."]
         if self.recorded:
-            skipped = float(np.mean([measures.skipped for measures in self.recorded]))
-            headroom = float(np.nanmean([measures.headroom_lost for measures in self.recorded]))
-            lines[0] += f" The run itself: {_lost({'skipped': skipped, 'headroom_lost': headroom})}."
-        equal = [
-            row["configuration"]
-            for row in others
-            if (row["cost"], row["known_share"]) == (best["cost"], best["known_share"])
-        ]
-        why_not = self._without_settings()
-        lines += [*self.notes, "", why_not or self.recommended.scale_sense().rstrip(), ""]
-        if equal:
-            listed = ", ".join(equal[:3])
-            lines.append(f"Equally good: {listed}{f' and {len(equal) - 3} more' * (len(equal) > 3)}.")
-        lines.append(
-            f"The log decides {certainty['known_share']:.0%} of the steps; the rest is assumed. More: --rows 10"
-        )
-        if not count:
-            return "\n".join(lines)
+            runs = [measures.as_dict() for measures in self.recorded]
+            lines[0] += f" The run itself: {_lost({name: _mean(runs, name) for name in ('skipped', 'headroom_lost')})}."
+        lines += [*self.notes, "", self._without_settings() or self.recommended.scale_sense().rstrip(), ""]
+        same = ("cost", "known_share")
+        if equal := [row["configuration"] for row in others if all(row[name] == best[name] for name in same)]:
+            lines.append(f"Equally good: {', '.join(equal[:3])}{f' and {len(equal) - 3} more' * (len(equal) > 3)}.")
+        if best["known_share"] < 1:
+            lines.append(f"The log decides {best['known_share']:.0%} of the steps; the rest is assumed.")
+        return "\n".join([*lines, *(self._details(count) if count else ["More settings: --rows 10"])])
+
+    def _details(self, count: int) -> list[str]:
+        """The best configurations as a table, and how far other assumptions and other traces agree."""
         rows = [{**row, "known": 100 * row["known_share"]} for row in self.rows(count)]
-        lines += ["", text_table(_COLUMNS, rows), ""]
+        lines = ["", text_table(_COLUMNS, rows), ""]
         lines.append(f"The cost is in skipped steps of 1000; a bit of headroom counts as {self.exchange_rate:g}.")
+        certainty = self.certainty()
         for name, under in certainty["assumed"].items():
             if not np.array_equal(self.assumed[name], self.costs):
                 lines.append(
@@ -205,7 +200,7 @@ class Tuning:
                 f"Without trace {row['trace']!r}: {row['recommended']}, which costs {row['above_smallest']:.2f} more "
                 "on that trace than the best there."
             )
-        return "\n".join(lines)
+        return lines
 
     def _left_out(self) -> list[dict[str, Any]]:
         rows = []
@@ -320,3 +315,9 @@ def _lost(row: Mapping[str, Any]) -> str:
         "no step applied" if row["headroom_lost"] is None else f"{row['headroom_lost']:.1f} bits of headroom lost"
     )
     return f"{row['skipped']:g} skipped, {headroom}"
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Return the mean of a measure over the rows that have it; None if none has."""
+    values = [row[name] for row in rows if row[name] is not None]
+    return sum(values) / len(values) if values else None

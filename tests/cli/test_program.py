@@ -138,8 +138,8 @@ def test_results_on_a_log_say_what_was_read_and_what_is_known(run_program):
     # 11 of the 32 steps overflowed, which a person counts in the log: known from above; the others from below.
     assert described["bounds_known"]["upper_bound"] == 11 / 32
     assert described["bounds_known"]["lower_bound"] == 21 / 32
-    text = run_program("compare", MINDFORMERS_LOG)[1]
-    assert "32 lines (mindformers), of which 32 were used and 0 ignored" in text
+    text = run_program("compare", MINDFORMERS_LOG, "--details")[1]
+    assert "32 lines (mindformers): 32 used, 0 ignored" in text
 
 
 def test_compare_of_a_folder_has_a_row_for_each_policy_and_log(run_program):
@@ -157,7 +157,7 @@ def test_a_file_of_a_folder_that_is_no_log_is_named(run_program, tmp_path):
     (tmp_path / "b.txt").write_text("no log\n")
     # As beside a record.
     (tmp_path / ".record.jsonl.lock").touch()
-    code, printed, error = run_program("compare", str(tmp_path), "--policies", "torch")
+    code, printed, error = run_program("compare", str(tmp_path), "--policies", "torch", "--details")
     assert code == 0
     assert "b.txt is left out" in error
     assert ".lock" not in error
@@ -184,7 +184,6 @@ def test_tune_recommends_yaml_that_builds_the_cell(run_program):
     assert found["certainty"]["verdict"] == "known"
     text = run_program("tune", "synthetic:random walk", "--steps", "3000", *tried)[1]
     assert found["scale_sense"] in text
-    assert "How sure: known." in text
 
 
 def test_tune_tries_exchange_rates_of_the_guided_rule(run_program):
@@ -223,7 +222,7 @@ def test_a_record_with_gradients_is_compared_with_the_guided_rule(run_program, g
     assert rows["guided"]["skipped"] == 0 < rows["dynamic:scale_window=20"]["skipped"]
     assert found["sources"][0]["gradients_known"] == 0.98
     assert (tmp_path / "policies.png").stat().st_size > 10_000
-    text = run_program("compare", guided_record)[1]
+    text = run_program("compare", "--details", guided_record)[1]
     assert "; largest gradients known at 98.0% of the steps" in text
     right = f"gradient_format={json.loads(Path(guided_record).read_text().splitlines()[0])['gradient_format']}"
     tuned = json.loads(run_program("tune", "--json", "--policy", "guided", "--grid", right, "--", guided_record)[1])

@@ -77,26 +77,25 @@ def test_pareto_front_of_a_comparison_leaves_out_what_another_beats_in_both():
     assert [row["policy"] for row in found.rows() if row["on_front"]] == ["four", "sixteen"]
 
 
-def test_comparison_as_text_marks_the_front_and_aligns_its_columns():
-    found = compare({"one": fixed(1.0), "sixteen": fixed(16.0)}, [Trace.exact(name, [16.0] * 4) for name in "ab"])
-    lines = found.text().splitlines()
+def test_comparison_as_text_is_sorted_and_marks_the_front():
+    policies = {"thirty-two": fixed(32.0), "one": fixed(1.0), "sixteen": fixed(16.0)}
+    found = compare(policies, [Trace.exact(name, [16.0] * 4) for name in "ab"])
+    lines = found.text(each_trace=True).splitlines()
     # Each with the scale that it starts from, without which they cannot be compared.
-    assert [line.split()[:4] for line in lines[-3:]] == [
-        ["sixteen", "2^4", "a", "*"],
-        ["sixteen", "2^4", "b", "*"],
-        ["sixteen", "2^4", "(mean)", "*"],
+    assert [line.split()[:2] for line in lines[1:10]] == [
+        [name, trace] for name in ("sixteen", "one", "thirty-two") for trace in ("a", "b", "(mean)")
     ]
-    assert {row["policy"]: row["start"] for row in found.rows()} == {"one": 1.0, "sixteen": 16.0}
-    assert "*" not in lines[-6]
-    ends = {line.rindex(cell) + len(cell) for line, cell in zip(lines[-6:], ["1.00"] * 6, strict=True)}
-    assert len(ends) == 1
-    assert "skipped" in found.text()
+    assert [line.endswith("*") for line in lines[1:10]] == [True] * 3 + [False] * 6
+    assert {row["policy"]: row["start"] for row in found.rows()} == {"one": 1.0, "sixteen": 16.0, "thirty-two": 32.0}
+    assert len(found.text().splitlines()) == 4 + 2
+    assert "decides" not in found.text()
 
 
 def test_a_known_share_of_0_is_shown():
     trace = Trace("log", np.full(4, 16.0), np.zeros(4), np.full(4, np.inf))
-    heading, row = compare({"one": fixed(1.0)}, [trace]).text().splitlines()[-2:]
-    assert (heading.split()[-1], row.split()[-1]) == ("share", "0.00")
+    text = compare({"one": fixed(1.0)}, [trace]).text(details=True)
+    assert "The log decides 0% of the replayed steps" in text
+    assert text.splitlines()[4].split()[-1] == "0.0"
 
 
 NUMBERS = st.integers(0, 4).map(float)

@@ -94,18 +94,35 @@ def test_leaving_a_trace_out_shows_what_the_others_would_have_recommended_for_it
 
 def test_text_holds_the_table_the_section_and_how_sure_it_is():
     found = tune([CALM, RISING], [Configuration.dynamic(10), Configuration("adaptive", hysteresis=2)])
-    text = found.text()
-    assert found.recommended.scale_sense() in text
+    text = found.text(2)
+    assert found.recommended.scale_sense().rstrip() in text
     assert "adaptive 20-1000 hysteresis=2" in text
-    assert "How sure: known. The traces know the outcome of 100.0%" in text
     assert "Without trace 'calm': " in text
     assert "possible ceilings" not in text
+    assert len(found.text().splitlines()) <= 15
+
+
+def test_settings_are_pasted_only_where_they_beat_the_run():
+    tried, of_run = [Configuration.dynamic(1000)], replay(make_policy("fixed", loss_scale=2.0**16), CALM).measures
+    assert tune([CALM], tried).settings_to_paste is not None
+    found = tune([CALM], tried, recorded=[of_run])
+    assert (of_run.skipped, found.settings_to_paste) == (0, None)
+    assert "The run itself: 0 skipped, 0.0 bits" in found.text()
+    assert "did at least as well" in found.text()
+
+
+def test_what_the_traces_decide_is_recommended_before_what_costs_less():
+    # The climb to the assumed ceilings is not decided, to stay at the known scale is.
+    trace = Trace("log", np.full(1000, 2.0**20), np.full(1000, 2.0**16), np.full(1000, np.inf))
+    found = tune([trace], [Configuration.dynamic(9), Configuration.dynamic(2000)])
+    assert found.costs[0, 0] < found.costs[1, 0]
+    assert found.recommended.label == found.rows(1)[0]["configuration"] == "dynamic 2000"
+    assert found.certainty()["verdict"] == "known"
 
 
 def test_text_shows_other_assumptions_where_they_matter():
     trace = Trace("log", np.full(1000, 2.0**16), np.full(1000, 1.5 * 2.0**15), np.full(1000, 2.0**20))
-    text = tune([trace], [Configuration.dynamic(9)]).text()
-    assert "How sure: a guess." in text
+    text = tune([trace], [Configuration.dynamic(9)]).text(1)
     # What is a guess is nothing to paste.
     assert ("scale_sense:" in text, "No settings to paste: " in text) == (False, True)
     assert "With the lowest possible ceilings: " in text
