@@ -32,9 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar = "BOOL" if kind is _true_or_false else option.upper().replace("-", "_")
         alone: dict[str, Any] = {"nargs": "?", "const": True} if kind is _true_or_false_or_name else {}
         parser.add_argument(f"--{option}", dest=key, type=kind, metavar=metavar, help=f"{text} (sets {key})", **alone)
-    parser.add_argument(
-        "--register-path", type=_folder, metavar="FOLDER", help="folder with further classes for auto_register"
-    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -61,9 +58,13 @@ def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
     return overrides | read_options(options.options)
 
 
-def add_yaml_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--config`` and ``--options``."""
-    parser.add_argument("--config", type=_yaml_file, required=True, help="the YAML file of MindFormers")
+def add_yaml_arguments(parser: argparse.ArgumentParser, source: Any = None) -> None:
+    """Declare ``--config``, ``--register-path`` and ``--options``; ``source`` has what may stand for ``--config``."""
+    required = source is None
+    (source or parser).add_argument("--config", type=_yaml_file, required=required, help="the YAML file of MindFormers")
+    parser.add_argument(
+        "--register-path", type=_folder, metavar="FOLDER", help="folder with further classes for auto_register"
+    )
     parser.add_argument(
         "--options",
         nargs="+",

@@ -32,6 +32,7 @@ from mindformers_adaptive.lab.scale_path import Change
 from mindformers_adaptive.lab.tuning import Tuning, tune
 from mindformers_adaptive.lab.unused_headroom import shown_by_gradients, shown_in_words
 from mindformers_adaptive.record.run import RecordedRun, forward_fill
+from mindformers_adaptive.record.run_folder import run_folder_of, why_command
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
@@ -161,7 +162,7 @@ def _collapse(run: RecordedRun) -> list[Advice]:
             "collapse",
             f"{look if is_held else 'Look'} at the model and the data, not at the loss scaling: learning rate, "
             "warm-up, gradient clipping, float32 for softmax and normalization, NaN or inf in data and weights. "
-            "'adaptive-loss-scale why' names the layer, and tries what could help.",
+            f"Find the layer and a remedy:\n{why_command(run_folder_of(*run.files))}",
             (f"{length} steps in a row" if is_row else f"All {length} steps that the log shows")
             + f" were skipped, {step[first]} to {step[last]}"
             + (f", with the scale at {as_power_of_two(float(scale[last]))} to the last" if stays and is_row else "")
@@ -182,8 +183,7 @@ def _bad_loss(run: RecordedRun) -> list[Advice]:
     return [
         Advice(
             "bad loss",
-            "Look for the layer that makes the loss inf or NaN: 'adaptive-loss-scale why --config FILE' names it, and "
-            "tries what could help.",
+            f"Find the layer that makes the loss inf or NaN, and a remedy:\n{why_command(run_folder_of(*run.files))}",
             f"The loss was inf or NaN in {len(places)} of the {known} steps that show it, the first of them step "
             f"{first}. This is the loss before scaling: no loss scale can help.",
             {"steps": len(places), "first_step": first},

@@ -119,7 +119,10 @@ def _advice(analysis: Mapping[str, Any]) -> list[str]:
         return lines
     lines = ["What to change"]
     for number, advice in enumerate(analysis["advice"], start=1):
-        lines += textwrap.wrap(f"{number}. {advice['change']}", _WIDTH, subsequent_indent="   ")
+        change, *commands = advice["change"].split("\n")
+        lines += textwrap.wrap(f"{number}. {change}", _WIDTH, subsequent_indent="   ")
+        # Whole, so that it can be pasted.
+        lines += [f"   {command}" for command in commands]
         lines += textwrap.wrap(advice["reason"], _WIDTH, initial_indent="   ", subsequent_indent="   ")
     if analysis["scale_sense"] is not None:
         certainty = analysis["certainty"]

@@ -17,6 +17,7 @@ from mindformers_adaptive.mindformers.pynative_section import is_for_pynative_tr
 from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["EVAL_NUM_SAMPLES", "NUM_SAMPLES", "had_begun", "launch", "load_config", "require_yaml_file", "set_key"]
+__all__ += ["use_register_path"]
 
 NUM_SAMPLES = "train_dataset.data_loader.num_samples"
 EVAL_NUM_SAMPLES = "eval_dataset.data_loader.num_samples"
@@ -64,10 +65,7 @@ def load_config(
 
     from mindformers_adaptive.mindformers.registration import register
 
-    if register_path is not None:
-        folder = os.environ["REGISTER_PATH"] = str(Path(register_path).resolve())
-        if folder not in sys.path:
-            sys.path.append(folder)
+    use_register_path(register_path)
     register()
     overrides = dict(overrides or {})
     # MindFormers fills in its template by the run mode, so it has to know it while it reads the file.
@@ -92,6 +90,14 @@ def load_config(
         check_cpu(config)
     check_config(config)
     return config
+
+
+def use_register_path(folder: str | None) -> None:
+    """Let ``auto_register`` and ``import`` look for classes in a folder, unless it is None."""
+    if folder is not None:
+        folder = os.environ["REGISTER_PATH"] = str(Path(folder).resolve())
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 def require_yaml_file(path: str | Path) -> str:

@@ -1,5 +1,6 @@
 """Why the training of a YAML file of MindFormers overflows, and which of its settings helps."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -41,6 +42,7 @@ def why(
     batch=None,
     graph=False,
     overrides=None,
+    failure="",
     progress=None,
 ):
     """Say why the training of a YAML file overflows, in which layer, and which of its settings helps.
@@ -58,6 +60,8 @@ def why(
         batches (int): how many batches of the training data. Default: 2.
         batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, in place of the
             training data. Default: None.
+        failure (str): which steps of the training had a loss that is inf or NaN, in words. Where the passes have finite
+            losses, the explanation says that it is not about that failure. Default: "".
         graph (bool): as in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: False.
         overrides (dict, optional): values by dotted key that replace those of the YAML file. Default: None.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
@@ -73,7 +77,7 @@ def why(
         PyNativeError: if the model cannot run in PyNative mode, or with ``graph`` in graph mode.
     """
     require_integer("batches", batches, 1, f"The default is {DEFAULT_BATCHES}.", unit="number of batches")
-    saved = None if batch is None else [tuple(map(Tensor, read_batch(batch)))]
+    saved = batch and [tuple(map(Tensor, read_batch(batch)))]
     train_step, dataset, measured = build_training_at_start(config_path, checkpoint, train_dataset_dir, overrides)
     rows = saved or list(itertools.islice(dataset.create_tuple_iterator(num_epochs=1), batches))
     if not rows:
@@ -86,9 +90,11 @@ def why(
         )
         for key, value in _worth_trying(network, value_at(written, _SECTION) or {})
     }
-    return explain_overflow(
+    measured += f", batch {batch}" if batch else ""
+    explanation = explain_overflow(
         train_step, rows, loss_scale, settings=settings, measured=measured, graph=graph, progress=progress
     )
+    return dataclasses.replace(explanation, failure=failure)
 
 
 def _worth_trying(network, section):
