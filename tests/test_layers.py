@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "overflow": {"text", "public_names", "rules", "gradients"},
     "monitor": {"text", "public_names", "rules", "record", "gradients", "overflow"},
     "plots": {"text", "rules", "record", "gradients", "monitor", "overflow", "lab"},
-    "mindformers": {"text", "rules", "cells", "gradients", "monitor", "overflow"},
+    "mindformers": {"text", "rules", "record", "cells", "gradients", "monitor", "overflow"},
     "cli": {"", "text", "rules", "record", "gradients", "lab", "monitor", "mindformers", "plots"},
     "__main__": {"cli"},
     "register_path": {""},

@@ -58,9 +58,10 @@ def read_overrides(options: argparse.Namespace) -> dict[str, Any]:
     return overrides | read_options(options.options)
 
 
-def add_yaml_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--config``, ``--register-path`` and ``--options``."""
-    parser.add_argument("--config", type=_yaml_file, required=True, help="the YAML file of MindFormers")
+def add_yaml_arguments(parser: argparse.ArgumentParser, source: Any = None) -> None:
+    """Declare ``--config``, ``--register-path`` and ``--options``; ``source`` has what may stand for ``--config``."""
+    required = source is None
+    (source or parser).add_argument("--config", type=_yaml_file, required=required, help="the YAML file of MindFormers")
     parser.add_argument(
         "--register-path", type=_folder, metavar="FOLDER", help="folder with further classes for auto_register"
     )

@@ -1,10 +1,13 @@
 """Say why a training overflows: in which layer, in which pass, and which setting helps.
 
-Forward and backward passes of the training's own train step are run on a few batches, op by op (PyNative mode), with
-the weights that the training would start from. Possible remedies are tried in the same passes: a lower loss scale, the
-layer in float32, and each setting of the YAML file's model_config that computes in half precision.
+Forward and backward passes of the training's own train step are run on a few batches, op by op (PyNative mode). With
+--run, the configuration, the last whole checkpoint, the loss scale and a saved batch come from the output folder of a
+training. With --config, the weights are those that the training would start from. Possible remedies are tried in the
+same passes: a lower loss scale, the layer in float32, and each setting of the YAML file's model_config that computes in
+half precision.
 
 examples:
+  adaptive-loss-scale why --run output
   adaptive-loss-scale why --config my.yaml --train-dataset-dir my_data
   adaptive-loss-scale why --config my.yaml --checkpoint output/checkpoint/rank_0 --loss-scale 2^16 --plot layers.png
 """
@@ -18,15 +21,21 @@ import sys
 from mindformers_adaptive.cli.output import add_output_arguments, integer, print_result, progress_bar, read_scale
 from mindformers_adaptive.cli.train import add_yaml_arguments, read_options
 from mindformers_adaptive.mindformers.launcher import use_register_path
+from mindformers_adaptive.mindformers.run_configuration import read_run
 from mindformers_adaptive.plots.canvas import save
 from mindformers_adaptive.plots.layers import draw_layers
 
 __all__ = ["add_arguments", "run"]
 
+# What a run's folder has too, and an argument replaces.
+_OF_RUN = ("checkpoint", "train_dataset_dir", "loss_scale", "batch", "register_path")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_yaml_arguments(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", metavar="FOLDER", help="the output folder of a training")
+    add_yaml_arguments(parser, source)
     parser.add_argument("--train-dataset-dir", help="the data, instead of that in the YAML file")
     parser.add_argument(
         "--checkpoint",
@@ -44,28 +53,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the passes in graph mode, which shows layers but no operators: for a model that fails op by op",
     )
+    text = "also print the layers closest to overflow, and what was tried and does not help"
+    parser.add_argument("--details", action="store_true", help=text)
     add_output_arguments(parser, "draw the largest value of each layer, in the forward and the backward pass")
 
 
 def run(options: argparse.Namespace) -> None:
     """Look at the passes, and print what they showed."""
     overrides = read_options(options.options)
-    use_register_path(options.register_path)
+    arguments = {} if options.run is None else read_run(options.run)
+    named = {name: getattr(options, name) for name in _OF_RUN} | {"config_path": options.config}
+    arguments |= {name: value for name, value in named.items() if value is not None}
+    use_register_path(arguments.pop("register_path", None))
     with contextlib.redirect_stdout(sys.stderr):
         from mindformers_adaptive.mindformers.overflow_probe import why
 
         with progress_bar(None, "backward passes") as progress:
             explanation = why(
-                options.config,
-                options.checkpoint,
-                options.train_dataset_dir,
-                options.loss_scale,
-                options.batches,
-                batch=options.batch,
+                batches=options.batches,
                 graph=options.graph,
                 overrides=overrides,
                 progress=progress,
+                **arguments,
             )
-    print_result(options, explanation.to_dict, explanation.__str__)
+    more = explanation.details()
+    text = f"{explanation}\n{more if options.details or not more else 'More: --details'}"
+    print_result(options, explanation.to_dict, lambda: text)
     if options.plot:
         save(draw_layers(explanation), options.plot)

@@ -27,6 +27,7 @@ from mindformers_adaptive.lab.replay import replay_side_by_side, sweep
 from mindformers_adaptive.lab.scale_path import Change
 from mindformers_adaptive.lab.tuning import DECIDED_FROM, MOST_STEPS_SWEPT
 from mindformers_adaptive.record.run import RecordedRun, forward_fill
+from mindformers_adaptive.record.run_folder import run_folder_of, why_command
 from mindformers_adaptive.record.trace import Trace, consecutive_runs
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
@@ -142,7 +143,7 @@ def _bad_loss(run: RecordedRun) -> Iterator[Advice]:
         first, known = int(run.step[positions[0]]), int(np.count_nonzero(~np.isnan(run.loss)))
         yield Advice(
             "bad loss",
-            "Find the layer that makes the loss inf or NaN, and a remedy: adaptive-loss-scale why --config FILE",
+            f"Find the layer that makes the loss inf or NaN, and a remedy:\n{why_command(run_folder_of(*run.files))}",
             f"The loss was inf or NaN in {len(positions)} of {counted(known, 'step')}, first in step {first}. This is "
             "the loss before scaling: no loss scale can help.",
             {"steps": len(positions), "first_step": first},
@@ -163,7 +164,8 @@ def _collapse(run: RecordedRun) -> Iterator[Advice]:
         yield Advice(
             "collapse",
             f"{lower}Look at the model and the data: learning rate, warm-up, gradient clipping, float32 for softmax "
-            "and normalization, NaN or inf in data and weights. Find the layer: adaptive-loss-scale why --config FILE",
+            "and normalization, NaN or inf in data and weights. Find the layer and a remedy:\n"
+            f"{why_command(run_folder_of(*run.files))}",
             (f"{length} steps in a row" if in_a_row else f"All {length} steps that the log shows")
             + f" were skipped, from step {step[first]} to {step[last]}"
             + (f", the last of them at {as_power_of_two(float(scale[last]))}" if stays and in_a_row else "")

@@ -64,7 +64,13 @@ def _advice(analysis: Mapping[str, Any]) -> list[list[str]]:
         if skipped["count"] is None:
             lines.append("The log does not show every step, so windows could not be judged.")
         return [lines]
-    return [[*_wrapped(each["change"]), *_wrapped(each["reason"])] for each in advice]
+    return [[*_change(each["change"]), *_wrapped(each["reason"])] for each in advice]
+
+
+def _change(change: str) -> list[str]:
+    """Return the lines of an advice. A command is on a line of its own, and whole, so that it can be pasted."""
+    text, *commands = change.split("\n")
+    return [*_wrapped(text), *(f"  {command}" for command in commands)]
 
 
 def _log(log: Mapping[str, Any]) -> list[str]:

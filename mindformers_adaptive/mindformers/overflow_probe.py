@@ -1,5 +1,6 @@
 """Why the training of a YAML file of MindFormers overflows, and which of its settings helps."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -43,6 +44,7 @@ def why(
     batch=None,
     graph=False,
     overrides=None,
+    failure="",
     progress=None,
 ):
     """Say why the training of a YAML file overflows, in which layer, and which of its settings helps.
@@ -60,6 +62,8 @@ def why(
         batches (int): how many batches of the training data. Default: 2.
         batch (str, optional): a file of one batch, as ``LossScaleMonitor(explain=True)`` writes it, in place of the
             training data. Default: None.
+        failure (str): which steps of the training had a loss that is inf or NaN, in words. Where the passes have finite
+            losses, the explanation says that it is not about that failure. Default: "".
         graph (bool): as in :func:`mindformers_adaptive.overflow.explain.explain_overflow`. Default: False.
         overrides (dict, optional): values by dotted key that replace those of the YAML file. Default: None.
         progress (Callable, optional): called with the number of backward passes done. Default: None.
@@ -91,16 +95,18 @@ def why(
         for key, value in _worth_trying(network, value_at(written, _SECTION) or {})
     }
     division = loss_division(training.micro_batches)
-    return explain_overflow(
+    measured = f"{training.weights}, batch {batch}" if batch else training.weights
+    explanation = explain_overflow(
         training.train_step,
         rows,
         loss_scale,
         settings=settings,
-        measured=f"{training.weights}, each batch {division}" if division else training.weights,
+        measured=f"{measured}, each batch {division}" if division else measured,
         graph=graph,
         progress=progress,
         micro_batches=training.micro_batches,
     )
+    return dataclasses.replace(explanation, failure=failure)
 
 
 def _micro_batches(batch, size):

@@ -17,6 +17,7 @@ from mindformers_adaptive.mindformers.checks import check_config
 from mindformers_adaptive.mindformers.cpu_checks import check_cpu
 from mindformers_adaptive.mindformers.keys import ACCUMULATION, PER_TOKEN, given_to_train_step, value_at
 from mindformers_adaptive.mindformers.registration import register
+from mindformers_adaptive.mindformers.run_configuration import as_text, save_configuration
 from mindformers_adaptive.mindformers.scaling_checks import FIXED_SCALES
 from mindformers_adaptive.mindformers.workarounds import apply_workarounds
 from mindformers_adaptive.rules import rule_of_cell
@@ -91,6 +92,7 @@ class Trainer(mindformers.Trainer):
             _fit_window(args, config.runner_wrapper.scale_sense)
         if self._checks_config:
             check_config(config)
+        self._sections = as_text(config)
         return config
 
     def _check_config_rules(self):
@@ -101,17 +103,20 @@ class Trainer(mindformers.Trainer):
         super()._check_config_rules()
 
     def _init_model(self, is_train=False):
+        # A configuration lacks a model or data that the user built.
+        built_by_user = isinstance(self.model, nn.Cell) or self.train_dataset is not None
+        folder = save_configuration(self.config, self._sections) if is_train and not built_by_user else None
         super()._init_model(is_train)
         if is_train:
-            self._watch_for_collapse()
+            self._watch_for_collapse(folder)
         if is_train and mindspore.get_context("device_target") == "CPU":
             if self._checks_config:
                 check_cpu(self.config, self.model.config if self.is_model_instance else None)
             self._accumulate()
 
-    def _watch_for_collapse(self):
+    def _watch_for_collapse(self, folder):
         # Without it, a training whose steps are all skipped ends as if it had gone well.
-        watch = MindFormerConfig(type="CollapseWatch")
+        watch = MindFormerConfig(type="CollapseWatch", run_folder=folder)
         if not any(callback.get("type") == watch.type for callback in self.config.callbacks or []):
             self.config.callbacks = [*(self.config.callbacks or []), watch]
 

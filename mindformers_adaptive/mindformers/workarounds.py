@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["apply_workarounds"]
+__all__ = ["apply_workarounds", "is_whole"]
 
 # The name that makes MindFormers take a folder's safetensors as whole, not as the part of one process.
 _WHOLE_CHECKPOINT = "hyper_param.safetensors"
@@ -142,17 +142,19 @@ def _file_of_meta(folders: Sequence[Path]) -> tuple[Path | None, str]:
 
 def _is_whole_in_all(file: Path, folders: Sequence[Path]) -> bool:
     """Whether a file, and that of each other process, is whole."""
-    return all(_is_whole(folder / re.sub(r"rank_\d+", folder.name, file.name)) for folder in folders)
+    return all(is_whole(folder / re.sub(r"rank_\d+", folder.name, file.name)) for folder in folders)
 
 
-def _is_whole(file: Path) -> bool:
-    """Whether a checkpoint file has all the bytes that its headers promise."""
+def is_whole(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has all the bytes that its headers promise, and an ``iteration_N`` all its files."""
+    if checkpoint.is_dir():
+        return _is_complete(checkpoint)
     from safetensors import SafetensorError, safe_open
 
     try:
-        if file.suffix == ".ckpt":
-            return _ends_with_an_entry(file)
-        with safe_open(file, "np"):
+        if checkpoint.suffix == ".ckpt":
+            return _ends_with_an_entry(checkpoint)
+        with safe_open(checkpoint, "np"):
             return True
     except (OSError, SafetensorError):
         return False
@@ -204,7 +206,7 @@ def _is_complete(iteration: Path) -> bool:
         json.loads((iteration / "common.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return bool(files) and all(map(_is_whole, files))
+    return bool(files) and all(map(is_whole, files))
 
 
 def _patch_barrier() -> None:

@@ -1,4 +1,4 @@
-"""What ``LossScaleMonitor(explain=True)`` does when the loss scale collapses: it says why, and saves the batch."""
+"""What ``LossScaleMonitor(explain=True)`` does at a bad loss or a collapse: it says why, and saves the batch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 from mindformers_adaptive.gradients.backward import to_numpy
 from mindformers_adaptive.overflow.batch_file import save_batch
 from mindformers_adaptive.overflow.explain import explain_overflow
+from mindformers_adaptive.record.run_folder import BATCH_FILE
 from mindformers_adaptive.text.files import write_json
 
-__all__ = ["BATCH_FILE", "EXPLANATION_FILE", "explain_collapse"]
+__all__ = ["EXPLANATION_FILE", "explain_collapse"]
 
-BATCH_FILE, EXPLANATION_FILE = "overflow_batch.npz", "overflow_explanation.json"
+EXPLANATION_FILE = "overflow_explanation.json"
 
 
 def explain_collapse(train_step: Any, batch: Any, loss_scale: float, folder: Path) -> str:

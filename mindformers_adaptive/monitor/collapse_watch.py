@@ -25,7 +25,14 @@ class CollapseWatch(Callback):
 
     ``Trainer`` and the launcher add it. It writes nothing but these lines of the log, and does nothing where the
     training has a :class:`mindformers_adaptive.monitor.loss_scale_monitor.LossScaleMonitor`.
+
+    Args:
+        run_folder (str, optional): the output folder, where the configuration of the training was written to it.
     """
+
+    def __init__(self, run_folder: str | None = None) -> None:
+        super().__init__()
+        self.run_folder = run_folder
 
     def on_train_begin(self, run_context: Any) -> None:
         """Look up the loss scaling.
@@ -41,7 +48,8 @@ class CollapseWatch(Callback):
         self._reader = None if train_step is None or get_real_rank() != 0 else StepReader(train_step)
         if self._reader is None:
             return
-        self._collapse, self._bad_loss = reports.CollapseDetector(_LIMIT), reports.BadLossDetector()
+        self._way = reports.way_to_the_cause([self])
+        self._collapse, self._bad_loss = reports.CollapseDetector(_LIMIT, self._way), reports.BadLossDetector(self._way)
         self._every = _EVERY if self._reader.counts_overflows else 1
         self._first = self._last = params.cur_step_num
         self._longest = 0
@@ -69,7 +77,7 @@ class CollapseWatch(Callback):
             self._look(self._reader, run_context.original_args())
         steps = self._last - self._first
         if 0 < steps <= self._longest:
-            logger.warning("%s", reports.none_applied(steps))
+            logger.warning("%s", reports.none_applied(steps, self._way))
         self._reader = None
 
     def _look(self, reader: StepReader, params: Any) -> None:

@@ -13,6 +13,7 @@ from mindspore.train import ModelCheckpoint
 from mindformers_adaptive.monitor import reports
 from mindformers_adaptive.monitor.recording_callback import RecordingCallback, require_choice
 from mindformers_adaptive.monitor.step_reader import StepReader, find_train_step, read_loss
+from mindformers_adaptive.record.run_folder import BATCH_FILE
 from mindformers_adaptive.record.step import FIELDS, RARE_FIELDS
 from mindformers_adaptive.rules.checks import require_flag, require_integer
 
@@ -70,9 +71,11 @@ class LossScaleMonitor(RecordingCallback):
             ``"warn"``.
         all_ranks (bool): whether every process writes, each into files with its rank in the name, or only the first.
             Default: False, because loss scaling is the same in all.
-        explain (bool): whether, at the first collapse, the process that writes says which layer overflows, and what of
-            what can be changed helps, by passes in PyNative mode on the batch at hand. The log has the text; beside the
-            record, ``overflow_explanation.json`` has everything and ``overflow_batch.npz`` the batch. Default: False.
+        explain (bool): whether, at the first loss that is inf or NaN and else at the first collapse, the process that
+            writes says which layer overflows and what helps, by passes in PyNative mode on the batch of this step. The
+            log has the text; beside the record, ``overflow_explanation.json`` has everything and
+            ``overflow_batch.npz`` the batch. With ``every_n_steps`` above 1 only a collapse is explained. Default:
+            False.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -139,10 +142,16 @@ class LossScaleMonitor(RecordingCallback):
             )
             return
         self._train_step, self._explained = train_step, False
-        self._bad_loss = reports.BadLossDetector()
         self._open(params, train_step)
+        # The host has the batch of the current step only, and none in data-sink mode.
+        self._has_batch = self._explain and self._every_n_steps == 1 and not params.dataset_sink_mode
+        batch = str(self._record.path.parent / BATCH_FILE) if self._has_batch else ""
+        callbacks = getattr(params.list_callback, "_callbacks", params.list_callback)
+        self._way = self._collapse.way = reports.way_to_the_cause(callbacks, batch)
+        self._bad_loss = reports.BadLossDetector(self._way, batch)
         self._ahead_of_cell = self._last_step - (self._reader.steps_taken() or 0)
-        self._called_at = self._last_step
+        self._called_at = self._first_step = self._last_step
+        self._longest = 0
         self._seen: dict[int, Any] = {}
         # Before the first step, so that a folder that cannot be written to is reported at once.
         self._append([])
@@ -175,6 +184,9 @@ class LossScaleMonitor(RecordingCallback):
         """
         if self._reader is not None and self._seen:
             self._look(run_context)
+        steps = 0 if self._reader is None else self._last_step - self._first_step
+        if 0 < steps <= self._longest and self._writes:
+            logger.warning("%s", reports.none_applied(steps, self._way))
         super().on_train_end(run_context)
 
     def _release(self) -> None:
@@ -220,9 +232,12 @@ class LossScaleMonitor(RecordingCallback):
                 self._add_scalar(f"loss_scaling/{field}", entry[field], entry["step"])
             window = self._report_window(window, entry)
         # After the record, which is then complete for whoever looks for the cause.
+        self._longest = entries[-1]["consecutive_overflows"] or 0
         for entry in entries:
             if (line := self._bad_loss.check(entry)) and self._writes:
                 logger.warning("%s", line)
+                if self._has_batch:
+                    self._explain_once(run_context.original_args(), entry)
             if message := self._collapse.check(entry):
                 self._explain_once(run_context.original_args(), entry)
                 self._react_to_collapse(message, run_context)

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mindformers_adaptive.record.run_folder import why_command
 from mindformers_adaptive.rules.checks import require_integer
 
-__all__ = ["BadLossDetector", "CollapseDetector", "none_applied", "too_short_for_window"]
+__all__ = ["BadLossDetector", "CollapseDetector", "none_applied", "too_short_for_window", "way_to_the_cause"]
 
-_WHY = "'adaptive-loss-scale why --config FILE'"
+
+def way_to_the_cause(callbacks: Iterable[Any] = (), batch: str = "") -> str:
+    """Return the sentence that says how to find the layer that overflows and a remedy, with a command to paste.
+
+    Args:
+        callbacks (Iterable[Callback]): of the training; where it can be repeated, one of them knows its output folder.
+        batch (str): the file of the batch, if it was saved. Default: "".
+    """
+    folder = next(filter(None, (getattr(callback, "run_folder", None) for callback in callbacks)), None)
+    if folder is not None:
+        return f"Find the layer and a remedy: {why_command(folder)}"
+    in_program = f"print(explain_overflow(train_step, {repr(batch) if batch else 'batch'}))"
+    return f"Find the layer and a remedy: in a program, {in_program}; with a YAML file, {why_command(None)}"
 
 
 class CollapseDetector:
@@ -18,6 +31,7 @@ class CollapseDetector:
 
     Args:
         max_consecutive_overflows (int, optional): how many are a collapse, at least 1. None: any number is fine.
+        way (str): what to do, see :func:`way_to_the_cause`. Default: "".
 
     Examples:
         >>> detector = CollapseDetector(max_consecutive_overflows=2)
@@ -28,12 +42,13 @@ class CollapseDetector:
         'Loss scaling has collapsed'
     """
 
-    def __init__(self, max_consecutive_overflows: int | None) -> None:
+    def __init__(self, max_consecutive_overflows: int | None, way: str = "") -> None:
         if max_consecutive_overflows is not None:
             remedy, unit = "Give 1 or more; null, in Python None, allows any number.", "number of steps"
             require_integer("max_consecutive_overflows", max_consecutive_overflows, 1, remedy, unit=unit)
         self._limit = max_consecutive_overflows or math.inf
         self._reported = 0.0
+        self.way = way
 
     def check(self, entry: Mapping[str, Any]) -> str | None:
         """Return a message if a step reaches the limit or a multiple of it, else None.
@@ -43,10 +58,10 @@ class CollapseDetector:
                 ``consecutive_overflows``.
         """
         before, self._reported = self._reported, entry["consecutive_overflows"] // self._limit
-        return _collapse_message(entry) if self._reported > before else None
+        return _collapse_message(entry, self.way) if self._reported > before else None
 
 
-def _collapse_message(entry: Mapping[str, Any]) -> str:
+def _collapse_message(entry: Mapping[str, Any], way: str) -> str:
     scale, next_scale, loss = entry["loss_scale"], entry["next_loss_scale"], entry["loss"]
     if loss is not None and not math.isfinite(loss):
         cause = (
@@ -67,27 +82,33 @@ def _collapse_message(entry: Mapping[str, Any]) -> str:
         cause = "The loss scale is still falling: a lower loss_scale_value would have skipped fewer steps."
     return (
         f"Loss scaling has collapsed: {entry['consecutive_overflows']} steps in a row have overflowed up to step "
-        f"{entry['step']}, the last of them at loss scale {next_scale if scale is None else scale}. None of them has "
-        f"changed a weight. {cause} {_WHY} names the layer that overflows, and tries what could help. That usually is: "
-        "a lower learning rate or a longer warm-up, gradient clipping, softmax and normalization layers in float32 "
-        "(softmax_compute_type, layernorm_compute_type), a min_loss_scale below 1, and going on from a checkpoint "
-        "before the overflows began."
+        f"{entry['step']}, the last of them at loss scale {next_scale if scale is None else scale}. No weight has "
+        f"changed since. {cause} Usual remedies: a lower learning rate or a longer warm-up, gradient clipping, softmax "
+        "and normalization layers in float32 (softmax_compute_type, layernorm_compute_type), a min_loss_scale below 1, "
+        f"and going on from a checkpoint before the overflows began. {way}"
     )
 
 
 class BadLossDetector:
-    """Makes one message of the first loss of a run that is inf or NaN.
+    """Makes a message of the first loss of a run that is inf or NaN, and one of the first loss after it that is not.
+
+    Args:
+        way (str): what to do, see :func:`way_to_the_cause`.
+        batch (str): the file of the batch of the first such step, if it is saved. Default: "".
 
     Examples:
-        >>> detector = BadLossDetector()
+        >>> detector = BadLossDetector("...")
         >>> detector.check({"step": 1, "loss": 2.5})
         >>> detector.check({"step": 2, "loss": math.nan}).partition(",")[0]
         'The loss of step 2 is nan'
-        >>> detector.check({"step": 3, "loss": math.nan})
+        >>> detector.check({"step": 3, "loss": 2.5}).partition(":")[0]
+        'The loss was nan in step 2 only'
     """
 
-    def __init__(self) -> None:
-        self._reported = False
+    def __init__(self, way: str, batch: str = "") -> None:
+        self._way, self._batch = way, batch or "LossScaleMonitor with explain: True saves it"
+        self._first: Mapping[str, Any] | None = None
+        self._is_over = False
 
     def check(self, entry: Mapping[str, Any]) -> str | None:
         """Return the message for a step, or None.
@@ -95,22 +116,25 @@ class BadLossDetector:
         Args:
             entry (Mapping): a step, with ``step`` and ``loss``, which is None where it is not known.
         """
-        loss = entry["loss"]
-        if self._reported or loss is None or math.isfinite(loss):
+        loss, first = entry["loss"], self._first
+        if loss is None or self._is_over or math.isfinite(loss) is (first is None):
             return None
-        self._reported = True
-        return (
-            f"The loss of step {entry['step']} is {loss}, and no loss scale can help: it is so before it is scaled. "
-            f"{_WHY} names the layer that overflows, and tries what could help."
-        )
+        if first is None:
+            self._first = entry
+            return (
+                f"The loss of step {entry['step']} is {loss}, and no loss scale can help: it is so before it is "
+                f"scaled. {self._way}"
+            )
+        self._is_over = True
+        steps = f"step {first['step']} only"
+        if entry["step"] - first["step"] > 1:
+            steps = f"steps {first['step']} to {entry['step'] - 1} only"
+        return f"The loss was {first['loss']} in {steps}: look at that batch ({self._batch})."
 
 
-def none_applied(steps: int) -> str:
+def none_applied(steps: int, way: str) -> str:
     """Return a warning for a training that ends after so many steps, all of which were skipped."""
-    return (
-        f"Loss scaling: all {steps} steps of this training overflowed and were skipped. No weight has changed. {_WHY} "
-        "names the layer that overflows, and tries what could help."
-    )
+    return f"Loss scaling: all {steps} steps of this training overflowed and were skipped. No weight has changed. {way}"
 
 
 def too_short_for_window(params: Mapping[str, Any], scale_window: int | None, steps_before: int) -> str | None:

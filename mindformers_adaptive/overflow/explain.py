@@ -15,6 +15,7 @@ from mindspore import dtype as mstype
 from mindformers_adaptive.gradients.backward import backward_pass, counts_for, to_numpy, unchanged
 from mindformers_adaptive.gradients.layers import named_cells
 from mindformers_adaptive.gradients.ranges import batches_of
+from mindformers_adaptive.overflow.batch_file import read_batch
 from mindformers_adaptive.overflow.explanation import Explanation, Tried
 from mindformers_adaptive.overflow.graph_watch import GraphWatch
 from mindformers_adaptive.overflow.headroom import WeightsBeyond, layer_ranges
@@ -61,8 +62,9 @@ def explain_overflow(
 
     Args:
         network (Cell): a train-step cell, a subclass of ``nn.TrainOneStepCell``, or a network that returns its loss.
-        batches (Union[Tensor, tuple, list, Iterable]): one batch, Tensors of the shapes that the network
-            takes, or a few, as in :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`.
+        batches (Union[Tensor, tuple, list, Iterable, str]): one batch, Tensors of the shapes that the network takes, or
+            a few, as in :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`; or the file of a batch that
+            ``LossScaleMonitor(explain=True)`` saved.
         loss_scale (float, optional): the loss scale of the training. Default: None, that of the train-step cell, and
             without one 65536.
         remedies (bool): whether, where it overflows, a lower loss scale is tried, and that layer in float32. Default:
@@ -78,7 +80,7 @@ def explain_overflow(
             :func:`mindformers_adaptive.gradients.ranges.gradient_ranges`. Default: 1.
 
     Returns:
-        Explanation; ``str()`` of it is a text of at most 25 lines.
+        Explanation; ``str()`` of it is a text of at most 25 lines, and its ``details()`` has the rest.
 
     Raises:
         TypeError: if an argument is not of its type.
@@ -98,6 +100,8 @@ def explain_overflow(
     """
     require_flag("remedies", remedies)
     loss_scale = _scale_of(network) if loss_scale is None else require_positive("loss_scale", loss_scale)
+    if isinstance(batches, str | os.PathLike):
+        batches = tuple(map(Tensor, read_batch(batches)))
     batches = list(batches_of(batches)) if isinstance(network, nn.Cell) else []
     done = counts_for(progress)
 
@@ -297,7 +301,7 @@ def _limit(passes):
 def _try_scale(passes, batches, seen):
     """A lower loss scale, which is tried at the largest that the gradients seen allow."""
     if seen.forward:
-        return [Tried("a lower loss_scale_value", None, None, note="no help: it overflows before the loss is scaled")]
+        return [Tried("a lower loss_scale_value", None, None, note="it overflows before the loss is scaled")]
     if not seen.safe:
         lowest = as_power_of_two(min(seen.scales))
         return [Tried("a lower loss_scale_value", None, None, note=f"it overflows at {lowest} too")]

@@ -1,10 +1,10 @@
-"""Why a training overflows, as a text of at most 25 lines, as a table of layers and as JSON."""
+"""Why a training overflows: the verdict, what helps and the evidence as a text, the details, and all as JSON."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mindformers_adaptive.overflow.headroom import LayerRange, WeightsBeyond
@@ -16,6 +16,10 @@ __all__ = ["Explanation", "Tried"]
 
 # What the text shows, so that it stays within a screen.
 _MOST_LAYERS, _MOST_TRIED = 5, 9
+_WHAT_TO_GIVE = (
+    "Give the weights of that step, --checkpoint (save_checkpoint_steps saves more of them), and its batch, --batch "
+    "(LossScaleMonitor with explain: True saves it)."
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Tried:
     def __str__(self) -> str:
         if self.safe_scale is not None:
             until = f"no overflow up to {as_power_of_two(self.safe_scale)}"
-            return f"{self.setting} -> {until if self.helps else f'no help: {until} only, as without it'}"
+            return f"{self.setting} -> {until if self.helps else f'{until} only, as without it'}"
         if self.origin is None:
             return f"{self.setting} -> {self.note}"
         at = "" if self.origin.phase == "forward" else " at every scale"
@@ -67,6 +71,7 @@ class Explanation:
             number and nobody sees it. Default: "inf".
         graph (bool): whether the passes were run in graph mode, which shows layers and no operators. Default: False.
         why_graph (str): why the network does not run in PyNative mode. Default: "", not tried.
+        failure (str): which steps of the training had a loss that is inf or NaN, in words. Default: "", not known.
 
     Examples:
         >>> print(Explanation(65536.0, 2, (1.5, 1.4), {65536.0: False}).headline)
@@ -86,6 +91,7 @@ class Explanation:
     overflow_mode: str = "inf"
     graph: bool = False
     why_graph: str = ""
+    failure: str = ""
 
     @property
     def safe_scale(self) -> float | None:
@@ -111,14 +117,21 @@ class Explanation:
     @property
     def swallowed(self) -> str:
         """str: the first layer with values that are inf or NaN, where the loss and its gradients are finite."""
-        layer = next((one for one in self.layers if one.forward is not None and not one.forward.finite), None)
+        layer = next((each for each in self.layers if each.forward is not None and not each.forward.finite), None)
         if layer is None or (self.origin is not None and self.origin.phase == "forward"):
             return ""
         return f"{layer.layer or 'the network'} ({layer.layer_class}) computes inf or NaN, which the loss does not show"
 
     @property
+    def explains_failure(self) -> bool:
+        """bool: False where the training had a loss that is inf or NaN, and these passes have none."""
+        return not self.failure or not all(map(math.isfinite, self.losses))
+
+    @property
     def headline(self) -> str:
         """str: the first line of the text."""
+        if not self.explains_failure:
+            return f"This is not the cause: {self.failure}, but it is finite in these passes"
         safe, bad = self.safe_scale, self.overflowing_scale
         swallowed = f"; but {self.swallowed}" if self.swallowed else ""
         none = f"No overflow at a loss scale of {as_power_of_two(self.loss_scale)}"
@@ -129,7 +142,8 @@ class Explanation:
         assert self.origin is not None
         where, at = _place(self.origin), as_power_of_two(bad)
         if self.origin.mask:
-            return f"A mask leaves nothing of a row, of which NaN is made: {where}"
+            what = "A mask leaves nothing of a row" if self.origin.empties_row else "The -inf of a mask is multiplied"
+            return f"{what}, of which NaN is made: {where}"
         if self.origin.phase == "forward":
             hidden = ", though the loss is finite" if self.origin.hidden else ""
             whatever = ", whatever the loss scale" if safe is None else ""
@@ -141,49 +155,66 @@ class Explanation:
         return f"The backward pass overflows at a loss scale of {at}, but not at {as_power_of_two(safe)}: {where}"
 
     def __str__(self) -> str:
-        lines = [self.headline, self._how(), *self._origin_lines(), *self._weight_lines()]
-        return "\n".join([*lines, *self._headroom_lines(), *self._tried_lines()])
+        lines = [self.headline]
+        if not self.explains_failure:
+            lines.append(_WHAT_TO_GIVE)
+        if helping := [str(each) for each in self.tried if each.helps]:
+            lines += ["What helps, tried in the same passes:", *_indented(helping[:_MOST_TRIED])]
+        elif self.tried:
+            lines.append("Nothing that was tried helps.")
+        return "\n".join([*lines, "Evidence:", *_indented([*self._origin_lines(), *self._weight_lines(), self._how()])])
+
+    def details(self) -> str:
+        """Return what the text leaves out: the layers closest to overflow, and what was tried and does not help."""
+        lines = self._headroom_lines()
+        if failing := [str(each) for each in self.tried if not each.helps]:
+            lines += ["No help, tried in the same passes:", *_indented(failing[:_MOST_TRIED])]
+        return "\n".join(lines)
 
     def _how(self) -> str:
         losses = ", ".join(f"{loss:.4g}" for loss in self.losses[:3])
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
-        weights = f", {self.measured}" if self.measured else ""
-        mode = "; saturation mode: numbers too large become the largest, see the docs" if self.saturates else ""
-        because = f", because PyNative mode fails: {self.why_graph[:200]}" if self.why_graph else ""
-        graph = f"; in graph mode, which shows layers and no operators{because}" if self.graph else ""
-        return f"measured: {batches}, loss {losses}{weights}{mode}{graph}"
+        parts = [f"{batches} without dropout, loss {losses}", self.measured]
+        if self.saturates:
+            parts.append("saturation mode: numbers too large become the largest, see the docs")
+        if self.graph:
+            because = f", because PyNative mode fails: {self.why_graph[:200]}" if self.why_graph else ""
+            parts.append(f"in graph mode, which shows layers and no operators{because}")
+        return "; ".join(filter(None, parts))
 
     def _origin_lines(self) -> list[str]:
         if (origin := self.origin) is None:
             return []
         if origin.layer is None:
-            return ["origin: no layer or operator was seen to make the first inf or NaN, so none is named"]
-        told = filter(None, (origin.what, origin.weight, origin.operator and f"operator {origin.operator}"))
-        lines = [f"origin: {origin.layer or 'the network itself'} ({origin.layer_class}), {', '.join(told)}"]
+            return ["no layer or operator was seen to make the first inf or NaN, so none is named"]
+        lines = []
         if (reading := origin.reading) is not None:
+            what = ", ".join(filter(None, (origin.what, origin.weight)))
+            others = f", the others up to {reading.largest:.5g}" if reading.infs_and_nans < reading.size else ""
             lines.append(
-                f"  {reading.infs_and_nans:,} of {reading.size:,} elements are inf or NaN, the others up to "
-                f"{reading.largest:.5g}; the largest number of {reading.dtype} is {reading.limit:.5g}"
+                f"{what}: {reading.infs_and_nans:,} of {reading.size:,} elements are inf or NaN{others}; the largest "
+                f"number of {reading.dtype} is {reading.limit:.5g}"
             )
-        source = f", from {origin.source}," if origin.source else ""
+        source = f" from {origin.source}" if origin.source else ""
         sizes = {
             "smallest input": origin.smallest_input,
             f"largest input{source}": origin.largest_input,
             "largest weight": origin.largest_weight,
         }
         known = [f"{name} {size:.5g}" for name, size in sizes.items() if size is not None]
-        return [*lines, f"  {', '.join(known)}"] if known else lines
+        return [*lines, ", ".join(known)] if known else lines
 
     def _weight_lines(self) -> list[str]:
-        if (one := self.weights) is None:
+        if (beyond := self.weights) is None:
             return []
-        more = f" and {len(one.parameters) - 1} more" if len(one.parameters) > 1 else ""
-        if one.infs_and_nans == one.elements:
-            return [f"weights that are inf or NaN: {one.elements:,} elements, in {one.parameters[0]}{more}"]
-        bad = f", {one.infs_and_nans:,} of them inf or NaN as they are" if one.infs_and_nans else ""
+        more = f" and {len(beyond.parameters) - 1} more" if len(beyond.parameters) > 1 else ""
+        where = f"{beyond.parameters[0]}{more}"
+        if beyond.infs_and_nans == beyond.elements:
+            return [f"weights that are inf or NaN: {beyond.elements:,} elements, in {where}"]
+        bad = f", {beyond.infs_and_nans:,} of them inf or NaN as they are" if beyond.infs_and_nans else ""
         return [
-            f"weights that {one.weight_format.title} cannot hold: {one.elements:,} in {one.parameters[0]}{more}, the "
-            f"largest {one.largest:.5g}{bad}"
+            f"weights that {beyond.weight_format.title} cannot hold: {beyond.elements:,} in {where}, the largest "
+            f"{beyond.largest:.5g}{bad}"
         ]
 
     def _headroom_lines(self) -> list[str]:
@@ -191,8 +222,8 @@ class Explanation:
         shown = self.layers
         if self.origin is not None and self.origin.phase == "forward":
             # What comes after is inf and NaN too, and so is the whole backward pass.
-            place = next((n for n, one in enumerate(shown) if one.layer == self.origin.layer), len(shown))
-            shown = tuple(one for one in shown[:place] if one.forward is not None and one.forward.finite)
+            end = next((n for n, layer in enumerate(shown) if layer.layer == self.origin.layer), len(shown))
+            shown = tuple(layer for layer in shown[:end] if layer.forward is not None and layer.forward.finite)
         else:
             columns.append(("backward", f"bits left backward at {as_power_of_two(self.layers_scale)}"))
         tables = [[[title, ""], *_closest(shown, phase)] for phase, title in columns]
@@ -201,15 +232,6 @@ class Explanation:
         lines = [[*itertools.chain(*rows)] for rows in itertools.zip_longest(*tables, fillvalue=["", ""])]
         return align(lines, to_the_left=[0, 2]).splitlines()
 
-    def _tried_lines(self) -> list[str]:
-        if not self.tried:
-            return []
-        # What helps comes first.
-        shown = sorted(self.tried, key=lambda one: not one.helps)[:_MOST_TRIED]
-        helping = sum(one.helps for one in self.tried)
-        title = "tried, the same passes with" if helping else "tried, and none of it helps"
-        return [f"{title}:", *(f"  {one}" for one in shown)]
-
     def to_dict(self) -> dict[str, object]:
         """Return everything as dicts, lists and numbers.
 
@@ -217,20 +239,21 @@ class Explanation:
             dict[str, object], by the names of the attributes, with ``headline``, ``overflow``, ``safe_scale`` and
             ``overflowing_scale``.
         """
-        told = ("headline", "loss_scale", "batches", "overflow", "safe_scale", "overflowing_scale", "layers_scale")
+        names = ["headline", "loss_scale", "batches", "overflow", "safe_scale", "overflowing_scale", "layers_scale"]
+        names += ["measured", "overflow_mode", "graph", "why_graph", "failure"]
         return {
-            **{name: getattr(self, name) for name in (*told, "measured", "overflow_mode", "graph", "why_graph")},
+            **{name: getattr(self, name) for name in names},
             "losses": list(self.losses),
             "scales": [{"loss_scale": scale, "overflow": bad} for scale, bad in sorted(self.scales.items())],
-            "origin": None if self.origin is None else self.origin.to_dict(),
-            "weights": None
-            if self.weights is None
-            else {**vars(self.weights), "weight_format": self.weights.weight_format.name},
-            "layers": [one.to_dict() for one in self.layers],
-            "tried": [
-                {**vars(one), "origin": None if one.origin is None else one.origin.to_dict()} for one in self.tried
-            ],
+            "origin": self.origin and self.origin.to_dict(),
+            "weights": self.weights and {**vars(self.weights), "weight_format": self.weights.weight_format.name},
+            "layers": [layer.to_dict() for layer in self.layers],
+            "tried": [{**vars(each), "origin": each.origin and each.origin.to_dict()} for each in self.tried],
         }
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
 
 
 def _place(origin: Origin) -> str:
@@ -248,16 +271,15 @@ def _place(origin: Origin) -> str:
 
 
 def _closest(layers: tuple[LayerRange, ...], phase: str) -> list[list[str]]:
-    """The rows of the layers with the least headroom, of those in formats that can run out of it."""
-    narrow = {name for name, one in FORMATS.items() if one.largest < 1e30}
-    readings = [(getattr(one, phase), one) for one in layers]
-    known = [(reading, one) for reading, one in readings if reading is not None and math.isfinite(reading.headroom)]
+    """Return the rows of the layers with the least headroom, of layers in formats that can run out of it."""
+    narrow = {name for name, each in FORMATS.items() if each.largest < 1e30}
+    readings = [(getattr(layer, phase), layer.layer or "(the network)") for layer in layers]
+    known = [pair for pair in readings if pair[0] is not None and math.isfinite(pair[0].headroom)]
     known = [pair for pair in known if pair[0].dtype in narrow or not pair[0].finite] or known
     known.sort(key=lambda pair: pair[0].headroom)
+    # Rounded down: a layer with 0.1 bits left has not overflowed.
+    left = [math.floor(10 * reading.headroom) / 10 for reading, _ in known]
     return [
-        [
-            f"  {one.layer or '(the network)'}",
-            f"{math.floor(10 * reading.headroom) / 10:.1f}" if reading.finite else "overflow",
-        ]
-        for reading, one in known[:_MOST_LAYERS]
+        [f"  {name}", f"{bits:.1f}" if reading.finite else "overflow"]
+        for (reading, name), bits in zip(known[:_MOST_LAYERS], left, strict=False)
     ]

@@ -104,7 +104,7 @@ class Masks:
             return False
         if not masked:
             return call.kind in CASTS and any(value.source in self.calls for value in call.inputs)
-        may_be_positive = any(value.reading.positive_infs for value in masked)
+        may_be_positive = call.kind == "Neg" or any(value.reading.positive_infs for value in masked)
         return _has_only_minus_inf(call) or (may_be_positive and not any(reading.nans for reading in call.outputs))
 
 

@@ -15,6 +15,8 @@ __all__ = ["Origin", "find_origin"]
 # Operators, by the beginnings of their names, that overflow at small inputs.
 _NEAR_ZERO = "Div RealDiv Truediv Rtruediv Itruediv Xdivy Log Rsqrt Sqrt Pow Reciprocal Inv"
 _OVERFLOWS_NEAR_ZERO = tuple(_NEAR_ZERO.split())
+# They make NaN of inf and 0.
+_MULTIPLIED = ("Mul", "Rmul", "Imul", "MatMul", "BatchMatMul", "Bmm")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Origin:
     source: str = ""
     hidden: bool = False
     mask: bool = False
+
+    @property
+    def empties_row(self) -> bool:
+        """Whether a mask leaves nothing of a row, else its -inf is multiplied by 0."""
+        return self.mask and not self.operator.startswith(_MULTIPLIED)
 
     def to_dict(self) -> dict[str, object]:
         """Return everything by name."""
@@ -129,11 +136,13 @@ def _made_of_mask(seen: Pass, masks: Masks, call: Call) -> Origin | None:
     begins = list(masks.begins(call))
     if not begins:
         return None
-    if multiplies(call) or not masks.joins_weights(call):
+    # A -inf that reaches the loss as it is, or that is multiplied, hides nothing.
+    reaches_loss = not any(reading.nans for reading in call.outputs)
+    if reaches_loss or multiplies(call) or not masks.joins_weights(call):
         for origin_call, value in begins:
             if value is not None:
                 return _given_to(seen, origin_call, value)
-            if not fills(origin_call):
+            if reaches_loss or not fills(origin_call):
                 return _made_by(seen, origin_call)
     origin = _made_by(seen, call)
     return dataclasses.replace(origin, what="output, NaN made of the -inf of a mask", mask=True)

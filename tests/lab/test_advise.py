@@ -8,9 +8,9 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mindformers_adaptive.lab.logs import read_log
 
 from mindformers_adaptive.lab.analysis import analyze, raise_ceilings
-from mindformers_adaptive.lab.logs import read_log
 from mindformers_adaptive.lab.measures import cost, measure
 from mindformers_adaptive.lab.policies import make_policy
 from mindformers_adaptive.lab.replay import replay

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindformers_adaptive.monitor.reports import BadLossDetector, CollapseDetector
+from mindformers_adaptive.monitor.reports import BadLossDetector, CollapseDetector, way_to_the_cause
 
 
 def step(consecutive_overflows, **entry):
@@ -44,7 +44,7 @@ def test_the_message_says_where_and_what_helps(entry, sentence):
     scale = entry.get("loss_scale", 8.0)
     assert message.startswith(
         f"Loss scaling has collapsed: 2 steps in a row have overflowed up to step 99, the last of them at loss scale "
-        f"{scale}. None of them has changed a weight. {sentence}"
+        f"{scale}. No weight has changed since. {sentence}"
     )
     for advice in ("learning rate", "softmax", "float32", "min_loss_scale", "checkpoint before the overflows began"):
         assert advice in message
@@ -57,9 +57,12 @@ def test_a_step_whose_own_scale_is_unknown_is_told_with_the_next():
 
 
 def test_the_first_bad_loss_is_told_once_and_at_once():
-    detector = BadLossDetector()
+    detector = BadLossDetector(way_to_the_cause())
     assert [detector.check({"step": step, "loss": loss}) for step, loss in ((1, 2.5), (2, None))] == [None, None]
     message = detector.check({"step": 3, "loss": float("inf")})
     assert message.startswith("The loss of step 3 is inf, and no loss scale can help")
     assert "adaptive-loss-scale why --config" in message
+    assert "explain_overflow(train_step, batch)" in message
     assert detector.check({"step": 4, "loss": float("nan")}) is None
+    assert "inf in steps 3 to 4 only: look at that batch (" in detector.check({"step": 5, "loss": 2.5})
+    assert [detector.check({"step": step, "loss": loss}) for step, loss in ((6, float("nan")), (7, 1.0))] == [None] * 2

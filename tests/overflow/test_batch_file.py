@@ -37,16 +37,16 @@ def test_columns_keep_their_order_however_many_they_are(tmp_path):
     assert [column[0] for column in read_batch(tmp_path / "batch.npz")] == list(range(12))
 
 
-def test_a_collapse_is_explained_once_at_its_batch_and_weights(mindformers_log, tmp_path):
+def test_the_first_bad_loss_is_explained_at_its_batch_and_weights(mindformers_log, tmp_path):
     train_step = train(7, explain=True)
     told = [line for line in mindformers_log.text.splitlines() if "Why it overflows" in line]
     assert len(told) == 1
     found = json.loads((tmp_path / "overflow_explanation.json").read_text())
     assert found["origin"]["phase"] == "forward"
     assert found["origin"]["layer"] == "1"
-    # The third batch, at which it collapsed.
+    # The first batch whose loss is inf; the training collapsed later.
     batch = read_batch(tmp_path / "overflow_batch.npz")
-    np.testing.assert_array_equal(batch[0], np.full((1, 4), 6002, np.float32))
+    np.testing.assert_array_equal(batch[0], np.full((1, 4), 6000, np.float32))
     assert batch[1].shape == (1, 1)
     again = explain_overflow(train_step, [tuple(map(Tensor, batch))], 256.0)
     assert again.origin.to_dict() == found["origin"]

@@ -1,5 +1,6 @@
 """What ``explain_overflow`` says beside the origin, that it changes nothing, and what it refuses."""
 
+import dataclasses
 import json
 import math
 
@@ -138,7 +139,11 @@ def test_what_is_tried_is_said_with_what_happened_and_only_what_helps_comes_firs
     assert tried["model.layers.0.feed_forward in float32 (dtype)"].helps
     assert tried["as it is"].origin.layer == "model.layers.0.feed_forward"
     assert "could not be tried: ZeroDivisionError" in str(tried["broken"])
-    assert text[text.index("tried, the same passes with:") + 1].lstrip().startswith("model.layers.0.feed_forward in")
+    assert text[1] == "What helps, tried in the same passes:"
+    assert text[2].lstrip().startswith("model.layers.0.feed_forward in")
+    assert [line.strip() for line in explanation.details().splitlines()[-3:]] == [
+        str(each) for each in explanation.tried if not each.helps
+    ]
     assert len(text) <= 25
     assert json.loads(json.dumps(explanation.to_dict()))["origin"]["operator"] == "Mul mul"
 
@@ -215,7 +220,7 @@ def test_a_network_that_does_not_overflow_gets_the_layers_next_to_it():
     assert explanation.headline.startswith("No overflow at a loss scale of 2^4, nor up to 2^")
     assert not explanation.tried
     # A mask of -10000 and what it is added to would be closer than all that can change.
-    rows = str(explanation).splitlines()
+    rows = explanation.details().splitlines()
     first = rows.index(next(line for line in rows if line.startswith("bits left forward")))
     bits = [float(line.split()[1]) for line in rows[first + 1 : first + 6]]
     assert bits == sorted(bits)
@@ -235,6 +240,14 @@ def test_where_nothing_was_seen_to_overflow_no_layer_is_named():
     explanation = Explanation(1.0, 1, (1.0,), {1.0: True}, Origin("backward", None))
     assert "no layer was seen to do it" in explanation.headline
     assert "so none is named" in str(explanation)
+
+
+def test_a_finite_loss_does_not_explain_a_training_whose_loss_was_not():
+    explanation = Explanation(8.0, 1, (1.0,), {8.0: False}, failure="the loss of step 3 was nan in the training")
+    assert explanation.headline.startswith("This is not the cause: the loss of step 3 was nan")
+    assert all(name in str(explanation) for name in ("--checkpoint", "save_checkpoint_steps", "--batch", "explain"))
+    bad = dataclasses.replace(explanation, losses=(math.nan,), scales={8.0: True}, origin=Origin("forward", None))
+    assert bad.headline.startswith("The forward pass overflows")
 
 
 def test_layers_in_float32_are_put_back():

@@ -306,6 +306,24 @@ def test_a_mask_that_comes_with_the_batch():
         assert not explain_overflow(MaskOfBatch(), [(x, mask)], 1.0, remedies=False).overflow
 
 
+LARGE, ZERO, ONES = np.full((2, 4), 300, np.float32), np.zeros((2, 4), np.float32), np.ones((2, 4), np.float32)
+
+
+def masked_classes(x):
+    logits = x.astype(mindspore.float32).masked_fill(Tensor([[False, False, False, True]]), float("-inf"))
+    return ops.cross_entropy(logits, Tensor([0, 1], mindspore.int32))
+
+
+def test_a_mask_that_is_multiplied_by_0_is_said_to():
+    """MindSpore's cross entropy multiplies the mean over all classes by the smoothing, 0."""
+    with mindspore_mode("pynative"):
+        explanation = explain_overflow(Stack(Calls(masked_classes)), [(Tensor(ONES),)], 1.0)
+    assert explanation.headline.startswith(
+        "The -inf of a mask is multiplied, of which NaN is made: in layers.0 (Calls,"
+    )
+    assert not explanation.tried
+
+
 @mindspore.jit
 def compiled(x):
     return ops.exp(x)
@@ -330,7 +348,6 @@ def added_in_rows(cell, x):
     return x * ops.index_add(cell.state, Tensor([0, 1], mindspore.int32), x * 6e4, 0)
 
 
-LARGE, ZERO, ONES = np.full((2, 4), 300, np.float32), np.zeros((2, 4), np.float32), np.ones((2, 4), np.float32)
 METHODS = {
     "Cosh": (lambda x: x.cosh(), LARGE),
     "Sinh": (lambda x: x.sinh(), LARGE),
@@ -355,11 +372,13 @@ def test_methods_and_operators_that_reduce(operator):
     assert named(network, (Tensor(batch),), 1) == ("forward", "layers.0", operator)
 
 
+MINUS_INF_ROW = Tensor(np.array([0, -np.inf, 0, 0], np.float16))
 NOT_COMPUTED_BY_A_LAYER = {
     "compiled function between layers": (lambda: BetweenLayers(compiled), LARGE, ("layers.0", "")),
     "layer in a list of Python": (lambda: BetweenLayers(ops.relu, 6e4), ONES, ("layers.0.unknown.0", "MatMul")),
     "Tensor with inf": (lambda: Holds(1, np.inf, 1, 1), ONES, ("layers.0", "")),
     "Tensor with -inf": (lambda: Holds(1, -np.inf, 1, 1), ONES, ("layers.0", "")),
+    "Tensor with -inf, added": (lambda: Calls(lambda x: x + MINUS_INF_ROW), ONES, ("layers.0", "")),
     "assigned": (lambda: Writes(assigned), ONES, ("layers.0", "Mul")),
     "assigned and trained": (lambda: Writes(assigned, True), ONES, ("layers.0", "Mul")),
     "added up": (lambda: Writes(added_up), ONES, ("layers.0", "Mul")),

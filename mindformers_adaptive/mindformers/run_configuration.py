@@ -1,0 +1,113 @@
+"""The configuration of a training as it ran: written into its output folder, and read back for ``why --run``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mindformers_adaptive.mindformers.checkpoint_reader import read_checkpoints
+from mindformers_adaptive.mindformers.workarounds import is_whole
+from mindformers_adaptive.record.run_folder import BATCH_FILE, CONFIG_FILE
+from mindformers_adaptive.record.writer import read_record
+from mindformers_adaptive.text.files import atomic_write, make_folder_of
+from mindformers_adaptive.text.untrusted import read_yaml
+
+__all__ = ["as_text", "read_run", "save_configuration"]
+
+# A line before the YAML, because the folder of further classes is no key of MindFormers.
+_REGISTER_PATH = "# register-path: "
+
+
+def save_configuration(config: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
+    """Write the configuration of a training to its output folder; the first process does it.
+
+    Args:
+        config (MindFormerConfig): of the training.
+        before (Mapping): its sections as :func:`as_text` returned them before MindFormers built objects of some.
+
+    Returns:
+        str, the folder, or None where the configuration cannot be written.
+    """
+    from mindformers.tools.logger import logger
+    from mindformers.tools.utils import get_real_rank
+
+    folder = os.path.normpath(config.get("output_dir") or "output")
+    file = Path(folder, CONFIG_FILE)
+    try:
+        if get_real_rank() == 0:
+            make_folder_of(file)
+            with atomic_write(file) as output:
+                output.write(f"{_REGISTER_PATH}{os.environ.get('REGISTER_PATH', '')}\n")
+                output.writelines((dict(before) | as_text(config)).values())
+    # A training goes on without it.
+    except OSError as error:
+        logger.warning("'adaptive-loss-scale why --run %s' will not work: %s.", folder, error)
+        return None
+    return folder
+
+
+def as_text(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sections of a configuration as YAML, by key, without those of which MindFormers has built objects."""
+    sections = {}
+    # Of 'metric' MindFormers makes a list, which it does not read back.
+    for key, value in ((key, value) for key, value in config.items() if key != "metric"):
+        with contextlib.suppress(yaml.YAMLError):
+            sections[key] = yaml.safe_dump({key: _plain(value)}, sort_keys=False, allow_unicode=True)
+    return sections
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def read_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what the output folder of a training says, as the arguments of ``why`` by name.
+
+    Args:
+        folder (str): the output folder.
+
+    Returns:
+        dict with ``config_path``; and where the folder has them ``register_path``, ``checkpoint`` (the last whole one),
+        ``batch``, ``loss_scale``, and ``failure``, which steps of the training had a loss that is inf or NaN.
+
+    Raises:
+        FileNotFoundError: if the folder has no configuration.
+        ValueError: if it cannot be read.
+    """
+    file = Path(folder, CONFIG_FILE)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"'run' must be the output folder of a training, but {folder} has no {CONFIG_FILE}, which 'adaptive-loss-"
+            "scale train' and Trainer leave there. Give --config, --checkpoint and --loss-scale instead."
+        )
+    config, began = read_yaml(file), file.stat().st_mtime
+    with file.open(encoding="utf-8") as lines:
+        register_path = lines.readline().removeprefix(_REGISTER_PATH).strip()
+    callbacks = [each for each in config.get("callbacks") or [] if isinstance(each, dict)]
+    record = next((Path(each["record_path"]) for each in callbacks if each.get("record_path")), None)
+    record = record or Path(folder, "loss_scale_record.jsonl")
+    arguments: dict[str, Any] = {"config_path": str(file), "register_path": register_path}
+    # Older files are of an earlier training in the same folder.
+    batch = record.parent / BATCH_FILE
+    arguments["batch"] = str(batch) if batch.is_file() and batch.stat().st_mtime >= began else None
+    folders = [Path(each["directory"]) for each in callbacks if each.get("directory")]
+    saved = [each for each in (Path(folder, "checkpoint"), *folders) if each.is_dir()]
+    checkpoints = [each for parent in saved for each in read_checkpoints(parent)]
+    whole = (each for each in reversed(checkpoints) if each.path.stat().st_mtime >= began and is_whole(each.path))
+    if (checkpoint := next(whole, None)) is not None:
+        arguments |= {"checkpoint": str(checkpoint.path), "loss_scale": checkpoint.values["loss_scale"]}
+    steps = read_record(record) if record.is_file() and record.stat().st_mtime >= began else []
+    scales = [step["loss_scale"] for step in steps[-1:] if step.get("loss_scale")]
+    bad = [step for step in steps if step.get("loss") is not None and not math.isfinite(step["loss"])]
+    if bad:
+        arguments["failure"] = f"the loss of step {bad[0]['step']} was {bad[0]['loss']} in the training"
+    arguments["loss_scale"] = next(iter(scales), arguments.get("loss_scale"))
+    return {name: value for name, value in arguments.items() if value}
