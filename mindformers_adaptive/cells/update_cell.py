@@ -28,11 +28,10 @@ from mindformers_adaptive.rules.state_dict import (
     counters_of_megatron,
     grad_scaler_in,
     read_state,
-    to_integer,
     to_state_dict,
 )
 
-__all__ = ["RuleUpdateCell", "read_restored_scale"]
+__all__ = ["RuleUpdateCell"]
 
 
 class RuleUpdateCell(CompiledUpdateCell):
@@ -54,9 +53,10 @@ class RuleUpdateCell(CompiledUpdateCell):
         # checkpoint that was loaded can be told from what the graph wrote.
         self.loss_scaling_run = _new_parameter(RUN, -1)
         self.loss_scaling_form = _new_parameter(FORM, -self.form)
-        self._former_names: tuple[str, ...] = ()
+        # The number of the step for which loss_scale_value is known to be the loss scale.
+        self._known_step = 1
         # What the host wrote or looked at last, and whether steps were taken since; None if that cannot be known.
-        self._last_seen = self._snapshot(float(self.loss_scale_value))
+        self._last_seen = self._snapshot()
         self._has_stepped: bool | None = False
 
     @classmethod
@@ -104,7 +104,7 @@ class RuleUpdateCell(CompiledUpdateCell):
             ``loss_scale``, that of the next step, unless a train-step cell of another package keeps it.
         """
         values = self._values()
-        return {"loss_scale": self.present_loss_scale, **values} if self._knows_loss_scale(values) else values
+        return {"loss_scale": self.present_loss_scale, **values} if self._knows_loss_scale else values
 
     def _values(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -142,17 +142,16 @@ class RuleUpdateCell(CompiledUpdateCell):
         Raises:
             RuntimeError: if this cell took steps in a train-step cell of another package, and so does not know it.
         """
-        if not self._knows_loss_scale(self._values()):
+        if not self._knows_loss_scale:
             raise RuntimeError(
                 "The update cell does not know its loss scale, because its train-step cell is not one of "
                 "mindformers_adaptive.wrapper. Call update_cell.bind_loss_scale(train_step.scale_sense) first."
             )
         return self.present_loss_scale
 
-    def _knows_loss_scale(self, values: Mapping[str, Any]) -> bool:
-        last = self._last_seen
-        is_own = last.loss_scale is not None and repr(values) == repr(last.values)
-        return is_own or values["cur_iter"] == 1 or self.bound_loss_scale is not None
+    @property
+    def _knows_loss_scale(self) -> bool:
+        return self.bound_loss_scale is not None or int(self.cur_iter.asnumpy()) == self._known_step
 
     @property
     def run_number(self) -> int:
@@ -276,27 +275,13 @@ class RuleUpdateCell(CompiledUpdateCell):
         self._write(loss_scale, values)
         return _warned(problems)
 
-    def load_origin(self, state: Mapping[str, Any]) -> None:
-        """Take from a state only what tells where it came from: the number of the run, and the form.
-
-        Args:
-            state (Mapping[str, Any]): as :meth:`load_state` takes it.
-
-        Raises:
-            TypeError, ValueError: as of :meth:`load_state`.
-        """
-        for name in (RUN, FORM):
-            if name in state:
-                getattr(self, name).set_data(Tensor(to_integer(name, state[name]), mstype.int32))
-
     def accept_former_names(self) -> None:
         """Until training begins, take the counters of MindFormers' own cell also by the names of its attributes.
 
         MindSpore names Parameters so where two in a training have the same name, as with a constant learning rate.
         """
-        if self.rule.counts_clean_steps and not self._former_names:
-            self._former_names = tuple(FORMER_NAMES)
-            for name in self._former_names:
+        if self.rule.counts_clean_steps:
+            for name in FORMER_NAMES:
                 setattr(self, f"former_{name}", _new_parameter(name, -1))
 
     def check_state(self, *, at_first_step: bool = False) -> None:
@@ -330,10 +315,7 @@ class RuleUpdateCell(CompiledUpdateCell):
         restored = fields_from_outside(self.rule, self._last_seen, now, may_have_stepped)
         loss_scale = repair_loss_scale(self.rule, self.present_loss_scale, "scale_sense")
         values, problems = repair(self.rule, now.values, loss_scale, restored)
-        self.run_number = max(now.run, 0)
-        self._write(loss_scale, values)
-        if now.loss_scale is None:
-            self._last_seen = self._last_seen._replace(loss_scale=None)
+        self._write(None if now.loss_scale is None else loss_scale, values)
         self._has_stepped = None
         _warned(problems)
 
@@ -369,29 +351,27 @@ class RuleUpdateCell(CompiledUpdateCell):
             self.check_state()
         return self
 
-    def _snapshot(self, loss_scale: float | None = None) -> Snapshot:
-        """Return what the cell holds now, with a loss scale or the present one, None where that is not known."""
-        values = self._values()
-        if loss_scale is None and self._knows_loss_scale(values):
-            loss_scale = self.present_loss_scale
+    def _snapshot(self) -> Snapshot:
+        loss_scale = self.present_loss_scale if self._knows_loss_scale else None
         run, form = (int(parameter.asnumpy()) for parameter in (self.loss_scaling_run, self.loss_scaling_form))
-        return Snapshot(loss_scale, run, form, values)
+        return Snapshot(loss_scale, run, form, self._values())
 
     def _take_former_counters(self) -> dict[str, int]:
         counters = {}
-        for name in self._former_names:
-            attribute = f"former_{name}"
-            if (count := int(getattr(self, attribute).asnumpy())) >= 0:
-                counters[FORMER_NAMES[name]] = count
-            # No checkpoint of this package has it.
-            delattr(self, attribute)
-        self._former_names = ()
+        for name, key in FORMER_NAMES.items():
+            if hasattr(self, attribute := f"former_{name}"):
+                if (count := int(getattr(self, attribute).asnumpy())) >= 0:
+                    counters[key] = count
+                # No checkpoint of this package has it.
+                delattr(self, attribute)
         return counters
 
-    def _write(self, loss_scale: float, values: dict[str, Any]) -> None:
-        if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
-            self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))
-        self.loss_scale_value = loss_scale
+    def _write(self, loss_scale: float | None, values: dict[str, Any]) -> None:
+        """Write a state, with the loss scale for the next step, or None where only a stock train-step cell knows it."""
+        if loss_scale is not None:
+            if self.bound_loss_scale is not None and loss_scale != self.present_loss_scale:
+                self.bound_loss_scale.set_data(Tensor(loss_scale, mstype.float32))
+            self.loss_scale_value, self._known_step = loss_scale, values["cur_iter"]
         present = self._values()
         for field in self._fields:
             if any(repr(values[key]) != repr(present[key]) for key in field.keys):
@@ -400,23 +380,8 @@ class RuleUpdateCell(CompiledUpdateCell):
             self.loss_scaling_form.set_data(Tensor(self.form, mstype.int32))
         if int(self.loss_scaling_run.asnumpy()) < 0:
             self.run_number = 0
-        self._last_seen = self._snapshot(loss_scale)
+        self._last_seen = self._snapshot()
         self._has_stepped = False
-
-
-def read_restored_scale(rule: Rule, loss_scale_value: Any) -> Any:
-    """Return a ``loss_scale_value`` that is a Tensor of one element as a float, and any other as it is.
-
-    MindFormers gives a Parameter on resume, which would become a trainable child of the cell.
-    """
-    if not isinstance(loss_scale_value, Tensor):
-        return loss_scale_value
-    if loss_scale_value.size != 1:
-        raise ValueError(
-            f"'loss_scale_value' must hold one number, but got a Tensor of shape {loss_scale_value.shape}. Give a "
-            "number, or a Tensor of shape () or (1,)."
-        )
-    return repair_loss_scale(rule, float(loss_scale_value.asnumpy().item()), "loss_scale_value")
 
 
 def _warned(problems: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from mindspore import dtype as mstype
 
 from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.mindformers.checkpoint_reader import FILE_NAME, read_sidecar, write_sidecar
-from mindformers_adaptive.rules.state_dict import FORM, RUN
+from mindformers_adaptive.rules.state_dict import FORM, RUN, to_integer
 
 __all__ = ["CheckpointMonitor", "CommonInfo", "CommonInfoWithLossScale", "restores_sidecar"]
 
@@ -176,12 +176,14 @@ def _load_sidecar(update_cell, folder):
     if (sidecar := read_sidecar(folder)) is None:
         return
     try:
-        if update_cell.state()["cur_iter"] > 1:
-            # The Parameters have come back with the optimizer. With several devices MindFormers may leave out those
-            # that are in no graph.
-            update_cell.load_origin(sidecar[1])
-        else:
+        if update_cell.state()["cur_iter"] == 1:
             # MindFormers restores the loss scale itself.
             update_cell.load_state(sidecar[1])
+            return
+        # The Parameters have come back with the optimizer. With several devices MindFormers may leave out those that
+        # are in no graph.
+        for name in (RUN, FORM):
+            if name in sidecar[1]:
+                getattr(update_cell, name).set_data(Tensor(to_integer(name, sidecar[1][name]), mstype.int32))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{Path(folder, FILE_NAME)} cannot be used: {str(error).rstrip('.')}") from error

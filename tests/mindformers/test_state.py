@@ -37,7 +37,5 @@ def test_without_a_state_scaling_starts_afresh_and_says_so(tmp_path, content, me
 def test_the_state_of_another_rule_leaves_its_scale_only(tmp_path):
     write_sidecar(tmp_path, 256.0, AdaptiveLossScaler(2.0**10).state())
     scaler = GradientGuidedLossScaler(2.0**20)
-    before = scaler.state()
     restore(scaler, tmp_path)
-    assert {name for name, value in scaler.state().items() if value != before[name]} == {"loss_scale"}
-    assert scaler.state()["loss_scale"] == 256.0
+    assert scaler.state() == GradientGuidedLossScaler(256.0).state()
