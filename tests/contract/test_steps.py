@@ -14,7 +14,7 @@ from mindformers_adaptive.rules.fields import STEP_LIMIT
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.lanes import Lanes
 from mindformers_adaptive.rules.saved_state import all_fields, own_keys, to_values
-from mindformers_adaptive.rules.state_dict import RUN
+from mindformers_adaptive.rules.state_dict import FORM, RUN
 from tests.conftest import mindspore_mode
 from tests.shared.every_rule import KINDS, Kind, Owned, is_same
 from tests.shared.networks import Dense, batches
@@ -248,7 +248,7 @@ def test_is_a_cell_of_mindspore_without_anything_to_train(kind):
     assert isinstance(cell, nn.DynamicLossScaleUpdateCell)
     assert cell.trainable_params() == []
     expected = {field.parameter: (field.shape, field.dtype) for field in all_fields(kind.rule)}
-    expected[RUN] = (), "int32"
+    expected |= {name: ((), "int32") for name in (RUN, FORM)}
     found = {
         name: (parameter.shape, str(parameter.dtype).lower()) for name, parameter in cell.parameters_dict().items()
     }
