@@ -248,7 +248,7 @@ def test_is_a_cell_of_mindspore_without_anything_to_train(kind):
     assert isinstance(cell, nn.DynamicLossScaleUpdateCell)
     assert cell.trainable_params() == []
     expected = {field.parameter: (field.shape, field.dtype) for field in all_fields(kind.rule)}
-    expected |= {name: ((), "int32") for name in (RUN, FORM)}
+    expected |= dict.fromkeys((RUN, FORM), ((), "int32"))
     found = {
         name: (parameter.shape, str(parameter.dtype).lower()) for name, parameter in cell.parameters_dict().items()
     }
