@@ -19,7 +19,7 @@ PACKAGE = ROOT / "mindformers_adaptive"
 MAY_IMPORT = {
     "text": set(),
     "public_names": {"text"},
-    "rules": set(),
+    "rules": {"text"},
     "cells": {"text", "public_names", "rules"},
     "gradients": {"text", "public_names", "rules"},
     "record": {"text", "public_names", "rules"},

@@ -1,7 +1,6 @@
 """The layers of a network by name, what they return, and the gradients of that."""
 
 import contextlib
-import difflib
 import fnmatch
 import itertools
 from collections import Counter
@@ -13,6 +12,7 @@ from mindspore import Tensor, nn, ops
 from mindformers_adaptive.gradients.backward import replaced_in, to_numpy
 from mindformers_adaptive.gradients.statistics import array_statistics, merge_statistics
 from mindformers_adaptive.rules.checks import require_names
+from mindformers_adaptive.text.nearest import nearest_names
 
 __all__ = ["LayerOutputs", "LayerOutputsError", "named_cells"]
 
@@ -54,10 +54,9 @@ class LayerOutputs:
             chosen = {name: cell for name, cell in cells.items() if _is_called(wanted, name, type(cell).__name__)}
             if not chosen:
                 candidates = [*{type(cell).__name__: None for cell in cells.values()}, *cells]
-                similar = ", ".join(difflib.get_close_matches(layer, candidates, cutoff=0.0))
                 raise ValueError(
                     f"'layers' must name cells of the network, or a class of them, but {layer!r} is neither. The "
-                    f"nearest names are {similar}."
+                    f"nearest names are {nearest_names(layer, candidates)}."
                 )
             self._layers |= chosen
             self._named |= set() if "*" in wanted else chosen.keys()

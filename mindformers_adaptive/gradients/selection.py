@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from mindformers_adaptive.gradients.groups import MOST_GROUPS
 from mindformers_adaptive.gradients.report import GradientRanges, ScaleRanges
+from mindformers_adaptive.text.nearest import nearest_names
 
 __all__ = ["KINDS", "SCALED", "group_of_modules", "select"]
 
@@ -78,8 +78,8 @@ def group_of_modules(modules: Sequence[str], names: Iterable[str]) -> Callable[[
     there = [*names]
     for module in modules:
         if not any(belongs(name, module) for name in there):
-            nearest = ", ".join(difflib.get_close_matches(module, there, cutoff=0.0))
             raise ValueError(
-                f"'modules' must name what is there, but {module!r} is not. The nearest names are {nearest}."
+                f"'modules' must name what is there, but {module!r} is not. The nearest names are "
+                f"{nearest_names(module, there)}."
             )
     return lambda name: next((module for module in modules if belongs(name, module)), None)

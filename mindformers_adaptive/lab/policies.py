@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from mindformers_adaptive.lab.presets import PRESETS, REMOVED_PRESETS, Preset
 from mindformers_adaptive.rules import RULES, find_rule, is_rule_name
 from mindformers_adaptive.rules.description import DEFAULT_LOSS_SCALE, all_arguments
 from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.text.nearest import did_you_mean
 
 __all__ = ["POLICY_NAMES", "Policy", "make_policy", "refuse_unknown", "start_rule"]
 
@@ -61,9 +61,8 @@ def make_policy(name: str | type[Rule], **params: Any) -> Policy:
             f"The policy {name!r} is gone since version 2.0.0. The nearest one that is left is {REMOVED_PRESETS[name]}."
         )
     if name not in POLICY_NAMES:
-        raise ValueError(
-            f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}.{_did_you_mean(name, POLICY_NAMES)}"
-        )
+        message = f"'name' must be one of {', '.join(POLICY_NAMES)}, but got {name!r}. "
+        raise ValueError((message + did_you_mean(name, POLICY_NAMES)).rstrip())
     preset = PRESETS[name]
     values = _values_of(name, preset, params)
     settings = {parameter.sets: values[own] for own, parameter in preset.parameters.items() if parameter.sets}
@@ -112,14 +111,9 @@ def refuse_unknown(policy: str | type[Rule], params: Iterable[str], known: Colle
     for key in params:
         if key not in known:
             raise TypeError(
-                f"The policy {name!r} has no parameter {key!r}. Its parameters are {', '.join(known)}."
-                f"{_did_you_mean(key, known)}"
+                f"The policy {name!r} has no parameter {key!r}. {did_you_mean(key, known)}"
+                f"Its parameters are {', '.join(known)}."
             )
-
-
-def _did_you_mean(word: object, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(str(word), known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _check_limits(preset: Preset, values: dict[str, Any]) -> None:

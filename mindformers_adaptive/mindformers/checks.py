@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import warnings
@@ -22,6 +21,7 @@ from mindformers_adaptive.mindformers.scaling_checks import (
 from mindformers_adaptive.rules import find_rule
 from mindformers_adaptive.rules.description import arguments_of
 from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.text.nearest import did_you_mean
 
 __all__ = ["OWN_AUTO_REGISTER", "check_config"]
 
@@ -133,7 +133,7 @@ def _check_section(section: dict[str, Any], path: str, kind: str = "wrapper") ->
             raise type(error)(f"'{path}': {error}") from error
     own = sorted(names - {"network", "optimizer"})
     for key in map(str, section.keys() - names - _NOT_ARGUMENTS):
-        nearest = _nearest(key, own)
+        nearest = did_you_mean(key, own, most=3, similarity=0.8)
         message = f"'{path}' must have keys that {cls.__name__} takes, but got {key!r}. {nearest}"
         if path == _TRAIN_STEP and not may_take_more and (is_former_key(key) or not nearest):
             # MindFormers' train steps take any keyword, and leave it alone.
@@ -175,7 +175,7 @@ def _find_class(section: dict[str, Any], path: str, kind: str = "wrapper") -> Ca
     if MindFormerRegister.is_exist(kind, name):
         return MindFormerRegister.get_cls(kind, name)  # type: ignore[no-any-return]
     known = sorted(other for other in MindFormerRegister.registry[kind] if _may_stand_at(path, kind, other))
-    nearest = _nearest(name, known)
+    nearest = did_you_mean(name, known, most=3, similarity=0.8)
     if path == _TRAIN_STEP and not nearest:
         nearest = f"{train_step_instead_of(section)} "
     raise ValueError(
@@ -207,8 +207,3 @@ def _arguments_of(cls: Callable[..., Any]) -> tuple[set[str], bool]:
 
 def _parameters_of(function: Callable[..., Any]) -> Collection[inspect.Parameter]:
     return inspect.signature(function).parameters.values()
-
-
-def _nearest(word: str, known: Collection[str]) -> str:
-    candidates = difflib.get_close_matches(word, known, n=3, cutoff=0.8)
-    return f"Did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""

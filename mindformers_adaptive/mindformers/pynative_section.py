@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.checks import require_positive, warn_of_rounding
 from mindformers_adaptive.rules.description import all_arguments
 from mindformers_adaptive.rules.rule import Rule
+from mindformers_adaptive.text.nearest import did_you_mean
 from mindformers_adaptive.text.untrusted import read_yaml
 
 __all__ = ["SECTION", "check_config", "is_for_pynative_trainer", "read_config", "read_section", "warn_of_dtype"]
@@ -116,11 +116,9 @@ def read_section(section: object) -> dict[str, Any]:
     known = all_arguments(rule)
     for name in arguments:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
             raise TypeError(
-                f"'{SECTION}' must have keys that the rule {rule.name!r} takes, but got {name!r}. {hint}It takes "
-                f"{', '.join(known)}."
+                f"'{SECTION}' must have keys that the rule {rule.name!r} takes, but got {name!r}. "
+                f"{did_you_mean(name, known)}It takes {', '.join(known)}."
             )
     arguments.setdefault("loss_scale_value", known["loss_scale_value"])
     of_start = {name: arguments[name] for name in rule.start_arguments if name in arguments}

@@ -1,7 +1,6 @@
 """Megatron-LM's arguments as a ``scale_sense`` section."""
 
 import argparse
-import difflib
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from mindformers_adaptive.rules.checks import (
     require_positive,
     warn_of_rounding,
 )
+from mindformers_adaptive.text.nearest import did_you_mean
 
 __all__ = ["scale_sense_from_megatron"]
 
@@ -127,8 +127,6 @@ def _parse(words: list[str]) -> argparse.Namespace:
     given, others = parser.parse_known_args(words)
     known = [option for action in parser._actions for option in action.option_strings]
     for option in (word.partition("=")[0] for word in others if word.startswith("--")):
-        if nearest := difflib.get_close_matches(option, known, n=1, cutoff=_MISSPELLED):
-            raise ValueError(
-                f"{option!r} is no argument of Megatron-LM. Did you mean {nearest[0]!r}? Correct it or leave it out."
-            )
+        if question := did_you_mean(option, known, similarity=_MISSPELLED):
+            raise ValueError(f"{option!r} is no argument of Megatron-LM. {question}Correct it or leave it out.")
     return given

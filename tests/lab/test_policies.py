@@ -257,7 +257,7 @@ def test_whether_the_scale_alone_tells_which_steps_were_skipped(name, by_one_fac
             "torch",
             {"init_scal": 2},
             TypeError,
-            r"'torch' has no parameter 'init_scal'. .* init_scale, .* 'init_scale'\?",
+            r"'torch' has no parameter 'init_scal'. .*'init_scale'\? .* init_scale, ",
         ),
         ("adaptive", {"hysteresis": 0}, ValueError, r"'hysteresis' must be at least 1, but got 0"),
         ("fixed", {"loss_scale": 2, "loss_scale_value": 2}, TypeError, r"'loss_scale_value' and 'loss_scale' .* once"),

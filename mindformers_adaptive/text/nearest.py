@@ -1,0 +1,37 @@
+"""Names that are similar to a misspelled one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+__all__ = ["did_you_mean", "nearest_names"]
+
+
+def nearest_names(word: str, known: Collection[str]) -> str:
+    """Return the three known names that are most similar to a word, separated by commas.
+
+    Examples:
+        >>> nearest_names("wq", ["wk", "wo", "lm_head", "wq.weight"])
+        'wo, wk, wq.weight'
+    """
+    return ", ".join(difflib.get_close_matches(word, known, cutoff=0.0))
+
+
+def did_you_mean(word: str, known: Collection[str], most: int = 1, similarity: float = 0.6) -> str:
+    """Return a question with the known names similar to a word, and a space after it; "" if there are none.
+
+    Args:
+        word (str): the misspelled name.
+        known (Collection[str]): the names to choose from.
+        most (int): how many names to give. Default: 1.
+        similarity (float): from 0 to 1; names below it are not given. Default: 0.6.
+
+    Examples:
+        >>> did_you_mean("scale_windw", ["scale_window", "scale_factor"])
+        "Did you mean 'scale_window'? "
+        >>> did_you_mean("seed", ["scale_window"])
+        ''
+    """
+    similar = difflib.get_close_matches(word, known, n=most, cutoff=similarity)
+    return f"Did you mean {' or '.join(map(repr, similar))}? " if similar else ""
