@@ -32,7 +32,7 @@ from mindformers_adaptive.rules.state_dict import (
     to_state_dict,
 )
 
-__all__ = ["RuleUpdateCell", "read_restored_scale"]
+__all__ = ["RuleUpdateCell"]
 
 
 class RuleUpdateCell(CompiledUpdateCell):
@@ -45,6 +45,8 @@ class RuleUpdateCell(CompiledUpdateCell):
     # The only rule of this class, None for any.
     rule_class: type[Rule] | None = None
     bound_loss_scale: Any = None
+    # The id of the cell that was bound, from which that of a copy differs.
+    _bound_id: int | None = None
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         super().__init__(rule, start, history_size)
@@ -183,7 +185,17 @@ class RuleUpdateCell(CompiledUpdateCell):
 
         Args:
             parameter (Parameter): the loss scale, float32 of shape ().
+
+        Raises:
+            ValueError: if the cell is in another train step. A copy of the cell is in none.
         """
+        if self._bound_id == id(self) and parameter is not self.bound_loss_scale:
+            raise ValueError(
+                f"This {type(self).__name__} already scales the loss of another train step, and its state can belong "
+                "to one only. Make an update cell for each train step. To go on from this state, call "
+                "load_state_dict(cell.state_dict()) of the new one."
+            )
+        self._bound_id = id(self)
         # Not through nn.Cell, which would make it a child of this cell too.
         object.__setattr__(self, "bound_loss_scale", parameter)
 
@@ -402,21 +414,6 @@ class RuleUpdateCell(CompiledUpdateCell):
             self.run_number = 0
         self._last_seen = self._snapshot(loss_scale)
         self._has_stepped = False
-
-
-def read_restored_scale(rule: Rule, loss_scale_value: Any) -> Any:
-    """Return a ``loss_scale_value`` that is a Tensor of one element as a float, and any other as it is.
-
-    MindFormers gives a Parameter on resume, which would become a trainable child of the cell.
-    """
-    if not isinstance(loss_scale_value, Tensor):
-        return loss_scale_value
-    if loss_scale_value.size != 1:
-        raise ValueError(
-            f"'loss_scale_value' must hold one number, but got a Tensor of shape {loss_scale_value.shape}. Give a "
-            "number, or a Tensor of shape () or (1,)."
-        )
-    return repair_loss_scale(rule, float(loss_scale_value.asnumpy().item()), "loss_scale_value")
 
 
 def _warned(problems: list[str]) -> list[str]:

@@ -6,11 +6,14 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from mindformers_adaptive.cells.update_cell import RuleUpdateCell, read_restored_scale
+from mindspore import Tensor
+
+from mindformers_adaptive.cells.update_cell import RuleUpdateCell
 from mindformers_adaptive.rules import Format, Rule, make_rule
 from mindformers_adaptive.rules.adaptive import AdaptiveRule
 from mindformers_adaptive.rules.guided import GuidedRule
 from mindformers_adaptive.rules.ladder import DEFAULT_MAX_SCALE_WINDOW, DEFAULT_MIN_SCALE_WINDOW
+from mindformers_adaptive.rules.saved_state import repair_loss_scale
 
 __all__ = ["AdaptiveLossScaleUpdateCell", "GradientGuidedLossScaleUpdateCell", "RuleLossScaleUpdateCell"]
 
@@ -116,7 +119,7 @@ class AdaptiveLossScaleUpdateCell(RuleUpdateCell):
                 f"smallest window, {rule.ladder[0]}.",
                 stacklevel=2,
             )
-        super().__init__(rule, rule.start(read_restored_scale(rule, loss_scale_value), scale_window), history_size)
+        super().__init__(rule, rule.start(_read_restored_scale(rule, loss_scale_value), scale_window), history_size)
 
     @classmethod
     def _for_rule(cls, rule: Any, state: Any, **options: Any) -> RuleUpdateCell:
@@ -206,7 +209,7 @@ class GradientGuidedLossScaleUpdateCell(RuleUpdateCell):
             max_loss_scale=max_loss_scale,
             gradient_format=gradient_format,
         )
-        start = rule.start(read_restored_scale(rule, loss_scale_value))
+        start = rule.start(_read_restored_scale(rule, loss_scale_value))
         super().__init__(rule, start, history_size)
 
 
@@ -248,9 +251,24 @@ class RuleLossScaleUpdateCell(RuleUpdateCell):
         **arguments: Any,
     ) -> None:
         rule = make_rule(rule, **arguments)
-        start = rule.start(read_restored_scale(rule, loss_scale_value))
+        start = rule.start(_read_restored_scale(rule, loss_scale_value))
         super().__init__(rule, start, history_size)
 
     @classmethod
     def _for_rule(cls, rule: Rule, state: Any, **options: Any) -> RuleUpdateCell:
         return cls(state.loss_scale, rule, **options)
+
+
+def _read_restored_scale(rule: Rule, loss_scale_value: Any) -> Any:
+    """Return a ``loss_scale_value`` that is a Tensor of one element as a float, and any other as it is.
+
+    MindFormers gives a Parameter on resume, which would become a trainable child of the cell.
+    """
+    if not isinstance(loss_scale_value, Tensor):
+        return loss_scale_value
+    if loss_scale_value.size != 1:
+        raise ValueError(
+            f"'loss_scale_value' must hold one number, but got a Tensor of shape {loss_scale_value.shape}. Give a "
+            "number, or a Tensor of shape () or (1,)."
+        )
+    return repair_loss_scale(rule, float(loss_scale_value.asnumpy().item()), "loss_scale_value")
