@@ -19,6 +19,9 @@ from mindformers_adaptive.rules.saved_state import describe_fresh_start
 
 __all__ = ["LossScaleTrainStep", "PerTokenTrainStep", "refuse_dividing_optimizer"]
 
+# A measured gradient is never 0 that often: overflowed steps measure inf.
+_STEPS_BEFORE_CHECK = 5
+
 # To a type checker a class that may have anything, as the stock cell has that follows in a subclass.
 _Base: Any = object
 
@@ -34,7 +37,8 @@ class LossScaleTrainStep(_Base):
       ``get_overflow_status`` keeps its own.
     - Gradients in FP16 and BF16 are divided by the loss scale in float32, and then cast back. A subclass with a
       ``construct`` that calls ``self.hyper_map`` itself divides as it does.
-    - For an update cell that needs it, the largest gradient is measured where overflows are looked for.
+    - For an update cell that needs it, the largest gradient is measured where overflows are looked for. If it is still
+      0 after five steps, a warning says so: a ``construct`` has to call ``get_overflow_status``.
     - The state of loss scaling survives every kind of checkpoint. MindFormers restores only network and
       optimizer from most of its formats, so the update cell becomes a child of the optimizer; its Parameters keep their
       names.
@@ -90,6 +94,7 @@ class LossScaleTrainStep(_Base):
         if getattr(self.loss_scaling_manager, "needs_gradients", False):
             self._measure_largest_gradient()
         self._is_running = False
+        self._steps_before_check = _STEPS_BEFORE_CHECK if hasattr(self, "measure_largest_gradient") else 0
         self._reported_start = None
         self._fixed_scale = self.scale_sense.asnumpy().item() if _has_fixed_scale(self) else None
         if _follows_a_rule(self):
@@ -173,7 +178,12 @@ class LossScaleTrainStep(_Base):
         if not self._is_running:
             _check_and_report(self, at_first_step=True)
         self._is_running = True
-        return super().__call__(*args, **kwargs)
+        outputs = super().__call__(*args, **kwargs)
+        if self._steps_before_check > 0:
+            self._steps_before_check -= 1
+            if self._steps_before_check == 0:
+                _warn_if_not_measured(self)
+        return outputs
 
     def set_sense_scale(self, sens: Any) -> None:
         """As of the stock cell: set another fixed loss scale.
@@ -347,6 +357,18 @@ def _check_and_report(train_step: Any, at_first_step: bool = False) -> None:
         warnings.warn(
             f"The checkpoint has {applied_steps} applied steps but no state of {rule.title}: training goes on at loss "
             f"scale {loss_scale} {describe_fresh_start(rule, state)}.",
+            stacklevel=3,
+        )
+
+
+def _warn_if_not_measured(train_step: Any) -> None:
+    update_cell, name = train_step.loss_scaling_manager, type(train_step).__name__
+    if float(update_cell.largest_gradient.asnumpy()) == 0:
+        warnings.warn(
+            f"The largest gradient is still 0 after {_STEPS_BEFORE_CHECK} steps, so {type(update_cell).__name__} does "
+            f"not know how large the gradients are. In 'construct' of {name}, call "
+            "self.get_overflow_status(status, gradients) with the unscaled gradients, before any clipping: it measures "
+            "them. Or use AdaptiveLossScaleUpdateCell, which needs no measurement.",
             stacklevel=3,
         )
 

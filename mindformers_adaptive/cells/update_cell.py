@@ -44,6 +44,8 @@ class RuleUpdateCell(CompiledUpdateCell):
     # The only rule of this class, None for any.
     rule_class: type[Rule] | None = None
     bound_loss_scale: Any = None
+    # The id of the cell that was bound, from which that of a copy differs.
+    _bound_id: int | None = None
 
     def __init__(self, rule: Rule, start: Any, history_size: int = 0) -> None:
         super().__init__(rule, start, history_size)
@@ -182,7 +184,17 @@ class RuleUpdateCell(CompiledUpdateCell):
 
         Args:
             parameter (Parameter): the loss scale, float32 of shape ().
+
+        Raises:
+            ValueError: if the cell is in another train step. A copy of the cell is in none.
         """
+        if self._bound_id == id(self) and parameter is not self.bound_loss_scale:
+            raise ValueError(
+                f"This {type(self).__name__} already scales the loss of another train step, and its state can belong "
+                "to one only. Make an update cell for each train step. To go on from this state, call "
+                "load_state_dict(cell.state_dict()) of the new one."
+            )
+        self._bound_id = id(self)
         # Not through nn.Cell, which would make it a child of this cell too.
         object.__setattr__(self, "bound_loss_scale", parameter)
 

@@ -113,6 +113,7 @@ def _steps():
     """Train steps without a model."""
     for chip in CHIPS:
         yield from _in_each_way(f"step/{chip}", "plain_step", chip=chip)
+    yield from _in_each_way("step_fp16_weights", "plain_step", arguments={"network": "in FP16"})
     yield from _in_each_way("mf_step", "mf_step")
     per_token = {"network": "SumAndNumber", "calculate_per_token_loss": True}
     for setting, arguments in {
@@ -137,6 +138,8 @@ def _steps():
     yield from _in_each_way("semi_auto_2", "plain_step", world=split, arguments={"network": "split"})
     per_token = {**per_token, "network": "split, SumAndNumber"}
     yield from _in_each_way("per_token_semi_auto_2", "mf_step", (STOCK, GUIDED), world=split, arguments=per_token)
+    # As MindFormers' trainer builds gradient accumulation on an Ascend.
+    yield from _in_each_way("accumulation_semi_auto_2", "pipeline_step", world=split, arguments={"accumulates": True})
     for stages in (2, 4):
         for rank in range(stages):
             world = World(stages, rank, _SEMI_AUTO, stages)

@@ -165,6 +165,14 @@ class LowRank(Layers):
         return super().construct(features, target - ops.cast(self.up(self.down(features)), mindspore.float32))
 
 
+def in_fp16():
+    """The layers with their weights in FP16 too."""
+    network = Layers()
+    for weight in network.trainable_params():
+        weight.set_dtype(mindspore.float16)
+    return network
+
+
 def recomputed():
     network = Layers()
     network.layers[0].recompute()
@@ -261,10 +269,11 @@ def split(network):
     return network
 
 
-def pipeline_step(way, micro_batches=4, **options):
-    """``MFPipelineWithLossScaleCell`` with clipping."""
-    layers = Layers(mindspore.get_auto_parallel_context("pipeline_stages"))
-    network = _VirtualDatasetCell(nn.PipelineCell(split(layers), micro_batches)).set_train()
+def pipeline_step(way, micro_batches=4, accumulates=False, **options):
+    """``MFPipelineWithLossScaleCell`` with clipping, around pipeline stages or gradient accumulation."""
+    layers = Layers(2 if accumulates else mindspore.get_auto_parallel_context("pipeline_stages"))
+    cell = nn.GradAccumulationCell if accumulates else nn.PipelineCell
+    network = _VirtualDatasetCell(cell(split(layers), micro_batches)).set_train()
     options = {"scale_sense": update_cell(way), "micro_batch_num": micro_batches, **options}
     compile_step(wrapper_of(way).MFPipelineWithLossScaleCell(network, momentum(network), **options))
 
@@ -272,6 +281,7 @@ def pipeline_step(way, micro_batches=4, **options):
 NETWORKS = {
     "Layers": Layers,
     "accumulating": lambda: MeanOverMicroBatches(Layers(), 2),
+    "in FP16": in_fp16,
     "InlinedLate": InlinedLate,
     "LowRank": LowRank,
     "recomputed": recomputed,

@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from mindformers_adaptive import AdaptiveLossScaleUpdateCell, GradientGuidedLossScaleUpdateCell
-from mindformers_adaptive.cells.detection import LargestGradient
+from mindformers_adaptive.cells.detection import LargestGradient, has_inf_or_nan
 from mindformers_adaptive.cells.train_step import LossScaleTrainStep
 from mindformers_adaptive.wrapper import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 from scripts.benchmarks.exported_graph import export_graph
@@ -106,3 +106,39 @@ def test_the_graph_of_a_train_step_with_another_cell_is_what_it_was(graph_mode):
     assert [adaptive[name] for name in of_the_pass] == [0, 0, 0, 0]
     # Of each of the two gradients the magnitudes are had once, and nothing else looks at it; one more is the rule's.
     assert (guided["Abs"], guided["IsFinite"], adaptive["IsFinite"]) == (2 + 1, 0, 0)
+
+
+class OwnDetection(TrainOneStepWithLossScaleCell):
+    """A train step that looks for overflows itself, as those of some libraries do."""
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        sens = ops.ones_like(loss) * ops.cast(self.scale_sense, loss.dtype)
+        grads = self.grad(self.network, self.weights)(*inputs, sens)
+        grads = self.hyper_map(ops.partial(ops.mul, ops.reciprocal(self.scale_sense)), grads)
+        overflow = self.process_loss_scale(has_inf_or_nan(grads))
+        if not overflow:
+            loss = ops.depend(loss, self.optimizer(grads))
+        return loss, overflow, self.scale_sense
+
+
+def test_a_train_step_that_never_measures_gets_one_warning(mode):
+    step = Dense().train_step(GradientGuidedLossScaleUpdateCell(2.0**8), OwnDetection).set_train()
+    for _ in range(4):
+        step(*Dense.batch())
+    with pytest.warns(UserWarning, match=r"still 0 after 5 steps.*OwnDetection, call self.get_overflow_status\("):
+        step(*Dense.batch())
+    # Warnings are errors.
+    for _ in range(6):
+        step(*Dense.batch())
+
+
+@pytest.mark.parametrize(
+    "cell", [AdaptiveLossScaleUpdateCell(2.0**8, 2, 20), GradientGuidedLossScaleUpdateCell(2.0**8)]
+)
+def test_a_train_step_that_measures_or_need_not_gets_no_warning(graph_mode, cell):
+    train_step_class = OwnDetection if isinstance(cell, AdaptiveLossScaleUpdateCell) else TrainOneStepWithLossScaleCell
+    step = Dense().train_step(cell, train_step_class).set_train()
+    # Warnings are errors.
+    for number in range(8):
+        step(*Dense.batch(overflow=number < 6))
